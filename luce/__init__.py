@@ -1,0 +1,42 @@
+"""Luce: a local LLM server in pure Python that splits one GGUF model by layers over devices that need not match.
+
+The packages in the order in which a request flows down them; imports point the same way, and a test holds them to it:
+
+    cli       one file per verb: serve, chat, run, inspect, pull, doctor
+    server    HTTP: routes, request checks, OpenAI shapes, streams, metrics
+    api       `luce.load(...)`: the same engine as a Python object
+    text      tokenizer, detokenizer, stop strings, chat template
+    engine    sequences, the pure scheduler, KV page accounting, sampling, the engine thread
+    backend   which layers run where; a shard is consecutive layers on one device
+    layers    a family's spec turned into layers with weights and state
+    ops       one file per kernel topic: checks, launch shape, NumPy reference
+    runtime   devices: CuPy (CUDA and HIP) or NumPy; the driver's few calls by ctypes; kernel builds
+    kernels/  CUDA and HIP sources, compiled at run time by the vendor's own compiler
+
+Beside the flow, importing nothing above them: models (families as data), gguf (the file format). Under all: config,
+errors, log.
+
+The life of one request: `server` checks the body and authenticates; `text` renders the template and tokenises;
+`engine.loop` queues a Sequence; `engine.scheduler` puts its next rows into a Step (rows of several sequences, prompt
+chunks beside single decode rows); `backend` runs the Step through its shards; the last shard returns one token id or
+logits row per wanted row; `engine.sampling` picks a token; `text` turns ids into whole characters; `server` streams.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Model", "load"]
+
+if TYPE_CHECKING:
+    from luce.api import Model, load
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: `import luce` must stay cheap for tools that only want the version.
+    if name in __all__:
+        from luce import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'luce' has no attribute {name!r}")

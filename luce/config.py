@@ -1,0 +1,385 @@
+"""Every setting of Luce: one dataclass field is one flag, TOML key, environment variable and keyword of luce.load.
+
+Precedence: flag or keyword, then `LUCE_<FIELD>`, then the TOML file named by `--config`, then the default. This is the
+only module that reads the environment. Values are checked here, whatever their origin, and all errors of one start are
+reported together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from luce.errors import UsageError
+
+Parser = Callable[[str], Any]
+
+
+def _integer(low: int, high: int = 2**31 - 1) -> Parser:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise ValueError(f"expected an integer in {low}..{high}")
+        return value
+
+    return parse
+
+
+def _number(low: float, high: float, *, above: bool = False) -> Parser:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low < value if above else low <= value) or not value <= high:
+            raise ValueError(f"expected a number in {'(' if above else '['}{low:g}, {high:g}]")
+        return value
+
+    return parse
+
+
+def _choice(*names: str) -> Parser:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError("expected " + " or ".join(names))
+        return text
+
+    return parse
+
+
+def _text(text: str) -> str:
+    return text
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise ValueError("expected a path")
+    return Path(text).expanduser()
+
+
+def _names(text: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise ValueError("expected names separated by commas, none of them empty")
+    return parts
+
+
+def _weights(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(math.isfinite(v) and v > 0 for v in values):
+        raise ValueError("expected positive numbers separated by commas")
+    return values
+
+
+def _setting(
+    default: Any, parse: Parser, help: str, *, flags: Sequence[str] = (), metavar: str = "", group: str
+) -> Any:
+    """A field. `flags` are aliases without dashes; a tuple default means that the flag may be repeated."""
+    meta = {"parse": parse, "help": help, "flags": tuple(flags), "metavar": metavar, "group": group}
+    return dataclasses.field(default=default, metadata=meta)
+
+
+def user_cache_directory() -> Path:
+    """`$CACHE_DIRECTORY` under systemd, else the platform's directory for Luce."""
+    return Path(os.environ.get("CACHE_DIRECTORY") or platformdirs.user_cache_dir("luce"))
+
+
+def user_state_directory() -> Path:
+    """`$STATE_DIRECTORY` under systemd, else the platform's directory for Luce."""
+    return Path(os.environ.get("STATE_DIRECTORY") or platformdirs.user_state_dir("luce"))
+
+
+def environment(name: str) -> str | None:
+    """A variable that the operating system or systemd hands over (NOTIFY_SOCKET, EDITOR, ...), not a Luce setting."""
+    return os.environ.get(name) or None
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings. Sizes are in the unit that the help text names."""
+
+    target_devices: tuple[str, ...] = _setting(
+        ("auto",),
+        _names,
+        "devices that hold the model's layers, in order: auto, cuda:N, hip:N, cpu:N",
+        flags=("target-device", "devices"),
+        metavar="DEVICE[,DEVICE...]",
+        group="placement",
+    )
+    target_layer_split: tuple[float, ...] = _setting(
+        (),
+        _weights,
+        "share of the layers on each target device (default: equal shares)",
+        flags=("layer-split",),
+        metavar="WEIGHT[,WEIGHT...]",
+        group="placement",
+    )
+    threads: int = _setting(
+        0,
+        _integer(0, 4096),
+        "threads of the CPU device's matrix products (0: all cores)",
+        metavar="N",
+        group="placement",
+    )
+    max_ctx: int = _setting(
+        0,
+        _integer(0),
+        "tokens of context per sequence (0: the trained length, at most 8192)",
+        metavar="N",
+        group="engine",
+    )
+    parallel: int = _setting(1, _integer(1, 256), "sequences that are generated at once", metavar="N", group="engine")
+    chunk: int = _setting(
+        512,
+        _integer(1, 8192),
+        "prompt rows in one step",
+        flags=("prefill-chunk",),
+        metavar="N",
+        group="engine",
+    )
+    max_queue: int = _setting(
+        64, _integer(0, 65536), "requests that may wait; further ones are answered 503", metavar="N", group="engine"
+    )
+    max_queue_seconds: float = _setting(
+        0.0, _number(0, 86400), "longest wait in the queue (0: no limit)", metavar="SECONDS", group="engine"
+    )
+    timeout: float = _setting(
+        0.0, _number(0, 86400), "longest run of one request (0: no limit)", metavar="SECONDS", group="engine"
+    )
+    temperature: float = _setting(
+        0.7, _number(0, 2), "default of requests that name none (0: greedy)", metavar="T", group="sampling"
+    )
+    top_k: int = _setting(40, _integer(0), "default of requests that name none (0: off)", metavar="N", group="sampling")
+    top_p: float = _setting(
+        0.95, _number(0, 1, above=True), "default of requests that name none", metavar="P", group="sampling"
+    )
+    min_p: float = _setting(0.0, _number(0, 1), "default of requests that name none", metavar="P", group="sampling")
+    repetition_penalty: float = _setting(
+        1.0,
+        _number(0, 10, above=True),
+        "default of requests that name none",
+        flags=("repeat-penalty",),
+        metavar="X",
+        group="sampling",
+    )
+    chat_template: Path | None = _setting(
+        None,
+        _path,
+        "Jinja file used instead of the model file's own template",
+        flags=("chat-template-file",),
+        metavar="FILE",
+        group="text",
+    )
+    host: str = _setting("127.0.0.1", _text, "address to listen on", metavar="ADDRESS", group="server")
+    port: int = _setting(8080, _integer(0, 65535), "port to listen on (0: any free one)", metavar="N", group="server")
+    alias: tuple[str, ...] = _setting(
+        (),
+        _names,
+        "names of the model in replies and /v1/models",
+        flags=("model-name",),
+        metavar="NAME[,NAME...]",
+        group="server",
+    )
+    strict_model: bool = _setting(False, _text, "answer 404 to requests that name another model", group="server")
+    api_key: tuple[str, ...] = _setting(
+        (), _names, "key that clients must send (repeatable)", metavar="KEY[,KEY...]", group="server"
+    )
+    api_key_file: Path | None = _setting(
+        None, _path, "file with one key per line, re-read on SIGHUP", metavar="FILE", group="server"
+    )
+    allowed_host: tuple[str, ...] = _setting(
+        (),
+        _names,
+        "further Host header values accepted on a loopback address without a key",
+        metavar="NAME[,NAME...]",
+        group="server",
+    )
+    cors_origin: tuple[str, ...] = _setting(
+        (), _names, "origins that browsers may call from, * for all", metavar="ORIGIN[,ORIGIN...]", group="server"
+    )
+    metrics_public: bool = _setting(False, _text, "serve /metrics without a key", group="server")
+    max_body_mib: int = _setting(64, _integer(1, 4096), "largest request body", metavar="MIB", group="server")
+    max_n: int = _setting(8, _integer(1, 64), "largest `n` of a request", metavar="N", group="server")
+    max_batch_prompts: int = _setting(
+        64, _integer(1, 1024), "most prompts in one /v1/completions request", metavar="N", group="server"
+    )
+    sse_ping: float = _setting(
+        10.0,
+        _number(0.1, 3600),
+        "seconds between keep-alive comments in a silent stream",
+        metavar="SECONDS",
+        group="server",
+    )
+    write_timeout: float = _setting(
+        60.0,
+        _number(0.1, 3600),
+        "seconds after which a client that does not read its stream is dropped",
+        metavar="SECONDS",
+        group="server",
+    )
+    drain_seconds: float = _setting(
+        30.0, _number(0, 3600), "time that running requests get after SIGTERM", metavar="SECONDS", group="server"
+    )
+    log_level: str = _setting(
+        "info",
+        _choice("debug", "info", "warning", "error"),
+        "least severe messages that are logged",
+        metavar="LEVEL",
+        group="log",
+    )
+    log_json: bool = _setting(False, _text, "log lines as JSON objects", group="log")
+
+
+FIELDS: Mapping[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Config)}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def flag(name: str) -> str:
+    """The flag of a field: `max_ctx` is `--max-ctx`."""
+    return "--" + name.replace("_", "-")
+
+
+def _is_bool(field: dataclasses.Field[Any]) -> bool:
+    return isinstance(field.default, bool)
+
+
+def _parse(field: dataclasses.Field[Any], value: Any, origin: str) -> Any:
+    """Check one value from any origin. Raises UsageError naming the origin."""
+    if value is None and field.default is None:
+        return None
+    if _is_bool(field):
+        if isinstance(value, bool):
+            return value
+        lowered = str(value).lower()
+        if lowered in _TRUE or lowered in _FALSE:
+            return lowered in _TRUE
+        raise UsageError(f"{origin}: expected true or false, got {value!r}", param=field.name)
+    if isinstance(value, bool):
+        raise UsageError(f"{origin}: expected {field.metadata['metavar']}, got {value!r}", param=field.name)
+    if isinstance(value, list | tuple):
+        if not isinstance(field.default, tuple):
+            raise UsageError(f"{origin}: expected one value, got {value!r}", param=field.name)
+        if not value:
+            return ()
+        value = ",".join(str(v) for v in value)
+    try:
+        return field.metadata["parse"](str(value))
+    except ValueError as error:
+        raise UsageError(f"{origin}: {error}, got {str(value)!r}", param=field.name) from None
+
+
+def add_flags(parser: argparse.ArgumentParser, groups: Iterable[str]) -> None:
+    """Add the flags of the named groups (and `--config`) to a parser; absent flags stay out of the namespace."""
+    parser.add_argument(
+        "--config", metavar="FILE", type=Path, default=argparse.SUPPRESS, help="TOML file with settings"
+    )
+    for group in groups:
+        section = parser.add_argument_group(group)
+        for field in FIELDS.values():
+            meta = field.metadata
+            if meta["group"] != group:
+                continue
+            names = [flag(field.name), *("--" + alias for alias in meta["flags"])]
+            options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+            if _is_bool(field):
+                section.add_argument(*names, action=argparse.BooleanOptionalAction, help=meta["help"], **options)
+                continue
+            shown = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+            text = (
+                meta["help"]
+                if shown in (None, "") or "default" in meta["help"]
+                else f"{meta['help']} (default: {shown})"
+            )
+            if isinstance(field.default, tuple):
+                options["action"] = "append"
+            section.add_argument(*names, metavar=meta["metavar"], help=text.replace("%", "%%"), **options)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}", param="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path}: {error}", param="config") from None
+
+
+def resolve(
+    given: Mapping[str, Any], *, spell: Callable[[str], str] = flag, env: Mapping[str, str] | None = None
+) -> Config:
+    """The Config from flags or keywords, environment and file. Raises one UsageError that holds every problem found.
+
+    `spell` names a given field in messages: as a flag by default, luce.load passes the bare keyword.
+    """
+    env = os.environ if env is None else env
+    given = dict(given)
+    problems: list[str] = []
+    params: list[str] = []
+    layers: list[tuple[dict[str, Any], Callable[[str], str]]] = []
+    path = given.pop("config", None) or env.get("LUCE_CONFIG")
+    if path:
+        try:
+            content = {key.replace("-", "_"): value for key, value in _read_file(Path(path)).items()}
+            layers.append((content, lambda name: f"{path}: {name}"))
+        except UsageError as error:
+            problems.append(str(error))
+            params.append("config")
+    layers.append(
+        ({n: env[f"LUCE_{n.upper()}"] for n in FIELDS if f"LUCE_{n.upper()}" in env}, lambda n: f"LUCE_{n.upper()}")
+    )
+    layers.append((given, spell))
+    values: dict[str, Any] = {}
+    for content, name_of in layers:
+        for name, value in content.items():
+            try:
+                if name not in FIELDS:
+                    raise UsageError(f"{name_of(name)}: no such setting", param=name)
+                values[name] = _parse(FIELDS[name], value, name_of(name))
+            except UsageError as error:
+                problems.append(str(error))
+                params.append(name)
+    if problems:
+        raise UsageError("; ".join(problems), param=params[0])
+    return Config(**values)
+
+
+def override(config: Config, given: Mapping[str, Any]) -> Config:
+    """A Config with some fields replaced by keyword values. Raises UsageError naming the keyword."""
+    return dataclasses.replace(config, **{name: _parse(FIELDS[name], value, name) for name, value in given.items()})
+
+
+def sample() -> str:
+    """The sample TOML file: every setting, commented out, with its default (systemd/luce.toml is this text)."""
+    lines = ["# Settings of Luce. Each line shows the default; the same names work as flags and as LUCE_<NAME>."]
+    group = ""
+    for field in FIELDS.values():
+        if field.metadata["group"] != group:
+            group = field.metadata["group"]
+            lines += ["", f"# --- {group}"]
+        default = field.default
+        if isinstance(default, bool):
+            shown = str(default).lower()
+        elif isinstance(default, tuple):
+            shown = "[" + ", ".join(f'"{v}"' if isinstance(v, str) else f"{v:g}" for v in default) + "]"
+        elif default is None:
+            shown = '""'
+        else:
+            shown = f'"{default}"' if isinstance(default, str) else f"{default:g}"
+        lines += [f"# {field.metadata['help']}", f"# {field.name} = {shown}"]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,137 @@
+"""The error tree. A class carries the HTTP status, the API's error type and code, and the process exit code.
+
+    LuceError
+    ├── UsageError             a flag, a configuration key, a command line      exit 2
+    ├── ModelError             a GGUF file or what it describes                 exit 3
+    │   ├── FormatError        the bytes are not a valid GGUF file
+    │   └── UnsupportedError   valid, but nothing Luce runs; or it does not fit
+    ├── DeviceError            driver, device, memory, kernel                   exit 4
+    │   └── OutOfMemoryError   a device cannot hold what was asked
+    ├── BackendError           a shard failed while a step ran                  HTTP 500, exit 6
+    └── RequestError           a client's mistake                               HTTP 400
+        ├── ContextError       the prompt does not fit the context
+        ├── AuthError          missing or wrong key                             HTTP 401
+        ├── NotFoundError      unknown path or model                            HTTP 404
+        ├── TooLargeError      the body exceeds the limit                       HTTP 413
+        ├── QueueFullError     the bounded queue is full                        HTTP 503
+        └── UnavailableError   loading or draining                              HTTP 503
+
+Every message names the flag, field, file or tensor. Code decides by class and attribute, never by a message's text.
+"""
+
+from __future__ import annotations
+
+
+class LuceError(Exception):
+    """Base of all errors that Luce raises on purpose; `str(error)` is one line for the user."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+    exit_code = 1
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class UsageError(LuceError):
+    """A flag, an environment variable or a configuration key has no valid value."""
+
+    status = 400
+    type = "invalid_request_error"
+    exit_code = 2
+
+
+class ModelError(LuceError):
+    """A model file cannot be served."""
+
+    exit_code = 3
+
+
+class FormatError(ModelError):
+    """The bytes of a file are not what the GGUF format says."""
+
+
+class UnsupportedError(ModelError):
+    """The file is valid but describes something that Luce does not run, or that does not fit."""
+
+
+class DeviceError(LuceError):
+    """A driver, a device or a kernel failed."""
+
+    code = "engine_error"
+    exit_code = 4
+
+
+class OutOfMemoryError(DeviceError):
+    """A device cannot hold what was asked of it."""
+
+
+class BackendError(LuceError):
+    """A shard failed while a step ran."""
+
+    code = "engine_error"
+    exit_code = 6
+
+
+class RequestError(LuceError):
+    """The client asked for something that cannot be done."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextError(RequestError):
+    """The prompt, or prompt and reply, do not fit the context."""
+
+    code = "context_length_exceeded"
+
+
+class AuthError(RequestError):
+    """The key is missing or wrong."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFoundError(RequestError):
+    """The path or the model does not exist."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class TooLargeError(RequestError):
+    """The request body exceeds the limit."""
+
+    status = 413
+    type = "request_too_large"
+    code = "request_too_large"
+
+
+class QueueFullError(RequestError):
+    """The waiting queue is full; try again after `retry_after` seconds."""
+
+    status = 503
+    type = "server_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class UnavailableError(RequestError):
+    """The server is loading or draining; try again after `retry_after` seconds."""
+
+    status = 503
+    type = "server_error"
+    code = "loading"
+
+    def __init__(self, message: str, *, code: str = "loading", retry_after: int = 1) -> None:
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
