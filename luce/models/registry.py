@@ -1,0 +1,25 @@
+"""GGUF architecture name to family, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from luce.errors import UnsupportedError
+from luce.models import llama, qwen3, qwen35
+from luce.models.keys import Source
+from luce.models.spec import ModelSpec
+
+FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
+    "llama": llama.spec,
+    "qwen3": qwen3.spec,
+    "qwen35": qwen35.spec,
+}
+
+
+def read_spec(source: Source) -> ModelSpec:
+    """The spec of a file. Raises UnsupportedError naming the architecture if Luce does not run it."""
+    family = FAMILIES.get(source.architecture)
+    if family is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise UnsupportedError(f"{source.path}: general.architecture {source.architecture!r} is none of {known}")
+    return family(source)

@@ -1,0 +1,161 @@
+"""Conversations to prompts: what the template sees, and which parts of its result may be control tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from luce.errors import RequestError
+from luce.text.template import ChatTemplate
+from luce.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+
+
+class ChatFormat:
+    """A model's template and tokenizer together. Thread-safe; both methods block while the template renders.
+
+    Control tokens come only from the template: their texts inside anything a client sent (contents, names, tools,
+    further variables) become ordinary text. Before rendering, each such text is replaced by one private-use character
+    that occurs nowhere else; the result is cut at its special tokens; then the texts are put back and tokenised
+    together with what surrounds them. The template sees the same structure, only a few characters shorter.
+    """
+
+    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
+        self.template = template
+        self._tokenizer = tokenizer
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt as text, as the template renders it. Raises RequestError."""
+        text, marks = self._render(messages, tools, add_generation_prompt, kwargs)
+        return text.translate(marks)
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        tools: Sequence[Message] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[int]:
+        """The prompt as ids, with BOS if the tokenizer wants one and the template wrote none. Raises RequestError."""
+        text, marks = self._render(messages, tools, add_generation_prompt, kwargs)
+        tokenizer = self._tokenizer
+        ids: list[int] = []
+        for token, piece in tokenizer.special.cut(text):
+            ids += tokenizer.encode(piece.translate(marks), specials=False) if token is None else [token]
+        if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+            ids.insert(0, tokenizer.bos_id)
+        return ids
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> tuple[str, dict[int, str]]:
+        """The rendered text with marks in it, and what each mark (a code point) stands for."""
+        if self.template is None:
+            raise RequestError("the model file has no chat template; use /v1/completions or --chat-template")
+        given = {**kwargs, "messages": [_plain(message, i) for i, message in enumerate(messages)], "tools": tools}
+        try:
+            marks = self._marks(list(_strings(given)), self.template.source)
+            if marks:
+                given = {name: self._masked(value, marks) for name, value in given.items()}
+        except RecursionError:
+            raise RequestError("messages or tools are nested too deeply") from None
+        rendered = given.pop("messages")
+        text = self.template.render(rendered, **given, add_generation_prompt=add_generation_prompt)
+        return text, {ord(mark): control for control, mark in marks.items()}
+
+    def _marks(self, strings: Sequence[str], source: str) -> dict[str, str]:
+        """For each control token's text in the strings a character that is neither in them nor in the source."""
+        cut = self._tokenizer.control.cut
+        controls = {piece for string in strings for token, piece in cut(string) if token is not None}
+        if not controls:
+            return {}
+        taken = set(source).union(*strings)
+        free = (chr(code) for code in chain(*_PRIVATE_USE) if chr(code) not in taken)
+        marks = dict(zip(sorted(controls), free, strict=False))
+        if len(marks) < len(controls):
+            raise RequestError("the messages hold control tokens and every private-use character")
+        return marks
+
+    def _masked(self, value: Any, marks: Mapping[str, str]) -> Any:
+        if isinstance(value, str):
+            pieces = self._tokenizer.control.cut(value)
+            return "".join(piece if token is None else marks[piece] for token, piece in pieces)
+        if isinstance(value, Mapping):
+            return {self._masked(key, marks): self._masked(item, marks) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._masked(item, marks) for item in value]
+        return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings of a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _plain(message: Message, index: int) -> dict[str, Any]:
+    """A message as templates expect it: known roles, content as one string, tool arguments as objects."""
+    plain = dict(message)
+    if plain.get("role") == "developer":
+        plain["role"] = "system"
+    content = plain.get("content")
+    if content is None:
+        plain["content"] = ""
+    elif isinstance(content, list | tuple):
+        plain["content"] = "".join(_part(part, index, i) for i, part in enumerate(content))
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_parsed(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _part(part: Any, message: int, index: int) -> str:
+    where = f"messages[{message}].content[{index}]"
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get(_TEXT_PARTS.get(kind)) if isinstance(kind, str) else None
+    if not isinstance(text, str):
+        raise RequestError(f"{where}: only text parts are supported", param=where, code="unsupported_content")
+    return text
+
+
+def _parsed(call: Any) -> Any:
+    """A tool call whose arguments are an object where they came as the JSON text of one."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return call
+        if isinstance(parsed, dict):
+            function["arguments"] = parsed
+    return {**call, "function": function}

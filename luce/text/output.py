@@ -1,0 +1,56 @@
+"""The text of a reply as it becomes certain: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from luce.engine.sequence import TextOutput
+from luce.text.detokenizer import Detokenizer
+from luce.text.tokenizer import Tokenizer
+
+
+class ReplyText(TextOutput):
+    """One reply. Text is held back only while its tail is a proper prefix of a stop string.
+
+    The stop string that is complete first ends the reply (of several that end together the longest), and the text is
+    cut before it. That makes the result independent of how the text falls into tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(tokenizer, continues=True)
+        self._stops = tuple(stops)
+        self._held = ""
+        self._stopped: str | None = None
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that was reached, if any."""
+        return self._stopped
+
+    def push(self, token: int) -> str:
+        """Text that is certain after one more token; nothing once a stop string was reached."""
+        return self._release(self._detokenizer.push(token))
+
+    def flush(self) -> str:
+        """What was held back; unfinished bytes become U+FFFD. Empty if a stop string was reached."""
+        text = self._release(self._detokenizer.flush()) + self._held
+        self._held = ""
+        return text
+
+    def _release(self, text: str) -> str:
+        if self._stopped is not None:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self._stopped = min(found)
+            self._held = ""
+            return text[:at]
+        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest tail of `text` that is a proper prefix of `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

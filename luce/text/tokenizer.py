@@ -1,0 +1,287 @@
+"""The tokenizer that a GGUF file describes: its vocabulary, its merges and a pre-tokenizer chosen by name.
+
+Text is first cut at the texts of special tokens; what lies between is split by the pre-tokenizer's patterns and merged
+by the `tokenizers` library. Three kinds of vocabulary exist (`tokenizer.ggml.model`):
+
+    gpt2     BPE over bytes that are spelled as printable characters (GPT-2's table)
+    gemma4   BPE over UTF-8 text with spaces spelled U+2581; characters without a token become byte tokens
+    llama    SentencePiece BPE: as gemma4, but merges are ranked by the score of what they make
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
+
+from luce.errors import FormatError, UnsupportedError
+
+# tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_QWEN2 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+_QWEN35 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
+_LLAMA3 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+
+
+@dataclass(frozen=True)
+class _Pre:
+    """A pre-tokenizer. Each pattern splits the pieces that the one before it left.
+
+    `whole`: a piece that is itself a token is taken before merges are tried. `add_bos` holds for files without the key.
+    """
+
+    patterns: tuple[str, ...]
+    whole: bool = False
+    add_bos: bool = False
+
+
+_PRE: Mapping[str, _Pre] = {
+    "default": _Pre((_GPT2,)),
+    "gpt-2": _Pre((_GPT2,)),
+    "smollm": _Pre((r"\p{N}", _GPT2)),
+    "qwen2": _Pre((_QWEN2,)),
+    "qwen35": _Pre((_QWEN35,)),
+    "llama-bpe": _Pre((_LLAMA3,), whole=True, add_bos=True),
+    "llama3": _Pre((_LLAMA3,), whole=True, add_bos=True),
+    "llama-v3": _Pre((_LLAMA3,), whole=True, add_bos=True),
+    "laguna": _Pre((_LLAMA3,), whole=True),
+}
+_GEMMA4 = _Pre((r"\n+",), add_bos=True)
+_SENTENCEPIECE = _Pre((), add_bos=True)
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+_NEWLINES = re.compile(r"(\n+)")
+_SPACE = "\u2581"
+
+
+def _unspelled() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the others for U+0100 onwards, in order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    other = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(other)}
+
+
+_UNSPELLED = _unspelled()
+
+
+class Cutter:
+    """Finds fixed texts: leftmost first, of those that start together the longest. Linear in the text's length."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._ids = ids
+        # The library's added tokens are an Aho-Corasick search; a model without words returns the rest as it is.
+        self._search = tokenizers.Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+        self._search.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in ids if text])
+
+    def cut(self, text: str) -> Iterator[tuple[int | None, str]]:
+        """The text in pieces, in order: (id, its text) for a text that was found, (None, what lies between).
+
+        Lone surrogates, which no token can spell, become U+FFFD.
+        """
+        text = _SURROGATE.sub("\ufffd", text)
+        for start, end in self._search.encode(text, add_special_tokens=False).offsets:
+            piece = text[start:end]
+            yield self._ids.get(piece), piece
+
+
+class Tokenizer:
+    """Text to ids and ids to bytes. Immutable after construction; any thread may call it.
+
+    `nfc` composes text first (the Qwen families). `eos_texts` are further tokens that end a reply, taken where the
+    vocabulary has them. Every token that ends a reply counts as a control token, whatever its type in the file.
+
+    `bos_id`, `eos_id` (the file's own), `eos_ids` (all that end a reply), `vocab` (tokens) and `add_bos` (a prompt
+    begins with `bos_id`) are for the caller: `encode` adds nothing. `space_prefix`: SentencePiece's leading space, see
+    `encode`. `special` finds control and user-defined tokens in text, `control` only control tokens.
+
+    Raises FormatError for tables that are missing or contradict each other, UnsupportedError for an unknown model or
+    pre-tokenizer.
+    """
+
+    def __init__(self, metadata: Mapping[str, object], *, nfc: bool = False, eos_texts: Iterable[str] = ()) -> None:
+        model = _value(metadata, "model", str)
+        self._texts: list[str] = _list(metadata, "tokens", str)
+        self._types: list[int] = _list(metadata, "token_type", int, default=[NORMAL] * len(self._texts))
+        self.vocab = len(self._texts)
+        if len(self._types) != self.vocab:
+            raise FormatError(
+                f"tokenizer.ggml.token_type has {len(self._types)} entries, tokenizer.ggml.tokens has {self.vocab}"
+            )
+        for text, kind in zip(self._texts, self._types, strict=True):
+            if kind == BYTE and not _BYTE_TOKEN.fullmatch(text):
+                raise FormatError(f"tokenizer.ggml.tokens: byte token {text!r} is not of the form <0xNN>")
+        self._spelled = model == "gpt2"
+        pre = self._pre(model, metadata)
+        self.space_prefix = model == "llama" and _value(metadata, "add_space_prefix", bool, default=True)
+
+        ids = {text: i for i, text in enumerate(self._texts)}
+        named = {name: self._named_id(metadata, name) for name in ("bos", "eos", "eot")}
+        self.bos_id, self.eos_id = named["bos"], named["eos"]
+        self.eos_ids = frozenset(
+            i for i in (named["eos"], named["eot"], *(ids.get(text) for text in eos_texts)) if i is not None
+        )
+        # Gemma is trained with BOS always in front, whatever a file says.
+        asked = model == "gemma4" or _value(metadata, "add_bos_token", bool, default=pre.add_bos)
+        self.add_bos = asked and self.bos_id is not None
+
+        self._control = frozenset(i for i, kind in enumerate(self._types) if kind == CONTROL) | self.eos_ids
+        control = {text: i for text, i in ids.items() if i in self._control}
+        visible = {text: i for text, i in ids.items() if self._types[i] == USER_DEFINED and i not in self._control}
+        self.control = Cutter(control)
+        self.special = Cutter(control | visible)
+        self._visible = Cutter(visible)
+
+        # Control tokens stay out of the merges' vocabulary: no spelling of ordinary text can then end in one.
+        words = {text: i for text, i in ids.items() if i not in self._control and self._types[i] != UNUSED}
+        merges = self._scored(metadata, words) if model == "llama" else _merges(metadata, words)
+        unknown = next((text for text, i in words.items() if self._types[i] == UNKNOWN), None)
+        self._bpe = tokenizers.Tokenizer(
+            models.BPE(
+                words,
+                merges,
+                unk_token=None if self._spelled else unknown,
+                fuse_unk=True,
+                byte_fallback=not self._spelled,
+                ignore_merges=pre.whole,
+            )
+        )
+        steps: list[Any] = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
+        if self._spelled:
+            steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        if steps:
+            self._bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        if nfc:
+            self._bpe.normalizer = normalizers.NFC()
+        # In gemma4 a run of newlines that is a token is taken whole; merges find most runs, these they do not.
+        self._runs: dict[str, int] = {}
+        if model == "gemma4":
+            runs = {text: i for text, i in words.items() if text and not text.strip("\n")}
+            self._runs = {text: i for text, i in runs.items() if self._merge(text) != [i]}
+
+    def _pre(self, model: str, metadata: Mapping[str, object]) -> _Pre:
+        name = _value(metadata, "pre", str, default="default")
+        if model == "llama":
+            return _SENTENCEPIECE
+        if model == "gemma4" and name in ("default", "gemma4"):
+            return _GEMMA4
+        if model not in ("gpt2", "gemma4"):
+            raise UnsupportedError(f"tokenizer.ggml.model: unknown tokenizer model {model!r}")
+        if model == "gemma4" or name not in _PRE:
+            raise UnsupportedError(f"tokenizer.ggml.pre: unknown pre-tokenizer {name!r} of tokenizer model {model!r}")
+        return _PRE[name]
+
+    def _named_id(self, metadata: Mapping[str, object], name: str) -> int | None:
+        key = f"{name}_token_id"
+        if f"tokenizer.ggml.{key}" not in metadata:
+            return None
+        token: int = _value(metadata, key, int)
+        if not 0 <= token < self.vocab:
+            raise FormatError(f"tokenizer.ggml.{key}: {token} is outside the vocabulary of {self.vocab}")
+        return token
+
+    def _scored(self, metadata: Mapping[str, object], words: Mapping[str, int]) -> list[tuple[str, str]]:
+        """SentencePiece merges: every split of a token into two tokens, best score of the result first."""
+        scores = _list(metadata, "scores", float)
+        if len(scores) != self.vocab:
+            raise FormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {self.vocab} tokens")
+        parts = {text: i for text, i in words.items() if self._types[i] == NORMAL}
+        ranked = sorted(parts, key=lambda text: (-scores[parts[text]], parts[text]))
+        return [
+            (left, right)
+            for text in ranked
+            for left, right in sorted(
+                ((text[:k], text[k:]) for k in range(1, len(text)) if text[:k] in parts and text[k:] in parts),
+                key=lambda pair: (parts[pair[0]], parts[pair[1]]),
+            )
+        ]
+
+    def encode(self, text: str, *, specials: bool) -> list[int]:
+        """The ids of a text, without BOS. Lone surrogates are read as U+FFFD.
+
+        `specials` True recognises the texts of control and user-defined tokens; False only those of user-defined
+        tokens: a control token's text is then ordinary text and no control token can result.
+        With `space_prefix` a space is put before the text and after every special token, as SentencePiece does.
+        """
+        ids: list[int] = []
+        for token, piece in (self.special if specials else self._visible).cut(text):
+            if token is not None:
+                ids.append(token)
+                continue
+            if not self._spelled:
+                piece = (" " * self.space_prefix + piece).replace(" ", _SPACE)
+            if not self._runs:
+                ids += self._merge(piece)
+                continue
+            for part in _NEWLINES.split(piece):
+                ids += [self._runs[part]] if part in self._runs else self._merge(part)
+        return ids
+
+    def _merge(self, piece: str) -> list[int]:
+        ids: list[int] = self._bpe.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for; one token's may be part of a character. Control and unused ones: b''."""
+        kind, text = self._types[token], self._texts[token]
+        if kind == UNUSED or self.is_control(token):
+            return b""
+        if kind == BYTE:
+            return bytes([int(text[3:5], 16)])
+        if kind == UNKNOWN:
+            return "\ufffd".encode()
+        if kind == USER_DEFINED:
+            return text.encode()
+        if self._spelled:
+            return b"".join(bytes([_UNSPELLED[c]]) if c in _UNSPELLED else c.encode() for c in text)
+        return text.replace(_SPACE, " ").encode()
+
+    def token_text(self, token: int) -> str:
+        """A token for people: its bytes with U+FFFD for what is no character, or the name of a control token."""
+        return self.token_bytes(token).decode(errors="replace") or self._texts[token]
+
+    def is_control(self, token: int) -> bool:
+        """The token steers the model and is no part of a text."""
+        return token in self._control
+
+    def is_special(self, token: int) -> bool:
+        """The token's text is recognised as a whole: control or user-defined."""
+        return self._types[token] == USER_DEFINED or self.is_control(token)
+
+
+_MISSING: Any = object()
+
+
+def _value(metadata: Mapping[str, object], name: str, kind: type, default: Any = _MISSING) -> Any:
+    key = f"tokenizer.ggml.{name}"
+    value = metadata.get(key, default)
+    if value is _MISSING:
+        raise FormatError(f"{key} is missing")
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise FormatError(f"{key}: expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+def _list(metadata: Mapping[str, object], name: str, kind: type, default: Any = _MISSING) -> list[Any]:
+    key = f"tokenizer.ggml.{name}"
+    value = metadata.get(key, default)
+    if value is _MISSING:
+        raise FormatError(f"{key} is missing")
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, Sequence) or not all(isinstance(v, kind) for v in values):
+        raise FormatError(f"{key}: expected a list of {kind.__name__}")
+    return list(values)
+
+
+def _merges(metadata: Mapping[str, object], words: Mapping[str, int]) -> list[tuple[str, str]]:
+    """`tokenizer.ggml.merges` as pairs, without those that touch a token outside `words`: they could never apply."""
+    pairs = (merge.partition(" ") for merge in _list(metadata, "merges", str))
+    return [(left, right) for left, _, right in pairs if left in words and right in words and left + right in words]
