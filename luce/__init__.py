@@ -10,11 +10,11 @@ The packages in the order in which a request flows down them; imports point the 
     backend   which layers run where; a shard is consecutive layers on one device
     layers    a family's spec turned into layers with weights and state
     ops       one file per kernel topic: checks, launch shape, NumPy reference
-    runtime   devices: CuPy (CUDA and HIP) or NumPy; the driver's few calls by ctypes; kernel builds
+    runtime   devices: CuPy (CUDA and HIP) or NumPy; the driver's few calls by ctypes; kernel builds; a step's arrays
     kernels/  CUDA and HIP sources, compiled at run time by the vendor's own compiler
 
-Beside the flow, importing nothing above them: models (families as data), gguf (the file format). Under all: config,
-errors, log.
+Beside the flow, importing nothing above them: models (families as data), gguf (the file format), hub (where files of
+models come from). Under all: config, errors, log.
 
 The life of one request: `server` checks the body and authenticates; `text` renders the template and tokenises;
 `engine.loop` queues a Sequence; `engine.scheduler` puts its next rows into a Step (rows of several sequences, prompt

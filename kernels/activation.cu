@@ -1,0 +1,41 @@
+// Element-wise gates and the residual addition. Grid: x rows, y blocks along a row.
+#include "gpu.h"
+
+LUCE_FN float silu(float x) { return x / (1.0f + expf(-x)); }
+
+LUCE_FN float gelu(float x) {
+    const float root = 0.7978845608028654f;  // sqrt(2 / pi)
+    return 0.5f * x * (1.0f + tanhf(root * (x + 0.044715f * x * x * x)));
+}
+
+extern "C" __global__ void gated_silu(float* __restrict__ out, const float* __restrict__ gate_up, const i64 stride,
+                                      const int f) {
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= f) return;
+    const float* gate = gate_up + blockIdx.x * stride;
+    out[(i64)blockIdx.x * f + i] = silu(gate[i]) * gate[f + i];
+}
+
+extern "C" __global__ void gated_gelu(float* __restrict__ out, const float* __restrict__ gate_up, const i64 stride,
+                                      const int f) {
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= f) return;
+    const float* gate = gate_up + blockIdx.x * stride;
+    out[(i64)blockIdx.x * f + i] = gelu(gate[i]) * gate[f + i];
+}
+
+extern "C" __global__ void sigmoid_gate(float* __restrict__ out, const float* __restrict__ x,
+                                        const float* __restrict__ gate, const i64 row_stride, const i64 head_stride,
+                                        const int heads, const int d) {
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= heads * d) return;
+    float z = gate[blockIdx.x * row_stride + i / d * head_stride + i % d];
+    i64 at = (i64)blockIdx.x * heads * d + i;
+    out[at] = x[at] / (1.0f + expf(-z));
+}
+
+extern "C" __global__ void add(float* __restrict__ x, const i64 x_stride, const float* __restrict__ delta,
+                               const i64 delta_stride, const int d) {
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i < d) x[blockIdx.x * x_stride + i] += delta[blockIdx.x * delta_stride + i];
+}

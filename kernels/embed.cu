@@ -1,0 +1,29 @@
+// variants: QTYPE=F32,F16,BF16,Q4_0,Q4_1,Q5_0,Q5_1,Q8_0,Q2_K,Q3_K,Q4_K,Q5_K,Q6_K,IQ4_NL,IQ4_XS
+//
+// Rows of a table by their numbers. One block writes one row.
+#include "quants.h"
+
+// out[i, :] = the dequantised row rows[i]; table [*, cols] in blocks of QTYPE, out float32 [grid, cols].
+extern "C" __global__ void embed(const u8* __restrict__ table, const i32* __restrict__ rows, float* __restrict__ out,
+                                 int cols) {
+    const u8* row = table + rows[blockIdx.x] * row_bytes(cols);
+    float* to = out + (i64)blockIdx.x * cols;
+    for (int unit = luce_thread(); unit < row_units(cols); unit += luce_threads()) {
+        const int column = unit_column(unit);
+        float w[UNIT];
+        unpack(row, unit, cols - column, w);
+#pragma unroll
+        for (int e = 0; e < UNIT; e++) {
+            const int at = column + e / RUN * STEP + e % RUN;
+            if (!PLAIN || at < cols) to[at] = w[e];
+        }
+    }
+}
+
+// out[i, :] = x[rows[i], :]; x float32 with `stride` elements from row to row, out float32 [grid, cols].
+extern "C" __global__ void take_rows(const float* __restrict__ x, const i32* __restrict__ rows, float* __restrict__ out,
+                                     int cols, int stride) {
+    const float* row = x + (i64)rows[blockIdx.x] * stride;
+    float* to = out + (i64)blockIdx.x * cols;
+    for (int i = luce_thread(); i < cols; i += luce_threads()) to[i] = row[i];
+}

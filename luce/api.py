@@ -1,0 +1,308 @@
+"""`luce.load(...)`: a model as a Python object. The command line and the server stand on the same object."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import queue
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import threadpoolctl
+from numpy.typing import NDArray
+
+from luce import config as settings
+from luce.backend.layersplit import LayerSplitBackend
+from luce.config import Config
+from luce.engine.loop import Engine, Ticket
+from luce.engine.sequence import (
+    Event,
+    Failed,
+    Finished,
+    Progress,
+    PromptLogits,
+    SamplingParams,
+    Token,
+    Tokens,
+)
+from luce.errors import LuceError, ModelError, UsageError
+from luce.gguf.reader import GGUFFile, open_gguf
+from luce.hub import resolve_model
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.models.spec import ModelSpec
+from luce.runtime.open import open_devices
+from luce.text.chat import ChatFormat
+from luce.text.detokenizer import Detokenizer
+from luce.text.output import ReplyText
+from luce.text.template import ChatTemplate
+from luce.text.tokenizer import Tokenizer
+
+#: context when --max-ctx is not given and the model was trained for more
+DEFAULT_CONTEXT = 8192
+
+
+def load(path: str | Path, **fields: Any) -> Model:
+    """Load a GGUF file (or an alias such as `smollm2`) onto devices.
+
+    Every field of luce.config.Config is a keyword of the same spelling and with the same checks as the flag:
+    `luce.load("model.gguf", target_devices="cuda:0", max_ctx=4096)`. Raises LuceError: UsageError for a bad keyword,
+    ModelError for a bad file, DeviceError for a bad device.
+    """
+    return open_model(resolve_model(str(path)), settings.resolve(fields, spell=str))
+
+
+def open_model(path: Path, config: Config) -> Model:
+    """A Model from a file and a checked Config."""
+    if config.threads:
+        threadpoolctl.threadpool_limits(config.threads, user_api="blas")
+    with contextlib.ExitStack() as opened:
+        file = opened.enter_context(open_gguf(path))
+        spec = read_spec(Source(str(path), file.metadata, file.tensors))
+        tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
+        if tokenizer.vocab > spec.vocab:
+            raise ModelError(f"{path}: {tokenizer.vocab} tokens, but tensor token_embd.weight has {spec.vocab} rows")
+        chat = _chat_format(file, tokenizer, config)
+        if chat.template is not None:
+            opened.callback(chat.template.close)
+        devices = open_devices(config.target_devices)
+        for device in devices:
+            opened.callback(device.close)
+        backend = LayerSplitBackend(
+            file,
+            spec,
+            devices,
+            weights=config.target_layer_split,
+            slots=config.parallel,
+            context=_context(spec, config),
+            chunk=config.chunk,
+        )
+        opened.callback(backend.close)
+        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all())
+
+
+class Generation(Iterator[Token]):
+    """The tokens of one reply as they come. Closing it, or dropping the last reference, cancels what is left.
+
+    `finish` is set when the iteration has ended: reason, seed, timings.
+    """
+
+    def __init__(
+        self, submit: Callable[[Callable[[Event], None]], Ticket], progress: Callable[[int, int], None] | None
+    ) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._ready: list[Token] = []
+        self._progress = progress
+        self.finish: Finished | None = None
+        self._ticket = submit(self._events.put)
+
+    def __next__(self) -> Token:
+        while not self._ready:
+            if self.finish is not None:
+                raise StopIteration
+            event = self._events.get()
+            if isinstance(event, Tokens):
+                self._ready = list(event.tokens[::-1])
+            elif isinstance(event, Finished):
+                self.finish = event
+                if event.text:
+                    self._ready = [Token(-1, event.text)]
+            elif isinstance(event, Failed):
+                raise event.error
+            elif isinstance(event, Progress) and self._progress is not None:
+                self._progress(event.done, event.total)
+        return self._ready.pop()
+
+    def close(self) -> None:
+        """Cancel what is left of the reply. Idempotent."""
+        self._ticket.cancel()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_ticket"):
+            self._ticket.cancel()
+
+
+class Model:
+    """A loaded model. Thread-safe; `close` it, or use it as a context manager.
+
+    tokenizer, chat (conversations to ids, if the file has a chat template), engine, spec, config: the parts.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        tokenizer: Tokenizer,
+        chat: ChatFormat,
+        backend: LayerSplitBackend,
+        config: Config,
+        opened: contextlib.ExitStack,
+    ) -> None:
+        self._backend = backend
+        self._opened = opened
+        self.spec = spec
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.config = config
+        self.path = file.paths[0]
+        self.context = backend.context
+        general = file.metadata.string("general.name", default="")
+        self.name = config.alias[0] if config.alias else general or self.path.stem
+        self.fingerprint = _fingerprint(file)
+        self.engine = Engine(
+            backend,
+            eos=tokenizer.eos_ids,
+            max_queue=config.max_queue,
+            chunk=config.chunk,
+            max_queue_seconds=config.max_queue_seconds,
+            timeout=config.timeout,
+        )
+
+    @property
+    def placement(self) -> list[dict[str, Any]]:
+        """device, layers (first, last), bytes of weights and of state of each shard."""
+        return [
+            {
+                "device": shard.info.device,
+                "layers": [shard.info.layers.start, shard.info.layers.stop - 1],
+                "weights": shard.info.weights,
+                "state": shard.info.state,
+            }
+            for shard in self._backend.shards
+        ]
+
+    def tokenize(self, text: str, *, specials: bool = True) -> list[int]:
+        """Ids of a text, without an automatic BOS. `specials`: whether texts of control tokens become these tokens."""
+        return self.tokenizer.encode(text, specials=specials)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The text of ids; control tokens have none, bytes that are no character become U+FFFD."""
+        decoder = Detokenizer(self.tokenizer)
+        return "".join([decoder.push(int(i)) for i in ids]) + decoder.flush()
+
+    def reply_text(self, stops: Sequence[str] = ()) -> ReplyText:
+        """The text of one reply, cut at the first of the stop strings."""
+        return ReplyText(self.tokenizer, stops)
+
+    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits at every position: float32 [n, vocab]. Raises ContextError if ids are longer than the context."""
+        rows: list[NDArray[np.float32]] = []
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        params = SamplingParams(max_tokens=0, prompt_logits=True)
+        ticket = self.engine.submit(ids, params, output=self.reply_text(), on_event=events.put)
+        try:
+            while not isinstance(event := events.get(), Finished):
+                if isinstance(event, PromptLogits):
+                    rows.append(event.logits)
+                elif isinstance(event, Failed):
+                    raise event.error
+        finally:
+            ticket.cancel()
+        return np.concatenate(rows)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        logprobs: int | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Generation:
+        """Continue a prompt: text (tokenised with its special tokens, BOS in front if the file asks for it) or ids.
+
+        Sampling values that are not given come from the Config. Iterates over tokens with `.id`, `.text`, `.logprob`;
+        text that was held back at the end comes as a last token of id -1. `on_progress` gets (done, total) prompt rows.
+        """
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt, specials=True)
+            if self.tokenizer.add_bos and self.tokenizer.bos_id is not None and prompt[:1] != [self.tokenizer.bos_id]:
+                prompt = [self.tokenizer.bos_id, *prompt]
+        given = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+        }
+        checked = settings.override(self.config, {k: v for k, v in given.items() if v is not None})
+        params = SamplingParams(
+            temperature=checked.temperature,
+            top_k=checked.top_k,
+            top_p=checked.top_p,
+            min_p=checked.min_p,
+            repetition_penalty=checked.repetition_penalty,
+            frequency_penalty=_within("frequency_penalty", frequency_penalty, -2, 2),
+            presence_penalty=_within("presence_penalty", presence_penalty, -2, 2),
+            logit_bias=dict(logit_bias or {}),
+            seed=seed,
+            max_tokens=max_tokens if max_tokens is None else int(_within("max_tokens", max_tokens, 0, 2**31)),
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        )
+        ids, stops = prompt, (stop,) if isinstance(stop, str) else tuple(stop)
+        return Generation(
+            lambda sink: self.engine.submit(ids, params, output=self.reply_text(stops), on_event=sink), on_progress
+        )
+
+    def close(self) -> None:
+        """Stop generating, release devices and file. Idempotent."""
+        self.engine.close()
+        self._opened.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _within(name: str, value: float, low: float, high: float) -> float:
+    if not low <= value <= high:
+        raise UsageError(f"{name}: expected a number in [{low}, {high}], got {value!r}", param=name)
+    return value
+
+
+def _context(spec: ModelSpec, config: Config) -> int:
+    if config.max_ctx > spec.context_length:
+        raise UsageError(
+            f"--max-ctx {config.max_ctx}: the model was trained for {spec.context_length} tokens", param="max_ctx"
+        )
+    return config.max_ctx or min(spec.context_length, DEFAULT_CONTEXT)
+
+
+def _chat_format(file: GGUFFile, tokenizer: Tokenizer, config: Config) -> ChatFormat:
+    source: str | None = file.metadata.string("tokenizer.chat_template", default=None)
+    origin = f"{file.paths[0]}: tokenizer.chat_template"
+    error: type[LuceError] = ModelError
+    if config.chat_template is not None:
+        origin, error = f"--chat-template {config.chat_template}", UsageError
+        try:
+            source = config.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise UsageError(f"{origin}: {problem}", param="chat_template") from None
+    if source is None:
+        return ChatFormat(None, tokenizer)
+    bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
+    return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer)
+
+
+def _fingerprint(file: GGUFFile) -> str:
+    """8 hex digits that change with the tensor directory: names, shapes, types, places."""
+    digest = hashlib.blake2b(digest_size=4)
+    for tensor in file.tensors.values():
+        digest.update(f"{tensor.name} {tensor.shape} {tensor.type} {tensor.offset}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,106 @@
+"""A shard in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.backend.plan import state_bytes
+from luce.backend.shard import ShardInfo
+from luce.errors import BackendError
+from luce.gguf.reader import GGUFFile
+from luce.layers.block import Residual
+from luce.layers.build import LayerBuilder
+from luce.layers.state import DeltaState, KVPool
+from luce.runtime.step import PAGE, DeviceStep, Output, Step
+from luce.models.spec import ModelSpec
+from luce.ops.sample import argmax
+from luce.runtime.device import Array, Device
+
+
+class LocalShard:
+    """Layers `layers` of a file on a device; the first of the model's shards embeds, the last one has the head."""
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        layers: range,
+        device: Device,
+        *,
+        pages: Sequence[int],
+        slots: int,
+    ) -> None:
+        self.device = device
+        builder = LayerBuilder(file, spec, device, pages=pages, slots=slots)
+        self._embedding = builder.embedding() if layers.start == 0 else None
+        self._blocks = {index: builder.block(index) for index in layers}
+        self._head = builder.head() if layers.stop == len(spec.blocks) else None
+        device.synchronize()
+        sizes = state_bytes(device, spec, layers)
+        held = slots * sizes.slot + sum(n * size for n, size in zip(pages, sizes.page, strict=True))
+        self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held)
+        self._groups = {index: spec.group_of(index) for index in layers}
+
+    def forward(self, step: Step, hidden: Array | None) -> Array | Output:
+        on_device = DeviceStep(self.device, step)
+        if self._embedding is not None:
+            stream = self._embedding(on_device)
+        elif hidden is None:
+            raise BackendError(f"shard {self.info.layers} on {self.info.device}: no activation was handed over")
+        else:
+            stream = Residual(self.device, hidden)
+        for block in self._blocks.values():
+            block(stream, on_device)
+        if self._head is None:
+            return stream.settle()
+        if not len(step.wanted):
+            return Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
+        logits = self._head(stream, on_device)
+        ids = self.device.download(argmax(self.device, logits))
+        full = logits if step.full.all() else logits[np.flatnonzero(step.full)]
+        return Output(ids, self.device.download(full))
+
+    def save(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        return {
+            name: np.array(self.device.download(array[self._place(index, slot, pages)]))
+            for index, name, array in self._states()
+        }
+
+    def restore(self, slot: int, pages: Sequence[Sequence[int]], tensors: dict[str, NDArray[np.generic]]) -> None:
+        places = []
+        for index, name, array in self._states():
+            place = self._place(index, slot, pages)
+            rows = (len(place),) if isinstance(place, np.ndarray) else ()
+            given = tensors.get(name)
+            if given is None or given.shape != rows + array.shape[1:] or given.dtype != array.dtype:
+                raise BackendError(
+                    f"{self.info.device}: cannot restore tensor {name}: missing, or another shape or type"
+                )
+            places.append((array, place, given))
+        for array, place, given in places:
+            array[place] = self.device.upload(given)
+
+    def close(self) -> None:
+        self._embedding = self._head = None
+        self._blocks = {}
+
+    def _states(self) -> Iterator[tuple[int, str, Array]]:
+        for index, block in self._blocks.items():
+            state = block.mixer.state
+            if isinstance(state, KVPool):
+                yield index, f"blk.{index}.k", state.k
+                yield index, f"blk.{index}.v", state.v
+            elif isinstance(state, DeltaState):
+                yield index, f"blk.{index}.memory", state.memory
+                yield index, f"blk.{index}.conv", state.conv
+
+    def _place(self, index: int, slot: int, pages: Sequence[Sequence[int]]) -> int | NDArray[np.int64]:
+        """Where a layer's state of a sequence lies along the first axis of its array."""
+        group = self._groups[index]
+        if group is None:
+            return slot
+        first = np.asarray(pages[group], np.int64) * PAGE
+        return (first[:, None] + np.arange(PAGE)).ravel()

@@ -1,0 +1,54 @@
+"""A shard: consecutive layers on one device, behind a small set of verbs that are the same here and in a daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.runtime.step import Output, Step
+from luce.runtime.device import Array, Device
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What a shard reports about itself. `weights` and `state` in bytes on its device."""
+
+    device: str
+    layers: range
+    weights: int
+    state: int
+
+
+class Shard(Protocol):
+    """Loaded when constructed. One thread calls it; a failed call leaves it usable unless it says otherwise."""
+
+    @property
+    def info(self) -> ShardInfo:
+        """Facts for /props, inspect and logs."""
+
+    @property
+    def device(self) -> Device:
+        """Where `hidden` must lie."""
+
+    def forward(self, step: Step, hidden: Array | None) -> Array | Output:
+        """Run the layers on a step's rows. `hidden` float32 [rows, H] may be overwritten; None for the first shard.
+
+        The last shard returns Output, others float32 [rows, H].
+        """
+
+    def save(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        """Copy a sequence's state to the host: its recurrent states and the given pages of each page group.
+
+        Keys are `blk.N.k`, `.v` [pages * PAGE, kv_heads, head_dim] and `blk.N.memory`, `.conv`.
+        """
+
+    def restore(self, slot: int, pages: Sequence[Sequence[int]], tensors: dict[str, NDArray[np.generic]]) -> None:
+        """The reverse of `save`, into any slot and any pages of the same number. Raises BackendError naming the tensor
+        if one is missing, has another shape or another dtype; nothing is changed then."""
+
+    def close(self) -> None:
+        """Release weights and states. Idempotent."""

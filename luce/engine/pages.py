@@ -1,0 +1,160 @@
+"""Host-side account of KV pages: which sequence holds which page of which group.
+
+A sequence reserves at admission the most pages that it can ever need, and takes them one by one as it grows. So a
+running sequence always finishes: nothing is computed twice and no reply stalls half-way. The price is that fewer
+sequences run at once where the pools are smaller than all contexts together; the alternative, preemption with
+recomputation, would pay with prompt rows computed again just when the machine is busiest.
+
+Reservation is a count, not a choice of pages: pages that are reserved but not taken yet are free for whoever gives them
+back on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from luce.backend.plan import pages_for
+from luce.runtime.step import PAGE, Int32, PageView
+
+
+class GroupPages:
+    """The pages of one group.
+
+    table int32 [slots, width]: entry i of a row is the page of positions [i * PAGE, (i + 1) * PAGE); a slot holds the
+    entries low[slot] .. high[slot] - 1.
+    """
+
+    def __init__(self, total: int, window: int | None, *, slots: int, context: int, chunk: int) -> None:
+        self.total = total
+        self.free = total
+        self._window = window
+        self._context = context
+        self._chunk = chunk
+        self._reserved = [0] * slots
+        self._unreserved = total
+        self._taken = bytearray(total)
+        self._table = np.zeros((slots, -(-context // PAGE)), np.int32)
+        self._low = np.zeros(slots, np.int32)
+        self._high = np.zeros(slots, np.int32)
+
+    @property
+    def longest(self) -> int:
+        """Most positions of a sequence that has the group to itself."""
+        fits = pages_for(self._window, self._context, self._chunk) <= self.total
+        return self._context if fits else self.total * PAGE
+
+    def most(self, length: int) -> int:
+        """Pages that a sequence of `length` positions holds at most at one time."""
+        return pages_for(self._window, length, self._chunk)
+
+    def fits(self, length: int) -> bool:
+        """Whether a sequence of `length` positions can be promised its pages now."""
+        return self.most(length) <= self._unreserved
+
+    def reserve(self, slot: int, length: int) -> None:
+        """Promise a slot the pages of `length` positions; `fits` must hold."""
+        self._reserved[slot] = self.most(length)
+        self._unreserved -= self._reserved[slot]
+
+    def extend(self, slot: int, position: int, rows: int) -> None:
+        """Hold the pages that rows [position, position + rows) write and see, and no others before them."""
+        low, high = int(self._low[slot]), int(self._high[slot])
+        end = -(-(position + rows) // PAGE)
+        if self._window is not None:
+            seen = max(0, position - self._window + 1) // PAGE
+            for index in range(low, min(seen, high)):
+                self._give(int(self._table[slot, index]))
+            low = max(low, seen)
+            self._low[slot] = low
+        for index in range(high, end):
+            near = int(self._table[slot, index - 1]) + 1 if index > low else slot * self.total // len(self._low)
+            self._table[slot, index] = self._take(near)
+            self._high[slot] = end
+
+    def release(self, slot: int) -> None:
+        """Give back everything that a slot holds and was promised."""
+        for page in self.held(slot):
+            self._give(page)
+        self._low[slot] = self._high[slot] = 0
+        self._unreserved += self._reserved[slot]
+        self._reserved[slot] = 0
+
+    def held(self, slot: int) -> list[int]:
+        """Pages of a slot in order of position."""
+        held: list[int] = self._table[slot, self._low[slot] : self._high[slot]].tolist()
+        return held
+
+    def view(self, slots: Int32, row_slots: Int32, positions: Int32) -> PageView:
+        """What spans of `slots` see; `row_slots` and `positions` int32 [rows] say where rows are written."""
+        low = self._low[slots]
+        count = self._high[slots] - low
+        width = int(count.max(initial=0))
+        index: Int32 = np.add.outer(low, np.arange(width, dtype=np.int32))
+        # Entries beyond `count` may be anything, but not beyond the table's end.
+        table = self._table[slots[:, None], np.minimum(index, self._table.shape[1] - 1)]
+        dest = self._table[row_slots, positions // PAGE] * PAGE + positions % PAGE
+        first: Int32 = index * PAGE
+        return PageView(table=table, first=first, count=count, dest=dest)
+
+    def _take(self, near: int) -> int:
+        """The free page `near`, or the next free one above it, or the lowest."""
+        # Each slot begins in its own part of the pool and goes on upwards: pages of a sequence that has its full share
+        # of the pool are consecutive, and consecutive pages are read on the host without a copy.
+        page = self._taken.find(0, near)
+        if page < 0:
+            page = self._taken.find(0)
+        self._taken[page] = 1
+        self.free -= 1
+        return page
+
+    def _give(self, page: int) -> None:
+        self._taken[page] = 0
+        self.free += 1
+
+
+class Pages:
+    """The pages of all groups. A slot is a sequence's place, 0..slots-1."""
+
+    def __init__(
+        self, totals: Sequence[int], windows: Sequence[int | None], *, slots: int, context: int, chunk: int
+    ) -> None:
+        self.groups = tuple(
+            GroupPages(total, window, slots=slots, context=context, chunk=chunk)
+            for total, window in zip(totals, windows, strict=True)
+        )
+        #: most positions of one sequence, be the context as long as it may
+        self.longest = min([context, *(group.longest for group in self.groups)])
+
+    @property
+    def total(self) -> int:
+        """Pages of all groups together."""
+        return sum(group.total for group in self.groups)
+
+    @property
+    def used(self) -> int:
+        """Pages that sequences hold now."""
+        return sum(group.total - group.free for group in self.groups)
+
+    def reserve(self, slot: int, length: int) -> bool:
+        """Promise `slot` the pages of `length` positions; False, and nothing changed, if a group has too few."""
+        if not all(group.fits(length) for group in self.groups):
+            return False
+        for group in self.groups:
+            group.reserve(slot, length)
+        return True
+
+    def extend(self, slot: int, position: int, rows: int) -> None:
+        """Hold what rows [position, position + rows) of a slot write and see. Cannot fail within the reservation."""
+        for group in self.groups:
+            group.extend(slot, position, rows)
+
+    def release(self, slot: int) -> None:
+        """Give back everything of a slot."""
+        for group in self.groups:
+            group.release(slot)
+
+    def views(self, slots: Int32, row_slots: Int32, positions: Int32) -> tuple[PageView, ...]:
+        """Page views of a step: slots int32 [spans]; row_slots, positions int32 [rows]."""
+        return tuple(group.view(slots, row_slots, positions) for group in self.groups)

@@ -1,0 +1,241 @@
+"""Which rows run next. Pure: sequences and step results in, steps out; no clock, no I/O, no threads.
+
+Every step holds the next row of all sequences that decode, and up to `chunk` prompt rows, shared evenly between the
+prompts that are being read: a long prompt slows the others down, but neither stops replies nor keeps a short prompt
+waiting for its end. Sequences wait first in, first out within a session, and the sessions take turns. The one whose
+turn it is waits until a slot and its pages are free, and all others behind it, so that a large one gets its turn too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from luce.engine.pages import Pages
+from luce.runtime.step import Int32, Span, Step
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One prompt and its reply.
+
+    prompt    int32 [n], n > 0
+    room      most tokens of the reply, 0 if only the prompt is to be read
+    session   waits in turn with other sessions
+    full      whether choosing a token needs whole logits
+    scored    whether whole logits are wanted at every prompt position
+    deadline, queue_deadline  in the caller's time: when it is `expired`, and `overdue` if it still waits then
+
+    What the scheduler keeps: `done` positions are in the cache; `slot` is None while it waits; `served` is the number
+    of the last turn in which its prompt got on.
+    """
+
+    prompt: Int32
+    room: int
+    session: str = ""
+    full: bool = False
+    scored: bool = False
+    deadline: float = inf
+    queue_deadline: float = inf
+    reply: list[int] = field(default_factory=list)
+    done: int = 0
+    slot: int | None = None
+    served: int = -1
+
+    @property
+    def prompt_left(self) -> int:
+        """Prompt rows that are not in the cache yet."""
+        return max(0, len(self.prompt) - self.done)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A sequence's share of a step: its rows begin at `position`; `ids` and `logits` are its rows of the Output."""
+
+    sequence: Sequence
+    position: int
+    rows: int
+    ids: slice
+    logits: slice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step, and whose rows it holds."""
+
+    step: Step
+    parts: tuple[Part, ...]
+
+
+class Scheduler:
+    """Waiting and running sequences.
+
+    chunk   most prompt rows of a step
+    scored  of those, most rows with whole logits: they bound the memory that prompt scoring takes
+    """
+
+    def __init__(self, pages: Pages, *, slots: int, chunk: int, scored: int) -> None:
+        self._pages = pages
+        self._chunk = chunk
+        self._scored = min(scored, chunk)
+        self._free_slots = set(range(slots))
+        self._waiting: OrderedDict[str, deque[Sequence]] = OrderedDict()
+        self._running: dict[Sequence, None] = {}
+        self._turns = 0
+        # Never later than the first deadline of any sequence, so that most looks at the time are one comparison.
+        self._soonest = inf
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences that have a slot, in order of admission."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences that wait for a slot, session by session."""
+        return tuple(s for queue in self._waiting.values() for s in queue)
+
+    @property
+    def busy(self) -> int:
+        """How many sequences run."""
+        return len(self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait. Its prompt and room together fit into `Pages.longest`."""
+        self._waiting.setdefault(sequence.session, deque()).append(sequence)
+        self._soonest = min(self._soonest, sequence.deadline, sequence.queue_deadline)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence ends, for whatever reason, between two steps: its slot and pages are free at once."""
+        if sequence.slot is None:
+            queue = self._waiting[sequence.session]
+            queue.remove(sequence)
+            if not queue:
+                del self._waiting[sequence.session]
+            return
+        del self._running[sequence]
+        self._pages.release(sequence.slot)
+        self._free_slots.add(sequence.slot)
+
+    def late(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
+        """(expired, overdue): sequences past their deadline, and waiting ones past their queue deadline only."""
+        if now < self._soonest:
+            return [], []
+        everyone = [*self._running, *self.waiting]
+        expired = [s for s in everyone if s.deadline <= now]
+        overdue = [s for s in everyone if s.slot is None and s.queue_deadline <= now < s.deadline]
+        self._soonest = min(
+            (min(s.deadline, inf if s.slot is not None else s.queue_deadline) for s in everyone), default=inf
+        )
+        return expired, overdue
+
+    def admit(self) -> Iterator[Sequence]:
+        """Give slots to sequences that wait, in turn, and yield them."""
+        while self._waiting and self._free_slots:
+            session, queue = next(iter(self._waiting.items()))
+            sequence, slot = queue[0], min(self._free_slots)
+            if not self._pages.reserve(slot, len(sequence.prompt) + sequence.room):
+                return
+            queue.popleft()
+            if queue:
+                self._waiting.move_to_end(session)
+            else:
+                del self._waiting[session]
+            self._free_slots.remove(slot)
+            sequence.slot = slot
+            self._running[sequence] = None
+            yield sequence
+
+    def plan(self) -> Plan | None:
+        """The next step, None if nothing runs. Its result must be told to `advance` before the next plan.
+
+        A sequence whose prompt is read needs a token of its reply that is not in the cache yet.
+        """
+        if not self._running:
+            return None
+        shares = [(s, 1) for s in self._running if not s.prompt_left]
+        prompts = [s for s in self._running if s.prompt_left]
+        if prompts:
+            shares += self._share(prompts)
+        return self._build(shares)
+
+    def advance(self, plan: Plan) -> None:
+        """The step ran: its rows are in the cache."""
+        for part in plan.parts:
+            part.sequence.done += part.rows
+
+    def _share(self, prompts: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """Prompt rows for the next step."""
+        scored = [s for s in prompts if s.scored]
+        if len(prompts) > self._chunk or len(scored) > self._scored:
+            # More prompts than rows: those that waited longest.
+            prompts = sorted(prompts, key=lambda s: s.served)
+            scored = [s for s in prompts if s.scored][: self._scored]
+            prompts = [s for s in prompts if not s.scored or s in scored][: self._chunk]
+        most = self._scored // max(1, len(scored))
+        shares = fair_shares(self._chunk, [min(s.prompt_left, most) if s.scored else s.prompt_left for s in prompts])
+        for sequence in prompts:
+            sequence.served = self._turns
+            self._turns += 1
+        return list(zip(prompts, shares, strict=True))
+
+    def _build(self, shares: list[tuple[Sequence, int]]) -> Plan:
+        rows = sum(n for _, n in shares)
+        tokens, positions, row_slots = (np.empty(rows, np.int32) for _ in range(3))
+        spans, parts, slots = [], [], []
+        wanted: list[int] = []
+        full: list[bool] = []
+        start = logits = 0
+        for sequence, n in shares:
+            slot, position, end = sequence.slot, sequence.done, start + n
+            assert slot is not None
+            if n == 1:
+                # One row is the common case, and twice as fast without slices.
+                left = sequence.prompt_left > 0
+                tokens[start] = sequence.prompt[position] if left else sequence.reply[-1]
+                positions[start] = position
+                row_slots[start] = slot
+            else:
+                tokens[start:end] = sequence.prompt[position : position + n]
+                positions[start:end] = np.arange(position, position + n)
+                row_slots[start:end] = slot
+            if sequence.scored and sequence.prompt_left:
+                asked, whole = n, True
+            else:
+                asked, whole = int(sequence.room > 0 and n >= sequence.prompt_left), sequence.full
+            ids = slice(len(wanted), len(wanted) + asked)
+            wanted += range(end - asked, end)
+            full += [whole] * asked
+            parts.append(Part(sequence, position, n, ids, slice(logits, logits + asked * whole)))
+            logits += asked * whole
+            spans.append(Span(slot, start, n, position))
+            slots.append(slot)
+            self._pages.extend(slot, position, n)
+            start = end
+        step = Step(
+            tokens=tokens,
+            positions=positions,
+            spans=tuple(spans),
+            views=self._pages.views(np.array(slots, np.int32), row_slots, positions),
+            wanted=np.array(wanted, np.int32),
+            full=np.array(full, np.bool_),
+        )
+        return Plan(step, tuple(parts))
+
+
+def fair_shares(budget: int, demands: Many[int]) -> list[int]:
+    """Split `budget` rows so that the smallest share is as large as it can be; none exceeds its demand.
+
+    Demands that are equal differ by at most one row, the earlier ones getting more.
+    """
+    shares = [0] * len(demands)
+    left = budget
+    for place, index in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
+        shares[index] = min(demands[index], -(-left // (len(demands) - place)))
+        left -= shares[index]
+    return shares

@@ -1,0 +1,155 @@
+"""The engine's nouns: what is asked for (SamplingParams), what comes back (events)."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.errors import LuceError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen. Ranges are checked where the values enter (server, CLI, API), not here.
+
+    Order: logit bias, penalties, then (temperature 0: argmax, lowest id on ties) top-k, temperature, top-p, min-p,
+    draw.
+    `logprobs` is the number of alternatives reported beside each token (0: the token's own only; None: nothing);
+    `prompt_logprobs` asks the same for every prompt position. Both are of the unmodified distribution. `prompt_logits`
+    asks for the raw logits at every prompt position (PromptLogits events). `max_tokens` 0 ends after the prompt.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    repeat_last_n: int = 256
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logits: bool = False
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+    CONTEXT = "context"
+    DEADLINE = "deadline"
+    SHUTDOWN = "shutdown"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token. `text` is what became certain with it: empty while a character or a stop string is open.
+
+    `logprob` is natural log; `top` are (id, logprob) pairs, most likely first.
+    """
+
+    id: int
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds and token counts of one sequence."""
+
+    queued: float = 0.0
+    prompt: float = 0.0
+    predicted: float = 0.0
+    prompt_tokens: int = 0
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Started:
+    """The sequence left the queue and has a slot."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A prompt chunk was processed."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Log probabilities of prompt tokens 1..n-1 given their prefix (asked for by `prompt_logprobs`)."""
+
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True)
+class PromptLogits:
+    """Logits of consecutive prompt positions beginning at `first`: float32 [n, vocab]."""
+
+    first: int
+    logits: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens committed by one step."""
+
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a sequence that ended in order. `text` is what was still held back.
+
+    `seed` is the seed that was used, also when none was given.
+    """
+
+    reason: FinishReason
+    text: str
+    timings: Timings
+    seed: int
+    stop: str | int | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last event of a sequence that an error ended."""
+
+    error: LuceError
+
+
+Event = Started | Progress | PromptScores | PromptLogits | Tokens | Finished | Failed
+#: Called on the engine thread; must return at once.
+EventSink = Callable[[Event], None]
+
+
+class TextOutput(Protocol):
+    """Turns a sequence's ids into text; implemented by luce.text.output, called on the engine thread."""
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that was reached, if any."""
+
+    def push(self, token: int) -> str:
+        """Text that is certain after one more token (nothing of a stop string or of an unfinished character)."""
+
+    def flush(self) -> str:
+        """What was held back; unfinished bytes become U+FFFD. Empty if a stop string was reached."""

@@ -1,0 +1,52 @@
+"""What a layer remembers between steps: KV pages of an attention layer, recurrent state of a DeltaNet layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from luce.runtime.step import PAGE
+from luce.models.spec import Attention, GatedDeltaNet
+from luce.runtime.device import Array, Device
+
+
+@dataclass(frozen=True)
+class KVPool:
+    """k, v: [pages * PAGE, kv_heads, head_dim] in the device's kv_dtype, shared by all sequences.
+
+    Zeroed at the start: rows of a page that are not written yet are read and multiplied by a weight of zero.
+    """
+
+    k: Array
+    v: Array
+
+    @classmethod
+    def allocate(cls, device: Device, spec: Attention, pages: int) -> KVPool:
+        """A pool of `pages` pages."""
+        shape = (pages * PAGE, spec.kv_heads, spec.head_dim)
+        return cls(device.zeros(shape, device.kv_dtype), device.zeros(shape, device.kv_dtype))
+
+    @staticmethod
+    def page_bytes(device: Device, spec: Attention) -> int:
+        """Bytes of K and V of one page."""
+        return 2 * PAGE * spec.kv_heads * spec.head_dim * device.kv_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """memory: float32 [slots, value_heads, d_k, d_v]; conv: float32 [slots, K-1, channels], the convolution's inputs."""
+
+    memory: Array
+    conv: Array
+
+    @classmethod
+    def allocate(cls, device: Device, spec: GatedDeltaNet, slots: int) -> DeltaState:
+        """States of `slots` sequences."""
+        return cls(
+            device.zeros((slots, spec.value_heads, spec.head_dim, spec.head_dim)),
+            device.zeros((slots, spec.conv_kernel - 1, spec.channels)),
+        )
+
+    @staticmethod
+    def slot_bytes(spec: GatedDeltaNet) -> int:
+        """Bytes of one sequence's state in one layer."""
+        return 4 * (spec.value_heads * spec.head_dim**2 + (spec.conv_kernel - 1) * spec.channels)

@@ -1,0 +1,69 @@
+"""Takes a file's tensors to a device, checking each one's shape, and remembers which ones were used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from luce.errors import UnsupportedError
+from luce.gguf.quants import dequantize, supported
+from luce.gguf.reader import GGUFFile, TensorInfo
+from luce.ops.weight import RawTensor, Weight, upload_weight
+from luce.runtime.device import Array, Device
+
+
+class WeightLoader:
+    """Tensors of one file for one device. Raises UnsupportedError naming file and tensor if one does not fit."""
+
+    def __init__(self, file: GGUFFile, device: Device) -> None:
+        self._file = file
+        self._device = device
+        self._matrices: dict[tuple[str, ...], Weight] = {}
+        self.used: set[str] = set()
+        self.nbytes = 0
+
+    def matrix(self, names: Sequence[str], cols: int, rows: Sequence[int]) -> Weight:
+        """Matrices GGUF [cols, rows[i]] stacked along the rows. Asked for again, the same Weight is returned."""
+        key = tuple(names)
+        if key not in self._matrices:
+            tensors = [self._raw(name, (cols, size)) for name, size in zip(names, rows, strict=True)]
+            weight = upload_weight(self._device, tensors)
+            self.nbytes += weight.nbytes
+            self._matrices[key] = weight
+        return self._matrices[key]
+
+    def vector(self, name: str, size: int) -> Array:
+        """A GGUF [size] tensor as float32 [size]."""
+        return self._floats(name, (size,))
+
+    def filters(self, name: str, taps: int, channels: int) -> Array:
+        """A GGUF [taps, channels] tensor as float32 [channels, taps]."""
+        return self._floats(name, (taps, channels)).reshape(channels, taps)
+
+    def _floats(self, name: str, shape: tuple[int, ...]) -> Array:
+        raw = self._raw(name, shape)
+        values = np.ascontiguousarray(dequantize(raw.raw, raw.type).reshape(-1))
+        self.nbytes += values.nbytes
+        return self._device.upload(values)
+
+    def _raw(self, name: str, shape: tuple[int, ...]) -> RawTensor:
+        info = self._file.tensors.get(name)
+        if info is None:
+            raise UnsupportedError(f"{self._file.paths[0]}: tensor {name} is missing")
+        self._check(name, info, shape)
+        self.used.add(name)
+        return RawTensor(name, self._file.raw(name), info.type, info.shape[0])
+
+    def _check(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
+        stored = info.shape
+        while len(stored) > len(shape) and stored[-1] == 1:
+            stored = stored[:-1]
+        if stored != shape:
+            raise UnsupportedError(
+                f"{self._file.paths[0]}: tensor {name} has shape {list(info.shape)}, expected {list(shape)}"
+            )
+        if not supported(info.type):
+            raise UnsupportedError(
+                f"{self._file.paths[0]}: tensor {name} has type {info.type.name}, which is not supported"
+            )

@@ -1,0 +1,184 @@
+"""Attention over KV pages, and the writing of K and V rows into them.
+
+A pool is [pages * PAGE, kv_heads, head_dim] in the device's kv_dtype. A span reads the pages of its PageView in order;
+key j of page i stands at position first[i] + j and is visible to a row at position p iff
+p - window < first[i] + j <= p. Page order is position order, so the sum's order does not depend on where pages lie or
+how many rows there are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from luce.runtime.step import PAGE, PageView, SpanArrays
+from luce.runtime.device import Array, Device
+
+# Head dimensions that kernels/attention.cu is compiled for, and pages in one of its splits. Another split length is
+# another order of the sums.
+_HEADS = (32, 64, 128, 256, 512)
+_SPLIT = 4
+_NO_WINDOW = 2**31 - 1
+# Splits go to blocks of their own, and through memory, only where tiles alone do not fill a GPU. Both ways give the
+# same bits.
+_ENOUGH_BLOCKS = 256
+_MIN_SPLITS = 3
+# float32 values of splits that wait to be folded: 64 MiB.
+_BUFFER = 1 << 24
+
+
+def write_kv(device: Device, k: Array, v: Array, k_pool: Array, v_pool: Array, dest: Array) -> None:
+    """Store rows: k, v float32 [n, kv_heads, d] (any row and head strides) at pool rows dest int32 [n]."""
+    if device.host:
+        k_pool[dest] = k
+        v_pool[dest] = v
+        return
+    n, kv_heads, d = k.shape
+    strides = [np.int64(s // 4) for s in (*k.strides[:2], *v.strides[:2])]
+    args = (k_pool, v_pool, k, *strides[:2], v, *strides[2:], dest, np.int32(kv_heads), np.int32(d))
+    device.launch("kv", "write_kv", (n, -(-kv_heads * d // 256)), (256,), args)
+
+
+def attention(
+    device: Device,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    spans: SpanArrays,
+    view: PageView,
+    positions: Array,
+    *,
+    scale: float,
+    window: int | None,
+) -> Array:
+    """Causal softmax(scale q k^T) v per head, in float32.
+
+    q float32 [n, heads, d] (any row and head strides); query head h reads KV head h // (heads / kv_heads)
+    -> float32 [n, heads, d] contiguous. K and V of the step's own rows must already be in the pools.
+    """
+    if device.host:
+        return _host(device, q, k_pool, v_pool, spans, view, positions, scale, window)
+    n, heads, d = q.shape
+    out = device.empty((n, heads, d))
+    _launch(device, out, q, k_pool, v_pool, spans, view, positions, scale, window)
+    return out
+
+
+def _launch(
+    device: Device,
+    out: Array,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    spans: SpanArrays,
+    view: PageView,
+    positions: Array,
+    scale: float,
+    window: int | None,
+) -> None:
+    n, heads, d = q.shape
+    kv_heads = k_pool.shape[1]
+    if d % 8 or d > _HEADS[-1] or heads % kv_heads:
+        raise ValueError(f"attention: no kernel for {heads} heads of {d} over {kv_heads} KV heads")
+    group = heads // kv_heads
+    head = next(size for size in _HEADS if size >= d)
+    queries = 4 if spans.longest * group <= 4 else 16
+    defines = {"HEAD": head, "QUERIES": queries, "SPLIT": _SPLIT}
+    block = (256 if head == 512 else 128,)
+    # Upper bounds that hold wherever spans begin, so that no length is read back from the device.
+    tiles = n * group // queries + spans.count
+    width = view.table.shape[1]
+    splits = (width + 2 * _SPLIT - 2) // _SPLIT
+    common = (
+        q,
+        np.int64(q.strides[0] // 4),
+        np.int64(q.strides[1] // 4),
+        k_pool,
+        v_pool,
+        spans.table,
+        np.int32(spans.count),
+        view.table,
+        view.first,
+        view.count,
+        np.int32(width),
+        positions,
+        np.int32(heads),
+        np.int32(kv_heads),
+        np.int32(d),
+        np.float32(scale),
+        np.int32(_NO_WINDOW if window is None else window),
+    )
+    if splits < _MIN_SPLITS or tiles * kv_heads >= _ENOUGH_BLOCKS:
+        device.launch("attention", "attention", (tiles, kv_heads), block, (out, *common), defines=defines)
+        return
+    # As many splits at a time as the values' buffer holds; folding goes on where it stopped.
+    batch = min(splits, max(1, _BUFFER // (n * heads * d)))
+    values = device.empty((n, heads, batch, d))
+    state = device.empty((n, heads, batch, 2))
+    total = device.empty((n, heads, 2))
+    for base in range(0, splits, batch):
+        at = np.int32(base)
+        grid = (tiles, kv_heads, batch)
+        device.launch("attention", "attention_split", grid, block, (values, state, at, *common), defines=defines)
+        last = np.int32(base + batch >= splits)
+        args = (out, total, values, state, at, np.int32(batch), last, spans.row_span, view.first, view.count)
+        sizes = (np.int32(width), np.int32(d))
+        device.launch("attention", "attention_fold", (n, heads), (head // 2,), (*args, *sizes), defines=defines)
+
+
+def _host(
+    device: Device,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    spans: SpanArrays,
+    view: PageView,
+    positions: Array,
+    scale: float,
+    window: int | None,
+) -> Array:
+    n, heads, d = q.shape
+    kv_heads = k_pool.shape[1]
+    group = heads // kv_heads
+    out = device.empty((n, heads, d))
+    for index, (_, start, rows, position) in enumerate(spans.table.tolist()):
+        count = int(view.count[index])
+        keys = _gather(k_pool, view.table[index, :count])
+        values = _gather(v_pool, view.table[index, :count])
+        first = view.first[index, :count]
+        if count and first[-1] == (count - 1) * PAGE and first[0] == 0:
+            # Every page is there: keys beyond the last row are simply cut off.
+            at = None
+            keys, values = keys[: position + rows], values[: position + rows]
+        else:
+            at = (first[:, None] + np.arange(PAGE, dtype=np.int32)).ravel()
+        own = slice(start, start + rows)
+        query = q[own].reshape(rows, kv_heads, group, d).transpose(1, 2, 0, 3).reshape(kv_heads, group * rows, d)
+        query = query * np.float32(scale)
+        if rows == 1:
+            # OpenBLAS takes a tall matrix times a narrow one at twice the speed of its transpose (650 keys: 36, 73 us).
+            scores = np.matmul(keys.transpose(1, 0, 2), query.transpose(0, 2, 1)).transpose(0, 2, 1)
+        else:
+            scores = np.matmul(query, keys.transpose(1, 2, 0))
+        if rows > 1 or at is not None or window is not None:
+            if at is None:
+                at = np.arange(keys.shape[0], dtype=np.int32)
+            here = positions[own, None]
+            hidden = at > here
+            if window is not None:
+                hidden |= at <= here - window
+            scores.reshape(kv_heads, group, rows, -1)[:, :, hidden] = -np.inf
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        total = scores.sum(axis=-1, keepdims=True)
+        mixed = np.matmul(scores, values.transpose(1, 0, 2))
+        mixed /= total
+        out[own] = mixed.reshape(kv_heads, group, rows, d).transpose(2, 0, 1, 3).reshape(rows, heads, d)
+    return out
+
+
+def _gather(pool: Array, pages: Array) -> Array:
+    """The rows of some pages in order; a view where the pages lie side by side, which the allocator aims for."""
+    if len(pages) and pages[-1] - pages[0] == len(pages) - 1 and (np.diff(pages) == 1).all():
+        return pool[int(pages[0]) * PAGE : (int(pages[-1]) + 1) * PAGE]
+    blocks = pool.reshape(-1, PAGE, *pool.shape[1:])
+    return blocks[pages].reshape(-1, *pool.shape[1:])

@@ -1,0 +1,36 @@
+"""Token embedding: rows of a (quantised) table."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from luce.ops.weight import Weight
+from luce.runtime.device import Array, Device
+
+_THREADS = (256,)
+
+
+def embed(device: Device, table: Weight, tokens: Array) -> Array:
+    """Rows `tokens` (int32 [n], each in [0, table.rows)) of the table, dequantised: float32 [n, cols].
+
+    The values are those of gguf.quants.dequantize, bit for bit. The table is a weight of one part.
+    """
+    if device.host:
+        return table.matrix[tokens]
+    (part,) = table.parts
+    out = device.empty((len(tokens), table.cols))
+    if len(tokens):
+        args = (part.data, tokens, out, np.int32(table.cols))
+        device.launch("embed", "embed", (len(tokens),), _THREADS, args, defines={"QTYPE": part.type.name})
+    return out
+
+
+def take_rows(device: Device, x: Array, rows: Array) -> Array:
+    """x[rows]: x float32 [n, features] (any row stride), rows int32 [m], each in [0, n) -> float32 [m, features]."""
+    if device.host:
+        return x[rows]
+    out = device.empty((len(rows), x.shape[1]))
+    if len(rows):
+        args = (x, rows, out, np.int32(x.shape[1]), np.int32(x.strides[0] // 4))
+        device.launch("embed", "take_rows", (len(rows),), _THREADS, args, defines={"QTYPE": "F32"})
+    return out

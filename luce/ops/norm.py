@@ -1,0 +1,76 @@
+"""Root mean square norms over the last dimension (spec: rms(x) = x / sqrt(mean(x^2) + eps)), in float32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from luce.runtime.device import Array, Device
+
+# Threads of a block that norms heads, one per wave.
+_HEAD_THREADS = 128
+
+
+def rms_norm(device: Device, x: Array, weight: Array, eps: float) -> Array:
+    """rms(x) * weight: x float32 [n, d], weight float32 [d] -> float32 [n, d]."""
+    if device.host:
+        return _rms(x, eps) * weight
+    n, d = x.shape
+    out = device.empty((n, d))
+    if n:
+        args = (out, x, np.int64(x.strides[0] // 4), weight, np.int32(d), np.float32(eps))
+        device.launch("norm", "rms_norm", (n,), (_threads(d),), args)
+    return out
+
+
+def add_rms_norm(device: Device, x: Array, delta: Array, weight: Array, eps: float) -> Array:
+    """x += delta in place (the residual stream), then rms(x) * weight; all float32 [n, d]."""
+    if device.host:
+        np.add(x, delta, out=x)
+        return _rms(x, eps) * weight
+    n, d = x.shape
+    out = device.empty((n, d))
+    strides = np.int64(x.strides[0] // 4), np.int64(delta.strides[0] // 4)
+    args = (out, x, strides[0], delta, strides[1], weight, np.int32(d), np.float32(eps))
+    device.launch("norm", "add_rms_norm", (n,), (_threads(d),), args)
+    return out
+
+
+def head_rms_norm(device: Device, x: Array, weight: Array, eps: float) -> None:
+    """rms over each head, in place: x float32 [n, heads, d] (any row and head strides), weight float32 [d]."""
+    if device.host:
+        x[...] = _rms(x, eps) * weight
+        return
+    n, heads, d = x.shape
+    row, head = np.int64(x.strides[0] // 4), np.int64(x.strides[1] // 4)
+    args = (x, row, head, np.int32(heads), weight, np.int32(d), np.float32(eps))
+    device.launch("norm", "head_rms_norm", (n, -(-heads // (_HEAD_THREADS // device.lanes))), (_HEAD_THREADS,), args)
+
+
+def gated_rms_norm(device: Device, x: Array, gate: Array, weight: Array, eps: float) -> Array:
+    """rms(x) * weight * silu(gate) per head (Gated DeltaNet's output norm: norm first, then the gate).
+
+    x float32 [n, heads, d] contiguous, gate float32 [n, heads * d] (any row stride), weight float32 [d]
+    -> float32 [n, heads * d].
+    """
+    if device.host:
+        z = gate.reshape(x.shape)
+        return (_rms(x, eps) * weight * (z / (1 + np.exp(-z)))).reshape(x.shape[0], -1)
+    n, heads, d = x.shape
+    out = device.empty((n, heads * d))
+    stride = np.int64(gate.strides[0] // 4)
+    args = (out, x, gate, stride, np.int32(heads), weight, np.int32(d), np.float32(eps))
+    device.launch("norm", "gated_rms_norm", (n, -(-heads // (_HEAD_THREADS // device.lanes))), (_HEAD_THREADS,), args)
+    return out
+
+
+def _threads(d: int) -> int:
+    # From the row's length alone, as the order of its sum depends on it.
+    return 64 if d <= 256 else 256 if d <= 4096 else 1024
+
+
+def _rms(x: Array, eps: float) -> Array:
+    scale = np.einsum("...d,...d->...", x, x)
+    scale /= np.float32(x.shape[-1])
+    scale += np.float32(eps)
+    np.sqrt(scale, out=scale)
+    return x / scale[..., None]

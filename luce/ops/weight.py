@@ -1,0 +1,107 @@
+"""Weight matrices as devices hold them: raw GGUF blocks on a GPU, float32 on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from luce.gguf.quants import dequantize
+from luce.runtime.device import Array, Device
+
+_T = GGMLQuantizationType
+#: what kernels/quants.h unpacks
+KERNEL_TYPES = frozenset(
+    {_T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, _T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K}
+    | {_T.IQ4_NL, _T.IQ4_XS}
+)
+# Elements converted at a time, so that the float32 copy stays small beside the matrix.
+_CONVERT = 1 << 24
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A matrix as the file holds it: raw uint8 [rows, row_bytes], `cols` elements a row."""
+
+    name: str
+    raw: NDArray[np.uint8]
+    type: GGMLQuantizationType
+    cols: int
+
+    @property
+    def rows(self) -> int:
+        """Output features."""
+        return int(self.raw.shape[0])
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """`rows` output features from `first` on; data: uint8 [rows, row_bytes], or float32 [rows, cols] on the host."""
+
+    data: Array
+    type: GGMLQuantizationType
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix [rows, cols] computing y = W x, possibly of several tensors stacked along the rows (q, k and v, say)."""
+
+    rows: int
+    cols: int
+    parts: tuple[WeightPart, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(int(part.data.nbytes) for part in self.parts)
+
+    @property
+    def matrix(self) -> Any:
+        """The float32 [rows, cols] array of a weight on the host."""
+        (part,) = self.parts
+        return part.data
+
+
+def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
+    """Place tensors of equal `cols`, stacked along the rows, on a device. On the host they are dequantised, once.
+
+    Elsewhere they stay as the file holds them. Types without a kernel (the IQ types that index a grid, and other rare
+    ones) become F16 here: correct to its 11 bits, at 2 bytes an element.
+    """
+    cols = tensors[0].cols
+    rows = sum(t.rows for t in tensors)
+    if device.host:
+        if len(tensors) == 1:
+            whole = dequantize(tensors[0].raw, tensors[0].type)
+        else:
+            whole = device.empty((rows, cols))
+            at = 0
+            for t in tensors:
+                whole[at : at + t.rows] = dequantize(t.raw, t.type)
+                at += t.rows
+        return Weight(rows, cols, (WeightPart(whole, GGMLQuantizationType.F32, 0, rows),))
+    parts = []
+    first = 0
+    for t in tensors:
+        if t.type in KERNEL_TYPES:
+            parts.append(WeightPart(device.upload(np.ascontiguousarray(t.raw)), t.type, first, t.rows))
+        else:
+            parts.append(WeightPart(device.upload(_half(t)), _T.F16, first, t.rows))
+        first += t.rows
+    return Weight(rows, cols, tuple(parts))
+
+
+def _half(t: RawTensor) -> NDArray[np.uint8]:
+    """The tensor as F16: uint8 [rows, 2 cols]."""
+    half = np.empty((t.rows, t.cols), np.float16)
+    step = max(1, _CONVERT // t.cols)
+    with np.errstate(over="ignore"):
+        for at in range(0, t.rows, step):
+            half[at : at + step] = dequantize(t.raw[at : at + step], t.type)
+    return half.view(np.uint8)

@@ -1,0 +1,351 @@
+"""The few driver calls that CuPy does not offer or that must work without it, by one table for CUDA and HIP.
+
+CUDA's side is the driver API (libcuda), which is there wherever a driver is; CuPy links the runtime API statically, so
+there is no library of it to share. Both end in the device's primary context, so streams, events, graphs and pointers
+pass freely between this module and CuPy. HIP has one API for both, whose names mostly differ in the prefix alone.
+
+A vendor whose library is absent is a fact, not an error: `load` returns None.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from luce.errors import DeviceError
+from luce.runtime.device import Memory
+
+Vendor = Literal["cuda", "hip"]
+
+#: Status codes, equal for both vendors.
+NO_DEVICE, NOT_READY = 100, 600
+#: hipErrorInsufficientDriver and its CUDA runtime twin: no usable kernel module.
+_ABSENT = (NO_DEVICE, 35)
+
+_LIBRARIES: dict[Vendor, tuple[str, ...]] = {
+    "cuda": ("libcuda.so.1",),
+    "hip": ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"),
+}
+#: Where ROCm installs itself outside the loader's path.
+_FOLDERS: dict[Vendor, tuple[str, ...]] = {"cuda": (), "hip": ("/opt/rocm/lib",)}
+
+# call: symbol in libcuda (without "cu"), symbol in libamdhip64 (without "hip"), argument types
+_CALLS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+    "driver_version": ("DriverGetVersion", "DriverGetVersion", (POINTER(c_int),)),
+    "device_count": ("DeviceGetCount", "GetDeviceCount", (POINTER(c_int),)),
+    "device_name": ("DeviceGetName", "DeviceGetName", (c_char_p, c_int, c_int)),
+    "device_memory": ("DeviceTotalMem_v2", "DeviceTotalMem", (POINTER(c_size_t), c_int)),
+    "device_attribute": ("DeviceGetAttribute", "DeviceGetAttribute", (POINTER(c_int), c_int, c_int)),
+    "memory_info": ("MemGetInfo_v2", "MemGetInfo", (POINTER(c_size_t), POINTER(c_size_t))),
+    "host_register": ("MemHostRegister_v2", "HostRegister", (c_void_p, c_size_t, c_uint)),
+    "host_unregister": ("MemHostUnregister", "HostUnregister", (c_void_p,)),
+    "can_access_peer": ("DeviceCanAccessPeer", "DeviceCanAccessPeer", (POINTER(c_int), c_int, c_int)),
+    "function_attribute": ("FuncSetAttribute", "FuncSetAttribute", (c_void_p, c_int, c_int)),
+    "stream_create": ("StreamCreate", "StreamCreateWithFlags", (POINTER(c_void_p), c_uint)),
+    "stream_destroy": ("StreamDestroy_v2", "StreamDestroy", (c_void_p,)),
+    "stream_synchronize": ("StreamSynchronize", "StreamSynchronize", (c_void_p,)),
+    "stream_wait_event": ("StreamWaitEvent", "StreamWaitEvent", (c_void_p, c_void_p, c_uint)),
+    "event_create": ("EventCreate", "EventCreateWithFlags", (POINTER(c_void_p), c_uint)),
+    "event_destroy": ("EventDestroy_v2", "EventDestroy", (c_void_p,)),
+    "event_record": ("EventRecord", "EventRecord", (c_void_p, c_void_p)),
+    "event_query": ("EventQuery", "EventQuery", (c_void_p,)),
+    "event_synchronize": ("EventSynchronize", "EventSynchronize", (c_void_p,)),
+    "event_elapsed": ("EventElapsedTime", "EventElapsedTime", (POINTER(c_float), c_void_p, c_void_p)),
+    "capture_begin": ("StreamBeginCapture_v2", "StreamBeginCapture", (c_void_p, c_int)),
+    "capture_end": ("StreamEndCapture", "StreamEndCapture", (c_void_p, POINTER(c_void_p))),
+    "graph_destroy": ("GraphDestroy", "GraphDestroy", (c_void_p,)),
+    "graph_instantiate": (
+        "GraphInstantiateWithFlags",
+        "GraphInstantiateWithFlags",
+        (POINTER(c_void_p), c_void_p, c_ulonglong),
+    ),
+    "graph_exec_destroy": ("GraphExecDestroy", "GraphExecDestroy", (c_void_p,)),
+    "graph_launch": ("GraphLaunch", "GraphLaunch", (c_void_p, c_void_p)),
+}
+
+# attribute: CUdevice_attribute, hipDeviceAttribute_t (the same numbers in ROCm 5, 6 and 7)
+_ATTRIBUTES = {
+    "lanes": (10, 87),
+    "shared": (8, 74),
+    "shared_optin": (97, 75),
+    "multiprocessors": (16, 63),
+    "major": (75, 23),
+    "minor": (76, 61),
+}
+
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, hipStreamNonBlocking
+_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING, hipEventDisableTiming
+_THREAD_LOCAL = 1  # capture mode: calls of other threads do not break a capture
+_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, hipFuncAttribute...
+_PEER_ENABLED = 704  # access was enabled before
+
+
+@dataclass(frozen=True)
+class Properties:
+    """Facts about a device. `arch` is the compiler's target: `sm_90a`, `gfx90a:sramecc+:xnack-`. Sizes in bytes."""
+
+    name: str
+    arch: str
+    lanes: int
+    shared: int
+    shared_optin: int
+    multiprocessors: int
+    memory: int
+
+
+class Driver:
+    """One vendor's driver library, loaded. Every method raises DeviceError naming call and device where it fails.
+
+    A device must be made current (`use`) on a thread before the calls that name no device.
+    """
+
+    def __init__(self, vendor: Vendor, library: ctypes.CDLL, path: str) -> None:
+        self.vendor = vendor
+        self.path = path
+        prefix, column = ("cu", 0) if vendor == "cuda" else ("hip", 1)
+        self._column = column
+        self._library = library
+        self._functions: dict[str, tuple[str, Callable[..., int]]] = {}
+        for call, (*symbols, arguments) in _CALLS.items():
+            symbol = prefix + str(symbols[column])
+            function = getattr(library, symbol, None)
+            if function is not None:
+                function.argtypes, function.restype = arguments, c_int
+                self._functions[call] = symbol, function
+        self._contexts: dict[int, c_void_p] = {}
+
+    def _status(self, call: str, *arguments: Any) -> int:
+        if call not in self._functions:
+            raise DeviceError(f"{self.path} is too old: it has no call for {call}")
+        return self._functions[call][1](*arguments)
+
+    def _check(self, symbol: str, status: int) -> None:
+        if status:
+            raise DeviceError(f"{self.vendor}: {symbol}: {self.error(status)}")
+
+    def _call(self, call: str, *arguments: Any) -> None:
+        self._check(self._functions[call][0] if call in self._functions else call, self._status(call, *arguments))
+
+    def _read(self, call: str, kind: Any, *arguments: Any) -> Any:
+        """The value that a call writes through its first argument."""
+        value = kind()
+        self._call(call, byref(value), *arguments)
+        return value.value
+
+    def error(self, status: int) -> str:
+        """The driver's words for a status code."""
+        text = c_char_p()
+        if self.vendor == "cuda":
+            self._library.cuGetErrorString(status, byref(text))
+        else:
+            self._library.hipGetErrorString.restype = c_char_p
+            text.value = self._library.hipGetErrorString(status)
+        return f"{(text.value or b'unknown error').decode()} ({status})"
+
+    @property
+    def version(self) -> str:
+        """Newest CUDA version that the driver runs, or the HIP version, as major.minor[.patch]."""
+        number = self._read("driver_version", c_int)
+        if self.vendor == "cuda":
+            return f"{number // 1000}.{number % 1000 // 10}"
+        return f"{number // 10_000_000}.{number // 100_000 % 100}.{number % 100_000}"
+
+    def count(self) -> int:
+        """Number of devices; 0 also where the library is there but no device or no kernel module."""
+        value = c_int()
+        # HIP initialises itself, and answers hipInit with "invalid device" where there is none.
+        status = self._library.cuInit(0) if self.vendor == "cuda" else 0
+        if status == 0:
+            status = self._status("device_count", byref(value))
+        if status in _ABSENT:
+            return 0
+        self._check("device count", status)
+        return value.value
+
+    def properties(self, index: int) -> Properties:
+        """Facts about one device."""
+
+        def attribute(name: str) -> int:
+            number = _ATTRIBUTES[name][self._column]
+            return int(self._read("device_attribute", c_int, number, index))
+
+        name = ctypes.create_string_buffer(256)
+        self._call("device_name", name, 256, index)
+        shared = attribute("shared")
+        return Properties(
+            name=name.value.decode(errors="replace"),
+            arch=cuda_arch(attribute("major"), attribute("minor")) if self.vendor == "cuda" else self._hip_arch(index),
+            lanes=attribute("lanes"),
+            shared=shared,
+            # HIP answers 0: a block gets all there is without opting in.
+            shared_optin=max(shared, attribute("shared_optin")),
+            multiprocessors=attribute("multiprocessors"),
+            memory=self._read("device_memory", c_size_t, index),
+        )
+
+    def _hip_arch(self, index: int) -> str:
+        """gcnArchName. Its place in the structure differs between ROCm 5, 6 and 7, its spelling does not."""
+        buffer = ctypes.create_string_buffer(8192)
+        get = getattr(self._library, "hipGetDevicePropertiesR0600", None) or self._library.hipGetDeviceProperties
+        self._check("hipGetDeviceProperties", get(buffer, c_int(index)))
+        found = re.search(rb"gfx[0-9a-f]+(:[a-z]+[+-])*", buffer.raw)
+        if found is None:
+            raise DeviceError(f"hip:{index}: {self.path} names no architecture")
+        return found.group().decode()
+
+    def use(self, index: int) -> None:
+        """Make a device's primary context current on this thread."""
+        if self.vendor == "hip":
+            self._check("hipSetDevice", self._library.hipSetDevice(c_int(index)))
+            return
+        self._check("cuCtxSetCurrent", self._library.cuCtxSetCurrent(self._primary(index)))
+
+    def _primary(self, index: int) -> c_void_p:
+        """The context that CuPy's runtime API uses as well. Retained once and kept until the process ends."""
+        if index not in self._contexts:
+            context = c_void_p()
+            self._check(
+                "cuDevicePrimaryCtxRetain", self._library.cuDevicePrimaryCtxRetain(byref(context), c_int(index))
+            )
+            self._contexts[index] = context
+        return self._contexts[index]
+
+    def memory(self) -> Memory:
+        """Free and total bytes of the current device, as all processes on it see them."""
+        free, total = c_size_t(), c_size_t()
+        self._call("memory_info", byref(free), byref(total))
+        return Memory(free.value, total.value)
+
+    def register_host(self, address: int, size: int) -> None:
+        """Pin a range of host memory (for example shared memory) for all devices of this vendor."""
+        self._call("host_register", address, size, _PORTABLE)
+
+    def unregister_host(self, address: int) -> None:
+        """Undo `register_host`."""
+        self._call("host_unregister", address)
+
+    def enable_peer(self, index: int, peer: int) -> bool:
+        """Let device `index` read and write the memory of `peer`; False where the hardware cannot."""
+        if not self._read("can_access_peer", c_int, index, peer):
+            return False
+        self.use(index)
+        if self.vendor == "cuda":
+            symbol = "cuCtxEnablePeerAccess"
+            status = self._library.cuCtxEnablePeerAccess(self._primary(peer), c_uint(0))
+        else:
+            symbol = "hipDeviceEnablePeerAccess"
+            status = self._library.hipDeviceEnablePeerAccess(c_int(peer), c_uint(0))
+        if status != _PEER_ENABLED:
+            self._check(symbol, status)
+        return True
+
+    def allow_shared(self, function: int, size: int) -> None:
+        """Allow a kernel `size` bytes of dynamic shared memory, beyond the 48 KiB that CUDA gives unasked."""
+        self._call("function_attribute", function, _DYNAMIC_SHARED, size)
+
+    def stream(self) -> int:
+        """A new stream of the current device that does not wait for the default stream."""
+        return int(self._read("stream_create", c_void_p, _NON_BLOCKING))
+
+    def destroy_stream(self, stream: int) -> None:
+        """Release a stream; its queued work still runs."""
+        self._call("stream_destroy", stream)
+
+    def synchronize(self, stream: int) -> None:
+        """Wait until the stream is empty."""
+        self._call("stream_synchronize", stream)
+
+    def event(self, *, timing: bool = False) -> int:
+        """A new event of the current device."""
+        return int(self._read("event_create", c_void_p, 0 if timing else _NO_TIMING))
+
+    def destroy_event(self, event: int) -> None:
+        """Release an event."""
+        self._call("event_destroy", event)
+
+    def record(self, event: int, stream: int) -> None:
+        """Let the event happen when the stream has done all it holds now."""
+        self._call("event_record", event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let the stream's later work wait for the event, which may be another device's."""
+        self._call("stream_wait_event", stream, event, 0)
+
+    def happened(self, event: int) -> bool:
+        """Whether the event has happened, without waiting."""
+        status = self._status("event_query", event)
+        if status == NOT_READY:
+            return False
+        self._check("event query", status)
+        return True
+
+    def wait_host(self, event: int) -> None:
+        """Block this thread until the event has happened."""
+        self._call("event_synchronize", event)
+
+    def milliseconds(self, start: int, end: int) -> float:
+        """Device time between two events with timing that have happened."""
+        return float(self._read("event_elapsed", c_float, start, end))
+
+    def begin_capture(self, stream: int) -> None:
+        """Collect the stream's work into a graph instead of running it."""
+        self._call("capture_begin", stream, _THREAD_LOCAL)
+
+    def end_capture(self, stream: int) -> int:
+        """The captured work as an executable graph; free it with `destroy_graph`."""
+        graph, executable = c_void_p(), c_void_p()
+        self._call("capture_end", stream, byref(graph))
+        try:
+            self._call("graph_instantiate", byref(executable), graph, 0)
+        finally:
+            self._call("graph_destroy", graph)
+        return int(executable.value or 0)
+
+    def launch_graph(self, graph: int, stream: int) -> None:
+        """Queue an executable graph."""
+        self._call("graph_launch", graph, stream)
+
+    def destroy_graph(self, graph: int) -> None:
+        """Release an executable graph."""
+        self._call("graph_exec_destroy", graph)
+
+
+def cuda_arch(major: int, minor: int) -> str:
+    """The compiler target of a compute capability. `a` adds the instructions that only this very chip has (wgmma)."""
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def open_library(names: tuple[str, ...], folders: tuple[str | Path, ...] = ()) -> tuple[ctypes.CDLL, str] | None:
+    """The first library that loads, by the loader's own search, then from folders; with its path. None if none does."""
+    for name in names:
+        for candidate in (name, *(str(Path(folder) / name) for folder in folders)):
+            try:
+                return ctypes.CDLL(candidate), _loaded_path(name) or candidate
+            except OSError:
+                continue
+    return None
+
+
+def _loaded_path(name: str) -> str | None:
+    """The file behind a library of this process; `libcuda.so.1` is a link to `libcuda.so.580.159.04`, say."""
+    stem = name.split(".so")[0] + ".so"
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            path = line.rstrip("\n").split(maxsplit=5)[5:]
+            if path and Path(path[0]).name.startswith(stem):
+                return path[0]
+    return None
+
+
+@cache
+def load(vendor: Vendor) -> Driver | None:
+    """A vendor's driver, or None if its library is not installed."""
+    found = open_library(_LIBRARIES[vendor], _FOLDERS[vendor])
+    return None if found is None else Driver(vendor, *found)

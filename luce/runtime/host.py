@@ -1,0 +1,81 @@
+"""The Device interface on NumPy: the reference for every op, and the fall-back on machines without a GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from luce.errors import DeviceError, OutOfMemoryError
+from luce.runtime.device import Array, Device, DeviceName, Memory
+
+
+class HostDevice(Device):
+    """Host memory and NumPy. `cpu:0`, `cpu:1`, ... are separate devices in the same memory."""
+
+    lanes = 1
+    kv_dtype = np.dtype(np.float32)
+    host = True
+
+    def __init__(self, index: int = 0) -> None:
+        self.name = DeviceName("cpu", index)
+
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+        try:
+            return np.empty(shape, dtype)
+        except MemoryError as error:
+            asked = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            raise OutOfMemoryError(f"{self.name}: {asked} bytes asked, {self.memory().free} bytes free") from error
+
+    def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+        array = self.empty(shape, dtype)
+        array[...] = 0
+        return array
+
+    def upload(self, array: NDArray[Any]) -> Array:
+        return array
+
+    def download(self, array: Array) -> NDArray[Any]:
+        result: NDArray[Any] = array
+        return result
+
+    def launch(
+        self,
+        source: str,
+        kernel: str,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        *,
+        defines: Mapping[str, int | str] | None = None,
+        shared: int = 0,
+    ) -> None:
+        raise DeviceError(f"{self.name} runs no kernels (asked for {kernel} of kernels/{source}.cu)")
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory(self) -> Memory:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = page * os.sysconf("SC_PHYS_PAGES")
+        try:
+            with open("/proc/meminfo", encoding="ascii") as lines:
+                fields = dict(line.split(":", 1) for line in lines)
+            return Memory(int(fields["MemAvailable"].split()[0]) * 1024, total)
+        except (OSError, KeyError, ValueError):
+            return Memory(page * os.sysconf("SC_AVPHYS_PAGES"), total)
+
+    def describe(self) -> dict[str, str | int]:
+        return {
+            "name": platform.processor() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            "numpy": np.__version__,
+            "memory": self.memory().total,
+        }
+
+    def close(self) -> None:
+        pass

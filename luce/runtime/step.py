@@ -1,0 +1,142 @@
+"""A step: one forward pass over a batch of rows from several sequences, and the same on a device.
+
+Prompt chunks, single decode rows and verification rows mix. Everything that changes from step to step is in arrays, so
+that a captured graph can read it from device memory. Nothing derives a position from a slot or from a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.runtime.device import Array, Device
+
+#: rows in a KV page
+PAGE = 64
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive rows of one sequence: rows [start, start + rows) of the step at positions [position, ...).
+
+    `slot` is the sequence's place in the recurrent states. A span at position 0 starts from a zero state.
+    """
+
+    slot: int
+    start: int
+    rows: int
+    position: int
+
+
+@dataclass(frozen=True)
+class PageView:
+    """The pages of one page group as the spans of a step see them.
+
+    table  int32 [spans, width]  page numbers, resident pages only, in order of position
+    first  int32 [spans, width]  position of each page's first row
+    count  int32 [spans]         entries of table and first in use
+    dest   int32 [rows]          where each row's K and V are written: page * PAGE + row in the page
+    """
+
+    table: Int32
+    first: Int32
+    count: Int32
+    dest: Int32
+
+
+@dataclass(frozen=True)
+class Step:
+    """tokens, positions: int32 [rows]; views: one per page group of the spec, in its order.
+
+    wanted  int32 [m]  rows whose next token is wanted, ascending
+    full    bool [m]   of those, the rows whose whole logits are wanted, not only their argmax
+    """
+
+    tokens: Int32
+    positions: Int32
+    spans: tuple[Span, ...]
+    views: tuple[PageView, ...]
+    wanted: Int32
+    full: NDArray[np.bool_]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the last shard returns.
+
+    ids int32 [m] (argmax, lowest id on ties), logits float32 [k, vocab] of the full rows. Fresh arrays in each step.
+    """
+
+    ids: Int32
+    logits: NDArray[np.float32]
+
+
+@dataclass
+class DeviceStep:
+    """A step's arrays on one device, with the shapes that launches need on the host.
+
+    span_slot, span_start, span_rows, span_position: int32 [spans]; row_span int32 [rows] names each row's span.
+    """
+
+    device: Device
+    step: Step
+    ropes: dict[object, Array] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.step.rows
+
+    @cached_property
+    def tokens(self) -> Array:
+        """int32 [rows]."""
+        return self.device.upload(self.step.tokens)
+
+    @cached_property
+    def positions(self) -> Array:
+        """int32 [rows]."""
+        return self.device.upload(self.step.positions)
+
+    @cached_property
+    def wanted(self) -> Array:
+        """int32 [m]."""
+        return self.device.upload(self.step.wanted)
+
+    @cached_property
+    def spans(self) -> SpanArrays:
+        """The spans as arrays."""
+        spans = self.step.spans
+        table = np.array([(s.slot, s.start, s.rows, s.position) for s in spans], np.int32).reshape(-1, 4)
+        row_span = np.repeat(np.arange(len(spans), dtype=np.int32), table[:, 2])
+        return SpanArrays(
+            table=self.device.upload(table),
+            row_span=self.device.upload(row_span),
+            count=len(spans),
+            longest=int(table[:, 2].max(initial=0)),
+        )
+
+    @cached_property
+    def views(self) -> tuple[PageView, ...]:
+        """The page views with arrays of this device."""
+        up = self.device.upload
+        return tuple(PageView(up(v.table), up(v.first), up(v.count), up(v.dest)) for v in self.step.views)
+
+
+@dataclass(frozen=True)
+class SpanArrays:
+    """table int32 [spans, 4] with columns slot, start, rows, position; row_span int32 [rows]; longest in rows."""
+
+    table: Array
+    row_span: Array
+    count: int
+    longest: int

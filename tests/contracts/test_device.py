@@ -1,0 +1,163 @@
+"""What every Device promises: one suite over the host, the emulated device and, where there is one, a GPU."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.errors import DeviceError, OutOfMemoryError
+from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
+from tests.support.emulated import EmulatedDevice
+
+
+def _make(kind: str, request: pytest.FixtureRequest) -> Device:
+    if kind == "host":
+        return HostDevice()
+    if kind == "gpu":
+        device: Device = request.getfixturevalue("gpu")
+        return device
+    return EmulatedDevice(int(kind.removeprefix("emulated")))
+
+
+@pytest.fixture(params=["host", "emulated32", "emulated64", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    return _make(request.param, request)
+
+
+@pytest.fixture(params=["emulated32", "emulated64", pytest.param("gpu", marks=pytest.mark.gpu)])
+def launcher(request: pytest.FixtureRequest) -> Device:
+    """A device that runs kernels."""
+    return _make(request.param, request)
+
+
+def fill(device: Device, out: Any, value: float, **changes: Any) -> None:
+    names = {"float32": "float", "int32": "i32", "float16": "f16_t"}
+    call: dict[str, Any] = {"source": "fill", "kernel": "fill", "defines": {"TYPE": names[str(out.dtype)]}} | changes
+    grid = (max(1, (out.size + 127) // 128),)
+    device.launch(grid=grid, block=(128,), args=(out, np.int64(out.size), np.float32(value)), **call)
+
+
+def test_facts(device: Device) -> None:
+    assert device.lanes in ((1,) if device.host else (32, 64))
+    assert device.kv_dtype == (np.float32 if device.host else np.float16)
+    memory = device.memory()
+    assert 0 < memory.free <= memory.total
+    facts = device.describe()
+    assert facts["name"] and all(isinstance(value, str | int) for value in facts.values())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32, np.uint8, np.int64, np.bool_])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (7, 5), (2, 3, 129)])
+def test_values_survive_the_way_there_and_back(device: Device, shape: tuple[int, ...], dtype: Any) -> None:
+    bits = np.random.default_rng(1).integers(0, 2, (*shape, np.dtype(dtype).itemsize), np.uint8)
+    array = (bits * 37).view(dtype)[..., 0] if dtype is not np.bool_ else bits.astype(dtype)[..., 0]
+    there = device.upload(array)
+    assert there.shape == shape and there.dtype == dtype
+    back = device.download(there)
+    assert type(back) is np.ndarray and back.dtype == dtype
+    np.testing.assert_array_equal(back, array)
+
+
+def _mapped() -> NDArray[Any]:
+    """Read-only and not aligned to its type, as tensors in a mapped file are."""
+    area = mmap.mmap(-1, 8192)
+    area[3:4003] = bytes(range(250)) * 16
+    return np.frombuffer(area, np.uint8)[3:4003].view(np.float32)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(60.0).reshape(5, 12)[::2, 1::3],
+        np.arange(12).reshape(3, 4).T,
+        np.broadcast_to(np.float32(3), (4, 5)),
+        _mapped(),
+    ],
+    ids=["strided", "transposed", "broadcast", "mapped"],
+)
+def test_uploads_any_layout(device: Device, array: NDArray[Any]) -> None:
+    there = device.upload(array)
+    assert there.dtype == array.dtype
+    assert device.download(there).tobytes() == array.tobytes()
+
+
+def test_downloads_a_view(device: Device) -> None:
+    array = np.arange(120, dtype=np.int32).reshape(10, 12)
+    np.testing.assert_array_equal(device.download(device.upload(array)[2:7, 3:9]), array[2:7, 3:9])
+
+
+@pytest.mark.parametrize(("shape", "expected"), [(5, (5,)), ((2, 3), (2, 3)), ([4, 1], (4, 1)), (0, (0,))])
+def test_new_arrays(device: Device, shape: Any, expected: tuple[int, ...]) -> None:
+    assert device.empty(shape).shape == expected
+    assert device.empty(shape).dtype == np.float32
+    zeros = device.zeros(shape, np.int32)
+    assert zeros.flags.c_contiguous
+    np.testing.assert_array_equal(device.download(zeros), np.zeros(expected, np.int32))
+
+
+def test_zeros_after_other_values(device: Device) -> None:
+    # The memory of the dropped array is likely to be handed out again.
+    for _ in range(3):
+        device.upload(np.full(100_000, 7, np.float32))
+        assert not device.download(device.zeros(100_000)).any()
+
+
+def test_out_of_memory(device: Device) -> None:
+    with pytest.raises(OutOfMemoryError, match=rf"{device.name}: {1 << 50} bytes asked, \d+ bytes free"):
+        device.empty((1 << 20, 1 << 28), np.float32)
+    assert device.download(device.zeros(3)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.float16])
+def test_launch(launcher: Device, dtype: Any) -> None:
+    out = launcher.zeros(1000, dtype)
+    fill(launcher, out[:777], 3.0)
+    np.testing.assert_array_equal(launcher.download(out), np.repeat(np.array([3, 0], dtype), [777, 223]))
+
+
+def test_work_is_done_in_order(launcher: Device) -> None:
+    out = launcher.empty(10_000)
+    for value in range(50):
+        fill(launcher, out, value)
+    launcher.synchronize()
+    assert (launcher.download(out) == 49).all()
+
+
+def test_defines_pick_the_variant(launcher: Device) -> None:
+    out = launcher.zeros(4)
+    fill(launcher, out.view(np.int32), 1.0)
+    assert launcher.download(out).view(np.int32).tolist() == [1, 1, 1, 1]
+    fill(launcher, out, 1.0)
+    assert launcher.download(out).tolist() == [1, 1, 1, 1]
+
+
+def test_failed_launches_name_source_and_kernel(launcher: Device) -> None:
+    out = launcher.zeros(4)
+    with pytest.raises(DeviceError, match=r"kernels/nowhere\.cu"):
+        fill(launcher, out, 1.0, source="nowhere")
+    with pytest.raises(DeviceError, match=r"(?s)kernels/fill.cu.*nothing|nothing.*kernels/fill.cu"):
+        fill(launcher, out, 1.0, kernel="nothing")
+    with pytest.raises(DeviceError, match="fill"):
+        fill(launcher, out, 1.0, defines={"TYPE": "unheard_of"})
+    with pytest.raises(DeviceError, match=r"fill"):
+        launcher.launch("fill", "fill", (1,), (2048,), (out, np.int64(4), np.float32(1)), defines={"TYPE": "float"})
+    fill(launcher, out, 2.0)
+    assert launcher.download(out).tolist() == [2, 2, 2, 2]
+
+
+def test_the_host_launches_nothing() -> None:
+    host = HostDevice()
+    with pytest.raises(DeviceError, match=r"fill of kernels/fill.cu"):
+        fill(host, host.zeros(4), 1.0)
+
+
+def test_close_twice(request: pytest.FixtureRequest) -> None:
+    for make in (HostDevice, EmulatedDevice):
+        device = make()
+        device.close()
+        device.close()

@@ -1,0 +1,35 @@
+"""A backend of a reference file on given devices, and the fixture `gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+import pytest
+
+from luce.backend.layersplit import LayerSplitBackend
+from luce.gguf.reader import open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.runtime.device import Device
+from tests.support.drive import Driver
+from tests.support.gpu import gpu
+from tests.support.reference import Reference
+
+__all__ = ["MakeDriver", "gpu", "make_driver"]
+
+MakeDriver = Callable[..., Driver]
+
+
+@pytest.fixture
+def make_driver() -> Iterator[MakeDriver]:
+    with ExitStack() as stack:
+
+        def make(reference: Reference, devices: Sequence[Device], *, slots: int = 4) -> Driver:
+            file = stack.enter_context(open_gguf(reference.path))
+            spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+            backend = LayerSplitBackend(file, spec, devices, slots=slots, context=256)
+            stack.callback(backend.close)
+            return Driver(backend)
+
+        yield make

@@ -1,0 +1,38 @@
+"""The kernels' forward pass without a GPU: the smallest file of each family on the emulated device, 32 and 64 lanes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from luce.runtime.device import Device
+from tests.golden.conftest import MakeDriver
+from tests.support.reference import Reference, check_logits
+
+smallest = pytest.mark.parametrize("name", ["qwen3-a-MIX", "qwen35-a-Q8_0"])
+
+
+@smallest
+def test_logits(name: str, make_driver: MakeDriver, emulated: Device) -> None:
+    reference = Reference(name)
+    driver = make_driver(reference, [emulated])
+    rows = {}
+    for prompt in ("1", "17"):
+        (rows[f"logits_{prompt}"],) = driver.feed((driver.start(), reference.expected[f"prompt_{prompt}"]))
+    check_logits(reference, "bf16_activations", rows)
+
+
+@smallest
+def test_rows_do_not_depend_on_their_neighbours(name: str, make_driver: MakeDriver, emulated: Device) -> None:
+    reference = Reference(name)
+    prompt = reference.expected["prompt_17"]
+    driver = make_driver(reference, [emulated])
+    first, second, third = driver.start(), driver.start(), driver.start()
+    for sequence in (first, second):
+        driver.feed((sequence, prompt[:5]))
+    driver.feed((third, prompt[5:]))
+    alone = [driver.feed((first, prompt[i : i + 1]))[0] for i in (5, 6)]
+    beside = [driver.feed((third, prompt[:1]), (second, prompt[i : i + 1]))[1] for i in (5, 6)]
+    together = driver.feed((driver.start(), prompt[:7]))[0]
+    assert (np.array(alone) == np.array(beside)).all()
+    assert (np.concatenate(alone) == together[5:]).all()

@@ -1,0 +1,69 @@
+"""Every reference file on a GPU: logits at the tolerance of 16-bit activations, greedy tokens by the margin rule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
+from tests.golden.conftest import MakeDriver
+from tests.support.drive import Driver
+from tests.support.golden_checks import check_batched, check_greedy_tokens, check_logits_in_chunks, greedy
+from tests.support.reference import Reference, check_greedy, references
+
+pytestmark = pytest.mark.gpu
+each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+
+# Float32 weights and activations, K and V rounded to float16: better than the kind whose limits apply.
+KIND = "bf16_activations"
+
+
+def typical_error(reference: Reference, driver: Driver) -> float:
+    """Root mean square error of the logits of the 17-token prompt."""
+    actual = driver.feed((driver.start(), reference.expected["prompt_17"]))[0]
+    return float(np.sqrt(((actual - reference.expected["logits_17"]) ** 2).mean()))
+
+
+@each_file
+@pytest.mark.parametrize("chunk", [1000, 7, 1])
+def test_logits(reference: Reference, make_driver: MakeDriver, gpu: Device, chunk: int) -> None:
+    check_logits_in_chunks(reference, make_driver(reference, [gpu]), KIND, chunk)
+
+
+@each_file
+@pytest.mark.parametrize("chunk", [1000, 7, 1])
+def test_greedy(reference: Reference, make_driver: MakeDriver, gpu: Device, chunk: int) -> None:
+    driver = make_driver(reference, [gpu])
+    check_greedy_tokens(reference, driver, chunk, typical_error(reference, driver))
+
+
+@each_file
+def test_batched(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
+    driver = make_driver(reference, [gpu], slots=5)
+    check_batched(reference, driver, KIND, typical_error(reference, driver))
+
+
+@each_file
+def test_decoding_is_row_invariant(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
+    # The same decode step alone and beside three other sequences: bit-equal logits.
+    prompt = reference.expected["prompt_17"]
+    driver = make_driver(reference, [gpu], slots=5)
+    alone = driver.start()
+    driver.feed((alone, prompt))
+    crowd = [driver.start() for _ in range(4)]
+    driver.feed((crowd[0], prompt))
+    for other, length in zip(crowd[1:], (3, 90, 17), strict=True):
+        driver.feed((other, np.resize(prompt[::-1], length)))
+    token = prompt[:1]
+    single = driver.feed((alone, token))[0]
+    batched = driver.feed(*((sequence, token) for sequence in crowd))[0]
+    assert (single == batched).all()
+
+
+@each_file
+def test_mixed_with_host(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
+    key = "greedy_17"
+    driver = make_driver(reference, [gpu, HostDevice()])
+    tokens = greedy(driver, reference.expected["prompt_17"], len(reference.expected[key]), 1000)
+    check_greedy(reference, key, tokens, typical_error(reference, driver))

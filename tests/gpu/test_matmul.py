@@ -1,0 +1,77 @@
+"""matmul on the GPU: every format and row count, sums of real length, equal bits where they are promised."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from luce.ops.matmul import matmul
+from luce.ops.weight import Weight, WeightPart
+from luce.runtime.device import Device
+from tests.support import op_checks_matmul as checks
+from tests.support.quant_blocks import FORMATS, PLAIN, decoded, random_tensor
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_company_of_few_rows_does_not_matter(gpu: Device, name: str) -> None:
+    checks.check_company(gpu, name, rows=133, cols=2816, counts=checks.each_few())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 17, 200])
+def test_product(gpu: Device, name: str, n: int) -> None:
+    checks.check_product(gpu, name, rows=133, cols=2816, n=n)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("n", [1, 16, 33])
+@pytest.mark.parametrize("cols", [1, 3, 71, 1027])
+def test_rows_of_any_length(gpu: Device, name: str, n: int, cols: int) -> None:
+    checks.check_product(gpu, name, rows=5, cols=cols, n=n)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "BF16"])
+@pytest.mark.parametrize("n", [1, 16, 512])
+def test_product_of_real_size(gpu: Device, name: str, n: int) -> None:
+    checks.check_product(gpu, name, rows=1024, cols=17408, n=n)
+
+
+def test_company_of_many_rows_does_not_matter(gpu: Device) -> None:
+    checks.check_company(gpu, "Q4_K", rows=300, cols=2816, counts=[17, 63, 64, 65, 128, 513])
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 100])
+def test_parts_lie_side_by_side(gpu: Device, n: int) -> None:
+    checks.check_parts(gpu, n)
+
+
+@pytest.mark.parametrize(("name", "cols"), [("F32", 37), ("F16", 91), ("Q4_K", 256), ("Q8_0", 96)])
+@pytest.mark.parametrize("n", [1, 3, 16, 18])
+def test_row_stride(gpu: Device, name: str, cols: int, n: int) -> None:
+    checks.check_row_stride(gpu, name, n, cols)
+
+
+@pytest.mark.parametrize("n", [3, 16, 19])
+def test_infinities(gpu: Device, n: int) -> None:
+    checks.check_infinities(gpu, n)
+
+
+def test_empty(gpu: Device) -> None:
+    checks.check_empty(gpu)
+
+
+@pytest.mark.parametrize("n", [1, 17])
+def test_weights_beyond_two_gigabytes(gpu: Device, n: int) -> None:
+    tensor = random_tensor("Q8_0", 1, 32768, seed=9)
+    rows = 2**31 // tensor.raw.shape[1] + 100
+    data = gpu.zeros((rows, tensor.raw.shape[1]), np.uint8)
+    data[rows - 1] = gpu.upload(tensor.raw[0])
+    weight = Weight(rows, 32768, (WeightPart(data, tensor.type, 0, rows),))
+    x = np.random.default_rng(1).standard_normal((n, 32768)).astype(np.float32)
+    actual = gpu.download(matmul(gpu, gpu.upload(x), weight))
+    w = decoded(tensor)[0].astype(np.float64)
+    limit = 200 * 2.0**-24 * (np.abs(x) @ np.abs(w))
+    assert (np.abs(actual[:, -1] - x.astype(np.float64) @ w) <= limit).all()
+    assert not actual[:, :-1].any()

@@ -1,0 +1,15 @@
+"""argmax on the GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from luce.runtime.device import Device
+from tests.support.op_checks_sample import check_argmax
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 1000, 4096, 4097, 32000, 151936, 248320, 262144])
+def test_argmax(gpu: Device, vocab: int) -> None:
+    check_argmax(gpu, vocab)

@@ -1,0 +1,571 @@
+// Runs kernels that were compiled against gpu_host.h: blocks one after another, a block's threads as fibers that meet
+// at barriers, shuffles and votes. The kernels are compiled with -fsanitize=thread; the calls that this inserts before
+// every load and store land here instead of in the sanitizer's own library, and are checked against the launch's arrays
+// and against what the block's other threads did since the last barrier. Debugging: break on `fail`.
+
+#include <link.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if !defined(__x86_64__) || defined(LUCE_UCONTEXT)
+#include <ucontext.h>
+#define LUCE_UCONTEXT
+#endif
+
+using u8 = uint8_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+
+// --- what Python passes and gets back; the layouts are repeated in emulated.py
+
+struct Region {  // the bytes of one array argument: rows of `run` bytes at nested strides
+    u8* base;
+    u64 extent, run;
+    u64 dims, stride[4], count[4];
+    u8* written;       // one flag per byte; null: all bytes hold values
+    u64 constant;      // the kernel cannot write through this argument
+    u64 granule;       // bytes of the argument's type: 1, 2 or 4
+};
+
+struct Launch {
+    void (*call)(void**);
+    void** arguments;
+    Region* regions;
+    u64 region_count;
+    u8 *shared, *shared_end;
+    u64 dynamic;
+    u32 grid[3], block[3];
+    u32 lanes;
+};
+
+enum Fault : u32 {
+    NONE,
+    OUTSIDE,         // no array argument, shared or own local memory there
+    CONSTANT,        // a write through a const argument
+    MISALIGNED,
+    UNWRITTEN,       // global memory that nothing was written to
+    UNWRITTEN_SHARED,
+    RACE,            // another thread touched the address and no barrier orders the two
+    RACE_SHARED,
+    DIVERGED,        // threads of a block wait at different places, or some have ended
+    DIVERGED_LANES,  // the same for the lanes of a wave
+    NO_LANE,         // a shuffle names a lane outside the wave
+    PARTIAL_WAVE,    // a shuffle or vote in a wave that lacks threads
+};
+
+enum Access : u32 { READ, WRITE, ATOMIC };
+
+struct Report {
+    u32 fault, access;
+    u8* address;
+    u64 size;
+    u64 site, other_site;  // offsets in the kernel's library
+    u32 block[3], thread, other_thread, other_block;
+};
+
+// --- state of the one launch that runs
+
+struct dim3 {
+    u32 x, y, z;
+};
+extern "C" {
+dim3 threadIdx, blockIdx, blockDim, gridDim;
+alignas(128) u8 luce_dynamic[65536];
+}
+
+namespace {
+
+constexpr u64 STACK = 128 * 1024;
+constexpr u32 POISON = 0x7FF17FF5;  // a NaN as half, float and double; emulated.py fills fresh memory with it
+
+enum Wait : u8 { NEW, READY, AT_SYNC, AT_LANES, ENDED };
+enum LaneOp : u8 { SHUFFLE, BALLOT, SYNC_LANES };
+
+struct Fiber {
+#if defined(LUCE_UCONTEXT)
+    ucontext_t context;
+#else
+    void* stack_pointer;
+#endif
+    u8* stack;
+    dim3 index;
+    void* site;
+    u64 value;
+    int source;
+    Wait wait;
+    LaneOp op;
+};
+
+// Who touched a piece of memory, in one word. The lowest two bits, of readers and of atomic writers, say whether this
+// thread (0), lanes of its wave (1), threads of its block (2) or of several blocks (3) did. Plain integers: note() is
+// where the time goes.
+using Stamp = u64;
+constexpr int ATOMIC_WRITE = 2, THREAD = 3, LANES_EPOCH = 13, EPOCH = 25, BLOCK = 39;
+constexpr u64 MANY_MASK = 3, THREAD_MASK = 1023, LANES_EPOCH_MASK = 4095, EPOCH_MASK = 16383;
+struct Cell {
+    Stamp writer, reader;
+};
+
+struct Space {  // overlapping regions, one of them writable, share their cells
+    u8 *base, *end;
+    Cell* cells;
+    int shift;
+};
+
+Launch launch;
+Report* report;
+bool failed;
+Fiber fibers[1024];
+std::vector<u8*> free_stacks;
+Fiber* current;
+u32 current_thread, threads, block_number;
+u32 epoch, lanes_epoch[1024 / 32];
+int lane_bits;
+u8* image[2];
+std::vector<Space> spaces;
+Space shared_space[2];
+Region* last_region;
+#if defined(LUCE_UCONTEXT)
+ucontext_t scheduler;
+#else
+void* scheduler;
+#endif
+
+// Zeroed pages that cost nothing until they are touched.
+void* map(u64 size) {
+    return mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+}
+
+// --- fibers
+
+#if defined(LUCE_UCONTEXT)
+void to_scheduler() { swapcontext(&current->context, &scheduler); }
+#else
+extern "C" void luce_switch(void** save, void* to);
+asm(R"(
+    .text
+    .type luce_switch, @function
+    .hidden luce_switch
+luce_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+)");
+void to_scheduler() { luce_switch(&current->stack_pointer, scheduler); }
+#endif
+
+void fiber_main() {
+    launch.call(launch.arguments);
+    current->wait = ENDED;
+    to_scheduler();
+}
+
+void resume(u32 thread) {
+    Fiber& fiber = fibers[thread];
+    current = &fiber;
+    current_thread = thread;
+    threadIdx = fiber.index;
+    if (fiber.wait == NEW) {
+        if (free_stacks.empty()) {
+            free_stacks.push_back(static_cast<u8*>(map(STACK)));
+        }
+        fiber.stack = free_stacks.back();
+        free_stacks.pop_back();
+#if defined(LUCE_UCONTEXT)
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack;
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, fiber_main, 0);
+#else
+        // Six registers, the entry, and one word that leaves the stack pointer as a call would.
+        u64* top = reinterpret_cast<u64*>(fiber.stack + STACK) - 8;
+        top[6] = reinterpret_cast<u64>(fiber_main);
+        top[7] = 0;
+        fiber.stack_pointer = top;
+#endif
+    }
+    fiber.wait = READY;
+#if defined(LUCE_UCONTEXT)
+    swapcontext(&scheduler, &fiber.context);
+#else
+    luce_switch(&scheduler, fiber.stack_pointer);
+#endif
+    // The next thread reuses the stack while it is in the cache.
+    if (fiber.wait == ENDED || failed) free_stacks.push_back(fiber.stack), fiber.stack = nullptr;
+}
+
+u64 offset_in_image(void* site) { return static_cast<u8*>(site) - image[0]; }
+
+// Fills the report; the caller returns to the scheduler, or is it.
+__attribute__((noinline)) void fail(Fault fault, u32 thread, void* site) {
+    failed = true;
+    report->fault = fault;
+    report->site = offset_in_image(site);
+    report->block[0] = blockIdx.x, report->block[1] = blockIdx.y, report->block[2] = blockIdx.z;
+    report->thread = thread;
+}
+
+// --- accesses
+
+__attribute__((noinline, cold)) void fail_access(Fault fault, Access access, u8* at, u64 size, void* site,
+                                                 Stamp other = 0) {
+    report->access = access;
+    report->address = at;
+    report->size = size;
+    report->other_thread = other >> THREAD & THREAD_MASK;
+    report->other_block = (other >> BLOCK) - 1;
+    fail(fault, current_thread, site);
+    to_scheduler();
+}
+
+Stamp own_stamp(Access access) {
+    u64 in_block = epoch & EPOCH_MASK, in_wave = lanes_epoch[current_thread >> lane_bits] & LANES_EPOCH_MASK;
+    return u64{block_number} << BLOCK | in_block << EPOCH | in_wave << LANES_EPOCH | u64{current_thread} << THREAD |
+           u64{access == ATOMIC} << ATOMIC_WRITE;
+}
+
+bool same_block(Stamp a, Stamp b) { return (a ^ b) >> BLOCK == 0; }
+bool same_wave(Stamp a, Stamp b) { return ((a ^ b) >> THREAD & THREAD_MASK) >> lane_bits == 0; }
+bool same_thread(Stamp a, Stamp b) { return ((a ^ b) >> THREAD & THREAD_MASK) == 0; }
+
+// Whether every access that `past` stands for is ordered before one by the current thread.
+inline bool ordered(Stamp past, Stamp own) {
+    u64 many = past & MANY_MASK;
+    if (!same_block(past, own) || many == 3) return false;
+    if ((past ^ own) >> EPOCH) return true;
+    if (many == 2 || !same_wave(past, own)) return false;
+    return ((past ^ own) >> LANES_EPOCH & LANES_EPOCH_MASK) || (many == 0 && same_thread(past, own));
+}
+
+// Stands for the accesses of `past` that are not ordered before `own`, and for `own`.
+inline Stamp merged(Stamp past, Stamp own) {
+    if (!past || ordered(past, own)) return own;
+    u64 many = !same_block(past, own) ? 3 : !same_wave(past, own) ? 2 : !same_thread(past, own) ? 1 : 0;
+    return (past & ~MANY_MASK) | std::max(past & MANY_MASK, many);
+}
+
+// Notes an access in the cells of [at, at + size); answers the conflicting one, if any.
+inline Stamp note(const Space& space, bool shared, u8* at, u64 size, Access access, bool& unwritten) {
+    Stamp own = own_stamp(access);
+    Cell* cell = space.cells + ((at - space.base) >> space.shift);
+    Cell* end = space.cells + ((at + size - 1 - space.base) >> space.shift) + 1;
+    // The bytes of a word mostly have the same history: what the first one became is good for its like.
+    Cell before = {~Stamp{0}, 0}, after = {};
+    for (; cell < end; cell++) {
+        if (cell->writer == before.writer && cell->reader == before.reader) {
+            *cell = after;
+            continue;
+        }
+        before = *cell;
+        Stamp writer = before.writer, reader = before.reader;
+        if (shared) {
+            if (!same_block(writer, own)) writer = 0;
+            if (!same_block(reader, own)) reader = 0;
+            if (access != WRITE && !writer) unwritten = true;
+        }
+        bool atomics = access == ATOMIC && writer >> ATOMIC_WRITE & 1;
+        if (writer && !atomics && !ordered(writer, own)) return writer;
+        if (access == READ) {
+            cell->reader = merged(reader, own);
+        } else {
+            if (reader && !ordered(reader, own)) return reader;
+            cell->writer = atomics ? merged(writer, own) : own;
+            cell->reader = 0;
+        }
+        after = *cell;
+    }
+    return 0;
+}
+
+bool covers(const Region& region, const u8* at, u64 size) {
+    u64 offset = at - region.base;
+    if (offset >= region.extent || size > region.extent - offset) return false;
+    for (u64 d = 0; d < region.dims; d++) {
+        if (offset / region.stride[d] >= region.count[d]) return false;
+        offset %= region.stride[d];
+    }
+    return offset + size <= region.run;
+}
+
+Region* find(const u8* at, u64 size) {
+    for (u64 i = 0; i < launch.region_count; i++)
+        if (covers(launch.regions[i], at, size)) return &launch.regions[i];
+    return nullptr;
+}
+
+bool holds_poison(const u8* at, u64 size, const u8* written) {
+    // The host may have filled the memory behind the kernels' back: then it no longer holds the pattern.
+    for (u64 i = 0; i < size; i++)
+        if (!written[i] && at[i] == static_cast<u8>(POISON >> 8 * (reinterpret_cast<u64>(at + i) % 4))) {
+            // One byte may agree by chance: look at its whole word, as far as it was not written.
+            const u8* word = at + i - reinterpret_cast<u64>(at + i) % 4;
+            const u8* flags = written + (word - at);
+            bool same = true;
+            for (int b = 0; b < 4; b++) same &= flags[b] || word[b] == static_cast<u8>(POISON >> 8 * b);
+            if (same) return true;
+        }
+    return false;
+}
+
+inline void check(void* address, u64 size, Access access, void* site, u64 alignment) {
+    u8* at = static_cast<u8*>(address);
+    if (static_cast<u64>(at - current->stack) < STACK) return;
+    if (reinterpret_cast<u64>(at) % alignment) return fail_access(MISALIGNED, access, at, size, site);
+    for (const Space& space : shared_space)
+        if (at >= space.base && at < space.end) {
+            if (size > static_cast<u64>(space.end - at)) return fail_access(OUTSIDE, access, at, size, site);
+            bool unwritten = false;
+            Stamp other = note(space, true, at, size, access, unwritten);
+            if (other) return fail_access(RACE_SHARED, access, at, size, site, other);
+            if (unwritten) return fail_access(UNWRITTEN_SHARED, access, at, size, site);
+            return;
+        }
+    Region* region = last_region;
+    if (!region || !covers(*region, at, size)) {
+        region = find(at, size);
+        if (!region) {
+            if (at >= image[0] && at < image[1] && access == READ) return;  // a constant table
+            return fail_access(OUTSIDE, access, at, size, site);
+        }
+        last_region = region;
+    }
+    if (region->written) {
+        u8* written = region->written + (at - region->base);
+        if (access != WRITE && holds_poison(at, size, written)) return fail_access(UNWRITTEN, access, at, size, site);
+        if (access != READ) memset(written, 1, size);
+    }
+    if (access != READ && region->constant) {
+        // Another argument may be the same memory, and writable.
+        bool writable = false;
+        for (u64 i = 0; i < launch.region_count; i++)
+            writable |= !launch.regions[i].constant && covers(launch.regions[i], at, size);
+        if (!writable) return fail_access(CONSTANT, access, at, size, site);
+    }
+    for (const Space& space : spaces)
+        if (at >= space.base && at < space.end) {
+            bool unwritten;
+            Stamp other = note(space, false, at, size, access, unwritten);
+            if (other) return fail_access(RACE, access, at, size, site, other);
+            return;
+        }
+}
+
+Cell* map_cells(u64 count) {
+    return static_cast<Cell*>(map(count * sizeof(Cell)));
+}
+
+// --- meeting points
+
+u64 meet_lanes(LaneOp op, u64 value, int source, void* site) {
+    current->wait = AT_LANES;
+    current->op = op;
+    current->value = value;
+    current->source = source;
+    current->site = site;
+    to_scheduler();
+    return current->value;
+}
+
+void diverged(Fault fault, u32 first, u32 last) {
+    // Names a waiting thread, and one that does not wait at the same place.
+    u32 waiting = first;
+    while (fibers[waiting].wait == ENDED) waiting++;
+    for (u32 other = first; other < last; other++)
+        if (fibers[other].wait != fibers[waiting].wait || fibers[other].site != fibers[waiting].site) {
+            report->other_thread = other;
+            report->other_site = fibers[other].wait == ENDED ? 0 : offset_in_image(fibers[other].site);
+            return fail(fault, waiting, fibers[waiting].site);
+        }
+}
+
+// Runs the lanes [first, last) until all are at a barrier of the block or have ended.
+void run_wave(u32 first, u32 last) {
+    u32 count = last - first;
+    for (;;) {
+        u32 meeting = 0;
+        bool same = true;
+        Fiber& leader = fibers[first];
+        for (u32 t = first; t < last; t++) {
+            if (fibers[t].wait == NEW || fibers[t].wait == READY) resume(t);
+            if (failed) return;
+            meeting += fibers[t].wait == AT_LANES;
+            same &= fibers[t].wait == leader.wait && fibers[t].site == leader.site;
+        }
+        if (meeting == 0) return;
+        if (!same) return diverged(DIVERGED_LANES, first, last);
+        if (count != launch.lanes && leader.op != SYNC_LANES) return fail(PARTIAL_WAVE, first, leader.site);
+        u64 results[64], ballot = 0;
+        for (u32 lane = 0; lane < count; lane++) {
+            Fiber& fiber = fibers[first + lane];
+            ballot |= (fiber.value & 1) << lane;
+            if (fiber.op != SHUFFLE) continue;
+            if (fiber.source < 0 || fiber.source >= static_cast<int>(count)) {
+                report->size = static_cast<u64>(static_cast<int64_t>(fiber.source));
+                return fail(NO_LANE, first + lane, fiber.site);
+            }
+            results[lane] = fibers[first + fiber.source].value;
+        }
+        for (u32 lane = 0; lane < count; lane++) {
+            Fiber& fiber = fibers[first + lane];
+            fiber.value = fiber.op == SHUFFLE ? results[lane] : ballot;
+            fiber.wait = READY;
+        }
+        if (leader.op == SYNC_LANES) lanes_epoch[first >> lane_bits]++;
+    }
+}
+
+void run_block() {
+    u32 t = 0;
+    for (u32 z = 0; z < blockDim.z; z++)
+        for (u32 y = 0; y < blockDim.y; y++)
+            for (u32 x = 0; x < blockDim.x; x++) {
+                fibers[t].index = {x, y, z};
+                fibers[t].site = nullptr;
+                fibers[t++].wait = NEW;
+            }
+    epoch = 0;
+    for (;;) {
+        u32 ended = 0;
+        bool same = true;
+        for (u32 first = 0; first < threads; first += launch.lanes) {
+            run_wave(first, std::min(first + launch.lanes, threads));
+            if (failed) return;
+        }
+        for (t = 0; t < threads; t++) {
+            ended += fibers[t].wait == ENDED;
+            same &= fibers[t].site == fibers[0].site;
+        }
+        if (ended == threads) return;
+        if (ended || !same) return diverged(DIVERGED, 0, threads);
+        for (t = 0; t < threads; t++) fibers[t].wait = READY;
+        epoch++;
+    }
+}
+
+int find_image(dl_phdr_info* info, size_t, void* code) {
+    u8 *low = nullptr, *high = nullptr;
+    bool found = false;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const auto& header = info->dlpi_phdr[i];
+        if (header.p_type != PT_LOAD) continue;
+        u8* start = reinterpret_cast<u8*>(info->dlpi_addr + header.p_vaddr);
+        if (!low) low = start;
+        high = start + header.p_memsz;
+        found |= code >= start && code < high;
+    }
+    if (found) image[0] = low, image[1] = high;
+    return found;
+}
+
+void map_spaces() {
+    std::vector<Region> sorted(launch.regions, launch.regions + launch.region_count);
+    std::sort(sorted.begin(), sorted.end(), [](const Region& a, const Region& b) { return a.base < b.base; });
+    for (size_t i = 0; i < sorted.size();) {
+        Space space = {sorted[i].base, sorted[i].base, nullptr, 2};
+        bool writable = false;
+        do {
+            writable |= !sorted[i].constant;
+            space.end = std::max(space.end, sorted[i].base + sorted[i].extent);
+            space.shift = std::min(space.shift, sorted[i].granule == 1 ? 0 : sorted[i].granule == 2 ? 1 : 2);
+            i++;
+        } while (i < sorted.size() && sorted[i].base < space.end);
+        if (!writable) continue;
+        space.base -= reinterpret_cast<u64>(space.base) % 4;
+        space.cells = map_cells(((space.end - space.base) >> space.shift) + 1);
+        spaces.push_back(space);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+u64 luce_host_shuffle(u64 bits, int lane) { return meet_lanes(SHUFFLE, bits, lane, __builtin_return_address(0)); }
+u64 luce_host_shuffle_xor(u64 bits, int mask) {
+    int lane = static_cast<int>(current_thread % launch.lanes);
+    return meet_lanes(SHUFFLE, bits, lane ^ mask, __builtin_return_address(0));
+}
+u64 luce_host_ballot(bool predicate) { return meet_lanes(BALLOT, predicate, 0, __builtin_return_address(0)); }
+void luce_host_sync_lanes() { meet_lanes(SYNC_LANES, 0, 0, __builtin_return_address(0)); }
+void luce_host_sync() {
+    current->wait = AT_SYNC;
+    current->site = __builtin_return_address(0);
+    to_scheduler();
+}
+
+#define LUCE_ACCESS(size)                                                                                              \
+    void __tsan_read##size(void* at) { check(at, size, READ, __builtin_return_address(0), size); }                     \
+    void __tsan_write##size(void* at) { check(at, size, WRITE, __builtin_return_address(0), size); }                   \
+    void __tsan_unaligned_read##size(void* at) { check(at, size, READ, __builtin_return_address(0), 1); }              \
+    void __tsan_unaligned_write##size(void* at) { check(at, size, WRITE, __builtin_return_address(0), 1); }
+LUCE_ACCESS(1)
+LUCE_ACCESS(2)
+LUCE_ACCESS(4)
+LUCE_ACCESS(8)
+LUCE_ACCESS(16)
+void __tsan_read_range(void* at, u64 size) { check(at, size, READ, __builtin_return_address(0), 1); }
+void __tsan_write_range(void* at, u64 size) { check(at, size, WRITE, __builtin_return_address(0), 1); }
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+
+// Runs a launch; 0, or 1 with `result` filled.
+int luce_host_run(const Launch* what, Report* result) {
+    launch = *what;
+    report = result;
+    *report = {};
+    failed = false;
+    last_region = nullptr;
+    lane_bits = launch.lanes == 64 ? 6 : 5;
+    blockDim = {launch.block[0], launch.block[1], launch.block[2]};
+    gridDim = {launch.grid[0], launch.grid[1], launch.grid[2]};
+    threads = blockDim.x * blockDim.y * blockDim.z;
+    dl_iterate_phdr(find_image, reinterpret_cast<void*>(launch.call));
+    shared_space[0] = {launch.shared, launch.shared_end, map_cells(launch.shared_end - launch.shared + 1), 0};
+    shared_space[1] = {luce_dynamic, luce_dynamic + launch.dynamic, map_cells(launch.dynamic + 1), 0};
+    map_spaces();
+    block_number = 0;
+    for (u32 z = 0; z < gridDim.z && !failed; z++)
+        for (u32 y = 0; y < gridDim.y && !failed; y++)
+            for (u32 x = 0; x < gridDim.x && !failed; x++) {
+                blockIdx = {x, y, z};
+                block_number++;
+                run_block();
+            }
+    for (u32 t = 0; t < threads && failed; t++)  // of threads that a fault left in the middle
+        if (fibers[t].stack) free_stacks.push_back(fibers[t].stack), fibers[t].stack = nullptr;
+    for (const Space& space : spaces)
+        munmap(space.cells, (((space.end - space.base) >> space.shift) + 1) * sizeof(Cell));
+    spaces.clear();
+    for (const Space& space : shared_space) munmap(space.cells, (space.end - space.base + 1) * sizeof(Cell));
+    return failed;
+}
+
+}  // extern "C"
+
+template <typename T> static inline T exchange(T* to, T value, bool add, void* site) {
+    check(to, sizeof(T), ATOMIC, site, sizeof(T));
+    T old = *to;
+    *to = add ? static_cast<T>(static_cast<u32>(old) + static_cast<u32>(value)) : std::max(old, value);
+    return old;
+}
+int atomicAdd(int* to, int value) { return exchange(to, value, true, __builtin_return_address(0)); }
+u32 atomicAdd(u32* to, u32 value) { return exchange(to, value, true, __builtin_return_address(0)); }
+int atomicMax(int* to, int value) { return exchange(to, value, false, __builtin_return_address(0)); }
+u32 atomicMax(u32* to, u32 value) { return exchange(to, value, false, __builtin_return_address(0)); }

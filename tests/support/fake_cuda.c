@@ -1,0 +1,38 @@
+// A CUDA driver library with two devices and no hardware, for tests of what surrounds it. Device 1 fails on request.
+#include <stddef.h>
+#include <string.h>
+
+int enabled = 0, current = -1;
+
+int cuInit(unsigned flags) { return flags ? 1 : 0; }
+int cuDriverGetVersion(int* version) { return *version = 12080, 0; }
+int cuDeviceGetCount(int* count) { return *count = 2, 0; }
+int cuDeviceGetName(char* name, int size, int device) {
+    return strncpy(name, device ? "Fake Two" : "Fake One", size), device > 1 ? 101 : 0;
+}
+int cuDeviceTotalMem_v2(size_t* bytes, int device) { return *bytes = (size_t)(device + 1) << 33, 0; }
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+    switch (attribute) {
+        case 8: return *value = 49152, 0;                      // shared memory per block
+        case 10: return *value = 32, 0;                        // warp size
+        case 16: return *value = 108 + device, 0;              // multiprocessors
+        case 75: return *value = device ? 12 : 8, 0;           // compute capability
+        case 76: return *value = device ? 0 : 6, 0;
+        case 97: return *value = 101376, 0;                    // shared memory per block, opted in
+    }
+    return 1;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) { return *context = (void*)(size_t)(device + 100), 0; }
+int cuCtxSetCurrent(void* context) { return current = (int)(size_t)context - 100, 0; }
+int cuMemGetInfo_v2(size_t* free, size_t* total) {
+    if (current < 0) return 201;
+    *total = (size_t)(current + 1) << 33;
+    return *free = *total / 2, 0;
+}
+int cuDeviceCanAccessPeer(int* can, int device, int peer) { return *can = device != peer, 0; }
+int cuCtxEnablePeerAccess(void* context, unsigned flags) { return enabled++ ? 704 : 0; }
+int cuEventQuery(void* event) { return event == (void*)1 ? 600 : event == (void*)2 ? 700 : 0; }
+int cuGetErrorString(int status, const char** text) {
+    *text = status == 201 ? "invalid device context" : status == 700 ? "an illegal access" : NULL;
+    return *text ? 0 : 1;
+}

@@ -1,0 +1,76 @@
+"""The equalities that every reference file must pass, on any device."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.support.drive import Driver
+from tests.support.reference import Reference, check_greedy, check_logits
+
+
+def check_logits_in_chunks(reference: Reference, driver: Driver, kind: str, chunk: int) -> None:
+    """Prompts fed in pieces of `chunk` rows: expected logits."""
+    rows = {}
+    for name in ("1", "17", "long"):
+        prompt = reference.expected[f"prompt_{name}"]
+        sequence = driver.start()
+        parts = [driver.feed((sequence, prompt[at : at + chunk]))[0] for at in range(0, len(prompt), chunk)]
+        logits = np.concatenate(parts)
+        rows["logits_long_last16" if name == "long" else f"logits_{name}"] = logits[-16:] if name == "long" else logits
+    check_logits(reference, kind, rows)
+
+
+def greedy(driver: Driver, prompt: NDArray[np.int32], steps: int, chunk: int) -> list[int]:
+    """Greedy continuation of a prompt fed in chunks."""
+    sequence = driver.start()
+    for at in range(0, len(prompt), chunk):
+        logits = driver.feed((sequence, prompt[at : at + chunk]))[0]
+    tokens = []
+    for _ in range(steps):
+        tokens.append(int(logits[-1].argmax()))
+        logits = driver.feed((sequence, np.array(tokens[-1:], np.int32)))[0]
+    return tokens
+
+
+def check_greedy_tokens(reference: Reference, driver: Driver, chunk: int, error: float) -> None:
+    """Greedy continuations of both prompts."""
+    for key in ("17", "long"):
+        expected = reference.expected[f"greedy_{key}"]
+        tokens = greedy(driver, reference.expected[f"prompt_{key}"], len(expected), chunk)
+        check_greedy(reference, f"greedy_{key}", tokens, error)
+
+
+def check_batched(reference: Reference, driver: Driver, kind: str, error: float) -> None:
+    """Four sequences of different lengths side by side: prompts in one step, then 16 decode steps together, joined by
+    a fifth prompt's chunks; each continues as if it were alone."""
+    prompts = {
+        "17": reference.expected["prompt_17"],
+        "long": reference.expected["prompt_long"],
+        "1": reference.expected["prompt_1"],
+        "again": reference.expected["prompt_17"],
+    }
+    sequences = {name: driver.start() for name in prompts}
+    first = driver.feed(*((sequences[name], prompts[name]) for name in ("17", "long", "1")))
+    check_logits(reference, kind, {"logits_17": first[0], "logits_long_last16": first[1][-16:], "logits_1": first[2]})
+    last = {name: logits[-1] for name, logits in zip(("17", "long", "1"), first, strict=True)}
+    tokens: dict[str, list[int]] = {name: [] for name in prompts}
+    joined = 0
+    for _ in range(16):
+        work = []
+        for name, logits in last.items():
+            tokens[name].append(int(logits.argmax()))
+            work.append((sequences[name], np.array(tokens[name][-1:], np.int32)))
+        names = list(last)
+        if joined < len(prompts["again"]):
+            work.append((sequences["again"], prompts["again"][joined : joined + 7]))
+            joined += 7
+            names.append("again")
+        results = dict(zip(names, driver.feed(*work), strict=True))
+        last = {name: logits[-1] for name, logits in results.items()}
+        if joined < len(prompts["again"]):
+            last.pop("again", None)
+    for name in ("17", "long"):
+        check_greedy(reference, f"greedy_{name}", tokens[name], error)
+    assert len(tokens["again"]) > 8
+    check_greedy(reference, "greedy_17", tokens["again"], error)

@@ -1,0 +1,109 @@
+"""The real application on a loopback socket, over a scripted model, for tests in the same event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import aiohttp
+
+from luce.api import Model
+from luce.config import Config
+from luce.server.app import start
+from luce.server.state import Server
+from tests.support.scripted_model import ScriptedModel
+
+Json = dict[str, Any]
+
+
+class Running:
+    """A server that runs: its address, its parts, and a client."""
+
+    def __init__(self, url: str, server: Server, model: ScriptedModel, client: aiohttp.ClientSession) -> None:
+        self.url = url
+        self.server = server
+        self.model = model
+        self.client = client
+        self.port = int(url.rpartition(":")[2])
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Json, Any]:
+        """Status, JSON body and headers of a POST; `body` is JSON or bytes."""
+        sent = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
+        async with self.client.post(self.url + path, **sent, **options) as response:
+            return response.status, await response.json(content_type=None), response.headers
+
+    async def get(self, path: str, **options: Any) -> tuple[int, Any, Any]:
+        """Status, body (JSON if it is) and headers of a GET."""
+        async with self.client.get(self.url + path, **options) as response:
+            text = await response.text()
+            is_json = response.content_type == "application/json" and text
+            return response.status, json.loads(text) if is_json else text, response.headers
+
+    async def chat(self, content: str = "hi", **fields: Any) -> Json:
+        """The body of a chat reply that must succeed."""
+        body = {"messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
+        status, reply, _ = await self.post("/v1/chat/completions", body)
+        assert status == 200, reply
+        return reply
+
+    async def events(self, path: str, body: Json) -> list[Any]:
+        """The events of a stream, whose form is checked: headers, one line of JSON each, `[DONE]` at the end."""
+        async with self.client.post(self.url + path, json={**body, "stream": True}) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+            assert response.headers["Cache-Control"] == "no-cache"
+            text = (await response.read()).decode()
+        assert text.endswith("\n\n")
+        events = [event for event in text[:-2].split("\n\n") if not event.startswith(":")]
+        assert all(event.startswith("data: ") and "\n" not in event for event in events)
+        assert events[-1] == "data: [DONE]"
+        return [json.loads(event[6:]) for event in events[:-1]]
+
+    async def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        _, text, _ = await self.get("/metrics")
+        lines = [line for line in text.splitlines() if line.partition("{")[0].partition(" ")[0] == name]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that has to happen; the test's timeout ends it if it does not."""
+        while not condition():
+            await asyncio.sleep(0.002)
+
+    async def quiet(self) -> None:
+        """Wait until nothing runs or waits, then check that nothing was left behind."""
+        await self.until(lambda: self.server.active == 0)
+        await self.until(lambda: not self.model.engine.stats().running and not self.model.engine.stats().queued)
+        assert self.model.engine.stats().pages_used == 0
+
+
+@contextlib.asynccontextmanager
+async def running(
+    *, loaded: bool = True, sock: socket.socket | None = None, model: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Running]:
+    """A server with these settings and these arguments for the ScriptedModel; `loaded` False: no model yet."""
+    config = Config(**settings)
+    server = await asyncio.to_thread(Server, config)
+    sock = sock or socket.create_server(("127.0.0.1", 0))
+    sock.setblocking(False)
+    runner = await start(server, [sock])
+    scripted = await asyncio.to_thread(lambda: ScriptedModel(config, **(model or {})))
+    if loaded:
+        server.model = cast(Model, scripted)
+    before = {task for task in asyncio.all_tasks() if not task.done()}
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+            here = Running(f"http://127.0.0.1:{sock.getsockname()[1]}", server, scripted, client)
+            yield here
+            await here.quiet()
+    finally:
+        await runner.cleanup()
+        await asyncio.to_thread(scripted.close)
+        server.close()
+    left = {task for task in asyncio.all_tasks() if not task.done()} - before - {asyncio.current_task()}
+    assert not left, f"tasks left behind: {left}"

@@ -1,0 +1,260 @@
+"""Checks of attention over pages and of the writing of K and V rows on any device, against softmax in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.runtime.step import PAGE, PageView, SpanArrays
+from luce.ops import attention as op
+from luce.runtime.device import Array, Device
+
+F32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class History:
+    """One sequence: keys and values float32 [length, kv_heads, d] that a half holds, queries [length, heads, d]."""
+
+    q: F32
+    k: F32
+    v: F32
+
+    @classmethod
+    def random(cls, length: int, heads: int, kv_heads: int, d: int, seed: int, spread: float = 1.0) -> History:
+        """`spread` scales the keys: large ones make the softmax pick single keys, and its maximum jump."""
+        rng = np.random.default_rng(seed)
+        q = rng.standard_normal((length, heads, d)).astype(np.float32)
+        k = (spread * rng.standard_normal((length, kv_heads, d))).astype(np.float16).astype(np.float32)
+        v = rng.standard_normal((length, kv_heads, d)).astype(np.float16).astype(np.float32)
+        return cls(q, k, v)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows [position, position + rows) of a sequence are computed; `missing` pages (by number) are not resident."""
+
+    history: History
+    position: int
+    rows: int
+    missing: frozenset[int] = frozenset()
+
+
+def run(
+    device: Device,
+    chunks: Sequence[Chunk],
+    *,
+    scale: float,
+    window: int | None,
+    drop: bool = False,
+    stale: float = 1000.0,
+    padding: int = 0,
+    seed: int = 0,
+) -> F32:
+    """The step of all chunks: writes their rows into scattered pages, then attends. float32 [rows, heads, d].
+
+    Pages that no chunk sees hold NaN; rows behind a sequence's end hold `stale`. `drop` leaves out the pages that lie
+    before the window of the chunk's first row, `padding` widens the page table.
+    """
+    _, kv_heads, d = chunks[0].history.k.shape
+    rng = np.random.default_rng(seed)
+    tables: list[list[tuple[int, int]]] = []
+    resident: list[list[int]] = []
+    for chunk in chunks:
+        last = (chunk.position + chunk.rows - 1) // PAGE
+        low = max(0, chunk.position - window + 1) // PAGE if drop and window is not None else 0
+        resident.append([page for page in range(low, last + 1) if page not in chunk.missing])
+    total = sum(map(len, resident))
+    numbers = rng.permutation(total + 3).tolist()
+    pools = np.full((2, (total + 3) * PAGE, kv_heads, d), np.nan, np.float32)
+    dest = []
+    for chunk, pages in zip(chunks, resident, strict=True):
+        own = [(numbers.pop(), page) for page in pages]
+        tables.append(own)
+        for number, page in own:
+            for which, rows in enumerate((chunk.history.k, chunk.history.v)):
+                pools[which, number * PAGE : (number + 1) * PAGE] = stale
+                past = rows[page * PAGE : min(chunk.position, (page + 1) * PAGE)]
+                pools[which, number * PAGE : number * PAGE + len(past)] = past
+        place = {page: number for number, page in own}
+        dest += [place[p // PAGE] * PAGE + p % PAGE for p in range(chunk.position, chunk.position + chunk.rows)]
+    width = max(map(len, tables)) + padding
+    table, first = np.full((len(chunks), width), -1, np.int32), np.full((len(chunks), width), -1, np.int32)
+    for i, own in enumerate(tables):
+        table[i, : len(own)] = [number for number, _ in own]
+        first[i, : len(own)] = [page * PAGE for _, page in own]
+    counts = np.array([len(own) for own in tables], np.int32)
+    starts = np.cumsum([0, *(chunk.rows for chunk in chunks)])
+    spans = np.array([(9 - i, starts[i], c.rows, c.position) for i, c in enumerate(chunks)], np.int32)
+    positions = np.concatenate([np.arange(c.position, c.position + c.rows, dtype=np.int32) for c in chunks])
+
+    def fresh(part: str) -> F32:
+        return np.concatenate([getattr(c.history, part)[c.position : c.position + c.rows] for c in chunks])
+
+    k_pool, v_pool = (device.upload(pool.astype(device.kv_dtype)) for pool in pools)
+    up = device.upload
+    q, k, v = spread_out(device, fresh("q"), fresh("k"), fresh("v"))
+    op.write_kv(device, k, v, k_pool, v_pool, up(np.array(dest, np.int32)))
+    out = op.attention(
+        device,
+        q,
+        k_pool,
+        v_pool,
+        SpanArrays(
+            table=up(spans),
+            row_span=up(np.repeat(np.arange(len(chunks), dtype=np.int32), spans[:, 2])),
+            count=len(chunks),
+            longest=max(c.rows for c in chunks),
+        ),
+        PageView(up(table), up(first), up(counts), up(np.array(dest, np.int32))),
+        up(positions),
+        scale=scale,
+        window=window,
+    )
+    result: F32 = device.download(out)
+    assert result.dtype == np.float32
+    return result
+
+
+def spread_out(device: Device, *parts: F32) -> list[Array]:
+    """The parts as views of one fused matrix, heads apart, as the layers pass them."""
+    n = len(parts[0])
+    gaps = [np.concatenate((x, np.full_like(x[..., :3], np.nan)), axis=-1).reshape(n, -1) for x in parts]
+    fused = device.upload(np.concatenate(gaps, axis=1))
+    views = []
+    at = 0
+    for x, gap in zip(parts, gaps, strict=True):
+        width = gap.shape[1]
+        views.append(fused[:, at : at + width].reshape(n, x.shape[1], -1)[..., : x.shape[2]])
+        at += width
+    return views
+
+
+def expected(chunks: Sequence[Chunk], *, scale: float, window: int | None) -> NDArray[np.float64]:
+    """softmax(scale q k^T) v over the keys j with p - window < j <= p whose page is resident, in float64."""
+    rows = []
+    for chunk in chunks:
+        q, k, v = (x.astype(np.float64) for x in (chunk.history.q, chunk.history.k, chunk.history.v))
+        group = q.shape[1] // k.shape[1]
+        for p in range(chunk.position, chunk.position + chunk.rows):
+            seen = [j for j in range(p + 1) if (window is None or j > p - window) and j // PAGE not in chunk.missing]
+            heads = []
+            for h in range(q.shape[1]):
+                scores = scale * (k[seen, h // group] @ q[p, h])
+                weights = np.exp(scores - scores.max())
+                heads.append(weights @ v[seen, h // group] / weights.sum())
+            rows.append(np.stack(heads))
+    return np.stack(rows)
+
+
+def check(
+    device: Device,
+    chunks: Sequence[Chunk],
+    *,
+    scale: float = 0.125,
+    window: int | None = None,
+    drop: bool = False,
+    stale: float = 1000.0,
+) -> None:
+    """The result is within 2e-5 of the formula (float32 scores of up to about 50; values of size 1)."""
+    actual = run(device, chunks, scale=scale, window=window, drop=drop, stale=stale)
+    np.testing.assert_allclose(actual, expected(chunks, scale=scale, window=window), rtol=0, atol=2e-5)
+
+
+def check_shape(device: Device, heads: int, kv_heads: int, d: int, lengths: Sequence[tuple[int, int]]) -> None:
+    """Spans of (position, rows) in one step."""
+    chunks = [
+        Chunk(History.random(position + rows, heads, kv_heads, d, seed), position, rows)
+        for seed, (position, rows) in enumerate(lengths)
+    ]
+    check(device, chunks, scale=d**-0.5)
+
+
+def check_window(device: Device, window: int, position: int, rows: int) -> None:
+    """Pages before the window are there, or dropped: the formula holds, and the bits are the same."""
+    chunks = [Chunk(History.random(position + rows, 6, 2, 16, 5), position, rows)]
+    check(device, chunks, window=window)
+    check(device, chunks, window=window, drop=True)
+    whole = run(device, chunks, scale=0.25, window=window)
+    dropped = run(device, chunks, scale=0.25, window=window, drop=True)
+    if not device.host:
+        same_bits(whole, dropped)
+
+
+def check_missing_pages(device: Device) -> None:
+    """Pages missing in the middle: the keys that are there count, at their positions."""
+    history = History.random(800, 4, 2, 16, 6)
+    chunks = [
+        Chunk(history, 700, 3, frozenset({1, 2, 3, 7})),
+        Chunk(history, 777, 1, frozenset({0, 5, 6, 10})),
+        Chunk(history, 130, 2),
+    ]
+    check(device, chunks)
+    check(device, chunks, window=300)
+
+
+def check_sharp(device: Device) -> None:
+    """Scores of hundreds: weights underflow, the maximum jumps from block to block, nothing overflows."""
+    chunks = [Chunk(History.random(500, 2, 1, 32, 7, spread=30.0), 490, 10)]
+    actual = run(device, chunks, scale=1.0, window=None)
+    # Scores of up to 700 carry float32 errors of 1e-4.
+    np.testing.assert_allclose(actual, expected(chunks, scale=1.0, window=None), rtol=0, atol=2e-3)
+
+
+def check_rows_alone(device: Device, heads: int, kv_heads: int, d: int, position: int, window: int | None) -> None:
+    """Bits of 16 rows: alone, in pieces, in a batch with a wider table; by one block and split over many."""
+    rows = 16
+    history = History.random(position + rows, heads, kv_heads, d, 8, spread=3.0)
+    other = History.random(300, heads, kv_heads, d, 9)
+    scale = d**-0.5
+
+    def bits(chunks: Sequence[Chunk], **options: Any) -> F32:
+        return run(device, chunks, scale=scale, window=window, drop=True, **options)
+
+    whole = bits([Chunk(history, position, rows)])
+    for start, count in ((0, 1), (15, 1), (3, 2), (0, 5), (7, 9)):
+        same_bits(bits([Chunk(history, position + start, count)], seed=start), whole[start : start + count])
+    crowd = [
+        Chunk(other, 10, 7),
+        Chunk(history, position + 2, 3),
+        Chunk(other, 299, 1),
+        Chunk(history, position + 9, 1),
+    ]
+    mixed = bits(crowd, padding=9)
+    same_bits(mixed[7:10], whole[2:5])
+    same_bits(mixed[11:12], whole[9:10])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "_ENOUGH_BLOCKS", 0)
+        same_bits(bits([Chunk(history, position, rows)]), whole)
+        same_bits(bits([Chunk(history, position + 15, 1)]), whole[15:])
+        patch.setattr(op, "_ENOUGH_BLOCKS", 1 << 30)
+        patch.setattr(op, "_MIN_SPLITS", 0)
+        same_bits(bits([Chunk(history, position, rows)]), whole)
+        # Two splits of the one row at a time, then one of the many rows.
+        patch.setattr(op, "_BUFFER", 2 * heads * d)
+        same_bits(bits([Chunk(history, position + 15, 1)]), whole[15:])
+        same_bits(bits([Chunk(history, position, rows)]), whole)
+
+
+def same_bits(a: F32, b: F32) -> None:
+    np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+def check_write_kv(device: Device, n: int, kv_heads: int, d: int) -> None:
+    """Rounded to the pool's dtype at the given rows, in any order; all other rows keep their bits."""
+    rng = np.random.default_rng(n)
+    k, v = (rng.standard_normal((n, kv_heads, d)).astype(np.float32) for _ in range(2))
+    k[0, 0, :4] = [0.0, -0.0, 6e-8, 65504.0]
+    dest = rng.permutation(3 * PAGE)[:n].astype(np.int32)
+    pools = [device.upload(np.full((3 * PAGE, kv_heads, d), fill, device.kv_dtype)) for fill in (7, 8)]
+    k_rows, v_rows = spread_out(device, k, v)
+    op.write_kv(device, k_rows, v_rows, pools[0], pools[1], device.upload(dest))
+    for pool, rows, fill in zip(pools, (k, v), (7, 8), strict=True):
+        want = np.full((3 * PAGE, kv_heads, d), fill, device.kv_dtype)
+        want[dest] = rows.astype(device.kv_dtype)
+        np.testing.assert_array_equal(device.download(pool).view(np.uint8), want.view(np.uint8))

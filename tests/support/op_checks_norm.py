@@ -1,0 +1,102 @@
+"""Checks of the norms on any device, against x / sqrt(mean(x^2) + eps) in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.ops.norm import add_rms_norm, gated_rms_norm, head_rms_norm, rms_norm
+from luce.runtime.device import Device
+
+EPS = 1e-6
+
+
+def formula(x: NDArray[np.float32], weight: NDArray[np.float32]) -> NDArray[np.float64]:
+    wide = x.astype(np.float64)
+    return wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + EPS) * weight.astype(np.float64)
+
+
+def rows(n: int, d: int, seed: int = 0) -> NDArray[np.float32]:
+    """Rows of very different sizes; the second is zero, the third so small that eps decides."""
+    x = np.random.default_rng(seed).standard_normal((n, d)) * 10.0 ** (np.arange(n) % 7 - 3)[:, None]
+    x[1:2] = 0
+    x[2:3] *= 1e-4
+    return x.astype(np.float32)
+
+
+def vector(d: int) -> NDArray[np.float32]:
+    return np.random.default_rng(d).uniform(0.2, 3, d).astype(np.float32)
+
+
+def close(actual: NDArray[np.float32], expected: NDArray[np.float64]) -> None:
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, expected, rtol=3e-6, atol=1e-12)
+
+
+def check_rms_norm(device: Device, n: int, d: int) -> None:
+    """A contiguous matrix, and a slice of a wider one."""
+    x, weight = rows(n, d), vector(d)
+    w = device.upload(weight)
+    close(device.download(rms_norm(device, device.upload(x), w, EPS)), formula(x, weight))
+    wide = device.upload(np.pad(x, ((0, 0), (3, 4)), constant_values=np.nan))
+    close(device.download(rms_norm(device, wide[:, 3 : 3 + d], w, EPS)), formula(x, weight))
+
+
+def check_add_rms_norm(device: Device, n: int, d: int) -> None:
+    """The stream holds the float32 sum afterwards; what lies beside the slices stays as it is."""
+    x, delta, weight = rows(n, d), rows(n, d, 1), vector(d)
+    stream = device.upload(np.pad(x, ((0, 0), (0, 5)), constant_values=7.0))
+    more = device.upload(np.pad(delta, ((0, 0), (2, 0)), constant_values=np.nan))
+    y = add_rms_norm(device, stream[:, :d], more[:, 2:], device.upload(weight), EPS)
+    after = device.download(stream)
+    np.testing.assert_array_equal(after[:, :d], x + delta)
+    assert (after[:, d:] == 7).all()
+    close(device.download(y), formula(x + delta, weight))
+
+
+def check_head_rms_norm(device: Device, n: int, heads: int, d: int) -> None:
+    """In place on heads that lie apart, as queries beside their gates do; the gates stay as they are."""
+    x, weight = rows(n * heads, d).reshape(n, heads, d), vector(d)
+    fused = np.full((n, heads * 2 * d + 9), 7.0, np.float32)
+    fused[:, : heads * 2 * d].reshape(n, heads, 2 * d)[:, :, :d] = x
+    on_device = device.upload(fused)
+    head_rms_norm(device, on_device[:, : heads * 2 * d].reshape(n, heads, 2 * d)[..., :d], device.upload(weight), EPS)
+    after = device.download(on_device)
+    parts = after[:, : heads * 2 * d].reshape(n, heads, 2 * d)
+    close(parts[..., :d], formula(x, weight))
+    assert (parts[..., d:] == 7).all()
+    assert (after[:, heads * 2 * d :] == 7).all()
+
+
+def check_gated_rms_norm(device: Device, n: int, heads: int, d: int) -> None:
+    """Norm, weight, then silu(gate); the gate is a slice of a wider matrix."""
+    x, weight = rows(n * heads, d).reshape(n, heads, d), vector(d)
+    gate = np.random.default_rng(3).uniform(-30, 30, (n, heads * d)).astype(np.float32)
+    wide = device.upload(np.pad(gate, ((0, 0), (4, 1)), constant_values=np.nan))
+    y = gated_rms_norm(device, device.upload(x), wide[:, 4 : 4 + heads * d], device.upload(weight), EPS)
+    z = gate.astype(np.float64)
+    close(device.download(y), formula(x, weight).reshape(n, -1) * (z / (1 + np.exp(-z))))
+
+
+def check_rows_alone(device: Device, d: int, heads: int) -> None:
+    """A row's bits are the same alone and at any place of 1..16 rows."""
+    x, weight = rows(16, d), vector(d)
+    w = device.upload(weight)
+    whole = device.download(rms_norm(device, device.upload(x), w, EPS))
+    split = x[:, : d // heads * heads].reshape(16, heads, -1)
+    head_weight = device.upload(vector(d // heads))
+    gate = device.upload(split.reshape(16, -1))
+    gated = device.download(gated_rms_norm(device, device.upload(split), gate, head_weight, EPS))
+    for start, stop in ((0, 1), (15, 16), (3, 5), (1, 8), (2, 15)):
+        part = device.download(rms_norm(device, device.upload(x[start:stop]), w, EPS))
+        np.testing.assert_array_equal(part.view(np.uint32), whole[start:stop].view(np.uint32))
+        part = device.download(
+            gated_rms_norm(device, device.upload(split[start:stop]), gate[start:stop], head_weight, EPS)
+        )
+        np.testing.assert_array_equal(part.view(np.uint32), gated[start:stop].view(np.uint32))
+
+
+def check_no_rows(device: Device) -> None:
+    """A step may want no logits at all."""
+    w = device.upload(vector(8))
+    assert rms_norm(device, device.zeros((0, 8)), w, EPS).shape == (0, 8)

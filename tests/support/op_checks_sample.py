@@ -1,0 +1,55 @@
+"""Checks of argmax on any device."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.ops.sample import argmax
+from luce.runtime.device import Device
+
+
+def first_best(row: NDArray[np.float32]) -> int:
+    """The definition: a scan that only a larger number, or a number after NaN, overrules."""
+    best = 0
+    for index, value in enumerate(row.tolist()):
+        if not math.isnan(value) and (math.isnan(row[best]) or value > row[best]):
+            best = index
+    return best
+
+
+def rows_of_interest(vocab: int) -> NDArray[np.float32]:
+    """Random rows, ties near and far, NaN and infinities in all combinations that fit."""
+    rng = np.random.default_rng(vocab)
+    rows = [rng.standard_normal(vocab), np.zeros(vocab), np.full(vocab, -np.inf), np.full(vocab, np.nan)]
+    for fill in (np.nan, -np.inf, -1.0):
+        row = np.full(vocab, fill)
+        row[vocab // 2 :: max(1, vocab // 5)] = -2.0
+        rows.append(row)
+        row = np.full(vocab, fill)
+        row[-1] = -np.inf
+        rows.append(row)
+    ties = rng.integers(0, 3, vocab).astype(float)
+    rows.append(ties)
+    nans = rng.standard_normal(vocab)
+    nans[rng.random(vocab) < 0.5] = np.nan
+    nans[0] = np.nan
+    rows.append(nans)
+    infinite = rng.standard_normal(vocab)
+    infinite[vocab // 3] = infinite[-1] = np.inf
+    rows.append(infinite)
+    return np.stack(rows).astype(np.float32)
+
+
+def check_argmax(device: Device, vocab: int) -> None:
+    """Every row's index, as rows of their own and as a slice of a wider matrix."""
+    logits = rows_of_interest(vocab)
+    expected = [first_best(row) for row in logits]
+    ids = argmax(device, device.upload(logits))
+    assert ids.dtype == np.int32
+    assert device.download(ids).tolist() == expected
+    wide = np.full((len(logits), vocab + 7), np.inf, np.float32)
+    wide[:, 2 : 2 + vocab] = logits
+    assert device.download(argmax(device, device.upload(wide)[:, 2 : 2 + vocab])).tolist() == expected

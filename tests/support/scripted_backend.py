@@ -1,0 +1,188 @@
+"""A Backend without a model: its logits are a hash of the tokens that it reads back through the page tables.
+
+So a wrong page, a row in the wrong place or a neighbour's page changes the reply, and a right one gives the reply that
+the same prompt has alone. Every Step is also checked against its contract; what is wrong raises AssertionError and is
+kept in `broken`, as the engine turns errors into events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.backend.plan import pages_for
+from luce.runtime.step import PAGE, Output, Span, Step
+
+#: token that follows a history (prompt and reply so far), None to leave it to the hash
+Script = Callable[[Sequence[int]], int | None]
+
+_MIX = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def after(marker: Sequence[int], reply: Sequence[int]) -> Script:
+    """A script: behind the last `marker` of the history comes `reply`, over and over."""
+    marker = list(marker)
+
+    def script(history: Sequence[int]) -> int | None:
+        for end in range(len(history), len(marker) - 1, -1):
+            if list(history[end - len(marker) : end]) == marker:
+                return reply[(len(history) - end) % len(reply)]
+        return None
+
+    return script
+
+
+class ScriptedBackend:
+    """See luce.backend.backend.Backend for the properties.
+
+    pages     per group; default: as many as all slots need for full contexts
+    delay     seconds that each step takes
+    script    the tokens to say (their logit is 30 above the hash's, which are in [0, 4))
+    hook      called at the start of every forward: may wait, or raise to make the step fail
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab: int = 97,
+        context: int = 512,
+        slots: int = 4,
+        chunk: int = 64,
+        windows: Sequence[int | None] = (None,),
+        pages: Sequence[int] | None = None,
+        delay: float = 0.0,
+        script: Script | None = None,
+        hook: Callable[[Step], None] | None = None,
+    ) -> None:
+        self.vocab = vocab
+        self.context = context
+        self.slots = slots
+        self.windows = tuple(windows)
+        self.pages = tuple(pages) if pages else tuple(slots * pages_for(w, context, chunk) for w in self.windows)
+        self.chunk = chunk
+        self.delay = delay
+        self.script = script
+        self.hook = hook
+        #: the first violation of a contract
+        self.broken: str | None = None
+        #: (rows, spans) of every step that ran
+        self.steps: list[tuple[int, int]] = []
+        self.closed = False
+        # What the cache holds: (token, position) of each row of each group; and per slot the tokens seen, and a hash.
+        self._rows = [np.full((n * PAGE, 2), -1, np.int64) for n in self.pages]
+        self._seen: list[list[int]] = [[] for _ in range(slots)]
+
+    def forward(self, step: Step) -> Output:
+        if self.hook is not None:
+            self.hook(step)
+        if self.delay:
+            time.sleep(self.delay)
+        try:
+            output = self._forward(step)
+        except AssertionError as error:
+            self.broken = self.broken or str(error)
+            raise
+        self.steps.append((step.rows, len(step.spans)))
+        return output
+
+    def close(self) -> None:
+        self.closed = True
+
+    def reply(self, prompt: Sequence[int], n: int) -> list[int]:
+        """The greedy reply of n tokens that `prompt` has, computed without pages."""
+        history = list(prompt)
+        for _ in range(n):
+            history.append(int(self.logits(history).argmax()))
+        return history[len(prompt) :]
+
+    def logits(self, history: Sequence[int]) -> NDArray[np.float32]:
+        """Logits behind a history: float32 [vocab]."""
+        state = 0
+        for token in history:
+            state = ((state ^ (token + 1)) * _MIX + (state >> 29)) & _MASK
+        mixed = (np.arange(1, self.vocab + 1, dtype=np.uint64) * np.uint64(state | 1)) >> np.uint64(40)
+        row = (mixed % np.uint64(4096)).astype(np.float32) / np.float32(1024)
+        if self.script is not None and (token := self.script(history)) is not None:
+            row[token] += 30
+        return row
+
+    def _forward(self, step: Step) -> Output:
+        self._check(step)
+        for span in step.spans:
+            self._write(step, span)
+        for index, span in enumerate(step.spans):
+            for group in range(len(self.pages)):
+                self._read(step, span, index, group)
+        rows = []
+        for row in step.wanted.tolist():
+            span = next(s for s in step.spans if s.start <= row < s.start + s.rows)
+            rows.append(self.logits(self._seen[span.slot][: int(step.positions[row]) + 1]))
+        logits = np.array(rows, np.float32).reshape(-1, self.vocab)
+        return Output(logits.argmax(axis=1).astype(np.int32), logits[step.full])
+
+    def _check(self, step: Step) -> None:
+        """What holds for every step, whatever ran before."""
+        n = len(step.tokens)
+        assert n > 0, "empty step"
+        for array, name in ((step.tokens, "tokens"), (step.positions, "positions"), (step.wanted, "wanted")):
+            assert array.dtype == np.int32, f"{name} is {array.dtype}"
+        assert step.full.dtype == np.bool_ and len(step.full) == len(step.wanted), "full does not match wanted"
+        assert (np.diff(step.wanted) > 0).all(), "wanted is not ascending"
+        assert not len(step.wanted) or 0 <= step.wanted[0] <= step.wanted[-1] < n, "wanted is outside the step"
+        assert ((step.tokens >= 0) & (step.tokens < self.vocab)).all(), "token outside the vocabulary"
+        assert sum(s.rows for s in step.spans if s.rows > 1) <= self.chunk, "more prompt rows than a chunk"
+        assert len({s.slot for s in step.spans}) == len(step.spans), "two spans of one slot"
+        start = 0
+        for span in step.spans:
+            assert 0 <= span.slot < self.slots, f"slot {span.slot}"
+            assert span.start == start and span.rows > 0, "spans do not tile the rows"
+            start += span.rows
+            expected = np.arange(span.position, span.position + span.rows)
+            assert (step.positions[span.start : start] == expected).all(), "positions are not contiguous"
+            assert span.position + span.rows <= self.context, "row beyond the context"
+        assert start == n, "spans do not tile the rows"
+        assert len(step.views) == len(self.pages), "views do not match the page groups"
+        for view, total in zip(step.views, self.pages, strict=True):
+            for array in (view.table, view.first, view.count, view.dest):
+                assert array.dtype == np.int32, "views are int32"
+            assert view.table.shape == view.first.shape and len(view.count) == len(view.table) == len(step.spans)
+            owner: dict[int, int] = {}
+            for index, span in enumerate(step.spans):
+                count = int(view.count[index])
+                pages, first = view.table[index, :count].tolist(), view.first[index, :count]
+                assert all(0 <= page < total for page in pages), "page outside the pool"
+                assert (np.diff(first) > 0).all(), "view is not sorted by position"
+                assert (first % PAGE == 0).all(), "page at a position between pages"
+                for page in pages:
+                    assert owner.setdefault(page, index) == index, f"page {page} is shared"
+                assert len(set(pages)) == count, "a page twice in one view"
+                dest = view.dest[span.start : span.start + span.rows]
+                assert {int(d) // PAGE for d in dest} <= set(pages), "row written to a page of someone else"
+
+    def _write(self, step: Step, span: Span) -> None:
+        own = slice(span.start, span.start + span.rows)
+        seen = self._seen[span.slot]
+        if span.position == 0:
+            seen.clear()
+        assert span.position == len(seen), f"slot {span.slot} has {len(seen)} positions, the span begins elsewhere"
+        seen += step.tokens[own].tolist()
+        for group, view in enumerate(step.views):
+            self._rows[group][view.dest[own]] = np.stack([step.tokens[own], step.positions[own]], axis=1)
+
+    def _read(self, step: Step, span: Span, index: int, group: int) -> None:
+        """What the span's rows see must be the slot's own tokens."""
+        view, window = step.views[group], self.windows[group]
+        count = int(view.count[index])
+        first = view.first[index, :count].astype(np.int64)
+        place = (view.table[index, :count].astype(np.int64)[:, None] * PAGE + np.arange(PAGE)).ravel()
+        at = (first[:, None] + np.arange(PAGE)).ravel()
+        low = 0 if window is None else max(0, span.position - window + 1)
+        visible = (at >= low) & (at < span.position + span.rows)
+        assert (at[visible] == np.arange(low, span.position + span.rows)).all(), "a visible position has no page"
+        held = self._rows[group][place[visible]]
+        assert (held[:, 1] == at[visible]).all(), f"a page of slot {span.slot} was written by someone else"
+        assert (held[:, 0] == np.array(self._seen[span.slot][low:])).all(), f"slot {span.slot} lost its tokens"

@@ -1,0 +1,104 @@
+"""A Model for the command line: it says what it is told to, and remembers what it was asked.
+
+`python -m tests.support.scripted_chat [--plain]` is a chat with it, for tests with a pseudo-terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from luce.cli.chat import talk
+from luce.config import Config
+from luce.engine.sequence import Finished, FinishReason, Timings, Token
+from luce.errors import LuceError
+
+#: a piece of a reply at which the model says nothing more, for ever
+HANG = object()
+
+
+class ScriptedChat:
+    """The ids of a prompt are the bytes of its messages as JSON."""
+
+    def __init__(self) -> None:
+        self.template: Any = SimpleNamespace(source="{{ messages }}")
+
+    def prompt(self, messages: Sequence[Any], *, add_generation_prompt: bool = True) -> list[int]:
+        return list(json.dumps(messages).encode())
+
+
+class ScriptedGeneration(Iterator[Token]):
+    def __init__(self, pieces: Sequence[Any], prompt: int, pause: float) -> None:
+        self._pieces = iter(pieces)
+        self._prompt = prompt
+        self._pause = pause
+        self._count = 0
+        self.finish: Finished | None = None
+        self.closed = False
+
+    def __next__(self) -> Token:
+        piece = next(self._pieces, None)
+        if piece is HANG:
+            queue.SimpleQueue[Token]().get()
+        if isinstance(piece, LuceError):
+            raise piece
+        if piece is None:
+            timings = Timings(prompt_tokens=self._prompt, predicted_tokens=self._count)
+            self.finish = Finished(FinishReason.EOS, "", timings, 7)
+            raise StopIteration
+        time.sleep(self._pause)
+        self._count += 1
+        return Token(self._count, piece)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ScriptedModel:
+    """`replies` are taken in turn: each a text, or its pieces. `prompts` and `options` are what it was asked."""
+
+    def __init__(self, *replies: str | Sequence[Any], pause: float = 0.0, config: Config | None = None) -> None:
+        self._replies = list(replies)
+        self._pause = pause
+        self.config = config or Config()
+        self.chat = ScriptedChat()
+        self.name = "scripted"
+        self.path = Path("scripted.gguf")
+        self.context = 4096
+        self.spec = SimpleNamespace(family="llama", blocks=(1, 2), hidden=64, vocab=256, context_length=8192)
+        self.placement = [{"device": "cpu:0", "layers": [0, 1], "weights": 3 << 20, "state": 1 << 20}]
+        self.prompts: list[list[dict[str, str]]] = []
+        self.options: list[dict[str, Any]] = []
+        self.generations: list[ScriptedGeneration] = []
+
+    def tokenize(self, text: str, *, specials: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def generate(self, ids: Sequence[int], **options: Any) -> ScriptedGeneration:
+        self.prompts.append(json.loads(bytes(ids)))
+        self.options.append(options)
+        reply = self._replies.pop(0)
+        if isinstance(reply, str):
+            reply = [reply[i : i + 3] for i in range(0, len(reply), 3)]
+        self.generations.append(ScriptedGeneration(reply, len(ids), self._pause))
+        return self.generations[-1]
+
+
+class Echo(ScriptedModel):
+    """Answers with the last message; `hang` never ends after one word; `slow` goes on word by word."""
+
+    def generate(self, ids: Sequence[int], **options: Any) -> ScriptedGeneration:
+        last = json.loads(bytes(ids))[-1]["content"]
+        self._replies = [{"hang": ["begun", HANG], "slow": ["word "] * 10000}.get(last, f"you said **{last}**")]
+        self._pause = 0.01 if last == "slow" else 0.0
+        return super().generate(ids, **options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(talk(Echo(), plain="--plain" in sys.argv))  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""A Model without weights: the real engine and text code over a scripted backend and a tokenizer of single bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from luce.config import Config
+from luce.engine.loop import Engine
+from luce.text.chat import ChatFormat
+from luce.text.detokenizer import Detokenizer
+from luce.text.output import ReplyText
+from luce.text.template import ChatTemplate
+from luce.text.tokenizer import CONTROL, NORMAL, Tokenizer
+from tests.support.scripted_backend import Script, ScriptedBackend, after
+
+START, END, BOS = 256, 257, 258
+VOCAB = 259
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first and strict %}{{ raise_exception('system goes first') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+#: what follows the template's `<|im_start|>assistant\n`
+REPLY = "Héllo, wörld 🎉!"
+
+
+def _spelling() -> list[str]:
+    """GPT-2's printable character of each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    other = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(other)) for byte in range(256)]
+
+
+def metadata(*, add_bos: bool = False) -> dict[str, object]:
+    """The GGUF keys of the tokenizer: token i is the byte i, then three control tokens."""
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": [*_spelling(), "<|im_start|>", "<|im_end|>", "<|bos|>"],
+        "tokenizer.ggml.token_type": [NORMAL] * 256 + [CONTROL] * 3,
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": BOS,
+        "tokenizer.ggml.eos_token_id": END,
+        "tokenizer.ggml.add_bos_token": add_bos,
+    }
+
+
+class OffLoopTokenizer(Tokenizer):
+    """Fails when a text is tokenised on a thread that runs an event loop."""
+
+    def encode(self, text: str, *, specials: bool) -> list[int]:
+        _refuse_loop()
+        return super().encode(text, specials=specials)
+
+
+class OffLoopChat(ChatFormat):
+    """Fails when a conversation is rendered on a thread that runs an event loop."""
+
+    def prompt(self, messages: Any, /, **kwargs: Any) -> list[int]:
+        _refuse_loop()
+        return super().prompt(messages, **kwargs)
+
+
+def _refuse_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise AssertionError("computed on the event loop")
+
+
+@functools.cache
+def tokenizer(*, add_bos: bool = False) -> Tokenizer:
+    """The byte tokenizer."""
+    return OffLoopTokenizer(metadata(add_bos=add_bos))
+
+
+@functools.cache
+def chat_format() -> ChatFormat:
+    """The template with the byte tokenizer; one for all tests, as each has a child process."""
+    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer())
+
+
+def saying(text: str | Sequence[int], *, marker: str = "<|im_start|>assistant\n", end: bool = True) -> Script:
+    """A script that says a text after a marker."""
+    ids = list(text.encode() if isinstance(text, str) else text)
+    return after(Tokenizer.encode(tokenizer(), marker, specials=True), ids + [END] * end)
+
+
+class ScriptedModel:
+    """The attributes of luce.api.Model that the server uses. `backend` is for tests to look at."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        script: Script | None = None,
+        add_bos: bool = False,
+        context: int = 512,
+        **backend: Any,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer(add_bos=add_bos)
+        self.chat = chat_format()
+        self.name = config.alias[0] if config.alias else "scripted"
+        self.path = Path("scripted.gguf")
+        self.context = context
+        self.fingerprint = "0123abcd"
+        self.placement: list[dict[str, Any]] = []
+        self.backend = ScriptedBackend(
+            vocab=VOCAB,
+            context=context,
+            slots=config.parallel,
+            chunk=config.chunk,
+            script=saying(REPLY) if script is None else script,
+            **backend,
+        )
+        self.engine = Engine(
+            self.backend,
+            eos=self.tokenizer.eos_ids,
+            max_queue=config.max_queue,
+            chunk=config.chunk,
+            max_queue_seconds=config.max_queue_seconds,
+            timeout=config.timeout,
+        )
+
+    def reply_text(self, stops: Sequence[str] = ()) -> ReplyText:
+        return ReplyText(self.tokenizer, stops)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        decoder = Detokenizer(self.tokenizer)
+        return "".join([decoder.push(i) for i in ids]) + decoder.flush()
+
+    def close(self) -> None:
+        self.engine.close()
+        self.backend.close()
+        assert self.backend.broken is None, self.backend.broken

@@ -1,0 +1,105 @@
+"""The map in luce/__init__.py held against the code: imports point down, packages are packaged, one reader of the
+environment."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: from top to bottom; a module imports only from its own layer or from below
+FLOW = ["cli", "server", "api", "text", "engine", "backend", "layers", "ops", "runtime"]
+BESIDE = {"models": {"gguf"}, "gguf": set(), "hub": set()}
+UNDER = {"config", "errors", "log"}
+SOURCES = sorted((ROOT / "luce").rglob("*.py"))
+
+
+def part(module: str) -> str:
+    """`luce.engine.loop` is part `engine`."""
+    return (module.split(".") + [""])[1]
+
+
+def imported(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "luce":
+            names = [f"luce.{alias.name}" for alias in node.names] if node.module == "luce" else [node.module]
+            found.update(names)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names if alias.name.split(".")[0] == "luce")
+    return {part(name) for name in found} - {"", "__version__"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    own = part(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    if own in ("__init__", "__main__"):
+        return
+    for other in imported(path) - {own}:
+        if own in UNDER:
+            allowed = other in UNDER
+        elif own in BESIDE:
+            allowed = other in UNDER or other in BESIDE[own]
+        else:
+            allowed = other in UNDER or other in BESIDE or (other in FLOW and FLOW.index(other) > FLOW.index(own))
+        assert allowed, f"{own} imports {other}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_environment_is_read_in_config_only(path: Path) -> None:
+    if path.name == "config.py":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), f"line {node.lineno}"
+
+
+def test_every_module_imports_alone() -> None:
+    # A circular import shows only when its second module is imported first.
+    modules = [".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in SOURCES]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    for loaded in [m for m in sys.modules if m.split('.')[0] == 'luce']: del sys.modules[loaded]\n"
+        "    importlib.import_module(name)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, *(m for m in modules if m != "luce.__main__")], cwd=ROOT, check=True)
+
+
+def test_package_list_is_complete() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    listed = set(config["options"]["packages"].split())
+    found = {".".join(p.parent.relative_to(ROOT).parts) for p in SOURCES}
+    assert listed == found | {"luce.kernels"}
+
+
+def test_installed_wheel_finds_its_kernels(tmp_path: Path) -> None:
+    # A copy, so that neither this tree's old build products get in nor new ones are left in it.
+    tree, place = tmp_path / "tree", tmp_path / "place"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "tests", "build", "*.egg-info"))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-cache-dir",
+        "--target",
+        str(place),
+        str(tree),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    code = "from luce.runtime import kernels; print(kernels.directory()); print(*kernels.sources())"
+    command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(place)!r}); {code}"]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.splitlines()
+    assert Path(found[0]) == place / "luce" / "kernels"
+    assert found[1].split() == sorted(p.stem for p in (ROOT / "kernels").glob("*.cu"))
+    assert {p.name for p in (ROOT / "kernels").glob("*.h")} <= {p.name for p in Path(found[0]).iterdir()}

@@ -1,0 +1,139 @@
+"""A test of the tests: a kernel is broken in one place, and the checks of its op on the emulated device must fail.
+
+Every barrier is dropped once, every LUCE_LANES becomes 32 once, every loop over a norm's row goes one element too far,
+and a reduction swaps two lanes. The edited sources are copies; launches find them through the device's `kernels`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from _pytest.mark import ParameterSet
+
+from luce.errors import DeviceError
+from luce.runtime.device import Device
+from tests.support import (
+    op_checks_attention,
+    op_checks_deltanet,
+    op_checks_matmul,
+    op_checks_norm,
+    op_checks_sample,
+)
+from tests.support.emulated import KERNELS, EmulatedDevice
+
+# All of reduce.h, and two sums in a row.
+REDUCTIONS = """
+#include "reduce.h"
+extern "C" __global__ void reductions(const float* x, float* out) {
+    int t = luce_thread();
+    out[t] = luce_block_sum(x[t]);
+    out[512 + t] = luce_block_sum(2 * x[t]);
+    out[1024 + t] = luce_block_max(x[t]);
+    out[1536 + t] = luce_lane_sum(x[t]);
+    out[2048 + t] = luce_lane_max(x[t]);
+}
+"""
+
+
+def _reduce(device: Device) -> None:
+    x = np.random.default_rng(0).permutation(512).astype(np.float32)
+    out = device.empty((5, 512))
+    device.launch("reductions", "reductions", (1,), (512,), (device.upload(x), out))
+    waves = x.reshape(-1, device.lanes)
+    expected = [np.repeat(v, 512) for v in (x.sum(), 2 * x.sum(), x.max())]
+    expected += [np.repeat(v, device.lanes) for v in (waves.sum(1), waves.max(1))]
+    np.testing.assert_array_equal(device.download(out), expected)
+
+
+def _norm(device: Device) -> None:
+    op_checks_norm.check_rms_norm(device, 2, 1000)
+    op_checks_norm.check_add_rms_norm(device, 2, 1000)
+    op_checks_norm.check_head_rms_norm(device, 2, 5, 80)
+    op_checks_norm.check_gated_rms_norm(device, 2, 5, 80)
+
+
+def _attention(device: Device) -> None:
+    op_checks_attention.check_shape(device, 6, 2, 48, [(63, 3), (300, 1), (250, 20)])
+    op_checks_attention.check_shape(device, 3, 1, 16, [(600, 1), (570, 20)])
+    op_checks_attention.check_shape(device, 1, 1, 256, [(63, 3)])
+    op_checks_attention.check_rows_alone(device, 1, 1, 64, 760, None)
+
+
+def _deltanet(device: Device) -> None:
+    op_checks_deltanet.check_delta(device, (1, 16, 150), key_heads=1, heads=2, d=80, decay="model")
+
+
+def _matmul_vec(device: Device) -> None:
+    op_checks_matmul.check_product(device, "Q8_0", rows=9, cols=4096, n=3)
+
+
+def _matmul_tile(device: Device) -> None:
+    op_checks_matmul.check_product(device, "Q8_0", rows=9, cols=96, n=17)
+    op_checks_matmul.check_row_stride(device, "F32", 18, 37)
+
+
+#: per source what its mutations must fail
+CHECKS: dict[str, Callable[[Device], None]] = {
+    "attention.cu": _attention,
+    "deltanet.cu": _deltanet,
+    "matmul_tile.cu": _matmul_tile,
+    "matmul_vec.cu": _matmul_vec,
+    "norm.cu": _norm,
+    "reduce.h": _reduce,
+    "sample.cu": lambda device: op_checks_sample.check_argmax(device, 9000),
+}
+
+
+#: places whose mutations change nothing, as the text there
+HARMLESS = (
+    ("reduce.h", "LUCE_LANES];"),  # an array is only larger than needed
+    ("sample.cu", "LUCE_LANES];"),
+    ("attention.cu", "luce_sync();\n    return true;"),  # add_keys begins with another one
+)
+SWAPPED = "luce_shfl(value, luce_lane() ^ mask ^ (luce_lane() / 2 == 3))"
+
+
+def _mutations() -> Iterator[ParameterSet]:
+    """Source, offset, old text, new text, lanes."""
+    for name in sorted(CHECKS):
+        text = (KERNELS / name).read_text(encoding="utf-8")
+        code = re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), text)
+        edits = [(r"luce_sync(_lanes)?\(\);", ";", 32), (r"\bLUCE_LANES\b", "32", 64)]
+        if name == "norm.cu":
+            edits.append((r"\bi < d;", "i <= d;", 32))
+        if name == "reduce.h":
+            edits += [(re.escape("luce_shfl_xor(value, mask)"), SWAPPED, lanes) for lanes in (32, 64)]
+        for pattern, new, lanes in edits:
+            for match in re.finditer(pattern, code):
+                at = match.start()
+                if not any(name == source and text.startswith(place, at) for source, place in HARMLESS):
+                    id = f"{name}:{text.count(chr(10), 0, at) + 1} {match[0]} to {new}, {lanes} lanes"
+                    yield pytest.param(name, at, match[0], new, lanes, id=id)
+
+
+def _copy(folder: Path) -> Path:
+    kernels = folder / "kernels"
+    shutil.copytree(KERNELS, kernels)
+    (kernels / "reductions.cu").write_text(REDUCTIONS, encoding="utf-8")
+    return kernels
+
+
+@pytest.mark.parametrize("lanes", [32, 64])
+@pytest.mark.parametrize("name", sorted(CHECKS))
+def test_the_sources_as_they_are_pass(name: str, lanes: int, tmp_path: Path) -> None:
+    CHECKS[name](EmulatedDevice(lanes, _copy(tmp_path)))
+
+
+@pytest.mark.parametrize(("name", "offset", "old", "new", "lanes"), list(_mutations()))
+def test_a_mutation_is_caught(name: str, offset: int, old: str, new: str, lanes: int, tmp_path: Path) -> None:
+    path = _copy(tmp_path) / name
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text[:offset] + new + text[offset + len(old) :], encoding="utf-8")
+    with pytest.raises((DeviceError, AssertionError)) as caught:
+        CHECKS[name](EmulatedDevice(lanes, path.parent))
+    assert "g++ failed" not in str(caught.value)

@@ -1,0 +1,310 @@
+"""The scheduler without threads or time, driven over the scripted backend, which checks every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from luce.engine.pages import Pages
+from luce.engine.scheduler import Plan, Scheduler, Sequence, fair_shares
+from tests.support.scripted_backend import ScriptedBackend
+
+SLOTS, CHUNK, CONTEXT = 3, 32, 512
+
+
+def sequence(prompt: int | Many[int], room: int = 4, **more: object) -> Sequence:
+    ids = list(range(prompt)) if isinstance(prompt, int) else prompt
+    return Sequence(prompt=np.array([i % 97 for i in ids], np.int32), room=room, **more)  # type: ignore[arg-type]
+
+
+@dataclass
+class Drive:
+    """Runs steps, picks the argmax and ends sequences, as the engine does."""
+
+    slots: int = SLOTS
+    chunk: int = CHUNK
+    scored: int = CHUNK
+    windows: tuple[int | None, ...] = (None,)
+    totals: tuple[int, ...] | None = None
+    ended: list[Sequence] = field(default_factory=list)
+    fail: bool = False
+
+    def __post_init__(self) -> None:
+        self.backend = ScriptedBackend(
+            slots=self.slots, chunk=self.chunk, context=CONTEXT, windows=self.windows, pages=self.totals
+        )
+        self.pages = Pages(self.backend.pages, self.windows, slots=self.slots, context=CONTEXT, chunk=self.chunk)
+        self.scheduler = Scheduler(self.pages, slots=self.slots, chunk=self.chunk, scored=self.scored)
+
+    def step(self) -> Plan | None:
+        for _ in self.scheduler.admit():
+            pass
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None
+        if self.fail:
+            self.fail = False
+            for part in plan.parts:
+                self.scheduler.remove(part.sequence)
+            return plan
+        output = self.backend.forward(plan.step)
+        assert len(output.logits) == plan.step.full.sum()
+        self.scheduler.advance(plan)
+        for part in plan.parts:
+            one = part.sequence
+            if not one.prompt_left and one.room:
+                one.reply.append(int(output.ids[part.ids][-1]))
+            if not one.prompt_left and len(one.reply) == one.room:
+                self.end(one)
+        return plan
+
+    def end(self, one: Sequence) -> None:
+        self.scheduler.remove(one)
+        self.ended.append(one)
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+
+def rows(plan: Plan | None) -> dict[Sequence, int]:
+    assert plan is not None
+    return {part.sequence: part.rows for part in plan.parts}
+
+
+@given(budget=st.integers(1, 60), demands=st.lists(st.integers(1, 40), min_size=1, max_size=12))
+@settings(deadline=None)
+def test_fair_shares_equal_dealing_row_by_row(budget: int, demands: list[int]) -> None:
+    dealt = [0] * len(demands)
+    for _ in range(min(budget, sum(demands))):
+        hungry = [i for i in range(len(demands)) if dealt[i] < demands[i]]
+        dealt[min(hungry, key=lambda i: dealt[i])] += 1
+    # Which of several takes a last odd row is free; how large the shares are is not.
+    assert sorted(fair_shares(budget, demands)) == sorted(dealt)
+    assert all(s <= d for s, d in zip(fair_shares(budget, demands), demands, strict=True))
+
+
+def test_replies_go_on_beside_a_long_prompt() -> None:
+    drive = Drive()
+    short, long = sequence(3, room=10), sequence(300, room=1)
+    drive.scheduler.add(short)
+    drive.step()
+    drive.scheduler.add(long)
+    for _ in range(9):
+        assert rows(drive.step()) == {short: 1, long: CHUNK}
+    assert drive.ended == [short]
+
+
+def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
+    drive = Drive()
+    long, short = sequence(400, room=1), sequence(10, room=1)
+    drive.scheduler.add(long)
+    drive.step()
+    drive.scheduler.add(short)
+    assert rows(drive.step()) == {long: CHUNK - 10, short: 10}
+    assert drive.ended == [short]
+
+
+def test_more_prompts_than_rows_take_turns() -> None:
+    drive = Drive(chunk=2)
+    all_three = [sequence(6, room=1) for _ in range(3)]
+    for one in all_three:
+        drive.scheduler.add(one)
+    for _ in range(3):
+        drive.step()
+    assert [one.done for one in all_three] == [2, 2, 2]
+
+
+def test_prompt_rows_of_a_step_are_at_most_a_chunk() -> None:
+    drive = Drive()
+    for _ in range(SLOTS):
+        drive.scheduler.add(sequence(100, room=2))
+    while plan := drive.step():
+        assert sum(p.rows for p in plan.parts if p.position < 100) <= CHUNK
+
+
+def test_sessions_take_turns_and_are_first_in_first_out() -> None:
+    drive = Drive(slots=1)
+    a = [sequence(2, room=1, session="a") for _ in range(3)]
+    b = [sequence(2, room=1, session="b") for _ in range(2)]
+    c = [sequence(2, room=1, session="c")]
+    for one in [*a, *b, *c]:
+        drive.scheduler.add(one)
+    assert drive.scheduler.waiting == (*a, *b, *c)
+    drive.run()
+    assert drive.ended == [a[0], b[0], c[0], a[1], b[1], a[2]]
+
+
+def test_a_large_sequence_gets_its_turn_where_pages_are_scarce() -> None:
+    # 8 pages: two of 3 pages run, the one of 8 waits for both, and the small one behind it does not overtake.
+    drive = Drive(totals=(8,))
+    first, second = sequence(64 * 2, room=64), sequence(64 * 2, room=40)
+    large, small = sequence(64 * 7, room=10), sequence(5, room=2)
+    for one in (first, second, large, small):
+        drive.scheduler.add(one)
+    drive.step()
+    assert drive.scheduler.waiting == (large, small)
+    drive.run()
+    assert drive.ended == [second, first, large, small]
+    assert drive.pages.used == 0
+
+
+def test_a_sequence_ends_in_every_stage_and_leaves_nothing() -> None:
+    drive = Drive(slots=1)
+    decoding, reading, waiting = sequence(3), sequence(100), sequence(3)
+    for one in (decoding, reading, waiting):
+        drive.scheduler.add(one)
+    drive.step()
+    drive.step()
+    drive.scheduler.remove(decoding)
+    assert drive.pages.used == 0
+    assert rows(drive.step()) == {reading: CHUNK}
+    drive.scheduler.remove(waiting)
+    assert drive.scheduler.waiting == ()
+    drive.scheduler.remove(reading)
+    assert drive.step() is None
+    assert (drive.pages.used, drive.scheduler.busy) == (0, 0)
+
+
+def test_what_is_wanted_of_a_step() -> None:
+    drive = Drive(slots=4)
+    plain, sampled = sequence(3), sequence(5, full=True)
+    silent, partial = sequence(4, room=0), sequence(60)
+    for one in (plain, sampled, silent, partial):
+        drive.scheduler.add(one)
+    plan = drive.step()
+    assert plan is not None
+    assert rows(plan) == {plain: 3, sampled: 5, silent: 4, partial: CHUNK - 12}
+    assert plan.step.wanted.tolist() == [2, 7]
+    assert plan.step.full.tolist() == [False, True]
+    parts = {p.sequence: (p.ids, p.logits) for p in plan.parts}
+    assert parts[plain] == (slice(0, 1), slice(0, 0))
+    assert parts[sampled] == (slice(1, 2), slice(0, 1))
+    assert parts[silent] == (slice(2, 2), slice(1, 1))
+    assert parts[partial] == (slice(2, 2), slice(1, 1))
+    assert drive.ended == [silent]
+
+
+def test_scored_prompts_want_all_rows_in_bounded_pieces() -> None:
+    drive = Drive(scored=8)
+    scored, other = sequence(20, room=0, scored=True), sequence(40, room=1)
+    drive.scheduler.add(scored)
+    drive.scheduler.add(other)
+    plan = drive.step()
+    assert rows(plan) == {scored: 8, other: CHUNK - 8}
+    assert plan is not None
+    assert plan.step.wanted.tolist() == list(range(8))
+    assert plan.step.full.all()
+    drive.run()
+    assert set(drive.ended) == {scored, other}
+
+
+def test_more_scored_prompts_than_their_bound_take_turns() -> None:
+    drive = Drive(scored=2)
+    three = [sequence(4, room=0, scored=True) for _ in range(3)]
+    for one in three:
+        drive.scheduler.add(one)
+    while plan := drive.step():
+        assert plan.step.full.sum() <= 2
+    assert set(drive.ended) == set(three)
+
+
+def test_deadlines() -> None:
+    drive = Drive(slots=1)
+    runs = sequence(3, deadline=5.0, queue_deadline=1.0)
+    waits = sequence(3, deadline=9.0, queue_deadline=4.0)
+    lost = sequence(3, deadline=2.0, queue_deadline=1.0)
+    for one in (runs, waits, lost):
+        drive.scheduler.add(one)
+    drive.step()
+    assert drive.scheduler.late(0.5) == ([], [])
+    # Past both deadlines counts as expired; a sequence that runs is not overdue.
+    assert drive.scheduler.late(2.0) == ([lost], [])
+    drive.scheduler.remove(lost)
+    assert drive.scheduler.late(4.0) == ([], [waits])
+    drive.scheduler.remove(waits)
+    assert drive.scheduler.late(4.9) == ([], [])
+    assert drive.scheduler.late(5.0) == ([runs], [])
+
+
+@pytest.mark.parametrize("window", [1, 40, 64, 70])
+def test_a_window_slides_over_a_long_reply(window: int) -> None:
+    drive = Drive(windows=(None, window))
+    one = sequence(30, room=300)
+    drive.scheduler.add(one)
+    drive.run()
+    assert one.reply == drive.backend.reply(one.prompt.tolist(), 300)
+
+
+@dataclass
+class Arrival:
+    """When a sequence comes, what it is, and after how many of its steps it is cancelled."""
+
+    at: int
+    prompt: list[int]
+    room: int
+    session: str
+    scored: bool
+    cancel: int | None
+
+
+arrivals = st.lists(
+    st.builds(
+        Arrival,
+        at=st.integers(0, 20),
+        prompt=st.lists(st.integers(0, 96), min_size=1, max_size=150),
+        room=st.integers(0, 12),
+        session=st.sampled_from(["", "a", "b"]),
+        scored=st.booleans(),
+        cancel=st.none() | st.integers(0, 15),
+    ),
+    max_size=10,
+)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 40), (70,), ()], ids=str)
+@given(arrivals=arrivals, failures=st.sets(st.integers(0, 40), max_size=2), scarce=st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_any_arrivals_leave_nothing_and_do_not_change_replies(
+    windows: tuple[int | None, ...], arrivals: list[Arrival], failures: set[int], scarce: bool
+) -> None:
+    drive = Drive(windows=windows, scored=10, totals=tuple(5 for _ in windows) if scarce else None)
+    came: dict[Sequence, Arrival] = {}
+    cancelled: set[Sequence] = set()
+    lost: set[Sequence] = set()
+    number = 0
+    while len(came) < len(arrivals) or drive.scheduler.busy or drive.scheduler.waiting:
+        for arrival in arrivals:
+            if arrival.at == number:
+                one = sequence(arrival.prompt, room=arrival.room, session=arrival.session, scored=arrival.scored)
+                came[one] = arrival
+                drive.scheduler.add(one)
+        for one, arrival in came.items():
+            alive = one not in cancelled and one not in lost and one not in drive.ended
+            if alive and arrival.cancel is not None and number >= arrival.at + arrival.cancel:
+                drive.scheduler.remove(one)
+                cancelled.add(one)
+        drive.fail = failing = number in failures
+        plan = drive.step()
+        if failing and plan is not None:
+            lost |= {part.sequence for part in plan.parts}
+        number += 1
+        assert number < 2000
+    assert drive.backend.broken is None
+    assert len(drive.ended) == len(set(drive.ended))
+    assert set(drive.ended) | cancelled | lost == set(came)
+    assert drive.pages.used == 0
+    for one in [*drive.ended, *cancelled]:
+        assert one.reply == drive.backend.reply(one.prompt.tolist(), len(one.reply))
+    for one in drive.ended:
+        assert len(one.reply) == one.room
+    # All slots and all pages can be had again.
+    assert drive.scheduler.waiting == ()
+    for _ in range(SLOTS):
+        drive.scheduler.add(sequence(60, room=4))
+    assert len(list(drive.scheduler.admit())) == SLOTS

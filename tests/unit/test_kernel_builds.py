@@ -1,0 +1,64 @@
+"""Every kernel compiles with three vendors' compilers, without a GPU.
+
+Here: on one or two targets of each compiler, a set of variants in which every value of every define occurs. All
+variants for these targets, and all targets: `python -m tools.build_kernels --ci`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from luce.runtime import kernels
+from luce.runtime.kernels import KernelBuild
+from tools import build_kernels
+from tools.build_kernels import TARGETS, Target
+
+
+@pytest.mark.parametrize("name", ["nvrtc", "hiprtc", "clang"])
+def test_kernels_compile(name: str) -> None:
+    reason = build_kernels.missing(name)
+    if reason:
+        pytest.skip(reason)
+    targets = [target for target in TARGETS if target.compiler == name and target.usual]
+    builds = build_kernels.covering(kernels.builds())
+    results = build_kernels.build_all([(build, target) for target in targets for build in builds], jobs=2)
+    assert [result.error for result in results if result.error] == []
+    assert len(results) == len(builds) * len(targets)
+    # Nothing was optimised away or left out: every module holds a kernel that takes registers.
+    assert all(result.registers > 0 for result in results)
+
+
+@pytest.mark.parametrize(
+    "target", [next(t for t in TARGETS if t.compiler == name) for name in ("nvrtc", "hiprtc", "clang")]
+)
+def test_a_broken_kernel_is_reported(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = build_kernels.missing(target.compiler)
+    if reason:
+        pytest.skip(reason)
+    (tmp_path / "broken.cu").write_text('extern "C" __global__ void f(int* x) { *x = unheard_of; }\n')
+    (tmp_path / "fine.cu").write_text('extern "C" __global__ void f(int* x) { x[threadIdx.x] = blockIdx.x; }\n')
+    monkeypatch.setattr(kernels, "directory", lambda: tmp_path)
+    header = build_kernels._precompile(target, tmp_path) if target.compiler == "clang" else None
+    broken, fine = (build_kernels.build_one(KernelBuild(name), target, header) for name in ("broken", "fine"))
+    assert broken.error is not None and "unheard_of" in broken.error and "FAILED" in broken.cell
+    assert fine.error is None and fine.registers > 0
+
+
+def test_targets_cover_both_lane_counts_and_all_generations() -> None:
+    assert {target.lanes for target in TARGETS if target.usual} == {32, 64}
+    assert {t.arch for t in TARGETS if t.lanes == 64} == {"gfx906", "gfx90a", "gfx942"}
+    assert len({target.arch for target in TARGETS}) == 14
+
+
+def test_covering() -> None:
+    builds = [KernelBuild.of("x", {"A": a, "B": b}) for a in range(3) for b in range(2)] + [KernelBuild("y")]
+    chosen = build_kernels.covering(builds)
+    assert [dict(build.defines) for build in chosen] == [
+        {"A": "0", "B": "0"},
+        {"A": "0", "B": "1"},
+        {"A": "1", "B": "0"},
+        {"A": "2", "B": "0"},
+        {},
+    ]

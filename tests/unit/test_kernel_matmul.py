@@ -1,0 +1,64 @@
+"""kernels/matmul_vec.cu and kernels/matmul_tile.cu on the emulated device."""
+
+from __future__ import annotations
+
+import pytest
+
+from luce.runtime.device import Device
+from tests.support import op_checks_matmul as checks
+from tests.support.quant_blocks import FORMATS, PLAIN, block_cols
+
+# Row counts one below, at and above what a variant of matmul_vec holds would compile them all for every format; each
+# format meets one variant here, and one format meets all of them below.
+FEW = {name: (1, 2, 4)[i % 3] for i, name in enumerate(FORMATS)}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_few_rows(emulated: Device, name: str) -> None:
+    check = checks.check_product
+    check(emulated, name, rows=9, cols=max(64, 5 * block_cols(name)), n=FEW[name])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows(emulated: Device, name: str) -> None:
+    checks.check_product(emulated, name, rows=131, cols=max(96, block_cols(name)), n=17)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("n", [FEW["F32"], 17])
+@pytest.mark.parametrize("cols", [1, 3, 71])
+def test_rows_of_any_length(emulated: Device, name: str, n: int, cols: int) -> None:
+    checks.check_product(emulated, name, rows=3, cols=cols, n=n)
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 65), (128, 64), (129, 130)])
+def test_tiles_of_every_shape(emulated: Device, rows: int, n: int) -> None:
+    checks.check_product(emulated, "Q8_0", rows=rows, cols=96, n=n)
+
+
+def test_company_of_few_rows_does_not_matter(emulated: Device) -> None:
+    checks.check_company(emulated, "Q4_K", rows=11, cols=1280, counts=checks.each_few())
+
+
+def test_company_of_many_rows_does_not_matter(emulated: Device) -> None:
+    checks.check_company(emulated, "Q8_0", rows=5, cols=160, counts=[17, 64, 65, 70])
+
+
+@pytest.mark.parametrize("n", [2, 17])
+def test_parts_lie_side_by_side(emulated: Device, n: int) -> None:
+    checks.check_parts(emulated, n)
+
+
+@pytest.mark.parametrize(("name", "cols"), [("F32", 37), ("Q4_K", 256)])
+@pytest.mark.parametrize("n", [3, 18])
+def test_row_stride(emulated: Device, name: str, cols: int, n: int) -> None:
+    checks.check_row_stride(emulated, name, n, cols)
+
+
+@pytest.mark.parametrize("n", [3, 19])
+def test_infinities(emulated: Device, n: int) -> None:
+    checks.check_infinities(emulated, n)
+
+
+def test_empty(emulated: Device) -> None:
+    checks.check_empty(emulated)

@@ -1,0 +1,52 @@
+"""The NumPy convolution and gated delta rule against float64."""
+
+from __future__ import annotations
+
+import pytest
+
+from luce.runtime.host import HostDevice
+from tests.support import op_checks_deltanet as checks
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("lengths", [(1,), (2, 1, 3), (70, 1, 33)])
+def test_conv(lengths: tuple[int, ...], taps: int) -> None:
+    checks.check_conv(HostDevice(), checks.spread_spans(len(lengths), lengths), channels=37, taps=taps)
+
+
+def test_conv_cut_anywhere() -> None:
+    checks.check_conv_cuts(HostDevice(), (1, 1, 2, 40, 3, 1), channels=37, taps=4)
+
+
+def test_conv_far_out() -> None:
+    checks.check_conv_far_out(HostDevice())
+
+
+@pytest.mark.parametrize("decay", ["model", "none", "strong", "mixed"])
+@pytest.mark.parametrize("lengths", [(1, 2, 16, 5), (17, 1, 63), (64, 65, 200)])
+def test_gated_delta(lengths: tuple[int, ...], decay: checks.Decay) -> None:
+    checks.check_delta(HostDevice(), lengths, key_heads=2, heads=6, d=24, decay=decay)
+
+
+@pytest.mark.parametrize(("key_heads", "heads", "d"), [(1, 1, 16), (3, 3, 80), (2, 4, 128)])
+def test_gated_delta_shapes(key_heads: int, heads: int, d: int) -> None:
+    checks.check_delta(HostDevice(), (3, 70), key_heads=key_heads, heads=heads, d=d)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 16])
+def test_single_steps(rows: int) -> None:
+    checks.check_single_steps(HostDevice(), rows, key_heads=2, heads=4, d=64)
+
+
+@pytest.mark.parametrize("decay", ["none", "mixed"])
+def test_cut_anywhere(decay: checks.Decay) -> None:
+    checks.check_cuts(HostDevice(), (1, 30, 16, 100, 7), key_heads=1, heads=2, d=32, decay=decay)
+
+
+@pytest.mark.parametrize("rows", [16, 40])
+def test_far_out(rows: int) -> None:
+    checks.check_delta_far_out(HostDevice(), rows)
+
+
+def test_no_rows() -> None:
+    checks.check_no_rows(HostDevice())

@@ -1,0 +1,13 @@
+"""argmax on the host device."""
+
+from __future__ import annotations
+
+import pytest
+
+from luce.runtime.host import HostDevice
+from tests.support.op_checks_sample import check_argmax
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 500])
+def test_argmax(vocab: int) -> None:
+    check_argmax(HostDevice(), vocab)

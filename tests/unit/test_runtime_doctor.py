@@ -1,0 +1,80 @@
+"""`luce doctor` on machines that lack something."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from luce.cli import doctor
+from luce.runtime import driver
+from tests.support.fake_cuda import fake_driver
+
+
+def run(capsys: pytest.CaptureFixture[str], *, as_json: bool) -> tuple[int, str]:
+    status = doctor.run(argparse.Namespace(json=as_json))
+    return status, capsys.readouterr().out
+
+
+@pytest.fixture
+def broken_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two GPUs that the driver names, but no CuPy."""
+    fake = fake_driver(tmp_path)
+    monkeypatch.setattr(driver, "load", {"cuda": fake, "hip": None}.get)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+
+def test_the_cpu_always_serves(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "load", lambda vendor: None)
+    status, out = run(capsys, as_json=True)
+    report = json.loads(out)
+    assert status == 0
+    (cpu,) = report["devices"]
+    assert (cpu["device"], cpu["works"], cpu["problems"]) == ("cpu:0", True, [])
+    assert report["libraries"]["cuda"]["driver"] is None
+    assert report["blas"], "NumPy has a BLAS"
+
+
+@pytest.mark.usefixtures("broken_gpus")
+def test_a_gpu_that_does_not_work_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out = run(capsys, as_json=True)
+    report = json.loads(out)
+    devices = {device["device"]: device for device in report["devices"]}
+    assert list(devices) == ["cuda:0", "cuda:1", "cpu:0"]
+    assert report["cupy"] is None
+    for index, (name, arch) in enumerate([("Fake One", "sm_86"), ("Fake Two", "sm_120a")]):
+        device = devices[f"cuda:{index}"]
+        assert (device["name"], device["arch"], device["works"]) == (name, arch, False)
+        assert device["shared_optin"] == 101376
+        assert "needs CuPy" in device["problems"][0]
+    assert report["libraries"]["cuda"]["driver"]["version"] == "12.8"
+
+
+@pytest.mark.usefixtures("broken_gpus")
+def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = run(capsys, as_json=False)
+    assert status == 0
+    for text in ("Fake One", "sm_120a", "cuda:1 needs CuPy", "cpu:0", "not installed", "/dev/shm", "RLIMIT_MEMLOCK"):
+        assert text in out
+
+
+def test_a_working_gpu_in_the_table() -> None:
+    gpu = {"device": "hip:0", "name": "Some GPU", "arch": "gfx90a", "lanes": 64, "free": 3 << 30, "total": 4 << 30}
+    gpu |= {"shared": 65536, "shared_optin": 65536, "kernels": 12, "kernel_seconds": 1.5, "works": True, "problems": []}
+    report = {"luce": "0", "python": "3", "numpy": "2", "cupy": "14", "blas": [], "libraries": {}, "devices": [gpu]}
+    text = io.StringIO()
+    doctor.show(Console(file=text, width=200), report | {"shm": None, "memlock": None})
+    for part in ("hip:0", "gfx90a", "64", "3.0 / 4.0 GiB", "64 KiB, 64 on request", "12 in 1.5 s", "yes", "unlimited"):
+        assert part in text.getvalue()
+
+
+def test_no_working_device_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    working = doctor.examine()
+    broken = working | {"devices": [device | {"works": False} for device in working["devices"]]}
+    monkeypatch.setattr(doctor, "examine", lambda: broken)
+    assert run(capsys, as_json=True)[0] == 4

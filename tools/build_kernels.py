@@ -1,0 +1,239 @@
+"""Compile every kernel variant for every target without a GPU, and print one table.
+
+    python -m tools.build_kernels                     all variants for a few representative targets
+    python -m tools.build_kernels --ci                these, and every value of every define for all other targets
+    python -m tools.build_kernels --all               all variants for all targets
+    python -m tools.build_kernels --target sm_90a --source norm
+
+Three compilers: NVRTC (PyPI nvidia-cuda-nvrtc), the HIP runtime's hiprtc (Debian libamdhip64-5, libhiprtc-builtins5),
+and clang for the targets that hiprtc 5.2 does not know (clang-19, headers of libamdhip64-dev). A cell shows the most
+registers that a kernel takes, `s` spilled (bytes on NVIDIA, registers on AMD), `m` bytes of static shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from luce.errors import DeviceError
+from luce.runtime import compiler, kernels
+from luce.runtime.kernels import KernelBuild
+
+CLANG = "clang-19"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture and who compiles for it. `usual`: among the few of a run without --all."""
+
+    compiler: str
+    arch: str
+    usual: bool = False
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a wave: 64 on GCN and CDNA, else 32."""
+        return 64 if self.arch.startswith("gfx9") else 32
+
+
+TARGETS = (
+    Target("nvrtc", "sm_75", usual=True),
+    Target("nvrtc", "sm_80"),
+    Target("nvrtc", "sm_86"),
+    Target("nvrtc", "sm_89"),
+    Target("nvrtc", "sm_90a", usual=True),
+    Target("nvrtc", "sm_100a"),
+    Target("nvrtc", "sm_120a"),
+    Target("hiprtc", "gfx906"),
+    Target("hiprtc", "gfx90a", usual=True),
+    Target("hiprtc", "gfx1030"),
+    Target("clang", "gfx942"),
+    Target("clang", "gfx1100", usual=True),
+    Target("clang", "gfx1151"),
+    Target("clang", "gfx1201"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One build for one target; `error` is None if it compiled. Counts are 0 where the compiler tells nothing."""
+
+    build: KernelBuild
+    target: Target
+    seconds: float
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+    error: str | None = None
+
+    @property
+    def cell(self) -> str:
+        """The table's entry."""
+        if self.error is not None:
+            return "[red]FAILED[/red]"
+        spilled = f" [yellow]{self.spilled}s[/yellow]" if self.spilled else ""
+        return f"{self.registers}r{spilled}" + (f" {self.shared}m" if self.shared else "")
+
+
+def missing(name: str) -> str | None:
+    """Why a compiler cannot be used here, None if it can."""
+    if name == "nvrtc":
+        return None if compiler.load("cuda") else "no libnvrtc (pip install nvidia-cuda-nvrtc)"
+    if name == "hiprtc":
+        return None if compiler.load("hip") else "no hiprtc (apt install libamdhip64-5 libhiprtc-builtins5)"
+    if shutil.which(CLANG) is None:
+        return f"no {CLANG} (apt install {CLANG})"
+    if not Path("/usr/include/hip/hip_runtime.h").is_file():
+        return "no HIP headers (apt install libamdhip64-dev)"
+    return None
+
+
+_load = cache(compiler.load)
+
+
+def _most(pattern: str, text: str) -> int:
+    return max((int(number) for number in re.findall(pattern, text)), default=0)
+
+
+def _metadata(code: bytes, key: str) -> int:
+    """The largest unsigned value that a code object's msgpack note gives for `key`."""
+    value = re.compile(re.escape(key.encode()) + rb"(?:\xcc(.)|\xcd(..)|\xce(....)|([\x00-\x7f]))", re.DOTALL)
+    return max((int.from_bytes(b"".join(groups), "big") for groups in value.findall(code)), default=0)
+
+
+def _clang(build: KernelBuild, target: Target, header: Path, started: float) -> Result:
+    command = [*_clang_command(target), *build.options(target.lanes)]
+    command += ["-Xclang", "-include-pch", "-Xclang", str(header), "-S", str(build.path), "-o", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.monotonic() - started
+    if done.returncode:
+        return Result(build, target, seconds, error=f"{build} for {target.arch}: {compiler.first_error(done.stderr)}")
+    counts = (r"\.vgpr_count:\s+(\d+)", r"\.vgpr_spill_count:\s+(\d+)", r"\.group_segment_fixed_size:\s+(\d+)")
+    registers, spilled, shared = (_most(pattern, done.stdout) for pattern in counts)
+    return Result(build, target, seconds, registers, spilled, shared)
+
+
+def _clang_command(target: Target) -> list[str]:
+    options = ["-x", "hip", "--cuda-device-only", "-nogpulib", "-O3", compiler.CLANG_ARITHMETIC]
+    return [CLANG, *options, f"--offload-arch={target.arch}"]
+
+
+def _precompile(target: Target, folder: Path) -> Path:
+    """HIP's own header, which takes most of a small kernel's compile time (0.4 of 0.6 s), once per target."""
+    source, header = folder / f"{target.arch}.hip", folder / f"{target.arch}.pch"
+    source.write_text("#include <hip/hip_runtime.h>\n")
+    options = KernelBuild("").options(target.lanes)
+    command = [*_clang_command(target), *options, "-Xclang", "-emit-pch", "-S", str(source), "-o", str(header)]
+    subprocess.run(command, check=True)
+    return header
+
+
+def build_one(build: KernelBuild, target: Target, header: Path | None) -> Result:
+    """Compile one variant for one target."""
+    started = time.monotonic()
+    if header is not None:
+        return _clang(build, target, header, started)
+    rtc = _load("cuda" if target.compiler == "nvrtc" else "hip")
+    assert rtc is not None
+    try:
+        done = rtc.compile(
+            build, target.arch, target.lanes, ("--ptxas-options=-v",) if target.compiler == "nvrtc" else ()
+        )
+    except DeviceError as error:
+        return Result(build, target, time.monotonic() - started, error=str(error))
+    seconds = time.monotonic() - started
+    if target.compiler == "nvrtc":
+        counts = (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes smem")
+        registers, spilled, shared = (_most(pattern, done.log) for pattern in counts)
+    else:
+        keys = (".vgpr_count", ".vgpr_spill_count", ".group_segment_fixed_size")
+        registers, spilled, shared = (_metadata(done.code, key) for key in keys)
+    return Result(build, target, seconds, registers, spilled, shared)
+
+
+def build_all(tasks: Sequence[tuple[KernelBuild, Target]], jobs: int) -> list[Result]:
+    """Compile in `jobs` processes; results in the order of the tasks."""
+    with tempfile.TemporaryDirectory() as folder:
+        targets = dict.fromkeys(target for _, target in tasks if target.compiler == "clang")
+        headers = {target: _precompile(target, Path(folder)) for target in targets}
+        calls = [(build, target, headers.get(target)) for build, target in tasks]
+        # Not forked: the compilers keep threads of their own.
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+            return list(pool.map(build_one, *zip(*calls, strict=True), chunksize=4))
+
+
+def covering(builds: Sequence[KernelBuild]) -> list[KernelBuild]:
+    """Builds of each source in which every value of every define occurs: what a quick check compiles."""
+    seen: set[tuple[str, tuple[str, str] | None]] = set()
+    chosen = []
+    for build in builds:
+        parts = {(build.source, define) for define in build.defines} | {(build.source, None)}
+        if not parts <= seen:
+            seen |= parts
+            chosen.append(build)
+    return chosen
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Builds by targets."""
+    targets = list(dict.fromkeys(result.target for result in results))
+    cells = {(result.build, result.target): result.cell for result in results}
+    shown = Table("kernel")
+    for target in targets:
+        shown.add_column(target.arch, justify="right")
+    for build in dict.fromkeys(result.build for result in results):
+        shown.add_row(str(build), *(cells.get((build, target), "") for target in targets))
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0 if everything compiled, 1 if not, 2 if a compiler is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    scope = parser.add_mutually_exclusive_group()
+    scope.add_argument("--all", action="store_true", help="all variants for all targets")
+    scope.add_argument("--ci", action="store_true", help="all targets, the less usual ones with fewer variants")
+    parser.add_argument("--target", action="append", choices=[t.arch for t in TARGETS], help="only these (repeatable)")
+    parser.add_argument("--source", action="append", choices=kernels.sources(), help="only these (repeatable)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    options = parser.parse_args(arguments)
+    if options.target:
+        targets = [target for target in TARGETS if target.arch in options.target]
+    else:
+        targets = [target for target in TARGETS if options.all or options.ci or target.usual]
+    reasons = [reason for name in dict.fromkeys(t.compiler for t in targets) if (reason := missing(name))]
+    if reasons:
+        print("\n".join(reasons), file=sys.stderr)
+        return 2
+    started = time.monotonic()
+    builds = [build for build in kernels.builds() if not options.source or build.source in options.source]
+    fewer = covering(builds)
+    tasks = [(b, t) for t in targets for b in (fewer if options.ci and not t.usual else builds)]
+    results = build_all(tasks, options.jobs)
+    shown = table(results)
+    console = Console(width=None if sys.stdout.isatty() else 60 + 18 * len(targets))
+    console.print(shown)
+    failed = [result for result in results if result.error]
+    for result in failed:
+        console.print(result.error, style="red", markup=False, highlight=False)
+    spent = f"{time.monotonic() - started:.0f} s, {sum(r.seconds for r in results):.0f} s in compilers"
+    console.print(f"{len(results)} builds for {len(targets)} targets: {len(failed)} failed ({spent})")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
