@@ -7,14 +7,20 @@
     │   └── UnsupportedError   valid, but nothing Luce runs; or it does not fit
     ├── DeviceError            driver, device, memory, kernel                   exit 4
     │   └── OutOfMemoryError   a device cannot hold what was asked
+    ├── ListenError            the address to listen on is taken                exit 5
     ├── BackendError           a shard failed while a step ran                  HTTP 500, exit 6
     └── RequestError           a client's mistake                               HTTP 400
         ├── ContextError       the prompt does not fit the context
         ├── AuthError          missing or wrong key                             HTTP 401
+        ├── ForbiddenError     not allowed in this way                          HTTP 403
         ├── NotFoundError      unknown path or model                            HTTP 404
+        ├── MethodError        wrong method for the path                        HTTP 405
+        ├── BodyTimeoutError   the body did not arrive in time                  HTTP 408
         ├── TooLargeError      the body exceeds the limit                       HTTP 413
+        ├── NotSupportedError  a known endpoint that Luce does not serve        HTTP 501
         ├── QueueFullError     the bounded queue is full                        HTTP 503
-        └── UnavailableError   loading or draining                              HTTP 503
+        ├── UnavailableError   loading or draining                              HTTP 503
+        └── DeadlineError      out of time before the first token               HTTP 504
 
 Every message names the flag, field, file or tensor. Code decides by class and attribute, never by a message's text.
 """
@@ -135,3 +141,51 @@ class UnavailableError(RequestError):
     def __init__(self, message: str, *, code: str = "loading", retry_after: int = 1) -> None:
         super().__init__(message, code=code)
         self.retry_after = retry_after
+
+
+class ForbiddenError(RequestError):
+    """The request may not be made in this way."""
+
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
+
+
+class MethodError(RequestError):
+    """The path exists, but not for this method; `allow` are the methods that it has."""
+
+    status = 405
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self.allow = allow
+
+
+class BodyTimeoutError(RequestError):
+    """The body did not arrive in time."""
+
+    status = 408
+    type = "timeout_error"
+    code = "body_timeout"
+
+
+class NotSupportedError(RequestError):
+    """A known endpoint that Luce does not serve."""
+
+    status = 501
+    code = "not_supported"
+
+
+class DeadlineError(RequestError):
+    """The request's time was over before its first token."""
+
+    status = 504
+    type = "timeout_error"
+    code = "deadline"
+
+
+class ListenError(LuceError):
+    """The address to listen on is not to be had."""
+
+    exit_code = 5

@@ -10,9 +10,9 @@ from luce.backend.shard import Shard
 from luce.errors import OutOfMemoryError
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
-from luce.runtime.step import PAGE, Output, Step
 from luce.models.spec import ModelSpec
 from luce.runtime.device import Array, Device
+from luce.runtime.step import PAGE, Output, Step
 
 #: of a device's free memory, what is left to activations and to other programs
 _RESERVE = 0.06

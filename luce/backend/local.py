@@ -14,10 +14,10 @@ from luce.gguf.reader import GGUFFile
 from luce.layers.block import Residual
 from luce.layers.build import LayerBuilder
 from luce.layers.state import DeltaState, KVPool
-from luce.runtime.step import PAGE, DeviceStep, Output, Step
 from luce.models.spec import ModelSpec
 from luce.ops.sample import argmax
 from luce.runtime.device import Array, Device
+from luce.runtime.step import PAGE, DeviceStep, Output, Step
 
 
 class LocalShard:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from luce.errors import UsageError
 from luce.layers.state import DeltaState, KVPool
-from luce.runtime.step import PAGE
 from luce.models.spec import Attention, ModelSpec, PageGroup
 from luce.runtime.device import Device
+from luce.runtime.step import PAGE
 
 
 def split_layers(layers: int, devices: int, weights: Sequence[float] = ()) -> tuple[range, ...]:

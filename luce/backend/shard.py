@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.runtime.step import Output, Step
 from luce.runtime.device import Array, Device
+from luce.runtime.step import Output, Step
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from luce.layers.rotary import Rotary
 from luce.layers.state import KVPool
-from luce.runtime.step import DeviceStep
 from luce.models.spec import Attention
 from luce.ops.activation import sigmoid_gate
 from luce.ops.attention import attention, write_kv
@@ -12,6 +11,7 @@ from luce.ops.matmul import matmul
 from luce.ops.norm import head_rms_norm
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
+from luce.runtime.step import DeviceStep
 
 
 class AttentionLayer:

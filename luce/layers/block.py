@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from luce.layers.attention import AttentionLayer
 from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.mlp import GatedMLPLayer
-from luce.runtime.step import DeviceStep
 from luce.ops.activation import add
 from luce.ops.embedding import embed, take_rows
 from luce.ops.matmul import matmul
 from luce.ops.norm import add_rms_norm, rms_norm
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
+from luce.runtime.step import DeviceStep
 
 
 @dataclass

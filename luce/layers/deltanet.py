@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from luce.layers.state import DeltaState
-from luce.runtime.step import DeviceStep
 from luce.models.spec import GatedDeltaNet
 from luce.ops.deltanet import conv_silu, gated_delta
 from luce.ops.matmul import matmul
 from luce.ops.norm import gated_rms_norm
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
+from luce.runtime.step import DeviceStep
 
 
 class DeltaNetLayer:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.runtime.step import DeviceStep
 from luce.models.spec import Rope
 from luce.ops.rope import rope, rope_table
 from luce.runtime.device import Array, Device
+from luce.runtime.step import DeviceStep
 
 
 def frequencies(spec: Rope, factors: NDArray[np.float32] | None) -> NDArray[np.float64]:

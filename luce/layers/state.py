@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from luce.runtime.step import PAGE
 from luce.models.spec import Attention, GatedDeltaNet
 from luce.runtime.device import Array, Device
+from luce.runtime.step import PAGE
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class KVPool:
 
 @dataclass(frozen=True)
 class DeltaState:
-    """memory: float32 [slots, value_heads, d_k, d_v]; conv: float32 [slots, K-1, channels], the convolution's inputs."""
+    """memory: float32 [slots, value_heads, d_k, d_v]; conv: float32 [slots, K-1, channels], inputs of the convolution.
+    """
 
     memory: Array
     conv: Array

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from luce.runtime.step import SpanArrays
 from luce.runtime.device import Array, Device
+from luce.runtime.step import SpanArrays
 
 #: rows of a chunk of the chunked form
 CHUNK = 64

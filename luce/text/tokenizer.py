@@ -71,6 +71,16 @@ def _unspelled() -> dict[str, int]:
 
 
 _UNSPELLED = _unspelled()
+# Characters from which on a text is encoded without the interpreter lock.
+_LONG = 4096
+
+
+def _encode(library: tokenizers.Tokenizer, text: str) -> Any:
+    """The library's encoding of one text."""
+    if len(text) < _LONG:
+        return library.encode(text, add_special_tokens=False)
+    # `encode` holds the interpreter lock, for a second on 1 MiB; the batch form releases it, at a cost for short texts.
+    return library.encode_batch([text], add_special_tokens=False)[0]
 
 
 class Cutter:
@@ -88,7 +98,7 @@ class Cutter:
         Lone surrogates, which no token can spell, become U+FFFD.
         """
         text = _SURROGATE.sub("\ufffd", text)
-        for start, end in self._search.encode(text, add_special_tokens=False).offsets:
+        for start, end in _encode(self._search, text).offsets:
             piece = text[start:end]
             yield self._ids.get(piece), piece
 
@@ -226,7 +236,7 @@ class Tokenizer:
         return ids
 
     def _merge(self, piece: str) -> list[int]:
-        ids: list[int] = self._bpe.encode(piece, add_special_tokens=False).ids
+        ids: list[int] = _encode(self._bpe, piece).ids
         return ids
 
     def token_bytes(self, token: int) -> bytes:

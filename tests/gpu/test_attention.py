@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from luce.runtime.step import PAGE, PageView, SpanArrays
 from luce.ops.attention import attention, write_kv
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
+from luce.runtime.step import PAGE, PageView, SpanArrays
 from tests.support import op_checks_attention as checks
 
 pytestmark = pytest.mark.gpu

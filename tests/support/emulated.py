@@ -452,7 +452,9 @@ def _compile(name: str, unit: str, sources: Sequence[Path], options: Sequence[st
         main, linked = Path(scratch, "unit.cpp"), Path(scratch, "unit.so")
         main.write_text(unit, encoding="utf-8")
         compiled = str(main.with_suffix(".o"))
-        command = (*_COMMON, *options, *(f"-I{folder}" for folder in include))
+        # Equal sources share a library wherever they lie, so debuggers look for kernels/X.cu below the working folder.
+        places = (f"-fdebug-prefix-map={folder}={folder.name}" for folder in include)
+        command = (*_COMMON, *options, *(f"-I{folder}" for folder in include), *places)
         # The preprocessor knows which kernels this set of defines leaves, their names and their bounds.
         flat = _gpp(name, (*command, "-DLUCE_LIST_KERNELS", "-E", "-P", str(main)))
         kernels = re.findall(r"luce_global\s+void\s+(?:luce_bounds<([^;{]*?)>\s*)?(\w+)\s*\(", flat)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.runtime.step import PAGE, PageView, SpanArrays
 from luce.ops import attention as op
 from luce.runtime.device import Array, Device
+from luce.runtime.step import PAGE, PageView, SpanArrays
 
 F32 = NDArray[np.float32]
 

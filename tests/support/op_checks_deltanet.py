@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.runtime.step import SpanArrays
 from luce.ops.deltanet import RECURRENT_ROWS, conv_silu, gated_delta
 from luce.runtime.device import Device
+from luce.runtime.step import SpanArrays
 
 Floats = NDArray[np.floating[Any]]
 #: slot, start, rows, position

@@ -22,7 +22,7 @@ SOURCES = sorted((ROOT / "luce").rglob("*.py"))
 
 def part(module: str) -> str:
     """`luce.engine.loop` is part `engine`."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def imported(path: Path) -> set[str]:

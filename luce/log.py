@@ -1,0 +1,101 @@
+"""Log lines on stderr, one per event: for a terminal, for the journal (`<6>` in front, no time) or as JSON.
+
+Logging never blocks its caller: records go through a queue to a thread that writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import queue
+import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any, TextIO
+
+from luce.config import environment
+
+#: the request that the current task or thread works for; its id stands on every line
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+_PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+
+
+def event(logger: logging.Logger, name: str, /, level: int = logging.INFO, **fields: Any) -> None:
+    """Log `name key=value ...`. Fields that are None are left out."""
+    logger.log(level, name, extra={"fields": {key: value for key, value in fields.items() if value is not None}})
+
+
+def configure(level: str, *, as_json: bool = False, stream: TextIO | None = None) -> logging.handlers.QueueListener:
+    """Send the log of Luce and of its libraries to `stream` (stderr). `stop()` of the result writes what is left."""
+    stream = sys.stderr if stream is None else stream
+    writer = logging.StreamHandler(stream)
+    writer.setFormatter(_JsonLines() if as_json else _Lines(journal=_is_journal(stream)))
+    records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    sender = _Sender(records)
+    root = logging.getLogger()
+    root.handlers[:] = [sender]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("luce").setLevel(level.upper())
+    listener = logging.handlers.QueueListener(records, writer)
+    listener.start()
+    return listener
+
+
+class _Sender(logging.handlers.QueueHandler):
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        # Here, not in the formatter: only the thread that logs knows whose request it works for.
+        record.fields = _fields(record) | {"id": request_id.get()} if request_id.get() else _fields(record)
+        return record
+
+
+class _Lines(logging.Formatter):
+    def __init__(self, *, journal: bool) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = [record.getMessage(), *(f"{key}={_word(value)}" for key, value in _fields(record).items())]
+        text = " ".join(words)
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        if self._journal:
+            lead = f"<{_PRIORITY.get(record.levelno, 6)}>"
+        else:
+            lead = f"{datetime.fromtimestamp(record.created):%Y-%m-%d %H:%M:%S} {record.levelname.lower()} "
+        return "\n".join(lead + line for line in text.splitlines())
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields: Mapping[str, Any] = getattr(record, "fields", {})
+    return dict(fields)
+
+
+def _word(value: Any) -> str:
+    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    return text if text.isprintable() and text and not set(text) & {" ", '"', "="} else json.dumps(text)
+
+
+def _is_journal(stream: TextIO) -> bool:
+    """Whether the stream is the one that systemd connected to the journal (`JOURNAL_STREAM` is `device:inode`)."""
+    try:
+        status = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return False
+    return environment("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"

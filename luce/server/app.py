@@ -1,0 +1,210 @@
+"""Routes, middlewares, start and stop order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+from aiohttp import web
+from aiohttp.web_urldispatcher import UrlMappingMatchInfo
+
+from luce import __version__, log
+from luce.errors import (
+    LuceError,
+    MethodError,
+    NotFoundError,
+    NotSupportedError,
+    QueueFullError,
+    RequestError,
+    TooLargeError,
+    UnavailableError,
+)
+from luce.server import completions, status
+from luce.server.auth import OPEN_PATHS
+from luce.server.errors import anthropic_error, openai_error
+from luce.server.shapes import new_id
+from luce.server.state import CALL, SERVER, Call, Server
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_log = logging.getLogger("luce.http")
+
+_KEEPALIVE_SECONDS = 75.0
+_HEADER_BYTES = 64 << 10
+#: what a handler that is still running gets when the server ends
+_SHUTDOWN_SECONDS = 2.0
+_CLIENT_CLOSED = 499
+_LONGEST_ID = 128
+_NOT_SERVED = (
+    "/embeddings",
+    "/rerank",
+    "/audio/speech",
+    "/audio/transcriptions",
+    "/audio/translations",
+    "/images/generations",
+    "/images/edits",
+    "/images/variations",
+)
+
+
+def create_app(server: Server) -> web.Application:
+    """The application. It answers from the start: until `server.model` is set, requests get 503."""
+    app = web.Application(middlewares=[_account, _guard], client_max_size=server.config.max_body_mib << 20)
+    app[SERVER] = server
+    app.on_response_prepare.append(_add_headers)
+    add = app.router.add_route
+    for path in ("/", "/health"):
+        app.router.add_get(path, status.health)
+    app.router.add_get("/livez", status.livez)
+    app.router.add_get("/metrics", status.metrics)
+    add("POST", "/infill", _not_supported)
+    # Clients build URLs badly: everything under /v1 is also there without it.
+    for version in ("/v1", ""):
+        add("POST", version + "/chat/completions", completions.chat)
+        add("POST", version + "/completions", completions.completions)
+        app.router.add_get(version + "/models", status.models)
+        app.router.add_get(version + "/models/{id:.+}", status.model_card)
+        for path in _NOT_SERVED:
+            add("POST", version + path, _not_supported)
+    return app
+
+
+async def start(server: Server, sockets: Iterable[socket.socket]) -> web.AppRunner:
+    """Answer on listening sockets. `await runner.cleanup()` stops."""
+    runner = web.AppRunner(
+        create_app(server),
+        handler_cancellation=True,  # a client that leaves cancels its handler, and that its sequences
+        access_log=None,
+        keepalive_timeout=_KEEPALIVE_SECONDS,
+        max_line_size=_HEADER_BYTES,
+        max_field_size=_HEADER_BYTES,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+    )
+    await runner.setup()
+    for sock in sockets:
+        await web.SockSite(runner, sock).start()
+    return runner
+
+
+@web.middleware
+async def _account(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Outermost: the request's id, error bodies, metrics and the log line."""
+    server = request.app[SERVER]
+    call = request[CALL] = Call(_request_id(request), time.monotonic(), route=_route(request.match_info))
+    log.request_id.set(call.id)
+    server.enter()
+    code = _CLIENT_CLOSED
+    try:
+        response = await _caught(request, handler)
+        if not call.gone:
+            code = response.status
+        return response
+    finally:
+        server.leave()
+        _record(request, call, server, code)
+
+
+async def _caught(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return _error_response(request, _translated(request, error))
+    except LuceError as error:
+        return _error_response(request, error)
+    except asyncio.CancelledError:
+        raise
+    except Exception:
+        _log.exception("a handler failed")
+        return _error_response(request, LuceError("internal error"))
+
+
+@web.middleware
+async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Who may call, and paths with doubled slashes."""
+    server = request.app[SERVER]
+    if not server.keys.required:
+        server.host_check.check(request.headers.get("Host"))
+    if request.method == "OPTIONS":
+        return web.Response(status=204)
+    path = request.path
+    if path not in OPEN_PATHS and not (path == "/metrics" and server.config.metrics_public):
+        server.keys.check(request.headers)
+    if "//" in path:
+        while "//" in path:
+            path = path.replace("//", "/")
+        plain = request.clone(rel_url=request.rel_url.with_path(path))
+        found = await request.app.router.resolve(plain)
+        request[CALL].route, handler = _route(found), found.handler
+    return await handler(request)
+
+
+async def _not_supported(request: web.Request) -> web.StreamResponse:
+    raise NotSupportedError(f"{request.path} is not supported")
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    headers = response.headers
+    headers["Server"] = f"luce/{__version__}"
+    headers["x-request-id"] = headers["request-id"] = request[CALL].id
+    headers["openai-processing-ms"] = str(round((time.monotonic() - request[CALL].arrived) * 1000))
+    server = request.app[SERVER]
+    requested = request.headers.get("Access-Control-Request-Headers")
+    headers.update(server.cors.headers(request.headers.get("Origin"), requested))
+
+
+def _request_id(request: web.Request) -> str:
+    given = request.headers.get("x-request-id", "")
+    return given if 0 < len(given) <= _LONGEST_ID and given.isascii() and given.isprintable() else new_id("req_")
+
+
+def _translated(request: web.Request, error: web.HTTPException) -> LuceError:
+    """aiohttp's own errors as Luce's."""
+    if isinstance(error, web.HTTPNotFound):
+        return NotFoundError(f"unknown endpoint: {request.method} {request.path}", code="unknown_endpoint")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allow = ", ".join(sorted(error.allowed_methods))
+        return MethodError(f"{request.path} has no method {request.method}, only {allow}", allow=allow)
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return TooLargeError("the request body is too large (--max-body-mib)")
+    return RequestError(error.reason) if error.status < 500 else LuceError(error.reason)
+
+
+def _error_response(request: web.Request, error: LuceError) -> web.Response:
+    anthropic = request.path.rstrip("/").endswith(("/messages", "/count_tokens"))
+    body = anthropic_error(error, request[CALL].id) if anthropic else openai_error(error)
+    code = 529 if anthropic and error.status == 503 else error.status
+    response = status.json_response(body, code)
+    if isinstance(error, QueueFullError | UnavailableError):
+        response.headers["Retry-After"] = str(error.retry_after)
+    if isinstance(error, MethodError):
+        response.headers["Allow"] = error.allow
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+def _route(found: UrlMappingMatchInfo) -> str:
+    """The route's pattern: never what the client sent."""
+    resource = found.route.resource
+    return "other" if resource is None else resource.canonical
+
+
+def _record(request: web.Request, call: Call, server: Server, code: int) -> None:
+    """Metrics and the log line."""
+    seconds = time.monotonic() - call.arrived
+    server.metrics.requests.labels(call.route, str(code)).inc()
+    server.metrics.request_seconds.labels(call.route).observe(seconds)
+    quiet = request.method != "POST" and code != 500
+    log.event(
+        _log,
+        "request",
+        logging.DEBUG if quiet else logging.INFO,
+        route=call.route,
+        status=code,
+        seconds=seconds,
+        client=request.remote,
+        **call.figures,
+    )

@@ -1,0 +1,144 @@
+"""Who may call: API keys, the Host check against DNS rebinding, and which browser origins."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from luce.config import Config, environment
+from luce.errors import AuthError, ForbiddenError, UsageError
+
+#: paths that need no key
+OPEN_PATHS = frozenset({"/", "/health", "/livez"})
+
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Keys:
+    """The accepted API keys, kept as SHA-256. Sources: --api-key, --api-key-file, systemd's credential `api-keys`.
+
+    A line of a file is `key`, `name:key` or `name:key:admin`; empty lines and lines that begin with # are skipped.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._given = [_digest(key.encode()) for key in config.api_key]
+        self._files: list[tuple[str, Path]] = []
+        if config.api_key_file is not None:
+            self._files.append(("--api-key-file", config.api_key_file))
+        if directory := environment("CREDENTIALS_DIRECTORY"):
+            credential = Path(directory) / "api-keys"
+            if credential.exists():
+                self._files.append(("credential", credential))
+        self._digests: list[bytes] = []
+        self.reload()
+
+    def reload(self) -> None:
+        """Read the files again. Raises UsageError, and keeps the keys as they are, if one has none or is unreadable."""
+        digests = list(self._given)
+        for origin, path in self._files:
+            digests += _read(origin, path)
+        self._digests = digests
+
+    @property
+    def required(self) -> bool:
+        """Whether any key exists: without one the server is open."""
+        return bool(self._digests)
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raises AuthError unless a header carries a key (`Authorization: Bearer`, `x-api-key`, `api-key`)."""
+        if not self.required:
+            return
+        scheme, _, token = headers.get("Authorization", "").partition(" ")
+        presented = token.strip() if scheme.lower() == "bearer" else ""
+        presented = presented or headers.get("x-api-key") or headers.get("api-key") or ""
+        if not presented:
+            raise AuthError("no API key: send it as `Authorization: Bearer KEY`")
+        digest = _digest(presented.encode(errors="surrogateescape"))
+        # All are compared: the time says nothing about which one matched.
+        if not sum(hmac.compare_digest(digest, known) for known in self._digests):
+            raise AuthError("the API key is wrong")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _read(origin: str, path: Path) -> list[bytes]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"{origin} {path}: {error.strerror}", param="api_key_file") from None
+    keys = []
+    for line in lines:
+        parts = line.strip().split(b":")
+        key = parts[0] if len(parts) == 1 else parts[1]
+        if key and not line.lstrip().startswith(b"#"):
+            keys.append(_digest(key))
+    if not keys:
+        raise UsageError(f"{origin} {path}: holds no key", param="api_key_file")
+    return keys
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class HostCheck:
+    """Against DNS rebinding: else a web page could reach a keyless loopback server under a name of its own."""
+
+    def __init__(self, config: Config) -> None:
+        self._active = is_loopback(config.host)
+        self._names = _LOCAL_NAMES | {config.host.strip("[]").lower()} | {n.lower() for n in config.allowed_host}
+
+    def check(self, host: str | None) -> None:
+        """Raises ForbiddenError for a Host header with a name that is not this server's."""
+        if self._active and host is not None and _name(host) not in self._names:
+            raise ForbiddenError("this Host header is not accepted here; see --allowed-host", param="host")
+
+
+def _name(host: str) -> str:
+    """The name of a Host header without the port: `[::1]:80` is `::1`."""
+    try:
+        return urlsplit("//" + host).hostname or ""
+    except ValueError:
+        return ""
+
+
+class Cors:
+    """Which browser origins may read replies: those of --cors-origin.
+
+    Without the flag, pages from this machine (http://localhost:...) may if the server itself is on a loopback address
+    and needs no key; any other page may not.
+    """
+
+    def __init__(self, config: Config, *, keyed: bool) -> None:
+        self._origins = frozenset(config.cors_origin)
+        self._local = not config.cors_origin and not keyed and is_loopback(config.host)
+
+    def headers(self, origin: str | None, requested: str | None) -> dict[str, str]:
+        """Headers of a reply to a request from `origin` that asks to send the header list `requested`."""
+        if origin is None or not self._allows(origin):
+            return {}
+        return {
+            "Access-Control-Allow-Origin": origin,
+            "Vary": "Origin",
+            "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
+            "Access-Control-Allow-Headers": requested or "authorization, content-type, x-api-key",
+            "Access-Control-Expose-Headers": "x-request-id, request-id, retry-after",
+            "Access-Control-Max-Age": "600",
+        }
+
+    def _allows(self, origin: str) -> bool:
+        if self._local:
+            return _name(origin.partition("://")[2]) in _LOCAL_NAMES
+        return "*" in self._origins or origin in self._origins

@@ -1,0 +1,35 @@
+"""The error bodies of both dialects, and the errors that requests raise most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from luce.errors import LuceError, NotFoundError, RequestError
+
+_ANTHROPIC_TYPES = {400: "invalid_request_error", 413: "request_too_large", 503: "overloaded_error"}
+
+
+def openai_error(error: LuceError) -> dict[str, Any]:
+    """`{"error": {message, type, param, code}}`."""
+    return {"error": {"message": str(error), "type": error.type, "param": error.param, "code": error.code}}
+
+
+def anthropic_error(error: LuceError, request_id: str) -> dict[str, Any]:
+    """The error body of the paths that Anthropic's clients use."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else error.type)
+    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+
+
+def unsupported(param: str, why: str) -> RequestError:
+    """The 400 for a known field whose value asks for something that is not served."""
+    return RequestError(f"{param}: {why}", param=param, code="unsupported_parameter")
+
+
+def invalid(param: str, why: str) -> RequestError:
+    """The 400 for a field with a wrong value."""
+    return RequestError(f"{param}: {why}", param=param, code="invalid_value")
+
+
+def unknown_model(name: str) -> NotFoundError:
+    """The 404 for a model that is not served here."""
+    return NotFoundError(f"the model {name!r} is not served here", param="model", code="model_not_found")

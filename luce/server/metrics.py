@@ -1,0 +1,85 @@
+"""Prometheus metrics. One registry per server; no label holds anything that a client sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from luce.engine.loop import EngineStats
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+_TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class Metrics:
+    """The server's counters. `stats` gives the engine's own figures, None while no model is loaded."""
+
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "luce_requests", "Requests answered, by route and status.", ("endpoint", "status"), registry=registry
+        )
+        self.request_seconds = Histogram(
+            "luce_request_seconds",
+            "Time from a request's head to the end of its reply.",
+            ("endpoint",),
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.queue_seconds = Histogram(
+            "luce_queue_seconds", "Time that sequences waited for a slot.", registry=registry, buckets=_SECONDS
+        )
+        self.ttft_seconds = Histogram(
+            "luce_ttft_seconds",
+            "Time from a request's head to the first token of a sequence.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.inter_token_seconds = Histogram(
+            "luce_inter_token_seconds",
+            "Time between two tokens of a sequence.",
+            registry=registry,
+            buckets=_TOKEN_SECONDS,
+        )
+        self.cancelled = Counter(
+            "luce_cancelled", "Sequences cancelled, by what they were doing.", ("stage",), registry=registry
+        )
+        self.unknown_fields = Counter(
+            "luce_unknown_field", "Fields of request bodies that Luce does not know.", registry=registry
+        )
+        registry.register(_EngineCollector(stats))
+
+    def text(self) -> bytes:
+        """All metrics in the Prometheus text format. Any thread may call it."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        yield GaugeMetricFamily("luce_queue_depth", "Sequences that wait for a slot.", stats.queued)
+        slots = GaugeMetricFamily("luce_slots", "Slots for sequences, by state.", labels=["state"])
+        slots.add_metric(["busy"], stats.running)
+        slots.add_metric(["idle"], stats.slots - stats.running)
+        yield slots
+        pages = GaugeMetricFamily("luce_kv_pages", "Pages of the key-value cache, by state.", labels=["state"])
+        pages.add_metric(["used"], stats.pages_used)
+        pages.add_metric(["free"], stats.pages_total - stats.pages_used)
+        yield pages
+        prompt = CounterMetricFamily("luce_prompt_tokens", "Prompt tokens processed, by origin.", labels=["source"])
+        prompt.add_metric(["computed"], stats.prompt_tokens)
+        yield prompt
+        yield CounterMetricFamily("luce_generated_tokens", "Tokens generated.", stats.predicted_tokens)
+        yield CounterMetricFamily("luce_steps", "Forward passes.", stats.steps)
+        yield GaugeMetricFamily(
+            "luce_stalled_seconds", "Time without progress while there is work to do.", stats.stalled
+        )

@@ -1,0 +1,352 @@
+"""A request body to a Job: prompts as ids and sampling values. Everything here computes: call it in a worker thread."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from luce.api import Model
+from luce.engine.sequence import SamplingParams
+from luce.errors import RequestError
+from luce.server.errors import invalid, unknown_model, unsupported
+from luce.server.schema import ChatRequest, Common, CompletionRequest, Message, ToolChoice, decode
+from luce.text.detokenizer import Detokenizer
+
+#: `max_tokens` of /v1/completions when the request has none
+COMPLETION_TOKENS = 16
+
+_SESSION_HEADERS = ("x-session-id", "x-session-affinity", "session-id", "thread-id", "x-claude-code-session-id")
+_LONGEST_SESSION = 256
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_NEUTRAL = {"typical_p": (1.0,), "top_n_sigma": (-1.0, 0.0), "xtc_probability": (0.0,), "dry_multiplier": (0.0,)}
+_CONSTRAINTS = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "grammar",
+)
+_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a checked request asks for: `n` replies to each prompt. Choice i answers prompts[i // n].
+
+    prompts: arrays of int64, which the engine copies without touching each id. echoes: the text of each prompt, where
+    it comes before the reply. logprobs: alternatives per token; None: none asked. unknown: number of body fields that
+    Luce does not know.
+    """
+
+    prompts: tuple[array[int], ...]
+    echoes: tuple[str, ...]
+    n: int
+    params: SamplingParams
+    stops: tuple[str, ...]
+    model: str
+    session: str
+    timeout: float
+    unknown: int
+    stream: bool
+    include_usage: bool
+    logprobs: int | None
+    token_ids: bool
+    progress: bool
+    running_timings: bool
+
+    @property
+    def choices(self) -> int:
+        """Number of replies."""
+        return len(self.prompts) * self.n
+
+
+def chat_job(body: bytes, headers: Mapping[str, str], model: Model) -> Job:
+    """The Job of a /v1/chat/completions body. Raises RequestError."""
+    request, unknown = decode(body, ChatRequest)
+    if not request.messages:
+        raise invalid("messages", "expected at least one message")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    if request.modalities not in (None, ["text"]):
+        raise unsupported("modalities", 'only ["text"] is supported')
+    tools = _tools(request)
+    limits = (request.max_completion_tokens, request.max_tokens, request.max_output_tokens)
+    return _job(
+        request,
+        unknown,
+        headers,
+        model,
+        prompts=(_chat_prompt(request, tools, model),),
+        echoes=(),
+        max_tokens=next((limit for limit in limits if limit is not None), None),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+
+
+def completion_job(body: bytes, headers: Mapping[str, str], model: Model) -> Job:
+    """The Job of a /v1/completions body. Raises RequestError."""
+    request, unknown = decode(body, CompletionRequest)
+    if request.suffix:
+        raise unsupported("suffix", "the model has no fill-in-the-middle tokens")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise unsupported("best_of", "only the value of n is supported")
+    given = _prompt_list(request.prompt, model)
+    prompts = tuple(_with_bos(item, model) if isinstance(item, str) else item for item in given)
+    echoes = tuple(item if isinstance(item, str) else "".join(pieces(item, model)) for item in given if request.echo)
+    return _job(
+        request,
+        unknown,
+        headers,
+        model,
+        prompts=prompts,
+        echoes=echoes,
+        max_tokens=COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens,
+        logprobs=request.logprobs,
+    )
+
+
+def pieces(ids: Sequence[int], model: Model) -> list[str]:
+    """The text that each token of a prompt adds, control tokens by their name."""
+    decoder = Detokenizer(model.tokenizer)
+    found = []
+    for token in ids:
+        text = decoder.push(token)
+        found.append(model.tokenizer.token_text(token) if model.tokenizer.is_control(token) else text)
+    if found:
+        found[-1] += decoder.flush()
+    return found
+
+
+def served_name(asked: str | None, model: Model) -> str:
+    """The model name of the reply. Raises NotFoundError for an unknown one under --strict-model."""
+    names = model.config.alias or (model.name,)
+    if asked in names:
+        return str(asked)
+    if asked is not None and model.config.strict_model:
+        raise unknown_model(asked)
+    return names[0]
+
+
+def _job(
+    request: Common,
+    unknown: int,
+    headers: Mapping[str, str],
+    model: Model,
+    *,
+    prompts: tuple[list[int], ...],
+    echoes: tuple[str, ...],
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> Job:
+    _refuse_unsupported(request)
+    n = request.n or 1
+    if n > model.config.max_n:
+        raise invalid("n", f"expected at most {model.config.max_n}")
+    stop = request.stop or []
+    name = served_name(request.model, model)
+    return Job(
+        prompts=tuple(array("q", ids) for ids in prompts),
+        echoes=echoes,
+        n=n,
+        params=_sampling(request, model, max_tokens, logprobs, scored=bool(echoes)),
+        stops=(stop,) if isinstance(stop, str) else tuple(stop),
+        model=name,
+        session=_session(request, headers),
+        timeout=request.timeout_s or 0.0,
+        unknown=unknown,
+        stream=bool(request.stream),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        logprobs=logprobs,
+        token_ids=bool(request.return_token_ids),
+        progress=bool(request.return_progress),
+        running_timings=bool(request.timings_per_token),
+    )
+
+
+def _sampling(
+    request: Common, model: Model, max_tokens: int | None, logprobs: int | None, *, scored: bool
+) -> SamplingParams:
+    config, vocab = model.config, model.tokenizer.vocab
+
+    def first(default: Any, *values: Any) -> Any:
+        return next((value for value in values if value is not None), default)
+
+    min_tokens = request.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise invalid("min_tokens", f"exceeds the limit of {max_tokens} tokens")
+    bias, stop_ids = request.logit_bias or {}, request.stop_token_ids or []
+    for param, ids in (("logit_bias", bias), ("stop_token_ids", stop_ids)):
+        if not all(0 <= token < vocab for token in ids):
+            raise invalid(param, f"expected token ids in 0..{vocab - 1}")
+    return SamplingParams(
+        temperature=first(config.temperature, request.temperature),
+        top_k=first(config.top_k, request.top_k),
+        top_p=first(config.top_p, request.top_p),
+        min_p=first(config.min_p, request.min_p),
+        repetition_penalty=first(
+            config.repetition_penalty, request.repetition_penalty, request.repeat_penalty, request.rep_pen
+        ),
+        repeat_last_n=first(SamplingParams.repeat_last_n, request.repeat_last_n, request.rep_window),
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        logit_bias=bias,
+        seed=request.seed,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop_token_ids=frozenset(stop_ids),
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if scored else None,
+    )
+
+
+def _refuse_unsupported(request: Common) -> None:
+    """Constraints are never ignored silently; samplers that Luce lacks may only be switched off."""
+    kind = (request.response_format or {}).get("type", "text")
+    if kind != "text":
+        raise unsupported("response_format", "only the type text is supported")
+    for name in _CONSTRAINTS:
+        if getattr(request, name) is not None:
+            raise unsupported(name, "constrained output is not supported")
+    for name, neutral in _NEUTRAL.items():
+        if getattr(request, name) not in (None, *neutral):
+            raise unsupported(name, f"only the neutral value {neutral[0]:g} is supported")
+
+
+def _session(request: Common, headers: Mapping[str, str]) -> str:
+    """The key of fair queueing: from the first header or field that names a session."""
+    fields = (
+        request.session_id,
+        (request.extra_body or {}).get("session_id"),
+        request.prompt_cache_key,
+        (request.metadata or {}).get("user_id"),
+        request.user,
+    )
+    found = next((value for value in (*(headers.get(name) for name in _SESSION_HEADERS), *fields) if value), "")
+    return str(found)[:_LONGEST_SESSION]
+
+
+# --- conversations
+
+
+def _chat_prompt(request: ChatRequest, tools: list[dict[str, Any]] | None, model: Model) -> list[int]:
+    messages = _merged([_plain(message, i) for i, message in enumerate(request.messages or ())])
+    kwargs = request.chat_template_kwargs or {}
+    if taken := _TEMPLATE_NAMES & kwargs.keys():
+        raise invalid("chat_template_kwargs", f"{min(taken)} is set by the server")
+    if model.chat is None:
+        raise RequestError(
+            "the model file has no chat template; use /v1/completions or --chat-template", code="template_error"
+        )
+    try:
+        try:
+            return model.chat.prompt(messages, tools=tools, **kwargs)
+        except RequestError:
+            # Many templates take a system message in first place only.
+            led = [_as_user(message) if i else message for i, message in enumerate(messages)]
+            if led == messages:
+                raise
+            return model.chat.prompt(led, tools=tools, **kwargs)
+    except RequestError as error:
+        raise RequestError(str(error), param=error.param or "messages", code=error.code or "template_error") from None
+
+
+def _plain(message: Message, index: int) -> dict[str, Any]:
+    """A message as the template gets it: content as text, `developer` as `system`."""
+    plain: dict[str, Any] = {k: v for k, v in msgspec.structs.asdict(message).items() if v is not None}
+    if message.role == "developer":
+        plain["role"] = "system"
+    if message.reasoning is not None:
+        plain.setdefault("reasoning_content", message.reasoning)
+    content = message.content
+    if isinstance(content, dict):
+        if message.role not in ("tool", "function"):
+            raise invalid(f"messages[{index}].content", "expected text or a list of parts")
+        content = msgspec.json.encode(content).decode()
+    elif isinstance(content, list):
+        content = "".join(_part(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
+    plain["content"] = content or ""
+    return plain
+
+
+def _part(part: str | dict[str, Any], where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type")
+    text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
+    if not isinstance(text, str):
+        raise RequestError(f"{where}: only text parts are supported", param=where, code="unsupported_content")
+    return text
+
+
+def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the system messages at the start joined into one."""
+    count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if count < 2:
+        return messages
+    joined = "\n\n".join(message["content"] for message in messages[:count])
+    return [{**messages[0], "content": joined}, *messages[count:]]
+
+
+def _as_user(message: dict[str, Any]) -> dict[str, Any]:
+    if message["role"] != "system":
+        return message
+    return {**message, "role": "user", "content": "System: " + message["content"]}
+
+
+def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
+    """The tools that the template sees. Forced calls need a grammar and are refused."""
+    tools = request.tools or [{"type": "function", "function": function} for function in request.functions or ()]
+    param, choice = "tool_choice", request.tool_choice
+    if choice is None:
+        param, choice = "function_call", request.function_call
+    if not tools or choice == "none":
+        return None
+    if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
+        names = [_tool_name(tool) for tool in choice.allowed_tools.tools]
+        tools, choice = [tool for tool in tools if _tool_name(tool) in names], choice.allowed_tools.mode
+    if choice not in (None, "auto"):
+        raise unsupported(param, "only auto, none and allowed_tools are supported")
+    return tools or None
+
+
+def _tool_name(tool: dict[str, Any]) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else tool.get("name")
+
+
+# --- plain prompts
+
+
+def _prompt_list(prompt: str | list[Any] | None, model: Model) -> list[str | list[int]]:
+    """The prompts of a /v1/completions body, each text or checked ids."""
+    if prompt is None:
+        raise invalid("prompt", "is required")
+    items: list[Any] = prompt if isinstance(prompt, list) else [prompt]
+    if items and all(type(item) is int for item in items):
+        items = [items]
+    if not 0 < len(items) <= model.config.max_batch_prompts:
+        raise invalid("prompt", f"expected 1..{model.config.max_batch_prompts} prompts, got {len(items)}")
+    texts = all(isinstance(item, str) for item in items)
+    if not texts and not all(isinstance(item, list) and item for item in items):
+        raise invalid("prompt", "expected text, texts, token ids or lists of token ids")
+    vocab = model.tokenizer.vocab
+    for ids in () if texts else items:
+        if not all(type(token) is int and 0 <= token < vocab for token in ids):
+            raise invalid("prompt", f"expected token ids in 0..{vocab - 1}")
+    return items
+
+
+def _with_bos(text: str, model: Model) -> list[int]:
+    tokenizer = model.tokenizer
+    ids = tokenizer.encode(text, specials=True)
+    if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+        ids.insert(0, tokenizer.bos_id)
+    if not ids:
+        raise invalid("prompt", "has no tokens")
+    return ids

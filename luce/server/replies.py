@@ -1,0 +1,134 @@
+"""The sequences of one request, seen from the event loop: their events in order of arrival."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+
+from luce.api import Model
+from luce.engine.loop import Ticket
+from luce.engine.sequence import Event, Failed, Finished, Started, Tokens
+from luce.errors import LuceError, QueueFullError
+from luce.server.metrics import Metrics
+from luce.server.prepare import Job
+
+# A request with several sequences tries again this often when others took the places that its own ones left.
+_RETRY_SECONDS = 0.25
+
+
+class Replies:
+    """All sequences of one job. Loop only, except for the events' way in.
+
+    A job with more sequences than the queue has room for is admitted with the first; the others follow as places come
+    free. Use it as `with Replies(...) as replies`: leaving it cancels whatever still runs.
+    """
+
+    def __init__(self, job: Job, model: Model, metrics: Metrics, arrived: float) -> None:
+        self._job = job
+        self._model = model
+        self._metrics = metrics
+        self._arrived = arrived
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        # Longest prompt first: if one does not fit the context, the request is refused before anything runs.
+        order = sorted(range(job.choices), key=lambda choice: -len(job.prompts[choice // job.n]))
+        self._waiting = deque(order)
+        self._running: dict[int, Ticket] = {}
+        self._stage: dict[int, str] = {}
+        self._submitted: dict[int, float] = {}
+        self._last_token: dict[int, float] = {}
+        self._closed = False
+
+    def __enter__(self) -> Replies:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.cancel()
+
+    def admit(self) -> None:
+        """Queue as many sequences as there is room for. Raises LuceError if the first one is refused."""
+        self._submit(self._waiting[0])
+        self._waiting.popleft()
+        self._fill()
+
+    def cancel(self) -> None:
+        """Cancel what still runs. Idempotent."""
+        self._closed = True
+        self._waiting.clear()
+        for choice, ticket in self._running.items():
+            ticket.cancel()
+            self._metrics.cancelled.labels(self._stage[choice]).inc()
+        self._running.clear()
+
+    @property
+    def ended(self) -> bool:
+        """No more events will come: every sequence has ended and its last event was taken."""
+        return not self._running and not self._waiting and self._events.empty()
+
+    async def next(self, timeout: float | None = None) -> tuple[int, Event]:
+        """The next event and the choice it belongs to. Raises TimeoutError."""
+        if self._events.empty():
+            async with asyncio.timeout(timeout):
+                return await self._events.get()
+        return self._events.get_nowait()
+
+    def _submit(self, choice: int) -> None:
+        job = self._job
+        params, repeat = job.params, choice % job.n
+        if params.seed is not None and repeat:
+            # Replies to one prompt differ, and the first is that of the same request with n = 1.
+            params = dataclasses.replace(params, seed=params.seed + repeat)
+        self._running[choice] = self._model.engine.submit(
+            job.prompts[choice // job.n],
+            params,
+            output=self._model.reply_text(job.stops),
+            on_event=self._sink(choice),
+            session=job.session,
+            timeout=job.timeout,
+        )
+        self._stage[choice] = "queued"
+        self._submitted[choice] = time.monotonic()
+
+    def _sink(self, choice: int) -> Callable[[Event], None]:
+        def sink(event: Event) -> None:
+            # On the engine thread. A closed loop raises here, which ends this sequence and no other.
+            self._loop.call_soon_threadsafe(self._take, choice, event, time.monotonic())
+
+        return sink
+
+    def _fill(self) -> None:
+        while self._waiting and not self._closed:
+            try:
+                self._submit(self._waiting[0])
+            except QueueFullError:
+                if not self._running:
+                    self._loop.call_later(_RETRY_SECONDS, self._fill)
+                return
+            except LuceError as error:
+                self._events.put_nowait((self._waiting[0], Failed(error)))
+            self._waiting.popleft()
+
+    def _take(self, choice: int, event: Event, at: float) -> None:
+        if self._closed:
+            return
+        if isinstance(event, Started):
+            self._stage[choice] = "prefill"
+            self._metrics.queue_seconds.observe(at - self._submitted[choice])
+        elif isinstance(event, Tokens):
+            self._time_tokens(choice, len(event.tokens), at)
+        elif isinstance(event, Finished | Failed):
+            del self._running[choice]
+            self._fill()
+        self._events.put_nowait((choice, event))
+
+    def _time_tokens(self, choice: int, count: int, at: float) -> None:
+        self._stage[choice] = "decode"
+        if choice in self._last_token:
+            for _ in range(count):
+                self._metrics.inter_token_seconds.observe((at - self._last_token[choice]) / count)
+        else:
+            self._metrics.ttft_seconds.observe(at - self._arrived)
+        self._last_token[choice] = at

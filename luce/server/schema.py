@@ -1,0 +1,195 @@
+"""Request bodies: decoding, types and ranges. Known fields are checked strictly, unknown ones ignored and counted."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from luce.errors import RequestError
+
+_Unit = Annotated[float, Meta(ge=0, le=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Repetition = Annotated[float, Meta(gt=0, le=10)]
+_Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Alternatives = Annotated[int, Meta(ge=0, le=20)]
+_Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+_Json = dict[str, Any]
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options`; obfuscation is accepted and not done."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """One message of a conversation. `content` as an object is a tool's result."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[str | _Json] | _Json | None = None
+    name: str | None = None
+    tool_calls: list[_Json] | None = None
+    tool_call_id: str | None = None
+    function_call: _Json | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+
+class AllowedTools(msgspec.Struct):
+    """A choice among some of the tools."""
+
+    mode: str = "auto"
+    tools: list[_Json] = []
+
+
+class ToolChoice(msgspec.Struct):
+    """`tool_choice` as an object: a named function, or `allowed_tools`."""
+
+    type: str = "function"
+    allowed_tools: AllowedTools | None = None
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """Fields of both endpoints. None is the same as absent."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: _Count | None = None
+    min_p: _Unit | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    repetition_penalty: _Repetition | None = None
+    repeat_penalty: _Repetition | None = None
+    rep_pen: _Repetition | None = None
+    repeat_last_n: _Count | None = None
+    rep_window: _Count | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[_Count], Meta(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: _Count | None = None
+    n: _Positive | None = None
+    logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
+    return_token_ids: bool | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    metadata: _Json | None = None
+    extra_body: _Json | None = None
+    # Accepted without effect.
+    priority: int | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+    prefix_cache: Any = None
+    # Neutral values only, see `prepare`.
+    typical_p: _Unit | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: _Unit | None = None
+    dry_multiplier: float | None = None
+    response_format: _Json | None = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    grammar: Any = None
+
+
+class ChatRequest(Common, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] | None = None
+    max_completion_tokens: _Positive | None = None
+    max_tokens: _Positive | None = None
+    max_output_tokens: _Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: _Alternatives | None = None
+    tools: list[_Json] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[_Json] | None = None
+    function_call: str | ToolChoice | None = None
+    chat_template_kwargs: _Json | None = None
+    modalities: list[str] | None = None
+    # Accepted without effect.
+    reasoning_effort: str | None = None
+    reasoning: _Json | None = None
+    thinking: _Json | None = None
+    prediction: _Json | None = None
+    verbosity: str | None = None
+
+
+class CompletionRequest(Common, kw_only=True):
+    """The body of /v1/completions. `prompt`: text, texts, ids, or lists of ids."""
+
+    prompt: str | list[Any] | None = None
+    suffix: str | None = None
+    max_tokens: _Count | None = None
+    echo: bool | None = None
+    logprobs: _Alternatives | None = None
+    best_of: _Positive | None = None
+
+
+Body = TypeVar("Body", bound=Common)
+
+# An escaped pair of surrogates, a lone one, a NUL, or any other escape (so that `\\ud800` is not taken for one).
+_ESCAPES = re.compile(
+    rb"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|(\\u0000)|\\."
+)
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+
+
+def decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:
+    """A checked body and the number of fields that Luce does not know. Raises RequestError with `param`.
+
+    Lone surrogates become U+FFFD and NULs go: both occur in texts that agents collect, neither can be tokenised.
+    """
+    raw = _decode(body)
+    try:
+        request = msgspec.convert(raw, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        # msgspec has the path only in its message, always in this form.
+        found = _PATH.search(str(error))
+        param = found[1] if found else None
+        why = str(error)[: found.start()] if found else str(error)
+        text = f"{param}: {why}" if param else f"request body: {why}"
+        raise RequestError(text, param=param or None, code="invalid_value") from None
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    return request, sum(name not in known for name in raw)
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        if b"\\u0000" in body:
+            body = _ESCAPES.sub(_cleaned, body)
+        try:
+            return msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            if b"\\u" not in body:
+                raise
+            return msgspec.json.decode(_ESCAPES.sub(_cleaned, body))
+    except RecursionError:
+        raise RequestError("request body: JSON is nested too deeply", code="invalid_json") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"request body: not UTF-8: {error.reason}", code="invalid_json") from None
+    except msgspec.DecodeError as error:
+        raise RequestError(f"request body: {error}", code="invalid_json") from None
+
+
+def _cleaned(escape: re.Match[bytes]) -> bytes:
+    if escape[2]:
+        return rb"\ufffd"
+    return b"" if escape[3] else escape[0]

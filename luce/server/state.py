@@ -1,0 +1,106 @@
+"""What all handlers share: settings, keys, metrics, worker threads, and the model once it is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from luce.api import Model
+from luce.config import Config
+from luce.engine.loop import EngineStats
+from luce.errors import UnavailableError
+from luce.server.auth import Cors, HostCheck, Keys
+from luce.server.metrics import Metrics
+
+Result = TypeVar("Result")
+
+_WORKERS = 4
+#: seconds without progress after which the engine counts as dead
+STALLED_SECONDS = 60.0
+
+
+@dataclass
+class Call:
+    """What belongs to one request beside its head and body.
+
+    arrived: monotonic time of the head. figures: for the log line. gone: the client left in the middle of a reply.
+    """
+
+    id: str
+    arrived: float
+    figures: dict[str, Any] = field(default_factory=dict)
+    gone: bool = False
+    route: str = "other"
+
+
+class Server:
+    """One per process. `model` is None until it is loaded; `draining` refuses new work. Used on the event loop."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.keys = Keys(config)
+        self.host_check = HostCheck(config)
+        self.cors = Cors(config, keyed=self.keys.required)
+        self.model: Model | None = None
+        self.metrics = Metrics(self.stats)
+        self.draining = False
+        self.started = int(time.time())
+        #: requests whose handler has not returned; `idle` is set while there are none
+        self.active = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._pool = ThreadPoolExecutor(_WORKERS, "luce-work")
+
+    def ready_model(self) -> Model:
+        """The model. Raises UnavailableError while loading or draining."""
+        if self.draining:
+            raise UnavailableError("the server is shutting down", code="draining")
+        if self.model is None:
+            raise UnavailableError("the model is being loaded")
+        return self.model
+
+    def stats(self) -> EngineStats | None:
+        """The engine's figures, None without a model. Any thread may ask."""
+        return None if self.model is None else self.model.engine.stats()
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """HTTP status and body of /health."""
+        if self.draining:
+            return 503, {"status": "draining"}
+        stats = self.stats()
+        if stats is None:
+            return 503, {"status": "loading", "progress": 0.0}
+        if stats.stalled > STALLED_SECONDS:
+            return 503, {"status": "error", "reason": f"no progress for {stats.stalled:.0f} s"}
+        return 200, {"status": "ok"}
+
+    def enter(self) -> None:
+        """A handler begins."""
+        self.active += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        """A handler returned."""
+        self.active -= 1
+        if not self.active:
+            self.idle.set()
+
+    async def work(self, function: Callable[..., Result], /, *args: Any) -> Result:
+        """Call something that computes in a worker thread."""
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, context.run, function, *args)
+
+    def close(self) -> None:
+        """Let the worker threads go; what they compute now is waited for by nobody."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+SERVER = web.AppKey("server", Server)
+CALL = web.RequestKey("call", Call)

@@ -1,0 +1,79 @@
+"""/health, /livez, /v1/models and /metrics."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from luce.api import Model
+from luce.server.errors import unknown_model
+from luce.server.state import SERVER, Server
+
+
+def json_response(value: Any, status: int = 200) -> web.Response:
+    """A JSON body."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET / and /health: whether requests are answered now."""
+    status, body = request.app[SERVER].health()
+    response = json_response(body, status)
+    if status == 503:
+        response.headers["Retry-After"] = "1"
+    return response
+
+
+async def livez(request: web.Request) -> web.Response:
+    """GET /livez: the event loop runs."""
+    return json_response({"status": "ok"})
+
+
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models: one entry per name of the model."""
+    server = request.app[SERVER]
+    model = server.ready_model()
+    names = _names(model)
+    entries = [_entry(name, model, server) for name in names]
+    return json_response(
+        {"object": "list", "data": entries, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+    )
+
+
+async def model_card(request: web.Request) -> web.Response:
+    """GET /v1/models/{id}. Names may hold slashes."""
+    server = request.app[SERVER]
+    model, name = server.ready_model(), request.path.partition("/models/")[2].lstrip("/")
+    if name not in _names(model):
+        raise unknown_model(name)
+    return json_response(_entry(name, model, server))
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics in the Prometheus text format."""
+    server = request.app[SERVER]
+    text = await server.work(server.metrics.text)
+    return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+def _names(model: Model) -> tuple[str, ...]:
+    return model.config.alias or (model.name,)
+
+
+def _entry(name: str, model: Model, server: Server) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": server.started,
+        "created_at": datetime.fromtimestamp(server.started, UTC).isoformat(),
+        "owned_by": "luce",
+        "context_length": model.context,
+        "max_model_len": model.context,
+        "max_output_tokens": model.context,
+        "capabilities": ["completion", *(["chat"] if model.chat is not None else [])],
+    }

@@ -1,0 +1,328 @@
+"""/v1/chat/completions: reply objects, streams, and every field that changes them."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+
+from tests.support.http_server import Running, running
+from tests.support.scripted_model import END, REPLY, saying, tokenizer
+
+CHAT = "/v1/chat/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+
+
+async def test_a_reply_has_the_documented_shape() -> None:
+    async with running() as here:
+        status, body, headers = await here.post(CHAT, {**HI, "model": "whatever"})
+        assert status == 200
+        assert re.fullmatch(r"chatcmpl-[0-9A-Za-z]{24}", body["id"])
+        assert body["object"] == "chat.completion" and body["model"] == "scripted"
+        assert body["system_fingerprint"] == "luce-0.1.0-0123abcd"
+        (choice,) = body["choices"]
+        assert choice["message"] == {"role": "assistant", "content": REPLY, "refusal": None}
+        assert choice["finish_reason"] == "stop" and choice["logprobs"] is None
+        details = choice["finish_details"]
+        assert details["cause"] == "eos" and details["stop"] is None and isinstance(details["seed"], int)
+        prompt = len("<|user\nhi|>\n<|assistant\n") - 4
+        assert prompt  # control tokens count once each
+        expected = 1 + len("user\nhi") + 1 + 1 + 1 + len("assistant\n")
+        produced = len(REPLY.encode()) + 1
+        assert body["usage"]["prompt_tokens"] == expected
+        assert body["usage"]["completion_tokens"] == produced
+        assert body["usage"]["total_tokens"] == expected + produced
+        assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+        timings = body["timings"]
+        assert timings["prompt_n"] == expected and timings["predicted_n"] == produced
+        assert timings["prompt_ms"] > 0 and timings["predicted_ms"] > 0 and timings["queue_ms"] >= 0
+        assert headers["server"].startswith("luce/") and int(headers["openai-processing-ms"]) >= 0
+
+
+async def test_a_stream_says_the_same_as_the_whole_reply() -> None:
+    async with running() as here:
+        whole = await here.chat()
+        events = await here.events(CHAT, {**HI, "stream_options": {"include_usage": True}})
+    assert len({(e["id"], e["created"], e["model"], e["object"]) for e in events}) == 1
+    assert events[0]["object"] == "chat.completion.chunk"
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    *deltas, end, usage = events[1:]
+    texts = [event["choices"][0]["delta"]["content"] for event in deltas]
+    assert "".join(texts) == REPLY and all(texts) and "\ufffd" not in "".join(texts)
+    assert end["choices"][0]["delta"] == {} and end["choices"][0]["finish_reason"] == "stop"
+    assert all(event["choices"][0]["finish_reason"] is None for event in deltas)
+    assert usage["choices"] == [] and usage["usage"] == whole["usage"]
+
+
+async def test_no_usage_chunk_unless_asked() -> None:
+    async with running() as here:
+        events = await here.events(CHAT, HI)
+        assert all("usage" not in event and event["choices"] for event in events)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+async def test_token_limits_say_length(field: str) -> None:
+    async with running() as here:
+        reply = await here.chat(**{field: 5})
+        assert reply["choices"][0]["finish_reason"] == "length"
+        assert reply["choices"][0]["finish_details"]["cause"] == "length"
+        assert reply["usage"]["completion_tokens"] == 5
+        events = await here.events(CHAT, {**HI, field: 5})
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        # Five bytes of the reply: the sixth would have completed nothing.
+        text = "".join(e["choices"][0]["delta"].get("content", "") for e in events)
+        assert text == reply["choices"][0]["message"]["content"] == REPLY.encode()[:5].decode()
+
+
+async def test_max_completion_tokens_wins() -> None:
+    async with running() as here:
+        assert (await here.chat(max_tokens=9, max_completion_tokens=3))["usage"]["completion_tokens"] == 3
+
+
+async def test_a_limit_beyond_the_context_ends_at_the_context() -> None:
+    async with running(model={"context": 64, "script": saying("x" * 9, end=False)}) as here:
+        reply = await here.chat(max_tokens=32000)
+        assert reply["choices"][0]["finish_reason"] == "length"
+        assert reply["choices"][0]["finish_details"]["cause"] == "context"
+        assert reply["usage"]["total_tokens"] == 64
+
+
+@pytest.mark.parametrize("stop", ["wör", ["zzz", "wör"]])
+async def test_stop_strings_cut_the_text(stop: Any) -> None:
+    async with running() as here:
+        reply = await here.chat(stop=stop)
+        assert reply["choices"][0]["message"]["content"] == "Héllo, "
+        assert reply["choices"][0]["finish_reason"] == "stop"
+        assert reply["choices"][0]["finish_details"] | {"seed": 0} == {
+            "cause": "stop",
+            "stop": "wör",
+            "seed": 0,
+            "thinking_tokens": 0,
+            "content_tokens": len("Héllo, wör".encode()),
+        }
+        events = await here.events(CHAT, {**HI, "stop": stop})
+        assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == "Héllo, "
+
+
+async def test_text_that_was_held_back_is_streamed_at_the_end() -> None:
+    async with running() as here:
+        events = await here.events(CHAT, {**HI, "stop": "!!"})
+        assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == REPLY
+        assert events[-1]["choices"][0]["delta"] == {}
+
+
+async def test_an_unfinished_character_becomes_a_replacement() -> None:
+    async with running() as here:
+        reply = await here.chat(max_tokens=2)
+        assert reply["choices"][0]["message"]["content"] == "H\ufffd"
+
+
+async def test_logprobs_come_with_their_tokens() -> None:
+    async with running() as here:
+        reply = await here.chat(logprobs=True, top_logprobs=5)
+        content = reply["choices"][0]["logprobs"]["content"]
+        assert len(content) == reply["usage"]["completion_tokens"]
+        assert bytes(b for entry in content for b in entry["bytes"]).decode() == REPLY
+        assert content[0]["token"] == "H" and content[-1]["token"] == "<|im_end|>"
+        for entry in content:
+            assert len(entry["top_logprobs"]) == 5
+            assert entry["top_logprobs"][0] == {k: entry[k] for k in ("token", "logprob", "bytes")}
+            assert 0 < sum(math.exp(top["logprob"]) for top in entry["top_logprobs"]) <= 1 + 1e-6
+        events = await here.events(CHAT, {**HI, "logprobs": True, "top_logprobs": 5})
+        streamed = [x for e in events for x in (e["choices"][0]["logprobs"] or {"content": []})["content"]]
+        assert streamed == content
+
+
+async def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
+    async with running() as here:
+        reply = await here.chat(logprobs=True, top_logprobs=3, max_tokens=1, logit_bias={str(ord("J")): 100})
+        (entry,) = reply["choices"][0]["logprobs"]["content"]
+        prompt = tokenizer_ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+        logits = [float(x) for x in here.model.backend.logits(prompt)]
+        total = math.log(sum(math.exp(x) for x in logits))
+        assert entry["token"] == "J"
+        assert entry["logprob"] == pytest.approx(logits[ord("J")] - total, abs=1e-4)
+        best = sorted(range(len(logits)), key=lambda i: -logits[i])[:3]
+        assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx(
+            [logits[i] - total for i in best], abs=1e-4
+        )
+
+
+def tokenizer_ids(text: str) -> list[int]:
+    specials = {"<|im_start|>": 256, "<|im_end|>": 257}
+    ids: list[int] = []
+    for piece in re.split(r"(<\|im_start\|>|<\|im_end\|>)", text):
+        ids += [specials[piece]] if piece in specials else list(piece.encode())
+    return ids
+
+
+async def test_logit_bias_bans_and_forces() -> None:
+    async with running() as here:
+        banned = await here.chat(logit_bias={str(ord("H")): -100}, max_tokens=1, return_token_ids=True)
+        assert banned["choices"][0]["token_ids"] != [ord("H")]
+        forced = await here.chat(logit_bias={str(ord("Q")): 100}, max_tokens=3)
+        assert forced["choices"][0]["message"]["content"] == "QQQ"
+
+
+async def test_a_seed_repeats_a_reply_and_is_reported() -> None:
+    async with running(model={"script": lambda history: None}) as here:
+        options = {"temperature": 2, "max_tokens": 20, "return_token_ids": True, "ignore_eos": True}
+        first, second = [await here.chat(seed=7, **options) for _ in range(2)]
+        assert first["choices"][0]["token_ids"] == second["choices"][0]["token_ids"]
+        assert first["choices"][0]["finish_details"]["seed"] == 7
+        third = await here.chat(**options)
+        again = await here.chat(seed=third["choices"][0]["finish_details"]["seed"], **options)
+        assert again["choices"][0]["token_ids"] == third["choices"][0]["token_ids"]
+        assert third["choices"][0]["token_ids"] != first["choices"][0]["token_ids"]
+        await here.chat(seed=-1, **options)
+
+
+@pytest.mark.parametrize("parallel, max_queue", [(4, 8), (1, 0)])
+async def test_n_replies_with_different_seeds(parallel: int, max_queue: int) -> None:
+    # With one slot and no queue the later replies follow the first one.
+    async with running(parallel=parallel, max_queue=max_queue, model={"script": lambda history: None}) as here:
+        options = {"temperature": 2, "max_tokens": 12, "return_token_ids": True, "ignore_eos": True, "seed": 3}
+        reply = await here.chat(n=3, **options)
+        assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+        ids = [choice["token_ids"] for choice in reply["choices"]]
+        assert len({tuple(i) for i in ids}) == 3
+        assert ids[0] == (await here.chat(**options))["choices"][0]["token_ids"]
+        assert reply["usage"]["completion_tokens"] == 36
+        events = await here.events(CHAT, {**HI, **options, "n": 3})
+        streamed: list[list[int]] = [[], [], []]
+        for event in events:
+            streamed[event["choices"][0]["index"]] += event["choices"][0].get("token_ids", [])
+        assert streamed == ids
+        assert sorted(e["choices"][0]["index"] for e in events if e["choices"][0]["finish_reason"]) == [0, 1, 2]
+
+
+async def test_ignore_eos_and_min_tokens() -> None:
+    async with running(model={"script": saying([END])}) as here:
+        assert (await here.chat())["usage"]["completion_tokens"] == 1
+        assert (await here.chat(ignore_eos=True, max_tokens=9))["usage"]["completion_tokens"] == 9
+        reply = await here.chat(min_tokens=4, max_tokens=9, return_token_ids=True)
+        assert END not in reply["choices"][0]["token_ids"][:4] and reply["usage"]["completion_tokens"] > 4
+
+
+async def test_stop_token_ids() -> None:
+    async with running() as here:
+        reply = await here.chat(stop_token_ids=[ord(",")], return_token_ids=True)
+        assert reply["choices"][0]["message"]["content"] == "Héllo"
+        assert reply["choices"][0]["finish_details"]["stop"] == ord(",")
+        assert reply["choices"][0]["token_ids"] == list("Héllo,".encode())
+        assert reply["choices"][0]["prompt_token_ids"][0] == 256
+
+
+async def test_timings_per_token_and_progress() -> None:
+    async with running(chunk=8) as here:
+        events = await here.events(CHAT, {**HI, "timings_per_token": True, "return_progress": True})
+        progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        total = progress[0]["total"]
+        assert [p["processed"] for p in progress] == [*range(8, total, 8), total]
+        counts = [event["timings"]["predicted_n"] for event in events if "timings" in event]
+        assert counts == sorted(counts) and counts[-1] >= len(REPLY)
+
+
+# --- messages
+
+
+async def prompt_text(here: Running, messages: list[dict[str, Any]], **fields: Any) -> str:
+    """The prompt that the model saw, control tokens by name."""
+    body = {"messages": messages, "max_tokens": 1, "temperature": 0, "return_token_ids": True, **fields}
+    status, reply, _ = await here.post(CHAT, body)
+    assert status == 200, reply
+    names = {256: b"<|im_start|>", 257: b"<|im_end|>"}
+    ids = reply["choices"][0]["prompt_token_ids"]
+    return b"".join(names.get(i) or bytes([i]) for i in ids).decode()
+
+
+def turns(*pairs: tuple[str, str]) -> str:
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in pairs) + "<|im_start|>assistant\n"
+
+
+async def test_roles_and_parts_reach_the_template() -> None:
+    async with running() as here:
+        messages = [
+            {"role": "developer", "content": "a"},
+            {"role": "system", "content": [{"type": "text", "text": "b"}]},
+            {"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "input_text", "text": "d"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]},
+            {"role": "tool", "tool_call_id": "1", "content": {"x": [1, 2]}},
+            {"role": "assistant"},
+            {"role": "assistant", "content": ""},
+        ]
+        expected = [("system", "a\n\nb"), ("user", "cd"), ("assistant", ""), ("tool", '{"x":[1,2]}')]
+        assert await prompt_text(here, messages) == turns(*expected, ("assistant", ""), ("assistant", ""))
+
+
+async def test_a_later_system_message_is_user_text_where_the_template_refuses_it() -> None:
+    async with running() as here:
+        messages = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+        assert await prompt_text(here, messages) == turns(("user", "a"), ("system", "b"))
+        refusing = await prompt_text(here, messages, chat_template_kwargs={"strict": True})
+        assert refusing == turns(("user", "a"), ("user", "System: b"))
+
+
+async def test_control_tokens_in_content_are_text() -> None:
+    async with running() as here:
+        body = {**HI, "messages": [{"role": "user", "content": "<|im_end|>"}], "return_token_ids": True}
+        _, reply, _ = await here.post(CHAT, {**body, "max_tokens": 1})
+        assert reply["choices"][0]["prompt_token_ids"].count(END) == 1
+
+
+async def test_surrogates_and_nul_in_content() -> None:
+    async with running() as here:
+        content = rb"a\ud83d\u0000b\ud83d\ude00\\ud83d"
+        raw = b'{"messages":[{"role":"user","content":"%s"}],"return_token_ids":true}' % content
+        status, reply, _ = await here.post(CHAT, raw)
+        assert status == 200
+        text = bytes(i for i in reply["choices"][0]["prompt_token_ids"] if i < 256).decode()
+        assert text == "user\na\ufffdb\U0001f600\\ud83d\nassistant\n"
+
+
+async def test_tools_are_shown_to_the_template_and_none_hides_them() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    async with running() as here:
+        hi = HI["messages"]
+        shown = await prompt_text(here, hi, tools=tools, tool_choice="auto")
+        assert shown.startswith('<|im_start|>tools\n[{"type": "function", "function": {"name": "f"}}')
+        plain = turns(("user", "hi"))
+        assert await prompt_text(here, hi, tools=tools, tool_choice="none") == plain
+        assert await prompt_text(here, hi, tools=[], tool_choice="required") == plain
+        assert await prompt_text(here, hi, functions=[{"name": "f"}], function_call="none") == plain
+        assert '"f"' in await prompt_text(here, hi, functions=[{"name": "f"}])
+        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tools[1]]}}
+        some = await prompt_text(here, hi, tools=tools, tool_choice=allowed)
+        assert '"g"' in some and '"f"' not in some
+
+
+async def test_sampling_aliases_and_ignored_fields_are_accepted() -> None:
+    async with running() as here:
+        await here.chat(repeat_penalty=1.1, rep_window=64, min_p=0.1, top_k=20, top_p=0.9, frequency_penalty=1)
+        await here.chat(
+            store=True,
+            metadata={"a": "b"},
+            service_tier="auto",
+            user="u",
+            reasoning_effort="low",
+            reasoning={"effort": "low"},
+            parallel_tool_calls=False,
+            response_format={"type": "text"},
+            prefix_cache={"scope": "off"},
+            modalities=["text"],
+            prediction={"content": "x"},
+            typical_p=1,
+            priority=3,
+            stop=None,
+            seed=None,
+        )
+        before = await here.metric("luce_unknown_field_total")
+        assert before == 0
+        await here.chat(this_is_new=1, and_this={"deep": []})
+        assert await here.metric("luce_unknown_field_total") == 2
+
+
+def test_the_byte_tokenizer_is_one() -> None:
+    assert tokenizer().encode("é<|im_end|>", specials=True) == [0xC3, 0xA9, END]

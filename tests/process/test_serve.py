@@ -1,0 +1,259 @@
+"""`python -m luce serve` as a process: its life as systemd sees it, signals, and exit statuses."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "tests" / "reference" / "qwen3-a-F32.gguf"
+CHAT = "/v1/chat/completions"
+ENDLESS = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True, "temperature": 0}
+
+# What a service manager does before it starts a service: the listening socket as descriptor 3.
+ACTIVATE = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1")
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+class Child:
+    """A server process, its log, and what it told the service manager."""
+
+    def __init__(self, process: subprocess.Popen[str], notify: socket.socket) -> None:
+        self.process = process
+        self._notify = notify
+        self.lines: list[str] = []
+        self._port: int | None = None
+        self._open: list[http.client.HTTPConnection | http.client.HTTPResponse] = []
+        self._listening = threading.Event()
+        assert process.stderr is not None
+        self._reader = threading.Thread(target=self._read, args=(process.stderr,))
+        self._reader.start()
+
+    def _read(self, stderr: IO[str]) -> None:
+        for line in stderr:
+            self.lines.append(line)
+            if found := re.search(r"listening url=http://127\.0\.0\.1:(\d+)", line):
+                self._port = int(found[1])
+                self._listening.set()
+        self._listening.set()
+
+    def close(self) -> None:
+        """Kill it if it still runs, and close what belongs to it."""
+        self.process.kill()
+        self.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        for item in self._open:
+            item.close()
+
+    @property
+    def port(self) -> int:
+        assert self._listening.wait(60) and self._port is not None, "".join(self.lines)
+        return self._port
+
+    def told(self, wanted: str) -> list[str]:
+        """Datagrams until one that has the wanted line."""
+        seen = []
+        while True:
+            seen.append(self._notify.recv(4096).decode())
+            if wanted in seen[-1].splitlines():
+                return seen
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        status = self.process.wait(60)
+        self._reader.join()
+        return status
+
+    @property
+    def log(self) -> str:
+        return "".join(self.lines)
+
+    def request(self, path: str, body: Any = None, key: str = "") -> http.client.HTTPResponse:
+        """A reply whose head has been read."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = None if body is None else json.dumps(body).encode()
+        connection.request("GET" if body is None else "POST", path, data, {"x-api-key": key} if key else {})
+        self._open.append(connection)
+        response = connection.getresponse()
+        self._open.append(response)
+        return response
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Any]:
+    """Starts servers with a service manager's socket; kills what is left of them."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*flags: str, model: Path = MODEL, inherit: socket.socket | None = None, **env: str) -> Child:
+            notify = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            notify.bind(str(tmp_path / f"notify-{notify.fileno()}"))
+            notify.settimeout(60)
+            verb = ["-m", "luce", "serve", str(model), "--target-devices", "cpu:0", "--port", "0", *flags]
+            lead = [sys.executable] if inherit is None else [sys.executable, "-c", ACTIVATE, str(inherit.fileno())]
+            process = subprocess.Popen(
+                [*lead, *verb],
+                cwd=ROOT,
+                env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NOTIFY_SOCKET": notify.getsockname(), **env},
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=[] if inherit is None else [inherit.fileno()],
+            )
+            child = Child(process, notify)
+            stack.callback(child.close)
+            return child
+
+        yield start
+
+
+def await_token(response: http.client.HTTPResponse) -> None:
+    """Read a stream up to its first token: the sequence runs then, it does not wait."""
+    for _ in range(4):  # the opening chunk, the first token, and the empty lines behind them
+        response.readline()
+
+
+def last_event(response: http.client.HTTPResponse) -> tuple[dict[str, Any], int]:
+    """The last event of a stream before [DONE], and the number of events."""
+    events = [event for event in response.read().decode().split("\n\n") if event.startswith("data: ")]
+    assert events[-1] == "data: [DONE]"
+    return json.loads(events[-2][6:]), len(events)
+
+
+def test_a_life_under_systemd(serve: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
+    child = serve("--api-key-file", str(keys), WATCHDOG_USEC="400000")
+    states = child.told("READY=1")
+    assert any("EXTEND_TIMEOUT_USEC=" in state for state in states[:-1])
+    assert not any("WATCHDOG=1" in state for state in states)
+    child.told("WATCHDOG=1")
+    child.told("WATCHDOG=1")
+    assert child.request("/health").status == 200
+    assert child.request("/v1/models").status == 401
+
+    body = {**ENDLESS, "stream": False, "max_tokens": 5}
+    response = child.request(CHAT, body, key="one")
+    reply = json.loads(response.read())
+    assert response.status == 200 and reply["usage"]["completion_tokens"] == 5
+
+    keys.write_text("two\n")
+    child.send(signal.SIGHUP)
+    assert "MONOTONIC_USEC=" in child.told("RELOADING=1")[-1]
+    child.told("READY=1")
+    assert child.request("/v1/models", key="one").status == 401
+    assert child.request("/v1/models", key="two").status == 200
+    keys.write_text("")
+    child.send(signal.SIGHUP)
+    child.told("RELOADING=1")
+    child.told("READY=1")
+    assert child.request("/v1/models", key="two").status == 200
+
+    child.send(signal.SIGTERM)
+    child.told("STOPPING=1")
+    assert child.wait() == 0, child.log
+    assert re.search(r"request id=req_\w+ |request route=/v1/chat/completions status=200", child.log)
+    assert "stream=0 prompt=" in child.log and "out=5" in child.log and "Traceback" not in child.log
+    assert "the keys stay as they were" in child.log and "two" not in child.log
+
+
+def test_sigterm_lets_running_requests_finish(serve: Any) -> None:
+    child = serve("--parallel", "1", "--drain-seconds", "60")
+    child.told("READY=1")
+    running = child.request(CHAT, {**ENDLESS, "max_tokens": 400})
+    assert running.status == 200
+    await_token(running)
+    waiting = child.request(CHAT, {**ENDLESS, "max_tokens": 5})  # a stream's head comes while it is queued
+    child.send(signal.SIGTERM)
+    child.told("STOPPING=1")
+    error, _ = last_event(waiting)
+    assert error["error"]["code"] == "draining"
+    with contextlib.suppress(ConnectionError):  # once the running one has ended nobody listens any more
+        late = child.request(CHAT, {**ENDLESS, "stream": False})
+        assert late.status == 503 and late.getheader("Retry-After")
+        assert json.loads(late.read())["error"]["code"] == "draining"
+    end, _ = last_event(running)
+    assert end["choices"][0]["finish_details"]["cause"] == "length"
+    assert end["choices"][0]["finish_details"]["content_tokens"] == 400
+    assert child.wait() == 0 and "Traceback" not in child.log, child.log
+
+
+def test_what_outlives_the_drain_time_ends_with_its_text(serve: Any) -> None:
+    child = serve("--drain-seconds", "0.2")
+    child.told("READY=1")
+    running = child.request(CHAT, ENDLESS)
+    await_token(running)
+    child.send(signal.SIGTERM)
+    end, _ = last_event(running)
+    assert end["choices"][0]["finish_reason"] == "length"
+    assert end["choices"][0]["finish_details"]["cause"] == "shutdown"
+    assert child.wait() == 0 and "Traceback" not in child.log, child.log
+
+
+def test_a_second_signal_does_not_wait(serve: Any) -> None:
+    child = serve("--drain-seconds", "3600", "--max-ctx", "4096")
+    child.told("READY=1")
+    running = child.request(CHAT, ENDLESS)
+    await_token(running)
+    child.send(signal.SIGTERM)
+    child.told("STOPPING=1")
+    child.send(signal.SIGINT)
+    assert child.wait() == 0 and "Traceback" not in child.log, child.log
+    with contextlib.suppress(http.client.IncompleteRead):
+        assert b'"cause":"context"' not in running.read()
+
+
+def test_it_answers_and_can_be_stopped_while_loading(serve: Any, tmp_path: Path) -> None:
+    # Opening a pipe that nobody writes to takes for ever.
+    pipe = tmp_path / "template"
+    os.mkfifo(pipe)
+    child = serve("--chat-template", str(pipe))
+    response = child.request("/health")
+    assert response.status == 503 and json.loads(response.read())["status"] == "loading"
+    assert child.request(CHAT, ENDLESS).status == 503
+    child.send(signal.SIGTERM)
+    assert child.wait() == 0 and "Traceback" not in child.log, child.log
+
+
+def test_a_socket_from_the_manager(serve: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        child = serve(inherit=sock)
+        child.told("READY=1")
+        assert child.port == sock.getsockname()[1] and child.request("/health").status == 200
+        child.send(signal.SIGINT)
+        assert child.wait() == 0, child.log
+
+
+def test_exit_statuses(serve: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + b"\xff" * 64)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            (serve(model=broken), 3, str(broken)),
+            (serve("--max-ctx", "many"), 2, "--max-ctx"),
+            (serve("--api-key-file", str(tmp_path / "none")), 2, "--api-key-file"),
+            (serve("--port", str(port)), 5, f"--port {port}"),
+        ]
+        for child, status, named in cases:
+            assert child.wait() == status, child.log
+            assert child.lines[-1].startswith("luce: ") and named in child.lines[-1]
+            assert "Traceback" not in child.log

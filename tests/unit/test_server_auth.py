@@ -1,0 +1,67 @@
+"""Where keys come from, and what is kept when a file goes bad."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from luce.config import Config
+from luce.errors import AuthError, UsageError
+from luce.server.auth import Keys, is_loopback
+
+
+def accepts(keys: Keys, key: str) -> bool:
+    try:
+        keys.check({"x-api-key": key})
+    except AuthError:
+        return False
+    return True
+
+
+def test_without_any_key_everybody_may() -> None:
+    assert not Keys(Config()).required and accepts(Keys(Config()), "x")
+
+
+def test_a_credential_of_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "api-keys").write_text("a:one\ntwo\n")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    keys = Keys(Config())
+    assert keys.required and accepts(keys, "one") and accepts(keys, "two") and not accepts(keys, "a:one")
+
+
+@pytest.mark.parametrize("content", [None, b"", b"# only this\n", b"name:\n", b"::\n"])
+def test_a_file_without_keys_never_opens_the_server(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"good\n")
+    keys = Keys(Config(api_key_file=file))
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError, match="--api-key-file"):
+        keys.reload()
+    assert accepts(keys, "good") and not accepts(keys, "")
+    with pytest.raises(UsageError, match="--api-key-file"):
+        Keys(Config(api_key_file=file))
+
+
+def test_keys_may_be_any_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"k\xff\xfe\r\n")
+    keys = Keys(Config(api_key_file=file))
+    assert accepts(keys, b"k\xff\xfe".decode(errors="surrogateescape")) and not accepts(keys, "k")
+
+
+def test_keys_are_not_kept_in_plain_text() -> None:
+    keys = Keys(Config(api_key=("sesame-open",)))
+    assert "sesame" not in repr(vars(keys))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
+def test_addresses_of_this_machine(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", ""])
+def test_addresses_that_others_reach(host: str) -> None:
+    assert not is_loopback(host)
