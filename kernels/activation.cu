@@ -8,20 +8,20 @@ LUCE_FN float gelu(float x) {
     return 0.5f * x * (1.0f + tanhf(root * (x + 0.044715f * x * x * x)));
 }
 
-extern "C" __global__ void gated_silu(float* __restrict__ out, const float* __restrict__ gate_up, const i64 stride,
+extern "C" __global__ void gated_silu(float* __restrict__ out, const float* __restrict__ gate,
+                                      const i64 gate_stride, const float* __restrict__ up, const i64 up_stride,
                                       const int f) {
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= f) return;
-    const float* gate = gate_up + blockIdx.x * stride;
-    out[(i64)blockIdx.x * f + i] = silu(gate[i]) * gate[f + i];
+    out[(i64)blockIdx.x * f + i] = silu(gate[blockIdx.x * gate_stride + i]) * up[blockIdx.x * up_stride + i];
 }
 
-extern "C" __global__ void gated_gelu(float* __restrict__ out, const float* __restrict__ gate_up, const i64 stride,
+extern "C" __global__ void gated_gelu(float* __restrict__ out, const float* __restrict__ gate,
+                                      const i64 gate_stride, const float* __restrict__ up, const i64 up_stride,
                                       const int f) {
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= f) return;
-    const float* gate = gate_up + blockIdx.x * stride;
-    out[(i64)blockIdx.x * f + i] = gelu(gate[i]) * gate[f + i];
+    out[(i64)blockIdx.x * f + i] = gelu(gate[blockIdx.x * gate_stride + i]) * up[blockIdx.x * up_stride + i];
 }
 
 extern "C" __global__ void sigmoid_gate(float* __restrict__ out, const float* __restrict__ x,
@@ -32,6 +32,40 @@ extern "C" __global__ void sigmoid_gate(float* __restrict__ out, const float* __
     float z = gate[blockIdx.x * row_stride + i / d * head_stride + i % d];
     i64 at = (i64)blockIdx.x * heads * d + i;
     out[at] = x[at] / (1.0f + expf(-z));
+}
+
+// log(1 + e^x), x itself where e^x would swamp the 1.
+LUCE_FN float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+extern "C" __global__ void softplus_gate(float* __restrict__ out, const float* __restrict__ x,
+                                         const float* __restrict__ gate, const i64 row_stride, const i64 head_stride,
+                                         const int each, const int heads, const int d) {
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= heads * d) return;
+    int element = each == 1 ? 0 : i % d;
+    float z = gate[blockIdx.x * row_stride + i / d * head_stride + element];
+    i64 at = (i64)blockIdx.x * heads * d + i;
+    out[at] = x[at] * softplus(z);
+}
+
+extern "C" __global__ void add_gated(float* __restrict__ x, const float* __restrict__ delta,
+                                     const float* __restrict__ gate, const i64 gate_stride, const int d) {
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= d) return;
+    i64 at = (i64)blockIdx.x * d + i;
+    x[at] += delta[at] / (1.0f + expf(-gate[blockIdx.x * gate_stride]));
+}
+
+extern "C" __global__ void scale(float* __restrict__ x, const float factor, const int d) {
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i < d) x[(i64)blockIdx.x * d + i] *= factor;
+}
+
+extern "C" __global__ void softcap(float* __restrict__ x, const float cap, const int d) {
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= d) return;
+    i64 at = (i64)blockIdx.x * d + i;
+    x[at] = cap * tanhf(x[at] / cap);
 }
 
 extern "C" __global__ void add(float* __restrict__ x, const i64 x_stride, const float* __restrict__ delta,

@@ -5,7 +5,7 @@
 // slow in double do not mind, it is `half` angles per row and step.
 extern "C" __global__ void rope_table(float2* __restrict__ table, const int* __restrict__ positions,
                                       const int position_stride, const double* __restrict__ frequencies,
-                                      const int* __restrict__ axes, const int half) {
+                                      const int* __restrict__ axes, const int half, const float magnitude) {
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= half) return;
     // One position per row serves all axes.
@@ -14,8 +14,8 @@ extern "C" __global__ void rope_table(float2* __restrict__ table, const int* __r
     double s, c;
     sincos(angle, &s, &c);
     float2 turn;
-    turn.x = (float)c;
-    turn.y = (float)s;
+    turn.x = (float)(c * magnitude);
+    turn.y = (float)(s * magnitude);
     table[(i64)blockIdx.x * half + i] = turn;
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from luce.backend.local import LocalShard
-from luce.backend.plan import pages_for, split_layers, state_bytes
+from luce.backend.plan import pages_for, plan_layers, state_bytes
 from luce.backend.shard import Shard
 from luce.errors import OutOfMemoryError
 from luce.gguf.reader import GGUFFile
@@ -44,7 +44,7 @@ class LayerSplitBackend:
         self.pages = tuple(slots * pages_for(window, context, chunk) for window in self.windows)
         self._shards: list[Shard] = []
         try:
-            ranges = split_layers(len(spec.blocks), len(devices), weights)
+            ranges = plan_layers(spec, len(devices), weights)
             for layers, device in zip(ranges, devices, strict=True):
                 self._check_memory(file, layers, device)
                 self._shards.append(LocalShard(file, spec, layers, device, pages=self.pages, slots=slots))

@@ -15,6 +15,7 @@ from luce.layers.block import Residual
 from luce.layers.build import LayerBuilder
 from luce.layers.state import DeltaState, KVPool
 from luce.models.spec import ModelSpec
+from luce.ops.embedding import take_rows
 from luce.ops.sample import argmax
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, DeviceStep, Output, Step
@@ -37,6 +38,8 @@ class LocalShard:
         builder = LayerBuilder(file, spec, device, pages=pages, slots=slots)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._blocks = {index: builder.block(index) for index in layers}
+        self._per_layer = builder.per_layer() if spec.per_layer else None
+        self._borrowing = {index for index in layers if spec.donor(index) is not None}
         self._head = builder.head() if layers.stop == len(spec.blocks) else None
         device.synchronize()
         sizes = state_bytes(device, spec, layers)
@@ -47,15 +50,22 @@ class LocalShard:
     def forward(self, step: Step, hidden: Array | None) -> Array | Output:
         on_device = DeviceStep(self.device, step)
         if self._embedding is not None:
-            stream = self._embedding(on_device)
+            handed = self._embedding(on_device)
+            if self._per_layer is not None and self._head is None:
+                twice = np.tile(np.arange(step.rows, dtype=np.int32), 2)
+                handed = take_rows(self.device, handed, self.device.upload(twice))
         elif hidden is None:
             raise BackendError(f"shard {self.info.layers} on {self.info.device}: no activation was handed over")
         else:
-            stream = Residual(self.device, hidden)
+            handed = hidden
+        stream = Residual(self.device, handed[: step.rows])
+        if self._per_layer is not None:
+            stream.inputs = self._per_layer(handed[-step.rows :], on_device)
         for block in self._blocks.values():
             block(stream, on_device)
         if self._head is None:
-            return stream.settle()
+            stream.settle()
+            return handed
         if not len(step.wanted):
             return Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
         logits = self._head(stream, on_device)
@@ -89,6 +99,8 @@ class LocalShard:
 
     def _states(self) -> Iterator[tuple[int, str, Array]]:
         for index, block in self._blocks.items():
+            if index in self._borrowing:
+                continue
             state = block.mixer.state
             if isinstance(state, KVPool):
                 yield index, f"blk.{index}.k", state.k

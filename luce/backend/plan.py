@@ -38,6 +38,22 @@ def split_layers(layers: int, devices: int, weights: Sequence[float] = ()) -> tu
     return tuple(ranges)
 
 
+def plan_layers(spec: ModelSpec, devices: int, weights: Sequence[float] = ()) -> tuple[range, ...]:
+    """The layers of each device: split_layers, with layers that borrow keys and values on the device of their donors.
+
+    A boundary behind the first donor moves to it. Raises UsageError if two boundaries meet there.
+    """
+    ranges = split_layers(len(spec.blocks), devices, weights)
+    starts = [min(r.start, spec.first_donor) for r in ranges]
+    if len(set(starts)) < len(starts):
+        raise UsageError(
+            f"--target-layer-split: layers {spec.first_donor}..{len(spec.blocks) - 1} share keys and values: "
+            f"give the last of {devices} devices at least these",
+            param="target_layer_split",
+        )
+    return tuple(range(a, b) for a, b in zip(starts, [*starts[1:], len(spec.blocks)], strict=True))
+
+
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes that a device needs beside weights: of one page in each page group, and of one sequence's slot."""
@@ -52,6 +68,8 @@ def state_bytes(device: Device, spec: ModelSpec, layers: range) -> StateBytes:
     slot = 0
     for layer in layers:
         mixer = spec.blocks[layer].mixer
+        if spec.donor(layer) is not None:
+            continue
         if isinstance(mixer, Attention):
             page[spec.page_groups.index(PageGroup(mixer.window))] += KVPool.page_bytes(device, mixer)
         else:

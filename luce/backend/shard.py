@@ -37,7 +37,8 @@ class Shard(Protocol):
     def forward(self, step: Step, hidden: Array | None) -> Array | Output:
         """Run the layers on a step's rows. `hidden` float32 [rows, H] may be overwritten; None for the first shard.
 
-        The last shard returns Output, others float32 [rows, H].
+        The last shard returns Output, others float32 [rows, H]. Models with per-layer embeddings hand on [2 rows, H]:
+        the stream, then the scaled token embeddings that every shard derives its layers' inputs from.
         """
 
     def save(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from luce.layers.rotary import Rotary
 from luce.layers.state import KVPool
 from luce.models.spec import Attention
-from luce.ops.activation import sigmoid_gate
+from luce.ops.activation import sigmoid_gate, softplus_gate
 from luce.ops.attention import attention, write_kv
 from luce.ops.matmul import matmul
 from luce.ops.norm import head_rms_norm
@@ -14,10 +16,20 @@ from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
 
 
-class AttentionLayer:
-    """out(attention(rope(norm(q)), rope(norm(k)), v)), times sigmoid(gate) where the spec says so.
+@dataclass(frozen=True)
+class HeadNorms:
+    """Weights float32 [head_dim] of the norms of query, key and value heads."""
 
-    `qkv` stacks attn_q, attn_k, attn_v; `norms` are the query and key head norms, or None.
+    query: Array | None = None
+    key: Array | None = None
+    value: Array | None = None
+
+
+class AttentionLayer:
+    """out(attention(rope(norm(q)), rope(norm(k)), v)), times a gate where the spec says so.
+
+    `inputs` stacks attn_q, attn_k, attn_v and, with an output gate, attn_gate; only attn_q where the spec names a
+    donor, whose pool `pool` then is. `norms` are the query, key and value head norms, each where there is one.
     """
 
     def __init__(
@@ -25,9 +37,9 @@ class AttentionLayer:
         device: Device,
         spec: Attention,
         *,
-        qkv: Weight,
+        inputs: Weight,
         out: Weight,
-        norms: tuple[Array, Array] | None,
+        norms: HeadNorms,
         eps: float,
         rotary: Rotary,
         pool: KVPool,
@@ -35,7 +47,7 @@ class AttentionLayer:
     ) -> None:
         self._device = device
         self._spec = spec
-        self._qkv = qkv
+        self._inputs = inputs
         self._out = out
         self._norms = norms
         self._eps = eps
@@ -46,19 +58,26 @@ class AttentionLayer:
     def __call__(self, y: Array, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         device, spec, rows, d = self._device, self._spec, y.shape[0], self._spec.head_dim
-        width = d * (2 if spec.gated else 1)
+        width = d * (2 if spec.query_gate else 1)
         split = spec.heads * width
-        fused = matmul(device, y, self._qkv)
+        fused = matmul(device, y, self._inputs)
         q = fused[:, :split].reshape(rows, spec.heads, width)
-        k = fused[:, split : split + spec.kv_heads * d].reshape(rows, spec.kv_heads, d)
-        v = fused[:, split + spec.kv_heads * d :].reshape(rows, spec.kv_heads, d)
         q, gate = q[..., :d], q[..., d:]
-        if self._norms is not None:
-            head_rms_norm(device, q, self._norms[0], self._eps)
-            head_rms_norm(device, k, self._norms[1], self._eps)
-        self._rotary(step, q, k)
+        if self._norms.query is not None:
+            head_rms_norm(device, q, self._norms.query, self._eps)
         view = step.views[self._group]
-        write_kv(device, k, v, self.state.k, self.state.v, view.dest)
+        if spec.donor is None:
+            kv = spec.kv_heads * d
+            k = fused[:, split : split + kv].reshape(rows, spec.kv_heads, d)
+            v = fused[:, split + kv : split + 2 * kv].reshape(rows, spec.kv_heads, d)
+            if self._norms.key is not None:
+                head_rms_norm(device, k, self._norms.key, self._eps)
+            if self._norms.value is not None:
+                head_rms_norm(device, v, self._norms.value, self._eps)
+            self._rotary(step, q, k)
+            write_kv(device, k, v, self.state.k, self.state.v, view.dest)
+        else:
+            self._rotary(step, q)
         mixed = attention(
             device,
             q,
@@ -70,5 +89,11 @@ class AttentionLayer:
             scale=spec.scale,
             window=spec.window,
         )
-        mixed = sigmoid_gate(device, mixed, gate) if spec.gated else mixed.reshape(rows, spec.heads * d)
+        if spec.query_gate:
+            mixed = sigmoid_gate(device, mixed, gate)
+        elif spec.output_gate:
+            gate = fused[:, split + 2 * spec.kv_heads * d :].reshape(rows, spec.heads, spec.output_gate)
+            mixed = softplus_gate(device, mixed, gate)
+        else:
+            mixed = mixed.reshape(rows, spec.heads * d)
         return matmul(device, mixed, self._out)

@@ -1,4 +1,4 @@
-"""Pre-norm blocks and the model's two ends."""
+"""Pre-norm and sandwich-norm blocks, and the model's two ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from luce.layers.attention import AttentionLayer
 from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.mlp import GatedMLPLayer
-from luce.ops.activation import add
+from luce.layers.moe import MoELayer
+from luce.models.spec import Activation
+from luce.ops.activation import add, gated_activation, scale, softcap
 from luce.ops.embedding import embed, take_rows
 from luce.ops.matmul import matmul
 from luce.ops.norm import add_rms_norm, rms_norm
@@ -19,11 +21,12 @@ from luce.runtime.step import DeviceStep
 @dataclass
 class Residual:
     """The residual stream: x float32 [rows, hidden], and a delta still to be added to it, so that the addition can be
-    fused with the next norm."""
+    fused with the next norm. `inputs` float32 [rows, layers, per_layer] in models with per-layer embeddings."""
 
     device: Device
     x: Array
     delta: Array | None = None
+    inputs: Array | None = None
 
     def norm(self, weight: Array, eps: float) -> Array:
         """rms(x + delta) * weight, leaving the sum in x."""
@@ -48,7 +51,7 @@ class PreNormBlock:
     mixer_norm: Array
     mixer: AttentionLayer | DeltaNetLayer
     ffn_norm: Array
-    ffn: GatedMLPLayer
+    ffn: GatedMLPLayer | MoELayer
     eps: float
 
     def __call__(self, stream: Residual, step: DeviceStep) -> None:
@@ -58,15 +61,85 @@ class PreNormBlock:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Experts beside a dense MLP: both results get a norm before they are added. The router reads the stream through a
+    norm of its own, whose weight includes its 1/sqrt(hidden)."""
+
+    router_norm: Array
+    norm: Array
+    moe: MoELayer
+    dense_post_norm: Array
+    post_norm: Array
+
+
+@dataclass(frozen=True)
+class PerLayerMix:
+    """x += norm(out(act(gate x) * this layer's input))."""
+
+    index: int
+    gate: Weight
+    out: Weight
+    post_norm: Array
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class SandwichBlock:
+    """x += norm(mixer(norm(x))); x += norm(ffn(norm(x))), with experts beside the MLP and per-layer inputs after it
+    where the model has them; x *= scale."""
+
+    mixer_norm: Array
+    mixer: AttentionLayer
+    mixer_post_norm: Array
+    ffn_norm: Array
+    ffn: GatedMLPLayer
+    experts: Experts | None
+    ffn_post_norm: Array
+    per_layer: PerLayerMix | None
+    scale: float
+    eps: float
+
+    def __call__(self, stream: Residual, step: DeviceStep) -> None:
+        """Advance the stream by this block."""
+        device, eps = stream.device, self.eps
+        mixed = self.mixer(stream.norm(self.mixer_norm, eps), step)
+        stream.delta = rms_norm(device, mixed, self.mixer_post_norm, eps)
+        dense = self.ffn(stream.norm(self.ffn_norm, eps))
+        if self.experts is not None:
+            dense = self._beside(device, self.experts, stream.x, dense)
+        stream.delta = rms_norm(device, dense, self.ffn_post_norm, eps)
+        if self.per_layer is not None:
+            mix = self.per_layer
+            assert stream.inputs is not None
+            gate = matmul(device, stream.settle(), mix.gate)
+            inner = gated_activation(device, gate, stream.inputs[:, mix.index], mix.activation)
+            stream.delta = rms_norm(device, matmul(device, inner, mix.out), mix.post_norm, eps)
+        scale(device, stream.settle(), self.scale)
+
+    def _beside(self, device: Device, experts: Experts, x: Array, dense: Array) -> Array:
+        eps = self.eps
+        chosen = experts.moe(
+            rms_norm(device, x, experts.norm, eps), routed_by=rms_norm(device, x, experts.router_norm, eps)
+        )
+        both = rms_norm(device, dense, experts.dense_post_norm, eps)
+        add(device, both, rms_norm(device, chosen, experts.post_norm, eps))
+        return both
+
+
+@dataclass(frozen=True)
 class Embedding:
     """The first shard's entry: token ids to rows."""
 
     device: Device
     table: Weight
+    scale: float
 
-    def __call__(self, step: DeviceStep) -> Residual:
-        """The stream before block 0."""
-        return Residual(self.device, embed(self.device, self.table, step.tokens))
+    def __call__(self, step: DeviceStep) -> Array:
+        """The rows before block 0: float32 [rows, hidden]."""
+        x = embed(self.device, self.table, step.tokens)
+        if self.scale != 1:
+            scale(self.device, x, self.scale)
+        return x
 
 
 @dataclass(frozen=True)
@@ -77,8 +150,12 @@ class Head:
     norm: Array
     weight: Weight
     eps: float
+    softcap: float
 
     def __call__(self, stream: Residual, step: DeviceStep) -> Array:
         """float32 [wanted, vocab]."""
         rows = take_rows(self.device, stream.settle(), step.wanted)
-        return matmul(self.device, rms_norm(self.device, rows, self.norm, self.eps), self.weight)
+        logits = matmul(self.device, rms_norm(self.device, rows, self.norm, self.eps), self.weight)
+        if self.softcap:
+            softcap(self.device, logits, self.softcap)
+        return logits

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luce.errors import UnsupportedError
 from luce.gguf.quants import dequantize
 from luce.gguf.reader import GGUFFile
-from luce.layers.attention import AttentionLayer
-from luce.layers.block import Embedding, Head, PreNormBlock
+from luce.layers.attention import AttentionLayer, HeadNorms
+from luce.layers.block import Embedding, Experts, Head, PerLayerMix, PreNormBlock, SandwichBlock
 from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.mlp import GatedMLPLayer
+from luce.layers.moe import MoELayer
+from luce.layers.per_layer import PerLayerInputs
 from luce.layers.rotary import Rotary
 from luce.layers.state import DeltaState, KVPool
 from luce.layers.weights import WeightLoader
-from luce.models.spec import Attention, GatedDeltaNet, GatedMLP, ModelSpec, Rope
-from luce.ops.weight import Weight
-from luce.runtime.device import Device
+from luce.models import spec as models
+from luce.models.spec import Attention, Block, GatedDeltaNet, GatedMLP, ModelSpec, MoE, Rope
+from luce.runtime.device import Array, Device
 
 EMBEDDING = "token_embd.weight"
 
@@ -33,63 +36,134 @@ class LayerBuilder:
         self._pages = pages
         self._slots = slots
         self._rotaries: dict[Rope, Rotary] = {}
+        self._pools: dict[int, KVPool] = {}
         self.weights = WeightLoader(file, device)
 
     def embedding(self) -> Embedding:
         """The entry of the first shard."""
-        return Embedding(self._device, self._table(EMBEDDING))
+        table = self.weights.table(EMBEDDING, self._spec.hidden, self._spec.vocab)
+        return Embedding(self._device, table, self._spec.embedding_scale)
 
     def head(self) -> Head:
         """The exit of the last shard; a tied head shares the embedding's weight if both are on this device."""
         norm = self.weights.vector("output_norm.weight", self._spec.hidden)
-        table = self._table(EMBEDDING if self._spec.tied_head else "output.weight")
-        return Head(self._device, norm, table, self._spec.norm_eps)
+        name = EMBEDDING if self._spec.tied_head else "output.weight"
+        weight = self.weights.matrix([name], self._spec.hidden, [self._spec.vocab])
+        return Head(self._device, norm, weight, self._spec.norm_eps, self._spec.logit_softcap)
 
-    def block(self, index: int) -> PreNormBlock:
+    def per_layer(self) -> PerLayerInputs:
+        """What makes the inputs of all layers out of tokens and their embeddings."""
+        spec, layers = self._spec, len(self._spec.blocks)
+        width = layers * spec.per_layer
+        return PerLayerInputs(
+            self._device,
+            layers=layers,
+            table=self.weights.table("per_layer_token_embd.weight", width, spec.vocab),
+            projection=self.weights.matrix(["per_layer_model_proj.weight"], spec.hidden, [width]),
+            norm=self.weights.vector("per_layer_proj_norm.weight", spec.per_layer),
+            eps=spec.norm_eps,
+        )
+
+    def block(self, index: int) -> PreNormBlock | SandwichBlock:
         """Block `index` of the spec. Raises UnsupportedError if the file holds tensors of it that the family lacks."""
         spec = self._spec.blocks[index]
+        built = self._pre_norm(index, spec) if isinstance(spec, Block) else self._sandwich(index, spec)
+        unused = set()
+        if isinstance(spec.mixer, Attention) and spec.mixer.donor is not None:
+            # Some files keep the projections that a borrowing layer was trained with and never uses.
+            unused = {_name(index, part) for part in ("attn_k", "attn_v", "attn_k_norm")}
+        prefix = f"blk.{index}."
+        for name in self._file.tensors:
+            if name.startswith(prefix) and name not in self.weights.used and name not in unused:
+                raise UnsupportedError(f"{self._file.paths[0]}: tensor {name} is unknown to family {self._spec.family}")
+        return built
+
+    def _pre_norm(self, index: int, spec: Block) -> PreNormBlock:
         mixer: AttentionLayer | DeltaNetLayer
         if isinstance(spec.mixer, Attention):
             mixer = self._attention(index, spec.mixer)
         else:
             mixer = self._delta_net(index, spec.mixer)
-        block = PreNormBlock(
-            mixer_norm=self.weights.vector(_name(index, spec.mixer_norm), self._spec.hidden),
+        ffn: GatedMLPLayer | MoELayer
+        ffn = self._moe(index, spec.ffn) if isinstance(spec.ffn, MoE) else self._mlp(index, spec.ffn, "")
+        return PreNormBlock(
+            mixer_norm=self._hidden(index, spec.mixer_norm),
             mixer=mixer,
-            ffn_norm=self.weights.vector(_name(index, spec.ffn_norm), self._spec.hidden),
-            ffn=self._mlp(index, spec.ffn),
+            ffn_norm=self._hidden(index, spec.ffn_norm),
+            ffn=ffn,
             eps=self._spec.norm_eps,
         )
-        prefix = f"blk.{index}."
-        for name in self._file.tensors:
-            if name.startswith(prefix) and name not in self.weights.used:
-                raise UnsupportedError(f"{self._file.paths[0]}: tensor {name} is unknown to family {self._spec.family}")
-        return block
 
-    def _table(self, name: str) -> Weight:
-        return self.weights.matrix([name], self._spec.hidden, [self._spec.vocab])
+    def _sandwich(self, index: int, spec: models.SandwichBlock) -> SandwichBlock:
+        device, width = self._device, self._spec.per_layer
+        experts = per_layer = None
+        if spec.experts is not None:
+            scale = self._values(f"blk.{index}.ffn_gate_inp.scale", self._spec.hidden)
+            experts = Experts(
+                router_norm=device.upload(scale * np.float32(self._spec.hidden**-0.5)),
+                norm=self._hidden(index, "pre_ffw_norm_2"),
+                moe=self._moe(index, spec.experts),
+                dense_post_norm=self._hidden(index, "post_ffw_norm_1"),
+                post_norm=self._hidden(index, "post_ffw_norm_2"),
+            )
+        if width:
+            per_layer = PerLayerMix(
+                index=index,
+                gate=self.weights.matrix([_name(index, "inp_gate")], self._spec.hidden, [width]),
+                out=self.weights.matrix([_name(index, "proj")], width, [self._spec.hidden]),
+                post_norm=self._hidden(index, "post_norm"),
+                activation=spec.ffn.activation,
+            )
+        return SandwichBlock(
+            mixer_norm=self._hidden(index, "attn_norm"),
+            mixer=self._attention(index, spec.mixer),
+            mixer_post_norm=self._hidden(index, "post_attention_norm"),
+            ffn_norm=self._hidden(index, "ffn_norm"),
+            ffn=self._mlp(index, spec.ffn, ""),
+            experts=experts,
+            ffn_post_norm=self._hidden(index, "post_ffw_norm"),
+            per_layer=per_layer,
+            scale=float(self._values(_name(index, "layer_output_scale"), 1)[0]),
+            eps=self._spec.norm_eps,
+        )
+
+    def _hidden(self, index: int, part: str) -> Array:
+        return self.weights.vector(_name(index, part), self._spec.hidden)
+
+    def _values(self, name: str, size: int) -> NDArray[np.float32]:
+        return self._device.download(self.weights.vector(name, size))
 
     def _attention(self, index: int, spec: Attention) -> AttentionLayer:
         hidden, kv = self._spec.hidden, spec.kv_heads * spec.head_dim
         queries = spec.heads * spec.head_dim
-        names = [_name(index, f"attn_{part}") for part in "qkv"]
-        norms = None
+        names = [_name(index, "attn_q")]
+        rows = [queries * (2 if spec.query_gate else 1)]
+        if spec.donor is None:
+            names += [_name(index, "attn_k"), _name(index, "attn_k" if spec.value_from_key else "attn_v")]
+            rows += [kv, kv]
+        if spec.output_gate:
+            names.append(_name(index, "attn_gate"))
+            rows.append(spec.heads * spec.output_gate)
+        query = key = value = None
         if spec.qk_norm:
-            norms = (
-                self.weights.vector(_name(index, "attn_q_norm"), spec.head_dim),
-                self.weights.vector(_name(index, "attn_k_norm"), spec.head_dim),
-            )
+            query = self.weights.vector(_name(index, "attn_q_norm"), spec.head_dim)
+            if spec.donor is None:
+                key = self.weights.vector(_name(index, "attn_k_norm"), spec.head_dim)
+        if spec.value_norm:
+            value = self._device.upload(np.ones(spec.head_dim, np.float32))
         group = self._spec.group_of(index)
         assert group is not None
+        if spec.donor is None:
+            self._pools[index] = KVPool.allocate(self._device, spec, self._pages[group])
         return AttentionLayer(
             self._device,
             spec,
-            qkv=self.weights.matrix(names, hidden, [queries * (2 if spec.gated else 1), kv, kv]),
+            inputs=self.weights.matrix(names, hidden, rows),
             out=self.weights.matrix([_name(index, "attn_output")], queries, [hidden]),
-            norms=norms,
+            norms=HeadNorms(query, key, value),
             eps=self._spec.norm_eps,
             rotary=self._rotary(spec.rope),
-            pool=KVPool.allocate(self._device, spec, self._pages[group]),
+            pool=self._pools[index if spec.donor is None else spec.donor],
             group=group,
         )
 
@@ -109,14 +183,38 @@ class LayerBuilder:
             state=DeltaState.allocate(self._device, spec, self._slots),
         )
 
-    def _mlp(self, index: int, spec: GatedMLP) -> GatedMLPLayer:
+    def _mlp(self, index: int, spec: GatedMLP, suffix: str) -> GatedMLPLayer:
         hidden = self._spec.hidden
-        names = [_name(index, "ffn_gate"), _name(index, "ffn_up")]
+        names = [_name(index, "ffn_gate" + suffix), _name(index, "ffn_up" + suffix)]
         return GatedMLPLayer(
             self._device,
             spec,
             gate_up=self.weights.matrix(names, hidden, [spec.hidden, spec.hidden]),
-            down=self.weights.matrix([_name(index, "ffn_down")], spec.hidden, [hidden]),
+            down=self.weights.matrix([_name(index, "ffn_down" + suffix)], spec.hidden, [hidden]),
+        )
+
+    def _moe(self, index: int, spec: MoE) -> MoELayer:
+        hidden, experts = self._spec.hidden, spec.experts
+        routers, outputs = [_name(index, "ffn_gate_inp")], [experts]
+        if spec.shared_gate:
+            routers.append(_name(index, "ffn_gate_inp_shexp"))
+            outputs.append(1)
+        # Some converters write gate and up as one tensor, gate rows first.
+        names, rows = [_name(index, "ffn_gate_up_exps")], [2 * spec.hidden]
+        if names[0] not in self._file.tensors:
+            names = [_name(index, "ffn_gate_exps"), _name(index, "ffn_up_exps")]
+            rows = [spec.hidden, spec.hidden]
+        bias = self.weights.vector(f"blk.{index}.exp_probs_b.bias", experts) if spec.bias else None
+        expert_scale = self.weights.vector(f"blk.{index}.ffn_down_exps.scale", experts) if spec.expert_scale else None
+        return MoELayer(
+            self._device,
+            spec,
+            bias=bias,
+            expert_scale=expert_scale,
+            router=self.weights.matrix(routers, hidden, outputs),
+            gate_up=self.weights.experts(names, hidden, rows, experts),
+            down=self.weights.experts([_name(index, "ffn_down_exps")], spec.hidden, [hidden], experts),
+            shared=self._mlp(index, GatedMLP(spec.shared, spec.activation), "_shexp") if spec.shared else None,
         )
 
     def _rotary(self, spec: Rope) -> Rotary:
@@ -139,14 +237,18 @@ def _name(block: int, part: str) -> str:
 
 
 def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device) -> int:
-    """Bytes that the tensors of a shard take on a device: as stored on a GPU, as float32 on the host."""
+    """Bytes that the tensors of a shard take on a device: as stored on a GPU, as float32 on the host.
+
+    On the host tables of embeddings stay in the file.
+    """
     wanted = {f"blk.{layer}." for layer in layers}
     names = {name for name in file.tensors if name[: name.find(".", 4) + 1] in wanted}
-    if layers.start == 0 or (layers.stop == len(spec.blocks) and spec.tied_head):
-        names.add(EMBEDDING)
+    tables = {name for name in file.tensors if name == EMBEDDING and layers.start == 0}
+    if spec.per_layer:
+        tables |= {name for name in file.tensors if name.startswith("per_layer_token_embd")}
+        names |= {name for name in file.tensors if name.startswith("per_layer_") and name not in tables}
     if layers.stop == len(spec.blocks):
-        names.update(name for name in ("output.weight", "output_norm.weight") if name in file.tensors)
-    tensors = [file.tensors[name] for name in names if name in file.tensors]
+        names |= {"output_norm.weight", EMBEDDING if spec.tied_head else "output.weight"} & file.tensors.keys()
     if device.host:
-        return sum(4 * t.rows * t.cols for t in tensors)
-    return sum(t.nbytes for t in tensors)
+        return sum(4 * file.tensors[name].rows * file.tensors[name].cols for name in names)
+    return sum(file.tensors[name].nbytes for name in names | tables)

@@ -21,4 +21,6 @@ class GatedMLPLayer:
     def __call__(self, y: Array) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         gate_up = matmul(self._device, y, self._gate_up)
-        return matmul(self._device, gated_activation(self._device, gate_up, self._activation), self._down)
+        half = gate_up.shape[1] // 2
+        inner = gated_activation(self._device, gate_up[:, :half], gate_up[:, half:], self._activation)
+        return matmul(self._device, inner, self._down)

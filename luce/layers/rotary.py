@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.models.spec import Rope
+from luce.models.spec import Rope, Yarn
 from luce.ops.rope import rope, rope_table
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
 
 
 def frequencies(spec: Rope, factors: NDArray[np.float32] | None) -> NDArray[np.float64]:
-    """theta^(-2i/dims) / f_i / linear for each pair: float64 [dims / 2]."""
+    """theta^(-2i/dims) / f_i / linear for each pair, with YaRN's ramp: float64 [dims / 2]."""
     pairs = np.arange(spec.dims // 2, dtype=np.float64)
     result = spec.base ** (-2 * pairs / spec.dims) / spec.linear
-    return result if factors is None else result / factors.astype(np.float64)
+    if factors is not None:
+        result /= factors.astype(np.float64)
+    return result if spec.yarn is None else _stretched(result, pairs, spec, spec.yarn)
+
+
+def _stretched(fast: NDArray[np.float64], pairs: NDArray[np.float64], spec: Rope, yarn: Yarn) -> NDArray[np.float64]:
+    """Frequencies of pairs that turn more than beta_fast times in the original context stay, of those that turn less
+    than beta_slow times are divided by the factor, with a linear ramp over the pairs in between."""
+
+    def pair_of(turns: float) -> float:
+        return spec.dims * math.log(yarn.original_context / (2 * math.pi * turns)) / (2 * math.log(spec.base))
+
+    low = max(0, math.floor(pair_of(yarn.beta_fast)))
+    high = min(spec.dims - 1, math.ceil(pair_of(yarn.beta_slow)))
+    ramp = np.clip((pairs - low) / max(0.001, high - low), 0, 1)
+    return fast * (1 - ramp) + fast / yarn.factor * ramp
 
 
 def axes(spec: Rope) -> NDArray[np.int32]:
@@ -33,12 +50,15 @@ class Rotary:
     def __init__(self, device: Device, spec: Rope, factors: NDArray[np.float32] | None) -> None:
         self._device = device
         self._adjacent = spec.adjacent
+        self._magnitude = 1.0 if spec.yarn is None else 0.1 * math.log(spec.yarn.factor) + 1
         self._frequencies = device.upload(frequencies(spec, factors))
         self._axes = device.upload(axes(spec))
 
     def __call__(self, step: DeviceStep, *heads: Array) -> None:
         """Rotate each float32 [rows, heads, head_dim] in place to the positions of the step's rows."""
         if self not in step.ropes:
-            step.ropes[self] = rope_table(self._device, step.positions, self._frequencies, self._axes)
+            step.ropes[self] = rope_table(
+                self._device, step.positions, self._frequencies, self._axes, magnitude=self._magnitude
+            )
         for x in heads:
             rope(self._device, x, step.ropes[self], adjacent=self._adjacent)

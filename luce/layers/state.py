@@ -33,8 +33,7 @@ class KVPool:
 
 @dataclass(frozen=True)
 class DeltaState:
-    """memory: float32 [slots, value_heads, d_k, d_v]; conv: float32 [slots, K-1, channels], inputs of the convolution.
-    """
+    """memory: float32 [slots, value_heads, d_k, d_v]; conv: float32 [slots, K-1, channels], the inputs before."""
 
     memory: Array
     conv: Array

@@ -9,7 +9,7 @@ import numpy as np
 from luce.errors import UnsupportedError
 from luce.gguf.quants import dequantize, supported
 from luce.gguf.reader import GGUFFile, TensorInfo
-from luce.ops.weight import RawTensor, Weight, upload_weight
+from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Array, Device
 
 
@@ -32,6 +32,20 @@ class WeightLoader:
             self.nbytes += weight.nbytes
             self._matrices[key] = weight
         return self._matrices[key]
+
+    def table(self, name: str, cols: int, rows: int) -> Weight:
+        """A table GGUF [cols, rows] whose rows are looked up. On the host it stays in the file, as it is stored."""
+        if not self._device.host:
+            return self.matrix([name], cols, [rows])
+        tensor = self._raw(name, (cols, rows))
+        return Weight(rows, cols, (WeightPart(tensor.raw, tensor.type, 0, rows),))
+
+    def experts(self, names: Sequence[str], cols: int, rows: Sequence[int], experts: int) -> Weight:
+        """Expert matrices GGUF [cols, rows[i], experts], stacked along the rows within each expert."""
+        tensors = [self._raw(name, (cols, size, experts)) for name, size in zip(names, rows, strict=True)]
+        weight = upload_experts(self._device, tensors, experts)
+        self.nbytes += weight.nbytes
+        return weight
 
     def vector(self, name: str, size: int) -> Array:
         """A GGUF [size] tensor as float32 [size]."""
@@ -56,10 +70,8 @@ class WeightLoader:
         return RawTensor(name, self._file.raw(name), info.type, info.shape[0])
 
     def _check(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
-        stored = info.shape
-        while len(stored) > len(shape) and stored[-1] == 1:
-            stored = stored[:-1]
-        if stored != shape:
+        # Trailing ones are a matter of taste: a matrix of one row may be stored as a vector.
+        if _trimmed(info.shape) != _trimmed(shape):
             raise UnsupportedError(
                 f"{self._file.paths[0]}: tensor {name} has shape {list(info.shape)}, expected {list(shape)}"
             )
@@ -67,3 +79,9 @@ class WeightLoader:
             raise UnsupportedError(
                 f"{self._file.paths[0]}: tensor {name} has type {info.type.name}, which is not supported"
             )
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape

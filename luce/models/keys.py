@@ -44,6 +44,16 @@ class Source:
             raise self.refuse(name, f"is {value}, expected at least 1")
         return value
 
+    def per_layer(self, name: str, layers: int) -> list[int]:
+        """A positive integer for each layer: an array in the file, or one value for all."""
+        value = self.metadata.get(self.key(name))
+        if not isinstance(value, list | tuple):
+            return [self.positive(name)] * layers
+        values = self.metadata.integers(self.key(name))
+        if len(values) != layers or min(values) < 1:
+            raise self.refuse(name, f"must be {layers} positive numbers, one for each layer")
+        return values
+
     def refuse(self, name: str, why: str) -> UnsupportedError:
         """The error for a key whose value Luce does not run."""
         return UnsupportedError(f"{self.path}: {self.key(name)} {why}")

@@ -1,71 +1,12 @@
-"""Qwen3.5 and Qwen3.6, dense: three gated DeltaNet layers to one of gated full attention, by default."""
+"""Qwen3.5 and Qwen3.6, dense."""
 
 from __future__ import annotations
 
-from luce.models.keys import Source, attention_heads, rope_dims
-from luce.models.spec import Attention, Block, GatedDeltaNet, GatedMLP, ModelSpec, Rope
+from luce.models.hybrid import hybrid
+from luce.models.keys import Source
+from luce.models.spec import GatedMLP, ModelSpec
 
 
 def spec(source: Source) -> ModelSpec:
-    """The spec of a qwen35 file. Its trailing multi-token-prediction blocks are no layers of the main pass."""
-    stored = source.positive("block_count")
-    predicting = source.integer("nextn_predict_layers", 0)
-    layers = stored - predicting
-    if predicting < 0 or layers < 1:
-        raise source.refuse("nextn_predict_layers", f"is {predicting} of {stored} blocks")
-    ffn = GatedMLP(source.positive("feed_forward_length"))
-    attention = Block(mixer=_attention(source), ffn=ffn, ffn_norm="post_attention_norm")
-    recurrent = Block(mixer=_delta_net(source), ffn=ffn, ffn_norm="post_attention_norm")
-    return ModelSpec(
-        family="qwen35",
-        hidden=source.positive("embedding_length"),
-        vocab=source.vocabulary(),
-        context_length=source.positive("context_length"),
-        norm_eps=source.number("attention.layer_norm_rms_epsilon"),
-        blocks=tuple(recurrent if flag else attention for flag in _recurrent_layers(source, layers)),
-        tied_head="output.weight" not in source.tensors,
-        eos=("<|im_end|>", "<|endoftext|>"),
-        nfc=True,
-        skipped_blocks=tuple(range(layers, stored)),
-    )
-
-
-def _attention(source: Source) -> Attention:
-    heads = attention_heads(source)
-    sections = source.metadata.integers(source.key("rope.dimension_sections"), default=())
-    return Attention(
-        heads=heads.heads,
-        kv_heads=heads.kv_heads,
-        head_dim=heads.head_dim,
-        rope=Rope(
-            dims=rope_dims(source, heads.head_dim),
-            base=source.number("rope.freq_base"),
-            sections=tuple(sections),
-        ),
-        scale=heads.head_dim**-0.5,
-        qk_norm=True,
-        gated=True,
-    )
-
-
-def _delta_net(source: Source) -> GatedDeltaNet:
-    key_heads = source.positive("ssm.group_count")
-    value_heads = source.positive("ssm.time_step_rank")
-    head_dim = source.positive("ssm.state_size")
-    inner = source.positive("ssm.inner_size")
-    if value_heads % key_heads:
-        raise source.refuse("ssm.time_step_rank", f"is {value_heads}, no multiple of ssm.group_count {key_heads}")
-    if inner != value_heads * head_dim:
-        raise source.refuse("ssm.inner_size", f"is {inner}, expected {value_heads} heads of {head_dim}")
-    return GatedDeltaNet(key_heads, value_heads, head_dim, source.positive("ssm.conv_kernel"))
-
-
-def _recurrent_layers(source: Source, layers: int) -> list[bool]:
-    key = source.key("attention.recurrent_layers")
-    if key not in source.metadata:
-        interval = source.positive("full_attention_interval", 4)
-        return [bool((layer + 1) % interval) for layer in range(layers)]
-    value = source.metadata[key]
-    if not isinstance(value, list | tuple) or len(value) < layers:
-        raise source.refuse("attention.recurrent_layers", f"must be an array of at least {layers} flags")
-    return [bool(flag) for flag in value[:layers]]
+    """The spec of a qwen35 file."""
+    return hybrid(source, "qwen35", GatedMLP(source.positive("feed_forward_length")))

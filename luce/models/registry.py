@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from luce.errors import UnsupportedError
-from luce.models import llama, qwen3, qwen35
+from luce.models import gemma4, laguna, llama, qwen3, qwen35, qwen35moe
 from luce.models.keys import Source
 from luce.models.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
+    "gemma4": gemma4.spec,
+    "laguna": laguna.spec,
     "llama": llama.spec,
     "qwen3": qwen3.spec,
     "qwen35": qwen35.spec,
+    "qwen35moe": qwen35moe.spec,
 }
 
 

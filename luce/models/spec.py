@@ -10,6 +10,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Activation = Literal["silu", "gelu"]
+Gating = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN (Peng et al., arXiv 2309.00071, section 3): slow pairs are stretched by `factor`, fast ones are not; cos and
+    sin are multiplied by 0.1 ln(factor) + 1."""
+
+    factor: float
+    original_context: int
+    beta_fast: float
+    beta_slow: float
 
 
 @dataclass(frozen=True)
@@ -27,13 +39,18 @@ class Rope:
     sections: tuple[int, ...] = ()
     factors: str | None = None
     linear: float = 1.0
+    yarn: Yarn | None = None
 
 
 @dataclass(frozen=True)
 class Attention:
     """Grouped-query attention over the paged cache: query head h reads KV head h // (heads / kv_heads).
 
-    `gated`: attn_q holds [head, (query, gate), head_dim] and the output is multiplied by sigmoid(gate) (Qwen3.5).
+    `query_gate`: attn_q holds [head, (query, gate), head_dim] and the output is multiplied by sigmoid(gate) (Qwen3.5).
+    `output_gate`: attn_gate gives that many values per head, 1 or head_dim, and the output is multiplied by their
+    softplus (Laguna); 0 for none. `value_norm`: values are normalised per head, without a weight. `value_from_key`:
+    the values are the key projection, before the key's norm and rotation. `donor`: the block whose keys and values this
+    one reads, having none of its own.
     `window`: number of keys visible including the row's own, None for all.
     """
 
@@ -43,7 +60,11 @@ class Attention:
     rope: Rope
     scale: float
     qk_norm: bool = False
-    gated: bool = False
+    query_gate: bool = False
+    output_gate: int = 0
+    value_norm: bool = False
+    value_from_key: bool = False
+    donor: int | None = None
     window: int | None = None
 
 
@@ -74,13 +95,49 @@ class GatedMLP:
 
 
 @dataclass(frozen=True)
+class MoE:
+    """`used` of `experts` gated MLPs of width `hidden`, and a shared one of width `shared` for every row.
+
+    The router's scores are gated over all experts; the chosen ones' are divided by their sum if `normalise`, times
+    `scale`. `bias`: exp_probs_b is added to the gated scores for choosing only. `shared` 0: no shared MLP;
+    `shared_gate`: its result is multiplied by sigmoid(gate . x). `expert_scale`: ffn_down_exps.scale multiplies the
+    weight of a chosen expert.
+    """
+
+    experts: int
+    used: int
+    hidden: int
+    shared: int
+    gating: Gating
+    normalise: bool = True
+    scale: float = 1.0
+    bias: bool = False
+    shared_gate: bool = False
+    expert_scale: bool = False
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True)
 class Block:
     """Pre-norm block: x += mixer(norm(x)); x += ffn(norm(x)). The norms' tensor names differ between families."""
 
     mixer: Attention | GatedDeltaNet
-    ffn: GatedMLP
+    ffn: GatedMLP | MoE
     mixer_norm: str = "attn_norm"
     ffn_norm: str = "ffn_norm"
+
+
+@dataclass(frozen=True)
+class SandwichBlock:
+    """Gemma's block: a norm before and after each part, then a scale on the whole stream.
+
+    `experts` run beside the dense MLP, with norms of their own. With per-layer embeddings a third part follows, which
+    mixes in this layer's input.
+    """
+
+    mixer: Attention
+    ffn: GatedMLP
+    experts: MoE | None = None
 
 
 @dataclass(frozen=True)
@@ -92,18 +149,25 @@ class PageGroup:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model. `eos` are token texts that end a reply beside the file's own eos and eot ids."""
+    """One model. `eos` are token texts that end a reply beside the file's own eos and eot ids.
+
+    `embedding_scale` multiplies token embeddings; `logit_softcap` c > 0 turns logits into c tanh(logits / c);
+    `per_layer` is the width of per-layer embeddings, 0 for none.
+    """
 
     family: str
     hidden: int
     vocab: int
     context_length: int
     norm_eps: float
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block | SandwichBlock, ...]
     tied_head: bool
     eos: tuple[str, ...] = ()
     nfc: bool = False
     skipped_blocks: tuple[int, ...] = field(default=())
+    embedding_scale: float = 1.0
+    logit_softcap: float = 0.0
+    per_layer: int = 0
 
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:
@@ -115,6 +179,17 @@ class ModelSpec:
     def recurrent(self) -> bool:
         """Whether any layer carries a state that cannot be rewound by shortening."""
         return any(isinstance(b.mixer, GatedDeltaNet) for b in self.blocks)
+
+    @property
+    def first_donor(self) -> int:
+        """The first block whose keys and values later ones read; the number of blocks if there is none."""
+        donors = (self.donor(block) for block in range(len(self.blocks)))
+        return min((donor for donor in donors if donor is not None), default=len(self.blocks))
+
+    def donor(self, block: int) -> int | None:
+        """The block whose keys and values `block` reads instead of its own."""
+        mixer = self.blocks[block].mixer
+        return mixer.donor if isinstance(mixer, Attention) else None
 
     def group_of(self, block: int) -> int | None:
         """The index of the page group that attention block `block` reads, None for a recurrent block."""

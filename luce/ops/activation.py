@@ -11,18 +11,16 @@ _THREADS = 256
 _KERNEL: dict[Activation, str] = {"silu": "gated_silu", "gelu": "gated_gelu"}
 
 
-def gated_activation(device: Device, gate_up: Array, activation: Activation) -> Array:
-    """act(gate) * up: gate_up float32 [n, 2 f] (gate first) -> float32 [n, f].
+def gated_activation(device: Device, gate: Array, up: Array, activation: Activation) -> Array:
+    """act(gate) * up: both float32 [n, f] (any row stride) -> float32 [n, f].
 
     silu(x) = x sigmoid(x); gelu is the tanh approximation.
     """
     if device.host:
-        half = gate_up.shape[1] // 2
-        gate, up = gate_up[:, :half], gate_up[:, half:]
         return _HOST[activation](gate) * up
-    n, f = gate_up.shape[0], gate_up.shape[1] // 2
+    n, f = gate.shape
     out = device.empty((n, f))
-    args = (out, gate_up, np.int64(gate_up.strides[0] // 4), np.int32(f))
+    args = (out, gate, np.int64(gate.strides[0] // 4), up, np.int64(up.strides[0] // 4), np.int32(f))
     device.launch("activation", _KERNEL[activation], (n, -(-f // _THREADS)), (_THREADS,), args)
     return out
 
@@ -33,13 +31,37 @@ def sigmoid_gate(device: Device, x: Array, gate: Array) -> Array:
     -> float32 [n, heads * d].
     """
     if device.host:
-        return (x / (1 + np.exp(-gate))).reshape(x.shape[0], -1)
+        return (x * host_sigmoid(gate)).reshape(x.shape[0], -1)
     n, heads, d = x.shape
     out = device.empty((n, heads * d))
     row, head = np.int64(gate.strides[0] // 4), np.int64(gate.strides[1] // 4)
     args = (out, x, gate, row, head, np.int32(heads), np.int32(d))
     device.launch("activation", "sigmoid_gate", (n, -(-heads * d // _THREADS)), (_THREADS,), args)
     return out
+
+
+def softplus_gate(device: Device, x: Array, gate: Array) -> Array:
+    """x * log(1 + e^gate): x float32 [n, heads, d] contiguous, gate float32 [n, heads, 1] or [n, heads, d] (any row and
+    head strides) -> float32 [n, heads * d].
+    """
+    if device.host:
+        return (x * host_softplus(gate)).reshape(x.shape[0], -1)
+    n, heads, d = x.shape
+    out = device.empty((n, heads * d))
+    row, head = np.int64(gate.strides[0] // 4), np.int64(gate.strides[1] // 4)
+    args = (out, x, gate, row, head, np.int32(gate.shape[2]), np.int32(heads), np.int32(d))
+    device.launch("activation", "softplus_gate", (n, -(-heads * d // _THREADS)), (_THREADS,), args)
+    return out
+
+
+def add_gated(device: Device, x: Array, delta: Array, gate: Array) -> None:
+    """x += delta * sigmoid(gate) in place: x, delta float32 [n, d] contiguous, gate float32 [n, 1] (any row stride)."""
+    if device.host:
+        x += delta * host_sigmoid(gate)
+        return
+    n, d = x.shape
+    args = (x, delta, gate, np.int64(gate.strides[0] // 4), np.int32(d))
+    device.launch("activation", "add_gated", (n, -(-d // _THREADS)), (_THREADS,), args)
 
 
 def add(device: Device, x: Array, delta: Array) -> None:
@@ -52,10 +74,43 @@ def add(device: Device, x: Array, delta: Array) -> None:
     device.launch("activation", "add", (n, -(-d // _THREADS)), (_THREADS,), args)
 
 
-def _silu(x: Array) -> Array:
-    y = np.exp(-x)
+def scale(device: Device, x: Array, factor: float) -> None:
+    """x *= factor in place, float32 [n, d] contiguous."""
+    if device.host:
+        x *= np.float32(factor)
+        return
+    n, d = x.shape
+    device.launch("activation", "scale", (n, -(-d // _THREADS)), (_THREADS,), (x, np.float32(factor), np.int32(d)))
+
+
+def softcap(device: Device, x: Array, cap: float) -> None:
+    """x = cap tanh(x / cap) in place, float32 [n, d] contiguous."""
+    if device.host:
+        x /= np.float32(cap)
+        np.tanh(x, out=x)
+        x *= np.float32(cap)
+        return
+    n, d = x.shape
+    device.launch("activation", "softcap", (n, -(-d // _THREADS)), (_THREADS,), (x, np.float32(cap), np.int32(d)))
+
+
+def host_sigmoid(x: Array) -> Array:
+    """1 / (1 + e^-x) on the host; 0 where e^-x overflows."""
+    with np.errstate(over="ignore"):
+        y = np.exp(-x)
     y += 1
-    np.divide(x, y, out=y)
+    np.reciprocal(y, out=y)
+    return y
+
+
+def host_softplus(x: Array) -> Array:
+    """log(1 + e^x) on the host, x itself above 20."""
+    return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, 20))))
+
+
+def _silu(x: Array) -> Array:
+    y = host_sigmoid(x)
+    y *= x
     return y
 
 

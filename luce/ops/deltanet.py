@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from luce.ops.activation import host_softplus
 from luce.runtime.device import Array, Device
 from luce.runtime.step import SpanArrays
 
@@ -90,7 +91,7 @@ def gated_delta(
         q = _unit(c[:, : key_heads * d].reshape(n, key_heads, d)) * np.float32(d**-0.5)
         k = _unit(c[:, key_heads * d : 2 * key_heads * d].reshape(n, key_heads, d))
         v = c[:, 2 * key_heads * d :].reshape(n, heads, d)
-        g = decay * _softplus(alpha + dt_bias)
+        g = decay * host_softplus(alpha + dt_bias)
         b = _sigmoid(beta)
         for slot, start, rows, position in spans.table.tolist():
             s = state[slot]
@@ -149,10 +150,6 @@ def _sigmoid(x: Array) -> Array:
         y = np.exp(-x)
     y += 1
     return np.divide(1, y, out=y)
-
-
-def _softplus(x: Array) -> Array:
-    return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, 20))))
 
 
 def _recurrent(q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: Array) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from luce.gguf.quants import dequantize
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
@@ -13,11 +14,13 @@ _THREADS = (256,)
 def embed(device: Device, table: Weight, tokens: Array) -> Array:
     """Rows `tokens` (int32 [n], each in [0, table.rows)) of the table, dequantised: float32 [n, cols].
 
-    The values are those of gguf.quants.dequantize, bit for bit. The table is a weight of one part.
+    The values are those of gguf.quants.dequantize, bit for bit. The table is a weight of one part, on the host either a
+    matrix or raw blocks.
     """
-    if device.host:
-        return table.matrix[tokens]
     (part,) = table.parts
+    if device.host:
+        rows = part.data[tokens]
+        return rows if rows.dtype == np.float32 else dequantize(rows, part.type)
     out = device.empty((len(tokens), table.cols))
     if len(tokens):
         args = (part.data, tokens, out, np.int32(table.cols))

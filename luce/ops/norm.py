@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from luce.ops.activation import host_sigmoid
 from luce.runtime.device import Array, Device
 
 # Threads of a block that norms heads, one per wave.
@@ -54,7 +55,7 @@ def gated_rms_norm(device: Device, x: Array, gate: Array, weight: Array, eps: fl
     """
     if device.host:
         z = gate.reshape(x.shape)
-        return (_rms(x, eps) * weight * (z / (1 + np.exp(-z)))).reshape(x.shape[0], -1)
+        return (_rms(x, eps) * weight * (z * host_sigmoid(z))).reshape(x.shape[0], -1)
     n, heads, d = x.shape
     out = device.empty((n, heads * d))
     stride = np.int64(gate.strides[0] // 4)

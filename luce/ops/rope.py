@@ -1,4 +1,4 @@
-"""Rotary position embedding: angles once per step, rotation in place per layer (spec: models.md section 0 formulas)."""
+"""Rotary position embedding (Su et al., arXiv 2104.09864): angles once per step, rotation in place per layer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 from luce.runtime.device import Array, Device
 
 
-def rope_table(device: Device, positions: Array, frequencies: Array, axes: Array) -> Array:
-    """cos and sin of positions[row, axes[i]] * frequencies[i]: float32 [n, half, 2].
+def rope_table(device: Device, positions: Array, frequencies: Array, axes: Array, *, magnitude: float = 1.0) -> Array:
+    """cos and sin of positions[row, axes[i]] * frequencies[i], both times magnitude: float32 [n, half, 2].
 
     positions int32 [n] (text: the same position on every axis) or [n, 4] (M-RoPE), frequencies float64 [half],
     axes int32 [half]. The angle is formed and reduced in float64: at position 262144 a float32 product is off by 0.016.
@@ -16,11 +16,11 @@ def rope_table(device: Device, positions: Array, frequencies: Array, axes: Array
     if device.host:
         table = positions[:, None] if positions.ndim == 1 else positions[:, axes]
         angles = table * frequencies[None, :]
-        return np.stack((np.cos(angles), np.sin(angles)), axis=-1).astype(np.float32)
+        return (np.stack((np.cos(angles), np.sin(angles)), axis=-1) * magnitude).astype(np.float32)
     n, half = positions.shape[0], frequencies.shape[0]
     out = device.empty((n, half, 2))
     axes_per_row = np.int32(1 if positions.ndim == 1 else positions.shape[1])
-    args = (out, positions, axes_per_row, frequencies, axes, np.int32(half))
+    args = (out, positions, axes_per_row, frequencies, axes, np.int32(half), np.float32(magnitude))
     device.launch("rope", "rope_table", (n, -(-half // 64)), (64,), args)
     return out
 

@@ -77,14 +77,13 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
     cols = tensors[0].cols
     rows = sum(t.rows for t in tensors)
     if device.host:
-        if len(tensors) == 1:
-            whole = dequantize(tensors[0].raw, tensors[0].type)
-        else:
-            whole = device.empty((rows, cols))
-            at = 0
-            for t in tensors:
-                whole[at : at + t.rows] = dequantize(t.raw, t.type)
-                at += t.rows
+        # OpenBLAS streams a matrix times a vector faster along the longer dimension (2 cores, 3072 x 576: 31 GB/s
+        # against 24 the other way; 576 x 1536: 29 against 15). The shape stays [rows, cols].
+        whole = device.empty((cols, rows)).T if rows > cols else device.empty((rows, cols))
+        at = 0
+        for t in tensors:
+            whole[at : at + t.rows] = dequantize(t.raw, t.type)
+            at += t.rows
         return Weight(rows, cols, (WeightPart(whole, GGMLQuantizationType.F32, 0, rows),))
     parts = []
     first = 0
@@ -95,6 +94,29 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
             parts.append(WeightPart(device.upload(_half(t)), _T.F16, first, t.rows))
         first += t.rows
     return Weight(rows, cols, tuple(parts))
+
+
+def upload_experts(device: Device, tensors: Sequence[RawTensor], experts: int) -> Weight:
+    """Place tensors that each hold the matrices of all experts, one after another: [experts * own rows, cols].
+
+    Weight.rows counts the rows of all experts and all tensors. Each part is one tensor whole; divided by `experts`, its
+    `first` and `rows` are those of its share of one expert's results. On the host there is one part, float32 [experts,
+    rows of one, cols], in which the rows of all tensors follow each other: one product serves an expert.
+    """
+    if not device.host:
+        return upload_weight(device, tensors)
+    cols = tensors[0].cols
+    total = sum(t.rows for t in tensors)
+    rows = total // experts
+    # Along the longer dimension, as in upload_weight.
+    whole = device.empty((experts, cols, rows)).swapaxes(1, 2) if rows > cols else device.empty((experts, rows, cols))
+    at = 0
+    for t in tensors:
+        own = t.rows // experts
+        for expert in range(experts):
+            whole[expert, at : at + own] = dequantize(t.raw[expert * own : (expert + 1) * own], t.type)
+        at += own
+    return Weight(total, cols, (WeightPart(whole, _T.F32, 0, total),))
 
 
 def _half(t: RawTensor) -> NDArray[np.uint8]:

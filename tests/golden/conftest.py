@@ -25,10 +25,12 @@ MakeDriver = Callable[..., Driver]
 def make_driver() -> Iterator[MakeDriver]:
     with ExitStack() as stack:
 
-        def make(reference: Reference, devices: Sequence[Device], *, slots: int = 4) -> Driver:
+        def make(
+            reference: Reference, devices: Sequence[Device], *, slots: int = 4, weights: Sequence[float] = ()
+        ) -> Driver:
             file = stack.enter_context(open_gguf(reference.path))
             spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
-            backend = LayerSplitBackend(file, spec, devices, slots=slots, context=256)
+            backend = LayerSplitBackend(file, spec, devices, slots=slots, context=256, weights=weights)
             stack.callback(backend.close)
             return Driver(backend)
 

@@ -9,7 +9,8 @@ from luce.runtime.device import Device
 from tests.golden.conftest import MakeDriver
 from tests.support.reference import Reference, check_logits
 
-smallest = pytest.mark.parametrize("name", ["qwen3-a-MIX", "qwen35-a-Q8_0"])
+SMALLEST = ("qwen3-a-MIX", "qwen35-a-Q8_0", "qwen35moe-a-Q4_0", "gemma4-e-Q4_0", "gemma4-moe-F32", "laguna-a-F32")
+smallest = pytest.mark.parametrize("name", SMALLEST)
 
 
 @smallest

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.models.spec import Activation
-from luce.ops.activation import add, gated_activation, sigmoid_gate
+from luce.ops.activation import add, add_gated, gated_activation, scale, sigmoid_gate, softcap, softplus_gate
 from luce.runtime.device import Device
 
 
@@ -32,7 +32,7 @@ def check_gated_activation(device: Device, n: int, f: int, activation: Activatio
     expected = {"silu": silu, "gelu": gelu}[activation](gate) * up
     wide = device.upload(np.pad(x, ((0, 0), (1, 2)), constant_values=np.nan))
     for on_device in (device.upload(x), wide[:, 1 : 1 + 2 * f]):
-        y = device.download(gated_activation(device, on_device, activation))
+        y = device.download(gated_activation(device, on_device[:, :f], on_device[:, f:], activation))
         assert y.dtype == np.float32
         # gelu loses digits where 1 + tanh cancels: absolute to 1e-7 of |x up|.
         bound = 1e-6 * np.abs(expected) + (2e-7 * np.abs(gate * up) if activation == "gelu" else 1e-37)
@@ -43,7 +43,7 @@ def check_activation_extremes(device: Device, activation: Activation) -> None:
     """Far out the gates are 0 and the identity: no NaN from an overflow inside."""
     x = np.array([[-3e4, -100, 100, 3e4, 0, 2, 2, 2, 2, 2]], np.float32)
     with np.errstate(over="ignore"):
-        y = device.download(gated_activation(device, device.upload(x), activation))
+        y = device.download(gated_activation(device, *np.split(device.upload(x), 2, axis=1), activation))
     np.testing.assert_array_equal(y, np.array([[0, 0, 200, 6e4, 0]], np.float32))
 
 
@@ -57,6 +57,38 @@ def check_sigmoid_gate(device: Device, n: int, heads: int, d: int) -> None:
     expected = (x.astype(np.float64) / (1 + np.exp(-gate.astype(np.float64)))).reshape(n, heads * d)
     assert y.dtype == np.float32
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-37)
+
+
+def check_softplus_gate(device: Device, n: int, heads: int, d: int) -> None:
+    """A gate per head, or one per element, in columns of a wider array."""
+    x = values(n * heads, d).reshape(n, heads, d)
+    for each in (1, d):
+        fused = values(n, heads * each + 3, 1)
+        gate = device.upload(fused)[:, 3:].reshape(n, heads, each)
+        y = device.download(softplus_gate(device, device.upload(x), gate))
+        z = fused[:, 3:].reshape(n, heads, each).astype(np.float64)
+        expected = (x * np.logaddexp(0, z)).reshape(n, heads * d)
+        np.testing.assert_allclose(y, expected, rtol=3e-6, atol=1e-37)
+
+
+def check_scale_and_softcap(device: Device, n: int, d: int) -> None:
+    """In place; the cap bends large values and hardly touches small ones."""
+    x = 10 * values(n, d)
+    expected = x.astype(np.float64) * np.float32(1.7), 30 * np.tanh(x.astype(np.float64) / 30)
+    scaled, capped = device.upload(x.copy()), device.upload(x.copy())
+    scale(device, scaled, 1.7)
+    softcap(device, capped, 30.0)
+    np.testing.assert_allclose(device.download(scaled), expected[0], rtol=1e-6)
+    np.testing.assert_allclose(device.download(capped), expected[1], rtol=2e-6, atol=1e-37)
+
+
+def check_add_gated(device: Device, n: int, d: int) -> None:
+    """The gate is a column of a wider array, as the router's product leaves it."""
+    x, delta, fused = values(n, d), values(n, d, 1), values(n, 5, 2)
+    expected = x + delta.astype(np.float64) / (1 + np.exp(-fused[:, 4:].astype(np.float64)))
+    y = device.upload(x)
+    add_gated(device, y, device.upload(delta), device.upload(fused)[:, 4:])
+    np.testing.assert_allclose(device.download(y), expected, rtol=1e-6, atol=1e-6)
 
 
 def check_add(device: Device, n: int, d: int) -> None:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
-from luce.models.registry import FAMILIES
+from luce.models.registry import FAMILIES, read_spec
+from luce.models.spec import ModelSpec
 
 DIRECTORY = Path(__file__).parent.parent / "reference"
 
@@ -34,6 +35,12 @@ class Reference:
         """The arrays that README.md of the reference models lists."""
         with np.load(DIRECTORY / f"{self.name}.npz") as arrays:
             return dict(arrays)
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """What the file's family makes of it."""
+        with open_gguf(self.path) as file:
+            return read_spec(Source(str(self.path), file.metadata, file.tensors))
 
     def limits(self, kind: str) -> dict[str, Any]:
         """Suggested limits of an implementation of this kind (f32, bf16_activations, ...)."""

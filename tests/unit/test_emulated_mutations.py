@@ -21,6 +21,7 @@ from tests.support import (
     op_checks_attention,
     op_checks_deltanet,
     op_checks_matmul,
+    op_checks_moe,
     op_checks_norm,
     op_checks_sample,
 )
@@ -77,12 +78,33 @@ def _matmul_tile(device: Device) -> None:
     op_checks_matmul.check_row_stride(device, "F32", 18, 37)
 
 
+def _moe(device: Device) -> None:
+    op_checks_moe.check_random_routes(device, 100, 8, "laguna", rows=2)
+    op_checks_moe.check_random_routes(device, 4, 4, "all")
+    op_checks_moe.check_ties(device, 256, 8, "gemma4")
+    op_checks_moe.check_nan(device, 70, 4)
+    many = op_checks_moe.random_ids(150, 8, 40)
+    op_checks_moe.check_product(device, [("Q8_0", 2)], many, experts=40, cols=32)
+    op_checks_moe.check_combine(device, 2, 3, 300)
+
+
+def _moe_matmul(device: Device) -> None:
+    ids = op_checks_moe.random_ids
+    op_checks_moe.check_product(device, [("Q8_0", 11), ("Q8_0", 3)], ids(3, 2, 5), experts=5, cols=2080)
+    op_checks_moe.check_product(device, [("Q8_0", 131)], ids(40, 2, 3), experts=3, cols=96, per_slot=True)
+    op_checks_moe.check_product(device, [("F32", 3)], ids(17, 1, 3), experts=3, cols=71)
+    op_checks_moe.check_product(device, [("F32", 3)], ids(2, 1, 3), experts=3, cols=71)
+    op_checks_moe.check_strides(device, 3, cols=24)
+
+
 #: per source what its mutations must fail
 CHECKS: dict[str, Callable[[Device], None]] = {
     "attention.cu": _attention,
     "deltanet.cu": _deltanet,
     "matmul_tile.cu": _matmul_tile,
     "matmul_vec.cu": _matmul_vec,
+    "moe.cu": _moe,
+    "moe_matmul.cu": _moe_matmul,
     "norm.cu": _norm,
     "reduce.h": _reduce,
     "sample.cu": lambda device: op_checks_sample.check_argmax(device, 9000),
@@ -93,6 +115,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
 HARMLESS = (
     ("reduce.h", "LUCE_LANES];"),  # an array is only larger than needed
     ("sample.cu", "LUCE_LANES];"),
+    ("moe.cu", "LUCE_LANES)  // experts"),
     ("attention.cu", "luce_sync();\n    return true;"),  # add_keys begins with another one
 )
 SWAPPED = "luce_shfl(value, luce_lane() ^ mask ^ (luce_lane() / 2 == 3))"

@@ -21,6 +21,21 @@ def test_sigmoid_gate(emulated: Device, n: int, heads: int, d: int) -> None:
     checks.check_sigmoid_gate(emulated, n, heads, d)
 
 
+@pytest.mark.parametrize(("n", "heads", "d"), [(1, 1, 8), (3, 5, 48), (2, 3, 256)])
+def test_softplus_gate(emulated: Device, n: int, heads: int, d: int) -> None:
+    checks.check_softplus_gate(emulated, n, heads, d)
+
+
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (3, 257), (2, 600)])
+def test_scale_and_softcap(emulated: Device, n: int, d: int) -> None:
+    checks.check_scale_and_softcap(emulated, n, d)
+
+
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (3, 257), (2, 600)])
+def test_add_gated(emulated: Device, n: int, d: int) -> None:
+    checks.check_add_gated(emulated, n, d)
+
+
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (3, 257), (2, 600)])
 def test_add(emulated: Device, n: int, d: int) -> None:
     checks.check_add(emulated, n, d)

@@ -21,6 +21,21 @@ def test_sigmoid_gate(n: int, heads: int, d: int) -> None:
     checks.check_sigmoid_gate(HostDevice(), n, heads, d)
 
 
+@pytest.mark.parametrize(("n", "heads", "d"), [(1, 1, 8), (3, 5, 48), (2, 3, 256)])
+def test_softplus_gate(n: int, heads: int, d: int) -> None:
+    checks.check_softplus_gate(HostDevice(), n, heads, d)
+
+
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (3, 257), (2, 600)])
+def test_scale_and_softcap(n: int, d: int) -> None:
+    checks.check_scale_and_softcap(HostDevice(), n, d)
+
+
+@pytest.mark.parametrize(("n", "d"), [(1, 1), (3, 257), (2, 600)])
+def test_add_gated(n: int, d: int) -> None:
+    checks.check_add_gated(HostDevice(), n, d)
+
+
 @pytest.mark.parametrize(("n", "d"), [(1, 1), (3, 257), (2, 600)])
 def test_add(n: int, d: int) -> None:
     checks.check_add(HostDevice(), n, d)

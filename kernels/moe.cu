@@ -1,0 +1,158 @@
+// Mixture of experts, all but its products: choosing the experts of a row, bringing the pairs of a row and one of its
+// slots into the order of their experts, and adding what the experts made of a row.
+#include "reduce.h"
+
+#define MOST_EXPERTS 512
+#define OWN (MOST_EXPERTS / LUCE_LANES)  // experts of a lane
+#define NOBODY ((i32)0x80000000)
+
+// Integers in the order of the scores; NaN comes before every number, NOBODY before NaN. No score is -0.0: it begins as
+// a probability, which is +0.0 at least, and that plus -0.0 is +0.0.
+LUCE_FN i32 rank(float score) {
+    if (isnan(score)) return NOBODY + 1;
+    const i32 bits = (i32)__float_as_uint(score);
+    return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+
+// ids, weights [rows, top_k]: the experts of a row with the largest p (+ bias, if `biased`), best first, the lowest
+// number on ties, and their p, divided by the sum of the row's if `normalise`, times `scale` (times expert_scale[id], if
+// `scaled`). p is the softmax, or with `sigmoid` the sigmoid, of logits float32 [rows, experts], rows `stride` apart.
+// Grid: one wave per row. top_k is at most the number of experts, and at most LUCE_LANES.
+extern "C" __global__ void __launch_bounds__(LUCE_LANES)
+    route(const float* __restrict__ logits, const float* __restrict__ bias, const float* __restrict__ expert_scale,
+          i32* __restrict__ ids, float* __restrict__ weights, int stride, int experts, int top_k, int sigmoid, int biased,
+          int normalise, int scaled, float scale) {
+    const int lane = luce_lane();
+    const float* row = logits + (i64)blockIdx.x * stride;
+
+    float p[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int expert = lane + i * LUCE_LANES;
+        p[i] = expert < experts ? row[expert] : -LUCE_INF;
+    }
+    if (sigmoid) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) p[i] = 1.0f / (1.0f + expf(-p[i]));
+    } else {
+        float most = -LUCE_INF, sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) most = fmaxf(most, p[i]);
+        most = luce_lane_max(most);
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            p[i] = expf(p[i] - most);
+            sum += p[i];
+        }
+        sum = luce_lane_sum(sum);
+#pragma unroll
+        for (int i = 0; i < OWN; i++) p[i] /= sum;
+    }
+
+    i32 ranks[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int expert = lane + i * LUCE_LANES;
+        ranks[i] = expert < experts ? rank(biased ? p[i] + bias[expert] : p[i]) : NOBODY;
+    }
+    i32 id = 0;
+    float weight = 0.0f, total = 0.0f;
+    for (int slot = 0; slot < top_k; slot++) {
+        i32 best = ranks[0];
+        int own = 0;
+#pragma unroll
+        for (int i = 1; i < OWN; i++) {
+            if (ranks[i] > best) best = ranks[i], own = i;
+        }
+        const i32 top = luce_lane_max(best);
+        const int winner = -luce_lane_max(best == top ? -(lane + own * LUCE_LANES) : -MOST_EXPERTS);
+        float value = 0.0f;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            if (lane + i * LUCE_LANES == winner) value = p[i], ranks[i] = NOBODY;
+        }
+        value = luce_shfl(value, winner % LUCE_LANES);
+        total += value;
+        if (lane == slot) id = winner, weight = value;
+    }
+
+    if (lane < top_k) {
+        const i64 at = (i64)blockIdx.x * top_k + lane;
+        if (normalise) weight /= total;
+        weight *= scale;
+        ids[at] = id;
+        weights[at] = scaled ? weight * expert_scale[id] : weight;
+    }
+}
+
+#define GROUP_THREADS 256
+#define GROUP_WAVES (GROUP_THREADS / LUCE_LANES)
+
+LUCE_FN int ones(u64 mask) { return __popc((u32)mask) + __popc((u32)(mask >> 32)); }
+
+// A counting sort. order [pairs]: the numbers of the pairs, by expert, those of one expert ascending. tiles [most, 3]:
+// expert, first place in `order`, and count of at most tile_rows pairs of one expert; the count is 0 (and the rest
+// unwritten) beyond the last tile. ids [pairs]: each pair's expert.
+// Grid: one block of GROUP_THREADS per expert, with an i32 per expert of dynamic shared memory.
+extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
+    group_pairs(const i32* __restrict__ ids, i32* __restrict__ order, i32* __restrict__ tiles, int pairs, int tile_rows,
+                int most) {
+    LUCE_DYNAMIC_SHARED(i32, count);
+    __shared__ i32 found[GROUP_WAVES];
+    const int experts = (int)gridDim.x;
+    const int expert = (int)blockIdx.x;
+    const int thread = luce_thread();
+
+    // Every block counts all experts anew: 16 KB of ids at 512 rows are less than another launch and its wait.
+    for (int e = thread; e < experts; e += GROUP_THREADS) count[e] = 0;
+    luce_sync();
+    for (int i = thread; i < pairs; i += GROUP_THREADS) atomicAdd(&count[ids[i]], 1);
+    luce_sync();
+    int first = 0, tile = 0;
+    for (int e = thread; e < expert; e += GROUP_THREADS) {
+        first += count[e];
+        tile += luce_ceil_div(count[e], tile_rows);
+    }
+    first = luce_block_sum(first);
+    tile = luce_block_sum(tile);
+
+    const int own = count[expert];
+    const int end_tile = tile + luce_ceil_div(own, tile_rows);
+    for (int t = tile + thread; t < end_tile; t += GROUP_THREADS) {
+        const int done = (t - tile) * tile_rows;
+        tiles[t * 3] = expert;
+        tiles[t * 3 + 1] = first + done;
+        tiles[t * 3 + 2] = luce_min(tile_rows, own - done);
+    }
+    if (expert == experts - 1) {
+        for (int t = end_tile + thread; t < most; t += GROUP_THREADS) tiles[t * 3 + 2] = 0;
+    }
+
+    // Each wave takes a run of neighbouring pairs, so that the ballots alone give every pair its place.
+    const int lane = luce_lane(), wave = luce_wave();
+    const int run = luce_ceil_div(pairs, GROUP_WAVES);
+    const int end = luce_min((wave + 1) * run, pairs);
+    int seen = 0;
+    for (int i = wave * run + lane; i - lane < end; i += LUCE_LANES) seen += ones(luce_ballot(i < end && ids[i] == expert));
+    if (lane == 0) found[wave] = seen;
+    luce_sync();
+    for (int w = 0; w < wave; w++) first += found[w];
+    for (int i = wave * run + lane; i - lane < end; i += LUCE_LANES) {
+        const bool mine = i < end && ids[i] == expert;
+        const u64 all = luce_ballot(mine);
+        if (mine) order[first + ones(all & (((u64)1 << lane) - 1))] = i;
+        first += ones(all);
+    }
+}
+
+// out[r, j] = sum over the slots s, ascending, of weights[r, s] * y[r, s, j]; y float32 [n, slots, rows].
+// Grid: (n, ceil(rows / the block's threads)).
+extern "C" __global__ void combine(const float* __restrict__ y, const float* __restrict__ weights,
+                                   float* __restrict__ out, int slots, int rows) {
+    const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x);
+    if (j >= rows) return;
+    const i64 pair = (i64)blockIdx.x * slots;
+    float sum = 0.0f;
+    for (int s = 0; s < slots; s++) sum = fmaf(weights[pair + s], y[(pair + s) * rows + j], sum);
+    out[(i64)blockIdx.x * rows + j] = sum;
+}

@@ -1,0 +1,42 @@
+"""Per-layer embeddings (Gemma 4 E models): each token brings an input for each layer, mixed with a projection of its
+embedding.
+"""
+
+from __future__ import annotations
+
+import math
+
+from luce.ops.activation import add, scale
+from luce.ops.embedding import embed
+from luce.ops.matmul import matmul
+from luce.ops.norm import head_rms_norm
+from luce.ops.weight import Weight
+from luce.runtime.device import Array, Device
+from luce.runtime.step import DeviceStep
+
+
+class PerLayerInputs:
+    """(norm(projection x / sqrt(hidden)) + sqrt(width) table[token]) / sqrt(2), the norm over each layer's width."""
+
+    def __init__(
+        self, device: Device, *, layers: int, table: Weight, projection: Weight, norm: Array, eps: float
+    ) -> None:
+        self._device = device
+        self._layers = layers
+        self._table = table
+        self._projection = projection
+        self._norm = norm
+        self._eps = eps
+
+    def __call__(self, x: Array, step: DeviceStep) -> Array:
+        """x float32 [rows, hidden], the scaled embeddings -> float32 [rows, layers, width]."""
+        device, rows = self._device, x.shape[0]
+        inputs = matmul(device, x, self._projection)
+        width = inputs.shape[1] // self._layers
+        scale(device, inputs, self._projection.cols**-0.5)
+        head_rms_norm(device, inputs.reshape(rows, self._layers, width), self._norm, self._eps)
+        looked_up = embed(device, self._table, step.tokens)
+        scale(device, looked_up, math.sqrt(width))
+        add(device, inputs, looked_up)
+        scale(device, inputs, math.sqrt(0.5))
+        return inputs.reshape(rows, self._layers, width)

@@ -1,0 +1,103 @@
+"""Laguna (Poolside): sliding and global attention layers with different head counts, a softplus gate on each head's
+output, YaRN on the global layers, and a sigmoid router after the leading dense blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from luce.models.keys import Source
+from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, MoE, Rope, Yarn
+
+_SIGMOID = 2
+
+
+def spec(source: Source) -> ModelSpec:
+    """The spec of a laguna file."""
+    layers = source.positive("block_count")
+    heads = source.per_layer("attention.head_count", layers)
+    kv_heads = source.per_layer("attention.head_count_kv", layers)
+    sliding = _sliding(source, layers)
+    dense = source.integer("leading_dense_block_count", 1)
+    ffn = _experts(source)
+    blocks = [
+        Block(
+            mixer=_attention(source, layer, heads[layer], kv_heads[layer], sliding[layer]),
+            ffn=GatedMLP(source.positive("feed_forward_length")) if layer < dense else ffn,
+        )
+        for layer in range(layers)
+    ]
+    return ModelSpec(
+        family="laguna",
+        hidden=source.positive("embedding_length"),
+        vocab=source.vocabulary(),
+        context_length=source.positive("context_length"),
+        norm_eps=source.number("attention.layer_norm_rms_epsilon"),
+        blocks=tuple(blocks),
+        tied_head="output.weight" not in source.tensors,
+        eos=("</assistant>",),
+    )
+
+
+def _sliding(source: Source, layers: int) -> Sequence[bool]:
+    key = source.key("attention.sliding_window_pattern")
+    if key not in source.metadata:
+        return [bool(layer % 4) for layer in range(layers)]
+    flags = source.metadata.booleans(key)
+    if len(flags) != layers:
+        raise source.refuse("attention.sliding_window_pattern", f"has {len(flags)} entries for {layers} layers")
+    return flags
+
+
+def _attention(source: Source, layer: int, heads: int, kv_heads: int, sliding: bool) -> Attention:
+    head_dim = source.positive("attention.key_length")
+    gate = source.tensors.get(f"blk.{layer}.attn_gate.weight")
+    if sliding:
+        dims = source.positive("rope.dimension_count_swa", head_dim)
+        rope = Rope(dims=dims, base=source.number("rope.freq_base_swa", 10000.0))
+    else:
+        dims = source.positive("rope.dimension_count", head_dim // 2)
+        rope = Rope(dims=dims, base=source.number("rope.freq_base"), yarn=_yarn(source))
+    return Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=rope,
+        scale=head_dim**-0.5,
+        qk_norm=True,
+        # One gate per head in XS.2, one per element in M.1: the tensor's shape tells.
+        output_gate=head_dim if gate is not None and gate.rows == heads * head_dim else 1,
+        window=source.positive("attention.sliding_window") if sliding else None,
+    )
+
+
+def _yarn(source: Source) -> Yarn | None:
+    """The stored yarn_attn_factor and yarn_ext_factor mean nothing: published files disagree and are the same model."""
+    kind = source.metadata.string(source.key("rope.scaling.type"), default="none")
+    if kind == "none":
+        return None
+    if kind != "yarn":
+        raise source.refuse("rope.scaling.type", f"is {kind!r}, expected yarn or none")
+    return Yarn(
+        factor=source.number("rope.scaling.factor"),
+        original_context=source.positive("rope.scaling.original_context_length"),
+        beta_fast=source.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=source.number("rope.scaling.yarn_beta_slow", 1.0),
+    )
+
+
+def _experts(source: Source) -> MoE:
+    gating = source.integer("expert_gating_func", _SIGMOID)
+    if gating != _SIGMOID:
+        raise source.refuse("expert_gating_func", f"is {gating}, expected {_SIGMOID} (sigmoid)")
+    hidden = source.positive("expert_feed_forward_length")
+    return MoE(
+        experts=source.positive("expert_count"),
+        used=source.positive("expert_used_count"),
+        hidden=hidden,
+        shared=source.positive("expert_shared_feed_forward_length", hidden),
+        gating="sigmoid",
+        normalise=source.metadata.boolean(source.key("expert_weights_norm"), default=True),
+        scale=source.number("expert_weights_scale", 1.0),
+        bias=True,
+    )

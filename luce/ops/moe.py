@@ -1,0 +1,214 @@
+"""Mixture of experts: which experts a row goes to, products with their weights, and the weighted sum of what they give.
+
+A row has k slots, one per chosen expert. As in matmul, few rows and many rows take different kernels: up to FEW_ROWS
+rows one launch reads each pair's expert in place; more rows are sorted by expert on the device, so that an expert's
+weights are read once per tile of its rows. A result's bits depend neither on the other rows nor on who shares its
+expert, except that they may change between FEW_ROWS and FEW_ROWS + 1 rows; on the host they may once an expert has
+more than 8 rows. Nothing waits for the device: grids come from shapes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from luce.models.spec import Gating
+from luce.ops.matmul import FEW_ROWS, matmul
+from luce.ops.weight import Weight, WeightPart
+from luce.runtime.device import Array, Device
+
+#: most experts that `route` chooses from, and most that it chooses
+MAX_EXPERTS = 512
+MAX_CHOSEN = 16
+# The constants of moe.cu and moe_matmul.cu.
+_GROUP_THREADS = 256
+_WAVES, _FEATURES = 4, 2
+_TILE_ROWS, _TILE_FEATURES, _TILE_THREADS = 32, 128, 128
+_COMBINE_THREADS = 256
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of each row, best score first: ids int32 [n, k], all different in a row; weights float32 [n, k]."""
+
+    ids: Array
+    weights: Array
+
+
+def route(
+    device: Device,
+    logits: Array,
+    *,
+    top_k: int,
+    gating: Gating,
+    bias: Array | None,
+    normalise: bool,
+    scale: float,
+    expert_scale: Array | None,
+) -> Routing:
+    """Choose `top_k` experts for each row of logits float32 [n, experts] (any row stride).
+
+    p is the softmax over all experts or the sigmoid of each, in float32. The chosen ones have the largest p + bias
+    (float32 [experts], None: 0), the lowest number on ties, NaN last. A weight is p without the bias, divided by the
+    sum over the chosen if `normalise`, times `scale`, times expert_scale[id] (float32 [experts], None: 1).
+    Raises ValueError for more than MAX_EXPERTS experts, or a top_k beyond MAX_CHOSEN or the number of experts.
+    """
+    n, experts = logits.shape
+    if experts > MAX_EXPERTS or not 0 < top_k <= min(experts, MAX_CHOSEN):
+        raise ValueError(
+            f"route: {top_k} of {experts} experts; at most {MAX_CHOSEN} of at most {MAX_EXPERTS} can be chosen"
+        )
+    if device.host:
+        return _host_route(logits, top_k, gating, bias, normalise, scale, expert_scale)
+    routing = Routing(device.empty((n, top_k), np.int32), device.empty((n, top_k)))
+    if n:
+        args = (
+            logits,
+            # A pointer that is not followed.
+            logits if bias is None else bias,
+            logits if expert_scale is None else expert_scale,
+            routing.ids,
+            routing.weights,
+            np.int32(logits.strides[0] // 4),
+            np.int32(experts),
+            np.int32(top_k),
+            np.int32(gating == "sigmoid"),
+            np.int32(bias is not None),
+            np.int32(normalise),
+            np.int32(expert_scale is not None),
+            np.float32(scale),
+        )
+        device.launch("moe", "route", (n,), (device.lanes,), args)
+    return routing
+
+
+def expert_matmul(device: Device, x: Array, weight: Weight, experts: int, ids: Array) -> Array:
+    """Each row times the weights of its experts, transposed: float32 [n, k, rows] with rows = weight.rows / experts.
+
+    x float32 [n, cols] (the same for all slots) or [n, k, cols], with any row and slot strides; ids int32 [n, k], each
+    in [0, experts); weight as upload_experts places it. The parts' results lie side by side in each slot. Sums are
+    accumulated in float32. Raises ValueError if the shapes do not agree.
+    """
+    n, k = ids.shape
+    if x.shape[-1] != weight.cols:
+        raise ValueError(f"expert_matmul: x has {x.shape[-1]} features, the weight {weight.cols}")
+    if x.shape[:-1] not in ((n,), (n, k)):
+        raise ValueError(f"expert_matmul: x is for {list(x.shape[:-1])} rows and slots, ids for {[n, k]}")
+    if weight.rows % experts:
+        raise ValueError(f"expert_matmul: {weight.rows} rows of weights are not of {experts} experts")
+    out = device.empty((n, k, weight.rows // experts))
+    if device.host:
+        _host_product(device, x, weight, ids, out)
+    elif n:
+        _launch(device, x, weight, experts, ids, out)
+    return out
+
+
+def combine(device: Device, y: Array, weights: Array) -> Array:
+    """Sum over the slots, in their order, of weights[r, s] * y[r, s]: y float32 [n, k, rows], weights float32 [n, k]
+
+    -> float32 [n, rows].
+    """
+    n, k, rows = y.shape
+    if device.host:
+        out = weights[:, 0, None] * y[:, 0]
+        for slot in range(1, k):
+            out += weights[:, slot, None] * y[:, slot]
+        return out
+    out = device.empty((n, rows))
+    if n:
+        grid = (n, -(-rows // _COMBINE_THREADS))
+        device.launch("moe", "combine", grid, (_COMBINE_THREADS,), (y, weights, out, np.int32(k), np.int32(rows)))
+    return out
+
+
+def _launch(device: Device, x: Array, weight: Weight, experts: int, ids: Array, out: Array) -> None:
+    n, k = ids.shape
+    x_row, x_slot = x.strides[0] // 4, x.strides[1] // 4 if x.ndim == 3 else 0
+    pairs: tuple[Array, ...]
+    if n <= FEW_ROWS:
+        kernel, pairs, along, block = "expert_vec", (ids,), n * k, _WAVES * device.lanes
+    else:
+        kernel, pairs, along, block = "expert_tile", _group(device, ids, experts), _tiles(n * k, experts), _TILE_THREADS
+    for part in weight.parts:
+        rows, first = part.rows // experts, part.first // experts
+        grid, sizes, defines = _plan(kernel, along, k, rows, weight.cols, x_row, x_slot, out.shape[2], first, part.type)
+        device.launch("moe_matmul", kernel, grid, (block,), (part.data, x, *pairs, out, *sizes), defines=defines)
+
+
+# As in matmul: a decode step launches the same few shapes over and over.
+@lru_cache(4096)
+def _plan(
+    kernel: str,
+    along: int,
+    k: int,
+    rows: int,
+    cols: int,
+    x_row: int,
+    x_slot: int,
+    out_stride: int,
+    first: int,
+    type: GGMLQuantizationType,
+) -> tuple[tuple[int, int], tuple[np.int32, ...], dict[str, int | str]]:
+    """Grid, scalar arguments and defines of one part's launch over `along` pairs or tiles."""
+    sizes = tuple(np.int32(v) for v in (k, rows, cols, x_row, x_slot, out_stride, first))
+    few = kernel == "expert_vec"
+    grid = (-(-rows // (_WAVES * _FEATURES)), along) if few else (along, -(-rows // _TILE_FEATURES))
+    return grid, sizes, {"QTYPE": type.name}
+
+
+def _tiles(pairs: int, experts: int) -> int:
+    """The most tiles that pairs can fall into: each expert that has any leaves at most one tile partly filled."""
+    return (pairs + (_TILE_ROWS - 1) * min(experts, pairs)) // _TILE_ROWS
+
+
+def _group(device: Device, ids: Array, experts: int) -> tuple[Array, Array]:
+    """order int32 [pairs]: pairs (row * k + slot) by expert; tiles int32 [tiles, 3]: expert, first in order, count."""
+    pairs = ids.shape[0] * ids.shape[1]
+    order, tiles = device.empty(pairs, np.int32), device.empty((_tiles(pairs, experts), 3), np.int32)
+    args = (ids, order, tiles, np.int32(pairs), np.int32(_TILE_ROWS), np.int32(tiles.shape[0]))
+    device.launch("moe", "group_pairs", (experts,), (_GROUP_THREADS,), args, shared=4 * experts)
+    return order, tiles
+
+
+def _host_route(
+    logits: Array,
+    top_k: int,
+    gating: Gating,
+    bias: Array | None,
+    normalise: bool,
+    scale: float,
+    expert_scale: Array | None,
+) -> Routing:
+    if gating == "sigmoid":
+        # exp(-x) of a very negative x is infinite and gives the right 0.
+        with np.errstate(over="ignore"):
+            p = 1 / (1 + np.exp(-logits))
+    else:
+        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+    score = p if bias is None else p + bias
+    # Stable, so that the lower number comes first on ties; NaN sorts last.
+    ids = np.argsort(-score, axis=1, kind="stable")[:, :top_k].astype(np.int32)
+    weights = np.take_along_axis(p, ids, axis=1)
+    if normalise:
+        weights /= weights.sum(axis=1, keepdims=True)
+    weights *= np.float32(scale)
+    if expert_scale is not None:
+        weights *= expert_scale[ids]
+    return Routing(ids, weights)
+
+
+def _host_product(device: Device, x: Array, weight: Weight, ids: Array, out: Array) -> None:
+    """One product per expert over its pairs: up to 8 pairs with one gemv each, which keeps their bits their own."""
+    k, rows = out.shape[1:]
+    results = out.reshape(-1, rows)
+    flat = ids.reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    for pairs in np.split(order, np.flatnonzero(np.diff(flat[order])) + 1) if len(flat) else ():
+        part = WeightPart(weight.matrix[flat[pairs[0]]], GGMLQuantizationType.F32, 0, rows)
+        own = x[pairs // k] if x.ndim == 2 else x[pairs // k, pairs % k]
+        results[pairs] = matmul(device, own, Weight(rows, weight.cols, (part,)))

@@ -1,0 +1,317 @@
+"""Checks of the mixture-of-experts ops on any device, against float64 formulas and definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.ops.moe import Gating, Routing, combine, expert_matmul, route
+from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts
+from luce.runtime.device import Device
+from tests.support.quant_blocks import decoded, random_tensor
+
+Floats = NDArray[np.float32]
+#: how each family routes; bare probabilities; everything at once, with negative scores. A bias is drawn from a few
+#: values, so that equal logits can still tie
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen35moe": {"gating": "softmax", "normalise": True, "scale": 1.0},
+    "gemma4": {"gating": "softmax", "normalise": True, "scale": 1.0, "expert_scale": True},
+    "laguna": {"gating": "sigmoid", "normalise": True, "scale": 2.5, "bias": (-0.5, 0, 0.25)},
+    "bare": {"gating": "softmax", "normalise": False, "scale": 0.75},
+    "all": {"gating": "sigmoid", "normalise": False, "scale": 3.0, "bias": (-2, -1.5, -1.25), "expert_scale": True},
+}
+
+
+def probabilities(logits: NDArray[Any], gating: Gating) -> NDArray[np.float64]:
+    """p of the router's formulas in float64."""
+    wide = logits.astype(np.float64)
+    if gating == "sigmoid":
+        # Either form alone overflows on one side.
+        small = np.exp(-np.abs(wide))
+        return np.where(wide >= 0, 1, small) / (1 + small)
+    powers = np.exp(wide - wide.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def _route(device: Device, logits: Floats, top_k: int, family: str, seed: int = 0) -> tuple[Routing, dict[str, Any]]:
+    """The routing, downloaded, and what it was asked for, with the arrays that FAMILIES stands for."""
+    rng = np.random.default_rng(seed)
+    experts = logits.shape[1]
+    asked = {"bias": None, "expert_scale": None} | FAMILIES[family]
+    if asked["bias"]:
+        asked["bias"] = rng.choice(np.array(asked["bias"], np.float32), experts)
+    if asked["expert_scale"]:
+        asked["expert_scale"] = rng.uniform(0.5, 2, experts).astype(np.float32)
+    given = {name: device.upload(v) if isinstance(v, np.ndarray) else v for name, v in asked.items()}
+    routing = route(device, device.upload(logits), top_k=top_k, **given)
+    return Routing(device.download(routing.ids), device.download(routing.weights)), asked
+
+
+def check_route(device: Device, logits: Floats, top_k: int, family: str) -> None:
+    """The chosen are the best by the float64 formula, but for rounding, in descending order; so are their weights."""
+    n, experts = logits.shape
+    routing, asked = _route(device, logits, top_k, family)
+    ids, weights = routing.ids, routing.weights
+    assert (ids.dtype, weights.dtype) == (np.int32, np.float32)
+    assert ids.shape == weights.shape == (n, top_k)
+    assert ((ids >= 0) & (ids < experts)).all()
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+    p = probabilities(logits, asked["gating"])
+    score = p if asked["bias"] is None else p + asked["bias"]
+    chosen = np.take_along_axis(score, ids, axis=1)
+    assert (np.diff(chosen, axis=1) <= 1e-6).all()
+    rest = score.copy()
+    np.put_along_axis(rest, ids, -np.inf, axis=1)
+    assert (rest.max(axis=1) <= chosen[:, -1] + 1e-6).all()
+    expected = np.take_along_axis(p, ids, axis=1)
+    if asked["normalise"]:
+        expected /= expected.sum(axis=1, keepdims=True)
+    expected *= asked["scale"]
+    if asked["expert_scale"] is not None:
+        expected *= asked["expert_scale"][ids]
+    np.testing.assert_allclose(weights, expected, rtol=4e-6, atol=1e-30)
+
+
+def check_random_routes(device: Device, experts: int, top_k: int, family: str, rows: int = 5) -> None:
+    """Rows of ordinary logits, wide ones whose tail underflows, and logits that differ in their last bits only."""
+    rng = np.random.default_rng(experts + top_k)
+    ordinary = rng.standard_normal((rows, experts))
+    wide = rng.uniform(-300, 300, (1, experts))
+    close = 1 + rng.integers(0, 3, (2, experts)) * 2.0**-23
+    check_route(device, np.concatenate([ordinary, wide, close]).astype(np.float32), top_k, family)
+
+
+def check_ties(device: Device, experts: int, top_k: int, family: str) -> None:
+    """With many equal scores the chosen are exactly the first by (score descending, number ascending)."""
+    rng = np.random.default_rng(experts)
+    logits = rng.integers(0, 3, (6, experts)).astype(np.float32)
+    logits[0] = 0
+    logits[1] = -80  # a sigmoid that a bias swallows
+    routing, asked = _route(device, logits, top_k, family)
+    bias = np.zeros(experts) if asked["bias"] is None else asked["bias"]
+    score = probabilities(logits, asked["gating"]) + bias
+    for ids, row in zip(routing.ids.tolist(), score.tolist(), strict=True):
+        best = sorted((-value, expert) for expert, value in enumerate(row))[:top_k]
+        assert ids == [expert for _, expert in best]
+
+
+def check_nan(device: Device, experts: int, top_k: int) -> None:
+    """NaN is chosen last, makes no number appear twice, and stays in its row."""
+    logits = np.random.default_rng(1).standard_normal((4, experts)).astype(np.float32)
+    clean, _ = _route(device, logits, top_k, "laguna")
+    spoiled = logits.copy()
+    spoiled[1] = np.nan
+    spoiled[2, clean.ids[2, 0]] = np.nan
+    routing, _ = _route(device, spoiled, top_k, "laguna")
+    for row in (0, 3):
+        np.testing.assert_array_equal(routing.ids[row], clean.ids[row])
+        np.testing.assert_array_equal(routing.weights[row], clean.weights[row])
+    np.testing.assert_array_equal(routing.ids[1], np.arange(top_k))
+    assert np.isnan(routing.weights[1]).all()
+    np.testing.assert_array_equal(routing.ids[2, : top_k - 1], clean.ids[2, 1:])
+    assert clean.ids[2, 0] not in routing.ids[2]
+    soft, _ = _route(device, spoiled, top_k, "qwen35moe")
+    np.testing.assert_array_equal(soft.ids[2], np.arange(top_k))
+
+
+def check_route_company(device: Device, experts: int, top_k: int, family: str, rows: int) -> None:
+    """A row's experts and weights have the same bits alone and in a batch, in a matrix of its own and in a slice."""
+    wide = np.random.default_rng(3).standard_normal((rows, experts + 5)).astype(np.float32)
+    logits = wide[:, 2 : 2 + experts]
+    whole, asked = _route(device, logits.copy(), top_k, family)
+    for row in range(rows):
+        alone, _ = _route(device, logits[row : row + 1].copy(), top_k, family)
+        np.testing.assert_array_equal(alone.ids[0], whole.ids[row])
+        np.testing.assert_array_equal(alone.weights[0], whole.weights[row])
+    given = {name: device.upload(v) if isinstance(v, np.ndarray) else v for name, v in asked.items()}
+    sliced = route(device, device.upload(wide)[:, 2 : 2 + experts], top_k=top_k, **given)
+    np.testing.assert_array_equal(device.download(sliced.ids), whole.ids)
+    np.testing.assert_array_equal(device.download(sliced.weights), whole.weights)
+
+
+def random_ids(n: int, k: int, experts: int, seed: int = 0) -> NDArray[np.int32]:
+    """int32 [n, k]: for each row k different experts, some of them far more often than others."""
+    rng = np.random.default_rng(seed)
+    favour = rng.standard_exponential(experts)
+    favour /= favour.sum()
+    return np.stack([rng.choice(experts, k, replace=False, p=favour) for _ in range(n)]).astype(np.int32)
+
+
+def _tensors(parts: Sequence[tuple[str, int]], experts: int, cols: int) -> list[RawTensor]:
+    return [random_tensor(name, experts * rows, cols, seed=i + rows) for i, (name, rows) in enumerate(parts)]
+
+
+def _x(shape: Sequence[int]) -> Floats:
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+def _product(device: Device, x: Floats, tensors: Sequence[RawTensor], experts: int, ids: NDArray[np.int32]) -> Floats:
+    weight = upload_experts(device, tensors, experts)
+    return device.download(expert_matmul(device, device.upload(x), weight, experts, device.upload(ids)))
+
+
+def _expected(
+    x: Floats, tensors: Sequence[RawTensor], experts: int, ids: NDArray[np.int32]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The products of the definition in float64, [n, k, rows], and the sums of their terms' sizes."""
+    n, k = ids.shape
+    cols = x.shape[-1]
+    parts = [decoded(t).reshape(experts, -1, cols) for t in tensors]
+    rows = sum(part.shape[1] for part in parts)
+    result, size = np.empty((n, k, rows)), np.empty((n, k, rows))
+    every = np.broadcast_to(x[:, None] if x.ndim == 2 else x, (n, k, cols)).astype(np.float64)
+    for expert in np.unique(ids):
+        w = np.concatenate([part[expert] for part in parts]).astype(np.float64)
+        own = ids == expert
+        result[own] = every[own] @ w.T
+        size[own] = np.abs(every[own]) @ np.abs(w).T
+    return result, size
+
+
+def check_product(
+    device: Device,
+    parts: Sequence[tuple[str, int]],
+    ids: NDArray[np.int32],
+    *,
+    experts: int,
+    cols: int,
+    per_slot: bool = False,
+) -> None:
+    """Against float64 of gguf's values; the error is of float32 sums of `cols` terms. Parts: format and rows."""
+    n, k = ids.shape
+    tensors = _tensors(parts, experts, cols)
+    x = _x((n, k, cols) if per_slot else (n, cols))
+    actual = _product(device, x, tensors, experts, ids)
+    expected, size = _expected(x, tensors, experts, ids)
+    assert actual.dtype == np.float32
+    assert actual.shape == expected.shape
+    limit = (4 + np.sqrt(cols)) * 2.0**-24 * size + 1e-30
+    error = np.abs(actual - expected)
+    assert (error <= limit).all(), f"{(error / limit).max():.1f} times the limit"
+
+
+def check_product_company(device: Device, name: str, counts: Sequence[int], *, experts: int, k: int, cols: int) -> None:
+    """The first rows have the same bits in every batch size of `counts`, and at every place in the batch."""
+    n = max(counts)
+    tensors = _tensors([(name, 7)], experts, cols)
+    ids, x = random_ids(n, k, experts, seed=7), _x((n, cols))
+    whole = _product(device, x, tensors, experts, ids)
+    for count in counts:
+        part = _product(device, x[:count], tensors, experts, ids[:count])
+        np.testing.assert_array_equal(part, whole[:count], err_msg=f"{count} rows")
+        turned = _product(device, np.roll(x[:count], 1, axis=0), tensors, experts, np.roll(ids[:count], 1, axis=0))
+        np.testing.assert_array_equal(turned, np.roll(whole[:count], 1, axis=0), err_msg=f"{count} rows turned")
+
+
+def check_strides(device: Device, n: int, *, cols: int) -> None:
+    """Slices of a wider x, on and off 16-byte boundaries, give the bits of a copy."""
+    experts, k = 3, 2
+    tensors = _tensors([("F32", 5)], experts, cols)
+    weight = upload_experts(device, tensors, experts)
+    ids = random_ids(n, k, experts)
+    for before, after in ((4, 3), (1, 2), (8, 4)):
+        own = slice(before, before + cols)
+        for shape in ((n, before + cols + after), (n, k + 1, before + cols + after)):
+            wide = _x(shape)
+            view = np.s_[:, own] if len(shape) == 2 else np.s_[:, :k, own]
+            sliced = expert_matmul(device, device.upload(wide)[view], weight, experts, device.upload(ids))
+            expected = _product(device, wide[view].copy(), tensors, experts, ids)
+            np.testing.assert_array_equal(device.download(sliced), expected)
+
+
+def check_infinities(device: Device, n: int) -> None:
+    """A NaN and an infinity in the last column stay in their rows: padding makes no NaN of them."""
+    experts, k, cols = 3, 2, 13
+    tensors = _tensors([("F32", 5)], experts, cols)
+    w = decoded(tensors[0]).reshape(experts, 5, cols)
+    ids, x = random_ids(n, k, experts), _x((n, cols))
+    x[0, 2] = np.nan
+    x[-1, -1] = np.inf
+    actual = _product(device, x, tensors, experts, ids)
+    assert np.isnan(actual[0]).all()
+    np.testing.assert_array_equal(actual[-1], np.where(w[ids[-1], :, -1] > 0, np.inf, -np.inf))
+    assert np.isfinite(actual[1:-1]).all()
+
+
+def check_combine(device: Device, n: int, k: int, rows: int) -> None:
+    """The weighted sum in float64."""
+    rng = np.random.default_rng(k)
+    y = rng.standard_normal((n, k, rows)).astype(np.float32)
+    weights = rng.uniform(-1, 1, (n, k)).astype(np.float32)
+    actual = device.download(combine(device, device.upload(y), device.upload(weights)))
+    terms = weights[:, :, None].astype(np.float64) * y
+    assert actual.dtype == np.float32
+    assert actual.shape == (n, rows)
+    assert (np.abs(actual - terms.sum(axis=1)) <= k * 2.0**-24 * np.abs(terms).sum(axis=1)).all()
+
+
+def check_combine_order(device: Device) -> None:
+    """Slots are added in ascending order: 1e8 + -1e8 + 1 is 1, other orders round the 1 away or keep less of it."""
+    y = np.array([[1e8], [-1e8], [1]], np.float32)
+    for order, expected in (([0, 1, 2], 1), ([0, 2, 1], 0), ([2, 0, 1], 0)):
+        ones = device.upload(np.ones((1, 3), np.float32))
+        assert device.download(combine(device, device.upload(y[None, order]), ones)).tolist() == [[expected]]
+
+
+def check_block(device: Device, family: str, n: int) -> None:
+    """Router, gated experts and their sum against the model's formula in float64, with the experts it chose."""
+    experts, k, hidden, inner = 16, 3, 64, 32
+    tensors = _tensors([("Q8_0", inner), ("Q4_0", inner)], experts, hidden)
+    down = random_tensor("Q8_0", experts * hidden, inner, seed=99)
+    y, logits = _x((n, hidden)), np.random.default_rng(n).standard_normal((n, experts)).astype(np.float32)
+    routing, asked = _route(device, logits, k, family)
+    ids = device.upload(routing.ids)
+    both = device.download(
+        expert_matmul(device, device.upload(y), upload_experts(device, tensors, experts), experts, ids)
+    )
+    gated = np.maximum(both[..., :inner], 0) * both[..., inner:]
+    each = expert_matmul(device, device.upload(gated), upload_experts(device, [down], experts), experts, ids)
+    actual = device.download(combine(device, each, device.upload(routing.weights)))
+
+    gate, up = (decoded(t).reshape(experts, inner, hidden).astype(np.float64) for t in tensors)
+    last = decoded(down).reshape(experts, hidden, inner).astype(np.float64)
+    p = probabilities(logits, asked["gating"])
+    score = p if asked["bias"] is None else p + asked["bias"]
+    expected = np.zeros((n, hidden))
+    for row in range(n):
+        chosen = np.argsort(-score[row], kind="stable")[:k]
+        w = p[row, chosen]
+        if asked["normalise"]:
+            w = w / w.sum()
+        if asked["expert_scale"] is not None:
+            w = w * asked["expert_scale"][chosen]
+        for expert, share in zip(chosen, asked["scale"] * w, strict=True):
+            h = np.maximum(gate[expert] @ y[row], 0) * (up[expert] @ y[row])
+            expected[row] += share * (last[expert] @ h)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
+
+
+def check_empty(device: Device) -> None:
+    """No rows in, none out."""
+    logits = device.zeros((0, 8))
+    routing = route(device, logits, top_k=2, gating="softmax", bias=None, normalise=True, scale=1.0, expert_scale=None)
+    assert routing.ids.shape == routing.weights.shape == (0, 2)
+    weight = upload_experts(device, _tensors([("F32", 5)], 8, 12), 8)
+    assert expert_matmul(device, device.zeros((0, 12)), weight, 8, routing.ids).shape == (0, 2, 5)
+    assert combine(device, device.zeros((0, 2, 5)), routing.weights).shape == (0, 5)
+
+
+def check_far_expert(device: Device, n: int) -> None:
+    """The last expert of weights beyond 2 GiB is found, and the others are zeros."""
+    rows, cols = 64, 4096
+    tensor = random_tensor("Q8_0", rows, cols, seed=9)
+    row_bytes = tensor.raw.shape[1]
+    experts = 2**31 // (rows * row_bytes) + 2
+    data = device.zeros((experts * rows, row_bytes), np.uint8)
+    data[-rows:] = device.upload(tensor.raw)
+    weight = Weight(experts * rows, cols, (WeightPart(data, tensor.type, 0, experts * rows),))
+    x = _x((n, cols))
+    ids = np.array([[experts - 1, 0]] * n, np.int32)
+    actual = device.download(expert_matmul(device, device.upload(x), weight, experts, device.upload(ids)))
+    w = decoded(tensor).astype(np.float64)
+    limit = 80 * 2.0**-24 * (np.abs(x) @ np.abs(w).T)
+    assert (np.abs(actual[:, 0] - x.astype(np.float64) @ w.T) <= limit).all()
+    assert not actual[:, 1].any()
