@@ -79,7 +79,7 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
     if device.host:
         # OpenBLAS streams a matrix times a vector faster along the longer dimension (2 cores, 3072 x 576: 31 GB/s
         # against 24 the other way; 576 x 1536: 29 against 15). The shape stays [rows, cols].
-        whole = device.empty((cols, rows)).T if rows > cols else device.empty((rows, cols))
+        whole = device.empty((cols, rows)).T if rows >= cols else device.empty((rows, cols))
         at = 0
         for t in tensors:
             whole[at : at + t.rows] = dequantize(t.raw, t.type)

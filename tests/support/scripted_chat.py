@@ -91,11 +91,15 @@ class ScriptedModel:
 
 
 class Echo(ScriptedModel):
-    """Answers with the last message; `hang` never ends after one word; `slow` goes on word by word."""
+    """Answers with the last message; `hang` never ends after one word, `silent` never begins, `slow` goes on and on."""
 
     def generate(self, ids: Sequence[int], **options: Any) -> ScriptedGeneration:
         last = json.loads(bytes(ids))[-1]["content"]
-        self._replies = [{"hang": ["begun", HANG], "slow": ["word "] * 10000}.get(last, f"you said **{last}**")]
+        self._replies = [
+            {"hang": ["begun", HANG], "silent": [HANG], "slow": ["word "] * 10000}.get(last, f"you said **{last}**")
+        ]
+        if last == "silent":
+            print("(asked)", flush=True)
         self._pause = 0.01 if last == "slow" else 0.0
         return super().generate(ids, **options)
 

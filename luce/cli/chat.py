@@ -1,0 +1,502 @@
+"""`luce chat MODEL`: a conversation at the terminal, or with the lines of a pipe.
+
+Replies go to standard output. What Luce says about them goes there too at a terminal, and to standard error otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from luce.api import Generation, Model, open_model
+from luce.cli import conversation as disk
+from luce.cli import options
+from luce.cli.conversation import Conversation, Message
+from luce.cli.main import settings
+from luce.cli.markdown import MarkdownReply, RawReply, Reply, printable
+from luce.cli.pull import fetch
+from luce.cli.repl import Input, Pipe, PrivateHistory, Terminal, Words, no_echo, open_history
+from luce.config import environment, user_state_directory
+from luce.engine.sequence import Finished, FinishReason
+from luce.errors import LuceError, UsageError
+
+T = TypeVar("T")
+
+#: files larger than this are read only after a question, and larger than that not at all
+_ASK_BYTES, _MOST_BYTES = 100 << 10, 16 << 20
+_SWITCHES = ("verbose", "wordwrap", "nohistory")
+_TOPICS = ("info", "parameters", "system", "template", "tokens", "devices")
+_LEAVING = {"exit", "quit"}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk until the user leaves. From a pipe, the exit status is that of the last error."""
+    config = settings(arguments)
+    path = fetch(arguments.model)
+    with Console(stderr=True).status(f"loading {path.name}"):
+        model = open_model(path, config)
+    with model:
+        return talk(model, system=arguments.system, plain=arguments.plain)
+
+
+def talk(model: Model, *, system: str | None = None, plain: bool = False) -> int:
+    """The conversation with a loaded model. Raises UsageError if it has no chat template."""
+    if model.chat.template is None:
+        raise UsageError(f"{model.path}: no chat template in the file; give one with --chat-template, or use luce run")
+    plain = plain or environment("NO_COLOR") is not None
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        notes = Console(stderr=True, highlight=False, markup=False)
+        return Chat(model, Pipe(sys.stdin), notes, system=system, rendered=None, interactive=False).talk()
+    folder = user_state_directory()
+    history = open_history(folder / "history")
+    terminal = Terminal(history=history, completer=_completer(), plain=plain)
+    console = Console(highlight=False, markup=False, no_color=plain)
+    chat = Chat(model, terminal, console, system=system, rendered=None if plain else console, interactive=True)
+    chat.history = history if isinstance(history, PrivateHistory) else None
+    console.print(f"{printable(model.name)} · {model.context:,} tokens of context · /? for help, /bye to leave")
+    return chat.talk()
+
+
+class Interrupt:
+    """Ctrl+C while a reply runs: breaks a wait at once, but never a drawing. `pressed` stays set."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._waiting = False
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def wait(self, function: Callable[[], T]) -> T:
+        """The function's result. Raises KeyboardInterrupt when the key is pressed meanwhile."""
+        self._waiting = True
+        try:
+            return function()
+        finally:
+            self._waiting = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.pressed = True
+        if self._waiting:
+            self._waiting = False
+            raise KeyboardInterrupt
+
+
+class Chat:
+    """One conversation, its settings, and the commands on it.
+
+    rendered: the terminal that gets replies as Markdown, None for raw text.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        source: Input,
+        notes: Console,
+        *,
+        system: str | None,
+        rendered: Console | None,
+        interactive: bool,
+    ) -> None:
+        self.model = model
+        self.conversation = Conversation(system)
+        self.options: dict[str, Any] = {}
+        self.switches = {"verbose": False, "wordwrap": True, "nohistory": False}
+        self.history: PrivateHistory | None = None
+        self._source = source
+        self._notes = notes
+        self._rendered = rendered
+        self._interactive = interactive
+        self._file = ""
+        self._status = 0
+
+    def talk(self) -> int:
+        """Read and answer until there is nothing more to read."""
+        while True:
+            try:
+                text = self._source.read()
+                if text in _LEAVING or not self.handle(text):
+                    return self._status
+            except EOFError:
+                return self._status
+            except KeyboardInterrupt:  # between a prompt and a reply
+                if not self._interactive:
+                    raise
+
+    def handle(self, text: str) -> bool:
+        """One message or command; False when it was the last."""
+        name, _, rest = text.partition(" ")
+        try:
+            # A path such as /usr/bin begins a message, not a command.
+            if not name.startswith("/") or "/" in name[1:]:
+                self._send(text)
+            elif name in _LEAVE:
+                return False
+            elif name in COMMANDS:
+                COMMANDS[name].run(self, rest.strip())
+            else:
+                raise UsageError(f"{name}: no such command; /? lists them")
+        except LuceError as error:
+            self._notes.print(f"luce: {printable(str(error))}", style="red")
+            if not self._interactive:
+                self._status = error.exit_code
+        return True
+
+    def note(self, text: str) -> None:
+        """A dim line about the conversation."""
+        self._notes.print(text, style="bright_black")
+
+    # Replies.
+
+    def _send(self, text: str) -> None:
+        before = list(self.conversation.messages)
+        self.conversation.add("user", f"{self._file}\n\n{text}" if self._file else text)
+        if self._answer(before):
+            self._file = ""
+
+    def _answer(self, before: list[Message], seed: int | None = None) -> bool:
+        """A reply to the last message. If there is none (stopped before its first token, or an error), the messages
+        are again those `before`, and the result is False or the error."""
+        reply: Reply = RawReply(sys.stdout)
+        if self._rendered is not None and self.switches["wordwrap"]:
+            reply = MarkdownReply(self._rendered)
+        ids: list[int] = []
+        pieces: list[str] = []
+        times = [time.monotonic()]
+        generation: Generation | None = None
+        answered = False
+        with Interrupt() as interrupt, no_echo() if self._interactive else contextlib.nullcontext():
+            try:
+                ids = interrupt.wait(lambda: self.model.chat.prompt(self.conversation.for_template()))
+                given = self.options if seed is None else {**self.options, "seed": seed}
+                tokens = generation = interrupt.wait(lambda: self.model.generate(ids, **given))
+                while not interrupt.pressed and (token := interrupt.wait(lambda: next(tokens, None))) is not None:
+                    if token.id >= 0:
+                        times.append(time.monotonic())
+                    pieces.append(token.text)
+                    reply.write(token.text)
+                answered = not interrupt.pressed
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+            finally:
+                if generation is not None:
+                    generation.close()
+                reply.end()
+                answered = answered or (interrupt.pressed and any(pieces))
+                if answered:
+                    self.conversation.add("assistant", "".join(pieces), stopped=interrupt.pressed)
+                else:
+                    self.conversation.messages = before
+        finish = None if generation is None else generation.finish
+        self._after(finish, times, len(ids), stopped=interrupt.pressed)
+        return answered
+
+    def _after(self, finish: Finished | None, times: list[float], prompt: int, *, stopped: bool) -> None:
+        """The line below a reply: its speed, and why it ended if not by itself."""
+        count = len(times) - 1
+        if finish is not None:
+            count = finish.timings.predicted_tokens
+        if self._interactive or self.switches["verbose"]:
+            self.note(speed(count, times, prompt, finish, context=self.model.context))
+        if stopped:
+            self.note("(stopped)")
+        elif finish is not None and finish.reason is FinishReason.CONTEXT:
+            self.note("(the context is full: /undo or /clear makes room)")
+        elif finish is not None and finish.reason is FinishReason.LENGTH:
+            self.note("(cut at max_tokens)")
+        if self.switches["verbose"] and finish is not None:
+            timings = finish.timings
+            self.note(
+                f"{finish.reason.value} · seed {finish.seed} · queued {timings.queued:.3f} s"
+                f" · prompt {timings.prompt:.3f} s · reply {timings.predicted:.3f} s"
+            )
+
+    # Commands.
+
+    def help(self, rest: str) -> None:
+        """List the commands and keys."""
+        table = Table(box=None, show_header=False)
+        seen: dict[str, list[str]] = {}
+        for name, command in {**COMMANDS, **_LEAVE}.items():
+            seen.setdefault(f"{command.arguments}\0{command.help}", []).append(name)
+        for key, names in seen.items():
+            arguments, _, text = key.partition("\0")
+            table.add_row(f"{' '.join(names)} {arguments}".rstrip(), text)
+        for keys, text in _KEYS.items():
+            table.add_row(keys, text)
+        self._notes.print(table)
+
+    def clear(self, rest: str) -> None:
+        """Forget the messages."""
+        self.conversation.messages.clear()
+        self._file = ""
+        self.note("the conversation is empty")
+
+    def regen(self, rest: str) -> None:
+        """Answer the last message once more."""
+        seed = options.parse("seed", rest, "/regen") if rest else None
+        if not self.conversation.messages:
+            raise UsageError("/regen: there is no message yet")
+        before = list(self.conversation.messages)
+        self.conversation.drop_reply()
+        self._answer(before, seed)
+
+    def undo(self, rest: str) -> None:
+        """Drop the last turn."""
+        text = self.conversation.drop_turn()
+        if text is None:
+            raise UsageError("/undo: there is no message yet")
+        self.note(f"dropped: {_short(text)}")
+
+    def retry(self, rest: str) -> None:
+        """Edit the last message and send it again."""
+        before = list(self.conversation.messages)
+        text = self.conversation.drop_turn()
+        if text is None:
+            raise UsageError("/retry: there is no message yet")
+        try:
+            text = rest or self._source.read(text)
+        except EOFError:
+            self.conversation.messages = before
+            raise
+        self.conversation.add("user", text)
+        self._answer(before)
+
+    def edit(self, rest: str) -> None:
+        """Write a message in the editor."""
+        self._send(self._source.read(rest, editor=True))
+
+    def set(self, rest: str) -> None:
+        """Show or change a setting."""
+        name, _, value = rest.partition(" ")
+        name, value = name.replace("-", "_"), value.strip()
+        if not name:
+            self._show_parameters()
+        elif name == "system":
+            self.conversation.system = value or None
+            self.note("system message set" if value else "no system message")
+        elif name in _SWITCHES:
+            self._switch(name, value)
+        elif name == "parameter" and value:  # as Ollama spells it
+            self.set(value)
+        elif not value:
+            if name not in options.NAMES:
+                options.parse(name, "", "/set")
+            self.note(f"{name} {self._parameter(name)}")
+        elif value == "default" and name in options.NAMES:
+            self.options.pop(name, None)
+            self.note(f"{name} {self._parameter(name)}")
+        else:
+            self.options[name] = options.parse(name, value, f"/set {name}")
+            self.note(f"{name} {self.options[name]}")
+
+    def _switch(self, name: str, value: str) -> None:
+        if value not in ("", "on", "off"):
+            raise UsageError(f"/set {name}: expected on or off, got {value!r}")
+        self.switches[name] = value != "off"
+        if self.history is not None:
+            self.history.enabled = not self.switches["nohistory"]
+        self.note(f"{name} {'on' if self.switches[name] else 'off'}")
+
+    def show(self, rest: str) -> None:
+        """Show one topic."""
+        if rest not in _TOPICS:
+            raise UsageError(f"/show: expected {' or '.join(_TOPICS)}, got {rest!r}")
+        getattr(self, f"_show_{rest}")()
+
+    def _show_info(self) -> None:
+        spec = self.model.spec
+        rows = {
+            "name": printable(self.model.name),
+            "file": str(self.model.path),
+            "family": spec.family,
+            "layers": len(spec.blocks),
+            "hidden": f"{spec.hidden:,}",
+            "vocabulary": f"{spec.vocab:,}",
+            "context": f"{self.model.context:,} of {spec.context_length:,} tokens",
+        }
+        self._table(rows)
+
+    def _show_parameters(self) -> None:
+        rows: dict[str, Any] = {name: self._parameter(name) for name in options.NAMES}
+        rows |= {name: "on" if on else "off" for name, on in self.switches.items()}
+        self._table(rows)
+
+    def _show_system(self) -> None:
+        self._notes.print("none" if self.conversation.system is None else printable(self.conversation.system))
+
+    def _show_template(self) -> None:
+        assert self.model.chat.template is not None
+        self._notes.print(printable(self.model.chat.template.source))
+
+    def _show_tokens(self) -> None:
+        rows = {
+            f"{i}. {message.role}": f"{len(self.model.tokenize(message.content, specials=False)):,}"
+            for i, message in enumerate(self.conversation.messages, 1)
+        }
+        total = 0
+        if self.conversation.messages:
+            total = len(self.model.chat.prompt(self.conversation.for_template(), add_generation_prompt=False))
+        self._table({**rows, "with the template": f"{total:,} of {self.model.context:,}"})
+
+    def _show_devices(self) -> None:
+        table = Table("device", "layers", "weights", "state", box=None)
+        for shard in self.model.placement:
+            first, last = shard["layers"]
+            sizes = (f"{shard[name] / 2**20:,.1f} MiB" for name in ("weights", "state"))
+            table.add_row(shard["device"], f"{first}..{last}", *sizes)
+        self._notes.print(table)
+
+    def _table(self, rows: dict[str, Any]) -> None:
+        table = Table(box=None, show_header=False)
+        for name, value in rows.items():
+            table.add_row(name, str(value))
+        self._notes.print(table)
+
+    def _parameter(self, name: str) -> Any:
+        """What is in force: set here, else the Config's, else what a request without the value gets."""
+        if name in self.options:
+            return self.options[name]
+        return getattr(self.model.config, name, _UNSET.get(name))
+
+    def save(self, rest: str) -> None:
+        """Keep the conversation under a name."""
+        disk.write(_saved(rest, "/save"), self.conversation.json())
+        self.note(f"saved; /load {rest} brings it back")
+
+    def load(self, rest: str) -> None:
+        """Continue a saved conversation."""
+        self.conversation = disk.read(_saved(rest, "/load"))
+        count = len(self.conversation.messages)
+        self.note(f"{count} messages" if count != 1 else "1 message")
+
+    def export(self, rest: str) -> None:
+        """Write the conversation to a file of the user's choice."""
+        path = Path(rest).expanduser()
+        if path.suffix not in (".md", ".json"):
+            raise UsageError(f"/export: expected a file name that ends in .md or .json, got {rest!r}")
+        if path.exists() and not self._source.ask(f"{path} exists; replace it?"):
+            return
+        markdown = path.suffix == ".md"
+        disk.write(path, self.conversation.markdown().encode() if markdown else self.conversation.json())
+        self.note(f"wrote {path}")
+
+    def read(self, rest: str) -> None:
+        """Put a text file in front of the next message."""
+        path = Path(rest).expanduser()
+        try:
+            size = path.stat().st_size
+            if size > _MOST_BYTES:
+                raise UsageError(f"/read {path}: {size:,} bytes are more than {_MOST_BYTES:,}")
+            if size > _ASK_BYTES and not self._source.ask(f"{path} has {size:,} bytes; read it?"):
+                return
+            content = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"/read {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"/read {path}: not a text file in UTF-8") from None
+        self._file = f"{self._file}\n\n{content}".strip()
+        self.note(f"{path}, {size:,} bytes: goes in front of your next message")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the chat: what follows its name, its line in the help."""
+
+    run: Callable[[Chat, str], None]
+    arguments: str
+    help: str
+
+
+COMMANDS = {
+    "/help": Command(Chat.help, "", "this list"),
+    "/?": Command(Chat.help, "", "this list"),
+    "/clear": Command(Chat.clear, "", "forget the conversation"),
+    "/reset": Command(Chat.clear, "", "forget the conversation"),
+    "/regen": Command(Chat.regen, "[SEED]", "another reply to the last message"),
+    "/undo": Command(Chat.undo, "", "drop the last message and its reply"),
+    "/retry": Command(Chat.retry, "[TEXT]", "edit the last message and send it again"),
+    "/edit": Command(Chat.edit, "[TEXT]", "write a message in $VISUAL or $EDITOR"),
+    "/read": Command(Chat.read, "PATH", "put a text file in front of the next message"),
+    "/set": Command(
+        Chat.set, "[NAME [VALUE]]", "settings; also system, verbose, wordwrap, nohistory; VALUE may be default"
+    ),
+    "/show": Command(Chat.show, "|".join(_TOPICS), "what is loaded, set and used"),
+    "/save": Command(Chat.save, "NAME", "keep the conversation"),
+    "/load": Command(Chat.load, "NAME", "continue a kept conversation"),
+    "/export": Command(Chat.export, "FILE.md|FILE.json", "write the conversation to a file"),
+}
+_LEAVE = dict.fromkeys(
+    ("/bye", "/exit", "/quit"), Command(lambda chat, rest: None, "", "leave; so do exit, quit, Ctrl+D")
+)
+_KEYS = {
+    '"""': "begins and ends a message of several lines; a trailing \\ continues a line",
+    "Alt+Enter Ctrl+J": "new line in a message",
+    "Ctrl+G": "write in the editor",
+    "Ctrl+R, Up": "earlier messages",
+    "Ctrl+C": "stop a reply; at the prompt clear the line, twice leave",
+}
+#: what Model.generate does without these values
+_UNSET: dict[str, Any] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "seed": "random",
+    "max_tokens": "room in the context",
+}
+
+
+def speed(count: int, times: list[float], prompt: int, finish: Finished | None, *, context: int) -> str:
+    """The line after a reply. times: when it was asked for, then when each token came. prompt: tokens before it."""
+    parts = [f"{count:,} tok"]
+    if len(times) > 2:
+        parts.append(f"{(len(times) - 2) / max(times[-1] - times[1], 1e-9):.1f} tok/s")
+    if len(times) > 1:
+        parts.append(f"first {times[1] - times[0]:.2f} s")
+    cached = 0 if finish is None else finish.timings.cached_tokens
+    parts.append(f"prompt {prompt:,}" + (f" ({cached:,} cached)" if cached else ""))
+    parts.append(f"ctx {prompt + count:,}/{context:,}")
+    return " · ".join(parts)
+
+
+def _completer() -> Words:
+    words: dict[str, Any] = dict.fromkeys((*COMMANDS, *_LEAVE), ())
+    words["/set"] = (*options.NAMES, "system", *_SWITCHES)
+    words["/show"] = _TOPICS
+    words["/load"] = words["/save"] = _saved_names
+    words["/read"] = words["/export"] = None
+    return Words(words)
+
+
+def _chats() -> Path:
+    return user_state_directory() / "chats"
+
+
+def _saved_names() -> list[str]:
+    return sorted(path.stem for path in _chats().glob("*.json"))
+
+
+def _saved(name: str, command: str) -> Path:
+    if not name or "/" in name or name.startswith("."):
+        raise UsageError(f"{command}: expected a name without slashes, got {name!r}")
+    return _chats() / f"{name}.json"
+
+
+def _short(text: str) -> str:
+    line = printable(text).replace("\n", " ")
+    return line if len(line) <= 60 else line[:59] + "…"

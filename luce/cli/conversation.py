@@ -1,0 +1,84 @@
+"""A conversation as data: its messages, undo, and its forms on disk (JSON to read back, Markdown to look at)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from luce.errors import UsageError
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """One message. `stopped`: the user ended this reply before the model did."""
+
+    role: Literal["user", "assistant"]
+    content: str
+    stopped: bool = False
+
+
+class Conversation(msgspec.Struct):
+    """A system message, if any, and the turns since."""
+
+    system: str | None = None
+    messages: list[Message] = []
+
+    def for_template(self) -> list[dict[str, str]]:
+        """The messages as a chat template takes them."""
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return first + [{"role": message.role, "content": message.content} for message in self.messages]
+
+    def add(self, role: Literal["user", "assistant"], content: str, *, stopped: bool = False) -> None:
+        """Append a message."""
+        self.messages.append(Message(role, content, stopped))
+
+    def drop_reply(self) -> None:
+        """Remove the last message if it is a reply."""
+        if self.messages and self.messages[-1].role == "assistant":
+            self.messages.pop()
+
+    def drop_turn(self) -> str | None:
+        """Remove the last user message and its reply; the text of that message, None if there is none."""
+        self.drop_reply()
+        return self.messages.pop().content if self.messages else None
+
+    def markdown(self) -> str:
+        """The conversation for reading."""
+        parts = [] if self.system is None else [f"## system\n\n{self.system}\n"]
+        for message in self.messages:
+            mark = " (stopped)" if message.stopped else ""
+            parts.append(f"## {message.role}{mark}\n\n{message.content}\n")
+        return "\n".join(parts)
+
+    def json(self) -> bytes:
+        """The conversation for `read`."""
+        return msgspec.json.format(msgspec.json.encode(self)) + b"\n"
+
+
+def read(path: Path) -> Conversation:
+    """A conversation from its JSON file. Raises UsageError naming the file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Conversation)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file that only its owner reads: all of it or nothing. Raises UsageError naming the file."""
+    temporary: Any = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
+            temporary.write(content)
+            temporary.flush()
+            os.fsync(temporary.fileno())
+        os.replace(temporary.name, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary.name).unlink(missing_ok=True)
+        raise UsageError(f"{path}: {error.strerror}") from None

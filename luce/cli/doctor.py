@@ -1,0 +1,194 @@
+"""`luce doctor`: what this machine offers to Luce, and what keeps a device from working.
+
+Every device is tried, not only listed: a GPU compiles all kernels and runs one, the CPU multiplies two matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import threadpoolctl
+from rich.console import Console
+from rich.table import Table
+
+import luce
+from luce.errors import DeviceError
+from luce.runtime import compiler, driver, kernels
+from luce.runtime.gpu import GpuDevice
+from luce.runtime.host import HostDevice
+from luce.runtime.open import VENDORS, Found, found
+
+_GIB = 1 << 30
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings, as JSON with `args.json`. 0 if at least one device works, else DeviceError's exit code."""
+    console = Console()
+    if args.json:
+        report = examine()
+        print(json.dumps(report, indent=2))
+    else:
+        with console.status("compiling all kernels for every GPU; the first time takes a while"):
+            report = examine()
+        show(console, report)
+    return 0 if any(device["works"] for device in report["devices"]) else DeviceError.exit_code
+
+
+def examine() -> dict[str, Any]:
+    """All findings. Sizes are bytes, None means absent or unlimited."""
+    shm = Path("/dev/shm")
+    space = shutil.disk_usage(shm) if shm.is_dir() else None
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return {
+        "luce": luce.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "cupy": _cupy_version(),
+        "blas": [
+            {key: pool.get(key) for key in ("internal_api", "version", "num_threads", "filepath")}
+            for pool in threadpoolctl.threadpool_info()
+            if pool.get("user_api") == "blas"
+        ],
+        "libraries": {vendor: _libraries(vendor) for vendor in VENDORS},
+        "devices": [*(_gpu(gpu) for gpu in found()), _host()],
+        "shm": None if space is None else {"free": space.free, "total": space.total},
+        "memlock": None if memlock == resource.RLIM_INFINITY else memlock,
+    }
+
+
+def _cupy_version() -> str | None:
+    try:
+        import cupy
+    except ImportError:
+        return None
+    return f"{cupy.__version__} for {'HIP' if cupy.cuda.runtime.is_hip else 'CUDA'}"
+
+
+def _libraries(vendor: driver.Vendor) -> dict[str, Any]:
+    loaded, rtc = driver.load(vendor), compiler.load(vendor)
+    return {
+        "driver": None if loaded is None else {"path": loaded.path, "version": loaded.version},
+        "compiler": None if rtc is None else {"path": rtc.path, "version": rtc.version},
+    }
+
+
+def _gpu(gpu: Found) -> dict[str, Any]:
+    facts = gpu.properties
+    report: dict[str, Any] = {
+        "device": str(gpu.name),
+        "name": facts.name,
+        "arch": facts.arch,
+        "lanes": facts.lanes,
+        "multiprocessors": facts.multiprocessors,
+        "total": facts.memory,
+        "shared": facts.shared,
+        "shared_optin": facts.shared_optin,
+        "works": False,
+        "problems": [],
+    }
+    assert gpu.name.kind != "cpu"
+    try:
+        device = GpuDevice(gpu.name.kind, gpu.name.index)
+    except DeviceError as error:
+        report["problems"].append(str(error))
+        return report
+    try:
+        report["free"] = device.memory().free
+        _fill(device)
+        report.update(_build_all(device, report["problems"]))
+        report["works"] = not report["problems"]
+    except DeviceError as error:
+        report["problems"].append(str(error))
+    finally:
+        device.close()
+    return report
+
+
+def _fill(device: GpuDevice) -> None:
+    """Run one kernel and look at what it wrote."""
+    n = 1000
+    out = device.zeros(n)
+    device.launch("fill", "fill", (4,), (256,), (out, np.int64(n), np.float32(0.5)), defines={"TYPE": "float"})
+    if not (device.download(out) == 0.5).all():
+        raise DeviceError(f"{device.name}: the kernel fill ran but wrote something else")
+
+
+def _build_all(device: GpuDevice, problems: list[str]) -> dict[str, Any]:
+    started = time.monotonic()
+    builds = kernels.builds()
+    for build in builds:
+        try:
+            device.prepare(build)
+        except DeviceError as error:
+            problems.append(str(error))
+    return {"kernels": len(builds), "kernel_seconds": round(time.monotonic() - started, 2)}
+
+
+def _host() -> dict[str, Any]:
+    device = HostDevice()
+    ones = np.ones((64, 64), np.float32)
+    works = bool((ones @ ones == 64).all())
+    memory = device.memory()
+    return {
+        "device": str(device.name),
+        **device.describe(),
+        "free": memory.free,
+        "total": memory.total,
+        "works": works,
+        "problems": [] if works else [f"NumPy {np.__version__} multiplies matrices wrongly"],
+    }
+
+
+def show(console: Console, report: Mapping[str, Any]) -> None:
+    """Print the findings as tables."""
+    software = Table("software", "version")
+    software.add_column("where", overflow="fold")
+    for name in ("luce", "python", "numpy", "cupy"):
+        software.add_row(name, report[name] or "[yellow]not installed[/yellow]", "")
+    for pool in report["blas"]:
+        software.add_row(
+            f"blas ({pool['internal_api']}, {pool['num_threads']} threads)", pool["version"], pool["filepath"]
+        )
+    for vendor, libraries in report["libraries"].items():
+        for part, library in libraries.items():
+            if library is None:
+                software.add_row(f"{vendor} {part}", "[dim]not found[/dim]", "")
+            else:
+                software.add_row(f"{vendor} {part}", library["version"], library["path"])
+    console.print(software)
+
+    devices = Table("device", "name", "arch", "lanes", "memory free/total", "shared memory", "kernels", "works")
+    for device in report["devices"]:
+        free = f"{device['free'] / _GIB:.1f}" if "free" in device else "?"
+        shared = (
+            f"{device['shared'] >> 10} KiB, {device['shared_optin'] >> 10} on request" if "shared" in device else ""
+        )
+        built = f"{device['kernels']} in {device['kernel_seconds']} s" if "kernels" in device else ""
+        devices.add_row(
+            device["device"],
+            str(device["name"]),
+            str(device.get("arch", "")),
+            str(device.get("lanes", "")),
+            f"{free} / {device['total'] / _GIB:.1f} GiB",
+            shared,
+            built,
+            "[green]yes[/green]" if device["works"] else "[red]no[/red]",
+        )
+    console.print(devices)
+    for device in report["devices"]:
+        for problem in device["problems"]:
+            console.print(problem, style="red", markup=False, highlight=False)
+
+    shm, memlock = report["shm"], report["memlock"]
+    space = "not mounted" if shm is None else f"{shm['free'] / _GIB:.1f} of {shm['total'] / _GIB:.1f} GiB free"
+    locked = "unlimited" if memlock is None else f"{memlock / _GIB:.3f} GiB"
+    console.print(f"/dev/shm: {space}; lockable memory (RLIMIT_MEMLOCK): {locked}")

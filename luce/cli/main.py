@@ -1,0 +1,89 @@
+"""Parser and dispatch. A verb's module is imported when the verb runs, so that `luce --help` stays quick."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from luce import __version__, config
+from luce.errors import LuceError
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command: its one-line help, and the setting groups whose flags it takes."""
+
+    help: str
+    groups: tuple[str, ...] = ()
+    model: bool = True
+
+
+RUNTIME = ("placement", "engine", "text")
+VERBS = {
+    "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),
+    "chat": Verb("talk with a model", (*RUNTIME, "sampling")),
+    "run": Verb("answer one prompt and exit", (*RUNTIME, "sampling")),
+    "inspect": Verb("show what a model file holds and where its layers would go", ("placement", "engine")),
+    "pull": Verb("download a model"),
+    "doctor": Verb("show drivers, devices and kernel builds of this machine", model=False),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    top = argparse.ArgumentParser(
+        prog="luce", description="A local LLM server that splits one GGUF model over devices that need not match."
+    )
+    top.add_argument("--version", action="version", version=f"luce {__version__}")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, verb in VERBS.items():
+        sub = verbs.add_parser(name, help=verb.help, description=verb.help.capitalize() + ".", allow_abbrev=False)
+        if verb.model:
+            sub.add_argument("model", metavar="MODEL", help="path of a GGUF file, or an alias (smollm2)")
+        if name == "run":
+            sub.add_argument("prompt", metavar="PROMPT", nargs="?", help="the prompt; standard input is added to it")
+            sub.add_argument("-s", "--system", metavar="TEXT", help="system message")
+            sub.add_argument(
+                "-o", "--option", metavar="K=V", action="append", default=[], help="sampling value (repeatable)"
+            )
+            sub.add_argument("--max-tokens", metavar="N", help="longest reply (default: room in the context)")
+        if name == "chat":
+            sub.add_argument("-s", "--system", metavar="TEXT", help="system message")
+            sub.add_argument("--plain", action="store_true", help="no colours, no Markdown (also with NO_COLOR)")
+        if name == "inspect":
+            sub.add_argument("--layers", action="store_true", help="a table of all layers (--json has it anyway)")
+        if name in ("run", "inspect", "doctor"):
+            sub.add_argument("--json", action="store_true", help="machine-readable output")
+        if verb.groups:
+            config.add_flags(sub, verb.groups)
+    return top
+
+
+def settings(arguments: argparse.Namespace) -> config.Config:
+    """The Config of a parsed command line."""
+    names = {*config.FIELDS, "config"}
+    return config.resolve({k: v for k, v in vars(arguments).items() if k in names})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit status of a LuceError is its class's, after one line on standard error."""
+    arguments = parser().parse_args(argv)
+    try:
+        status: int = importlib.import_module(f"luce.cli.{arguments.verb}").run(arguments)
+        sys.stdout.flush()
+    except LuceError as error:
+        print(f"luce: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader left. Python would complain once more when it flushes at exit.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status

@@ -1,0 +1,230 @@
+"""Where a chat's messages come from: a terminal with line editing, or a pipe. Both read several lines as one message.
+
+A message of several lines is a block between triple quotes, or lines that end in a backslash; on a terminal also
+Alt+Enter and Ctrl+J begin a line, and a paste is one message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.application.run_in_terminal import run_in_terminal
+from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import ColorDepth
+
+_QUOTES = '"""'
+_TWICE_SECONDS = 1.0
+
+
+def in_block(text: str) -> bool:
+    """Whether a block in triple quotes has begun and not ended."""
+    return text.lstrip().startswith(_QUOTES) and text.count(_QUOTES) < 2
+
+
+def message(text: str) -> str:
+    """What was meant: the inside of a block in triple quotes, else the text without space around it."""
+    text = text.strip()
+    if text.startswith(_QUOTES):
+        return text.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")
+    return text
+
+
+class Input(Protocol):
+    """Where messages come from."""
+
+    def read(self, default: str = "", *, editor: bool = False) -> str:
+        """The next message. `default` stands in the line already; `editor` opens it in the user's editor first.
+
+        Raises EOFError when there is none any more.
+        """
+
+    def ask(self, question: str) -> bool:
+        """A yes or no."""
+
+
+class Pipe:
+    """Messages from lines. Nobody is there to be asked, so the answer to every question is yes."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def read(self, default: str = "", *, editor: bool = False) -> str:
+        """The next message that is not empty."""
+        text = ""
+        while line := self._file.readline():
+            text += line.rstrip("\n")
+            if in_block(text):
+                text += "\n"
+            elif text.endswith("\\"):
+                text = text[:-1] + "\n"
+            elif text.strip():
+                return message(text)
+        if text.strip():
+            return message(text)
+        raise EOFError
+
+    def ask(self, question: str) -> bool:
+        """Yes."""
+        return True
+
+
+class PrivateHistory(FileHistory):
+    """History in a file that only its owner reads; `enabled` says whether more is added."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.enabled = True
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        os.fchmod(descriptor, 0o600)
+        os.close(descriptor)
+
+    def store_string(self, string: str) -> None:
+        """Append a message to the file."""
+        if self.enabled:
+            super().store_string(string)
+
+
+def open_history(path: Path) -> History:
+    """The history in a file, or one that ends with the process where no file can be written."""
+    try:
+        return PrivateHistory(path)
+    except OSError:
+        return InMemoryHistory()
+
+
+class Words(Completer):
+    """Completes commands and their first arguments.
+
+    commands: name with slash -> what may follow it: words, None for a path, or a function that lists words.
+    """
+
+    def __init__(self, commands: dict[str, Iterable[str] | Callable[[], Iterable[str]] | None]) -> None:
+        self._commands = commands
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+        """Completions of the word before the cursor."""
+        command, space, rest = document.text_before_cursor.partition(" ")
+        if not space:
+            yield from _matching(command, self._commands if command.startswith("/") else ())
+        elif command in self._commands:
+            words = self._commands[command]
+            if words is None:
+                yield from self._paths.get_completions(Document(rest), complete_event)
+            else:
+                yield from _matching(rest, words() if callable(words) else words)
+
+
+def _matching(start: str, words: Iterable[str]) -> Iterator[Completion]:
+    for word in words:
+        if word.startswith(start):
+            yield Completion(word, start_position=-len(start))
+
+
+class Terminal:
+    """Messages typed at a terminal."""
+
+    def __init__(self, *, history: History, completer: Completer, plain: bool) -> None:
+        self._last_interrupt = -_TWICE_SECONDS
+        self._session: PromptSession[str] = PromptSession(
+            [("class:prompt", ">>> ")],
+            multiline=True,
+            history=history,
+            completer=completer,
+            complete_while_typing=False,
+            enable_history_search=True,
+            auto_suggest=AutoSuggestFromHistory(),
+            key_bindings=self._keys(),
+            enable_suspend=True,
+            prompt_continuation=[("class:prompt", "... ")],
+            placeholder=FormattedText([("ansibrightblack", "a message, or /? for help")]),
+            color_depth=ColorDepth.DEPTH_1_BIT if plain else None,
+            tempfile_suffix=".md",
+        )
+
+    def read(self, default: str = "", *, editor: bool = False) -> str:
+        """The next message that is not empty."""
+        while True:
+            text = self._session.prompt(default=default, pre_run=_open_editor if editor else None)
+            if text.strip():
+                return message(text)
+
+    def ask(self, question: str) -> bool:
+        """Yes only for an answer that begins with y."""
+        sys.stdout.write(f"{question} [y/N] ")
+        sys.stdout.flush()
+        try:
+            return sys.stdin.readline().strip().lower().startswith("y")
+        except KeyboardInterrupt:
+            print()
+            return False
+
+    def _keys(self) -> KeyBindings:
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        def _(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            if in_block(buffer.text):
+                buffer.insert_text("\n")
+            elif buffer.document.is_cursor_at_the_end and buffer.text.endswith("\\"):
+                buffer.delete_before_cursor()
+                buffer.insert_text("\n")
+            else:
+                buffer.validate_and_handle()
+
+        @keys.add("escape", "enter")
+        @keys.add("c-j")
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        @keys.add("c-g")
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.open_in_editor()
+
+        @keys.add("c-c")
+        def _(event: KeyPressEvent) -> None:
+            now = time.monotonic()
+            if now - self._last_interrupt < _TWICE_SECONDS:
+                event.app.exit(exception=EOFError)
+                return
+            self._last_interrupt = now
+            if event.current_buffer.text:
+                event.current_buffer.reset()
+            else:
+                run_in_terminal(lambda: print("(once more to leave, or /bye)"))
+
+        return keys
+
+
+def _open_editor() -> None:
+    get_app().current_buffer.open_in_editor()
+
+
+@contextlib.contextmanager
+def no_echo() -> Iterator[None]:
+    """Keys pressed meanwhile do not show on the terminal (they would move the cursor); the next prompt gets them."""
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    silent = list(before)
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(descriptor, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

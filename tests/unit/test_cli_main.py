@@ -1,0 +1,206 @@
+"""Parser, dispatch, exit statuses; and the verbs run and inspect on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFReader
+
+from luce.cli import run as run_verb
+from luce.cli.main import VERBS, main
+from tests.support.scripted_chat import HANG, ScriptedModel
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "tests/reference/qwen3-a-MIX.gguf"
+HYBRID = ROOT / "tests/reference/qwen35-a-Q8_0.gguf"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def no_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+
+
+def test_help_is_quick() -> None:
+    # By what it imports; the verbs' libraries take most of a second.
+    code = (
+        "import sys\nfrom luce.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('numpy', 'rich', 'prompt_toolkit', 'aiohttp', 'tokenizers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n[]\n")
+    assert all(f"    {name} " in done.stdout for name in VERBS)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nonsense"], ["run"], ["chat", "x", "--nonsense"], ["run", "x", "--max-c", "5"]]
+)
+def test_argparse_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+def test_all_wrong_values_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--max-ctx", "-1", "--top-p", "2", "-o", "seed=x", "-o", "nonsense=1", "--max-tokens", "0"]
+    assert main(["run", "x.gguf", "hi", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("luce: --max-ctx: expected an integer in 0..2147483647, got '-1'; --top-p: expected ")
+    assert [part.partition(":")[0] for part in error.split("; ")[2:]] == ["-o seed=x", "-o nonsense=1", "--max-tokens"]
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["run", "chat", "inspect"])
+@pytest.mark.parametrize(("model", "status"), [("nowhere", 2), ("/nowhere.gguf", 3), (str(Path(__file__)), 3)])
+def test_model_errors(verb: str, model: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, model, *(["hi"] if verb == "run" else [])]) == status
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("luce: ") and printed.err.count("\n") == 1
+    assert model in printed.err
+
+
+def test_run_needs_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(MODEL)]) == 2
+    assert capsys.readouterr().err == "luce: PROMPT: give a prompt, or pipe one in\n"
+
+
+def test_run_is_the_same_twice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["run", str(MODEL), "ab", "-s", "S", "-o", "temperature=0", "--max-tokens", "4", "--max-ctx", "512"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    *tokens, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "".join(token["text"] for token in tokens) + "\n" == text
+    assert {token["event"] for token in tokens} == {"token"}
+    assert (end["event"], end["reason"], end["predicted_tokens"]) == ("end", "length", 4)
+
+
+class Loaded(ScriptedModel):
+    """In the place of a model that was loaded."""
+
+    def __enter__(self) -> Loaded:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def install(*replies: Any) -> Loaded:
+        model = Loaded(*replies)
+        monkeypatch.setattr(run_verb, "open_model", lambda path, config: model)
+        return model
+
+    return install
+
+
+def test_run_joins_prompt_and_input(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = scripted("Fine.")
+    monkeypatch.setattr("sys.stdin", io.StringIO("a file\n"))
+    assert main(["run", "x.gguf", "sum up", "-s", "S", "-o", "seed=3", "-o", "top-k=2"]) == 0
+    system = {"role": "system", "content": "S"}
+    assert model.prompts == [[system, {"role": "user", "content": "sum up\n\na file\n"}]]
+    assert model.options == [{"seed": 3, "top_k": 2}]
+    assert capsys.readouterr() == ("Fine.\n", "")
+
+
+def test_run_without_a_template_continues_the_text(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = scripted()
+    model.chat.template = None
+    given: list[Any] = []
+    model.generate = lambda ids, **options: given.append(ids) or ScriptedModel("more").generate(b"[]", **options)
+    assert main(["run", "x.gguf", "Once upon"]) == 0
+    assert given == ["Once upon"]
+    assert capsys.readouterr().out == "more\n"
+
+
+def test_run_strips_control_characters_on_a_terminal_only(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, expected in ((Terminal(), "a[31mb\n"), (io.StringIO(), "a\x1b[31mb\n")):
+        scripted("a\x1b[31mb")
+        monkeypatch.setattr("sys.stdout", stream)
+        assert main(["run", "x.gguf", "hi"]) == 0
+        assert stream.getvalue() == expected
+
+
+def test_run_ends_with_130_on_ctrl_c() -> None:
+    code = (
+        "import sys\nfrom tests.unit.test_cli_main import HANG, Loaded, run_verb, main\n"
+        "run_verb.open_model = lambda path, config: Loaded(['begun', HANG])\n"
+        "sys.exit(main(['run', 'x.gguf', 'hi']))"
+    )
+    assert HANG is not None
+    command = [sys.executable, "-c", code]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as child:  # type: ignore[call-overload]
+        assert child.stdout.read(5) == "begun"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate()
+    assert child.returncode == 130
+    assert (out.strip(), err) == ("", "")
+
+
+def test_reader_that_leaves_is_no_error() -> None:
+    command = [sys.executable, "-m", "luce", "inspect", str(MODEL), "--json"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["inspect", *arguments, "--json"]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_inspect_against_the_gguf_package(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = inspected(capsys, str(MODEL))
+    reader = GGUFReader(MODEL)
+    bytes_by_type: dict[str, int] = {}
+    for tensor in reader.tensors:
+        name = tensor.tensor_type.name
+        bytes_by_type[name] = bytes_by_type.get(name, 0) + int(tensor.n_bytes)
+    assert facts["bytes"] == bytes_by_type
+    assert facts["family"] == reader.fields["general.architecture"].contents() == "qwen3"
+    assert facts["layers"] == {"attention": reader.fields["qwen3.block_count"].contents()}
+    assert facts["hidden"] == reader.fields["qwen3.embedding_length"].contents()
+    assert facts["context"] == reader.fields["qwen3.context_length"].contents()
+    assert facts["tokenizer"]["pre"] == reader.fields["tokenizer.ggml.pre"].contents()
+    assert facts["chat_template"] is True
+
+
+def test_inspect_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = inspected(capsys, str(HYBRID), "--target-devices", "cpu:0,cpu:1", "--target-layer-split", "1,3")
+    assert [shard["layers"] for shard in facts["plan"]] == [[0, 1], [2, 7]]
+    assert [shard["device"] for shard in facts["plan"]] == ["cpu:0", "cpu:1"]
+    whole = inspected(capsys, str(HYBRID), "--target-devices", "cpu:0")
+    for name in ("kv_per_token", "state_per_sequence"):
+        assert facts[name] == sum(shard[name] for shard in facts["plan"]) == whole["plan"][0][name]
+    # Two of eight layers attend: K and V of 2 heads of 64 in 4 bytes.
+    assert facts["kv_per_token"] == 2 * 2 * 2 * 64 * 4
+
+
+def test_inspect_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(HYBRID)]) == 0
+    text = capsys.readouterr().out
+    for expected in ("6 gated DeltaNet, 2 attention", "Q8_0", "794,512", "cpu:0", "0..7", "4,096 tokens"):
+        assert expected in text

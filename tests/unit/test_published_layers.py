@@ -1,0 +1,60 @@
+"""Layers built from the headers of published models: every tensor is asked for in the shape that the file has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from luce.errors import UnsupportedError
+from luce.gguf.reader import open_gguf
+from luce.layers import weights
+from luce.layers.build import LayerBuilder
+from luce.models.keys import Source
+from luce.models.registry import FAMILIES, read_spec
+from luce.ops.weight import RawTensor, Weight, WeightPart
+from luce.runtime.host import HostDevice
+from tests.support.published import PUBLISHED, Published
+
+
+@pytest.fixture(autouse=True)
+def _weights_stay_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left(device: object, tensors: Sequence[RawTensor], experts: int = 1) -> Weight:
+        parts = tuple(WeightPart(tensor.raw, tensor.type, 0, tensor.rows) for tensor in tensors)
+        return Weight(sum(tensor.rows for tensor in tensors), tensors[0].cols, parts)
+
+    monkeypatch.setattr(weights, "upload_weight", left)
+    monkeypatch.setattr(weights, "upload_experts", left)
+
+
+def build(path: Path) -> tuple[set[str], set[str]]:
+    """Build all layers; names of the tensors that were used, and of those that a load should use."""
+    with open_gguf(path) as file, np.errstate(divide="ignore"):
+        spec = read_spec(Source(str(path), file.metadata, file.tensors))
+        builder = LayerBuilder(file, spec, HostDevice(), pages=[1] * len(spec.page_groups), slots=1)
+        builder.embedding()
+        if spec.per_layer:
+            builder.per_layer()
+        for block in range(len(spec.blocks)):
+            builder.block(block)
+        builder.head()
+        skipped = tuple(f"blk.{block}." for block in spec.skipped_blocks)
+        return builder.weights.used, {name for name in file.tensors if not name.startswith(skipped)}
+
+
+@pytest.mark.parametrize("model", [m for m in PUBLISHED if m.architecture in FAMILIES], ids=lambda m: m.name)
+def test_all_tensors_are_used(model: Published, tmp_path: Path) -> None:
+    used, stored = build(model.write(tmp_path))
+    # Rotary tables read their divisors past the loader.
+    assert used == stored - {"rope_freqs.weight"}
+
+
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    model = PUBLISHED[0]
+    name = "blk.63.attn_output.weight"
+    tensors = tuple((n, (6144, 5376) if n == name else shape) for n, shape in model.tensors)
+    path = Published(model.name, model.architecture, model.keys, tensors).write(tmp_path)
+    with pytest.raises(UnsupportedError, match=rf"{name} has shape \[6144, 5376\], expected \[6144, 5120\]"):
+        build(path)
