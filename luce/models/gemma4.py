@@ -4,7 +4,9 @@ borrow keys and values; models with experts beside the dense MLP.
 
 from __future__ import annotations
 
-from luce.models.keys import Source
+from dataclasses import replace
+
+from luce.models.keys import Source, model
 from luce.models.spec import Attention, GatedMLP, ModelSpec, MoE, Rope, SandwichBlock
 
 
@@ -27,14 +29,8 @@ def spec(source: Source) -> ModelSpec:
         for layer in range(layers)
     )
     hidden = source.positive("embedding_length")
-    return ModelSpec(
-        family="gemma4",
-        hidden=hidden,
-        vocab=source.vocabulary(),
-        context_length=source.positive("context_length"),
-        norm_eps=source.number("attention.layer_norm_rms_epsilon"),
-        blocks=blocks,
-        tied_head="output.weight" not in source.tensors,
+    return replace(
+        model(source, "gemma4", blocks),
         eos=("<turn|>", "<eos>"),
         embedding_scale=hidden**0.5,
         logit_softcap=source.number("final_logit_softcapping", 0.0),

@@ -5,7 +5,9 @@ Trailing multi-token-prediction blocks are no layers of the main pass.
 
 from __future__ import annotations
 
-from luce.models.keys import Source, attention_heads, rope_dims
+from dataclasses import replace
+
+from luce.models.keys import Source, attention_heads, model, rope_dims
 from luce.models.spec import Attention, Block, GatedDeltaNet, GatedMLP, ModelSpec, MoE, Rope
 
 
@@ -18,14 +20,8 @@ def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
         raise source.refuse("nextn_predict_layers", f"is {predicting} of {stored} blocks")
     attention = Block(mixer=_attention(source), ffn=ffn, ffn_norm="post_attention_norm")
     recurrent = Block(mixer=_delta_net(source), ffn=ffn, ffn_norm="post_attention_norm")
-    return ModelSpec(
-        family=family,
-        hidden=source.positive("embedding_length"),
-        vocab=source.vocabulary(),
-        context_length=source.positive("context_length"),
-        norm_eps=source.number("attention.layer_norm_rms_epsilon"),
-        blocks=tuple(recurrent if flag else attention for flag in _recurrent_layers(source, layers)),
-        tied_head="output.weight" not in source.tensors,
+    return replace(
+        model(source, family, [recurrent if flag else attention for flag in _recurrent_layers(source, layers)]),
         eos=("<|im_end|>", "<|endoftext|>"),
         nfc=True,
         skipped_blocks=tuple(range(layers, stored)),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from luce.errors import UnsupportedError
 from luce.gguf.metadata import Metadata
 from luce.gguf.reader import TensorInfo
+from luce.models.spec import Block, ModelSpec, SandwichBlock
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,19 @@ class Source:
         if table is None:
             raise UnsupportedError(f"{self.path}: tensor token_embd.weight is missing")
         return table.rows
+
+
+def model(source: Source, family: str, blocks: Sequence[Block | SandwichBlock]) -> ModelSpec:
+    """A model of these blocks with what every family reads from the same keys; a family replaces what it adds."""
+    return ModelSpec(
+        family=family,
+        hidden=source.positive("embedding_length"),
+        vocab=source.vocabulary(),
+        context_length=source.positive("context_length"),
+        norm_eps=source.number("attention.layer_norm_rms_epsilon"),
+        blocks=tuple(blocks),
+        tied_head="output.weight" not in source.tensors,
+    )
 
 
 @dataclass(frozen=True)

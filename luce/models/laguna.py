@@ -5,8 +5,9 @@ output, YaRN on the global layers, and a sigmoid router after the leading dense 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from luce.models.keys import Source
+from luce.models.keys import Source, model
 from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, MoE, Rope, Yarn
 
 _SIGMOID = 2
@@ -27,14 +28,8 @@ def spec(source: Source) -> ModelSpec:
         )
         for layer in range(layers)
     ]
-    return ModelSpec(
-        family="laguna",
-        hidden=source.positive("embedding_length"),
-        vocab=source.vocabulary(),
-        context_length=source.positive("context_length"),
-        norm_eps=source.number("attention.layer_norm_rms_epsilon"),
-        blocks=tuple(blocks),
-        tied_head="output.weight" not in source.tensors,
+    return replace(
+        model(source, "laguna", blocks),
         eos=("</assistant>",),
     )
 

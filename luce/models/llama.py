@@ -5,7 +5,7 @@ GGUF files of this architecture hold Q and K rows permuted so that rotary pairs 
 
 from __future__ import annotations
 
-from luce.models.keys import Source, attention_heads, linear_rope_scaling, rope_dims
+from luce.models.keys import Source, attention_heads, linear_rope_scaling, model, rope_dims
 from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, Rope
 
 
@@ -33,12 +33,4 @@ def spec(source: Source) -> ModelSpec:
         ),
         ffn=GatedMLP(source.positive("feed_forward_length")),
     )
-    return ModelSpec(
-        family="llama",
-        hidden=source.positive("embedding_length"),
-        vocab=source.vocabulary(),
-        context_length=source.positive("context_length"),
-        norm_eps=source.number("attention.layer_norm_rms_epsilon"),
-        blocks=(block,) * source.positive("block_count"),
-        tied_head="output.weight" not in source.tensors,
-    )
+    return model(source, "llama", (block,) * source.positive("block_count"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from luce.models.keys import Source, attention_heads, linear_rope_scaling, rope_dims
+from dataclasses import replace
+
+from luce.models.keys import Source, attention_heads, linear_rope_scaling, model, rope_dims
 from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, Rope
 
 
@@ -24,14 +26,8 @@ def spec(source: Source) -> ModelSpec:
         ),
         ffn=GatedMLP(source.positive("feed_forward_length")),
     )
-    return ModelSpec(
-        family="qwen3",
-        hidden=source.positive("embedding_length"),
-        vocab=source.vocabulary(),
-        context_length=source.positive("context_length"),
-        norm_eps=source.number("attention.layer_norm_rms_epsilon"),
-        blocks=(block,) * source.positive("block_count"),
-        tied_head="output.weight" not in source.tensors,
+    return replace(
+        model(source, "qwen3", (block,) * source.positive("block_count")),
         eos=("<|im_end|>", "<|endoftext|>"),
         nfc=True,
     )
