@@ -3,9 +3,9 @@
 
     tools/bench_cpu.py smollm2 --prompt 128 --tokens 32
 
-Decoding reads every weight once a token (float32), so its limit is the bandwidth at which NumPy reads an array of the
-size of the weights, with as many threads as cores; a prompt's limit is the rate of float32 matrix products. Medians of
-`--repeat` runs; limits are measured before and after each run, because machines drift.
+Decoding reads every weight once a token (float32), so its limit is the memory's bandwidth: that of a copy by all cores,
+counting bytes read and written, and beside it that of reading alone. A prompt's limit is the rate of float32 matrix
+products. Medians of `--repeat` runs; limits are medians too, taken before and after each run, because machines drift.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ import numpy as np
 import luce
 
 
-def seconds(work: Callable[[], object], repeat: int = 3) -> float:
-    """Least time of a few runs: a limit is what the machine can do."""
+def seconds(work: Callable[[], object], repeat: int = 5) -> float:
+    """Median time of a few runs."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return statistics.median(times)
 
 
-def read_bandwidth(cores: int, size: int = 1 << 29) -> float:
-    """Bytes per second that `cores` threads read together from an array far larger than the caches."""
+def bandwidths(cores: int, size: int = 1 << 29) -> tuple[float, float]:
+    """Bytes per second of `cores` threads together on arrays far larger than the caches: (copied, read)."""
     array = np.ones(size // 4, np.float32)
-    parts = np.array_split(array, cores)
+    parts, copies = np.array_split(array, cores), np.array_split(np.zeros_like(array), cores)
     with ThreadPoolExecutor(cores) as pool:
-        return array.nbytes / seconds(lambda: list(pool.map(np.max, parts)))
+        copied = 2 * array.nbytes / seconds(lambda: list(pool.map(np.copyto, copies, parts)))
+        return copied, array.nbytes / seconds(lambda: list(pool.map(np.max, parts)))
 
 
 def sgemm_rate(rows: int) -> float:
@@ -66,36 +67,32 @@ def main() -> None:
         ids = np.random.default_rng(2).integers(0, model.tokenizer.vocab, arguments.prompt).tolist()
         runs = []
         for _ in range(arguments.repeat + 1):
-            limits = [(read_bandwidth(cores), sgemm_rate(arguments.prompt))]
+            limits = [(*bandwidths(cores), sgemm_rate(arguments.prompt))]
             generation = model.generate(ids, max_tokens=arguments.tokens + 1, temperature=0, ignore_eos=True)
             for _token in generation:
                 pass
-            limits.append((read_bandwidth(cores), sgemm_rate(arguments.prompt)))
+            limits.append((*bandwidths(cores), sgemm_rate(arguments.prompt)))
             assert generation.finish is not None
             timings = generation.finish.timings
             prefill = arguments.prompt / timings.prompt
             decode = (timings.predicted_tokens - 1) / timings.predicted
-            bandwidth, rate = (max(values) for values in zip(*limits, strict=True))
-            runs.append((prefill, decode, prefill * flops / rate, decode * weights / bandwidth, rate, bandwidth))
+            copied, read, rate = (statistics.mean(values) for values in zip(*limits, strict=True))
+            shares = (prefill * flops / rate, decode * weights / copied, decode * weights / read)
+            runs.append((prefill, decode, *shares, rate, copied, read))
     # The first run warms up.
     medians = [statistics.median(column) for column in zip(*runs[1:], strict=True)]
-    names = (
-        "prompt_tokens_per_s",
-        "decode_tokens_per_s",
-        "of_sgemm_rate",
-        "of_bandwidth",
-        "sgemm_flops",
-        "read_bytes_per_s",
-    )
-    result = dict(zip(names, medians, strict=True))
+    names = ("prompt_tokens_per_s", "decode_tokens_per_s", "of_sgemm_rate", "of_copy_bandwidth", "of_read_bandwidth")
+    result = dict(zip((*names, "sgemm_flops", "copy_bytes_per_s", "read_bytes_per_s"), medians, strict=True))
     if arguments.json:
         print(json.dumps(result))
         return
+    prefill, decode, of_rate, of_copy, of_read, rate, copied, read = medians
     print(f"{model.name}, {weights / 1e6:.0f} MB of float32 weights, {cores} cores, median of {arguments.repeat}")
+    print(f"prompt {arguments.prompt}: {prefill:8.1f} tok/s, {of_rate:.0%} of {rate / 1e9:.0f} GFLOP/s sgemm")
     print(
-        f"prompt {arguments.prompt}: {medians[0]:8.1f} tok/s, {medians[2]:.0%} of {medians[4] / 1e9:.0f} GFLOP/s sgemm"
+        f"decode {arguments.tokens}: {decode:8.1f} tok/s, {of_copy:.0%} of {copied / 1e9:.1f} GB/s copied, "
+        f"{of_read:.0%} of {read / 1e9:.1f} GB/s read"
     )
-    print(f"decode {arguments.tokens}: {medians[1]:8.1f} tok/s, {medians[3]:.0%} of {medians[5] / 1e9:.1f} GB/s")
 
 
 if __name__ == "__main__":
