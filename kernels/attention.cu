@@ -1,5 +1,11 @@
-// variants: HEAD=32,64,128,256,512 QUERIES=4,16 SPLIT=4
+// variants: HEAD=32,64,128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=F16
+// variants: HEAD=32,64,128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=Q8_0 VTYPE=Q8_0
+// variants: HEAD=128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=BF16 VTYPE=BF16
+// variants: HEAD=128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=Q4_0 VTYPE=Q4_0
+// variants: HEAD=128,256 QUERIES=4,16 SPLIT=4 KTYPE=Q8_0 VTYPE=Q4_0
+// variants: HEAD=128 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=Q8_0
 // Causal attention over KV pages. HEAD is the head dimension rounded up to a variant; the true one is an argument.
+// KTYPE and VTYPE are how K and V are stored (kv.h); all pairs of types that are not listed compile too.
 //
 // The order of a query's sums depends on nothing but the pages that its span sees, so a row has the same bits alone, in
 // a chunk and in a batch:
@@ -14,12 +20,13 @@
 // A tile is QUERIES queries of one span that share a KV head: query q of a span belongs to row q / group and to query
 // head q % group of the KV head. Threads have two roles. For the scores, thread t has key t % KEYS and the queries
 // t / KEYS, + SCORE_GROUPS, ...; for the values it has two columns and the queries t / PAIRS, + VALUE_GROUPS, ...
-#include "reduce.h"
+#include "kv.h"
 
 #define PAGE 64
 #define KEYS 32
 #define THREADS (HEAD == 512 ? 256 : 128)
-// Columns of K in shared memory at once. The padding puts the keys of neighbouring threads into different banks.
+// Columns of K in shared memory at once, two to a word of kv.h. The padding puts the keys of neighbouring threads into
+// different banks.
 #define CHUNK (HEAD < 128 ? HEAD : 128)
 #define K_WORDS (CHUNK / 2 + 1)
 #define PAIRS (HEAD / 2)
@@ -39,9 +46,9 @@ struct alignas(16) Shared {
 };
 
 struct Tile {
-    const f16_t* k_pool;
-    const f16_t* v_pool;
-    i64 row;      // elements from one pool row to the next
+    const KTYPE::Element* k_pool;
+    const VTYPE::Element* v_pool;
+    i64 row;      // values from one pool row to the next
     i64 column;   // of this KV head in a pool row
     const int* pages;
     const int* first;
@@ -78,10 +85,10 @@ LUCE_FN i64 query_index(const Tile& tile, int q, int group, int heads) {
 }
 
 // Finds the tile of this block and loads its queries. False if the block has none.
-LUCE_FN bool find_tile(Tile& tile, Shared& shared, const float* q, i64 q_row, i64 q_head, const f16_t* k_pool,
-                       const f16_t* v_pool, const int* spans, int span_count, const int* table, const int* first,
-                       const int* counts, int width, const int* positions, int heads, int kv_heads, int d, float scale,
-                       int window) {
+LUCE_FN bool find_tile(Tile& tile, Shared& shared, const float* q, i64 q_row, i64 q_head,
+                       const KTYPE::Element* k_pool, const VTYPE::Element* v_pool, const int* spans, int span_count,
+                       const int* table, const int* first, const int* counts, int width, const int* positions,
+                       int heads, int kv_heads, int d, float scale, int window) {
     int group = heads / kv_heads;
     // Tiles of span i begin at start * group / QUERIES + i: never fewer than it needs, and known without a sum over the
     // spans before it. The last span that begins at or before this block is its own.
@@ -137,26 +144,23 @@ LUCE_FN void add_keys(const Tile& tile, Shared& shared, i64 from, int at, float*
     float even[SCORE_QUERIES], odd[SCORE_QUERIES];
 #pragma unroll
     for (int i = 0; i < SCORE_QUERIES; i++) even[i] = odd[i] = 0.0f;
-    const f16_t* keys = tile.k_pool + from * tile.row + tile.column;
+    const KTYPE::Element* keys = tile.k_pool + KTYPE::offset(from * tile.row + tile.column);
     for (int chunk = 0; chunk < HEAD; chunk += CHUNK) {
         if (chunk >= tile.d) break;
         luce_sync();  // the previous chunk, and the previous keys' weights, have been read
         for (int i = thread; i < KEYS * (CHUNK / 8); i += THREADS) {
             int n = i / (CHUNK / 8), column = i % (CHUNK / 8) * 8;
-            uint4 words;
-            words.x = words.y = words.z = words.w = 0;
-            if (chunk + column < tile.d) words = *reinterpret_cast<const uint4*>(keys + n * tile.row + chunk + column);
-            u32* to = &shared.k[n][column / 2];
-            to[0] = words.x;
-            to[1] = words.y;
-            to[2] = words.z;
-            to[3] = words.w;
+            u32 words[4] = {0, 0, 0, 0};
+            if (chunk + column < tile.d)
+                KTYPE::load(keys + KTYPE::offset(n * tile.row + chunk + column), column, words);
+#pragma unroll
+            for (int j = 0; j < 4; j++) shared.k[n][column / 2 + j] = words[j];
         }
         luce_sync();
 #pragma unroll 8
         for (int pair = 0; pair < CHUNK / 2; pair++) {
-            u32 word = shared.k[key][pair];
-            float k_even = luce_f32(f16_t{(u16)word}), k_odd = luce_f32(f16_t{(u16)(word >> 16)});
+            float k_even, k_odd;
+            KTYPE::split(shared.k[key][pair], k_even, k_odd);
 #pragma unroll
             for (int i = 0; i < SCORE_QUERIES; i++) {
                 // Past the last query (only where there are more groups than queries) the product is thrown away.
@@ -197,11 +201,12 @@ LUCE_FN void add_keys(const Tile& tile, Shared& shared, i64 from, int at, float*
     }
     // Rows of the page beyond the tile's last position may hold anything, also what 0 times gives NaN.
     int count = luce_min(KEYS, tile.high - (at - key) + 1);
-    const f16_t* values = tile.v_pool + from * tile.row + tile.column + column;
+    const VTYPE::Element* values = tile.v_pool + VTYPE::offset(from * tile.row + tile.column + column);
 #pragma unroll 8
     for (int j = 0; j < KEYS; j++) {
-        u32 word = j < count ? *reinterpret_cast<const u32*>(values + j * tile.row) : 0;
-        float v_even = luce_f32(f16_t{(u16)word}), v_odd = luce_f32(f16_t{(u16)(word >> 16)});
+        u32 word = j < count ? VTYPE::load(values + VTYPE::offset(j * tile.row), column) : 0;
+        float v_even, v_odd;
+        VTYPE::split(word, v_even, v_odd);
 #pragma unroll
         for (int i = 0; i < VALUE_QUERIES; i++) {
             float weight = shared.weight[luce_min(value_group + i * VALUE_GROUPS, QUERIES - 1)][j];
@@ -233,8 +238,8 @@ LUCE_FN void run_split(const Tile& tile, Shared& shared, int split, float* top, 
 LUCE_FN int split_count(int count, int skew) { return (count + skew + SPLIT - 1) / SPLIT; }
 
 #define ARGUMENTS                                                                                                    \
-    const float *__restrict__ q, const i64 q_row, const i64 q_head, const f16_t *__restrict__ k_pool,                \
-        const f16_t *__restrict__ v_pool, const int *__restrict__ spans, const int span_count,                       \
+    const float *__restrict__ q, const i64 q_row, const i64 q_head, const KTYPE::Element *__restrict__ k_pool,       \
+        const VTYPE::Element *__restrict__ v_pool, const int *__restrict__ spans, const int span_count,              \
         const int *__restrict__ table, const int *__restrict__ first, const int *__restrict__ counts,                \
         const int width, const int *__restrict__ positions, const int heads, const int kv_heads, const int d,        \
         const float scale, const int window

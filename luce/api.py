@@ -34,6 +34,7 @@ from luce.hub import resolve_model
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
+from luce.ops.kvtype import KVTypes
 from luce.runtime.open import open_devices
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
@@ -79,6 +80,7 @@ def open_model(path: Path, config: Config) -> Model:
             slots=config.parallel,
             context=_context(spec, config),
             chunk=config.chunk,
+            kv=KVTypes(config.cache_type_k, config.cache_type_v),
         )
         opened.callback(backend.close)
         return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all())

@@ -109,6 +109,9 @@ def environment(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
+_CACHE_TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
+
+
 @dataclass(frozen=True)
 class Config:
     """All settings. Sizes are in the unit that the help text names."""
@@ -150,6 +153,20 @@ class Config:
         "prompt rows in one step",
         flags=("prefill-chunk",),
         metavar="N",
+        group="engine",
+    )
+    cache_type_k: str = _setting(
+        "auto",
+        _choice(*_CACHE_TYPES),
+        "how the keys of the context are stored: auto (f16 on GPUs, f32 on the CPU), f16, bf16, q8_0, q4_0",
+        metavar="TYPE",
+        group="engine",
+    )
+    cache_type_v: str = _setting(
+        "auto",
+        _choice(*_CACHE_TYPES),
+        "how the values of the context are stored: the same types",
+        metavar="TYPE",
         group="engine",
     )
     max_queue: int = _setting(

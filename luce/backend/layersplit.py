@@ -11,6 +11,7 @@ from luce.errors import OutOfMemoryError
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
 from luce.models.spec import ModelSpec
+from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, Output, Step
 
@@ -21,7 +22,8 @@ _RESERVE = 0.06
 class LayerSplitBackend:
     """`spec`'s layers on `devices`, split by `weights`. See luce.backend.backend.Backend for the properties.
 
-    Raises UsageError if the split is impossible, OutOfMemoryError naming shard, bytes and the context that would fit.
+    Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
+    bytes and the context that would fit.
     The devices stay their owner's: they are closed after the backend.
     """
 
@@ -35,8 +37,10 @@ class LayerSplitBackend:
         slots: int = 1,
         context: int = 4096,
         chunk: int = 512,
+        kv: KVTypes = AUTO,
     ) -> None:
         self.spec = spec
+        self._kv = kv
         self.vocab = spec.vocab
         self.slots = slots
         self.context = context
@@ -47,7 +51,7 @@ class LayerSplitBackend:
             ranges = plan_layers(spec, len(devices), weights)
             for layers, device in zip(ranges, devices, strict=True):
                 self._check_memory(file, layers, device)
-                self._shards.append(LocalShard(file, spec, layers, device, pages=self.pages, slots=slots))
+                self._shards.append(LocalShard(file, spec, layers, device, pages=self.pages, slots=slots, kv=kv))
         except BaseException:
             self.close()
             raise
@@ -76,7 +80,7 @@ class LayerSplitBackend:
     def _check_memory(self, file: GGUFFile, layers: range, device: Device) -> None:
         """Refuse before anything is allocated; the message says what would fit."""
         weights = tensor_bytes(file, self.spec, layers, device)
-        state = state_bytes(device, self.spec, layers)
+        state = state_bytes(device, self.spec, layers, self._kv)
         pages = sum(n * size for n, size in zip(self.pages, state.page, strict=True))
         asked = weights + pages + self.slots * state.slot
         free = int(device.memory().free * (1 - _RESERVE))

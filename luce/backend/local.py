@@ -16,6 +16,7 @@ from luce.layers.build import LayerBuilder
 from luce.layers.state import DeltaState, KVPool
 from luce.models.spec import ModelSpec
 from luce.ops.embedding import take_rows
+from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.sample import argmax
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, DeviceStep, Output, Step
@@ -33,16 +34,17 @@ class LocalShard:
         *,
         pages: Sequence[int],
         slots: int,
+        kv: KVTypes = AUTO,
     ) -> None:
         self.device = device
-        builder = LayerBuilder(file, spec, device, pages=pages, slots=slots)
+        builder = LayerBuilder(file, spec, device, pages=pages, slots=slots, kv=kv)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._blocks = {index: builder.block(index) for index in layers}
         self._per_layer = builder.per_layer() if spec.per_layer else None
         self._borrowing = {index for index in layers if spec.donor(index) is not None}
         self._head = builder.head() if layers.stop == len(spec.blocks) else None
         device.synchronize()
-        sizes = state_bytes(device, spec, layers)
+        sizes = state_bytes(device, spec, layers, kv)
         held = slots * sizes.slot + sum(n * size for n, size in zip(pages, sizes.page, strict=True))
         self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held)
         self._groups = {index: spec.group_of(index) for index in layers}

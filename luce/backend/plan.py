@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from luce.errors import UsageError
 from luce.layers.state import DeltaState, KVPool
 from luce.models.spec import Attention, ModelSpec, PageGroup
+from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 
@@ -62,8 +63,8 @@ class StateBytes:
     slot: int
 
 
-def state_bytes(device: Device, spec: ModelSpec, layers: range) -> StateBytes:
-    """What the layers of a shard keep on a device."""
+def state_bytes(device: Device, spec: ModelSpec, layers: range, kv: KVTypes = AUTO) -> StateBytes:
+    """What the layers of a shard keep on a device. Raises UsageError if their heads do not take a type of `kv`."""
     page = [0] * len(spec.page_groups)
     slot = 0
     for layer in layers:
@@ -71,7 +72,7 @@ def state_bytes(device: Device, spec: ModelSpec, layers: range) -> StateBytes:
         if spec.donor(layer) is not None:
             continue
         if isinstance(mixer, Attention):
-            page[spec.page_groups.index(PageGroup(mixer.window))] += KVPool.page_bytes(device, mixer)
+            page[spec.page_groups.index(PageGroup(mixer.window))] += KVPool.page_bytes(device, mixer, kv)
         else:
             slot += DeltaState.slot_bytes(mixer)
     return StateBytes(tuple(page), slot)

@@ -21,20 +21,31 @@ from luce.layers.state import DeltaState, KVPool
 from luce.layers.weights import WeightLoader
 from luce.models import spec as models
 from luce.models.spec import Attention, Block, GatedDeltaNet, GatedMLP, ModelSpec, MoE, Rope
+from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
 
 EMBEDDING = "token_embd.weight"
 
 
 class LayerBuilder:
-    """Builds the layers of one shard. `pages` per page group and `slots` size the states."""
+    """Builds the layers of one shard. `pages` per page group, `slots` and the types `kv` size the states."""
 
-    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, *, pages: Sequence[int], slots: int) -> None:
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        device: Device,
+        *,
+        pages: Sequence[int],
+        slots: int,
+        kv: KVTypes = AUTO,
+    ) -> None:
         self._file = file
         self._spec = spec
         self._device = device
         self._pages = pages
         self._slots = slots
+        self._kv = kv
         self._rotaries: dict[Rope, Rotary] = {}
         self._pools: dict[int, KVPool] = {}
         self.weights = WeightLoader(file, device)
@@ -154,7 +165,7 @@ class LayerBuilder:
         group = self._spec.group_of(index)
         assert group is not None
         if spec.donor is None:
-            self._pools[index] = KVPool.allocate(self._device, spec, self._pages[group])
+            self._pools[index] = KVPool.allocate(self._device, spec, self._pages[group], self._kv)
         return AttentionLayer(
             self._device,
             spec,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.models.spec import Attention, GatedDeltaNet
+from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE
 
 
 @dataclass(frozen=True)
 class KVPool:
-    """k, v: [pages * PAGE, kv_heads, head_dim] in the device's kv_dtype, shared by all sequences.
+    """k, v: [pages * PAGE, kv_heads, n] as luce.ops.kvtype lays them out, shared by all sequences.
 
     Zeroed at the start: rows of a page that are not written yet are read and multiplied by a weight of zero.
     """
@@ -20,15 +21,19 @@ class KVPool:
     v: Array
 
     @classmethod
-    def allocate(cls, device: Device, spec: Attention, pages: int) -> KVPool:
-        """A pool of `pages` pages."""
-        shape = (pages * PAGE, spec.kv_heads, spec.head_dim)
-        return cls(device.zeros(shape, device.kv_dtype), device.zeros(shape, device.kv_dtype))
+    def allocate(cls, device: Device, spec: Attention, pages: int, kv: KVTypes = AUTO) -> KVPool:
+        """A pool of `pages` pages. Raises UsageError if the heads do not take a type."""
+        k, v = kv.layout(device, spec.head_dim)
+        rows = pages * PAGE
+        return cls(
+            device.zeros((rows, spec.kv_heads, k[1]), k[0]),
+            device.zeros((rows, spec.kv_heads, v[1]), v[0]),
+        )
 
     @staticmethod
-    def page_bytes(device: Device, spec: Attention) -> int:
-        """Bytes of K and V of one page."""
-        return 2 * PAGE * spec.kv_heads * spec.head_dim * device.kv_dtype.itemsize
+    def page_bytes(device: Device, spec: Attention, kv: KVTypes = AUTO) -> int:
+        """Bytes of K and V of one page. Raises UsageError if the heads do not take a type."""
+        return PAGE * spec.kv_heads * sum(n * dtype.itemsize for dtype, n in kv.layout(device, spec.head_dim))
 
 
 @dataclass(frozen=True)

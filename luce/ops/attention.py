@@ -1,15 +1,16 @@
 """Attention over KV pages, and the writing of K and V rows into them.
 
-A pool is [pages * PAGE, kv_heads, head_dim] in the device's kv_dtype. A span reads the pages of its PageView in order;
-key j of page i stands at position first[i] + j and is visible to a row at position p iff
-p - window < first[i] + j <= p. Page order is position order, so the sum's order does not depend on where pages lie or
-how many rows there are.
+A pool is [pages * PAGE, kv_heads, n]: head_dim numbers or the bytes of their blocks (luce.ops.kvtype). A span reads the
+pages of its PageView in order; key j of page i stands at position first[i] + j and is visible to a row at position p
+iff p - window < first[i] + j <= p. Page order is position order, so the sum's order does not depend on where pages lie
+or how many rows there are.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from luce.ops.kvtype import dequantise, kernel_type, quantise
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, PageView, SpanArrays
 
@@ -27,15 +28,19 @@ _BUFFER = 1 << 24
 
 
 def write_kv(device: Device, k: Array, v: Array, k_pool: Array, v_pool: Array, dest: Array) -> None:
-    """Store rows: k, v float32 [n, kv_heads, d] (any row and head strides) at pool rows dest int32 [n]."""
+    """Store rows: k, v float32 [n, kv_heads, d] (any row and head strides) at pool rows dest int32 [n].
+
+    Values are finite, and rounded to the pools' types as the gguf package does it.
+    """
     if device.host:
-        k_pool[dest] = k
-        v_pool[dest] = v
+        k_pool[dest] = quantise(k, k_pool)
+        v_pool[dest] = quantise(v, v_pool)
         return
     n, kv_heads, d = k.shape
     strides = [np.int64(s // 4) for s in (*k.strides[:2], *v.strides[:2])]
     args = (k_pool, v_pool, k, *strides[:2], v, *strides[2:], dest, np.int32(kv_heads), np.int32(d))
-    device.launch("kv", "write_kv", (n, -(-kv_heads * d // 256)), (256,), args)
+    defines = {"KTYPE": kernel_type(k_pool, d), "VTYPE": kernel_type(v_pool, d)}
+    device.launch("kv", "write_kv", (n, -(-kv_heads * d // 256)), (256,), args, defines=defines)
 
 
 def attention(
@@ -82,7 +87,8 @@ def _launch(
     group = heads // kv_heads
     head = next(size for size in _HEADS if size >= d)
     queries = 4 if spans.longest * group <= 4 else 16
-    defines = {"HEAD": head, "QUERIES": queries, "SPLIT": _SPLIT}
+    defines: dict[str, int | str] = {"HEAD": head, "QUERIES": queries, "SPLIT": _SPLIT}
+    defines |= {"KTYPE": kernel_type(k_pool, d), "VTYPE": kernel_type(v_pool, d)}
     block = (256 if head == 512 else 128,)
     # Upper bounds that hold wherever spans begin, so that no length is read back from the device.
     tiles = n * group // queries + spans.count
@@ -151,6 +157,7 @@ def _host(
             keys, values = keys[: position + rows], values[: position + rows]
         else:
             at = (first[:, None] + np.arange(PAGE, dtype=np.int32)).ravel()
+        keys, values = dequantise(keys, d), dequantise(values, d)
         own = slice(start, start + rows)
         query = q[own].reshape(rows, kv_heads, group, d).transpose(1, 2, 0, 3).reshape(kv_heads, group * rows, d)
         query = query * np.float32(scale)

@@ -11,6 +11,7 @@ from luce.backend.layersplit import LayerSplitBackend
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Device
 from tests.support.drive import Driver
 from tests.support.gpu import gpu
@@ -26,11 +27,16 @@ def make_driver() -> Iterator[MakeDriver]:
     with ExitStack() as stack:
 
         def make(
-            reference: Reference, devices: Sequence[Device], *, slots: int = 4, weights: Sequence[float] = ()
+            reference: Reference,
+            devices: Sequence[Device],
+            *,
+            slots: int = 4,
+            weights: Sequence[float] = (),
+            kv: KVTypes = AUTO,
         ) -> Driver:
             file = stack.enter_context(open_gguf(reference.path))
             spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
-            backend = LayerSplitBackend(file, spec, devices, slots=slots, context=256, weights=weights)
+            backend = LayerSplitBackend(file, spec, devices, slots=slots, context=256, weights=weights, kv=kv)
             stack.callback(backend.close)
             return Driver(backend)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from luce.ops.attention import attention, write_kv
+from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, PageView, SpanArrays
@@ -86,6 +87,34 @@ def test_rows_do_not_depend_on_their_neighbours(
 @pytest.mark.parametrize(("n", "kv_heads", "d"), [(1, 1, 16), (192, 3, 48), (128, 8, 128), (5, 4, 256)])
 def test_write_kv(gpu: Device, n: int, kv_heads: int, d: int) -> None:
     checks.check_write_kv(gpu, n, kv_heads, d)
+
+
+PAIRS = [
+    ("f16", "f16"),
+    ("bf16", "bf16"),
+    ("q8_0", "q8_0"),
+    ("q4_0", "q4_0"),
+    ("q8_0", "q4_0"),
+    ("f16", "q8_0"),
+    ("q4_0", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("k", "v"), PAIRS)
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 96), (32, 8, 128), (24, 4, 256), (8, 1, 512)])
+def test_types(gpu: Device, k: str, v: str, heads: int, kv_heads: int, d: int) -> None:
+    checks.check_types(gpu, k, v, heads, kv_heads, d, [(63, 3), (1000, 1), (250, 70)])
+
+
+@pytest.mark.parametrize(("k", "v"), PAIRS)
+@pytest.mark.parametrize(("n", "kv_heads", "d"), [(20, 3, 96), (192, 8, 128), (5, 1, 512)])
+def test_write_types(gpu: Device, k: str, v: str, n: int, kv_heads: int, d: int) -> None:
+    checks.check_write_types(gpu, k, v, n, kv_heads, d)
+
+
+@pytest.mark.parametrize(("k", "v"), PAIRS[1:])
+def test_rows_of_other_types_do_not_depend_on_their_neighbours(gpu: Device, k: str, v: str) -> None:
+    checks.check_rows_alone(gpu, 32, 8, 128, 2000, None, KVTypes(k, v))
 
 
 def test_pools_of_more_than_2_31_elements(gpu: Device) -> None:

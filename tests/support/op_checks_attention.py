@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from luce.ops import attention as op
+from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, PageView, SpanArrays
 
@@ -34,6 +38,34 @@ class History:
         v = rng.standard_normal((length, kv_heads, d)).astype(np.float16).astype(np.float32)
         return cls(q, k, v)
 
+    def rounded(self, kv: KVTypes) -> History:
+        """Keys and values as pools of these types hold them."""
+        return History(self.q, loaded(stored(self.k, kv.k), kv.k), loaded(stored(self.v, kv.v), kv.v))
+
+
+def stored(rows: NDArray[Any], type: str) -> NDArray[Any]:
+    """Rows float32 [n, kv_heads, d] as a pool of a type (not auto) holds them, by the gguf package."""
+    if type == "f16":
+        return rows.astype(np.float16)
+    blocks = gguf.quants.quantize(np.ascontiguousarray(rows, np.float32), GGMLQuantizationType[type.upper()])
+    result: NDArray[Any] = blocks.view(np.uint16) if type == "bf16" else blocks
+    return result
+
+
+def loaded(rows: NDArray[Any], type: str) -> F32:
+    """The reverse of `stored`."""
+    if type == "f16":
+        return rows.astype(np.float32)
+    floats: F32 = gguf.quants.dequantize(rows.view(np.uint8), GGMLQuantizationType[type.upper()])
+    return floats
+
+
+def fill(shape: tuple[int, ...], value: float, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """`value`, of which only NaN can be had in all types: all bits set is one, as a float and as a block's scale."""
+    if np.isnan(value) or dtype.kind == "u":
+        return np.full(math.prod(shape) * dtype.itemsize, 255, np.uint8).view(dtype).reshape(shape)
+    return np.full(shape, value, dtype)
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -55,11 +87,12 @@ def run(
     stale: float = 1000.0,
     padding: int = 0,
     seed: int = 0,
+    kv: KVTypes = AUTO,
 ) -> F32:
     """The step of all chunks: writes their rows into scattered pages, then attends. float32 [rows, heads, d].
 
-    Pages that no chunk sees hold NaN; rows behind a sequence's end hold `stale`. `drop` leaves out the pages that lie
-    before the window of the chunk's first row, `padding` widens the page table.
+    Pages that no chunk sees hold NaN; rows behind a sequence's end hold `stale`, or NaN in pools of integers. `drop`
+    leaves out the pages that lie before the window of the chunk's first row, `padding` widens the page table.
     """
     _, kv_heads, d = chunks[0].history.k.shape
     rng = np.random.default_rng(seed)
@@ -71,16 +104,18 @@ def run(
         resident.append([page for page in range(low, last + 1) if page not in chunk.missing])
     total = sum(map(len, resident))
     numbers = rng.permutation(total + 3).tolist()
-    pools = np.full((2, (total + 3) * PAGE, kv_heads, d), np.nan, np.float32)
+    pools = [fill(((total + 3) * PAGE, kv_heads, n), np.nan, dtype) for dtype, n in kv.layout(device, d)]
     dest = []
     for chunk, pages in zip(chunks, resident, strict=True):
         own = [(numbers.pop(), page) for page in pages]
         tables.append(own)
         for number, page in own:
-            for which, rows in enumerate((chunk.history.k, chunk.history.v)):
-                pools[which, number * PAGE : (number + 1) * PAGE] = stale
+            for pool, type, rows in zip(pools, (kv.k, kv.v), (chunk.history.k, chunk.history.v), strict=True):
                 past = rows[page * PAGE : min(chunk.position, (page + 1) * PAGE)]
-                pools[which, number * PAGE : number * PAGE + len(past)] = past
+                own_rows = pool[number * PAGE : (number + 1) * PAGE]
+                own_rows[len(past) :] = fill(own_rows[len(past) :].shape, stale, pool.dtype)
+                if len(past):
+                    own_rows[: len(past)] = past if type == "auto" else stored(past, type)
         place = {page: number for number, page in own}
         dest += [place[p // PAGE] * PAGE + p % PAGE for p in range(chunk.position, chunk.position + chunk.rows)]
     width = max(map(len, tables)) + padding
@@ -96,7 +131,7 @@ def run(
     def fresh(part: str) -> F32:
         return np.concatenate([getattr(c.history, part)[c.position : c.position + c.rows] for c in chunks])
 
-    k_pool, v_pool = (device.upload(pool.astype(device.kv_dtype)) for pool in pools)
+    k_pool, v_pool = map(device.upload, pools)
     up = device.upload
     q, k, v = spread_out(device, fresh("q"), fresh("k"), fresh("v"))
     op.write_kv(device, k, v, k_pool, v_pool, up(np.array(dest, np.int32)))
@@ -166,6 +201,21 @@ def check(
     np.testing.assert_allclose(actual, expected(chunks, scale=scale, window=window), rtol=0, atol=2e-5)
 
 
+def check_types(
+    device: Device, k: str, v: str, heads: int, kv_heads: int, d: int, lengths: Sequence[tuple[int, int]]
+) -> None:
+    """Spans of (position, rows): the formula over what the types keep of keys and values."""
+    kv = KVTypes(k, v)
+    chunks = [
+        Chunk(History.random(position + rows, heads, kv_heads, d, seed), position, rows)
+        for seed, (position, rows) in enumerate(lengths)
+    ]
+    scale = d**-0.5
+    actual = run(device, chunks, scale=scale, window=None, kv=kv)
+    kept = [Chunk(chunk.history.rounded(kv), chunk.position, chunk.rows) for chunk in chunks]
+    np.testing.assert_allclose(actual, expected(kept, scale=scale, window=None), rtol=0, atol=2e-5)
+
+
 def check_shape(device: Device, heads: int, kv_heads: int, d: int, lengths: Sequence[tuple[int, int]]) -> None:
     """Spans of (position, rows) in one step."""
     chunks = [
@@ -206,7 +256,9 @@ def check_sharp(device: Device) -> None:
     np.testing.assert_allclose(actual, expected(chunks, scale=1.0, window=None), rtol=0, atol=2e-3)
 
 
-def check_rows_alone(device: Device, heads: int, kv_heads: int, d: int, position: int, window: int | None) -> None:
+def check_rows_alone(
+    device: Device, heads: int, kv_heads: int, d: int, position: int, window: int | None, kv: KVTypes = AUTO
+) -> None:
     """Bits of 16 rows: alone, in pieces, in a batch with a wider table; by one block and split over many."""
     rows = 16
     history = History.random(position + rows, heads, kv_heads, d, 8, spread=3.0)
@@ -214,7 +266,7 @@ def check_rows_alone(device: Device, heads: int, kv_heads: int, d: int, position
     scale = d**-0.5
 
     def bits(chunks: Sequence[Chunk], **options: Any) -> F32:
-        return run(device, chunks, scale=scale, window=window, drop=True, **options)
+        return run(device, chunks, scale=scale, window=window, drop=True, kv=kv, **options)
 
     whole = bits([Chunk(history, position, rows)])
     for start, count in ((0, 1), (15, 1), (3, 2), (0, 5), (7, 9)):
@@ -258,3 +310,24 @@ def check_write_kv(device: Device, n: int, kv_heads: int, d: int) -> None:
         want = np.full((3 * PAGE, kv_heads, d), fill, device.kv_dtype)
         want[dest] = rows.astype(device.kv_dtype)
         np.testing.assert_array_equal(device.download(pool).view(np.uint8), want.view(np.uint8))
+
+
+def check_write_types(device: Device, k: str, v: str, n: int, kv_heads: int, d: int) -> None:
+    """The bytes that the gguf package computes, at the given rows; all other rows keep theirs."""
+    rng = np.random.default_rng(n + d)
+    parts = [rng.standard_normal((n, kv_heads, d)).astype(np.float32) for _ in range(2)]
+    for rows in parts:
+        # Blocks of zeros, of one size with both signs first, of halves between two steps, large and tiny ones.
+        rows[0, 0, :32] = 0
+        rows[-1, -1, -32:] = np.where(np.arange(32) % 2, 2.5, -2.5)
+        rows[-1, 0, :32] = np.where(np.arange(32) % 3, 1.25, -1.25)
+        rows[0, -1, -32:] = np.arange(32) - 15.5
+        rows[0, -1, -32] = 127
+        rows[n // 2] *= rng.choice([1e-30, 1e-7, 1e-3, 1e3], (kv_heads, 1)).astype(np.float32)
+    dest = rng.permutation(3 * PAGE)[:n].astype(np.int32)
+    pools = [np.full((3 * PAGE, kv_heads, size), 7, dtype) for dtype, size in KVTypes(k, v).layout(device, d)]
+    on_device = [device.upload(pool.copy()) for pool in pools]
+    op.write_kv(device, *spread_out(device, *parts), *on_device, device.upload(dest))
+    for pool, rows, type, actual in zip(pools, parts, (k, v), on_device, strict=True):
+        pool[dest] = stored(rows, type)
+        np.testing.assert_array_equal(device.download(actual).view(np.uint8), pool.view(np.uint8))

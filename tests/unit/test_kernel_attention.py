@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from tests.support import op_checks_attention as checks
 
@@ -72,3 +73,29 @@ def test_rows_do_not_depend_on_their_neighbours(
 @pytest.mark.parametrize(("n", "kv_heads", "d"), [(1, 1, 16), (70, 3, 48), (5, 2, 256)])
 def test_write_kv(emulated: Device, n: int, kv_heads: int, d: int) -> None:
     checks.check_write_kv(emulated, n, kv_heads, d)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "heads", "kv_heads", "d"),
+    [
+        ("bf16", "bf16", 6, 2, 48),
+        ("q8_0", "q8_0", 6, 2, 96),
+        ("q4_0", "q4_0", 5, 1, 64),
+        ("q8_0", "q4_0", 3, 3, 160),
+        ("f16", "q8_0", 4, 2, 32),
+        ("q4_0", "bf16", 2, 1, 320),
+    ],
+)
+def test_types(emulated: Device, k: str, v: str, heads: int, kv_heads: int, d: int) -> None:
+    checks.check_types(emulated, k, v, heads, kv_heads, d, [(63, 3), (300, 1)])
+
+
+@pytest.mark.parametrize(("k", "v"), [("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("f16", "q8_0")])
+def test_write_types(emulated: Device, k: str, v: str) -> None:
+    checks.check_write_types(emulated, k, v, 20, 3, 96)
+    checks.check_write_types(emulated, k, v, 2, 1, 320)
+
+
+@pytest.mark.parametrize(("k", "v", "d"), [("q8_0", "q8_0", 64), ("q4_0", "q4_0", 32)])
+def test_rows_of_quantised_pages_do_not_depend_on_their_neighbours(emulated: Device, k: str, v: str, d: int) -> None:
+    checks.check_rows_alone(emulated, 2, 1, d, 520, None, KVTypes(k, v))

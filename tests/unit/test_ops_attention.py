@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
+from luce.errors import UsageError
+from luce.ops.kvtype import KVTypes
 from luce.runtime.host import HostDevice
 from tests.support import op_checks_attention as checks
 
@@ -44,3 +47,25 @@ def test_large_scores() -> None:
 @pytest.mark.parametrize(("n", "kv_heads", "d"), [(1, 1, 16), (70, 3, 48)])
 def test_write_kv(n: int, kv_heads: int, d: int) -> None:
     checks.check_write_kv(HostDevice(), n, kv_heads, d)
+
+
+@pytest.mark.parametrize(
+    ("k", "v"),
+    [("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"), ("f16", "q8_0")],
+)
+def test_types(k: str, v: str) -> None:
+    checks.check_types(HostDevice(), k, v, 6, 2, 64, [(63, 3), (300, 1)])
+    checks.check_write_types(HostDevice(), k, v, 20, 3, 96)
+
+
+def test_types_of_pools() -> None:
+    layout = KVTypes("q8_0", "q4_0").layout(HostDevice(), 96)
+    assert layout == ((np.dtype(np.uint8), 3 * 34), (np.dtype(np.uint8), 3 * 18))
+    assert KVTypes("bf16").layout(HostDevice(), 8) == ((np.dtype(np.uint16), 8), (np.dtype(np.float32), 8))
+
+
+@pytest.mark.parametrize(("kv", "param"), [(KVTypes("q8_0", "f16"), "k"), (KVTypes("f16", "q4_0"), "v")])
+def test_head_that_blocks_do_not_divide(kv: KVTypes, param: str) -> None:
+    with pytest.raises(UsageError, match=f"--cache-type-{param} q[48]_0: the model's heads have 80 values") as raised:
+        kv.layout(HostDevice(), 80)
+    assert raised.value.param == f"cache_type_{param}"
