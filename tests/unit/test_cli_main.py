@@ -142,7 +142,9 @@ def test_run_strips_control_characters_on_a_terminal_only(scripted: Any, monkeyp
 
 def test_run_ends_with_130_on_ctrl_c() -> None:
     code = (
-        "import sys\nfrom tests.unit.test_cli_main import HANG, Loaded, run_verb, main\n"
+        # A parent in the background may have left SIGINT ignored.
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from tests.unit.test_cli_main import HANG, Loaded, run_verb, main\n"
         "run_verb.open_model = lambda path, config: Loaded(['begun', HANG])\n"
         "sys.exit(main(['run', 'x.gguf', 'hi']))"
     )
