@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from luce.backend.local import LocalShard
-from luce.backend.plan import pages_for, plan_layers, state_bytes
+from luce.backend.placement import plan_shards, usable
+from luce.backend.plan import pages_for, state_bytes
 from luce.backend.shard import Shard
 from luce.errors import OutOfMemoryError
 from luce.gguf.reader import GGUFFile
@@ -15,15 +16,12 @@ from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, Output, Step
 
-#: of a device's free memory, what is left to activations and to other programs
-_RESERVE = 0.06
-
 
 class LayerSplitBackend:
-    """`spec`'s layers on `devices`, split by `weights`. See luce.backend.backend.Backend for the properties.
+    """`spec`'s layers on `devices`, split by `weights` or by bytes (luce.backend.placement.plan_shards).
 
-    Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
-    bytes and the context that would fit.
+    See luce.backend.backend.Backend for the properties. Raises UsageError if the split is impossible or the heads do
+    not take a type of `kv`, OutOfMemoryError naming shard, bytes and the context that would fit.
     The devices stay their owner's: they are closed after the backend.
     """
 
@@ -48,8 +46,8 @@ class LayerSplitBackend:
         self.pages = tuple(slots * pages_for(window, context, chunk) for window in self.windows)
         self._shards: list[Shard] = []
         try:
-            ranges = plan_layers(spec, len(devices), weights)
-            for layers, device in zip(ranges, devices, strict=True):
+            plan = plan_shards(file, spec, devices, weights=weights, slots=slots, context=context, chunk=chunk, kv=kv)
+            for layers, device in zip((shard.layers for shard in plan), devices, strict=True):
                 self._check_memory(file, layers, device)
                 self._shards.append(LocalShard(file, spec, layers, device, pages=self.pages, slots=slots, kv=kv))
         except BaseException:
@@ -83,7 +81,7 @@ class LayerSplitBackend:
         state = state_bytes(device, self.spec, layers, self._kv)
         pages = sum(n * size for n, size in zip(self.pages, state.page, strict=True))
         asked = weights + pages + self.slots * state.slot
-        free = int(device.memory().free * (1 - _RESERVE))
+        free = usable(device)
         if asked <= free:
             return
         per_page = self.slots * sum(

@@ -191,6 +191,11 @@ class ModelSpec:
         mixer = self.blocks[block].mixer
         return mixer.donor if isinstance(mixer, Attention) else None
 
+    def lent(self, boundary: int) -> tuple[int, ...]:
+        """The blocks before `boundary` whose keys and values blocks from there on read, ascending."""
+        donors = {self.donor(block) for block in range(boundary, len(self.blocks))}
+        return tuple(sorted(donor for donor in donors if donor is not None and donor < boundary))
+
     def group_of(self, block: int) -> int | None:
         """The index of the page group that attention block `block` reads, None for a recurrent block."""
         mixer = self.blocks[block].mixer
