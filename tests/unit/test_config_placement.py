@@ -171,5 +171,5 @@ def test_a_stronger_origin_that_names_devices_replaces_the_placement(tmp_path: P
     assert named == Config(target_devices=("cpu:1", "cpu:2"), max_ctx=100)
     weighed = resolve({"config": path, "target_layer_split": "5,1"}, env={})
     assert weighed == Config(target_devices=("cuda:0", "cuda:1"), target_layer_split=(5.0, 1.0), max_ctx=100)
-    with pytest.raises(UsageError, match="^LUCE_TARGET_DEVICE and LUCE_TARGET_DEVICES: give only one of them$"):
+    with pytest.raises(UsageError, match=r"^LUCE_TARGET_DEVICE and LUCE_TARGET_DEVICES: give only one of them$"):
         resolve({}, env={"LUCE_TARGET_DEVICE": "cpu:0", "LUCE_TARGET_DEVICES": "cpu:1,cpu:2"})
