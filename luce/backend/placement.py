@@ -75,9 +75,9 @@ def plan_shards(
     """The shards of a model, one for each device, whether they fit or not.
 
     `weights` decide (plan_layers), or without them bytes and free memory (fill_layers), where the CPU gets only what
-    the GPUs cannot hold. There is room for `slots` sequences of `context` positions, in steps of up to `chunk` rows.
-    Raises UsageError for more devices than layers, for another number of weights than of devices, and if the heads do
-    not take a type of `kv`.
+    the GPUs cannot hold; the boundary of two devices is aligned if both then hold their part. There is room for `slots`
+    sequences of `context` positions, in steps of up to `chunk` rows. Raises UsageError for more devices than layers,
+    for another number of weights than of devices, and if the heads do not take a type of `kv`.
     """
     check_devices(len(spec.blocks), len(devices))
     pages = [slots * pages_for(group.window, context, chunk) for group in spec.page_groups]
@@ -116,11 +116,11 @@ def plan_shards(
         fixed = tensor_bytes(file, spec, some, device) - sum(own[some.start : some.stop])
         # A borrowing layer keeps nothing itself; its mirror is counted where the layer is not with its donor.
         kept = tuple(state(device, layer) if spec.donor(layer.start) is None else 0 for layer in layers)
-        rooms.append(Room(free[index], fixed, own, kept, spare=device.host))
+        rooms.append(Room(free[index] - fixed, own, kept, spare=device.host))
     ranges = fill_layers(rooms, [spec.donor(layer.start) for layer in layers])
     shards = planned(ranges)
-    if len(hosts) in (0, len(devices)):
-        # Not between a GPU and the CPU: that would send layers to the CPU which a GPU can hold.
+    # More devices would need mirrors behind the aligned boundary all the same; and no layer shall move to the CPU.
+    if len(devices) == 2 and len(hosts) != 1:
         aligned = planned(align(spec, ranges))
         if all(shard.fits for shard in aligned):
             return aligned

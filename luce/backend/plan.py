@@ -74,12 +74,11 @@ def plan_layers(spec: ModelSpec, devices: int, weights: Sequence[float] = ()) ->
 class Room:
     """A device as fill_layers sees it, in bytes.
 
-    free: what may be used. fixed: what a shard here takes beside its layers: embedding, head. weights, state: of each
+    free: what layers may take, so without what an embedding or a head takes; may be negative. weights, state: of each
     layer of the model, if it is placed here. spare: takes layers only if the others cannot hold them.
     """
 
     free: int
-    fixed: int
     weights: tuple[int, ...]
     state: tuple[int, ...]
     spare: bool = False
@@ -88,7 +87,7 @@ class Room:
         """Bytes of a shard of these layers. Donors in earlier shards are mirrored: their state is here as well."""
         mirrors = {donor for donor in donors[layers.start : layers.stop] if donor is not None and donor < layers.start}
         own = sum(self.weights[layers.start : layers.stop]) + sum(self.state[layers.start : layers.stop])
-        return self.fixed + own + sum(self.state[donor] for donor in mirrors)
+        return own + sum(self.state[donor] for donor in mirrors)
 
 
 def fill_layers(rooms: Sequence[Room], donors: Sequence[int | None]) -> tuple[range, ...]:

@@ -266,11 +266,14 @@ def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device,
     add up.
     """
     names = shard_tensors(file, spec, layers, ends=ends)
-    if not device.host:
-        return sum(stored_bytes(file.tensors[name]) for name in names)
-    head = spec.tied_head and layers.stop == len(spec.blocks)
-    names -= {PER_LAYER_TABLE} if head else {PER_LAYER_TABLE, EMBEDDING}
-    return sum(4 * file.tensors[name].rows * file.tensors[name].cols for name in names)
+    if device.host:
+        head = spec.tied_head and layers.stop == len(spec.blocks)
+        names -= {PER_LAYER_TABLE} if head else {PER_LAYER_TABLE, EMBEDDING}
+    infos = [file.tensors[name] for name in names]
+    # Keys that serve as values too are there twice, once in the place of each.
+    keys = {_name(layer, "attn_k") for layer in layers if getattr(spec.blocks[layer].mixer, "value_from_key", False)}
+    infos += [file.tensors[name] for name in keys & names]
+    return sum(4 * info.rows * info.cols if device.host else stored_bytes(info) for info in infos)
 
 
 def _unused(spec: ModelSpec, layer: int) -> set[str]:
