@@ -15,6 +15,7 @@ import pytest
 from luce.errors import DeviceError
 from luce.runtime.step import Step
 from luce.server import state
+from luce.text.chat import ChatFormat
 from tests.support.http_server import Running, running
 from tests.support.scripted_model import REPLY, saying
 
@@ -131,9 +132,11 @@ async def test_a_template_error_is_the_clients() -> None:
         kwargs = {"strict": True, "tools_in_user": 1}
         status, _, _ = await here.post(CHAT, {"messages": messages, "chat_template_kwargs": kwargs, "max_tokens": 1})
         assert status == 200
-        here.server.ready_model().chat = None
+        model = here.server.ready_model()
+        model.chat = ChatFormat(None, model.tokenizer)
         status, body, _ = await here.post(CHAT, HI)
         assert status == 400 and body["error"]["code"] == "template_error"
+        assert (await here.get("/v1/models"))[1]["data"][0]["capabilities"] == ["completion"]
 
 
 async def test_a_prompt_that_is_too_long() -> None:
