@@ -35,7 +35,7 @@ from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub import resolve_model
 from luce.models.keys import Source
 from luce.models.registry import read_spec
-from luce.models.spec import ModelSpec
+from luce.models.spec import Markers, ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.runtime.open import open_devices
 from luce.text.chat import ChatFormat
@@ -65,7 +65,7 @@ def open_model(path: Path, config: Config) -> Model:
         tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
         if tokenizer.vocab > spec.vocab:
             raise ModelError(f"{path}: {tokenizer.vocab} tokens, but tensor token_embd.weight has {spec.vocab} rows")
-        chat = _chat_format(file, tokenizer, config)
+        chat = _chat_format(file, tokenizer, spec.dialect.reasoning, config)
         if chat.template is not None:
             opened.callback(chat.template.close)
         devices = open_devices(config)
@@ -230,9 +230,7 @@ class Model:
         text that was held back at the end comes as a last token of id -1. `on_progress` gets (done, total) prompt rows.
         """
         if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, specials=True)
-            if self.tokenizer.add_bos and self.tokenizer.bos_id is not None and prompt[:1] != [self.tokenizer.bos_id]:
-                prompt = [self.tokenizer.bos_id, *prompt]
+            prompt = self.tokenizer.with_bos(self.tokenizer.encode(prompt, specials=True))
         given = {
             "temperature": temperature,
             "top_k": top_k,
@@ -278,7 +276,7 @@ def _within(name: str, value: float, low: float, high: float) -> float:
     return value
 
 
-def _chat_format(file: GGUFFile, tokenizer: Tokenizer, config: Config) -> ChatFormat:
+def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None, config: Config) -> ChatFormat:
     source: str | None = file.metadata.string("tokenizer.chat_template", default=None)
     origin = f"{file.paths[0]}: tokenizer.chat_template"
     error: type[LuceError] = ModelError
@@ -289,9 +287,9 @@ def _chat_format(file: GGUFFile, tokenizer: Tokenizer, config: Config) -> ChatFo
         except (OSError, UnicodeDecodeError) as problem:
             raise UsageError(f"{origin}: {problem}", param="chat_template") from None
     if source is None:
-        return ChatFormat(None, tokenizer)
+        return ChatFormat(None, tokenizer, reasoning)
     bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer)
+    return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer, reasoning)
 
 
 def _fingerprint(file: GGUFFile) -> str:

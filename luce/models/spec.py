@@ -148,6 +148,27 @@ class PageGroup:
 
 
 @dataclass(frozen=True)
+class Markers:
+    """Texts around a part of a reply. Each begins with a token of its own, which is visible text to the tokenizer."""
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a family's chat template and replies are written.
+
+    `reasoning` and `tool_call` mark these parts of a reply. `notes`: what the template does that a client may not
+    expect, for people.
+    """
+
+    reasoning: Markers | None = None
+    tool_call: Markers | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One model. `eos` are token texts that end a reply beside the file's own eos and eot ids.
 
@@ -168,6 +189,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     per_layer: int = 0
+    dialect: Dialect = Dialect()
 
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:

@@ -48,6 +48,32 @@ class PageView:
     count: Int32
     dest: Int32
 
+    @cached_property
+    def resident(self) -> tuple[Resident, ...]:
+        """What each span sees, for the host: found once a step, read by every layer of the group."""
+        return tuple(Resident.of(t[:n], f[:n]) for t, f, n in zip(self.table, self.first, self.count, strict=True))
+
+
+@dataclass(frozen=True)
+class Resident:
+    """The pool rows of a span's pages, in order of position: a slice where the pages lie side by side, which the
+    allocator aims for, else int32 [keys]. `positions` int32 [keys], None if they are 0, 1, 2, ..."""
+
+    rows: slice | Int32
+    positions: Int32 | None
+
+    @classmethod
+    def of(cls, pages: Int32, first: Int32) -> Resident:
+        """From the page numbers and the position of each page's first row."""
+        within = np.arange(PAGE, dtype=np.int32)
+        begin = int(pages[0]) if len(pages) else 0
+        together = (pages == np.arange(begin, begin + len(pages))).all()
+        whole = (first == np.arange(0, len(first) * PAGE, PAGE)).all()
+        return cls(
+            slice(begin * PAGE, (begin + len(pages)) * PAGE) if together else (pages[:, None] * PAGE + within).ravel(),
+            None if whole else (first[:, None] + within).ravel(),
+        )
+
 
 @dataclass(frozen=True)
 class Step:

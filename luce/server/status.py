@@ -75,5 +75,5 @@ def _entry(name: str, model: Model, server: Server) -> dict[str, Any]:
         "context_length": model.context,
         "max_model_len": model.context,
         "max_output_tokens": model.context,
-        "capabilities": ["completion", *(["chat"] if model.chat is not None else [])],
+        "capabilities": ["completion", *(["chat"] if model.chat.template is not None else [])],
     }

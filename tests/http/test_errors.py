@@ -14,7 +14,8 @@ import pytest
 
 from luce.errors import DeviceError
 from luce.runtime.step import Step
-from luce.server import state
+from luce.server import app, state
+from luce.text.chat import ChatFormat
 from tests.support.http_server import Running, running
 from tests.support.scripted_model import REPLY, saying
 
@@ -131,9 +132,11 @@ async def test_a_template_error_is_the_clients() -> None:
         kwargs = {"strict": True, "tools_in_user": 1}
         status, _, _ = await here.post(CHAT, {"messages": messages, "chat_template_kwargs": kwargs, "max_tokens": 1})
         assert status == 200
-        here.server.ready_model().chat = None
+        model = here.server.ready_model()
+        model.chat = ChatFormat(None, model.tokenizer)
         status, body, _ = await here.post(CHAT, HI)
         assert status == 400 and body["error"]["code"] == "template_error"
+        assert (await here.get("/v1/models"))[1]["data"][0]["capabilities"] == ["completion"]
 
 
 async def test_a_prompt_that_is_too_long() -> None:
@@ -439,3 +442,13 @@ async def test_metrics_count_what_happened() -> None:
         assert await here.metric("luce_slots") == 1 and await here.metric("luce_queue_depth") == 0
         assert await here.metric("luce_prompt_tokens_total") > 0 and await here.metric("luce_kv_pages") > 0
         assert "# HELP luce_ttft_seconds " in text
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/comp", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\nGET /l"])
+async def test_a_head_that_does_not_come_ends_the_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_KEEPALIVE_SECONDS", 0.2)
+    async with running() as here:
+        reader, writer = await asyncio.open_connection("127.0.0.1", here.port)
+        writer.write(sent)
+        await asyncio.wait_for(reader.read(), 20)  # returns when the server closes
+        writer.close()
