@@ -151,6 +151,7 @@ class Model:
         self.path = file.paths[0]
         self.context = backend.context
         general = file.metadata.string("general.name", default="")
+        self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else general or self.path.stem
         self.fingerprint = _fingerprint(file)
         self.engine = Engine(
