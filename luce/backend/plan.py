@@ -40,19 +40,14 @@ def split_layers(layers: int, devices: int, weights: Sequence[float] = ()) -> tu
 
 
 def plan_layers(spec: ModelSpec, devices: int, weights: Sequence[float] = ()) -> tuple[range, ...]:
-    """The layers of each device: split_layers, with layers that borrow keys and values on the device of their donors.
+    """The layers of each device. Any boundary will do: a shard mirrors keys and values that it borrows from others."""
+    return split_layers(len(spec.blocks), devices, weights)
 
-    A boundary behind the first donor moves to it. Raises UsageError if two boundaries meet there.
-    """
-    ranges = split_layers(len(spec.blocks), devices, weights)
-    starts = [min(r.start, spec.first_donor) for r in ranges]
-    if len(set(starts)) < len(starts):
-        raise UsageError(
-            f"--target-layer-split: layers {spec.first_donor}..{len(spec.blocks) - 1} share keys and values: "
-            f"give the last of {devices} devices at least these",
-            param="target_layer_split",
-        )
-    return tuple(range(a, b) for a, b in zip(starts, [*starts[1:], len(spec.blocks)], strict=True))
+
+def mirrored(spec: ModelSpec, layers: range) -> tuple[int, ...]:
+    """The blocks of earlier shards whose keys and values `layers` read: their shard keeps a mirror of these."""
+    donors = {spec.donor(layer) for layer in layers}
+    return tuple(sorted(donor for donor in donors if donor is not None and donor < layers.start))
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ def state_bytes(device: Device, spec: ModelSpec, layers: range, kv: KVTypes = AU
     """What the layers of a shard keep on a device. Raises UsageError if their heads do not take a type of `kv`."""
     page = [0] * len(spec.page_groups)
     slot = 0
-    for layer in layers:
+    for layer in (*mirrored(spec, layers), *layers):
         mixer = spec.blocks[layer].mixer
         if spec.donor(layer) is not None:
             continue
