@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from luce import config as settings
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.timing import ShardTimes
 from luce.config import Config
 from luce.engine.loop import Engine, Ticket
 from luce.engine.sequence import (
@@ -175,6 +176,10 @@ class Model:
             }
             for shard in self._backend.shards
         ]
+
+    def times(self) -> tuple[ShardTimes, ...]:
+        """What the shards' work and the copies between them took since the load."""
+        return self._backend.times()
 
     def tokenize(self, text: str, *, specials: bool = True) -> list[int]:
         """Ids of a text, without an automatic BOS. `specials`: whether texts of control tokens become these tokens."""

@@ -72,6 +72,7 @@ class LayerSplitBackend:
         self._links: list[Link] = []
         self._queued: deque[Event] = deque()
         ranges = plan_layers(spec, len(devices), weights)
+        self._names = [str(device.name) for device in devices]
         self._work = [Clock() for _ in ranges]
         self._copies = [Clock() for _ in ranges[1:]]
         self._check_memory(file, ranges, devices)
@@ -101,22 +102,21 @@ class LayerSplitBackend:
 
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the start. Any thread may ask."""
-        copies = [*(clock.histogram() for clock in self._copies), None]
-        devices = [shard.info.device for shard in self._shards]
+        copies = [*(clock.durations() for clock in self._copies), None]
         return tuple(
-            ShardTimes(device, work.histogram(), copied)
-            for device, work, copied in zip(devices, self._work, copies, strict=True)
+            ShardTimes(device, work.durations(), copied)
+            for device, work, copied in zip(self._names, self._work, copies, strict=True)
         )
 
     def forward(self, step: Step) -> Output:
         if not self._shards:
             raise BackendError("the backend is closed")
         try:
-            for clock in (*self._work, *self._copies):
-                clock.look()
             pieces = cut(step, self._piece) if self._links else [step]
             results = self._queue(pieces)
             outputs = [result() for result, piece in zip(results, pieces, strict=True) if len(piece.wanted)]
+            for clock in (*self._work, *self._copies):
+                clock.look()
         except BaseException:
             self._settle()
             raise

@@ -16,7 +16,7 @@ BOUNDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10
 
 
 @dataclass(frozen=True)
-class Histogram:
+class Durations:
     """Counts of each bucket of BOUNDS and of what is above, and the sum of all values in seconds."""
 
     counts: tuple[int, ...]
@@ -28,8 +28,8 @@ class ShardTimes:
     """A shard's work on parts of steps, and the copies to the next shard (None for the last one)."""
 
     device: str
-    work: Histogram
-    copies: Histogram | None
+    work: Durations
+    copies: Durations | None
 
 
 class Clock:
@@ -56,6 +56,6 @@ class Clock:
         """Drop the spans that are not counted yet: their work failed."""
         self._open.clear()
 
-    def histogram(self) -> Histogram:
+    def durations(self) -> Durations:
         """What has been counted so far."""
-        return Histogram(tuple(self._counts), self._total)
+        return Durations(tuple(self._counts), self._total)
