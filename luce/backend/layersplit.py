@@ -8,9 +8,9 @@ of a long step, the shard before it is at the next. A step of which no output is
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class LayerSplitBackend:
             for number, (layers, device) in enumerate(zip(ranges, devices, strict=True)):
                 with _naming(number, device, layers):
                     self._shards.append(LocalShard(file, spec, layers, device, pages=self.pages, slots=slots, kv=kv))
-            for number, (source, target) in enumerate(itertools.pairwise(devices)):
+            for number, (source, target) in enumerate(pairwise(devices)):
                 with _naming(number + 1, target, ranges[number + 1]):
                     size = largest_piece(piece) * activation_width(spec, ranges[number + 1].start)
                     self._links.append(Link(source, target, size, peer=peer, watch=self._copies[number].add))
@@ -200,10 +200,10 @@ class LayerSplitBackend:
             left[memory] -= asked
             if asked <= free:
                 continue
-            per_page = self.slots * sum(
-                size for size, window in zip(state.page, self.windows, strict=True) if window is None
-            )
-            rest = free - asked + pages
+            # Pages of a window do not become fewer with the context.
+            full = [group for group, window in enumerate(self.windows) if window is None]
+            rest = free - asked + sum(self.pages[group] * state.page[group] for group in full)
+            per_page = self.slots * sum(state.page[group] for group in full)
             fits = rest // per_page * PAGE if per_page and rest > 0 else 0
             advice = f"--max-ctx {fits} would fit" if fits else "not even one page of context would fit"
             raise OutOfMemoryError(
