@@ -8,7 +8,7 @@ import numpy as np
 
 from luce.runtime.step import PAGE, PageView, Span, Step
 
-#: the fewest rows that a cut leaves of a span, beyond those that kernels treat as single steps
+#: the fewest rows that a cut leaves of a span: more than kernels treat as single steps
 _LEAST = 17
 
 
@@ -21,7 +21,7 @@ def cut(step: Step, rows: int) -> list[Step]:
     """The step in pieces of about `rows` rows, one after another; whole if it has less than one and a half times that.
 
     A span is cut after whole pages of its rows, where chunked kernels begin a chunk anyway, and keeps enough rows for
-    them on the other side: its rows get the bits that they get in the whole step.
+    them on the other side: no kernel that treats rows alike whatever their number gives them other bits.
     """
     count = max(1, (2 * step.rows + rows) // (2 * rows))
     cuts = [_near(step, step.rows * number // count) for number in range(1, count)]
