@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from luce import config as settings
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.placement import served_context
+from luce.backend.plan import handed_on
 from luce.backend.timing import ShardTimes
 from luce.config import Config
 from luce.engine.loop import Engine, Ticket
@@ -43,9 +45,6 @@ from luce.text.output import ReplyText
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 
-#: context when --max-ctx is not given and the model was trained for more
-DEFAULT_CONTEXT = 8192
-
 
 def load(path: str | Path, **fields: Any) -> Model:
     """Load a GGUF file (or an alias such as `smollm2`) onto devices.
@@ -70,7 +69,7 @@ def open_model(path: Path, config: Config) -> Model:
         chat = _chat_format(file, tokenizer, spec.dialect.reasoning, config)
         if chat.template is not None:
             opened.callback(chat.template.close)
-        devices = open_devices(config.target_devices)
+        devices = open_devices(config)
         for device in devices:
             opened.callback(device.close)
         backend = LayerSplitBackend(
@@ -79,7 +78,7 @@ def open_model(path: Path, config: Config) -> Model:
             devices,
             weights=config.target_layer_split,
             slots=config.parallel,
-            context=_context(spec, config),
+            context=served_context(spec, config.max_ctx),
             chunk=config.chunk,
             kv=KVTypes(config.cache_type_k, config.cache_type_v),
         )
@@ -153,6 +152,7 @@ class Model:
         self.path = file.paths[0]
         self.context = backend.context
         general = file.metadata.string("general.name", default="")
+        self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else general or self.path.stem
         self.fingerprint = _fingerprint(file)
         self.engine = Engine(
@@ -166,13 +166,14 @@ class Model:
 
     @property
     def placement(self) -> list[dict[str, Any]]:
-        """device, layers (first, last), bytes of weights and of state of each shard."""
+        """device, layers (first, last), bytes of weights and of state, and bytes per token handed on, of each shard."""
         return [
             {
                 "device": shard.info.device,
                 "layers": [shard.info.layers.start, shard.info.layers.stop - 1],
                 "weights": shard.info.weights,
                 "state": shard.info.state,
+                "handed_on": handed_on(self.spec, shard.info.layers.stop),
             }
             for shard in self._backend.shards
         ]
@@ -279,14 +280,6 @@ def _within(name: str, value: float, low: float, high: float) -> float:
     if not low <= value <= high:
         raise UsageError(f"{name}: expected a number in [{low}, {high}], got {value!r}", param=name)
     return value
-
-
-def _context(spec: ModelSpec, config: Config) -> int:
-    if config.max_ctx > spec.context_length:
-        raise UsageError(
-            f"--max-ctx {config.max_ctx}: the model was trained for {spec.context_length} tokens", param="max_ctx"
-        )
-    return config.max_ctx or min(spec.context_length, DEFAULT_CONTEXT)
 
 
 def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None, config: Config) -> ChatFormat:

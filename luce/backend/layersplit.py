@@ -16,20 +16,18 @@ import numpy as np
 
 from luce.backend.local import LocalShard
 from luce.backend.pieces import cut, largest_piece
-from luce.backend.plan import pages_for, plan_layers, state_bytes
-from luce.backend.shard import Pending, Shard, activation_width
+from luce.backend.placement import ShardPlan, plan_shards
+from luce.backend.plan import handed_on, pages_for, state_bytes
+from luce.backend.shard import Pending, Shard
 from luce.backend.timing import Clock, ShardTimes
 from luce.errors import BackendError, DeviceError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile
-from luce.layers.build import tensor_bytes
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Device, Event
 from luce.runtime.step import PAGE, Output, Step
 from luce.runtime.transfer import Link, Passage
 
-#: of a device's free memory, what is left to activations and to other programs
-_RESERVE = 0.06
 #: Rows of a piece. More make better matrix products, fewer fill and drain the shards sooner.
 _PIECE = 512
 #: Pieces per shard that may be queued and not done: enough that no shard waits for the host.
@@ -37,10 +35,10 @@ _AHEAD = 2
 
 
 class LayerSplitBackend:
-    """`spec`'s layers on `devices`, split by `weights`. See luce.backend.backend.Backend for the properties.
+    """`spec`'s layers on `devices`, split by `weights` or by bytes (luce.backend.placement.plan_shards).
 
-    `piece`: rows in which long steps go through several shards. `peer`: GPUs copy to each other where the pair allows
-    it, otherwise always through pinned host memory.
+    See luce.backend.backend.Backend for the properties. `piece`: rows in which long steps go through several shards.
+    `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory.
     Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
     bytes and the context that would fit. Nothing stays allocated then.
     The devices stay their owner's: they are closed after the backend.
@@ -71,24 +69,26 @@ class LayerSplitBackend:
         self._shards: list[Shard] = []
         self._links: list[Link] = []
         self._queued: deque[Event] = deque()
-        ranges = plan_layers(spec, len(devices), weights)
-        self._names = [str(device.name) for device in devices]
-        self._work = [Clock() for _ in ranges]
-        self._copies = [Clock() for _ in ranges[1:]]
-        self._check_memory(file, ranges, devices)
+        plan = plan_shards(file, spec, devices, weights=weights, slots=slots, context=context, chunk=chunk, kv=kv)
+        self._check_memory(plan, devices)
+        self._names = [shard.device for shard in plan]
+        self._work = [Clock() for _ in plan]
+        self._copies = [Clock() for _ in plan[1:]]
         try:
-            for number, (layers, device) in enumerate(zip(ranges, devices, strict=True)):
-                with _naming(number, device, layers):
-                    self._shards.append(LocalShard(file, spec, layers, device, pages=self.pages, slots=slots, kv=kv))
+            for number, (shard, device) in enumerate(zip(plan, devices, strict=True)):
+                with _naming(number, shard):
+                    self._shards.append(
+                        LocalShard(file, spec, shard.layers, device, pages=self.pages, slots=slots, kv=kv)
+                    )
             for number, (source, target) in enumerate(pairwise(devices)):
-                with _naming(number + 1, target, ranges[number + 1]):
-                    size = largest_piece(piece) * activation_width(spec, ranges[number + 1].start)
+                with _naming(number + 1, plan[number + 1]):
+                    size = largest_piece(piece) * handed_on(spec, plan[number].layers.stop) // 4
                     self._links.append(Link(source, target, size, peer=peer, watch=self._copies[number].add))
         except BaseException:
             self.close()
             raise
         # In each round GPUs get their work before hosts, which do theirs at once.
-        self._order = sorted(range(len(ranges)), key=lambda number: devices[number].host)
+        self._order = sorted(range(len(plan)), key=lambda number: devices[number].host)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -184,40 +184,32 @@ class LayerSplitBackend:
         for clock in (*self._work, *self._copies):
             clock.forget()
 
-    def _check_memory(self, file: GGUFFile, ranges: Sequence[range], devices: Sequence[Device]) -> None:
+    def _check_memory(self, plan: Sequence[ShardPlan], devices: Sequence[Device]) -> None:
         """Refuse before anything is allocated; the message says what would fit."""
-        #: what is left of each memory; all hosts have the same one
-        left: dict[object, int] = {}
-        for number, (layers, device) in enumerate(zip(ranges, devices, strict=True)):
-            memory = "host" if device.host else device.name
-            free = left.setdefault(memory, int(device.memory().free * (1 - _RESERVE)))
-            weights = tensor_bytes(file, self.spec, layers, device)
-            state = state_bytes(device, self.spec, layers, self._kv)
-            pages = sum(n * size for n, size in zip(self.pages, state.page, strict=True))
-            asked = weights + pages + self.slots * state.slot
-            if layers.start:
-                asked += Link.nbytes(largest_piece(self._piece) * activation_width(self.spec, layers.start))
-            left[memory] -= asked
-            if asked <= free:
+        for number, (shard, device) in enumerate(zip(plan, devices, strict=True)):
+            if shard.fits:
                 continue
             # Pages of a window do not become fewer with the context.
+            page = state_bytes(device, self.spec, shard.layers, self._kv).page
             full = [group for group, window in enumerate(self.windows) if window is None]
-            rest = free - asked + sum(self.pages[group] * state.page[group] for group in full)
-            per_page = self.slots * sum(state.page[group] for group in full)
-            fits = rest // per_page * PAGE if per_page and rest > 0 else 0
+            left = shard.free - shard.weights - shard.state + sum(self.pages[group] * page[group] for group in full)
+            per_page = self.slots * sum(page[group] for group in full)
+            fits = left // per_page * PAGE if per_page and left > 0 else 0
             advice = f"--max-ctx {fits} would fit" if fits else "not even one page of context would fit"
             raise OutOfMemoryError(
-                f"shard {number} ({device.name}): layers {layers.start}..{layers.stop - 1} need {asked} bytes "
-                f"({weights} of weights, {asked - weights} of context state and buffers), {free} are free; {advice}",
+                f"{_name(number, shard)} need {shard.weights + shard.state} bytes ({shard.weights} of weights, "
+                f"{shard.state} of context state), {shard.free} are free; {advice}",
                 param="max_ctx",
             )
 
 
+def _name(number: int, shard: ShardPlan) -> str:
+    return f"shard {number} ({shard.device}): layers {shard.layers.start}..{shard.layers.stop - 1}"
+
+
 @contextlib.contextmanager
-def _naming(number: int, device: Device, layers: range) -> Iterator[None]:
+def _naming(number: int, shard: ShardPlan) -> Iterator[None]:
     try:
         yield
     except OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"shard {number} ({device.name}), layers {layers.start}..{layers.stop - 1}: {error}"
-        ) from error
+        raise OutOfMemoryError(f"{_name(number, shard)}: {error}") from error

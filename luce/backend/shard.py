@@ -9,7 +9,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.models.spec import Attention, ModelSpec
 from luce.runtime.device import Array, Device
 from luce.runtime.step import Output, Step
 
@@ -68,13 +67,3 @@ class Shard(Protocol):
 
     def close(self) -> None:
         """Release weights and states. Idempotent."""
-
-
-def activation_width(spec: ModelSpec, boundary: int) -> int:
-    """float32 values of an Activation per row, handed over before block `boundary`."""
-    width = spec.hidden * (2 if spec.per_layer else 1)
-    for donor in spec.lent(boundary):
-        mixer = spec.blocks[donor].mixer
-        assert isinstance(mixer, Attention)
-        width += 2 * mixer.kv_heads * mixer.head_dim
-    return width

@@ -69,11 +69,6 @@ class Link:
         self._passages = [self._passage(size) for _ in range(_DEPTH)]
         self._sends = 0
 
-    @staticmethod
-    def nbytes(size: int) -> int:
-        """Bytes that a link of `size` values takes on its target."""
-        return _DEPTH * 4 * size
-
     def _passage(self, size: int) -> Passage:
         source, target = self._source, self._target
         if target.host:

@@ -108,4 +108,6 @@ class Server:
 
 
 SERVER = web.AppKey("server", Server)
+#: `METHOD path` of what is served
+ENDPOINTS = web.AppKey("endpoints", tuple[str, ...])
 CALL = web.RequestKey("call", Call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from luce.backend.shard import activation_width
+from luce.backend.plan import handed_on
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
 from tests.support.golden_checks import check_batched, check_greedy_tokens, check_logits_in_chunks
@@ -51,7 +51,7 @@ def test_residual_stream(reference: Reference, make_driver: MakeDriver) -> None:
     for boundary, (shard, wanted) in enumerate(zip(driver.backend.shards[:-1], expected[1:-1], strict=True), 1):
         handed = shard.forward(step, handed)
         assert np.abs(handed[0] - wanted).max() <= reference.limits("f32")["hidden_max_abs"]
-        assert sum(array[0].size for array in handed) == activation_width(reference.spec, boundary)
+        assert sum(array[0].nbytes for array in handed) == handed_on(reference.spec, boundary)
 
 
 @each_file

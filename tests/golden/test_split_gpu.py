@@ -144,7 +144,7 @@ def test_several_gpus_keep_order(reference: Reference, make_driver: MakeDriver, 
 def test_with_the_host(reference: Reference, make_driver: MakeDriver, open_gpus: Open, order: str) -> None:
     devices: list[Device] = [*open_gpus([0]), HostDevice(), *open_gpus([0])]
     devices = {"gpu first": devices[:2], "host first": devices[1:], "gpu twice": devices}[order]
-    driver = make_driver(reference, devices, slots=8, piece=64)
+    driver = make_driver(reference, devices, weights=[1.0] * len(devices), slots=8, piece=64)
     check_logits_in_chunks(reference, driver, KIND, 1000)
     check_greedy_tokens(reference, driver, 1000, typical_error(reference, driver))
     times = driver.backend.times()

@@ -11,7 +11,7 @@ from typing import Any
 from luce.backend.timing import ShardTimes
 from luce.config import Config
 from luce.engine.loop import Engine
-from luce.models.spec import Markers
+from luce.models.spec import Dialect, Markers, ModelSpec
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText
@@ -21,6 +21,7 @@ from tests.support.scripted_backend import Script, ScriptedBackend, after
 
 START, END, BOS, THINK, THOUGHT = 256, 257, 258, 259, 260
 VOCAB = 261
+MARKERS = Markers("<think>", "</think>")
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}"
@@ -86,7 +87,7 @@ def tokenizer(*, add_bos: bool = False) -> Tokenizer:
 @functools.cache
 def chat_format() -> ChatFormat:
     """The template with the byte tokenizer; one for all tests, as each has a child process."""
-    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), Markers("<think>", "</think>"))
+    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), MARKERS)
 
 
 def saying(text: str | Sequence[int], *, marker: str = "<|im_start|>assistant\n", end: bool = True) -> Script:
@@ -114,7 +115,12 @@ class ScriptedModel:
         self.path = Path("scripted.gguf")
         self.context = context
         self.fingerprint = "0123abcd"
-        self.placement: list[dict[str, Any]] = []
+        self.tokenizer_id = "default"
+        self.spec = ModelSpec("scripted", 64, VOCAB, context, 1e-6, (), tied_head=True, dialect=Dialect(MARKERS))
+        self.placement: list[dict[str, Any]] = [
+            {"device": "cpu:0", "layers": [0, 2], "weights": 300, "state": 20, "handed_on": 256},
+            {"device": "cpu:1", "layers": [3, 3], "weights": 100, "state": 10, "handed_on": 0},
+        ]
         self.backend = ScriptedBackend(
             vocab=VOCAB,
             context=context,

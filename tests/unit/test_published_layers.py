@@ -49,8 +49,7 @@ def build(path: Path) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize("model", [m for m in PUBLISHED if m.architecture in FAMILIES], ids=lambda m: m.name)
 def test_all_tensors_are_used(model: Published, tmp_path: Path) -> None:
     used, stored = build(model.write(tmp_path))
-    # Rotary tables read their divisors past the loader.
-    assert used == stored - {"rope_freqs.weight"}
+    assert used == stored
 
 
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
