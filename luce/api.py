@@ -18,6 +18,7 @@ from luce import config as settings
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import served_context
 from luce.backend.plan import handed_on
+from luce.backend.timing import ShardTimes
 from luce.config import Config
 from luce.engine.loop import Engine, Ticket
 from luce.engine.sequence import (
@@ -176,6 +177,10 @@ class Model:
             }
             for shard in self._backend.shards
         ]
+
+    def times(self) -> tuple[ShardTimes, ...]:
+        """What the shards' work and the copies between them took since the load."""
+        return self._backend.times()
 
     def tokenize(self, text: str, *, specials: bool = True) -> list[int]:
         """Ids of a text, without an automatic BOS. `specials`: whether texts of control tokens become these tokens."""

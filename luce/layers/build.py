@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile
-from luce.layers.attention import AttentionLayer, HeadNorms
+from luce.layers.attention import AttentionLayer, HeadNorms, Mirror
 from luce.layers.block import Embedding, Experts, Head, PerLayerMix, PreNormBlock, SandwichBlock
 from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.mlp import GatedMLPLayer
@@ -35,12 +35,13 @@ _PER_LAYER_PARTS = {
 
 
 class LayerBuilder:
-    """Builds the layers of one shard. `pages` per page group, `slots` and the types `kv` size the states."""
+    """Builds the layers `layers` of one shard. `pages` per page group, `slots` and the types `kv` size the states."""
 
     def __init__(
         self,
         file: GGUFFile,
         spec: ModelSpec,
+        layers: range,
         device: Device,
         *,
         pages: Sequence[int],
@@ -49,6 +50,7 @@ class LayerBuilder:
     ) -> None:
         self._file = file
         self._spec = spec
+        self._lent = spec.lent(layers.stop)
         self._device = device
         self._pages = pages
         self._slots = slots
@@ -81,6 +83,13 @@ class LayerBuilder:
             norm=self.weights.vector("per_layer_proj_norm.weight", spec.per_layer),
             eps=spec.norm_eps,
         )
+
+    def mirror(self, donor: int) -> Mirror:
+        """The keys and values of a block of another shard. Before the blocks that borrow them."""
+        spec, group = self._spec.blocks[donor].mixer, self._spec.group_of(donor)
+        assert isinstance(spec, Attention) and group is not None
+        pool = self._pools[donor] = KVPool.allocate(self._device, spec, self._pages[group], self._kv)
+        return Mirror(self._device, donor, spec, pool=pool, group=group)
 
     def block(self, index: int) -> PreNormBlock | SandwichBlock:
         """Block `index` of the spec. Raises UnsupportedError if the file holds tensors of it that the family lacks."""
@@ -185,6 +194,7 @@ class LayerBuilder:
             rotary=self._rotary(spec.rope),
             pool=self._pools[index if spec.donor is None else spec.donor],
             group=group,
+            lends=index if index in self._lent else None,
         )
 
     def _delta_net(self, index: int, spec: GatedDeltaNet) -> DeltaNetLayer:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from luce.backend.timing import ShardTimes
 from luce.config import Config
 from luce.engine.loop import Engine
 from luce.models.spec import Dialect, Markers, ModelSpec
@@ -128,6 +129,7 @@ class ScriptedModel:
             script=saying(REPLY) if script is None else script,
             **backend,
         )
+        self.shard_times: tuple[ShardTimes, ...] = ()
         self.engine = Engine(
             self.backend,
             eos=self.tokenizer.eos_ids,
@@ -143,6 +145,9 @@ class ScriptedModel:
     def detokenize(self, ids: Iterable[int]) -> str:
         decoder = Detokenizer(self.tokenizer)
         return "".join([decoder.push(i) for i in ids]) + decoder.flush()
+
+    def times(self) -> tuple[ShardTimes, ...]:
+        return self.shard_times
 
     def close(self) -> None:
         self.engine.close()

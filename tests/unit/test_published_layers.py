@@ -34,7 +34,9 @@ def build(path: Path) -> tuple[set[str], set[str]]:
     """Build all layers; names of the tensors that were used, and of those that a load should use."""
     with open_gguf(path) as file, np.errstate(divide="ignore"):
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
-        builder = LayerBuilder(file, spec, HostDevice(), pages=[1] * len(spec.page_groups), slots=1)
+        builder = LayerBuilder(
+            file, spec, range(len(spec.blocks)), HostDevice(), pages=[1] * len(spec.page_groups), slots=1
+        )
         builder.embedding()
         if spec.per_layer:
             builder.per_layer()
