@@ -300,7 +300,8 @@ def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device,
         names -= set() if head else {EMBEDDING}
     infos = [file.tensors[name] for name in names - {*_PER_LAYER_TABLES}]
     # Keys that serve as values too are there twice, once in the place of each.
-    keys = {_name(layer, "attn_k") for layer in layers if getattr(spec.blocks[layer].mixer, "value_from_key", False)}
+    mixers = ((layer, spec.blocks[layer].mixer) for layer in layers)
+    keys = {_name(layer, "attn_k") for layer, m in mixers if isinstance(m, Attention) and m.value_from_key}
     infos += [file.tensors[name] for name in keys & names]
     if device.host:
         return sum(4 * info.rows * info.cols for info in infos)
