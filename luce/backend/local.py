@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.plan import state_bytes
+from luce.backend.replay import Replayer
 from luce.backend.shard import ShardInfo
 from luce.errors import BackendError
 from luce.gguf.reader import GGUFFile
@@ -48,32 +49,45 @@ class LocalShard:
         held = slots * sizes.slot + sum(n * size for n, size in zip(pages, sizes.page, strict=True))
         self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held)
         self._groups = {index: spec.group_of(index) for index in layers}
+        self._replayer = Replayer(device, self._run, pages)
 
     def forward(self, step: Step, hidden: Array | None) -> Array | Output:
-        on_device = DeviceStep(self.device, step)
-        if self._embedding is not None:
-            handed = self._embedding(on_device)
-            if self._per_layer is not None and self._head is None:
-                twice = np.tile(np.arange(step.rows, dtype=np.int32), 2)
-                handed = take_rows(self.device, handed, self.device.upload(twice))
-        elif hidden is None:
+        if self._embedding is None and hidden is None:
             raise BackendError(f"shard {self.info.layers} on {self.info.device}: no activation was handed over")
-        else:
-            handed = hidden
-        stream = Residual(self.device, handed[: step.rows])
-        if self._per_layer is not None:
-            stream.inputs = self._per_layer(handed[-step.rows :], on_device)
-        for block in self._blocks.values():
-            block(stream, on_device)
+        results = self._replayer.run(step, () if hidden is None else (hidden,))
         if self._head is None:
-            stream.settle()
-            return handed
+            return results[0]
         if not len(step.wanted):
             return Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
-        logits = self._head(stream, on_device)
-        ids = self.device.download(argmax(self.device, logits))
+        ids, logits = results
         full = logits if step.full.all() else logits[np.flatnonzero(step.full)]
-        return Output(ids, self.device.download(full))
+        return Output(self.device.download(ids), self.device.download(full))
+
+    def _run(self, step: DeviceStep, handed: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Queue a step's work: (what is handed on,), of the last shard (ids, logits) of the wanted rows, if any."""
+        if self._embedding is not None:
+            hidden = self._embedding(step)
+            if self._per_layer is not None and self._head is None:
+                hidden = take_rows(self.device, hidden, step.twice)
+        else:
+            (hidden,) = handed
+        stream = Residual(self.device, hidden[: step.rows])
+        if self._per_layer is not None:
+            stream.inputs = self._per_layer(hidden[-step.rows :], step)
+        for block in self._blocks.values():
+            block(stream, step)
+        if self._head is None:
+            stream.settle()
+            return (hidden,)
+        if not step.shape.wanted:
+            return ()
+        logits = self._head(stream, step)
+        return argmax(self.device, logits), logits
+
+    @property
+    def replayed(self) -> int:
+        """Steps that ran by replaying a captured graph."""
+        return self._replayer.replayed
 
     def save(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         return {
@@ -96,6 +110,7 @@ class LocalShard:
             array[place] = self.device.upload(given)
 
     def close(self) -> None:
+        self._replayer.close()
         self._embedding = self._head = None
         self._blocks = {}
 

@@ -7,12 +7,14 @@ CUDA and HIP. Ops are the only callers of `launch`; they ask `device.host` wheth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+from luce.errors import DeviceError
 
 # A NumPy or CuPy array; which one is the device's business. CuPy is optional, so it cannot be named in a type.
 Array = Any
@@ -38,6 +40,13 @@ class Memory:
     total: int
 
 
+class Graph(Protocol):
+    """Captured work of a device; released with its last reference."""
+
+    def launch(self) -> None:
+        """Queue the work again: the same kernels on the same addresses, reading what is there by then."""
+
+
 class Device(ABC):
     """One device. Not thread-safe: one thread drives a device."""
 
@@ -48,6 +57,8 @@ class Device(ABC):
     kv_dtype: np.dtype[Any]
     #: whether ops run their NumPy reference here instead of launching kernels
     host: bool
+    #: whether `capture` may be called
+    captures = False
 
     @abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
@@ -69,6 +80,10 @@ class Device(ABC):
         """A NumPy array with the values of a device array; waits for the kernels that write it."""
 
     @abstractmethod
+    def write(self, array: Array, values: NDArray[Any]) -> None:
+        """Copy values into a C-contiguous device array of the same shape and dtype; as `upload` but for the place."""
+
+    @abstractmethod
     def launch(
         self,
         source: str,
@@ -85,6 +100,16 @@ class Device(ABC):
         `args` are device arrays and NumPy scalars of the exact C type. `shared` is dynamic shared memory in bytes.
         Raises DeviceError naming source and kernel.
         """
+
+    def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
+        """What `work` queues, as a graph, without running it, and the arrays it returns.
+
+        Work may allocate and launch, but not wait, upload or download; all that it launches has been launched before.
+        Its arrays live in memory that all graphs of this device share, so they hold until the next graph is launched
+        or captured. What it reads and did not allocate must stay in place as long as the graph is used. Raises
+        DeviceError if something in it cannot be captured.
+        """
+        raise DeviceError(f"{self.name} captures no graphs")
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -43,6 +43,9 @@ class HostDevice(Device):
         result: NDArray[Any] = array
         return result
 
+    def write(self, array: Array, values: NDArray[Any]) -> None:
+        array[...] = values
+
     def launch(
         self,
         source: str,
