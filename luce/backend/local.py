@@ -18,9 +18,13 @@ from luce.layers.state import DeltaState, KVPool
 from luce.models.spec import ModelSpec
 from luce.ops.embedding import take_rows
 from luce.ops.kvtype import AUTO, KVTypes
+from luce.ops.matmul import FEW_ROWS
 from luce.ops.sample import argmax
 from luce.runtime.device import Array, Device
-from luce.runtime.step import PAGE, DeviceStep, Output, Step
+from luce.runtime.step import PAGE, DeviceStep, Output, Step, StepShape
+
+# Rows of a prompt that are enough to take the kernels of long ones.
+_PROMPT_ROWS = 512
 
 
 class LocalShard:
@@ -39,17 +43,20 @@ class LocalShard:
     ) -> None:
         self.device = device
         builder = LayerBuilder(file, spec, device, pages=pages, slots=slots, kv=kv)
+        self._spec = spec
+        self._slots = slots
+        self._replayer = Replayer(device, self._run, pages)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._blocks = {index: builder.block(index) for index in layers}
         self._per_layer = builder.per_layer() if spec.per_layer else None
         self._borrowing = {index for index in layers if spec.donor(index) is not None}
         self._head = builder.head() if layers.stop == len(spec.blocks) else None
+        device.rehearse(self._typical_steps)
         device.synchronize()
         sizes = state_bytes(device, spec, layers, kv)
         held = slots * sizes.slot + sum(n * size for n, size in zip(pages, sizes.page, strict=True))
         self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held)
         self._groups = {index: spec.group_of(index) for index in layers}
-        self._replayer = Replayer(device, self._run, pages)
 
     def forward(self, step: Step, hidden: Array | None) -> Array | Output:
         if self._embedding is None and hidden is None:
@@ -83,6 +90,16 @@ class LocalShard:
             return ()
         logits = self._head(stream, step)
         return argmax(self.device, logits), logits
+
+    def _typical_steps(self) -> None:
+        """A prompt's rows, and the next row of one to all sequences, as far as kernels differ between them."""
+        widths = (1,) * len(self._spec.page_groups)
+        shapes = [StepShape(_PROMPT_ROWS, 1, _PROMPT_ROWS, 1, widths)]
+        shapes += [StepShape(n, n, 1, n, widths) for n in range(1, min(self._slots, FEW_ROWS) + 1)]
+        for shape in shapes:
+            rows = shape.rows * (2 if self._per_layer is not None else 1)
+            handed = (self.device.empty((rows, self._spec.hidden)),) if self._embedding is None else ()
+            self._run(DeviceStep(self.device, shape, self.device.empty(shape.size, np.int32)), handed)
 
     @property
     def replayed(self) -> int:

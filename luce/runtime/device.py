@@ -75,6 +75,10 @@ class Device(ABC):
         Pageable memory is read before this returns; pinned memory may be read until `synchronize`.
         """
 
+    def load(self, array: NDArray[Any]) -> Array:
+        """As `upload`, for large arrays that stay as they are until `synchronize`: they are read in the background."""
+        return self.upload(array)
+
     @abstractmethod
     def download(self, array: Array) -> NDArray[Any]:
         """A NumPy array with the values of a device array; waits for the kernels that write it."""
@@ -100,6 +104,13 @@ class Device(ABC):
         `args` are device arrays and NumPy scalars of the exact C type. `shared` is dynamic shared memory in bytes.
         Raises DeviceError naming source and kernel.
         """
+
+    def rehearse(self, work: Callable[[], object]) -> None:
+        """Make all kernels that `work` launches ready, side by side, without running them; `work` waits for nothing.
+
+        By default `work` is not even called: kernels are made ready as they are launched.
+        """
+        return
 
     def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
         """What `work` queues, as a graph, without running it, and the arrays it returns.

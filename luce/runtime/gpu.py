@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,17 @@ from luce.runtime.device import Array, Device, DeviceName, Graph, Memory
 from luce.runtime.driver import Vendor
 from luce.runtime.graph import DriverGraph
 from luce.runtime.kernels import KernelBuild
+from luce.runtime.staging import Stager
 
 #: Dynamic shared memory that every kernel gets without asking, in bytes.
 _UNASKED_SHARED = 48 * 1024
 # Downloads of so many bytes go to pinned memory: 1 MB of logits takes 0.3 ms to pageable memory. Larger ones would keep
 # much of the host's memory pinned, as CuPy's pool never gives it back.
 _PINNED = range(1 << 16, (1 << 24) + 1)
+# Arrays that `load` reads in the background, in bytes.
+_STAGED = 1 << 20
+# Run-time compilers that `rehearse` runs side by side.
+_COMPILERS = 8
 _EXTRAS: dict[Vendor, str] = {
     "cuda": "luce-llm[cuda13] (or luce-llm[cuda12] for older drivers)",
     "hip": "luce-llm[rocm]",
@@ -77,6 +83,8 @@ class GpuDevice(Device):
         self._stream = cuda.Stream(non_blocking=True)
         # What captured graphs write to: arrays of eager steps never lie here.
         self._arena = cuda.MemoryPool()
+        self._stager: Stager | None = None
+        self._rehearsed: dict[KernelBuild, None] | None = None
 
     @property
     def stream(self) -> int:
@@ -116,6 +124,24 @@ class GpuDevice(Device):
             self.write(copy, array)
         return copy
 
+    def load(self, array: NDArray[Any]) -> Array:
+        if array.nbytes < _STAGED or not array.flags.c_contiguous:
+            return self.upload(array)
+        copy = self.empty(array.shape, array.dtype)
+        if self._stager is None:
+            self._stager = Stager(self._cupy, self.name.index, self._stream)
+        self._stager.copy(copy.data.ptr, array)
+        return copy
+
+    def _settle(self) -> None:
+        """Let what is queued from now on come after what `load` was given."""
+        if self._stager is not None:
+            stager, self._stager = self._stager, None
+            try:
+                stager.finish()
+            except self._failures as error:
+                raise DeviceError(f"{self.name}: copy to the device: {error}") from error
+
     def write(self, array: Array, values: NDArray[Any]) -> None:
         self._activate()
         contiguous = np.ascontiguousarray(values)
@@ -126,6 +152,7 @@ class GpuDevice(Device):
 
     def download(self, array: Array) -> NDArray[Any]:
         self._activate()
+        self._settle()
         out = self._pinned(array.shape, array.dtype) if array.nbytes in _PINNED else None
         try:
             result: NDArray[Any] = array.get(out=out)
@@ -136,15 +163,32 @@ class GpuDevice(Device):
     def prepare(self, build: KernelBuild) -> None:
         """Compile a build, or fetch it from the cache, and load it. Raises DeviceError naming the build."""
         self._activate()
-        if build in self._modules:
-            return
-        code = compiler.cached(self._compiler, build, self.properties.arch, self.lanes)
+        if build not in self._modules:
+            self._load_module(build, self._code(build))
+
+    def _load_module(self, build: KernelBuild, code: bytes) -> None:
         module = self._cupy.cuda.function.Module()
         try:
             module.load(code)
         except self._failures as error:
             raise DeviceError(f"{self.name}: {build}: {error}") from error
         self._modules[build] = module
+
+    def rehearse(self, work: Callable[[], object]) -> None:
+        self._activate()
+        builds: dict[KernelBuild, None] = {}
+        self._rehearsed = builds
+        try:
+            work()
+        finally:
+            self._rehearsed = None
+        with ThreadPoolExecutor(_COMPILERS) as threads:
+            codes = threads.map(self._code, builds)
+            for build, code in zip(builds, codes, strict=True):
+                self._load_module(build, code)
+
+    def _code(self, build: KernelBuild) -> bytes:
+        return compiler.cached(self._compiler, build, self.properties.arch, self.lanes)
 
     def _function(self, source: str, kernel: str, defines: Mapping[str, int | str] | None) -> _Function:
         build = KernelBuild.of(source, defines)
@@ -166,6 +210,13 @@ class GpuDevice(Device):
         shared: int = 0,
     ) -> None:
         self._activate()
+        if self._rehearsed is not None:
+            build = KernelBuild.of(source, defines)
+            if build not in self._modules:
+                self._rehearsed[build] = None
+            return
+        if self._stager is not None:
+            self._settle()
         key = (source, kernel, *defines.items()) if defines else (source, kernel)
         function = self._functions.get(key)
         if function is None:
@@ -196,6 +247,7 @@ class GpuDevice(Device):
 
     def synchronize(self) -> None:
         self._activate()
+        self._settle()
         try:
             self._stream.synchronize()
         except self._failures as error:
@@ -227,6 +279,7 @@ class GpuDevice(Device):
         if self._closed:
             return
         self._activate()
+        self._settle()
         self._functions.clear()
         self._modules.clear()
         self._arena.free_all_blocks()
