@@ -20,7 +20,7 @@ _VERIFIED = 16
 
 
 @dataclass(frozen=True)
-class Test:
+class Workload:
     """`size` prompt tokens, generated tokens, verified rows or sequences, each sequence at position `depth`.
 
     `steps`: tokens that a batch's sequences generate.
@@ -135,7 +135,7 @@ class Stepper:
         if wanted:
             self._next[list(slots)] = output.ids[wanted - 1 :: wanted]
 
-    def run(self, test: Test) -> float:
+    def run(self, test: Workload) -> float:
         """Seconds of one run of a test."""
         slots = range(test.size if test.kind == "batch" else 1)
         for slot in slots:

@@ -21,7 +21,7 @@ from luce import __version__
 from luce.api import open_backend
 from luce.bench.cost import Cost, ShardCost
 from luce.bench.limits import Limits, limits
-from luce.bench.measure import Stepper, Test, seconds
+from luce.bench.measure import Stepper, Workload, seconds
 from luce.cli.main import settings
 from luce.cli.pull import fetch
 from luce.config import Config
@@ -33,6 +33,9 @@ from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from luce.runtime.open import open_devices
+
+# Tokens that each of many sequences generates, if -n does not say.
+_STEPS = 32
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,20 +68,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tests(arguments: argparse.Namespace) -> tuple[list[Test], list[Test]]:
+def _tests(arguments: argparse.Namespace) -> tuple[list[Workload], list[Workload]]:
     """Tests of one sequence, and of many. Raises UsageError naming the flag of a bad list."""
     prompts, generated = _sizes("-p", arguments.prompt, 0), _sizes("-n", arguments.generate, 0)
     depths, rows = _sizes("-d", arguments.depth, 0), _sizes("--rows", arguments.rows, 1)
     sequences = _sizes("--sequences", arguments.sequences, 1)
     if not depths:
         raise UsageError("-d: name at least one depth", param="depth")
+    if arguments.repeat < 1:
+        raise UsageError(f"--repeat: expected an integer from 1 on, got {arguments.repeat}", param="repeat")
     single = []
     for depth in depths:
-        single += [Test("prompt", n, depth) for n in prompts if n]
-        single += [Test("decode", n, depth) for n in generated if n]
-        single += [Test("verify", n, depth) for n in rows]
-    steps = max([n for n in generated if n], default=32)
-    return single, [Test("batch", n, depths[0], steps) for n in sequences]
+        single += [Workload("prompt", n, depth) for n in prompts if n]
+        single += [Workload("decode", n, depth) for n in generated if n]
+        single += [Workload("verify", n, depth) for n in rows]
+    steps = max(generated, default=0) or _STEPS
+    many = [Workload("batch", n, depths[0], steps) for n in sequences]
+    if not single and not many:
+        raise UsageError("-p, -n, --rows, --sequences: nothing to measure", param="prompt")
+    return single, many
 
 
 def _sizes(flag: str, text: str, low: int) -> list[int]:
@@ -107,7 +115,7 @@ def _measure(
     file: GGUFFile,
     spec: ModelSpec,
     config: Config,
-    tests: Sequence[Test],
+    tests: Sequence[Workload],
     reached: Sequence[Limits],
     repeat: int,
     report: dict[str, Any],
@@ -150,7 +158,7 @@ def _measure(
             report["results"].append(_result(test, times, shares, reached))
 
 
-def _result(test: Test, times: Sequence[float], costs: Sequence[Cost], reached: Sequence[Limits]) -> dict[str, Any]:
+def _result(test: Workload, times: Sequence[float], costs: Sequence[Cost], reached: Sequence[Limits]) -> dict[str, Any]:
     """Rates are of the median run. A share of a limit is the time that the devices would need at their limits, one
     after another, by the time that was needed."""
     median = statistics.median(times)
