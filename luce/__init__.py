@@ -6,7 +6,7 @@ The packages in the order in which a request flows down them; imports point the 
     server    HTTP: routes, request checks, OpenAI shapes, streams, metrics
     bench     how fast a model runs here, beside the measured limits of its devices
     api       `luce.load(...)`: the same engine as a Python object
-    text      tokenizer, detokenizer, stop strings, chat template
+    text      tokenizer, detokenizer, stop strings, reasoning, chat template
     engine    sequences, the pure scheduler, KV page accounting, sampling, the engine thread
     backend   which layers run where; a shard is consecutive layers on one device
     layers    a family's spec turned into layers with weights and state

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     with open_gguf(fetch(arguments.model)) as file, console.status("measuring the devices") as status:
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         with contextlib.ExitStack() as opened:
-            devices = [opened.enter_context(contextlib.closing(d)) for d in open_devices(config.target_devices)]
+            devices = [opened.enter_context(contextlib.closing(d)) for d in open_devices(config)]
             report = _facts(file, spec, devices)
             reached = [limits(device) for device in devices]
         for device, limit in zip(report["devices"], reached, strict=True):
@@ -125,7 +125,7 @@ def _measure(
     tell("loading the model")
     with contextlib.ExitStack() as opened:
         started = time.perf_counter()
-        backend = open_backend(opened, file, spec, open_devices(config.target_devices), config)
+        backend = open_backend(opened, file, spec, open_devices(config), config)
         loaded = time.perf_counter() - started
         kv = KVTypes(config.cache_type_k, config.cache_type_v)
         costs = [ShardCost(file, spec, shard.info.layers, shard.device, kv) for shard in backend.shards]

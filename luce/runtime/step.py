@@ -50,6 +50,32 @@ class PageView:
     count: Int32
     dest: Int32
 
+    @cached_property
+    def resident(self) -> tuple[Resident, ...]:
+        """What each span sees, for the host: found once a step, read by every layer of the group."""
+        return tuple(Resident.of(t[:n], f[:n]) for t, f, n in zip(self.table, self.first, self.count, strict=True))
+
+
+@dataclass(frozen=True)
+class Resident:
+    """The pool rows of a span's pages, in order of position: a slice where the pages lie side by side, which the
+    allocator aims for, else int32 [keys]. `positions` int32 [keys], None if they are 0, 1, 2, ..."""
+
+    rows: slice | Int32
+    positions: Int32 | None
+
+    @classmethod
+    def of(cls, pages: Int32, first: Int32) -> Resident:
+        """From the page numbers and the position of each page's first row."""
+        within = np.arange(PAGE, dtype=np.int32)
+        begin = int(pages[0]) if len(pages) else 0
+        together = (pages == np.arange(begin, begin + len(pages))).all()
+        whole = (first == np.arange(0, len(first) * PAGE, PAGE)).all()
+        return cls(
+            slice(begin * PAGE, (begin + len(pages)) * PAGE) if together else (pages[:, None] * PAGE + within).ravel(),
+            None if whole else (first[:, None] + within).ravel(),
+        )
+
 
 @dataclass(frozen=True)
 class Step:
@@ -105,13 +131,13 @@ class StepShape:
 
     @cached_property
     def size(self) -> int:
-        """int32 values that `DeviceStep.over` needs."""
+        """int32 values that the arrays take together."""
         return sum(_padded(math.prod(shape)) for shape in self._shapes)
 
     @cached_property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         rows, spans = (self.rows,), (self.spans,)
-        shapes = [rows, rows, (self.wanted,), (2 * self.rows,), (*spans, 4), rows]
+        shapes = [rows, rows, (self.wanted,), (*spans, 4), rows]
         for width in self.widths:
             shapes += [(*spans, width), (*spans, width), spans, rows]
         return tuple(shapes)
@@ -144,18 +170,20 @@ class SpanArrays:
 class DeviceStep:
     """A step's arrays on one device, with the shape that launches need on the host.
 
-    tokens, positions: int32 [rows]; wanted: int32 [m]; twice: int32 [2 rows], the numbers of the rows two times over.
-    `ropes` holds tables of angles that layers share.
+    tokens, positions: int32 [rows]; wanted: int32 [m]. ropes: rotary tables that layers share. lent: by block, float32
+    [rows, 2 kv_heads head_dim], the rows' keys and then their values, of blocks that layers on other devices borrow
+    from.
     """
 
     def __init__(self, device: Device, shape: StepShape, memory: Array) -> None:
         """The arrays of a step of `shape` that are, or will be, in `memory`, int32 [shape.size] on the device."""
         self.device = device
         self.shape = shape
-        self.tokens, self.positions, self.wanted, self.twice, table, row_span, *views = shape.cut(memory)
+        self.tokens, self.positions, self.wanted, table, row_span, *views = shape.cut(memory)
         self.spans = SpanArrays(table, row_span, shape.spans, shape.longest)
         self.views = tuple(PageView(*views[at : at + 4]) for at in range(0, len(views), 4))
         self.ropes: dict[object, Array] = {}
+        self.lent: dict[int, Array] = {}
 
     @classmethod
     def upload(cls, device: Device, step: Step) -> DeviceStep:
@@ -174,9 +202,8 @@ class DeviceStep:
 def write_step(step: Step, arrays: Sequence[Int32]) -> None:
     """Write a step to what StepShape.cut made of host memory. The shape's tables may be wider than the step's."""
     table: Int32 = np.array([(s.slot, s.start, s.rows, s.position) for s in step.spans], np.int32).reshape(-1, 4)
-    numbers = np.arange(step.rows, dtype=np.int32)
     row_span = np.repeat(np.arange(len(table), dtype=np.int32), table[:, 2])
-    values = [step.tokens, step.positions, step.wanted, np.tile(numbers, 2), table, row_span]
+    values = [step.tokens, step.positions, step.wanted, table, row_span]
     for view in step.views:
         values += [view.table, view.first, view.count, view.dest]
     for array, value in zip(arrays, values, strict=True):
