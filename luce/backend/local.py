@@ -19,7 +19,7 @@ from luce.models.spec import Attention, ModelSpec
 from luce.ops.embedding import take_rows
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.matmul import FEW_ROWS
-from luce.ops.sample import argmax
+from luce.ops.sample import argmax, candidates, top
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, DeviceStep, Output, Step, StepShape
 
@@ -67,9 +67,18 @@ class LocalShard:
         if not len(step.wanted):
             return lambda: Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
         ids, logits = left
-        if not step.full.all():
-            logits = take_rows(self.device, logits, self.device.upload(np.flatnonzero(step.full).astype(np.int32)))
-        return lambda: Output(self.device.download(ids), self.device.download(logits))
+        full = self._picked(logits, step.full)
+        if step.top is None or not step.top.any():
+            return lambda: Output(self.device.download(ids), self.device.download(full))
+        keys = top(self.device, self._picked(logits, step.top))
+        return lambda: Output(
+            self.device.download(ids), self.device.download(full), candidates(self.device.download(keys))
+        )
+
+    def _picked(self, logits: Array, rows: NDArray[np.bool_]) -> Array:
+        if rows.all():
+            return logits
+        return take_rows(self.device, logits, self.device.upload(np.flatnonzero(rows).astype(np.int32)))
 
     def _run(self, step: DeviceStep, handed: Activation) -> tuple[Array, ...]:
         """Queue a step's work: what is handed on, or (ids, logits) of the wanted rows if there are any."""

@@ -18,6 +18,8 @@ from luce.runtime.device import Array, Device
 
 #: rows in a KV page
 PAGE = 64
+#: most candidates that a step names for a row's next token
+TOP = 64
 
 Int32 = NDArray[np.int32]
 
@@ -83,6 +85,7 @@ class Step:
 
     wanted  int32 [m]  rows whose next token is wanted, ascending
     full    bool [m]   of those, the rows whose whole logits are wanted, not only their argmax
+    top     bool [m]   and the rows whose candidates are wanted; None: of none
     """
 
     tokens: Int32
@@ -91,6 +94,7 @@ class Step:
     views: tuple[PageView, ...]
     wanted: Int32
     full: NDArray[np.bool_]
+    top: NDArray[np.bool_] | None = None
 
     @property
     def rows(self) -> int:
@@ -99,14 +103,36 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Output:
-    """What the last shard returns.
+class Candidates:
+    """The largest logits of some rows, in order: ids int32 [t, min(TOP, vocab)], logits float32 of the same shape.
 
-    ids int32 [m] (argmax, lowest id on ties), logits float32 [k, vocab] of the full rows. Fresh arrays in each step.
+    The lower id first among equals; NaN comes before all numbers.
     """
 
     ids: Int32
     logits: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the last shard returns.
+
+    ids int32 [m] (argmax, lowest id on ties), logits float32 [k, vocab] of the full rows, candidates of the `top` rows.
+    Fresh arrays in each step.
+    """
+
+    ids: Int32
+    logits: NDArray[np.float32]
+    top: Candidates | None = None
+
+    @classmethod
+    def joined(cls, outputs: Sequence[Output]) -> Output:
+        """The output of a step whose pieces had these outputs, at least one."""
+        ids, logits = (np.concatenate([getattr(output, part) for output in outputs]) for part in ("ids", "logits"))
+        tops = [output.top for output in outputs if output.top is not None]
+        if not tops:
+            return cls(ids, logits)
+        return cls(ids, logits, Candidates(*(np.concatenate([getattr(t, p) for t in tops]) for p in ("ids", "logits"))))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,3 +56,22 @@ def test_what_is_captured(make_driver: MakeDriver) -> None:
 
     assert captures(1) and captures(MAX_SPAN) and captures(MAX_SPAN, 3)
     assert not captures(MAX_SPAN + 1) and not captures(*[MAX_SPAN] * 4, 1)
+
+
+def test_some_rows_want_candidates(make_driver: MakeDriver) -> None:
+    reference, device = Reference("qwen3-a-MIX"), CapturingDevice()
+    driver, eager = make_driver(reference, [device]), make_driver(reference, [EmulatedDevice()])
+    ids = reference.expected["prompt_17"]
+    ours, theirs = driver.start(), eager.start()
+    # Three rounds: eager, captured, replayed. Rows want their logits, their candidates, both or neither.
+    for at in range(0, 12, 4):
+        (logits,) = eager.feed((theirs, ids[at : at + 4]))
+        step = driver.step((ours, ids[at : at + 4]))
+        output = driver.backend.forward(replace(step, full=np.arange(4) < 2, top=np.arange(4) % 2 == 0))
+        np.testing.assert_array_equal(output.ids, logits.argmax(axis=1))
+        np.testing.assert_array_equal(output.logits, logits[:2])
+        assert output.top is not None
+        expected = np.argsort(-logits[::2], axis=1, kind="stable")[:, :64]
+        np.testing.assert_array_equal(output.top.ids, expected)
+        np.testing.assert_array_equal(output.top.logits, np.take_along_axis(logits[::2], expected, axis=1))
+    assert device.launched == 2
