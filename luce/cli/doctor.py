@@ -142,6 +142,7 @@ def _captures(device: GpuDevice) -> bool:
 def _build_all(device: GpuDevice, problems: list[str]) -> dict[str, Any]:
     started = time.monotonic()
     builds = kernels.builds()
+    device.compile(builds)
     for build in builds:
         try:
             device.prepare(build)

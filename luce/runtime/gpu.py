@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,7 +30,7 @@ _UNASKED_SHARED = 48 * 1024
 _PINNED = range(1 << 16, (1 << 24) + 1)
 # Arrays that `load` reads in the background, in bytes.
 _STAGED = 1 << 20
-# Run-time compilers that `rehearse` runs side by side.
+# Kernels that are compiled side by side.
 _COMPILERS = 8
 _EXTRAS: dict[Vendor, str] = {
     "cuda": "luce-llm[cuda13] (or luce-llm[cuda12] for older drivers)",
@@ -213,10 +213,9 @@ class GpuDevice(Device):
     def prepare(self, build: KernelBuild) -> None:
         """Compile a build, or fetch it from the cache, and load it. Raises DeviceError naming the build."""
         self._activate()
-        if build not in self._modules:
-            self._load_module(build, self._code(build))
-
-    def _load_module(self, build: KernelBuild, code: bytes) -> None:
+        if build in self._modules:
+            return
+        code = self._code(build)
         module = self._cupy.cuda.function.Module()
         try:
             module.load(code)
@@ -232,10 +231,19 @@ class GpuDevice(Device):
             work()
         finally:
             self._rehearsed = None
+        self.compile(builds)
+        for build in builds:
+            self.prepare(build)
+
+    def compile(self, builds: Iterable[KernelBuild]) -> None:
+        """Compile builds side by side into the cache. `prepare` names the ones that fail."""
+
+        def attempt(build: KernelBuild) -> None:
+            with contextlib.suppress(DeviceError):
+                self._code(build)
+
         with ThreadPoolExecutor(_COMPILERS) as threads:
-            codes = threads.map(self._code, builds)
-            for build, code in zip(builds, codes, strict=True):
-                self._load_module(build, code)
+            list(threads.map(attempt, builds))
 
     def _code(self, build: KernelBuild) -> bytes:
         return compiler.cached(self._compiler, build, self.properties.arch, self.lanes)
