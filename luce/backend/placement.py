@@ -32,8 +32,8 @@ _DEFAULT_CONTEXT = 8192
 class ShardPlan:
     """Layers for a device, and bytes.
 
-    weights, state: what the layers and the context take there. free: what the device has for both. handed_on: per token
-    to the next shard, 0 for the last one.
+    weights, state: what the layers and the context take there. free: what the device has for both; devices of the host
+    have what those before them leave of its memory. handed_on: per token to the next shard, 0 for the last one.
     """
 
     device: str
@@ -80,48 +80,72 @@ def plan_shards(
     for another number of weights than of devices, and if the heads do not take a type of `kv`.
     """
     check_devices(len(spec.blocks), len(devices))
-    pages = [slots * pages_for(group.window, context, chunk) for group in spec.page_groups]
-    # Devices of the host share its memory: one reading, or they would differ by what other programs do meanwhile.
-    hosts = [device for device in devices if device.host]
-    share = usable(hosts[0]) // len(hosts) if hosts else 0
-    free = [share if device.host else usable(device) for device in devices]
-
-    def state(device: Device, layers: range) -> int:
-        size = state_bytes(device, spec, layers, kv)
-        return slots * size.slot + sum(n * page for n, page in zip(pages, size.page, strict=True))
-
-    def planned(ranges: Sequence[range]) -> tuple[ShardPlan, ...]:
-        return tuple(
-            ShardPlan(
-                str(device.name),
-                layers,
-                tensor_bytes(file, spec, layers, device),
-                state(device, layers),
-                memory,
-                handed_on(spec, layers.stop),
-            )
-            for device, layers, memory in zip(devices, ranges, free, strict=True)
-        )
-
+    sizes = _Sizes(file, spec, devices, slots, context, chunk, kv)
     if weights:
-        return planned(plan_layers(spec, len(devices), weights))
-    layers = [range(layer, layer + 1) for layer in range(len(spec.blocks))]
-    rooms = []
-    for index, device in enumerate(devices):
-        own = tuple(tensor_bytes(file, spec, layer, device, ends=False) for layer in layers)
-        # The first device has the embedding, the last one the head; one in between is like any that has neither.
-        last = index == len(devices) - 1
-        first = 0 if index == 0 else layers[-1].start if last else 1
-        some = range(first, len(layers) if last else first + 1)
-        fixed = tensor_bytes(file, spec, some, device) - sum(own[some.start : some.stop])
-        # A borrowing layer keeps nothing itself; its mirror is counted where the layer is not with its donor.
-        kept = tuple(state(device, layer) if spec.donor(layer.start) is None else 0 for layer in layers)
-        rooms.append(Room(free[index] - fixed, own, kept, spare=device.host))
-    ranges = fill_layers(rooms, [spec.donor(layer.start) for layer in layers])
-    shards = planned(ranges)
+        return sizes.shards(plan_layers(spec, len(devices), weights))
+    ranges = fill_layers(sizes.rooms(), [spec.donor(layer) for layer in range(len(spec.blocks))])
     # More devices would need mirrors behind the aligned boundary all the same; and no layer shall move to the CPU.
-    if len(devices) == 2 and len(hosts) != 1:
-        aligned = planned(align(spec, ranges))
+    if len(devices) == 2 and devices[0].host == devices[1].host:
+        aligned = sizes.shards(align(spec, ranges))
         if all(shard.fits for shard in aligned):
             return aligned
-    return shards
+    return sizes.shards(ranges)
+
+
+class _Sizes:
+    """What layers take on each of the devices, and what these have."""
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        devices: Sequence[Device],
+        slots: int,
+        context: int,
+        chunk: int,
+        kv: KVTypes,
+    ) -> None:
+        self._file = file
+        self._spec = spec
+        self._devices = devices
+        self._slots = slots
+        self._pages = [slots * pages_for(group.window, context, chunk) for group in spec.page_groups]
+        self._kv = kv
+        # One reading of the host's memory: its devices would differ by what other programs do meanwhile.
+        host = next((usable(device) for device in devices if device.host), 0)
+        self._free = [host if device.host else usable(device) for device in devices]
+
+    def shards(self, ranges: Sequence[range]) -> tuple[ShardPlan, ...]:
+        """The plan with these layers on the devices."""
+        shards, on_host = [], 0
+        for device, layers, free in zip(self._devices, ranges, self._free, strict=True):
+            weights, state = tensor_bytes(self._file, self._spec, layers, device), self._state(device, layers)
+            if device.host:
+                free -= on_host
+                on_host += weights + state
+            shards.append(
+                ShardPlan(str(device.name), layers, weights, state, max(0, free), handed_on(self._spec, layers.stop))
+            )
+        return tuple(shards)
+
+    def rooms(self) -> list[Room]:
+        """The devices as fill_layers wants them; those of the host have equal parts of its memory."""
+        count, hosts = len(self._spec.blocks), sum(device.host for device in self._devices)
+        rooms = []
+        for index, (device, free) in enumerate(zip(self._devices, self._free, strict=True)):
+            one = [range(layer, layer + 1) for layer in range(count)]
+            weights = tuple(tensor_bytes(self._file, self._spec, layer, device, ends=False) for layer in one)
+            # The first device has the embedding, the last one the head; one in between is like any that has neither.
+            last = index == len(self._devices) - 1
+            start = 0 if index == 0 else count - 1 if last else 1
+            some = range(start, count if last else start + 1)
+            ends = tensor_bytes(self._file, self._spec, some, device) - sum(weights[some.start : some.stop])
+            # A borrowing layer keeps nothing itself.
+            keeping = [layer if self._spec.donor(layer.start) is None else range(0) for layer in one]
+            state = tuple(self._state(device, layer) for layer in keeping)
+            rooms.append(Room(free // (hosts if device.host else 1) - ends, weights, state, spare=device.host))
+        return rooms
+
+    def _state(self, device: Device, layers: range) -> int:
+        size = state_bytes(device, self._spec, layers, self._kv)
+        return self._slots * size.slot + sum(n * page for n, page in zip(self._pages, size.page, strict=True))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections import Counter
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from luce.backend.plan import pages_for, state_bytes
 from luce.cli import plan
@@ -57,6 +59,7 @@ def describe(file: GGUFFile, spec: ModelSpec) -> dict[str, Any]:
             "pre": file.metadata.string("tokenizer.ggml.pre", default=""),
         },
         "chat_template": "tokenizer.chat_template" in file.metadata,
+        "dialect": dataclasses.asdict(spec.dialect),
     }
 
 
@@ -122,6 +125,10 @@ def _mixtures(block: Block | SandwichBlock) -> list[MoE]:
     return [part] if isinstance(part, MoE) else []
 
 
+def _between(markers: dict[str, str] | None) -> str:
+    return "not marked" if markers is None else f"{markers['open'].strip()} ... {markers['close']}"
+
+
 def _show(facts: dict[str, Any], layers: bool) -> None:
     console = Console(highlight=False)
     table = Table(show_header=False, box=None)
@@ -141,9 +148,12 @@ def _show(facts: dict[str, Any], layers: bool) -> None:
         "state per sequence": f"{facts['state_per_sequence']:,} bytes",
         "tokenizer": " ".join(facts["tokenizer"].values()),
         "chat template": "yes" if facts["chat_template"] else "no",
+        "reasoning": _between(facts["dialect"]["reasoning"]),
+        "tool calls": _between(facts["dialect"]["tool_call"]),
+        "notes": "\n".join(facts["dialect"]["notes"]) or "none",
     }
     for name, value in rows.items():
-        table.add_row(name, str(value))
+        table.add_row(name, Text(str(value)))
     console.print(table)
     kinds = Table("type", "bytes", title=f"{facts['tensors']} tensors", title_justify="left")
     for name, size in facts["bytes"].items():

@@ -25,7 +25,13 @@ from luce.ops.weight import stored_bytes
 from luce.runtime.device import Array, Device
 
 EMBEDDING = "token_embd.weight"
-PER_LAYER_TABLE = "per_layer_token_embd.weight"
+#: the table of per-layer embeddings; some files have the second name, and further names in their blocks
+_PER_LAYER_TABLES = ("per_layer_token_embd.weight", "per_layer_tok_embd.weight")
+_PER_LAYER_PARTS = {
+    "inp_gate": "per_layer_inp_gate",
+    "proj": "per_layer_proj",
+    "post_norm": "per_layer_post_norm",
+}
 
 
 class LayerBuilder:
@@ -72,7 +78,7 @@ class LayerBuilder:
         return PerLayerInputs(
             self._device,
             layers=layers,
-            table=self.weights.table(PER_LAYER_TABLE, width, spec.vocab),
+            table=self.weights.table(self._stored(*_PER_LAYER_TABLES), width, spec.vocab),
             projection=self.weights.matrix(["per_layer_model_proj.weight"], spec.hidden, [width]),
             norm=self.weights.vector("per_layer_proj_norm.weight", spec.per_layer),
             eps=spec.norm_eps,
@@ -125,9 +131,9 @@ class LayerBuilder:
         if width:
             per_layer = PerLayerMix(
                 index=index,
-                gate=self.weights.matrix([_name(index, "inp_gate")], self._spec.hidden, [width]),
-                out=self.weights.matrix([_name(index, "proj")], width, [self._spec.hidden]),
-                post_norm=self._hidden(index, "post_norm"),
+                gate=self.weights.matrix([self._per_layer(index, "inp_gate")], self._spec.hidden, [width]),
+                out=self.weights.matrix([self._per_layer(index, "proj")], width, [self._spec.hidden]),
+                post_norm=self.weights.vector(self._per_layer(index, "post_norm"), self._spec.hidden),
                 activation=spec.ffn.activation,
             )
         return SandwichBlock(
@@ -142,6 +148,13 @@ class LayerBuilder:
             scale=float(self._values(_name(index, "layer_output_scale"), 1)[0]),
             eps=self._spec.norm_eps,
         )
+
+    def _per_layer(self, index: int, part: str) -> str:
+        return self._stored(_name(index, part), _name(index, _PER_LAYER_PARTS[part]))
+
+    def _stored(self, *names: str) -> str:
+        """The name that the file has, the first one if it has none: that is what messages then ask for."""
+        return next((name for name in names if name in self._file.tensors), names[0])
 
     def _hidden(self, index: int, part: str) -> Array:
         return self.weights.vector(_name(index, part), self._spec.hidden)
@@ -262,7 +275,7 @@ def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, ends: bool 
         if layers.stop == len(spec.blocks):
             named |= {"output_norm.weight", EMBEDDING if spec.tied_head else "output.weight"}
         if spec.per_layer:
-            named |= {PER_LAYER_TABLE, "per_layer_model_proj.weight", "per_layer_proj_norm.weight"}
+            named |= {*_PER_LAYER_TABLES, "per_layer_model_proj.weight", "per_layer_proj_norm.weight"}
         mixers = (spec.blocks[layer].mixer for layer in layers)
         named |= {m.rope.factors for m in mixers if isinstance(m, Attention) and m.rope.factors is not None}
         names |= named & file.tensors.keys()
@@ -278,7 +291,7 @@ def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device,
     names = shard_tensors(file, spec, layers, ends=ends)
     if device.host:
         head = spec.tied_head and layers.stop == len(spec.blocks)
-        names -= {PER_LAYER_TABLE} if head else {PER_LAYER_TABLE, EMBEDDING}
+        names -= {*_PER_LAYER_TABLES, *(() if head else (EMBEDDING,))}
     infos = [file.tensors[name] for name in names]
     # Keys that serve as values too are there twice, once in the place of each.
     keys = {_name(layer, "attn_k") for layer in layers if getattr(spec.blocks[layer].mixer, "value_from_key", False)}

@@ -7,11 +7,14 @@ source or the target again waits for the copy, or for the reader, before.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from luce.runtime.device import Array, CopyStream, Device, Event
+
+_log = logging.getLogger(__name__)
 
 #: Sends whose memory is apart: one is copied while the other is read.
 _DEPTH = 2
@@ -64,6 +67,8 @@ class Link:
         self._watch = watch
         #: whether copies go from device to device without host memory in between
         self.direct = peer and source.reaches(target)
+        if peer and not (self.direct or source.host or target.host):
+            _log.info("%s and %s do not reach each other: copies go through host memory", source.name, target.name)
         self._off = source.copy_stream()
         self._on = target.copy_stream()
         self._passages = [self._passage(size) for _ in range(_DEPTH)]

@@ -99,8 +99,8 @@ def test_memory_that_is_too_small_is_refused_before_loading(file: GGUFFile, spec
 
 
 def test_hosts_share_one_memory(file: GGUFFile, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each half fits alone.
-    monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(3_400_000, 1 << 40))
+    # Each half fits alone, and the whole on one device, which has no mirror.
+    monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(3_050_000, 1 << 40))
     LayerSplitBackend(file, spec, [HostDevice()], context=256).close()
     with pytest.raises(OutOfMemoryError, match=r"^shard 1 \(cpu:1\): .* --max-ctx 128 would fit"):
         LayerSplitBackend(file, spec, [HostDevice(0), HostDevice(1)], context=256)

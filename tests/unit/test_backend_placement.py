@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.placement import ShardPlan, plan_shards, served_context, usable
+from luce.backend.placement import ShardPlan, plan_shards, served_context
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers import build
@@ -118,14 +118,17 @@ def test_equal_devices_get_equal_bytes(name: str) -> None:
 
 def test_devices_of_the_host_share_its_memory() -> None:
     reference = Reference("qwen3-a-F32")
-    hosts = [HostDevice(index) for index in range(3)]
-    shards = plan(reference, hosts)
-    assert len({shard.free for shard in shards}) == 1
-    assert shards[0].free * 3 == pytest.approx(usable(HostDevice()), rel=0.2)
-    gpu = Sized("cuda:0", 8 * GIB)
-    assert [shard.free for shard in plan(reference, [gpu, Sized("cpu:0", 4 * GIB)])] == [
-        int(size * GIB * 0.94) for size in (8, 4)
-    ]
+    for weights in ((), (5, 1, 1)):
+        shards = plan(reference, [Sized(f"cpu:{index}", GIB) for index in range(3)], weights=weights)
+        left = int(GIB * 0.94)
+        for shard in shards:
+            assert shard.free == left
+            left -= shard.weights + shard.state
+    taken = [shard.weights + shard.state for shard in shards]
+    tight = [Sized(f"cpu:{index}", int((sum(taken) - 1) / 0.94)) for index in range(3)]
+    assert [shard.fits for shard in plan(reference, tight, weights=(5, 1, 1))] == [True, True, False]
+    mixed = plan(reference, [Sized("cuda:0", 8 * GIB), Sized("cpu:0", 4 * GIB)])
+    assert [shard.free for shard in mixed] == [int(size * GIB * 0.94) for size in (8, 4)]
 
 
 def test_the_cpu_gets_what_the_gpu_cannot_hold() -> None:

@@ -192,6 +192,7 @@ def test_inspect_against_the_gguf_package(capsys: pytest.CaptureFixture[str]) ->
     assert facts["context"] == reader.fields["qwen3.context_length"].contents()
     assert facts["tokenizer"]["pre"] == reader.fields["tokenizer.ggml.pre"].contents()
     assert facts["chat_template"] is True
+    assert facts["dialect"]["reasoning"] == {"open": "<think>", "close": "</think>"} and facts["dialect"]["notes"]
 
 
 def test_inspect_plan(capsys: pytest.CaptureFixture[str]) -> None:
