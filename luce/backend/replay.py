@@ -46,7 +46,8 @@ class Replayer:
     def run(self, step: Step, handed: tuple[Array, ...]) -> tuple[Array, ...]:
         """What `work` returns. Arrays of a replayed step hold until the device runs the next step."""
         shape = StepShape.of(step)
-        # Where nobody waits for the last shard's ids, the next step could overwrite what this one still hands over.
+        # Only where somebody waits for the last shard's ids: until then the next replay must not overwrite what this one
+        # hands over. Pieces of a long step, of which several are on the way, are longer than this but for the last.
         if not (self._device.captures and shape.wanted and shape.rows <= MAX_ROWS and shape.longest <= MAX_SPAN):
             return self._work(DeviceStep.upload(self._device, step), handed)
         shape = replace(shape, widths=tuple(map(_padded, shape.widths, self._pages)))
@@ -84,7 +85,7 @@ class _Replay:
         if not self._known:
             self._handed = tuple(self._device.empty(array.shape, array.dtype) for array in handed)
         for own, array in zip(self._handed, handed, strict=True):
-            own[...] = array
+            self._device.copy(own, array)
         if self._known and not self._refused and self.graph is None:
             self._capture()
         self._known = True

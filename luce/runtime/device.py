@@ -124,6 +124,10 @@ class Device(ABC):
         """Copy values into a C-contiguous device array of the same shape and dtype; as `upload` but for the place."""
 
     @abstractmethod
+    def copy(self, target: Array, source: Array) -> None:
+        """Queue target = source: C-contiguous arrays of this device, of the same shape and dtype."""
+
+    @abstractmethod
     def launch(
         self,
         source: str,
@@ -151,7 +155,7 @@ class Device(ABC):
     def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
         """What `work` queues, as a graph, without running it, and the arrays it returns.
 
-        Work may allocate and launch, but not wait, upload or download; all that it launches has been launched before.
+        Work may allocate and launch, but not wait, copy, upload or download; all that it launches has been launched before.
         Its arrays live in memory that all graphs of this device share, so they hold until the next graph is launched
         or captured. What it reads and did not allocate must stay in place as long as the graph is used. Raises
         DeviceError if something in it cannot be captured.

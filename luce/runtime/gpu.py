@@ -199,6 +199,11 @@ class GpuDevice(Device):
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes to the device: {error}") from error
 
+    def copy(self, target: Array, source: Array) -> None:
+        self._activate()
+        with self._failing(f"copy of {target.nbytes} bytes"):
+            target.data.copy_from_device_async(source.data, target.nbytes, self._stream)
+
     def download(self, array: Array) -> NDArray[Any]:
         self._activate()
         self._settle()

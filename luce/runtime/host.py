@@ -77,6 +77,9 @@ class HostDevice(Device):
     def write(self, array: Array, values: NDArray[Any]) -> None:
         array[...] = values
 
+    def copy(self, target: Array, source: Array) -> None:
+        target[...] = source
+
     def launch(
         self,
         source: str,

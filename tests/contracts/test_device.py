@@ -122,6 +122,13 @@ def test_written_values(device: Device) -> None:
     assert device.download(there).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
+def test_copied_values(device: Device) -> None:
+    source, target = device.upload(np.arange(12, dtype=np.float32).reshape(3, 4)), device.zeros((3, 4))
+    device.copy(target, source)
+    device.write(source, np.zeros((3, 4), np.float32))
+    assert device.download(target).ravel().tolist() == list(range(12))
+
+
 def test_rehearsed_work_does_not_run(launcher: Device) -> None:
     out = launcher.zeros(4)
     launcher.rehearse(lambda: fill(launcher, out, 5.0))

@@ -69,6 +69,10 @@ class CapturingDevice(EmulatedDevice):
         self._refuse("write")
         super().write(array, values)
 
+    def copy(self, target: Array, source: Array) -> None:
+        self._refuse("copy")
+        super().copy(target, source)
+
     def download(self, array: Array) -> NDArray[Any]:
         self._refuse("download")
         return super().download(array)

@@ -159,6 +159,9 @@ class EmulatedDevice(Device):
     def write(self, array: Array, values: NDArray[Any]) -> None:
         array[...] = values
 
+    def copy(self, target: Array, source: Array) -> None:
+        target[...] = source
+
     def launch(
         self,
         source: str,
