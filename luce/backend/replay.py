@@ -46,8 +46,8 @@ class Replayer:
     def run(self, step: Step, handed: tuple[Array, ...]) -> tuple[Array, ...]:
         """What `work` returns. Arrays of a replayed step hold until the device runs the next step."""
         shape = StepShape.of(step)
-        # Only where somebody waits for the last shard's ids: until then the next replay must not overwrite what this one
-        # hands over. Pieces of a long step, of which several are on the way, are longer than this but for the last.
+        # Only where somebody waits for the last shard's ids: until then no other replay may overwrite what this one
+        # hands over. Pieces of a long step, of which several are on the way, are longer but for the last one.
         if not (self._device.captures and shape.wanted and shape.rows <= MAX_ROWS and shape.longest <= MAX_SPAN):
             return self._work(DeviceStep.upload(self._device, step), handed)
         shape = replace(shape, widths=tuple(map(_padded, shape.widths, self._pages)))

@@ -155,9 +155,9 @@ class Device(ABC):
     def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
         """What `work` queues, as a graph, without running it, and the arrays it returns.
 
-        Work may allocate and launch, but not wait, copy, upload or download; all that it launches has been launched before.
-        Its arrays live in memory that all graphs of this device share, so they hold until the next graph is launched
-        or captured. What it reads and did not allocate must stay in place as long as the graph is used. Raises
+        Work may allocate and launch, but not wait, copy, upload or download; all that it launches has been launched
+        before. Its arrays live in memory that all graphs of this device share, so they hold until the next graph is
+        launched or captured. What it reads and did not allocate must stay in place as long as the graph is used. Raises
         DeviceError if something in it cannot be captured.
         """
         raise DeviceError(f"{self.name} captures no graphs")
