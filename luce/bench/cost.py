@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from luce.gguf.reader import GGUFFile, TensorInfo
-from luce.layers.build import EMBEDDING
+from luce.layers.build import EMBEDDING, shard_tensors
 from luce.layers.state import DeltaState, KVPool
 from luce.models.spec import Attention, ModelSpec, MoE, SandwichBlock
 from luce.ops.kvtype import KVTypes
+from luce.ops.weight import stored_bytes
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 
@@ -40,13 +41,11 @@ class ShardCost:
     on the CPU."""
 
     def __init__(self, file: GGUFFile, spec: ModelSpec, layers: range, device: Device, kv: KVTypes) -> None:
-        self._file = file
         self._spec = spec
         self._layers = layers
         self._device = device
         self._kv = kv
-        blocks = {f"blk.{layer}" for layer in layers}
-        self._tensors = [t for t in file.tensors.values() if ".".join(t.name.split(".")[:2]) in blocks]
+        self._tensors = [file.tensors[name] for name in sorted(shard_tensors(file, spec, layers, ends=False))]
         head = EMBEDDING if spec.tied_head else "output.weight"
         self._head = file.tensors[head] if layers.stop == len(spec.blocks) else None
 
@@ -65,7 +64,7 @@ class ShardCost:
         return total
 
     def _bytes(self, tensor: TensorInfo) -> float:
-        return 4 * tensor.rows * tensor.cols if self._device.host else tensor.nbytes
+        return 4 * tensor.rows * tensor.cols if self._device.host else stored_bytes(tensor)
 
     def _weight(self, tensor: TensorInfo, rows: int) -> Cost:
         size, flops = self._bytes(tensor), 2.0 * tensor.rows * tensor.cols * rows
