@@ -74,6 +74,12 @@ class HostDevice(Device):
         result: NDArray[Any] = array
         return result
 
+    def write(self, array: Array, values: NDArray[Any]) -> None:
+        array[...] = values
+
+    def copy(self, target: Array, source: Array) -> None:
+        target[...] = source
+
     def launch(
         self,
         source: str,

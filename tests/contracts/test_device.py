@@ -101,6 +101,42 @@ def test_new_arrays(device: Device, shape: Any, expected: tuple[int, ...]) -> No
     np.testing.assert_array_equal(device.download(zeros), np.zeros(expected, np.int32))
 
 
+@pytest.mark.parametrize("size", [1, 1 << 20, (11 << 20) + 3])
+def test_loaded_arrays(device: Device, size: int) -> None:
+    arrays = [np.random.default_rng(seed).integers(0, 256, size, np.uint8) for seed in range(5)]
+    there = [device.load(array) for array in arrays]
+    device.synchronize()
+    for array, loaded in zip(arrays, there, strict=True):
+        np.testing.assert_array_equal(device.download(loaded), array)
+
+
+def test_work_comes_after_what_was_loaded_before(launcher: Device) -> None:
+    there = launcher.load(np.ones(1 << 20, np.float32))
+    fill(launcher, there[:7], 3.0)
+    assert launcher.download(there[:9]).tolist() == [3] * 7 + [1] * 2
+
+
+def test_written_values(device: Device) -> None:
+    there = device.zeros((3, 4), np.int32)
+    device.write(there, np.arange(12, dtype=np.int32).reshape(3, 4))
+    assert device.download(there).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_copied_values(device: Device) -> None:
+    source, target = device.upload(np.arange(12, dtype=np.float32).reshape(3, 4)), device.zeros((3, 4))
+    device.copy(target, source)
+    device.write(source, np.zeros((3, 4), np.float32))
+    assert device.download(target).ravel().tolist() == list(range(12))
+
+
+def test_rehearsed_work_does_not_run(launcher: Device) -> None:
+    out = launcher.zeros(4)
+    launcher.rehearse(lambda: fill(launcher, out, 5.0))
+    assert launcher.download(out).tolist() == [0, 0, 0, 0]
+    fill(launcher, out, 5.0)
+    assert launcher.download(out).tolist() == [5, 5, 5, 5]
+
+
 def test_zeros_after_other_values(device: Device) -> None:
     # The memory of the dropped array is likely to be handed out again.
     for _ in range(3):

@@ -156,6 +156,12 @@ class EmulatedDevice(Device):
             raise DeviceError(f"{self.name}: download of {type(array).__name__}, which is not an array of this device")
         return np.array(array, subok=False)
 
+    def write(self, array: Array, values: NDArray[Any]) -> None:
+        array[...] = values
+
+    def copy(self, target: Array, source: Array) -> None:
+        target[...] = source
+
     def launch(
         self,
         source: str,
