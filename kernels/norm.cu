@@ -1,6 +1,6 @@
 // Root mean square norms: x / sqrt(mean(x^2) + eps) * weight, in float32.
 //
-// Whole rows (rms_norm, add_rms_norm) take one block each, heads (head_rms_norm, gated_rms_norm) one wave each. The
+// Whole rows (rms_norm, add_rms_norm) take one block each, heads (head_rms_norm) one wave each. The
 // block's size comes from the row's length alone, so a row's sum has one order however many rows there are.
 #include "reduce.h"
 
@@ -46,20 +46,4 @@ extern "C" __global__ void head_rms_norm(float* __restrict__ x, const i64 row_st
     float* from = x + blockIdx.x * row_stride + head * head_stride;
     float scale = head_scale(from, d, eps);
     for (int i = luce_lane(); i < d; i += LUCE_LANES) from[i] = from[i] * scale * weight[i];
-}
-
-extern "C" __global__ void gated_rms_norm(float* __restrict__ out, const float* __restrict__ x,
-                                          const float* __restrict__ gate, const i64 gate_stride, const int heads,
-                                          const float* __restrict__ weight, const int d, const float eps) {
-    int head = blockIdx.y * (blockDim.x / LUCE_LANES) + luce_wave();
-    if (head >= heads) return;  // whole waves
-    i64 at = ((i64)blockIdx.x * heads + head) * d;
-    const float* from = x + at;
-    const float* z = gate + blockIdx.x * gate_stride + (i64)head * d;
-    float* to = out + at;
-    float scale = head_scale(from, d, eps);
-    for (int i = luce_lane(); i < d; i += LUCE_LANES) {
-        float silu = z[i] / (1.0f + expf(-z[i]));
-        to[i] = from[i] * scale * weight[i] * silu;
-    }
 }

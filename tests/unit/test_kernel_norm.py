@@ -21,7 +21,6 @@ def test_rms_norm_of_a_row_for_the_largest_block(emulated: Device) -> None:
 @pytest.mark.parametrize(("n", "heads", "d"), [(1, 1, 16), (3, 5, 48), (2, 3, 130)])
 def test_head_norms(emulated: Device, n: int, heads: int, d: int) -> None:
     checks.check_head_rms_norm(emulated, n, heads, d)
-    checks.check_gated_rms_norm(emulated, n, heads, d)
 
 
 def test_rows_do_not_depend_on_their_neighbours(emulated: Device) -> None:

@@ -1,0 +1,424 @@
+// variants: HEAD=16,32,64,128
+//
+// Gated DeltaNet for long spans: the convolution, then the gated delta rule in chunks of CHUNK rows, counted from the
+// span's first row, as products of matrices (arXiv 2412.06464, section 3.3), then the output norm. With unit keys K and
+// scaled unit queries Q of a chunk, G_i the sum of g up to row i and D_ij = e^(G_i - G_j):
+//   T  = (I + A)^-1 with A_ij = beta_i (k_i . k_j) D_ij for j < i,    M_ij = (q_i . k_j) D_ij for j <= i
+//   V' = T (beta (V - e^G (K S))),   O = e^G (Q S) + M V',   S <- e^G_last S + (e^(G_last - G) K)^T V'
+// What does not need the state S is done for all chunks at once (delta_prepare). Columns of S never mix, so a block of
+// delta_chunks takes COLUMNS of a head from the first chunk to the last.
+#include "deltanet.h"
+
+#define CHUNK 64
+#define COLUMNS 32
+// Keys' elements in whole squares of CHUNK; elements and columns that a smaller head lacks are zeros.
+#define HALVES ((HEAD + CHUNK - 1) / CHUNK)
+// Elements from row to row of matrices in shared memory that are read along their rows, and of those that are read down
+// their columns.
+#define PITCH (CHUNK + 4)
+#define DOWN_PITCH (CHUNK + 8)
+#define STATE_PITCH (HALVES * CHUNK + 4)
+
+// --- convolution
+
+#define CONV_THREADS 128
+// Rows of a wave; at least TAPS - 1, so that only a span's first tile reaches back into the state.
+#define TILE 16
+
+// c = silu(convolution) of a span's rows, queries and keys as unit vectors. A wave has a vector of TILE rows; grid
+// (vectors / waves, tiles of the longest span, spans), CONV_THREADS threads. x, filter and past as in deltanet.cu, c
+// [rows, channels].
+extern "C" __global__ void __launch_bounds__(CONV_THREADS)
+    delta_vectors(const float* __restrict__ x, const float* __restrict__ filter, float* __restrict__ past,
+                  const i32* __restrict__ spans, float* __restrict__ c, i64 stride, int key_heads, int heads,
+                  int taps) {
+    const Span span = span_at(spans, blockIdx.z);
+    const int vector = (int)blockIdx.x * (CONV_THREADS / LUCE_LANES) + luce_wave(), first = (int)blockIdx.y * TILE;
+    if (span.rows <= STEPS || first >= span.rows || vector >= 2 * key_heads + heads) return;  // whole waves
+    const int kind = luce_min(vector / key_heads, (int)VALUE), head = vector - kind * key_heads;
+    const Layout layout = {key_heads, heads};
+    const int channel = vector * HEAD, channels = layout.channels(), lane = luce_lane();
+    x += span.start * stride + channel;
+    c += (i64)span.start * channels + channel;
+    // The place of this vector in a head's past; key heads' vectors are in the past of all heads that read them.
+    past += (i64)span.slot * heads * (taps - 1) * VECTORS * HEAD + kind * HEAD;
+    const int past_stride = (taps - 1) * VECTORS * HEAD;
+
+    float weight[ELEMENTS][TAPS], window[ELEMENTS][TAPS];
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; e++) {
+        const int i = lane + e * LUCE_LANES;
+#pragma unroll
+        for (int tap = 0; tap < TAPS; tap++) {
+            // The last tap meets the row itself.
+            const int from = tap - (TAPS - taps), row = first - (TAPS - 1) + tap;
+            weight[e][tap] = window[e][tap] = 0.0f;
+            if (i >= HEAD || from < 0) continue;
+            weight[e][tap] = filter[(i64)(channel + i) * taps + from];
+            if (tap == TAPS - 1) continue;
+            if (row >= 0)
+                window[e][tap] = x[row * stride + i];
+            else if (span.position)
+                window[e][tap] = past[(i64)head * past_stride + from * VECTORS * HEAD + i];
+        }
+    }
+    const int end = luce_min(first + TILE, span.rows);
+    for (int row = first; row < end; row++) {
+        float value[ELEMENTS], squares = 0.0f;
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) {
+            const int i = lane + e * LUCE_LANES;
+            window[e][TAPS - 1] = i < HEAD ? x[row * stride + i] : 0.0f;
+            float sum = 0.0f;
+#pragma unroll
+            for (int tap = 0; tap < TAPS; tap++) sum = fmaf(window[e][tap], weight[e][tap], sum);
+            value[e] = silu(sum);
+            squares = fmaf(value[e], value[e], squares);
+#pragma unroll
+            for (int tap = 0; tap < TAPS - 1; tap++) window[e][tap] = window[e][tap + 1];
+        }
+        const float scale = kind == VALUE ? 1.0f : unit_scale(kind, luce_lane_sum(squares));
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) {
+            const int i = lane + e * LUCE_LANES;
+            if (i < HEAD) c[(i64)row * channels + i] = value[e] * scale;
+        }
+    }
+    // The wave that read the past writes the new one, from x itself: the span's last tile may run at any time.
+    if (first) return;
+    for (int reader = head; reader < heads; reader += kind == VALUE ? heads : key_heads)
+        for (int tap = 0; tap < taps - 1; tap++)
+            for (int i = lane; i < HEAD; i += LUCE_LANES)
+                past[(i64)reader * past_stride + tap * VECTORS * HEAD + i] = x[(span.rows - (taps - 1) + tap) * stride + i];
+}
+
+// --- squares of CHUNK x CHUNK elements from global to shared memory, held in registers in between so that the reads run
+// beside the arithmetic
+
+template <int THREADS> struct Square {
+    float held[CHUNK * CHUNK / 4 / THREADS][4];
+
+    // The first `rows` rows and `columns` columns (a multiple of 4), zeros elsewhere.
+    __device__ __forceinline__ void fetch(const float* __restrict__ from, i64 stride, int rows, int columns) {
+#pragma unroll
+        for (int n = 0; n < CHUNK * CHUNK / 4 / THREADS; n++) {
+            const int row = (luce_thread() + n * THREADS) / (CHUNK / 4);
+            const int column = (luce_thread() + n * THREADS) % (CHUNK / 4) * 4;
+            if (row < rows && column < columns)
+                get4(held[n], from + row * stride + column);
+            else
+                held[n][0] = held[n][1] = held[n][2] = held[n][3] = 0.0f;
+        }
+    }
+    // Replaces what the block has in `to`, rows times their `scale`.
+    template <int TO_PITCH = PITCH> __device__ __forceinline__ void put(float* to, const float* scale = nullptr) {
+        luce_sync();
+#pragma unroll
+        for (int n = 0; n < CHUNK * CHUNK / 4 / THREADS; n++) {
+            const int row = (luce_thread() + n * THREADS) / (CHUNK / 4);
+            const int column = (luce_thread() + n * THREADS) % (CHUNK / 4) * 4;
+            if (scale)
+                for (float& value : held[n]) value *= scale[row];
+            put4(to + row * TO_PITCH + column, held[n]);
+        }
+        luce_sync();
+    }
+};
+
+// --- products of matrices in shared memory
+
+// M x N sums by a block of M * N / 16 threads, 16 of them each: element e is at (row(e), column(e)). Both factors have
+// the summed dimension along their rows, or (DOWN) the second one has it down its columns.
+template <int M, int N, bool DOWN = false> struct Product {
+    float sum[16];
+
+    static __device__ __forceinline__ int row(int e) { return luce_thread() / (N / 4) + e / 4 * (M / 4); }
+    static __device__ __forceinline__ int column(int e) {
+        const int at = luce_thread() % (N / 4);
+        return DOWN ? at * 4 + e % 4 : at + e % 4 * (N / 4);
+    }
+
+    // sum += a b^T (DOWN: a b) over CHUNK elements of the summed dimension.
+    template <int A_PITCH, int B_PITCH> __device__ __forceinline__ void add(const float* a, const float* b) {
+        a += row(0) * A_PITCH;
+        b += DOWN ? column(0) : column(0) * B_PITCH;
+#pragma unroll 2
+        for (int k = 0; k < CHUNK; k += 4) {
+            float left[4][4], right[4][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                get4(left[i], a + i * (M / 4) * A_PITCH + k);
+                get4(right[i], DOWN ? b + (k + i) * B_PITCH : b + i * (N / 4) * B_PITCH + k);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int e = 0; e < 16; e++)
+                    sum[e] = fmaf(left[e / 4][i], DOWN ? right[i][e % 4] : right[e % 4][i], sum[e]);
+        }
+    }
+};
+
+// --- the gated delta rule
+
+#define PREPARE_THREADS 256
+#define BLOCK 16
+
+// T, M and the gates beta_i, e^G_i, e^(G_last - G_i), e^G_last of each chunk and value head. Grid (chunks of the longest
+// span, key heads, spans), PREPARE_THREADS threads. c as above, x as in deltanet.cu; gates [rows, value heads, 4], solve
+// and mix [rows, value heads, CHUNK].
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
+    delta_prepare(const float* __restrict__ c, const float* __restrict__ x, const float* __restrict__ decay,
+                  const float* __restrict__ dt_bias, const i32* __restrict__ spans, float* __restrict__ gates,
+                  float* __restrict__ solve, float* __restrict__ mix, i64 stride, int heads) {
+    // Keys and queries, then T and A.
+    __shared__ __align__(16) float tile[2][CHUNK * DOWN_PITCH];
+    __shared__ float g[CHUNK], rate[CHUNK], total[CHUNK], error[CHUNK];
+    const Span span = span_at(spans, blockIdx.z);
+    const int first = (int)blockIdx.x * CHUNK;
+    if (span.rows <= STEPS || first >= span.rows) return;
+    const int rows = luce_min(CHUNK, span.rows - first), thread = luce_thread();
+    const i64 start = span.start + first;
+    const int key_head = (int)blockIdx.y;
+    const Layout layout = {(int)gridDim.y, heads};
+    const int channels = layout.channels();
+
+    Product<CHUNK, CHUNK> kk = {}, qk = {};
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+        Square<PREPARE_THREADS> keys, queries;
+        const float* from = c + start * channels + half * CHUNK;
+        keys.fetch(from + layout.vector(KEY, key_head), channels, rows, HEAD - half * CHUNK);
+        queries.fetch(from + layout.vector(QUERY, key_head), channels, rows, HEAD - half * CHUNK);
+        keys.put(tile[0]);
+        queries.put(tile[1]);
+        kk.add<PITCH, PITCH>(tile[0], tile[0]);
+        qk.add<PITCH, PITCH>(tile[1], tile[0]);
+    }
+
+    for (int head = key_head; head < heads; head += layout.key_heads) {
+        // A row past the chunk's end has beta = g = 0: it changes nothing.
+        if (thread < CHUNK) {
+            const float* row = x + (start + thread) * stride;
+            const bool there = thread < rows;
+            g[thread] = there ? log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]) : 0.0f;
+            rate[thread] = there ? sigmoid(row[layout.beta(head)]) : 0.0f;
+        }
+        luce_sync();
+        // G as a sum of two floats: after rows of strong decay it is in the hundreds, where the steps between floats are
+        // as large as the differences between later rows that D is made of.
+        if (thread < CHUNK) {
+            float sum = 0.0f, rest = 0.0f;
+            for (int row = 0; row <= thread; row++) {
+                const float next = sum + g[row], added = next - sum;
+                rest += (sum - (next - added)) + (g[row] - added);
+                sum = next;
+            }
+            total[thread] = sum;
+            error[thread] = rest;
+        }
+        luce_sync();
+        if (thread < rows) {
+            const float last = total[CHUNK - 1], last_error = error[CHUNK - 1];
+            const float row[4] = {rate[thread], expf(total[thread] + error[thread]),
+                                  expf((last - total[thread]) + (last_error - error[thread])), expf(last + last_error)};
+            put4(gates + ((start + thread) * heads + head) * 4, row);
+        }
+
+        float *t = tile[0], *a = tile[1];
+#pragma unroll
+        for (int e = 0; e < 16; e++) {
+            const int row = kk.row(e), column = kk.column(e);
+            float between = 0.0f;
+            if (column <= row) between = expf((total[row] - total[column]) + (error[row] - error[column]));
+            a[row * PITCH + column] = column < row ? rate[row] * kk.sum[e] * between : 0.0f;
+            if (row < rows) mix[((start + row) * heads + head) * CHUNK + column] = qk.sum[e] * between;
+        }
+        // Forward substitution by BLOCK rows of T: -A T of the rows above by all threads, then a thread per column. No
+        // entry of T exceeds 1: up to beta, it is k_i P k_j with P a product of contractions I - beta k k^T.
+        const int column = thread % CHUNK, row0 = thread / CHUNK * 4;
+        for (int block = 0; block < CHUNK; block += BLOCK) {
+            float sum[4] = {};
+            const float* above = a + (block + row0) * PITCH;
+            for (int l = 0; l < block; l += 4) {
+                float left[4][4];
+#pragma unroll
+                for (int r = 0; r < 4; r++) get4(left[r], above + r * PITCH + l);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float right = t[(l + i) * DOWN_PITCH + column];
+#pragma unroll
+                    for (int r = 0; r < 4; r++) sum[r] = fmaf(left[r][i], right, sum[r]);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+                t[(block + row0 + r) * DOWN_PITCH + column] = (block + row0 + r == column ? 1.0f : 0.0f) - sum[r];
+            luce_sync();
+            if (thread < CHUNK) {
+                float solved[BLOCK];
+#pragma unroll
+                for (int r = 0; r < BLOCK; r++) {
+                    solved[r] = t[(block + r) * DOWN_PITCH + thread];
+#pragma unroll
+                    for (int l = 0; l < r; l++)
+                        solved[r] = fmaf(-a[(block + r) * PITCH + block + l], solved[l], solved[r]);
+                    t[(block + r) * DOWN_PITCH + thread] = solved[r];
+                }
+            }
+            luce_sync();
+        }
+        for (int i = thread; i < rows * CHUNK; i += PREPARE_THREADS)
+            solve[((start + i / CHUNK) * heads + head) * CHUNK + i % CHUNK] = t[i / CHUNK * DOWN_PITCH + i % CHUNK];
+    }
+}
+
+#define CHUNK_THREADS (CHUNK * COLUMNS / 16)
+
+// The chunks of a span one after the other; out gets O. Grid (HEAD / COLUMNS, value heads, spans), CHUNK_THREADS threads.
+// The state is kept with a row per column: memory [slots, value heads, HEAD values, HEAD keys].
+extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
+    delta_chunks(const float* __restrict__ c, float* __restrict__ memory, const i32* __restrict__ spans,
+                 const float* __restrict__ gates, const float* __restrict__ solve, const float* __restrict__ mix,
+                 float* __restrict__ out, int key_heads) {
+    __shared__ __align__(16) float tile[CHUNK * DOWN_PITCH];
+    __shared__ __align__(16) float state[COLUMNS * STATE_PITCH];
+    __shared__ __align__(16) float fresh[COLUMNS * PITCH];  // by columns: beta (V - e^G (K S)), then V'
+    __shared__ float rate[CHUNK], fade[CHUNK], rest[CHUNK];
+    const Span span = span_at(spans, blockIdx.z);
+    if (span.rows <= STEPS) return;
+    const int head = (int)blockIdx.y, heads = (int)gridDim.y, thread = luce_thread();
+    const int first_column = (int)blockIdx.x * COLUMNS, columns = luce_min(COLUMNS, HEAD - first_column);
+    const Layout layout = {key_heads, heads};
+    const i64 channels = layout.channels();
+    memory += (((i64)span.slot * heads + head) * HEAD + first_column) * HEAD;
+
+    using Rows = Product<CHUNK, COLUMNS>;
+    using State = Product<COLUMNS, CHUNK, true>;
+    State s[HALVES];
+#pragma unroll
+    for (int half = 0; half < HALVES; half++)
+#pragma unroll
+        for (int e = 0; e < 16; e++) {
+            const int column = State::row(e), key = half * CHUNK + State::column(e);
+            const bool there = span.position && column < columns && key < HEAD;
+            s[half].sum[e] = there ? memory[column * HEAD + key] : 0.0f;
+        }
+
+    Square<CHUNK_THREADS> square;
+    const float* k = c + span.start * channels + layout.vector(KEY, head);
+    square.fetch(k, channels, luce_min(CHUNK, span.rows), HEAD);
+    for (int first = 0; first < span.rows; first += CHUNK) {
+        const int rows = luce_min(CHUNK, span.rows - first);
+        const i64 start = span.start + first;
+        const float* q = c + start * channels + layout.vector(QUERY, head);
+        const float* v = c + start * channels + layout.vector(VALUE, head) + first_column;
+        k = c + start * channels + layout.vector(KEY, head);
+        if (thread < CHUNK) {
+            float row[4] = {};
+            if (thread < rows) get4(row, gates + ((start + thread) * heads + head) * 4);
+            rate[thread] = row[0], fade[thread] = row[1], rest[thread] = row[2];
+        }
+        const float whole = gates[(start * heads + head) * 4 + 3];
+        float value[16];
+#pragma unroll
+        for (int e = 0; e < 16; e++) {
+            const int row = Rows::row(e), column = Rows::column(e);
+            value[e] = row < rows && column < columns ? v[row * channels + column] : 0.0f;
+        }
+#pragma unroll
+        for (int half = 0; half < HALVES; half++)
+#pragma unroll
+            for (int e = 0; e < 16; e++)
+                state[State::row(e) * STATE_PITCH + half * CHUNK + State::column(e)] = s[half].sum[e];
+
+        // Each square is fetched while the product with the one before it is made.
+        Rows ks = {}, o = {}, solved = {};
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            square.put(tile);
+            const int next = (half + 1) * CHUNK;
+            square.fetch(next < HEAD ? k + next : q, channels, rows, next < HEAD ? HEAD - next : HEAD);
+            ks.add<PITCH, STATE_PITCH>(tile, state + half * CHUNK);
+        }
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            square.put(tile);
+            const int next = (half + 1) * CHUNK;
+            if (next < HEAD)
+                square.fetch(q + next, channels, rows, HEAD - next);
+            else
+                square.fetch(solve + (start * heads + head) * CHUNK, (i64)heads * CHUNK, rows, CHUNK);
+            o.add<PITCH, STATE_PITCH>(tile, state + half * CHUNK);
+        }
+#pragma unroll
+        for (int e = 0; e < 16; e++) {
+            const int row = Rows::row(e);
+            fresh[Rows::column(e) * PITCH + row] = rate[row] * (value[e] - fade[row] * ks.sum[e]);
+            o.sum[e] *= fade[row];
+        }
+        square.put(tile);
+        square.fetch(mix + (start * heads + head) * CHUNK, (i64)heads * CHUNK, rows, CHUNK);
+        solved.add<PITCH, PITCH>(tile, fresh);
+        luce_sync();
+#pragma unroll
+        for (int e = 0; e < 16; e++) fresh[Rows::column(e) * PITCH + Rows::row(e)] = solved.sum[e];
+        square.put(tile);
+        square.fetch(k, channels, rows, HEAD);
+        o.add<PITCH, PITCH>(tile, fresh);
+#pragma unroll
+        for (int e = 0; e < 16; e++) {
+            const int row = Rows::row(e), column = Rows::column(e);
+            if (row < rows && column < columns)
+                out[((start + row) * heads + head) * HEAD + first_column + column] = o.sum[e];
+        }
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            square.put<DOWN_PITCH>(tile, rest);
+            const int next = (half + 1) * CHUNK;
+            if (next < HEAD)
+                square.fetch(k + next, channels, rows, HEAD - next);
+            else
+                square.fetch(k + CHUNK * channels, channels, luce_min(CHUNK, span.rows - first - CHUNK), HEAD);
+#pragma unroll
+            for (int e = 0; e < 16; e++) s[half].sum[e] *= whole;
+            s[half].template add<PITCH, DOWN_PITCH>(fresh, tile);
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < HALVES; half++)
+#pragma unroll
+        for (int e = 0; e < 16; e++) {
+            const int column = State::row(e), key = half * CHUNK + State::column(e);
+            if (column < columns && key < HEAD) memory[column * HEAD + key] = s[half].sum[e];
+        }
+}
+
+// --- output norm
+
+#define OUTPUT_THREADS 128
+
+// out = rms(out) * norm * silu(gate) per head, of the long spans' rows. A wave has a head; grid (rows of the longest
+// span, value heads / waves, spans), OUTPUT_THREADS threads.
+extern "C" __global__ void __launch_bounds__(OUTPUT_THREADS)
+    delta_output(float* __restrict__ out, const float* __restrict__ x, const float* __restrict__ norm,
+                 const i32* __restrict__ spans, i64 stride, int key_heads, int heads, float eps) {
+    const Span span = span_at(spans, blockIdx.z);
+    const int row = (int)blockIdx.x, head = (int)blockIdx.y * (OUTPUT_THREADS / LUCE_LANES) + luce_wave();
+    if (span.rows <= STEPS || row >= span.rows || head >= heads) return;  // whole waves
+    const float* gate = x + (span.start + row) * stride + Layout{key_heads, heads}.gate(head);
+    out += ((i64)(span.start + row) * heads + head) * HEAD;
+    float value[ELEMENTS], squares = 0.0f;
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; e++) {
+        const int i = luce_lane() + e * LUCE_LANES;
+        value[e] = i < HEAD ? out[i] : 0.0f;
+        squares = fmaf(value[e], value[e], squares);
+    }
+    const float scale = 1.0f / sqrtf(luce_lane_sum(squares) / (float)HEAD + eps);
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; e++) {
+        const int i = luce_lane() + e * LUCE_LANES;
+        if (i < HEAD) out[i] = value[e] * scale * norm[i] * silu(gate[i]);
+    }
+}
