@@ -48,6 +48,8 @@ class Device(ABC):
     kv_dtype: np.dtype[Any]
     #: whether ops run their NumPy reference here instead of launching kernels
     host: bool
+    #: whether `gemm` can be called: a BLAS library is at hand
+    blas: bool
 
     @abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
@@ -84,6 +86,15 @@ class Device(ABC):
 
         `args` are device arrays and NumPy scalars of the exact C type. `shared` is dynamic shared memory in bytes.
         Raises DeviceError naming source and kernel.
+        """
+
+    @abstractmethod
+    def gemm(self, x: Array, weight: Array, out: Array) -> None:
+        """Queue out = x weight^T by a BLAS library: x [n, cols], weight [rows, cols], both float16 or both float32.
+
+        out is float32 [n, rows]; all rows are contiguous, any distance apart. Sums are accumulated in float32. The
+        library chooses its algorithm by the shape, so a row's last bits may change with n; equal calls give equal bits.
+        Not while a graph is captured. Raises DeviceError.
         """
 
     @abstractmethod

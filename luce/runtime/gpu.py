@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
-from luce.runtime import compiler, driver
+from luce.runtime import blas, compiler, driver
 from luce.runtime.device import Array, Device, DeviceName, Memory
 from luce.runtime.driver import Vendor
 from luce.runtime.kernels import KernelBuild
@@ -68,6 +68,8 @@ class GpuDevice(Device):
         self._select = cuda.runtime.setDevice
         self._select(index)
         self._stream = cuda.Stream(non_blocking=True)
+        self._blas = blas.load(kind)
+        self.blas = self._blas is not None
 
     @property
     def stream(self) -> int:
@@ -164,6 +166,16 @@ class GpuDevice(Device):
             function.call(grid, block, args, shared_mem=shared)
         except (TypeError, DeviceError, *self._failures) as error:
             raise DeviceError(f"{self.name}: kernels/{source}.cu: {kernel}: {error}") from error
+
+    def gemm(self, x: Array, weight: Array, out: Array) -> None:
+        self._activate()
+        if self._blas is None:
+            raise DeviceError(f"{self.name}: no BLAS library found")
+        try:
+            self._blas.gemm(x, weight, out)
+        except (RuntimeError, ValueError, *self._failures) as error:
+            shape = f"{list(x.shape)} times {list(weight.shape)}"
+            raise DeviceError(f"{self.name}: product of {shape}: {error}") from error
 
     def synchronize(self) -> None:
         self._activate()

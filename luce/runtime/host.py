@@ -20,6 +20,7 @@ class HostDevice(Device):
     lanes = 1
     kv_dtype = np.dtype(np.float32)
     host = True
+    blas = True
 
     def __init__(self, index: int = 0) -> None:
         self.name = DeviceName("cpu", index)
@@ -55,6 +56,9 @@ class HostDevice(Device):
         shared: int = 0,
     ) -> None:
         raise DeviceError(f"{self.name} runs no kernels (asked for {kernel} of kernels/{source}.cu)")
+
+    def gemm(self, x: Array, weight: Array, out: Array) -> None:
+        np.matmul(x.astype(np.float32, copy=False), weight.astype(np.float32, copy=False).T, out=out)
 
     def synchronize(self) -> None:
         pass

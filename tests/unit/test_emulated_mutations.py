@@ -79,7 +79,8 @@ def _matmul_vec(device: Device) -> None:
 
 
 def _matmul_tile(device: Device) -> None:
-    op_checks_matmul.check_product(device, "Q8_0", rows=9, cols=96, n=17)
+    op_checks_matmul.check_product(device, "Q8_0", rows=9, cols=160, n=17)
+    op_checks_matmul.check_product(device, "F32", rows=9, cols=96, n=18)
     op_checks_matmul.check_row_stride(device, "F32", 18, 37)
 
 
@@ -113,6 +114,8 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "moe_matmul.cu": _moe_matmul,
     "norm.cu": _norm,
     "reduce.h": _reduce,
+    "half.cu": lambda device: op_checks_matmul.check_halves(device, (3, 2100), slots=False),
+    "tile.h": _matmul_tile,
     "sample.cu": lambda device: op_checks_sample.check_argmax(device, 9000),
 }
 
