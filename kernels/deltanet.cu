@@ -1,29 +1,42 @@
-// variants: HEAD=16,32,64,128
+// variants: HEAD=64,128
 //
 // Gated DeltaNet for short spans, row by row: convolution, gated delta rule and output norm in one kernel. A row's
 // arithmetic is the same in any span of up to STEPS rows, so its bits do not depend on how many rows are given at a time.
 //
 // A block has a value head: it reads the state once, keeps it in registers over the span's rows and writes it back.
-// Columns of the state (one per value element) never mix, so the rows need no barriers between them: PARTS adjacent
-// lanes share a column, and of every 4 * PARTS key elements each has 4 neighbouring ones.
+// Columns of the state (one per value element) never mix, so the rows need no barriers between them: a thread has
+// COLUMNS columns, of which PARTS adjacent lanes have 8 key elements each. Loads are made before anything waits for one,
+// as latency is most of the time that a single row takes.
 #include "deltanet.h"
 
-#define PARTS 4
-#define THREADS (PARTS * HEAD)
-#define QUADS (HEAD / (4 * PARTS))
+#define COLUMNS 4
+#define PARTS (HEAD / 8)
+#define THREADS (HEAD / COLUMNS * PARTS)
 #define WAVES (THREADS / LUCE_LANES)
-static_assert(HEAD % (4 * PARTS) == 0 && THREADS % LUCE_LANES == 0, "whole waves, whole quads");
+static_assert(THREADS % LUCE_LANES == 0, "whole waves");
 
-// The inputs of one vector's convolution over a span: rows of the span, before them the rows that the state kept.
+// Sums of COLUMNS values each over PARTS lanes; lane `part` gets that of column part % COLUMNS. Every level adds the same
+// two values in both lanes.
+LUCE_FN float column_sum(const float (&value)[COLUMNS], int part) {
+    const bool odd = part & 1, upper = part & 2;
+    const float first = (odd ? value[1] : value[0]) + luce_shfl_xor(odd ? value[0] : value[1], 1);
+    const float second = (odd ? value[3] : value[2]) + luce_shfl_xor(odd ? value[2] : value[3], 1);
+    float sum = (upper ? second : first) + luce_shfl_xor(upper ? first : second, 2);
+#pragma unroll
+    for (int mask = 4; mask < PARTS; mask *= 2) sum += luce_shfl_xor(sum, mask);
+    return sum;
+}
+
+// A vector's input `index` rows after a span's first one; before it, what the state kept. Null where there is nothing.
 struct Window {
-    const float* row;   // row 0 of the span
-    const float* kept;  // the oldest of the taps - 1 rows before; null if there was none
+    const float* row;   // of the span's first row
+    const float* kept;  // the oldest of the taps - 1 inputs before; null if there were none
     i64 stride;
     int taps;
 
-    __device__ __forceinline__ float at(int index, int element) const {
-        if (index >= 0) return row[index * stride + element];
-        return kept ? kept[(index + taps - 1) * VECTORS * HEAD + element] : 0.0f;
+    __device__ __forceinline__ const float* at(int index) const {
+        const float* before = kept ? kept + (index + taps - 1) * VECTORS * HEAD : nullptr;
+        return index >= 0 ? row + index * stride : before;
     }
 };
 
@@ -35,108 +48,133 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                 float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
                 int key_heads, int taps, float eps) {
+    // Queries and keys before they become unit vectors, and the scales that make them so.
     __shared__ __align__(16) float vectors[STEPS][VECTORS][HEAD];
-    __shared__ float gate[STEPS][HEAD], answer[STEPS][HEAD];
-    __shared__ float fade[STEPS], rate[STEPS];
+    __shared__ float squares[STEPS][VECTORS][ELEMENTS], scale[STEPS][VECTORS];
+    __shared__ float gate[STEPS][HEAD], answer[STEPS][HEAD], fade[STEPS], rate[STEPS];
     const Span span = span_at(spans, blockIdx.y);
     if (span.rows > STEPS) return;
     const int head = (int)blockIdx.x, heads = (int)gridDim.x;
     const Layout layout = {key_heads, heads};
     const int thread = luce_thread(), lane = luce_lane();
-    const int column = thread / PARTS, part = thread % PARTS;
+    const int part = thread % PARTS, column = thread / PARTS * COLUMNS, own = column + part % COLUMNS;
     const i64 slot_head = (i64)span.slot * heads + head;
     x += span.start * stride;
     memory += (slot_head * HEAD + column) * HEAD + part * 4;
     past += slot_head * (taps - 1) * VECTORS * HEAD;
+    const float* before = span.position ? past : nullptr;
 
-    float s[QUADS][4] = {};
+    // Key elements 4 part ... 4 part + 3, and the same HEAD / 2 later.
+    float s[COLUMNS][2][4] = {};
     if (span.position) {
 #pragma unroll
-        for (int r = 0; r < QUADS; r++) get4(s[r], memory + r * 4 * PARTS);
-    }
-
-    // A wave has a row's query, key, value or gate.
-    for (int item = luce_wave(); item < (VECTORS + 1) * span.rows; item += WAVES) {
-        const int row = item / (VECTORS + 1), kind = item % (VECTORS + 1);
-        if (kind == VECTORS) {
-            for (int i = lane; i < HEAD; i += LUCE_LANES)
-                gate[row][i] = norm[i] * silu(x[row * stride + layout.gate(head) + i]);
-            continue;
-        }
-        const int channel = layout.vector(kind, head);
-        const Window window = {x + channel, span.position ? past + kind * HEAD : nullptr, stride, taps};
-        float value[ELEMENTS], squares = 0.0f;
+        for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
-        for (int e = 0; e < ELEMENTS; e++) {
-            const int i = lane + e * LUCE_LANES;
-            float sum = 0.0f;
-#pragma unroll
-            for (int tap = 0; tap < TAPS; tap++)
-                if (tap < taps && i < HEAD)
-                    sum = fmaf(window.at(row - (taps - 1) + tap, i), filter[(i64)(channel + i) * taps + tap], sum);
-            value[e] = silu(sum);
-            squares = fmaf(value[e], value[e], squares);
-        }
-        const float scale = kind == VALUE ? 1.0f : unit_scale(kind, luce_lane_sum(squares));
-#pragma unroll
-        for (int e = 0; e < ELEMENTS; e++) {
-            const int i = lane + e * LUCE_LANES;
-            if (i < HEAD) vectors[row][kind][i] = value[e] * scale;
-        }
+            for (int half = 0; half < 2; half++) get4(s[c][half], memory + c * HEAD + half * (HEAD / 2));
     }
     if (thread < span.rows) {
         const float* row = x + thread * stride;
         fade[thread] = expf(log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]));
         rate[thread] = sigmoid(row[layout.beta(head)]);
     }
+    // A wave has as many elements of a row's query, key, value or gate as it has lanes.
+    for (int item = luce_wave(); item < span.rows * (VECTORS + 1) * ELEMENTS; item += WAVES) {
+        const int row = item / ((VECTORS + 1) * ELEMENTS), kind = item / ELEMENTS % (VECTORS + 1);
+        const int part_of_vector = item % ELEMENTS, i = part_of_vector * LUCE_LANES + lane;
+        if (kind == VECTORS) {
+            gate[row][i] = norm[i] * silu(x[row * stride + layout.gate(head) + i]);
+            continue;
+        }
+        const int channel = layout.vector(kind, head);
+        const Window window = {x + channel, before ? before + kind * HEAD : nullptr, stride, taps};
+        float input[TAPS] = {}, weight[TAPS] = {};
+#pragma unroll
+        for (int tap = 0; tap < TAPS; tap++) {
+            const float* from = window.at(row - (taps - 1) + tap);
+            if (tap < taps && from) input[tap] = from[i];
+            if (tap < taps) weight[tap] = filter[(i64)(channel + i) * taps + tap];
+        }
+        float sum = 0.0f;
+#pragma unroll
+        for (int tap = 0; tap < TAPS; tap++) sum = fmaf(input[tap], weight[tap], sum);
+        const float value = silu(sum);
+        vectors[row][kind][i] = value;
+        const float part_squares = luce_lane_sum(value * value);
+        if (lane == 0) squares[row][kind][part_of_vector] = part_squares;
+    }
+    luce_sync();
+    if (thread < 2 * span.rows) {
+        const int row = thread / 2, kind = thread % 2;
+        float sum = 0.0f;
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) sum += squares[row][kind][e];
+        scale[row][kind] = unit_scale(kind, sum);
+    }
     luce_sync();
 
-    // The inputs before the next span's first row; upwards, so that a kept row is read before it is overwritten.
+    for (int row = 0; row < span.rows; row++) {
+        float key[2][4], query[2][4], sum[COLUMNS] = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            get4(key[half], &vectors[row][KEY][half * (HEAD / 2) + part * 4]);
+            get4(query[half], &vectors[row][QUERY][half * (HEAD / 2) + part * 4]);
+        }
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                s[c][e / 4][e % 4] *= fade[row];
+                sum[c] = fmaf(s[c][e / 4][e % 4], key[e / 4][e % 4], sum[c]);
+            }
+        const float seen = column_sum(sum, part) * scale[row][KEY];
+        const float u = rate[row] * (vectors[row][VALUE][own] - seen) * scale[row][KEY];
+        float product[COLUMNS] = {};
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            const float column_u = luce_shfl(u, lane / COLUMNS * COLUMNS + c);
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                s[c][e / 4][e % 4] = fmaf(key[e / 4][e % 4], column_u, s[c][e / 4][e % 4]);
+                product[c] = fmaf(s[c][e / 4][e % 4], query[e / 4][e % 4], product[c]);
+            }
+        }
+        const float o = column_sum(product, part) * scale[row][QUERY];
+        if (part < COLUMNS) answer[row][own] = o;
+    }
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) put4(memory + c * HEAD + half * (HEAD / 2), s[c][half]);
+
+    // The inputs before the next span's first row; all are read before one is overwritten.
     for (int i = thread; i < VECTORS * HEAD; i += THREADS) {
         const int kind = i / HEAD;
-        const Window window = {x + layout.vector(kind, head), span.position ? past + kind * HEAD : nullptr, stride, taps};
-        for (int tap = 0; tap < taps - 1; tap++)
-            past[tap * VECTORS * HEAD + i] = window.at(span.rows - (taps - 1) + tap, i % HEAD);
-    }
-
-    for (int row = 0; row < span.rows; row++) {
-        float sum[4] = {};
+        const Window window = {x + layout.vector(kind, head), before ? before + kind * HEAD : nullptr, stride, taps};
+        float input[TAPS - 1] = {};
 #pragma unroll
-        for (int r = 0; r < QUADS; r++) {
-            float key[4];
-            get4(key, &vectors[row][KEY][(r * PARTS + part) * 4]);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                s[r][e] *= fade[row];
-                sum[e] = fmaf(s[r][e], key[e], sum[e]);
-            }
+        for (int tap = 0; tap < TAPS - 1; tap++) {
+            const float* from = window.at(span.rows - (taps - 1) + tap);
+            if (tap < taps - 1 && from) input[tap] = from[i % HEAD];
         }
-        const float seen = luce_lane_sum<PARTS>((sum[0] + sum[1]) + (sum[2] + sum[3]));
-        const float u = rate[row] * (vectors[row][VALUE][column] - seen);
-        float product[4] = {};
 #pragma unroll
-        for (int r = 0; r < QUADS; r++) {
-            float key[4], query[4];
-            get4(key, &vectors[row][KEY][(r * PARTS + part) * 4]);
-            get4(query, &vectors[row][QUERY][(r * PARTS + part) * 4]);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                s[r][e] = fmaf(key[e], u, s[r][e]);
-                product[e] = fmaf(s[r][e], query[e], product[e]);
-            }
-        }
-        const float o = luce_lane_sum<PARTS>((product[0] + product[1]) + (product[2] + product[3]));
-        if (part == 0) answer[row][column] = o;
+        for (int tap = 0; tap < TAPS - 1; tap++)
+            if (tap < taps - 1) past[tap * VECTORS * HEAD + i] = input[tap];
     }
-#pragma unroll
-    for (int r = 0; r < QUADS; r++) put4(memory + r * 4 * PARTS, s[r]);
     luce_sync();
 
     for (int row = luce_wave(); row < span.rows; row += WAVES) {
-        float squares = 0.0f;
-        for (int i = lane; i < HEAD; i += LUCE_LANES) squares = fmaf(answer[row][i], answer[row][i], squares);
-        const float scale = 1.0f / sqrtf(luce_lane_sum(squares) / (float)HEAD + eps);
+        float sum = 0.0f;
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) {
+            const float value = answer[row][lane + e * LUCE_LANES];
+            sum = fmaf(value, value, sum);
+        }
+        const float inverse = 1.0f / sqrtf(luce_lane_sum(sum) / (float)HEAD + eps);
         float* to = out + ((i64)(span.start + row) * heads + head) * HEAD;
-        for (int i = lane; i < HEAD; i += LUCE_LANES) to[i] = answer[row][i] * scale * gate[row][i];
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) {
+            const int i = lane + e * LUCE_LANES;
+            to[i] = answer[row][i] * inverse * gate[row][i];
+        }
     }
 }

@@ -9,7 +9,8 @@
 // Most taps of the convolution.
 #define TAPS 4
 // A vector's elements per lane.
-#define ELEMENTS ((HEAD + LUCE_LANES - 1) / LUCE_LANES)
+#define ELEMENTS (HEAD / LUCE_LANES)
+static_assert(HEAD % LUCE_LANES == 0, "all lanes have a part of a vector");
 
 // A span is four int32: slot, first row, rows, position of its first row.
 struct Span {

@@ -1,4 +1,4 @@
-// variants: HEAD=16,32,64,128
+// variants: HEAD=64,128
 //
 // Gated DeltaNet for long spans: the convolution, then the gated delta rule in chunks of CHUNK rows, counted from the
 // span's first row, as products of matrices (arXiv 2412.06464, section 3.3), then the output norm. With unit keys K and
@@ -8,22 +8,24 @@
 // What does not need the state S is done for all chunks at once (delta_prepare). Columns of S never mix, so a block of
 // delta_chunks takes COLUMNS of a head from the first chunk to the last.
 #include "deltanet.h"
+#include "mma.h"
 
 #define CHUNK 64
 #define COLUMNS 32
-// Keys' elements in whole squares of CHUNK; elements and columns that a smaller head lacks are zeros.
-#define HALVES ((HEAD + CHUNK - 1) / CHUNK)
+#define HALVES (HEAD / CHUNK)
+static_assert(HEAD % CHUNK == 0 && HEAD % COLUMNS == 0, "a head is whole squares");
 // Elements from row to row of matrices in shared memory that are read along their rows, and of those that are read down
 // their columns.
 #define PITCH (CHUNK + 4)
 #define DOWN_PITCH (CHUNK + 8)
-#define STATE_PITCH (HALVES * CHUNK + 4)
+#define STATE_PITCH (HEAD + 4)
 
 // --- convolution
 
 #define CONV_THREADS 128
 // Rows of a wave; at least TAPS - 1, so that only a span's first tile reaches back into the state.
 #define TILE 16
+#define BATCH 4
 
 // c = silu(convolution) of a span's rows, queries and keys as unit vectors. A wave has a vector of TILE rows; grid
 // (vectors / waves, tiles of the longest span, spans), CONV_THREADS threads. x, filter and past as in deltanet.cu, c
@@ -53,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
             // The last tap meets the row itself.
             const int from = tap - (TAPS - taps), row = first - (TAPS - 1) + tap;
             weight[e][tap] = window[e][tap] = 0.0f;
-            if (i >= HEAD || from < 0) continue;
+            if (from < 0) continue;
             weight[e][tap] = filter[(i64)(channel + i) * taps + from];
             if (tap == TAPS - 1) continue;
             if (row >= 0)
@@ -62,26 +64,35 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
                 window[e][tap] = past[(i64)head * past_stride + from * VECTORS * HEAD + i];
         }
     }
-    const int end = luce_min(first + TILE, span.rows);
-    for (int row = first; row < end; row++) {
-        float value[ELEMENTS], squares = 0.0f;
+    for (int tile = 0; tile < TILE; tile += BATCH) {
+        // Of several rows at once, as one's latency is long.
+        float input[BATCH][ELEMENTS];
 #pragma unroll
-        for (int e = 0; e < ELEMENTS; e++) {
-            const int i = lane + e * LUCE_LANES;
-            window[e][TAPS - 1] = i < HEAD ? x[row * stride + i] : 0.0f;
-            float sum = 0.0f;
+        for (int b = 0; b < BATCH; b++)
 #pragma unroll
-            for (int tap = 0; tap < TAPS; tap++) sum = fmaf(window[e][tap], weight[e][tap], sum);
-            value[e] = silu(sum);
-            squares = fmaf(value[e], value[e], squares);
+            for (int e = 0; e < ELEMENTS; e++) {
+                const int row = first + tile + b;
+                input[b][e] = row < span.rows ? x[row * stride + lane + e * LUCE_LANES] : 0.0f;
+            }
 #pragma unroll
-            for (int tap = 0; tap < TAPS - 1; tap++) window[e][tap] = window[e][tap + 1];
-        }
-        const float scale = kind == VALUE ? 1.0f : unit_scale(kind, luce_lane_sum(squares));
+        for (int b = 0; b < BATCH; b++) {
+            const int row = first + tile + b;
+            float value[ELEMENTS], squares = 0.0f;
 #pragma unroll
-        for (int e = 0; e < ELEMENTS; e++) {
-            const int i = lane + e * LUCE_LANES;
-            if (i < HEAD) c[(i64)row * channels + i] = value[e] * scale;
+            for (int e = 0; e < ELEMENTS; e++) {
+                window[e][TAPS - 1] = input[b][e];
+                float sum = 0.0f;
+#pragma unroll
+                for (int tap = 0; tap < TAPS; tap++) sum = fmaf(window[e][tap], weight[e][tap], sum);
+                value[e] = silu(sum);
+                squares = fmaf(value[e], value[e], squares);
+#pragma unroll
+                for (int tap = 0; tap < TAPS - 1; tap++) window[e][tap] = window[e][tap + 1];
+            }
+            const float scale = kind == VALUE ? 1.0f : unit_scale(kind, luce_lane_sum(squares));
+#pragma unroll
+            for (int e = 0; e < ELEMENTS; e++)
+                if (row < span.rows) c[(i64)row * channels + lane + e * LUCE_LANES] = value[e] * scale;
         }
     }
     // The wave that read the past writes the new one, from x itself: the span's last tile may run at any time.
@@ -98,13 +109,13 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
 template <int THREADS> struct Square {
     float held[CHUNK * CHUNK / 4 / THREADS][4];
 
-    // The first `rows` rows and `columns` columns (a multiple of 4), zeros elsewhere.
-    __device__ __forceinline__ void fetch(const float* __restrict__ from, i64 stride, int rows, int columns) {
+    // The first `rows` rows, zeros elsewhere.
+    __device__ __forceinline__ void fetch(const float* __restrict__ from, i64 stride, int rows) {
 #pragma unroll
         for (int n = 0; n < CHUNK * CHUNK / 4 / THREADS; n++) {
             const int row = (luce_thread() + n * THREADS) / (CHUNK / 4);
             const int column = (luce_thread() + n * THREADS) % (CHUNK / 4) * 4;
-            if (row < rows && column < columns)
+            if (row < rows)
                 get4(held[n], from + row * stride + column);
             else
                 held[n][0] = held[n][1] = held[n][2] = held[n][3] = 0.0f;
@@ -127,22 +138,65 @@ template <int THREADS> struct Square {
 
 // --- products of matrices in shared memory
 
-// M x N sums by a block of M * N / 16 threads, 16 of them each: element e is at (row(e), column(e)). Both factors have
+// M x N sums by a block of M * N / 16 threads, 16 of them each: [e] is the one at (row(e), column(e)). Both factors have
 // the summed dimension along their rows, or (DOWN) the second one has it down its columns.
 template <int M, int N, bool DOWN = false> struct Product {
-    float sum[16];
+    float sum[4][4];
 
+    __device__ __forceinline__ float& operator[](int e) { return sum[e / 4][e % 4]; }
+
+#if LUCE_MMA_TF32
+    // A wave has 16 rows and 4 tiles of 8 columns.
+    static __device__ __forceinline__ int row(int e) {
+        return luce_wave() % (M / 16) * 16 + luce_lane() / 4 + e / 2 % 2 * 8;
+    }
+    static __device__ __forceinline__ int column(int e) {
+        return luce_wave() / (M / 16) * 32 + e / 4 * 8 + luce_lane() % 4 * 2 + e % 2;
+    }
+
+    // high + low = value, high of 11 significant bits.
+    static __device__ __forceinline__ void split(float& high, float& low, float value) {
+        high = __uint_as_float((__float_as_uint(value) + 0x1000u) & 0xffffe000u);
+        low = value - high;
+    }
+
+    // sum += a b^T (DOWN: a b) over CHUNK elements of the summed dimension. Without low * low, which is less than what
+    // rounding to float leaves, three products of 11 bits have the accuracy of float.
+    template <int A_PITCH, int B_PITCH> __device__ __forceinline__ void add(const float* a, const float* b) {
+        const int g = luce_lane() / 4, t = luce_lane() % 4;
+        a += (luce_wave() % (M / 16) * 16 + g) * A_PITCH + t;
+        b += (luce_wave() / (M / 16) * 32 + g) * (DOWN ? 1 : B_PITCH) + t * (DOWN ? B_PITCH : 1);
+#pragma unroll 1
+        for (int k = 0; k < CHUNK; k += 8) {
+            float a_high[4], a_low[4], b_high[4][2], b_low[4][2];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                split(a_high[i], a_low[i], a[i % 2 * 8 * A_PITCH + k + i / 2 * 4]);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int at = k + half * 4;
+                    split(b_high[i][half], b_low[i][half], DOWN ? b[at * B_PITCH + i * 8] : b[i * 8 * B_PITCH + at]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) luce_mma_tf32(sum[i], a_low, b_high[i]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) luce_mma_tf32(sum[i], a_high, b_low[i]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) luce_mma_tf32(sum[i], a_high, b_high[i]);
+        }
+    }
+#else
     static __device__ __forceinline__ int row(int e) { return luce_thread() / (N / 4) + e / 4 * (M / 4); }
     static __device__ __forceinline__ int column(int e) {
         const int at = luce_thread() % (N / 4);
         return DOWN ? at * 4 + e % 4 : at + e % 4 * (N / 4);
     }
 
-    // sum += a b^T (DOWN: a b) over CHUNK elements of the summed dimension.
     template <int A_PITCH, int B_PITCH> __device__ __forceinline__ void add(const float* a, const float* b) {
         a += row(0) * A_PITCH;
         b += DOWN ? column(0) : column(0) * B_PITCH;
-#pragma unroll 2
+#pragma unroll 1
         for (int k = 0; k < CHUNK; k += 4) {
             float left[4][4], right[4][4];
 #pragma unroll
@@ -153,10 +207,13 @@ template <int M, int N, bool DOWN = false> struct Product {
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
-                for (int e = 0; e < 16; e++)
-                    sum[e] = fmaf(left[e / 4][i], DOWN ? right[i][e % 4] : right[e % 4][i], sum[e]);
+                for (int r = 0; r < 4; r++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++)
+                        sum[r][c] = fmaf(left[r][i], DOWN ? right[i][c] : right[c][i], sum[r][c]);
         }
     }
+#endif
 };
 
 // --- the gated delta rule
@@ -188,8 +245,8 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     for (int half = 0; half < HALVES; half++) {
         Square<PREPARE_THREADS> keys, queries;
         const float* from = c + start * channels + half * CHUNK;
-        keys.fetch(from + layout.vector(KEY, key_head), channels, rows, HEAD - half * CHUNK);
-        queries.fetch(from + layout.vector(QUERY, key_head), channels, rows, HEAD - half * CHUNK);
+        keys.fetch(from + layout.vector(KEY, key_head), channels, rows);
+        queries.fetch(from + layout.vector(QUERY, key_head), channels, rows);
         keys.put(tile[0]);
         queries.put(tile[1]);
         kk.add<PITCH, PITCH>(tile[0], tile[0]);
@@ -231,8 +288,8 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
             const int row = kk.row(e), column = kk.column(e);
             float between = 0.0f;
             if (column <= row) between = expf((total[row] - total[column]) + (error[row] - error[column]));
-            a[row * PITCH + column] = column < row ? rate[row] * kk.sum[e] * between : 0.0f;
-            if (row < rows) mix[((start + row) * heads + head) * CHUNK + column] = qk.sum[e] * between;
+            a[row * PITCH + column] = column < row ? rate[row] * kk[e] * between : 0.0f;
+            if (row < rows) mix[((start + row) * heads + head) * CHUNK + column] = qk[e] * between;
         }
         // Forward substitution by BLOCK rows of T: -A T of the rows above by all threads, then a thread per column. No
         // entry of T exceeds 1: up to beta, it is k_i P k_j with P a product of contractions I - beta k k^T.
@@ -288,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
     const Span span = span_at(spans, blockIdx.z);
     if (span.rows <= STEPS) return;
     const int head = (int)blockIdx.y, heads = (int)gridDim.y, thread = luce_thread();
-    const int first_column = (int)blockIdx.x * COLUMNS, columns = luce_min(COLUMNS, HEAD - first_column);
+    const int first_column = (int)blockIdx.x * COLUMNS;
     const Layout layout = {key_heads, heads};
     const i64 channels = layout.channels();
     memory += (((i64)span.slot * heads + head) * HEAD + first_column) * HEAD;
@@ -301,13 +358,12 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 #pragma unroll
         for (int e = 0; e < 16; e++) {
             const int column = State::row(e), key = half * CHUNK + State::column(e);
-            const bool there = span.position && column < columns && key < HEAD;
-            s[half].sum[e] = there ? memory[column * HEAD + key] : 0.0f;
+            s[half][e] = span.position ? memory[column * HEAD + key] : 0.0f;
         }
 
     Square<CHUNK_THREADS> square;
     const float* k = c + span.start * channels + layout.vector(KEY, head);
-    square.fetch(k, channels, luce_min(CHUNK, span.rows), HEAD);
+    square.fetch(k, channels, luce_min(CHUNK, span.rows));
     for (int first = 0; first < span.rows; first += CHUNK) {
         const int rows = luce_min(CHUNK, span.rows - first);
         const i64 start = span.start + first;
@@ -324,13 +380,13 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 #pragma unroll
         for (int e = 0; e < 16; e++) {
             const int row = Rows::row(e), column = Rows::column(e);
-            value[e] = row < rows && column < columns ? v[row * channels + column] : 0.0f;
+            value[e] = row < rows ? v[row * channels + column] : 0.0f;
         }
 #pragma unroll
         for (int half = 0; half < HALVES; half++)
 #pragma unroll
             for (int e = 0; e < 16; e++)
-                state[State::row(e) * STATE_PITCH + half * CHUNK + State::column(e)] = s[half].sum[e];
+                state[State::row(e) * STATE_PITCH + half * CHUNK + State::column(e)] = s[half][e];
 
         // Each square is fetched while the product with the one before it is made.
         Rows ks = {}, o = {}, solved = {};
@@ -338,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
         for (int half = 0; half < HALVES; half++) {
             square.put(tile);
             const int next = (half + 1) * CHUNK;
-            square.fetch(next < HEAD ? k + next : q, channels, rows, next < HEAD ? HEAD - next : HEAD);
+            square.fetch(next < HEAD ? k + next : q, channels, rows);
             ks.add<PITCH, STATE_PITCH>(tile, state + half * CHUNK);
         }
 #pragma unroll
@@ -346,42 +402,42 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
             square.put(tile);
             const int next = (half + 1) * CHUNK;
             if (next < HEAD)
-                square.fetch(q + next, channels, rows, HEAD - next);
+                square.fetch(q + next, channels, rows);
             else
-                square.fetch(solve + (start * heads + head) * CHUNK, (i64)heads * CHUNK, rows, CHUNK);
+                square.fetch(solve + (start * heads + head) * CHUNK, (i64)heads * CHUNK, rows);
             o.add<PITCH, STATE_PITCH>(tile, state + half * CHUNK);
         }
 #pragma unroll
         for (int e = 0; e < 16; e++) {
             const int row = Rows::row(e);
-            fresh[Rows::column(e) * PITCH + row] = rate[row] * (value[e] - fade[row] * ks.sum[e]);
-            o.sum[e] *= fade[row];
+            fresh[Rows::column(e) * PITCH + row] = rate[row] * (value[e] - fade[row] * ks[e]);
+            o[e] *= fade[row];
         }
         square.put(tile);
-        square.fetch(mix + (start * heads + head) * CHUNK, (i64)heads * CHUNK, rows, CHUNK);
+        square.fetch(mix + (start * heads + head) * CHUNK, (i64)heads * CHUNK, rows);
         solved.add<PITCH, PITCH>(tile, fresh);
         luce_sync();
 #pragma unroll
-        for (int e = 0; e < 16; e++) fresh[Rows::column(e) * PITCH + Rows::row(e)] = solved.sum[e];
+        for (int e = 0; e < 16; e++) fresh[Rows::column(e) * PITCH + Rows::row(e)] = solved[e];
         square.put(tile);
-        square.fetch(k, channels, rows, HEAD);
+        square.fetch(k, channels, rows);
         o.add<PITCH, PITCH>(tile, fresh);
 #pragma unroll
         for (int e = 0; e < 16; e++) {
             const int row = Rows::row(e), column = Rows::column(e);
-            if (row < rows && column < columns)
-                out[((start + row) * heads + head) * HEAD + first_column + column] = o.sum[e];
+            if (row < rows)
+                out[((start + row) * heads + head) * HEAD + first_column + column] = o[e];
         }
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
             square.put<DOWN_PITCH>(tile, rest);
             const int next = (half + 1) * CHUNK;
             if (next < HEAD)
-                square.fetch(k + next, channels, rows, HEAD - next);
+                square.fetch(k + next, channels, rows);
             else
-                square.fetch(k + CHUNK * channels, channels, luce_min(CHUNK, span.rows - first - CHUNK), HEAD);
+                square.fetch(k + CHUNK * channels, channels, luce_min(CHUNK, span.rows - first - CHUNK));
 #pragma unroll
-            for (int e = 0; e < 16; e++) s[half].sum[e] *= whole;
+            for (int e = 0; e < 16; e++) s[half][e] *= whole;
             s[half].template add<PITCH, DOWN_PITCH>(fresh, tile);
         }
     }
@@ -390,7 +446,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 #pragma unroll
         for (int e = 0; e < 16; e++) {
             const int column = State::row(e), key = half * CHUNK + State::column(e);
-            if (column < columns && key < HEAD) memory[column * HEAD + key] = s[half].sum[e];
+            memory[column * HEAD + key] = s[half][e];
         }
 }
 
@@ -411,14 +467,13 @@ extern "C" __global__ void __launch_bounds__(OUTPUT_THREADS)
     float value[ELEMENTS], squares = 0.0f;
 #pragma unroll
     for (int e = 0; e < ELEMENTS; e++) {
-        const int i = luce_lane() + e * LUCE_LANES;
-        value[e] = i < HEAD ? out[i] : 0.0f;
+        value[e] = out[luce_lane() + e * LUCE_LANES];
         squares = fmaf(value[e], value[e], squares);
     }
     const float scale = 1.0f / sqrtf(luce_lane_sum(squares) / (float)HEAD + eps);
 #pragma unroll
     for (int e = 0; e < ELEMENTS; e++) {
         const int i = luce_lane() + e * LUCE_LANES;
-        if (i < HEAD) out[i] = value[e] * scale * norm[i] * silu(gate[i]);
+        out[i] = value[e] * scale * norm[i] * silu(gate[i]);
     }
 }

@@ -69,7 +69,7 @@ class Attention:
 
 
 #: head_dim and conv_kernel of the GatedDeltaNet that kernels/deltanet*.cu are compiled for
-DELTA_HEAD_DIMS = (16, 32, 64, 128)
+DELTA_HEAD_DIMS = (64, 128)
 DELTA_CONV_KERNELS = (2, 3, 4)
 
 

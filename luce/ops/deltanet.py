@@ -21,7 +21,7 @@ CHUNK = 64
 RECURRENT_ROWS = 16
 
 # Sizes that the kernels have as well.
-_STEP_PARTS = 4
+_STEP_COLUMNS, _STEP_ELEMENTS = 4, 8
 _CONV_THREADS, _CONV_ROWS = 128, 16
 _PREPARE_THREADS = 256
 _CHUNK_THREADS, _CHUNK_COLUMNS = 128, 32
@@ -77,7 +77,8 @@ def gated_delta_net(
     # Each form passes over the spans that are the other one's.
     if longest <= RECURRENT_ROWS or count > 1:
         steps = (x, weights.conv, *gates, weights.norm, past, memory, table, out, stride, key_heads, taps, eps)
-        device.launch("deltanet", "delta_steps", (heads, count), (_STEP_PARTS * d,), steps, defines=defines)
+        threads = d // _STEP_COLUMNS * (d // _STEP_ELEMENTS)
+        device.launch("deltanet", "delta_steps", (heads, count), (threads,), steps, defines=defines)
     if longest > RECURRENT_ROWS:
         vectors = 2 * weights.key_heads + heads
         c = device.empty((n, vectors * d))
@@ -92,7 +93,7 @@ def gated_delta_net(
         device.launch("deltanet_chunk", "delta_prepare", grid, (_PREPARE_THREADS,), prepare, defines=defines)
 
         chunks = (c, memory, table, scalars, solve, mix, out, key_heads)
-        grid = (-(-d // _CHUNK_COLUMNS), heads, count)
+        grid = (d // _CHUNK_COLUMNS, heads, count)
         device.launch("deltanet_chunk", "delta_chunks", grid, (_CHUNK_THREADS,), chunks, defines=defines)
 
         output = (out, x, weights.norm, table, stride, key_heads, value_heads, eps)

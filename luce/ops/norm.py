@@ -47,8 +47,8 @@ def head_rms_norm(device: Device, x: Array, weight: Array, eps: float) -> None:
 
 
 def _threads(d: int) -> int:
-    # From the row's length alone, as the order of its sum depends on it.
-    return 64 if d <= 256 else 256 if d <= 4096 else 1024
+    # From the row's length alone, as the order of its sum depends on it: 8 elements each (HELD of kernels/norm.cu).
+    return min(1024, -(-d // (8 * 64)) * 64)
 
 
 def _rms(x: Array, eps: float) -> Array:

@@ -54,6 +54,7 @@ def _reduce(device: Device) -> None:
 def _norm(device: Device) -> None:
     op_checks_norm.check_rms_norm(device, 2, 1000)
     op_checks_norm.check_add_rms_norm(device, 2, 1000)
+    op_checks_norm.check_add_rms_norm(device, 2, 8203)
     op_checks_norm.check_head_rms_norm(device, 2, 5, 80)
 
 
