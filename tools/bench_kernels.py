@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gguf
@@ -28,11 +29,15 @@ from gguf import GGMLQuantizationType
 from rich.console import Console
 from rich.table import Table
 
+from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, gated_delta_net
 from luce.ops.matmul import matmul
+from luce.ops.norm import add_rms_norm
+from luce.ops.sample import argmax
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.open import found
+from luce.runtime.step import SpanArrays
 
 # Larger than any second-level cache so far (50 MB on H100, 126 MB on B200, 256 MB on MI300).
 _COLD = 512 << 20
@@ -113,6 +118,44 @@ def matvec(device: Device) -> Iterator[Case]:
             x = normal(device, n, cols)
             calls = [lambda w=w, x=x: matmul(device, x, w) for w in weights]
             yield Case(f"matmul {name} {rows}x{cols} n={n}", calls, size + 4 * n * (rows + cols), 2 * n * rows * cols)
+
+
+@family
+def deltanet(device: Device) -> Iterator[Case]:
+    """Gated DeltaNet between its products: the layers of qwen35 27B (48 value heads) and of qwen35moe 35B-A3B (32)."""
+    key_heads, d, taps = 16, 128, 4
+    for heads in (48, 32):
+        channels = (2 * key_heads + heads) * d
+        vectors = (normal(device, size) for size in (heads, heads, d))
+        weights = DeltaWeights(normal(device, channels, taps), -abs(next(vectors)), *vectors, 1e-6, key_heads)
+        for spans, rows in ((1, 1), (1, 4), (1, 16), (16, 1), (64, 1), (1, 512), (1, 2048), (1, 8192)):
+            x = normal(device, spans * rows, channels + heads * (d + 2))
+            table = np.array([(slot, slot * rows, rows, 1) for slot in range(spans)], np.int32)
+            row_span = np.repeat(np.arange(spans, dtype=np.int32), rows)
+            step = SpanArrays(device.upload(table), device.upload(row_span), spans, rows)
+            size = 8 * spans * heads * d * (d + 3 * (taps - 1))
+            memory, past = normal(device, spans, heads, d, d), normal(device, spans, heads, taps - 1, 3, d)
+            calls = [
+                partial(gated_delta_net, device, x, weights, memory.copy(), past.copy(), step)
+                for _ in range(copies(size + x.nbytes))
+            ]
+            # Three products with the state per row, and one each with the chunk's rows and with their inverse.
+            flops = 2 * spans * rows * heads * d * (3 * d + 2 * 64) if rows > RECURRENT_ROWS else 0
+            moved = size + x.nbytes + 4 * spans * rows * heads * d
+            yield Case(f"{heads} heads, {spans} x {rows} rows", calls, moved, flops)
+
+
+@family
+def rows(device: Device) -> Iterator[Case]:
+    """What goes over whole rows between the products: norms, and the choice of a token."""
+    for n, d in ((1, 5120), (16, 5120), (2048, 5120), (1, 2048), (2048, 2048)):
+        weight = normal(device, d)
+        pairs = [(normal(device, n, d), normal(device, n, d)) for _ in range(copies(8 * n * d))]
+        calls = [partial(add_rms_norm, device, x, y, weight, 1e-6) for x, y in pairs]
+        yield Case(f"add_rms_norm {n} x {d}", calls, 16 * n * d)
+    for n in (1, 16):
+        logits = [normal(device, n, 248320) for _ in range(copies(4 * n * 248320))]
+        yield Case(f"argmax {n} x 248320", [partial(argmax, device, x) for x in logits], 4 * n * 248320)
 
 
 @dataclass(frozen=True)
