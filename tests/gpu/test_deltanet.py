@@ -18,7 +18,7 @@ def test_formula(gpu: Device, lengths: tuple[int, ...], decay: checks.Decay) -> 
 
 
 @pytest.mark.parametrize(
-    ("key_heads", "heads", "d"), [(1, 1, 16), (1, 5, 32), (2, 4, 64), (3, 3, 64), (16, 48, 128), (16, 32, 128)]
+    ("key_heads", "heads", "d"), [(1, 1, 64), (2, 4, 64), (3, 3, 64), (1, 5, 128), (16, 48, 128), (16, 32, 128)]
 )
 def test_shapes(gpu: Device, key_heads: int, heads: int, d: int) -> None:
     checks.check_formula(gpu, (3, 150, 1), key_heads=key_heads, heads=heads, d=d)
@@ -39,7 +39,7 @@ def test_single_steps(gpu: Device, rows: int) -> None:
     checks.check_single_steps(gpu, rows, key_heads=2, heads=6, d=128)
 
 
-@pytest.mark.parametrize("d", [16, 64, 128])
+@pytest.mark.parametrize("d", [64, 128])
 def test_spans_do_not_depend_on_their_company(gpu: Device, d: int) -> None:
     checks.check_company(gpu, (1, 17, 16, 300, 3, 64, 1, 1), key_heads=1, heads=3, d=d)
     checks.check_company(gpu, (1,) * 64, key_heads=1, heads=3, d=d)

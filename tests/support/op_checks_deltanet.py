@@ -269,11 +269,12 @@ def check_cuts(device: Device, cuts: Sequence[int], *, key_heads: int, heads: in
 
 def check_far_out(device: Device, rows: int) -> None:
     """Gates at both ends of float32, keys and queries of zeros, silu where exp overflows: all finite, the formula's."""
-    case = make_case(rows, key_heads=1, heads=2, d=16)
-    case.conv[:32, :3] = 0  # so that zero rows make zero keys and queries
-    case.m[: rows // 2, :16] = 0
-    case.m[rows // 3 : rows // 2, 16:32] = 0
-    case.m[-3:, 32:40] = [-2000, 2000, -88, 88, 0, 500, -500, 100]
+    d = 64
+    case = make_case(rows, key_heads=1, heads=2, d=d)
+    case.conv[: 2 * d, :3] = 0  # so that zero rows make zero keys and queries
+    case.m[: rows // 2, :d] = 0
+    case.m[rows // 3 : rows // 2, d : 2 * d] = 0
+    case.m[-3:, 2 * d : 2 * d + 8] = [-2000, 2000, -88, 88, 0, 500, -500, 100]
     case.alpha[2::5], case.alpha[1::5] = 1e4, -1e4
     case.beta[::3], case.beta[1::3] = -200, 200
     out, after = run(device, case, [(0, 0, rows, 1)])
@@ -295,7 +296,7 @@ def check_agreement(
 
 def check_no_rows(device: Device) -> None:
     """An empty step."""
-    case = make_case(0, key_heads=1, heads=2, d=16)
+    case = make_case(0, key_heads=1, heads=2, d=64)
     out, after = run(device, case, [])
-    assert out.shape == (0, 32)
+    assert out.shape == (0, 128)
     np.testing.assert_array_equal(after.memory, case.state.memory)

@@ -67,12 +67,12 @@ def _attention(device: Device) -> None:
 
 def _deltanet(device: Device) -> None:
     op_checks_deltanet.check_formula(device, (1, 16, 5), key_heads=1, heads=2, d=128)
-    op_checks_deltanet.check_single_steps(device, 3, key_heads=1, heads=2, d=16)
+    op_checks_deltanet.check_single_steps(device, 3, key_heads=1, heads=2, d=64)
 
 
 def _deltanet_chunk(device: Device) -> None:
     op_checks_deltanet.check_formula(device, (150, 17), key_heads=1, heads=2, d=128)
-    op_checks_deltanet.check_formula(device, (70,), key_heads=2, heads=4, d=16)
+    op_checks_deltanet.check_formula(device, (70,), key_heads=2, heads=4, d=64)
 
 
 def _matmul_vec(device: Device) -> None:

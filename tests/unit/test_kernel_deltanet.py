@@ -11,10 +11,10 @@ from tests.support import op_checks_deltanet as checks
 @pytest.mark.parametrize("decay", ["model", "none", "strong", "mixed"])
 @pytest.mark.parametrize("lengths", [(1, 16, 5), (17, 1, 63), (64, 65), (130,)])
 def test_formula(emulated: Device, lengths: tuple[int, ...], decay: checks.Decay) -> None:
-    checks.check_formula(emulated, lengths, key_heads=1, heads=2, d=16, decay=decay)
+    checks.check_formula(emulated, lengths, key_heads=1, heads=2, d=64, decay=decay)
 
 
-@pytest.mark.parametrize(("key_heads", "heads", "d"), [(2, 6, 16), (3, 3, 32), (1, 3, 64), (1, 2, 128)])
+@pytest.mark.parametrize(("key_heads", "heads", "d"), [(2, 6, 64), (3, 3, 64), (1, 2, 128)])
 def test_shapes(emulated: Device, key_heads: int, heads: int, d: int) -> None:
     checks.check_formula(emulated, (3, 70), key_heads=key_heads, heads=heads, d=d)
 
@@ -22,21 +22,21 @@ def test_shapes(emulated: Device, key_heads: int, heads: int, d: int) -> None:
 @pytest.mark.parametrize("taps", [2, 3])
 @pytest.mark.parametrize("lengths", [(1, 2, 3), (40, 1, 16, 33)])
 def test_taps(emulated: Device, lengths: tuple[int, ...], taps: int) -> None:
-    checks.check_formula(emulated, lengths, key_heads=2, heads=4, d=16, taps=taps)
+    checks.check_formula(emulated, lengths, key_heads=2, heads=4, d=64, taps=taps)
 
 
-@pytest.mark.parametrize(("rows", "d"), [(2, 16), (16, 64), (3, 128)])
+@pytest.mark.parametrize(("rows", "d"), [(2, 64), (16, 64), (3, 128)])
 def test_single_steps(emulated: Device, rows: int, d: int) -> None:
     checks.check_single_steps(emulated, rows, key_heads=1, heads=2, d=d)
 
 
 def test_spans_do_not_depend_on_their_company(emulated: Device) -> None:
-    checks.check_company(emulated, (1, 17, 16, 70, 3), key_heads=1, heads=2, d=16)
+    checks.check_company(emulated, (1, 17, 16, 70, 3), key_heads=1, heads=2, d=64)
 
 
 @pytest.mark.parametrize("decay", ["model", "none"])
 def test_cut_anywhere(emulated: Device, decay: checks.Decay) -> None:
-    checks.check_cuts(emulated, (1, 30, 16, 100, 7), key_heads=1, heads=2, d=16, decay=decay)
+    checks.check_cuts(emulated, (1, 30, 16, 100, 7), key_heads=1, heads=2, d=64, decay=decay)
 
 
 @pytest.mark.parametrize("rows", [16, 40])
