@@ -10,6 +10,8 @@
 #include "deltanet.h"
 
 #define COLUMNS 4
+// Rows whose inputs are loaded at once.
+#define BATCH 4
 #define PARTS (HEAD / 8)
 #define THREADS (HEAD / COLUMNS * PARTS)
 #define WAVES (THREADS / LUCE_LANES)
@@ -77,30 +79,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         fade[thread] = expf(log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]));
         rate[thread] = sigmoid(row[layout.beta(head)]);
     }
-    // A wave has as many elements of a row's query, key, value or gate as it has lanes.
-    for (int item = luce_wave(); item < span.rows * (VECTORS + 1) * ELEMENTS; item += WAVES) {
-        const int row = item / ((VECTORS + 1) * ELEMENTS), kind = item / ELEMENTS % (VECTORS + 1);
-        const int part_of_vector = item % ELEMENTS, i = part_of_vector * LUCE_LANES + lane;
-        if (kind == VECTORS) {
-            gate[row][i] = norm[i] * silu(x[row * stride + layout.gate(head) + i]);
-            continue;
-        }
-        const int channel = layout.vector(kind, head);
+    // A wave has as many elements of the queries, keys, values or gates as it has lanes, from the first row to the last.
+    for (int item = luce_wave(); item < (VECTORS + 1) * ELEMENTS; item += WAVES) {
+        const int kind = item / ELEMENTS, own_part = item % ELEMENTS, i = own_part * LUCE_LANES + lane;
+        const int channel = kind == VECTORS ? layout.gate(head) : layout.vector(kind, head);
         const Window window = {x + channel, before ? before + kind * HEAD : nullptr, stride, taps};
-        float input[TAPS] = {}, weight[TAPS] = {};
+        float input[TAPS - 1 + BATCH] = {}, weight[TAPS] = {};
+        if (kind == VECTORS) {
+            weight[0] = norm[i];
+        } else {
+            // The last tap meets the row itself.
 #pragma unroll
-        for (int tap = 0; tap < TAPS; tap++) {
-            const float* from = window.at(row - (taps - 1) + tap);
-            if (tap < taps && from) input[tap] = from[i];
-            if (tap < taps) weight[tap] = filter[(i64)(channel + i) * taps + tap];
+            for (int tap = 0; tap < TAPS; tap++)
+                if (tap >= TAPS - taps) weight[tap] = filter[(i64)(channel + i) * taps + tap - (TAPS - taps)];
+#pragma unroll
+            for (int tap = 0; tap < TAPS - 1; tap++)
+                if (tap >= TAPS - taps && before) input[tap] = window.at(tap - (TAPS - 1))[i];
         }
-        float sum = 0.0f;
+        for (int first = 0; first < span.rows; first += BATCH) {
 #pragma unroll
-        for (int tap = 0; tap < TAPS; tap++) sum = fmaf(input[tap], weight[tap], sum);
-        const float value = silu(sum);
-        vectors[row][kind][i] = value;
-        const float part_squares = luce_lane_sum(value * value);
-        if (lane == 0) squares[row][kind][part_of_vector] = part_squares;
+            for (int b = 0; b < BATCH; b++)
+                if (first + b < span.rows) input[TAPS - 1 + b] = window.at(first + b)[i];
+#pragma unroll
+            for (int b = 0; b < BATCH; b++) {
+                const int row = first + b;
+                if (row >= span.rows) break;
+                if (kind == VECTORS) {
+                    gate[row][i] = weight[0] * silu(input[TAPS - 1 + b]);
+                    continue;
+                }
+                float sum = 0.0f;
+#pragma unroll
+                for (int tap = 0; tap < TAPS; tap++) sum = fmaf(input[b + tap], weight[tap], sum);
+                const float value = silu(sum);
+                vectors[row][kind][i] = value;
+                const float part_squares = luce_lane_sum(value * value);
+                if (lane == 0) squares[row][kind][own_part] = part_squares;
+            }
+#pragma unroll
+            for (int tap = 0; tap < TAPS - 1; tap++) input[tap] = input[BATCH + tap];
+        }
     }
     luce_sync();
     if (thread < 2 * span.rows) {

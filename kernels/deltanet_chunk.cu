@@ -20,12 +20,14 @@ static_assert(HEAD % CHUNK == 0 && HEAD % COLUMNS == 0, "a head is whole squares
 #define DOWN_PITCH (CHUNK + 8)
 #define STATE_PITCH (HEAD + 4)
 
+// Rows whose inputs are loaded at once, as one's latency is long.
+#define BATCH 4
+
 // --- convolution
 
 #define CONV_THREADS 128
 // Rows of a wave; at least TAPS - 1, so that only a span's first tile reaches back into the state.
 #define TILE 16
-#define BATCH 4
 
 // c = silu(convolution) of a span's rows, queries and keys as unit vectors. A wave has a vector of TILE rows; grid
 // (vectors / waves, tiles of the longest span, spans), CONV_THREADS threads. x, filter and past as in deltanet.cu, c
@@ -65,7 +67,6 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
         }
     }
     for (int tile = 0; tile < TILE; tile += BATCH) {
-        // Of several rows at once, as one's latency is long.
         float input[BATCH][ELEMENTS];
 #pragma unroll
         for (int b = 0; b < BATCH; b++)
@@ -138,20 +139,20 @@ template <int THREADS> struct Square {
 
 // --- products of matrices in shared memory
 
-// M x N sums by a block of M * N / 16 threads, 16 of them each: [e] is the one at (row(e), column(e)). Both factors have
-// the summed dimension along their rows, or (DOWN) the second one has it down its columns.
-template <int M, int N, bool DOWN = false> struct Product {
-    float sum[4][4];
+// M x N sums by a block of M * N / (4 * TILES) threads, 4 * TILES of them each: [e] is the one at (row(e), column(e)). Both
+// factors have the summed dimension along their rows, or (DOWN) the second one has it down its columns.
+template <int M, int N, int TILES, bool DOWN = false> struct Product {
+    float sum[TILES][4];
 
     __device__ __forceinline__ float& operator[](int e) { return sum[e / 4][e % 4]; }
 
 #if LUCE_MMA_TF32
-    // A wave has 16 rows and 4 tiles of 8 columns.
+    // A wave has 16 rows and TILES tiles of 8 columns.
     static __device__ __forceinline__ int row(int e) {
         return luce_wave() % (M / 16) * 16 + luce_lane() / 4 + e / 2 % 2 * 8;
     }
     static __device__ __forceinline__ int column(int e) {
-        return luce_wave() / (M / 16) * 32 + e / 4 * 8 + luce_lane() % 4 * 2 + e % 2;
+        return luce_wave() / (M / 16) * TILES * 8 + e / 4 * 8 + luce_lane() % 4 * 2 + e % 2;
     }
 
     // high + low = value, high of 11 significant bits.
@@ -165,52 +166,55 @@ template <int M, int N, bool DOWN = false> struct Product {
     template <int A_PITCH, int B_PITCH> __device__ __forceinline__ void add(const float* a, const float* b) {
         const int g = luce_lane() / 4, t = luce_lane() % 4;
         a += (luce_wave() % (M / 16) * 16 + g) * A_PITCH + t;
-        b += (luce_wave() / (M / 16) * 32 + g) * (DOWN ? 1 : B_PITCH) + t * (DOWN ? B_PITCH : 1);
-#pragma unroll 1
+        b += (luce_wave() / (M / 16) * TILES * 8 + g) * (DOWN ? 1 : B_PITCH) + t * (DOWN ? B_PITCH : 1);
+#pragma unroll 2
         for (int k = 0; k < CHUNK; k += 8) {
-            float a_high[4], a_low[4], b_high[4][2], b_low[4][2];
+            float a_high[4], a_low[4], b_high[TILES][2], b_low[TILES][2];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                split(a_high[i], a_low[i], a[i % 2 * 8 * A_PITCH + k + i / 2 * 4]);
+            for (int i = 0; i < 4; i++) split(a_high[i], a_low[i], a[i % 2 * 8 * A_PITCH + k + i / 2 * 4]);
+#pragma unroll
+            for (int i = 0; i < TILES; i++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const int at = k + half * 4;
                     split(b_high[i][half], b_low[i][half], DOWN ? b[at * B_PITCH + i * 8] : b[i * 8 * B_PITCH + at]);
                 }
-            }
 #pragma unroll
-            for (int i = 0; i < 4; i++) luce_mma_tf32(sum[i], a_low, b_high[i]);
+            for (int i = 0; i < TILES; i++) luce_mma_tf32(sum[i], a_low, b_high[i]);
 #pragma unroll
-            for (int i = 0; i < 4; i++) luce_mma_tf32(sum[i], a_high, b_low[i]);
+            for (int i = 0; i < TILES; i++) luce_mma_tf32(sum[i], a_high, b_low[i]);
 #pragma unroll
-            for (int i = 0; i < 4; i++) luce_mma_tf32(sum[i], a_high, b_high[i]);
+            for (int i = 0; i < TILES; i++) luce_mma_tf32(sum[i], a_high, b_high[i]);
         }
     }
 #else
-    static __device__ __forceinline__ int row(int e) { return luce_thread() / (N / 4) + e / 4 * (M / 4); }
+    static __device__ __forceinline__ int row(int e) { return luce_thread() / (N / TILES) + e / TILES * (M / 4); }
     static __device__ __forceinline__ int column(int e) {
-        const int at = luce_thread() % (N / 4);
-        return DOWN ? at * 4 + e % 4 : at + e % 4 * (N / 4);
+        return luce_thread() % (N / TILES) + e % TILES * (N / TILES);
     }
 
     template <int A_PITCH, int B_PITCH> __device__ __forceinline__ void add(const float* a, const float* b) {
         a += row(0) * A_PITCH;
-        b += DOWN ? column(0) : column(0) * B_PITCH;
-#pragma unroll 1
+        b += column(0) * (DOWN ? 1 : B_PITCH);
+#pragma unroll 2
         for (int k = 0; k < CHUNK; k += 4) {
-            float left[4][4], right[4][4];
+            float left[4][4], right[TILES][4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                get4(left[i], a + i * (M / 4) * A_PITCH + k);
-                get4(right[i], DOWN ? b + (k + i) * B_PITCH : b + i * (N / 4) * B_PITCH + k);
+            for (int i = 0; i < 4; i++) get4(left[i], a + i * (M / 4) * A_PITCH + k);
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                if (DOWN) {
+#pragma unroll
+                    for (int n = 0; n < 4; n++) right[i][n] = b[(k + n) * B_PITCH + i * (N / TILES)];
+                } else {
+                    get4(right[i], b + i * (N / TILES) * B_PITCH + k);
+                }
             }
 #pragma unroll
-            for (int i = 0; i < 4; i++)
+            for (int n = 0; n < 4; n++)
 #pragma unroll
-                for (int r = 0; r < 4; r++)
-#pragma unroll
-                    for (int c = 0; c < 4; c++)
-                        sum[r][c] = fmaf(left[r][i], DOWN ? right[i][c] : right[c][i], sum[r][c]);
+                for (int e = 0; e < 4 * TILES; e++)
+                    sum[e / 4][e % 4] = fmaf(left[e / TILES][n], right[e % TILES][n], sum[e / 4][e % 4]);
         }
     }
 #endif
@@ -240,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     const Layout layout = {(int)gridDim.y, heads};
     const int channels = layout.channels();
 
-    Product<CHUNK, CHUNK> kk = {}, qk = {};
+    Product<CHUNK, CHUNK, 4> kk = {}, qk = {};
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
         Square<PREPARE_THREADS> keys, queries;
@@ -330,7 +334,9 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     }
 }
 
-#define CHUNK_THREADS (CHUNK * COLUMNS / 16)
+#define CHUNK_THREADS 256
+// Of a product's elements that a thread has.
+#define SUMS (CHUNK * COLUMNS / CHUNK_THREADS)
 
 // The chunks of a span one after the other; out gets O. Grid (HEAD / COLUMNS, value heads, spans), CHUNK_THREADS threads.
 // The state is kept with a row per column: memory [slots, value heads, HEAD values, HEAD keys].
@@ -350,13 +356,13 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
     const i64 channels = layout.channels();
     memory += (((i64)span.slot * heads + head) * HEAD + first_column) * HEAD;
 
-    using Rows = Product<CHUNK, COLUMNS>;
-    using State = Product<COLUMNS, CHUNK, true>;
+    using Rows = Product<CHUNK, COLUMNS, SUMS / 4>;
+    using State = Product<COLUMNS, CHUNK, SUMS / 4, true>;
     State s[HALVES];
 #pragma unroll
     for (int half = 0; half < HALVES; half++)
 #pragma unroll
-        for (int e = 0; e < 16; e++) {
+        for (int e = 0; e < SUMS; e++) {
             const int column = State::row(e), key = half * CHUNK + State::column(e);
             s[half][e] = span.position ? memory[column * HEAD + key] : 0.0f;
         }
@@ -376,16 +382,16 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
             rate[thread] = row[0], fade[thread] = row[1], rest[thread] = row[2];
         }
         const float whole = gates[(start * heads + head) * 4 + 3];
-        float value[16];
+        float value[SUMS];
 #pragma unroll
-        for (int e = 0; e < 16; e++) {
+        for (int e = 0; e < SUMS; e++) {
             const int row = Rows::row(e), column = Rows::column(e);
             value[e] = row < rows ? v[row * channels + column] : 0.0f;
         }
 #pragma unroll
         for (int half = 0; half < HALVES; half++)
 #pragma unroll
-            for (int e = 0; e < 16; e++)
+            for (int e = 0; e < SUMS; e++)
                 state[State::row(e) * STATE_PITCH + half * CHUNK + State::column(e)] = s[half][e];
 
         // Each square is fetched while the product with the one before it is made.
@@ -408,7 +414,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
             o.add<PITCH, STATE_PITCH>(tile, state + half * CHUNK);
         }
 #pragma unroll
-        for (int e = 0; e < 16; e++) {
+        for (int e = 0; e < SUMS; e++) {
             const int row = Rows::row(e);
             fresh[Rows::column(e) * PITCH + row] = rate[row] * (value[e] - fade[row] * ks[e]);
             o[e] *= fade[row];
@@ -418,12 +424,12 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
         solved.add<PITCH, PITCH>(tile, fresh);
         luce_sync();
 #pragma unroll
-        for (int e = 0; e < 16; e++) fresh[Rows::column(e) * PITCH + Rows::row(e)] = solved[e];
+        for (int e = 0; e < SUMS; e++) fresh[Rows::column(e) * PITCH + Rows::row(e)] = solved[e];
         square.put(tile);
         square.fetch(k, channels, rows);
         o.add<PITCH, PITCH>(tile, fresh);
 #pragma unroll
-        for (int e = 0; e < 16; e++) {
+        for (int e = 0; e < SUMS; e++) {
             const int row = Rows::row(e), column = Rows::column(e);
             if (row < rows)
                 out[((start + row) * heads + head) * HEAD + first_column + column] = o[e];
@@ -437,14 +443,14 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
             else
                 square.fetch(k + CHUNK * channels, channels, luce_min(CHUNK, span.rows - first - CHUNK));
 #pragma unroll
-            for (int e = 0; e < 16; e++) s[half][e] *= whole;
+            for (int e = 0; e < SUMS; e++) s[half][e] *= whole;
             s[half].template add<PITCH, DOWN_PITCH>(fresh, tile);
         }
     }
 #pragma unroll
     for (int half = 0; half < HALVES; half++)
 #pragma unroll
-        for (int e = 0; e < 16; e++) {
+        for (int e = 0; e < SUMS; e++) {
             const int column = State::row(e), key = half * CHUNK + State::column(e);
             memory[column * HEAD + key] = s[half][e];
         }
@@ -454,26 +460,35 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 
 #define OUTPUT_THREADS 128
 
-// out = rms(out) * norm * silu(gate) per head, of the long spans' rows. A wave has a head; grid (rows of the longest
-// span, value heads / waves, spans), OUTPUT_THREADS threads.
+// out = rms(out) * norm * silu(gate) per head, of the long spans' rows. A wave has a head of BATCH rows; grid
+// (rows of the longest span / BATCH, value heads / waves, spans), OUTPUT_THREADS threads.
 extern "C" __global__ void __launch_bounds__(OUTPUT_THREADS)
     delta_output(float* __restrict__ out, const float* __restrict__ x, const float* __restrict__ norm,
                  const i32* __restrict__ spans, i64 stride, int key_heads, int heads, float eps) {
     const Span span = span_at(spans, blockIdx.z);
-    const int row = (int)blockIdx.x, head = (int)blockIdx.y * (OUTPUT_THREADS / LUCE_LANES) + luce_wave();
-    if (span.rows <= STEPS || row >= span.rows || head >= heads) return;  // whole waves
-    const float* gate = x + (span.start + row) * stride + Layout{key_heads, heads}.gate(head);
-    out += ((i64)(span.start + row) * heads + head) * HEAD;
-    float value[ELEMENTS], squares = 0.0f;
+    const int first = (int)blockIdx.x * BATCH, head = (int)blockIdx.y * (OUTPUT_THREADS / LUCE_LANES) + luce_wave();
+    if (span.rows <= STEPS || first >= span.rows || head >= heads) return;  // whole waves
+    const float* gate = x + (span.start + first) * stride + Layout{key_heads, heads}.gate(head) + luce_lane();
+    out += ((i64)(span.start + first) * heads + head) * HEAD + luce_lane();
+    float value[BATCH][ELEMENTS], z[BATCH][ELEMENTS];
 #pragma unroll
-    for (int e = 0; e < ELEMENTS; e++) {
-        value[e] = out[luce_lane() + e * LUCE_LANES];
-        squares = fmaf(value[e], value[e], squares);
-    }
-    const float scale = 1.0f / sqrtf(luce_lane_sum(squares) / (float)HEAD + eps);
+    for (int b = 0; b < BATCH; b++)
 #pragma unroll
-    for (int e = 0; e < ELEMENTS; e++) {
-        const int i = luce_lane() + e * LUCE_LANES;
-        out[i] = value[e] * scale * norm[i] * silu(gate[i]);
+        for (int e = 0; e < ELEMENTS; e++) {
+            const bool there = first + b < span.rows;
+            value[b][e] = there ? out[(i64)b * heads * HEAD + e * LUCE_LANES] : 0.0f;
+            z[b][e] = there ? gate[b * stride + e * LUCE_LANES] : 0.0f;
+        }
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) squares = fmaf(value[b][e], value[b][e], squares);
+        const float scale = 1.0f / sqrtf(luce_lane_sum(squares) / (float)HEAD + eps);
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++)
+            if (first + b < span.rows)
+                out[(i64)b * heads * HEAD + e * LUCE_LANES] =
+                    value[b][e] * scale * norm[luce_lane() + e * LUCE_LANES] * silu(z[b][e]);
     }
 }

@@ -24,8 +24,8 @@ RECURRENT_ROWS = 16
 _STEP_COLUMNS, _STEP_ELEMENTS = 4, 8
 _CONV_THREADS, _CONV_ROWS = 128, 16
 _PREPARE_THREADS = 256
-_CHUNK_THREADS, _CHUNK_COLUMNS = 128, 32
-_OUTPUT_THREADS = 128
+_CHUNK_THREADS, _CHUNK_COLUMNS = 256, 32
+_OUTPUT_THREADS, _OUTPUT_ROWS = 128, 4
 
 # Rows that the host convolves at once, so that its temporaries stay in a core's cache.
 _HOST_ROWS = 32
@@ -97,7 +97,7 @@ def gated_delta_net(
         device.launch("deltanet_chunk", "delta_chunks", grid, (_CHUNK_THREADS,), chunks, defines=defines)
 
         output = (out, x, weights.norm, table, stride, key_heads, value_heads, eps)
-        grid = (longest, -(-heads // (_OUTPUT_THREADS // device.lanes)), count)
+        grid = (-(-longest // _OUTPUT_ROWS), -(-heads // (_OUTPUT_THREADS // device.lanes)), count)
         device.launch("deltanet_chunk", "delta_output", grid, (_OUTPUT_THREADS,), output, defines=defines)
     return out
 
