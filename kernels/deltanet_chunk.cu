@@ -223,6 +223,7 @@ template <int M, int N, int TILES, bool DOWN = false> struct Product {
 // --- the gated delta rule
 
 #define PREPARE_THREADS 256
+#define GROUPS (PREPARE_THREADS / CHUNK)
 #define BLOCK 16
 
 // T, M and the gates beta_i, e^G_i, e^(G_last - G_i), e^G_last of each chunk and value head. Grid (chunks of the longest
@@ -234,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
                   float* __restrict__ solve, float* __restrict__ mix, i64 stride, int heads) {
     // Keys and queries, then T and A.
     __shared__ __align__(16) float tile[2][CHUNK * DOWN_PITCH];
-    __shared__ float g[CHUNK], rate[CHUNK], total[CHUNK], error[CHUNK];
+    __shared__ float g[GROUPS][CHUNK], rate[GROUPS][CHUNK], total[GROUPS][CHUNK], error[GROUPS][CHUNK];
     const Span span = span_at(spans, blockIdx.z);
     const int first = (int)blockIdx.x * CHUNK;
     if (span.rows <= STEPS || first >= span.rows) return;
@@ -257,33 +258,35 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
         qk.add<PITCH, PITCH>(tile[1], tile[0]);
     }
 
-    for (int head = key_head; head < heads; head += layout.key_heads) {
-        // A row past the chunk's end has beta = g = 0: it changes nothing.
-        if (thread < CHUNK) {
-            const float* row = x + (start + thread) * stride;
-            const bool there = thread < rows;
-            g[thread] = there ? log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]) : 0.0f;
-            rate[thread] = there ? sigmoid(row[layout.beta(head)]) : 0.0f;
-        }
-        luce_sync();
-        // G as a sum of two floats: after rows of strong decay it is in the hundreds, where the steps between floats are
-        // as large as the differences between later rows that D is made of.
-        if (thread < CHUNK) {
+    // The gates of as many of the key head's value heads as there are threads for.
+    const int readers = heads / layout.key_heads;
+    for (int reader = 0; reader < readers; reader++) {
+        const int head = key_head + reader * layout.key_heads, group = reader % GROUPS;
+        if (group == 0) {
+            const int own = thread / CHUNK, row = thread % CHUNK, own_head = head + own * layout.key_heads;
+            const bool there = row < rows && own_head < heads;
+            const float* from = x + (start + row) * stride;
+            // A row past the chunk's end has beta = g = 0: it changes nothing.
+            g[own][row] = there ? log_fade(from[layout.alpha(own_head)], decay[own_head], dt_bias[own_head]) : 0.0f;
+            rate[own][row] = there ? sigmoid(from[layout.beta(own_head)]) : 0.0f;
+            luce_sync();
+            // G as a sum of two floats: after rows of strong decay it is in the hundreds, where the steps between floats
+            // are as large as the differences between later rows that D is made of.
             float sum = 0.0f, rest = 0.0f;
-            for (int row = 0; row <= thread; row++) {
-                const float next = sum + g[row], added = next - sum;
-                rest += (sum - (next - added)) + (g[row] - added);
+            for (int r = 0; r <= row; r++) {
+                const float next = sum + g[own][r], added = next - sum;
+                rest += (sum - (next - added)) + (g[own][r] - added);
                 sum = next;
             }
-            total[thread] = sum;
-            error[thread] = rest;
-        }
-        luce_sync();
-        if (thread < rows) {
-            const float last = total[CHUNK - 1], last_error = error[CHUNK - 1];
-            const float row[4] = {rate[thread], expf(total[thread] + error[thread]),
-                                  expf((last - total[thread]) + (last_error - error[thread])), expf(last + last_error)};
-            put4(gates + ((start + thread) * heads + head) * 4, row);
+            total[own][row] = sum;
+            error[own][row] = rest;
+            luce_sync();
+            if (there) {
+                const float last = total[own][CHUNK - 1], last_error = error[own][CHUNK - 1];
+                const float factors[4] = {rate[own][row], expf(sum + rest), expf((last - sum) + (last_error - rest)),
+                                          expf(last + last_error)};
+                put4(gates + ((start + row) * heads + own_head) * 4, factors);
+            }
         }
 
         float *t = tile[0], *a = tile[1];
@@ -291,10 +294,14 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
         for (int e = 0; e < 16; e++) {
             const int row = kk.row(e), column = kk.column(e);
             float between = 0.0f;
-            if (column <= row) between = expf((total[row] - total[column]) + (error[row] - error[column]));
-            a[row * PITCH + column] = column < row ? rate[row] * kk[e] * between : 0.0f;
+            if (column <= row) {
+                const float sum = total[group][row] - total[group][column];
+                between = expf(sum + (error[group][row] - error[group][column]));
+            }
+            a[row * PITCH + column] = column < row ? rate[group][row] * kk[e] * between : 0.0f;
             if (row < rows) mix[((start + row) * heads + head) * CHUNK + column] = qk[e] * between;
         }
+        luce_sync();  // the last head's T has been copied
         // Forward substitution by BLOCK rows of T: -A T of the rows above by all threads, then a thread per column. No
         // entry of T exceeds 1: up to beta, it is k_i P k_j with P a product of contractions I - beta k k^T.
         const int column = thread % CHUNK, row0 = thread / CHUNK * 4;
