@@ -1,16 +1,20 @@
 // Matrix products of a wave, and copies to shared memory that run beside the arithmetic.
 //
 // LUCE_MMA_F16 is 1 where the target multiplies tiles of halves in hardware: CUDA from sm_75 on, and the host at 32 lanes,
-// where shuffles stand in for it. Elsewhere it is 0 and kernels take their portable path.
+// where shuffles stand in for it. LUCE_MMA_TF32 says the same of floats that are cut to 11 significant bits: CUDA from
+// sm_80 on, and the host at 32 lanes. Elsewhere they are 0 and kernels take their portable path.
 #pragma once
 #include "gpu.h"
 
 #if defined(LUCE_HOST)
 #define LUCE_MMA_F16 (LUCE_LANES == 32)
+#define LUCE_MMA_TF32 (LUCE_LANES == 32)
 #elif defined(__HIP__) || defined(__HIPCC__) || defined(__HIPCC_RTC__)
 #define LUCE_MMA_F16 0
+#define LUCE_MMA_TF32 0
 #else
 #define LUCE_MMA_F16 1
+#define LUCE_MMA_TF32 (__CUDA_ARCH__ >= 800)
 #endif
 
 // Two floats as halves of one word, `low` in its lower bits; to nearest, ties to even, beyond 65504 to infinity.
@@ -76,6 +80,49 @@ LUCE_FN void luce_mma_f16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #endif
 }
 
+#endif
+
+#if LUCE_MMA_TF32
+
+// c += a b: a [16, 8] and b [8, 8] in floats whose lower 13 bits do not count, c [16, 8] in float. With g and t as above, a
+// lane holds
+//   a[0] = row g,     column t        b[0] = row t,     column g
+//   a[1] = row g + 8, column t        b[1] = row t + 4, column g
+//   a[2] = row g,     column t + 4
+//   a[3] = row g + 8, column t + 4
+// and of c the same as above.
+#if defined(LUCE_HOST)
+
+LUCE_FN void luce_mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
+    // Two floats as a shuffle takes them, without the bits that do not count.
+    const auto pair = [](float low, float high) {
+        return (u64)(__float_as_uint(low) & 0xffffe000u) | (u64)(__float_as_uint(high) & 0xffffe000u) << 32;
+    };
+    const int g = luce_lane() / 4, t = luce_lane() % 4;
+    float x[2][8], y[2][8];
+    for (int half = 0; half < 2; half++) {
+        const u64 row = pair(a[half], a[half + 2]), column = pair(b[0], b[1]);
+        for (int i = 0; i < 4; i++) {
+            const u64 left = luce_shfl(row, g * 4 + i), right = luce_shfl(column, (t * 2 + half) * 4 + i);
+            x[half][i] = __uint_as_float((u32)left), x[half][i + 4] = __uint_as_float((u32)(left >> 32));
+            y[half][i] = __uint_as_float((u32)right), y[half][i + 4] = __uint_as_float((u32)(right >> 32));
+        }
+    }
+    for (int e = 0; e < 4; e++)
+        for (int k = 0; k < 8; k++) c[e] = fmaf(x[e / 2][k], y[e % 2][k], c[e]);
+}
+
+#else
+
+LUCE_FN void luce_mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+          "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
+}
+
+#endif
 #endif
 
 // Copies 16 bytes to shared memory, or zeros if not `valid`; both addresses are multiples of 16. The copy is there for
