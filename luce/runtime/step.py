@@ -48,6 +48,32 @@ class PageView:
     count: Int32
     dest: Int32
 
+    @cached_property
+    def resident(self) -> tuple[Resident, ...]:
+        """What each span sees, for the host: found once a step, read by every layer of the group."""
+        return tuple(Resident.of(t[:n], f[:n]) for t, f, n in zip(self.table, self.first, self.count, strict=True))
+
+
+@dataclass(frozen=True)
+class Resident:
+    """The pool rows of a span's pages, in order of position: a slice where the pages lie side by side, which the
+    allocator aims for, else int32 [keys]. `positions` int32 [keys], None if they are 0, 1, 2, ..."""
+
+    rows: slice | Int32
+    positions: Int32 | None
+
+    @classmethod
+    def of(cls, pages: Int32, first: Int32) -> Resident:
+        """From the page numbers and the position of each page's first row."""
+        within = np.arange(PAGE, dtype=np.int32)
+        begin = int(pages[0]) if len(pages) else 0
+        together = (pages == np.arange(begin, begin + len(pages))).all()
+        whole = (first == np.arange(0, len(first) * PAGE, PAGE)).all()
+        return cls(
+            slice(begin * PAGE, (begin + len(pages)) * PAGE) if together else (pages[:, None] * PAGE + within).ravel(),
+            None if whole else (first[:, None] + within).ravel(),
+        )
+
 
 @dataclass(frozen=True)
 class Step:
@@ -85,12 +111,14 @@ class Output:
 class DeviceStep:
     """A step's arrays on one device, with the shapes that launches need on the host.
 
-    span_slot, span_start, span_rows, span_position: int32 [spans]; row_span int32 [rows] names each row's span.
+    ropes: rotary tables that layers share. lent: by block, float32 [rows, 2 kv_heads head_dim], the rows' keys and then
+    their values, of blocks that layers on other devices borrow from.
     """
 
     device: Device
     step: Step
     ropes: dict[object, Array] = field(default_factory=dict)
+    lent: dict[int, Array] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
