@@ -161,7 +161,7 @@ class LocalShard:
                 yield index, f"blk.{index}.v", state.v
             else:
                 yield index, f"blk.{index}.memory", state.memory
-                yield index, f"blk.{index}.conv", state.conv
+                yield index, f"blk.{index}.past", state.past
 
     def _place(self, index: int, slot: int, pages: Sequence[Sequence[int]]) -> int | NDArray[np.int64]:
         """Where a layer's state of a sequence lies along the first axis of its array."""

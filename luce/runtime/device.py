@@ -95,6 +95,8 @@ class Device(ABC):
     host: bool
     #: whether `capture` may be called
     captures = False
+    #: whether `gemm` can be called: a BLAS library is at hand
+    blas: bool
 
     @abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
@@ -181,6 +183,15 @@ class Device(ABC):
     def reaches(self, other: Device) -> bool:
         """Whether a copy stream of this device can write to `other`'s memory. May open the way the first time."""
         return False
+
+    @abstractmethod
+    def gemm(self, x: Array, weight: Array, out: Array) -> None:
+        """Queue out = x weight^T by a BLAS library: x [n, cols], weight [rows, cols], both float16 or both float32.
+
+        out is float32 [n, rows]; all rows are contiguous, any distance apart. Sums are accumulated in float32. The
+        library chooses its algorithm by the shape, so a row's last bits may change with n; equal calls give equal bits.
+        Not while a graph is captured. Raises DeviceError.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:

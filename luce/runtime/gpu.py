@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
-from luce.runtime import compiler, driver
+from luce.runtime import blas, compiler, driver
 from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Graph, Memory
 from luce.runtime.driver import Vendor
 from luce.runtime.graph import DriverGraph
@@ -134,6 +134,8 @@ class GpuDevice(Device):
         self._arena = cuda.MemoryPool()
         self._stager: Stager | None = None
         self._rehearsed: dict[KernelBuild, None] | None = None
+        self._blas = blas.load(kind)
+        self.blas = self._blas is not None
 
     @property
     def stream(self) -> int:
@@ -371,6 +373,16 @@ class GpuDevice(Device):
         stream.copy(target, source)
         stream.record().wait()
         return bool((other.download(target) == sent).all())
+
+    def gemm(self, x: Array, weight: Array, out: Array) -> None:
+        self._activate()
+        if self._blas is None:
+            raise DeviceError(f"{self.name}: no BLAS library found")
+        try:
+            self._blas.gemm(x, weight, out)
+        except (RuntimeError, ValueError, *self._failures) as error:
+            shape = f"{list(x.shape)} times {list(weight.shape)}"
+            raise DeviceError(f"{self.name}: product of {shape}: {error}") from error
 
     def synchronize(self) -> None:
         self._activate()
