@@ -233,6 +233,7 @@ class GpuDevice(Device):
         self._modules[build] = module
 
     def rehearse(self, work: Callable[[], object]) -> None:
+        """As in the interface. A BLAS library's products do run, which makes the library ready."""
         self._activate()
         builds: dict[KernelBuild, None] = {}
         self._rehearsed = builds
