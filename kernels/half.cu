@@ -17,6 +17,27 @@ LUCE_FN void load(const float* __restrict__ row, int column, int cols, float (&v
     }
 }
 
+// Writes factor * row as halves, and answers the largest finite magnitude of the thread's columns of the row.
+LUCE_FN float convert(const float* __restrict__ row, f16_t* __restrict__ half, int cols, int padded, float factor) {
+    float most = 0.0f;
+    for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
+        float v[GROUP];
+        load(row, column, cols, v);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+            const float size = fabsf(v[i]);
+            most = fmaxf(most, size <= LUCE_FLT_MAX ? size : 0.0f);
+        }
+        uint4 packed;
+        packed.x = luce_f16_pair(v[0] * factor, v[1] * factor);
+        packed.y = luce_f16_pair(v[2] * factor, v[3] * factor);
+        packed.z = luce_f16_pair(v[4] * factor, v[5] * factor);
+        packed.w = luce_f16_pair(v[6] * factor, v[7] * factor);
+        *reinterpret_cast<uint4*>(half + column) = packed;
+    }
+    return most;
+}
+
 // half[r] = x[r] / scale[r], to nearest, and zeros from column `cols` on. Rows of x are those of (r / slots, r % slots),
 // x_row and x_slot elements apart; half has rows of `padded` columns, a multiple of 8. scale[r] is 1 if the row's largest
 // finite magnitude is 0 or from 2^-7 to 2^15; else it is the power of two that makes this 2^14 or more but less than
@@ -28,31 +49,14 @@ extern "C" __global__ void __launch_bounds__(256)
               int padded, i64 x_row, i64 x_slot) {
     const int r = (int)blockIdx.x;
     const float* row = x + r / slots * x_row + r % slots * x_slot;
-    float most = 0.0f, v[GROUP];
-    for (int column = luce_thread() * GROUP; column < cols; column += luce_threads() * GROUP) {
-        load(row, column, cols, v);
-#pragma unroll
-        for (int i = 0; i < GROUP; i++) {
-            const float size = fabsf(v[i]);
-            most = fmaxf(most, size <= LUCE_FLT_MAX ? size : 0.0f);
-        }
-    }
-    most = luce_block_max(most);
-
+    half += (i64)r * padded;
+    // Almost every row is right at once, and read only once.
+    const float most = luce_block_max(convert(row, half, cols, padded, 1.0f));
     const int exponent = (int)(__float_as_uint(most) >> 23) - 127;
     // The smallest rows would need more than a float's largest power of two.
     const int shift = most == 0.0f || (exponent >= -7 && exponent <= 14) ? 0 : luce_min(14 - exponent, 126);
-    const float factor = __uint_as_float((u32)(127 + shift) << 23);
     if (luce_thread() == 0) scale[r] = __uint_as_float((u32)(127 - shift) << 23);
-    for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
-        load(row, column, cols, v);
-        uint4 packed;
-        packed.x = luce_f16_pair(v[0] * factor, v[1] * factor);
-        packed.y = luce_f16_pair(v[2] * factor, v[3] * factor);
-        packed.z = luce_f16_pair(v[4] * factor, v[5] * factor);
-        packed.w = luce_f16_pair(v[6] * factor, v[7] * factor);
-        *reinterpret_cast<uint4*>(half + (i64)r * padded + column) = packed;
-    }
+    if (shift != 0) convert(row, half, cols, padded, __uint_as_float((u32)(127 + shift) << 23));
 }
 
 // out[r, j] *= scale[r] for j < rows, after a product that knows nothing of scales. Almost every row's scale is 1.

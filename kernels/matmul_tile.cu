@@ -9,12 +9,12 @@
 // float32 with out_stride elements from row to row, n * out_stride from part to part.
 // Grid: (ceil(n / TILE_ROWS), ceil(rows / TILE_FEATURES), parts) blocks of TILE_THREADS. Blocks that run side by side
 // share their weights.
-extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+extern "C" __global__ void TILE_BOUNDS
     matmul_tile(const u8* __restrict__ weight, const tile_x* __restrict__ x, const float* __restrict__ scale,
                 float* __restrict__ out, int n, int rows, int cols, int x_stride, int out_stride, int part_cols) {
-    __shared__ i32 pairs[TILE_ROWS];
+    __shared__ i32 numbers[TILE_ROWS];
     const int row0 = (int)blockIdx.x * TILE_ROWS;
-    if (luce_thread() < TILE_ROWS) pairs[luce_thread()] = luce_min(row0 + luce_thread(), n - 1);
+    if (luce_thread() < TILE_ROWS) numbers[luce_thread()] = luce_min(row0 + luce_thread(), n - 1);
     luce_sync();
 
     Tile tile;
@@ -22,8 +22,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
     tile.x = x;
     tile.scale = scale;
     tile.out = out + (i64)blockIdx.z * n * out_stride;
-    tile.pairs = pairs;
-    tile.share = 1;
+    tile.pairs = tile.sources = numbers;
     tile.count = luce_min(n - row0, TILE_ROWS);
     tile.feature0 = (int)blockIdx.y * TILE_FEATURES;
     tile.rows = rows;

@@ -86,15 +86,18 @@ extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
 // and count of at most TILE_ROWS pairs. x and scale are as tile.h takes them: a row per pair, or with share = slots one
 // for all slots of a row.
 // Grid: (tiles, ceil(rows / TILE_FEATURES)) blocks of TILE_THREADS; tiles of no pairs are left out.
-extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+extern "C" __global__ void TILE_BOUNDS
     expert_tile(const u8* __restrict__ weight, const tile_x* __restrict__ x, const float* __restrict__ scale,
                 const i32* __restrict__ order, const i32* __restrict__ tiles, float* __restrict__ out, int share,
                 int rows, int cols, int x_stride, int out_stride, int first) {
-    __shared__ i32 pairs[TILE_ROWS];
+    __shared__ i32 pairs[TILE_ROWS], sources[TILE_ROWS];
     const int count = tiles[blockIdx.x * 3 + 2];
     if (count == 0) return;
     const int place = tiles[blockIdx.x * 3 + 1];
-    if (luce_thread() < TILE_ROWS) pairs[luce_thread()] = order[place + luce_min(luce_thread(), count - 1)];
+    if (luce_thread() < TILE_ROWS) {
+        pairs[luce_thread()] = order[place + luce_min(luce_thread(), count - 1)];
+        sources[luce_thread()] = pairs[luce_thread()] / share;
+    }
     luce_sync();
 
     Tile tile;
@@ -103,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
     tile.scale = scale;
     tile.out = out + first;
     tile.pairs = pairs;
-    tile.share = share;
+    tile.sources = sources;
     tile.count = count;
     tile.feature0 = (int)blockIdx.y * TILE_FEATURES;
     tile.rows = rows;

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from luce import config as settings
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.placement import served_context
+from luce.backend.plan import handed_on
+from luce.backend.timing import ShardTimes
 from luce.config import Config
 from luce.engine.loop import Engine, Ticket
 from luce.engine.sequence import (
@@ -33,17 +36,15 @@ from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub import resolve_model
 from luce.models.keys import Source
 from luce.models.registry import read_spec
-from luce.models.spec import ModelSpec
+from luce.models.spec import Markers, ModelSpec
 from luce.ops.kvtype import KVTypes
+from luce.runtime.device import Device
 from luce.runtime.open import open_devices
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
-
-#: context when --max-ctx is not given and the model was trained for more
-DEFAULT_CONTEXT = 8192
 
 
 def load(path: str | Path, **fields: Any) -> Model:
@@ -66,24 +67,31 @@ def open_model(path: Path, config: Config) -> Model:
         tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
         if tokenizer.vocab > spec.vocab:
             raise ModelError(f"{path}: {tokenizer.vocab} tokens, but tensor token_embd.weight has {spec.vocab} rows")
-        chat = _chat_format(file, tokenizer, config)
+        chat = _chat_format(file, tokenizer, spec.dialect.reasoning, config)
         if chat.template is not None:
             opened.callback(chat.template.close)
-        devices = open_devices(config.target_devices)
-        for device in devices:
-            opened.callback(device.close)
-        backend = LayerSplitBackend(
-            file,
-            spec,
-            devices,
-            weights=config.target_layer_split,
-            slots=config.parallel,
-            context=_context(spec, config),
-            chunk=config.chunk,
-            kv=KVTypes(config.cache_type_k, config.cache_type_v),
-        )
-        opened.callback(backend.close)
+        backend = open_backend(opened, file, spec, open_devices(config), config)
         return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all())
+
+
+def open_backend(
+    opened: contextlib.ExitStack, file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], config: Config
+) -> LayerSplitBackend:
+    """The backend of a Config on `devices`; `opened` closes it, and then them."""
+    for device in devices:
+        opened.callback(device.close)
+    backend = LayerSplitBackend(
+        file,
+        spec,
+        devices,
+        weights=config.target_layer_split,
+        slots=config.parallel,
+        context=served_context(spec, config.max_ctx),
+        chunk=config.chunk,
+        kv=KVTypes(config.cache_type_k, config.cache_type_v),
+    )
+    opened.callback(backend.close)
+    return backend
 
 
 class Generation(Iterator[Token]):
@@ -152,6 +160,7 @@ class Model:
         self.path = file.paths[0]
         self.context = backend.context
         general = file.metadata.string("general.name", default="")
+        self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else general or self.path.stem
         self.fingerprint = _fingerprint(file)
         self.engine = Engine(
@@ -165,16 +174,21 @@ class Model:
 
     @property
     def placement(self) -> list[dict[str, Any]]:
-        """device, layers (first, last), bytes of weights and of state of each shard."""
+        """device, layers (first, last), bytes of weights and of state, and bytes per token handed on, of each shard."""
         return [
             {
                 "device": shard.info.device,
                 "layers": [shard.info.layers.start, shard.info.layers.stop - 1],
                 "weights": shard.info.weights,
                 "state": shard.info.state,
+                "handed_on": handed_on(self.spec, shard.info.layers.stop),
             }
             for shard in self._backend.shards
         ]
+
+    def times(self) -> tuple[ShardTimes, ...]:
+        """What the shards' work and the copies between them took since the load."""
+        return self._backend.times()
 
     def tokenize(self, text: str, *, specials: bool = True) -> list[int]:
         """Ids of a text, without an automatic BOS. `specials`: whether texts of control tokens become these tokens."""
@@ -230,9 +244,7 @@ class Model:
         text that was held back at the end comes as a last token of id -1. `on_progress` gets (done, total) prompt rows.
         """
         if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, specials=True)
-            if self.tokenizer.add_bos and self.tokenizer.bos_id is not None and prompt[:1] != [self.tokenizer.bos_id]:
-                prompt = [self.tokenizer.bos_id, *prompt]
+            prompt = self.tokenizer.with_bos(self.tokenizer.encode(prompt, specials=True))
         given = {
             "temperature": temperature,
             "top_k": top_k,
@@ -278,15 +290,7 @@ def _within(name: str, value: float, low: float, high: float) -> float:
     return value
 
 
-def _context(spec: ModelSpec, config: Config) -> int:
-    if config.max_ctx > spec.context_length:
-        raise UsageError(
-            f"--max-ctx {config.max_ctx}: the model was trained for {spec.context_length} tokens", param="max_ctx"
-        )
-    return config.max_ctx or min(spec.context_length, DEFAULT_CONTEXT)
-
-
-def _chat_format(file: GGUFFile, tokenizer: Tokenizer, config: Config) -> ChatFormat:
+def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None, config: Config) -> ChatFormat:
     source: str | None = file.metadata.string("tokenizer.chat_template", default=None)
     origin = f"{file.paths[0]}: tokenizer.chat_template"
     error: type[LuceError] = ModelError
@@ -297,9 +301,9 @@ def _chat_format(file: GGUFFile, tokenizer: Tokenizer, config: Config) -> ChatFo
         except (OSError, UnicodeDecodeError) as problem:
             raise UsageError(f"{origin}: {problem}", param="chat_template") from None
     if source is None:
-        return ChatFormat(None, tokenizer)
+        return ChatFormat(None, tokenizer, reasoning)
     bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer)
+    return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer, reasoning)
 
 
 def _fingerprint(file: GGUFFile) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.models.keys import Source, model
-from luce.models.spec import Attention, GatedMLP, ModelSpec, MoE, Rope, SandwichBlock
+from luce.models.spec import Attention, Dialect, GatedMLP, Markers, ModelSpec, MoE, Rope, SandwichBlock
 
 
 def spec(source: Source) -> ModelSpec:
@@ -32,6 +32,15 @@ def spec(source: Source) -> ModelSpec:
     return replace(
         model(source, "gemma4", blocks),
         eos=("<turn|>", "<eos>"),
+        dialect=Dialect(
+            reasoning=Markers("<|channel>thought\n", "<channel|>"),
+            tool_call=Markers("<|tool_call>", "<tool_call|>"),
+            notes=(
+                "the role assistant is written model",
+                "thinking is switched on by <|think|> in the system turn; off adds an empty thought channel",
+                'strings in tool calls stand between <|"|> tokens',
+            ),
+        ),
         embedding_scale=hidden**0.5,
         logit_softcap=source.number("final_logit_softcapping", 0.0),
         per_layer=source.integer("embedding_length_per_layer_input", 0),

@@ -13,8 +13,10 @@ from luce.models.spec import (
     DELTA_HEAD_DIMS,
     Attention,
     Block,
+    Dialect,
     GatedDeltaNet,
     GatedMLP,
+    Markers,
     ModelSpec,
     MoE,
     Rope,
@@ -34,6 +36,14 @@ def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
         model(source, family, [recurrent if flag else attention for flag in _recurrent_layers(source, layers)]),
         eos=("<|im_end|>", "<|endoftext|>"),
         nfc=True,
+        dialect=Dialect(
+            reasoning=Markers("<think>", "</think>"),
+            tool_call=Markers("<tool_call>", "</tool_call>"),
+            notes=(
+                "a reply begins inside <think>; enable_thinking false closes it in the prompt",
+                "tool calls are XML, <function=NAME> and <parameter=NAME>, not JSON",
+            ),
+        ),
         skipped_blocks=tuple(range(layers, stored)),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from luce.models.keys import Source, model
-from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, MoE, Rope, Yarn
+from luce.models.spec import Attention, Block, Dialect, GatedMLP, Markers, ModelSpec, MoE, Rope, Yarn
 
 _SIGMOID = 2
 
@@ -31,6 +31,14 @@ def spec(source: Source) -> ModelSpec:
     return replace(
         model(source, "laguna", blocks),
         eos=("</assistant>",),
+        dialect=Dialect(
+            reasoning=Markers("<think>", "</think>"),
+            tool_call=Markers("<tool_call>", "</tool_call>"),
+            notes=(
+                "a system prompt of Poolside's is added where none is given",
+                "the prompt ends with <think> or </think>",
+            ),
+        ),
     )
 
 

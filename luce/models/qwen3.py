@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.models.keys import Source, attention_heads, linear_rope_scaling, model, rope_dims
-from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, Rope
+from luce.models.spec import Attention, Block, Dialect, GatedMLP, Markers, ModelSpec, Rope
 
 
 def spec(source: Source) -> ModelSpec:
@@ -30,4 +30,9 @@ def spec(source: Source) -> ModelSpec:
         model(source, "qwen3", (block,) * source.positive("block_count")),
         eos=("<|im_end|>", "<|endoftext|>"),
         nfc=True,
+        dialect=Dialect(
+            reasoning=Markers("<think>", "</think>"),
+            tool_call=Markers("<tool_call>", "</tool_call>"),
+            notes=("enable_thinking false adds an empty <think> part to the prompt",),
+        ),
     )

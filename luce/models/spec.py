@@ -153,6 +153,27 @@ class PageGroup:
 
 
 @dataclass(frozen=True)
+class Markers:
+    """Texts around a part of a reply. Each begins with a token of its own, which is visible text to the tokenizer."""
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a family's chat template and replies are written.
+
+    `reasoning` and `tool_call` mark these parts of a reply. `notes`: what the template does that a client may not
+    expect, for people.
+    """
+
+    reasoning: Markers | None = None
+    tool_call: Markers | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One model. `eos` are token texts that end a reply beside the file's own eos and eot ids.
 
@@ -173,6 +194,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     per_layer: int = 0
+    dialect: Dialect = Dialect()
 
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:
@@ -185,16 +207,15 @@ class ModelSpec:
         """Whether any layer carries a state that cannot be rewound by shortening."""
         return any(isinstance(b.mixer, GatedDeltaNet) for b in self.blocks)
 
-    @property
-    def first_donor(self) -> int:
-        """The first block whose keys and values later ones read; the number of blocks if there is none."""
-        donors = (self.donor(block) for block in range(len(self.blocks)))
-        return min((donor for donor in donors if donor is not None), default=len(self.blocks))
-
     def donor(self, block: int) -> int | None:
         """The block whose keys and values `block` reads instead of its own."""
         mixer = self.blocks[block].mixer
         return mixer.donor if isinstance(mixer, Attention) else None
+
+    def lent(self, boundary: int) -> tuple[int, ...]:
+        """The blocks before `boundary` whose keys and values blocks from there on read, ascending."""
+        donors = {self.donor(block) for block in range(boundary, len(self.blocks))}
+        return tuple(sorted(donor for donor in donors if donor is not None and donor < boundary))
 
     def group_of(self, block: int) -> int | None:
         """The index of the page group that attention block `block` reads, None for a recurrent block."""

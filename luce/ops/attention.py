@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from luce.ops import attention_mma
 from luce.ops.kvtype import dequantise, kernel_type, quantise
 from luce.runtime.device import Array, Device
-from luce.runtime.step import PAGE, PageView, SpanArrays
+from luce.runtime.step import PageView, SpanArrays
 
 # Head dimensions that kernels/attention.cu is compiled for, and pages in one of its splits. Another split length is
 # another order of the sums.
@@ -64,6 +65,9 @@ def attention(
         return _host(device, q, k_pool, v_pool, spans, view, positions, scale, window)
     n, heads, d = q.shape
     out = device.empty((n, heads, d))
+    if heads % k_pool.shape[1] == 0 and (tiles := attention_mma.tiles(device, k_pool, v_pool, d)):
+        attention_mma.launch(device, out, q, k_pool, v_pool, spans, view, tiles, scale, window)
+        return out
     _launch(device, out, q, k_pool, v_pool, spans, view, positions, scale, window)
     return out
 
@@ -146,17 +150,11 @@ def _host(
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
     out = device.empty((n, heads, d))
-    for index, (_, start, rows, position) in enumerate(spans.table.tolist()):
-        count = int(view.count[index])
-        keys = _gather(k_pool, view.table[index, :count])
-        values = _gather(v_pool, view.table[index, :count])
-        first = view.first[index, :count]
-        if count and first[-1] == (count - 1) * PAGE and first[0] == 0:
+    for (_, start, rows, position), resident in zip(spans.table.tolist(), view.resident, strict=True):
+        at, keys, values = resident.positions, k_pool[resident.rows], v_pool[resident.rows]
+        if at is None:
             # Every page is there: keys beyond the last row are simply cut off.
-            at = None
             keys, values = keys[: position + rows], values[: position + rows]
-        else:
-            at = (first[:, None] + np.arange(PAGE, dtype=np.int32)).ravel()
         keys, values = dequantise(keys, d), dequantise(values, d)
         own = slice(start, start + rows)
         query = q[own].reshape(rows, kv_heads, group, d).transpose(1, 2, 0, 3).reshape(kv_heads, group * rows, d)
@@ -183,11 +181,3 @@ def _host(
         mixed /= total
         out[own] = mixed.reshape(kv_heads, group, rows, d).transpose(2, 0, 1, 3).reshape(rows, heads, d)
     return out
-
-
-def _gather(pool: Array, pages: Array) -> Array:
-    """The rows of some pages in order; a view where the pages lie side by side, which the allocator aims for."""
-    if len(pages) and pages[-1] - pages[0] == len(pages) - 1 and (np.diff(pages) == 1).all():
-        return pool[int(pages[0]) * PAGE : (int(pages[-1]) + 1) * PAGE]
-    blocks = pool.reshape(-1, PAGE, *pool.shape[1:])
-    return blocks[pages].reshape(-1, *pool.shape[1:])

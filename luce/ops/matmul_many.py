@@ -22,7 +22,7 @@ _T = GGMLQuantizationType
 #: rows from which unpacking the weights for a library pays
 BLAS_ROWS = 192
 # Bytes of the buffer of unpacked weights.
-_BUFFER = 64 << 20
+_BUFFER = 128 << 20
 # The library wants rows of whole 16 bytes.
 _BLAS_COLS = 8
 #: the constants of kernels/tile.h
@@ -80,7 +80,8 @@ def matmul_many(device: Device, x: Array, weight: Weight, out: Array) -> None:
 
 def _unpacked(device: Device, x: Halves, parts: list[WeightPart], cols: int, out: Array) -> None:
     """The parts' results by the BLAS library, from slices of their weights as halves."""
-    most = max(1, _BUFFER // (2 * cols))
+    # Slices that begin at odd features cost the library its fast kernels: 8.5 ms instead of 1.2 (H200, 2048 rows).
+    most = max(1, _BUFFER // (2 * cols * TILE_FEATURES)) * TILE_FEATURES
     buffer = device.empty((min(most, sum(part.rows for part in parts)), cols), np.float16)
     values = x.values[:, :cols]
     begin = end = parts[0].first  # features in the buffer

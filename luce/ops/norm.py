@@ -52,7 +52,7 @@ def _threads(d: int) -> int:
 
 
 def _rms(x: Array, eps: float) -> Array:
-    scale = np.einsum("...d,...d->...", x, x)
+    scale = np.vecdot(x, x)
     scale /= np.float32(x.shape[-1])
     scale += np.float32(eps)
     np.sqrt(scale, out=scale)

@@ -6,8 +6,10 @@ from the driver (driver.py). CuPy is imported when the first device is made, so 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,21 @@ from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime import blas, compiler, driver
-from luce.runtime.device import Array, Device, DeviceName, Memory
+from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Graph, Memory
 from luce.runtime.driver import Vendor
+from luce.runtime.graph import DriverGraph
 from luce.runtime.kernels import KernelBuild
+from luce.runtime.staging import Stager
 
 #: Dynamic shared memory that every kernel gets without asking, in bytes.
 _UNASKED_SHARED = 48 * 1024
+# Downloads of so many bytes go to pinned memory: 1 MB of logits takes 0.3 ms to pageable memory. Larger ones would keep
+# much of the host's memory pinned, as CuPy's pool never gives it back.
+_PINNED = range(1 << 16, (1 << 24) + 1)
+# Arrays that `load` reads in the background, in bytes.
+_STAGED = 1 << 20
+# Kernels that are compiled side by side.
+_COMPILERS = 8
 _EXTRAS: dict[Vendor, str] = {
     "cuda": "luce-llm[cuda13] (or luce-llm[cuda12] for older drivers)",
     "hip": "luce-llm[rocm]",
@@ -37,10 +48,61 @@ class _Function:
         self.shared = _UNASKED_SHARED
 
 
+class GpuEvent(Event):
+    """An event of the vendor's run time."""
+
+    __slots__ = ("_device", "event")
+
+    def __init__(self, device: GpuDevice, event: Any) -> None:
+        self._device = device
+        self.event = event
+
+    def happened(self) -> bool:
+        with self._device._failing("event"):
+            return bool(self.event.done)
+
+    def wait(self) -> None:
+        with self._device._failing("event"):
+            self.event.synchronize()
+
+    def seconds_since(self, start: Event) -> float:
+        assert isinstance(start, GpuEvent)
+        return float(self._device._cupy.cuda.get_elapsed_time(start.event, self.event)) / 1000
+
+
+class GpuCopyStream(CopyStream):
+    """A stream beside the device's own."""
+
+    def __init__(self, device: GpuDevice) -> None:
+        self._device = device
+        self._stream = device._cupy.cuda.Stream(non_blocking=True)
+        runtime = device._cupy.cuda.runtime
+        self._copy, self._copy_rows, self._kind = runtime.memcpyAsync, runtime.memcpy2DAsync, runtime.memcpyDefault
+
+    def wait_for(self, event: Event) -> None:
+        self._device.hold(self._stream, event)
+
+    def copy(self, target: Array, source: Array) -> None:
+        device = self._device
+        device._activate()
+        at, start, stream = _address(target), _address(source), self._stream.ptr
+        with device._failing(f"copy of {target.nbytes} bytes"):
+            if source.flags.c_contiguous:
+                self._copy(at, start, target.nbytes, self._kind, stream)
+            else:
+                rows = len(target)
+                width = target.nbytes // rows
+                self._copy_rows(at, width, start, source.strides[0], width, rows, self._kind, stream)
+
+    def record(self, *, timing: bool = False) -> Event:
+        return self._device.mark(self._stream, timing)
+
+
 class GpuDevice(Device):
     """One CUDA or HIP device with a stream of its own. Every method makes device and stream current on its thread."""
 
     host = False
+    captures = True
     kv_dtype = np.dtype(np.float16)
 
     def __init__(self, kind: Vendor, index: int) -> None:
@@ -53,6 +115,8 @@ class GpuDevice(Device):
         self._driver = found
         self.properties = found.properties(index)
         self.lanes = self.properties.lanes
+        self.shared_limit = self.properties.shared_optin
+        self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
         newest = int(found.version.split(".")[0]) if kind == "cuda" else None
         self._cupy = _import_cupy(self.name, kind)
         rtc = compiler.load(kind, newest)
@@ -68,6 +132,10 @@ class GpuDevice(Device):
         self._select = cuda.runtime.setDevice
         self._select(index)
         self._stream = cuda.Stream(non_blocking=True)
+        # What captured graphs write to: arrays of eager steps never lie here.
+        self._arena = cuda.MemoryPool()
+        self._stager: Stager | None = None
+        self._rehearsed: dict[KernelBuild, None] | None = None
         self._blas = blas.load(kind)
         self.blas = self._blas is not None
 
@@ -105,19 +173,48 @@ class GpuDevice(Device):
     def upload(self, array: NDArray[Any]) -> Array:
         """As in the interface. Pageable memory is read before this returns, pinned memory until `synchronize`."""
         copy = self.empty(array.shape, array.dtype)
-        if not copy.nbytes:
-            return copy
-        contiguous = np.ascontiguousarray(array)
+        if copy.nbytes:
+            self.write(copy, array)
+        return copy
+
+    def load(self, array: NDArray[Any]) -> Array:
+        if array.nbytes < _STAGED or not array.flags.c_contiguous:
+            return self.upload(array)
+        copy = self.empty(array.shape, array.dtype)
+        if self._stager is None:
+            self._stager = Stager(self._cupy, self.name.index, self._stream)
+        self._stager.copy(copy.data.ptr, array)
+        return copy
+
+    def _settle(self) -> None:
+        """Let what is queued from now on come after what `load` was given."""
+        if self._stager is not None:
+            stager, self._stager = self._stager, None
+            try:
+                stager.finish()
+            except self._failures as error:
+                raise DeviceError(f"{self.name}: copy to the device: {error}") from error
+
+    def write(self, array: Array, values: NDArray[Any]) -> None:
+        self._activate()
+        contiguous = np.ascontiguousarray(values)
         try:
-            copy.data.copy_from_host_async(contiguous.ctypes.data, copy.nbytes, self._stream)
+            array.data.copy_from_host_async(contiguous.ctypes.data, array.nbytes, self._stream)
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes to the device: {error}") from error
-        return copy
+
+    def copy(self, target: Array, source: Array) -> None:
+        self._activate()
+        with self._failing(f"copy of {target.nbytes} bytes"):
+            target.data.copy_from_device_async(source.data, target.nbytes, self._stream)
 
     def download(self, array: Array) -> NDArray[Any]:
         self._activate()
+        self._settle()
+        pinned = array.nbytes in _PINNED
+        out = self.pinned(array.nbytes).view(array.dtype).reshape(array.shape) if pinned else None
         try:
-            result: NDArray[Any] = array.get()
+            result: NDArray[Any] = array.get(out=out)
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes from the device: {error}") from error
         return result
@@ -127,13 +224,38 @@ class GpuDevice(Device):
         self._activate()
         if build in self._modules:
             return
-        code = compiler.cached(self._compiler, build, self.properties.arch, self.lanes)
+        code = self._code(build)
         module = self._cupy.cuda.function.Module()
         try:
             module.load(code)
         except self._failures as error:
             raise DeviceError(f"{self.name}: {build}: {error}") from error
         self._modules[build] = module
+
+    def rehearse(self, work: Callable[[], object]) -> None:
+        self._activate()
+        builds: dict[KernelBuild, None] = {}
+        self._rehearsed = builds
+        try:
+            work()
+        finally:
+            self._rehearsed = None
+        self.compile(builds)
+        for build in builds:
+            self.prepare(build)
+
+    def compile(self, builds: Iterable[KernelBuild]) -> None:
+        """Compile builds side by side into the cache. `prepare` names the ones that fail."""
+
+        def attempt(build: KernelBuild) -> None:
+            with contextlib.suppress(DeviceError):
+                self._code(build)
+
+        with ThreadPoolExecutor(_COMPILERS) as threads:
+            list(threads.map(attempt, builds))
+
+    def _code(self, build: KernelBuild) -> bytes:
+        return compiler.cached(self._compiler, build, self.properties.arch, self.lanes)
 
     def _function(self, source: str, kernel: str, defines: Mapping[str, int | str] | None) -> _Function:
         build = KernelBuild.of(source, defines)
@@ -155,6 +277,13 @@ class GpuDevice(Device):
         shared: int = 0,
     ) -> None:
         self._activate()
+        if self._rehearsed is not None:
+            build = KernelBuild.of(source, defines)
+            if build not in self._modules:
+                self._rehearsed[build] = None
+            return
+        if self._stager is not None:
+            self._settle()
         key = (source, kernel, *defines.items()) if defines else (source, kernel)
         function = self._functions.get(key)
         if function is None:
@@ -166,6 +295,86 @@ class GpuDevice(Device):
             function.call(grid, block, args, shared_mem=shared)
         except (TypeError, DeviceError, *self._failures) as error:
             raise DeviceError(f"{self.name}: kernels/{source}.cu: {kernel}: {error}") from error
+
+    def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
+        self._activate()
+        graph = DriverGraph(self._driver, self.stream)
+        try:
+            with self._cupy.cuda.using_allocator(self._arena.malloc), graph.capturing():
+                arrays = work()
+        except (NotImplementedError, *self._failures) as error:
+            raise DeviceError(f"{self.name}: capture: {error}") from error
+        return graph, tuple(map(self._lent, arrays))
+
+    def _lent(self, array: Array) -> Array:
+        """The same array, without a claim to its memory."""
+        cuda = self._cupy.cuda
+        memory = cuda.UnownedMemory(array.data.ptr, array.nbytes, self._arena, self.name.index)
+        return self._cupy.ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0), array.strides)
+
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Failures of the vendor's run time as DeviceError."""
+        try:
+            yield
+        except self._failures as error:
+            raise DeviceError(f"{self.name}: {what}: {error}") from error
+
+    def mark(self, stream: Any, timing: bool) -> GpuEvent:
+        """The moment when a stream of this device has done all that is queued there."""
+        self._activate()
+        with self._failing("event"):
+            event = self._cupy.cuda.Event(disable_timing=not timing)
+            event.record(stream)
+        return GpuEvent(self, event)
+
+    def hold(self, stream: Any, event: Event) -> None:
+        """Let a stream of this device wait for an event."""
+        self._activate()
+        if not isinstance(event, GpuEvent):
+            event.wait()
+            return
+        with self._failing("event"):
+            stream.wait_event(event.event)
+
+    def record(self, *, timing: bool = False) -> Event:
+        return self.mark(self._stream, timing)
+
+    def wait_for(self, event: Event) -> None:
+        self.hold(self._stream, event)
+
+    def copy_stream(self) -> CopyStream:
+        self._activate()
+        return GpuCopyStream(self)
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        self._activate()
+        with self._failing(f"{size} bytes of pinned memory"):
+            memory = self._cupy.cuda.alloc_pinned_memory(size)
+        return np.frombuffer(memory, np.uint8, size)
+
+    def reaches(self, other: Device) -> bool:
+        """As in the interface; both directions are opened, and tried: some boards grant access and deliver garbage."""
+        if not isinstance(other, GpuDevice) or other.name.kind != self.name.kind:
+            return False
+        here, there = self.name.index, other.name.index
+        if here == there:
+            return True
+        try:
+            if not (self._driver.enable_peer(here, there) and self._driver.enable_peer(there, here)):
+                return False
+            return self._delivers(other)
+        except DeviceError:
+            return False
+
+    def _delivers(self, other: GpuDevice) -> bool:
+        sent = np.random.default_rng(0).integers(0, 256, (1024, 4096), np.uint8)
+        source, target, stream = self.upload(sent), other.zeros(sent.shape, np.uint8), self.copy_stream()
+        stream.wait_for(other.record())
+        stream.wait_for(self.record())
+        stream.copy(target, source)
+        stream.record().wait()
+        return bool((other.download(target) == sent).all())
 
     def gemm(self, x: Array, weight: Array, out: Array) -> None:
         self._activate()
@@ -179,10 +388,9 @@ class GpuDevice(Device):
 
     def synchronize(self) -> None:
         self._activate()
-        try:
+        self._settle()
+        with self._failing("synchronise"):
             self._stream.synchronize()
-        except self._failures as error:
-            raise DeviceError(f"{self.name}: {error}") from error
 
     def memory(self) -> Memory:
         """Free counts what CuPy's pool holds unused as well: it serves the next arrays."""
@@ -210,10 +418,23 @@ class GpuDevice(Device):
         if self._closed:
             return
         self._activate()
+        self._settle()
         self._functions.clear()
         self._modules.clear()
+        self._arena.free_all_blocks()
         self._cupy.get_default_memory_pool().free_all_blocks()
         self._closed = True
+
+
+def _products(arch: str) -> frozenset[str]:
+    """What a CUDA architecture has in hardware: halves since Turing, bfloat16 since Ampere, groups on Hopper alone."""
+    groups = ("WGMMA",) if arch == "sm_90a" else ()
+    return frozenset(("F16", "BF16", *groups) if int(arch.strip("sm_a")) >= 80 else ("F16",))
+
+
+def _address(array: Array) -> int:
+    """Where an array begins, on a device or on the host."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def _import_cupy(name: DeviceName, kind: Vendor) -> Any:

@@ -21,6 +21,7 @@ from luce.server.replies import Replies
 from luce.server.shapes import ChatShape, Shape, TextShape
 from luce.server.state import CALL, SERVER, Server
 from luce.server.stream import ClientGoneError, EventStream
+from luce.text.reasoning import Said
 
 _log = logging.getLogger(__name__)
 
@@ -77,11 +78,11 @@ async def _stream(request: web.Request, server: Server, job: Job, shape: Shape, 
                 except TimeoutError:
                     await out.ping()
                     continue
-                text = _add(shape, index, event)
+                said = _add(shape, index, event)
                 if isinstance(event, Tokens):
-                    await _send(out, shape.chunk(index, text, event.tokens))
+                    await _send(out, shape.chunk(index, said, event.tokens))
                 elif isinstance(event, Finished):
-                    await _send(out, shape.chunk(index, text))
+                    await _send(out, shape.chunk(index, said))
                     await _send(out, shape.closing(index))
                 elif isinstance(event, PromptScores):
                     encoded = await server.work(_scored, shape, index)
@@ -107,14 +108,14 @@ async def _stream(request: web.Request, server: Server, job: Job, shape: Shape, 
     return out.response
 
 
-def _add(shape: Shape, index: int, event: Event) -> str:
+def _add(shape: Shape, index: int, event: Event) -> Said:
     """Give an event to the shape; raises the error of a sequence that failed."""
     if isinstance(event, Failed):
         raise event.error
-    text = shape.add(index, event)
+    said = shape.add(index, event)
     if isinstance(event, Finished) and event.reason is FinishReason.DEADLINE and not shape.choices[index].tokens:
         raise DeadlineError("the time for this request was over before its first token")
-    return text
+    return said
 
 
 async def _send(out: EventStream, chunk: dict[str, Any] | None) -> None:

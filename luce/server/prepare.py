@@ -21,7 +21,6 @@ COMPLETION_TOKENS = 16
 
 _SESSION_HEADERS = ("x-session-id", "x-session-affinity", "session-id", "thread-id", "x-claude-code-session-id")
 _LONGEST_SESSION = 256
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _NEUTRAL = {"typical_p": (1.0,), "top_n_sigma": (-1.0, 0.0), "xtc_probability": (0.0,), "dry_multiplier": (0.0,)}
 _CONSTRAINTS = (
     "structured_outputs",
@@ -235,68 +234,26 @@ def _session(request: Common, headers: Mapping[str, str]) -> str:
 
 
 def _chat_prompt(request: ChatRequest, tools: list[dict[str, Any]] | None, model: Model) -> list[int]:
-    messages = _merged([_plain(message, i) for i, message in enumerate(request.messages or ())])
+    messages = [_plain(message, i) for i, message in enumerate(request.messages or ())]
     kwargs = request.chat_template_kwargs or {}
     if taken := _TEMPLATE_NAMES & kwargs.keys():
         raise invalid("chat_template_kwargs", f"{min(taken)} is set by the server")
-    if model.chat is None:
-        raise RequestError(
-            "the model file has no chat template; use /v1/completions or --chat-template", code="template_error"
-        )
     try:
-        try:
-            return model.chat.prompt(messages, tools=tools, **kwargs)
-        except RequestError:
-            # Many templates take a system message in first place only.
-            led = [_as_user(message) if i else message for i, message in enumerate(messages)]
-            if led == messages:
-                raise
-            return model.chat.prompt(led, tools=tools, **kwargs)
+        return model.chat.prompt(messages, tools=tools, **kwargs)
     except RequestError as error:
         raise RequestError(str(error), param=error.param or "messages", code=error.code or "template_error") from None
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message as the template gets it: content as text, `developer` as `system`."""
+    """A message as ChatFormat takes it: only what was sent, and a tool's result as text."""
     plain: dict[str, Any] = {k: v for k, v in msgspec.structs.asdict(message).items() if v is not None}
-    if message.role == "developer":
-        plain["role"] = "system"
     if message.reasoning is not None:
         plain.setdefault("reasoning_content", message.reasoning)
-    content = message.content
-    if isinstance(content, dict):
+    if isinstance(message.content, dict):
         if message.role not in ("tool", "function"):
             raise invalid(f"messages[{index}].content", "expected text or a list of parts")
-        content = msgspec.json.encode(content).decode()
-    elif isinstance(content, list):
-        content = "".join(_part(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
-    plain["content"] = content or ""
+        plain["content"] = msgspec.json.encode(message.content).decode()
     return plain
-
-
-def _part(part: str | dict[str, Any], where: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type")
-    text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
-    if not isinstance(text, str):
-        raise RequestError(f"{where}: only text parts are supported", param=where, code="unsupported_content")
-    return text
-
-
-def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the system messages at the start joined into one."""
-    count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    if count < 2:
-        return messages
-    joined = "\n\n".join(message["content"] for message in messages[:count])
-    return [{**messages[0], "content": joined}, *messages[count:]]
-
-
-def _as_user(message: dict[str, Any]) -> dict[str, Any]:
-    if message["role"] != "system":
-        return message
-    return {**message, "role": "user", "content": "System: " + message["content"]}
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
@@ -343,10 +300,7 @@ def _prompt_list(prompt: str | list[Any] | None, model: Model) -> list[str | lis
 
 
 def _with_bos(text: str, model: Model) -> list[int]:
-    tokenizer = model.tokenizer
-    ids = tokenizer.encode(text, specials=True)
-    if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-        ids.insert(0, tokenizer.bos_id)
+    ids = model.tokenizer.with_bos(model.tokenizer.encode(text, specials=True))
     if not ids:
         raise invalid("prompt", "has no tokens")
     return ids

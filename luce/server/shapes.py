@@ -24,6 +24,7 @@ from luce.engine.sequence import (
 )
 from luce.server.prepare import Job, pieces
 from luce.text.detokenizer import Detokenizer
+from luce.text.reasoning import ReasoningSplitter, Said
 
 Json = dict[str, Any]
 
@@ -51,7 +52,9 @@ class Choice:
         self.index = index
         self.prompt = prompt
         self.echo = echo
-        self.text: list[str] = [echo] if echo else []
+        self.said: list[Said] = [Said(echo)] if echo else []
+        self.splitter: ReasoningSplitter | None = None
+        self.thinking = 0
         self.tokens: list[Token] = []
         self.scores: tuple[Token, ...] = ()
         self.finished: Finished | None = None
@@ -60,6 +63,29 @@ class Choice:
         #: characters before the next token, for `text_offset`
         self.offset = len(echo or "")
         self.decoder = Detokenizer(model.tokenizer)
+
+    @property
+    def content(self) -> str:
+        """The reply's text, without its reasoning."""
+        return "".join([said.content for said in self.said])
+
+    @property
+    def reasoning(self) -> str:
+        """The text of the reasoning."""
+        return "".join([said.reasoning for said in self.said])
+
+    def say(self, text: str) -> Said:
+        """One token's text, as the parts that are certain now."""
+        if self.splitter is None:
+            return Said(text)
+        before = self.splitter.inside
+        said = self.splitter.push(text)
+        self.thinking += before or self.splitter.inside
+        return said
+
+    def end(self, text: str) -> list[Said]:
+        """The reply's last text, and what was held back."""
+        return [Said(text)] if self.splitter is None else [self.splitter.push(text), self.splitter.flush()]
 
 
 class Shape(ABC):
@@ -85,25 +111,26 @@ class Shape(ABC):
 
     # --- events
 
-    def add(self, index: int, event: Event) -> str:
-        """Take an event; returns the text that it adds to the reply."""
+    def add(self, index: int, event: Event) -> Said:
+        """Take an event; returns what it adds to the reply."""
         choice = self.choices[index]
         if isinstance(event, Tokens):
             if choice.first_token is None:
                 choice.first_token = time.monotonic()
             choice.tokens += event.tokens
-            text = "".join([token.text for token in event.tokens])
+            pieces = [choice.say(token.text) for token in event.tokens]
         elif isinstance(event, Finished):
             choice.finished = event
-            text = event.text
+            pieces = choice.end(event.text)
         else:
             if isinstance(event, Started):
                 choice.started = time.monotonic()
             elif isinstance(event, PromptScores):
                 choice.scores = event.tokens
-            return ""
-        choice.text.append(text)
-        return text
+            return Said("")
+        said = Said("".join([p.content for p in pieces]), "".join([p.reasoning for p in pieces]))
+        choice.said.append(said)
+        return said
 
     # --- stream
 
@@ -112,8 +139,8 @@ class Shape(ABC):
         """The chunk that begins a reply as soon as it is admitted."""
 
     @abstractmethod
-    def _delta(self, index: int, text: str | None) -> Json:
-        """A choice of a chunk; text None: nothing new."""
+    def _delta(self, index: int, said: Said | None) -> Json:
+        """A choice of a chunk; None: nothing new."""
 
     @abstractmethod
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
@@ -123,12 +150,12 @@ class Shape(ABC):
         """The chunk after PromptScores; computes in proportion to the prompt."""
         return None
 
-    def chunk(self, index: int, text: str, tokens: Sequence[Token] = ()) -> Json | None:
+    def chunk(self, index: int, said: Said, tokens: Sequence[Token] = ()) -> Json | None:
         """The chunk for one step's text and tokens, None if it has nothing to say yet."""
         asked = self._job.logprobs is not None or self._job.token_ids
-        if not text and not (tokens and asked):
+        if not any(said) and not (tokens and asked):
             return None
-        delta = self._delta(index, text)
+        delta = self._delta(index, said)
         if self._job.logprobs is not None and tokens:
             delta["logprobs"] = self._logprobs(self.choices[index], tokens)
         if self._job.token_ids:
@@ -181,8 +208,8 @@ class Shape(ABC):
             "cause": cause or finished.reason.value,
             "stop": finished.stop,
             "seed": finished.seed,
-            "thinking_tokens": 0,
-            "content_tokens": finished.timings.predicted_tokens,
+            "thinking_tokens": choice.thinking,
+            "content_tokens": finished.timings.predicted_tokens - choice.thinking,
         }
         return {"finish_reason": "length" if cause else "stop", "finish_details": details}
 
@@ -202,7 +229,7 @@ class Shape(ABC):
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": sum(choice.thinking for choice in self.choices),
                 "accepted_prediction_tokens": 0,
                 "rejected_prediction_tokens": 0,
             },
@@ -244,14 +271,23 @@ class ChatShape(Shape):
     prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, job: Job, model: Model, version: str) -> None:
+        super().__init__(job, model, version)
+        for choice in self.choices:
+            choice.splitter = model.chat.splitter(choice.prompt)
+
     def opening(self, index: int) -> Json | None:
         delta = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         if self._job.token_ids:
             delta["prompt_token_ids"] = list(self.choices[index].prompt)
         return self._chunk(delta)
 
-    def _delta(self, index: int, text: str | None) -> Json:
-        delta = {} if text is None else {"content": text}
+    def _delta(self, index: int, said: Said | None) -> Json:
+        delta: Json = {}
+        if said is not None and said.reasoning:
+            delta |= _reasoning(said.reasoning)
+        if said is not None and (said.content or not said.reasoning):
+            delta["content"] = said.content
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
@@ -270,7 +306,12 @@ class ChatShape(Shape):
     def _whole(self, choice: Choice) -> Json:
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": choice.content,
+                "refusal": None,
+                **(_reasoning(choice.reasoning) if choice.reasoning else {}),
+            },
             "logprobs": self._logprobs(choice, choice.tokens) if self._job.logprobs is not None else None,
             **self._ids(choice),
         }
@@ -289,7 +330,7 @@ class TextShape(Shape):
             return None
         if not choice.echo and not self._job.token_ids:
             return None
-        delta = self._delta(index, choice.echo or "")
+        delta = self._delta(index, Said(choice.echo or ""))
         if self._job.token_ids:
             delta["prompt_token_ids"] = list(choice.prompt)
         return self._chunk(delta)
@@ -298,7 +339,7 @@ class TextShape(Shape):
         choice = self.choices[index]
         if not self._scores_come(choice):
             return None
-        delta = {**self._delta(index, choice.echo or ""), "logprobs": self._prompt_logprobs(choice)}
+        delta = {**self._delta(index, Said(choice.echo or "")), "logprobs": self._prompt_logprobs(choice)}
         if self._job.token_ids:
             delta["prompt_token_ids"] = list(choice.prompt)
         return self._chunk(delta)
@@ -307,8 +348,8 @@ class TextShape(Shape):
         """Whether the echo waits for the prompt's log probabilities."""
         return choice.echo is not None and self._job.logprobs is not None
 
-    def _delta(self, index: int, text: str | None) -> Json:
-        return {"index": index, "text": text or "", "logprobs": None, "finish_reason": None}
+    def _delta(self, index: int, said: Said | None) -> Json:
+        return {"index": index, "text": "" if said is None else said.content, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
         offsets = []
@@ -352,7 +393,7 @@ class TextShape(Shape):
                 logprobs = {key: prompt[key] + logprobs[key] for key in logprobs}
         return {
             "index": choice.index,
-            "text": "".join(choice.text),
+            "text": choice.content,
             "logprobs": logprobs,
             **self._ids(choice),
         }
@@ -377,6 +418,11 @@ def timings(parts: Iterable[Timings]) -> Json:
         "draft_n": 0,
         "draft_n_accepted": 0,
     }
+
+
+def _reasoning(text: str) -> Json:
+    """Under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -8,6 +8,8 @@ from itertools import chain
 from typing import Any
 
 from luce.errors import RequestError
+from luce.models.spec import Markers
+from luce.text.reasoning import ReasoningSplitter, reasoning_splitter
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 
@@ -19,15 +21,20 @@ _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 
 class ChatFormat:
     """A model's template and tokenizer together. Thread-safe; both methods block while the template renders.
 
+    Templates see simple conversations: contents are one string, `developer` is `system`, the system messages at the
+    start are one. Many templates take a system message in first place only: where one refuses, later ones become user
+    messages that begin with "System: ".
+
     Control tokens come only from the template: their texts inside anything a client sent (contents, names, tools,
     further variables) become ordinary text. Before rendering, each such text is replaced by one private-use character
     that occurs nowhere else; the result is cut at its special tokens; then the texts are put back and tokenised
     together with what surrounds them. The template sees the same structure, only a few characters shorter.
     """
 
-    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer, reasoning: Markers | None = None) -> None:
         self.template = template
         self._tokenizer = tokenizer
+        self._reasoning = reasoning
 
     def text(
         self,
@@ -57,9 +64,11 @@ class ChatFormat:
         ids: list[int] = []
         for token, piece in tokenizer.special.cut(text):
             ids += tokenizer.encode(piece.translate(marks), specials=False) if token is None else [token]
-        if tokenizer.add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
-            ids.insert(0, tokenizer.bos_id)
-        return ids
+        return tokenizer.with_bos(ids)
+
+    def splitter(self, prompt: Sequence[int]) -> ReasoningSplitter | None:
+        """What tells reasoning from content in a reply to a prompt; None if the model marks no reasoning."""
+        return None if self._reasoning is None else reasoning_splitter(self._reasoning, self._tokenizer, prompt)
 
     def _render(
         self,
@@ -71,7 +80,24 @@ class ChatFormat:
         """The rendered text with marks in it, and what each mark (a code point) stands for."""
         if self.template is None:
             raise RequestError("the model file has no chat template; use /v1/completions or --chat-template")
-        given = {**kwargs, "messages": [_plain(message, i) for i, message in enumerate(messages)], "tools": tools}
+        plain = _merged([_plain(message, i) for i, message in enumerate(messages)])
+        try:
+            return self._render_plain(plain, tools, add_generation_prompt, kwargs)
+        except RequestError:
+            led = plain[:1] + [_as_user(message) for message in plain[1:]]
+            if led == plain:
+                raise
+            return self._render_plain(led, tools, add_generation_prompt, kwargs)
+
+    def _render_plain(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Message] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> tuple[str, dict[int, str]]:
+        assert self.template is not None
+        given = {**kwargs, "messages": messages, "tools": tools}
         try:
             marks = self._marks(list(_strings(given)), self.template.source)
             if marks:
@@ -132,6 +158,21 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
     if plain.get("tool_calls"):
         plain["tool_calls"] = [_parsed(call) for call in plain["tool_calls"]]
     return plain
+
+
+def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the system messages at the start joined into one."""
+    count = next((i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages))
+    if count < 2:
+        return messages
+    joined = "\n\n".join(message["content"] for message in messages[:count])
+    return [{**messages[0], "content": joined}, *messages[count:]]
+
+
+def _as_user(message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("role") != "system":
+        return message
+    return {**message, "role": "user", "content": f"System: {message['content']}"}
 
 
 def _part(part: Any, message: int, index: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from luce.engine.sequence import TextOutput
 from luce.text.detokenizer import Detokenizer
+from luce.text.reasoning import overlap
 from luce.text.tokenizer import Tokenizer
 
 
@@ -46,11 +47,6 @@ class ReplyText(TextOutput):
             _, at, self._stopped = min(found)
             self._held = ""
             return text[:at]
-        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        kept = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest tail of `text` that is a proper prefix of `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -110,7 +110,7 @@ class Tokenizer:
     vocabulary has them. Every token that ends a reply counts as a control token, whatever its type in the file.
 
     `bos_id`, `eos_id` (the file's own), `eos_ids` (all that end a reply), `vocab` (tokens) and `add_bos` (a prompt
-    begins with `bos_id`) are for the caller: `encode` adds nothing. `space_prefix`: SentencePiece's leading space, see
+    begins with `bos_id`: `with_bos`) are for the caller, `encode` adds nothing. `space_prefix`: a leading space, see
     `encode`. `special` finds control and user-defined tokens in text, `control` only control tokens.
 
     Raises FormatError for tables that are missing or contradict each other, UnsupportedError for an unknown model or
@@ -213,6 +213,10 @@ class Tokenizer:
                 key=lambda pair: (parts[pair[0]], parts[pair[1]]),
             )
         ]
+
+    def with_bos(self, ids: list[int]) -> list[int]:
+        """The ids of a prompt, BOS in front if the file asks for it and it is not there."""
+        return [self.bos_id, *ids] if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
 
     def encode(self, text: str, *, specials: bool) -> list[int]:
         """The ids of a text, without BOS. Lone surrogates are read as U+FFFD.

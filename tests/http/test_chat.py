@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.http_server import Running, running
-from tests.support.scripted_model import END, REPLY, saying, tokenizer
+from tests.support.scripted_backend import Script
+from tests.support.scripted_model import END, REPLY, THINK, THOUGHT, saying, tokenizer
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
@@ -326,3 +327,38 @@ async def test_sampling_aliases_and_ignored_fields_are_accepted() -> None:
 
 def test_the_byte_tokenizer_is_one() -> None:
     assert tokenizer().encode("é<|im_end|>", specials=True) == [0xC3, 0xA9, END]
+
+
+_THOUGHTFUL = [THINK, *b"\nhm, hm\n", THOUGHT, *b"\n\nYes."]
+
+
+@pytest.mark.parametrize(
+    ("script", "fields"),
+    [
+        (saying(_THOUGHTFUL), {}),
+        # The template opens the reasoning; the reply has only its end.
+        (
+            saying(_THOUGHTFUL[2:], marker="<|im_start|>assistant\n<think>\n"),
+            {"chat_template_kwargs": {"enable_thinking": True}},
+        ),
+    ],
+)
+async def test_reasoning_comes_apart_from_content(script: Script, fields: dict[str, Any]) -> None:
+    async with running(model={"script": script}) as here:
+        reply = await here.chat(**fields)
+        message, details = reply["choices"][0]["message"], reply["choices"][0]["finish_details"]
+        assert message["content"] == "Yes."
+        assert message["reasoning_content"] == message["reasoning"] == "hm, hm"
+        assert details["thinking_tokens"] == reply["usage"]["completion_tokens_details"]["reasoning_tokens"] > 6
+        assert details["thinking_tokens"] + details["content_tokens"] == reply["usage"]["completion_tokens"]
+        events = await here.events(CHAT, {**HI, **fields})
+        deltas = [e["choices"][0]["delta"] for e in events]
+        assert "".join(d.get("reasoning_content", "") for d in deltas) == "hm, hm"
+        assert "".join(d.get("content", "") for d in deltas) == "Yes."
+        assert not any(d.get("content") and d.get("reasoning_content") for d in deltas)
+
+
+async def test_reasoning_that_does_not_end_is_no_content() -> None:
+    async with running(model={"script": saying(_THOUGHTFUL)}) as here:
+        message = (await here.chat(max_tokens=6))["choices"][0]["message"]
+        assert message["content"] == "" and message["reasoning_content"] == "hm,"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.http_server import Running, running
-from tests.support.scripted_model import BOS, saying
+from tests.support.scripted_model import BOS, VOCAB, saying
 
 PATH = "/v1/completions"
 SAYS = {"script": saying(" wörld.", marker="hello")}
@@ -130,7 +130,7 @@ async def test_a_stream_with_echo_begins_with_the_prompt() -> None:
         ({"prompt": [[1], "a"]}, "prompt", "invalid_value"),
         ({"prompt": [[]]}, "prompt", "invalid_value"),
         ({"prompt": [True]}, "prompt", "invalid_value"),
-        ({"prompt": [259]}, "prompt", "invalid_value"),
+        ({"prompt": [VOCAB]}, "prompt", "invalid_value"),
         ({"prompt": [-1]}, "prompt", "invalid_value"),
         ({"prompt": [10**30]}, "prompt", "invalid_value"),
         ({"prompt": 5}, "prompt", "invalid_value"),

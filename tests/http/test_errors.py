@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from luce.backend.timing import BOUNDS, Durations, ShardTimes
 from luce.errors import DeviceError
 from luce.runtime.step import Step
-from luce.server import state
+from luce.server import app, state
+from luce.text.chat import ChatFormat
 from tests.support.http_server import Running, running
 from tests.support.scripted_model import REPLY, saying
 
@@ -131,9 +133,11 @@ async def test_a_template_error_is_the_clients() -> None:
         kwargs = {"strict": True, "tools_in_user": 1}
         status, _, _ = await here.post(CHAT, {"messages": messages, "chat_template_kwargs": kwargs, "max_tokens": 1})
         assert status == 200
-        here.server.ready_model().chat = None
+        model = here.server.ready_model()
+        model.chat = ChatFormat(None, model.tokenizer)
         status, body, _ = await here.post(CHAT, HI)
         assert status == 400 and body["error"]["code"] == "template_error"
+        assert (await here.get("/v1/models"))[1]["data"][0]["capabilities"] == ["completion"]
 
 
 async def test_a_prompt_that_is_too_long() -> None:
@@ -439,3 +443,28 @@ async def test_metrics_count_what_happened() -> None:
         assert await here.metric("luce_slots") == 1 and await here.metric("luce_queue_depth") == 0
         assert await here.metric("luce_prompt_tokens_total") > 0 and await here.metric("luce_kv_pages") > 0
         assert "# HELP luce_ttft_seconds " in text
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/comp", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\nGET /l"])
+async def test_a_head_that_does_not_come_ends_the_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_KEEPALIVE_SECONDS", 0.2)
+    async with running() as here:
+        reader, writer = await asyncio.open_connection("127.0.0.1", here.port)
+        writer.write(sent)
+        await asyncio.wait_for(reader.read(), 20)  # returns when the server closes
+        writer.close()
+
+
+async def test_metrics_hold_the_times_of_each_shard() -> None:
+    async with running() as here:
+        work = Durations((0, 2, 0, 1, *(0,) * (len(BOUNDS) - 4), 5), 42.5)
+        here.model.shard_times = (ShardTimes("cuda:0", work, work), ShardTimes("cpu:0", work, None))
+        _, text, _ = await here.get("/metrics")
+        for shard in ('{device="cuda:0",shard="0"}', '{device="cpu:0",shard="1"}'):
+            assert f"luce_shard_seconds_count{shard} 8.0" in text
+            assert f"luce_shard_seconds_sum{shard} 42.5" in text
+        assert 'luce_shard_seconds_bucket{device="cpu:0",le="3e-05",shard="1"} 2.0' in text
+        assert 'luce_shard_seconds_bucket{device="cpu:0",le="10.0",shard="1"} 3.0' in text
+        assert 'luce_shard_seconds_bucket{device="cpu:0",le="+Inf",shard="1"} 8.0' in text
+        assert 'luce_transfer_seconds_count{device="cuda:0",shard="0"} 8.0' in text
+        assert 'luce_transfer_seconds_count{device="cpu:0"' not in text

@@ -127,21 +127,18 @@ def check_range(device: Device, name: str, n: int) -> None:
     assert not actual[-1].any()
 
 
-def check_outliers(device: Device, name: str, n: int) -> None:
-    """One value a million times larger than its row's others does not cost these their bits."""
+def check_outliers(device: Device, n: int) -> None:
+    """A value a million times larger than its row's others, which meets zeros, does not cost these their bits."""
     cols = 256
-    tensor = random_tensor(name, 5, cols, seed=23)
-    w = decoded(tensor)
+    tensor = random_tensor("Q8_0", 5, cols, seed=23)
+    tensor.raw[:, 2 + 7] = 0
     x = _x(n, cols, seed=24)
     x[:, 7] *= 2.0**20
-    # Its own products are taken away, with the rounding that they have.
-    big = np.zeros_like(x)
-    big[:, 7] = x[:, 7]
-    actual = _product(device, x, [tensor]).astype(np.float64) - _product(device, big, [tensor])
+    actual = _product(device, x, [tensor])
     x[:, 7] = 0
+    w = decoded(tensor)
     error = np.abs(actual - x.astype(np.float64) @ w.astype(np.float64).T)
-    sums = 2.0**-23 * 8 * (np.abs(big).astype(np.float64) @ np.abs(w).astype(np.float64).T)
-    assert (error <= product_limit(x, w, halves=True) + sums).all()
+    assert (error <= product_limit(x, w, halves=True)).all()
 
 
 def check_slices(device: Device, n: int, features: int) -> None:

@@ -8,23 +8,26 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from luce.backend.timing import ShardTimes
 from luce.config import Config
 from luce.engine.loop import Engine
+from luce.models.spec import Dialect, Markers, ModelSpec
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText
 from luce.text.template import ChatTemplate
-from luce.text.tokenizer import CONTROL, NORMAL, Tokenizer
+from luce.text.tokenizer import CONTROL, NORMAL, USER_DEFINED, Tokenizer
 from tests.support.scripted_backend import Script, ScriptedBackend, after
 
-START, END, BOS = 256, 257, 258
-VOCAB = 259
+START, END, BOS, THINK, THOUGHT = 256, 257, 258, 259, 260
+VOCAB = 261
+MARKERS = Markers("<think>", "</think>")
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}"
     "{% if m.role == 'system' and not loop.first and strict %}{{ raise_exception('system goes first') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
 #: what follows the template's `<|im_start|>assistant\n`
 REPLY = "Héllo, wörld 🎉!"
@@ -38,12 +41,12 @@ def _spelling() -> list[str]:
 
 
 def metadata(*, add_bos: bool = False) -> dict[str, object]:
-    """The GGUF keys of the tokenizer: token i is the byte i, then three control tokens."""
+    """The GGUF keys of the tokenizer: token i is the byte i, then three control tokens and two visible ones."""
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": [*_spelling(), "<|im_start|>", "<|im_end|>", "<|bos|>"],
-        "tokenizer.ggml.token_type": [NORMAL] * 256 + [CONTROL] * 3,
+        "tokenizer.ggml.tokens": [*_spelling(), "<|im_start|>", "<|im_end|>", "<|bos|>", "<think>", "</think>"],
+        "tokenizer.ggml.token_type": [NORMAL] * 256 + [CONTROL] * 3 + [USER_DEFINED] * 2,
         "tokenizer.ggml.merges": [],
         "tokenizer.ggml.bos_token_id": BOS,
         "tokenizer.ggml.eos_token_id": END,
@@ -84,7 +87,7 @@ def tokenizer(*, add_bos: bool = False) -> Tokenizer:
 @functools.cache
 def chat_format() -> ChatFormat:
     """The template with the byte tokenizer; one for all tests, as each has a child process."""
-    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer())
+    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), MARKERS)
 
 
 def saying(text: str | Sequence[int], *, marker: str = "<|im_start|>assistant\n", end: bool = True) -> Script:
@@ -112,7 +115,12 @@ class ScriptedModel:
         self.path = Path("scripted.gguf")
         self.context = context
         self.fingerprint = "0123abcd"
-        self.placement: list[dict[str, Any]] = []
+        self.tokenizer_id = "default"
+        self.spec = ModelSpec("scripted", 64, VOCAB, context, 1e-6, (), tied_head=True, dialect=Dialect(MARKERS))
+        self.placement: list[dict[str, Any]] = [
+            {"device": "cpu:0", "layers": [0, 2], "weights": 300, "state": 20, "handed_on": 256},
+            {"device": "cpu:1", "layers": [3, 3], "weights": 100, "state": 10, "handed_on": 0},
+        ]
         self.backend = ScriptedBackend(
             vocab=VOCAB,
             context=context,
@@ -121,6 +129,7 @@ class ScriptedModel:
             script=saying(REPLY) if script is None else script,
             **backend,
         )
+        self.shard_times: tuple[ShardTimes, ...] = ()
         self.engine = Engine(
             self.backend,
             eos=self.tokenizer.eos_ids,
@@ -136,6 +145,9 @@ class ScriptedModel:
     def detokenize(self, ids: Iterable[int]) -> str:
         decoder = Detokenizer(self.tokenizer)
         return "".join([decoder.push(i) for i in ids]) + decoder.flush()
+
+    def times(self) -> tuple[ShardTimes, ...]:
+        return self.shard_times
 
     def close(self) -> None:
         self.engine.close()

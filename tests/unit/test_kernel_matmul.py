@@ -64,7 +64,7 @@ def test_infinities(emulated: Device, n: int) -> None:
 @pytest.mark.parametrize("n", [19, BLAS_ROWS])
 def test_rows_beyond_the_range_of_halves(emulated: Device, n: int) -> None:
     checks.check_range(emulated, "Q4_K", n)
-    checks.check_outliers(emulated, "Q8_0", n)
+    checks.check_outliers(emulated, n)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(3, 2176), (130, 3072)])
@@ -83,7 +83,7 @@ def test_columns_that_a_library_does_not_take(emulated: Device, cols: int) -> No
     checks.check_product(emulated, "F16", rows=3, cols=cols, n=BLAS_ROWS)
 
 
-@pytest.mark.parametrize("features", [1, 5, 64, 1000])
+@pytest.mark.parametrize("features", [1, 1000])
 def test_slices_of_features(emulated: Device, features: int) -> None:
     checks.check_slices(emulated, BLAS_ROWS, features)
 

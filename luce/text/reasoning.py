@@ -1,0 +1,88 @@
+"""A reply cut into reasoning and content while it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from luce.models.spec import Markers
+from luce.text.tokenizer import Tokenizer
+
+# Tokens at the end of a prompt among which a template's own marker is looked for.
+_SUFFIX = 16
+
+
+class Said(NamedTuple):
+    """A piece of a reply: what belongs to its content, and what to the reasoning before it."""
+
+    content: str
+    reasoning: str = ""
+
+
+class ReasoningSplitter:
+    """Reasoning is what stands between the markers at the start of a reply, or up to the closing one in a reply that
+    begins inside. White space around it belongs to neither part. Text is held back only while it may still be that, or
+    part of a marker; however the text is cut into pieces, the parts are the same.
+    """
+
+    def __init__(self, markers: Markers, *, inside: bool = False) -> None:
+        self._markers = markers
+        self._state: Literal["start", "reasoning", "gap", "content"] = "reasoning" if inside else "start"
+        self._begun = False
+        self._held = ""
+
+    @property
+    def inside(self) -> bool:
+        """Whether the next text belongs to the reasoning, as far as is known."""
+        return self._state == "reasoning"
+
+    def push(self, text: str) -> Said:
+        """What is certain after some more text."""
+        text, self._held = self._held + text, ""
+        reasoning = ""
+        if self._state == "start":
+            shown = text.lstrip()
+            if shown.startswith(self._markers.open):
+                self._state, text = "reasoning", shown[len(self._markers.open) :]
+            elif self._markers.open.startswith(shown):
+                self._held = text
+                return Said("")
+            else:
+                self._state = "content"
+        if self._state == "reasoning":
+            inner, found, text = text.partition(self._markers.close)
+            reasoning = inner if self._begun else inner.lstrip()
+            self._begun = self._begun or bool(reasoning)
+            if found:
+                self._state, reasoning = "gap", reasoning.rstrip()
+            else:
+                certain = reasoning[: len(reasoning) - overlap(reasoning, self._markers.close)].rstrip()
+                self._held, reasoning = reasoning[len(certain) :], certain
+                return Said("", reasoning)
+        if self._state == "gap":
+            text = text.lstrip()
+            if text:
+                self._state = "content"
+        return Said(text, reasoning)
+
+    def flush(self) -> Said:
+        """What was held back at the end of the reply."""
+        text, self._held = self._held, ""
+        return Said("", text.rstrip()) if self._state == "reasoning" else Said(text)
+
+
+def reasoning_splitter(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningSplitter | None:
+    """The splitter of a reply to a prompt, whose template may have opened the reasoning already.
+
+    None if the vocabulary lacks one of the markers: the file's template then has no such part.
+    """
+    (opens, _), (closes, _) = (next(tokenizer.special.cut(text), (None, "")) for text in (markers.open, markers.close))
+    if opens is None or closes is None:
+        return None
+    last = next((token for token in reversed(prompt[-_SUFFIX:]) if token in (opens, closes)), None)
+    return ReasoningSplitter(markers, inside=last == opens)
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest tail of `text` that is a proper prefix of `marker`."""
+    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)

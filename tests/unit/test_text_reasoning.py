@@ -1,0 +1,77 @@
+"""Reasoning and content: the same parts however the text comes, and markers that the families' vocabularies have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from luce.gguf.reader import open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.models.spec import Markers
+from luce.text.reasoning import ReasoningSplitter, reasoning_splitter
+from luce.text.tokenizer import USER_DEFINED, Tokenizer
+from tests.support.vocabulary import DIRECTORY, NAMES, byte_level, cases, metadata, nfc
+
+MARKERS = Markers("<t>", "</t>")
+PIECES = st.lists(st.sampled_from(["<t>", "</t>", "<", "/", "t>", "a", "b ", " ", "\n"]), max_size=12)
+
+
+def parts(text: str, *, inside: bool) -> tuple[str, str]:
+    """(content, reasoning) of a whole reply."""
+    opened = "" if inside else r"\s*<t>"
+    found = re.fullmatch(rf"(?s){opened}\s*(.*?)\s*</t>\s*(.*)", text)
+    if found:
+        return found[2], found[1]
+    unfinished = re.fullmatch(rf"(?s){opened}\s*(.*?)\s*", text)
+    return ("", unfinished[1]) if unfinished else (text, "")
+
+
+@settings(max_examples=600, deadline=None)
+@given(PIECES, st.booleans())
+def test_every_chunking_gives_what_a_search_of_the_whole_gives(pieces: list[str], inside: bool) -> None:
+    splitter = ReasoningSplitter(MARKERS, inside=inside)
+    said = [*map(splitter.push, pieces), splitter.flush()]
+    assert ("".join(s.content for s in said), "".join(s.reasoning for s in said)) == parts(
+        "".join(pieces), inside=inside
+    )
+
+
+def test_text_is_given_at_once_where_nothing_else_is_possible() -> None:
+    splitter = ReasoningSplitter(MARKERS)
+    assert splitter.push("a").content == "a" and splitter.push("<t>").content == "<t>"
+    inside = ReasoningSplitter(MARKERS, inside=True)
+    assert inside.push("a<").reasoning == "a" and inside.push("b").reasoning == "<b"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inside"),
+    [([], False), ([256], True), ([256, 10], True), ([256, 10, 257], False), ([256, *range(40)], False)],
+)
+def test_the_prompt_s_end_may_open_the_reasoning(prompt: list[int], inside: bool) -> None:
+    splitter = reasoning_splitter(MARKERS, Tokenizer(byte_level(visible=("<t>", "</t>"))), prompt)
+    assert splitter is not None and splitter.inside == inside
+
+
+def test_a_vocabulary_without_the_markers_has_no_reasoning() -> None:
+    assert reasoning_splitter(MARKERS, Tokenizer(byte_level(visible=("<t>",))), []) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_families_markers_begin_with_visible_tokens(name: str) -> None:
+    with open_gguf(sorted(DIRECTORY.glob(f"{name}-*.gguf"))[0]) as file:
+        dialect = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors)).dialect
+    keys = metadata(name)
+    tokenizer = Tokenizer(keys, nfc=nfc(name))
+    types = keys["tokenizer.ggml.token_type"]
+    assert isinstance(types, list) and dialect.reasoning and dialect.tool_call and dialect.notes
+    for text in (*vars(dialect.reasoning).values(), *vars(dialect.tool_call).values()):
+        token, *_ = tokenizer.encode(text, specials=True)
+        assert types[token] == USER_DEFINED and text.startswith(tokenizer.token_text(token))
+    # The reference conversations end with the template's own suffix.
+    ids = cases(name)["chat"]["ids"]
+    splitter = reasoning_splitter(dialect.reasoning, tokenizer, ids)
+    assert splitter is not None and splitter.inside == cases(name)["chat"]["rendered"].endswith("<think>\n")
