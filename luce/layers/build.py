@@ -22,6 +22,7 @@ from luce.layers.state import DeltaState, KVPool
 from luce.layers.weights import WeightLoader
 from luce.models import spec as models
 from luce.models.spec import Attention, Block, GatedDeltaNet, GatedMLP, ModelSpec, MoE, Rope
+from luce.ops.deltanet import DeltaWeights
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.weight import stored_bytes
 from luce.runtime.device import Array, Device
@@ -208,14 +209,16 @@ class LayerBuilder:
         names = [_name(index, part) for part in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")]
         return DeltaNetLayer(
             self._device,
-            spec,
             inputs=self.weights.matrix(names, hidden, [spec.channels, inner, heads, heads]),
             out=self.weights.matrix([_name(index, "ssm_out")], inner, [hidden]),
-            conv=self.weights.filters(_name(index, "ssm_conv1d"), spec.conv_kernel, spec.channels),
-            decay=self.weights.vector(f"blk.{index}.ssm_a", heads),
-            dt_bias=self.weights.vector(f"blk.{index}.ssm_dt.bias", heads),
-            norm=self.weights.vector(_name(index, "ssm_norm"), spec.head_dim),
-            eps=self._spec.norm_eps,
+            weights=DeltaWeights(
+                conv=self.weights.filters(_name(index, "ssm_conv1d"), spec.conv_kernel, spec.channels),
+                decay=self.weights.vector(f"blk.{index}.ssm_a", heads),
+                dt_bias=self.weights.vector(f"blk.{index}.ssm_dt.bias", heads),
+                norm=self.weights.vector(_name(index, "ssm_norm"), spec.head_dim),
+                eps=self._spec.norm_eps,
+                key_heads=spec.key_heads,
+            ),
             state=DeltaState.allocate(self._device, spec, self._slots),
         )
 
