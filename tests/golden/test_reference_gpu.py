@@ -25,7 +25,8 @@ from tests.support.reference import Reference, check_greedy, references
 pytestmark = pytest.mark.gpu
 each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
 
-# Float32 weights and activations, K and V rounded to float16: better than the kind whose limits apply.
+# K and V are rounded to float16, as are weights and activations in products of more than 16 rows: better than the kind
+# whose limits apply.
 KIND = "bf16_activations"
 
 
