@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from luce import config as settings
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.placement import served_context
+from luce.backend.placement import served_chunk, served_context
 from luce.backend.plan import handed_on
 from luce.backend.timing import ShardTimes
 from luce.config import Config
@@ -87,7 +87,7 @@ def open_backend(
         weights=config.target_layer_split,
         slots=config.parallel,
         context=served_context(spec, config.max_ctx),
-        chunk=config.chunk,
+        chunk=served_chunk(devices, config.chunk),
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
     )
     opened.callback(backend.close)
@@ -159,6 +159,7 @@ class Model:
         self.config = config
         self.path = file.paths[0]
         self.context = backend.context
+        self.chunk = backend.chunk
         general = file.metadata.string("general.name", default="")
         self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else general or self.path.stem
@@ -167,7 +168,7 @@ class Model:
             backend,
             eos=tokenizer.eos_ids,
             max_queue=config.max_queue,
-            chunk=config.chunk,
+            chunk=backend.chunk,
             max_queue_seconds=config.max_queue_seconds,
             timeout=config.timeout,
         )

@@ -174,9 +174,9 @@ class Config:
     )
     parallel: int = _setting(1, _integer(1, 256), "sequences that are generated at once", metavar="N", group="engine")
     chunk: int = _setting(
-        512,
-        _integer(1, 8192),
-        "prompt rows in one step",
+        0,
+        _integer(0, 8192),
+        "prompt rows in one step (0: 2048 on GPUs, 512 if a device is a CPU)",
         flags=("prefill-chunk",),
         metavar="N",
         group="engine",

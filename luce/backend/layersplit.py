@@ -64,6 +64,7 @@ class LayerSplitBackend:
         self.vocab = spec.vocab
         self.slots = slots
         self.context = context
+        self.chunk = chunk
         self.windows = tuple(group.window for group in spec.page_groups)
         self.pages = tuple(slots * pages_for(window, context, chunk) for window in self.windows)
         self._shards: list[Shard] = []

@@ -114,6 +114,7 @@ class ScriptedModel:
         self.name = config.alias[0] if config.alias else "scripted"
         self.path = Path("scripted.gguf")
         self.context = context
+        self.chunk = config.chunk or 512
         self.fingerprint = "0123abcd"
         self.tokenizer_id = "default"
         self.spec = ModelSpec("scripted", 64, VOCAB, context, 1e-6, (), tied_head=True, dialect=Dialect(MARKERS))
@@ -125,7 +126,7 @@ class ScriptedModel:
             vocab=VOCAB,
             context=context,
             slots=config.parallel,
-            chunk=config.chunk,
+            chunk=self.chunk,
             script=saying(REPLY) if script is None else script,
             **backend,
         )
@@ -134,7 +135,7 @@ class ScriptedModel:
             self.backend,
             eos=self.tokenizer.eos_ids,
             max_queue=config.max_queue,
-            chunk=config.chunk,
+            chunk=self.chunk,
             max_queue_seconds=config.max_queue_seconds,
             timeout=config.timeout,
         )
