@@ -161,6 +161,8 @@ class Model:
             chunk=config.chunk,
             max_queue_seconds=config.max_queue_seconds,
             timeout=config.timeout,
+            cache_bytes=config.cache_ram << 20,
+            cache_interval=config.cache_interval,
         )
 
     @property
@@ -185,9 +187,9 @@ class Model:
         decoder = Detokenizer(self.tokenizer)
         return "".join([decoder.push(int(i)) for i in ids]) + decoder.flush()
 
-    def reply_text(self, stops: Sequence[str] = ()) -> ReplyText:
-        """The text of one reply, cut at the first of the stop strings."""
-        return ReplyText(self.tokenizer, stops)
+    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> ReplyText:
+        """The text of one reply to a prompt, cut at the first of the stop strings."""
+        return ReplyText(self.tokenizer, stops, lambda reply: self.chat.remember(prompt, reply))
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits at every position: float32 [n, vocab]. Raises ContextError if ids are longer than the context."""
@@ -255,7 +257,14 @@ class Model:
         )
         ids, stops = prompt, (stop,) if isinstance(stop, str) else tuple(stop)
         return Generation(
-            lambda sink: self.engine.submit(ids, params, output=self.reply_text(stops), on_event=sink), on_progress
+            lambda sink: self.engine.submit(
+                ids,
+                params,
+                output=self.reply_text(stops, ids),
+                on_event=sink,
+                boundaries=self.chat.boundaries(ids),
+            ),
+            on_progress,
         )
 
     def close(self) -> None:

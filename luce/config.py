@@ -50,6 +50,20 @@ def _number(low: float, high: float, *, above: bool = False) -> Parser:
     return parse
 
 
+_SUFFIXES = {"mib": 1, "gib": 1 << 10, "tib": 1 << 20}
+
+
+def _mebibytes(text: str) -> int:
+    """`512`, `512MiB`, `4GiB`, `1TiB` as a number of MiB."""
+    number, factor = text.lower(), 1
+    for suffix, value in _SUFFIXES.items():
+        if number.endswith(suffix):
+            number, factor = number.removesuffix(suffix), value
+    if not number.isascii() or not number.isdigit() or int(number) * factor > 1 << 40:
+        raise ValueError("expected a size such as 512MiB or 4GiB")
+    return int(number) * factor
+
+
 def _choice(*names: str) -> Parser:
     def parse(text: str) -> str:
         if text not in names:
@@ -177,6 +191,21 @@ class Config:
     )
     timeout: float = _setting(
         0.0, _number(0, 86400), "longest run of one request (0: no limit)", metavar="SECONDS", group="engine"
+    )
+    cache_ram: int = _setting(
+        4096,
+        _mebibytes,
+        "MiB of host memory for prompts that may come again (0: none are kept)",
+        metavar="SIZE",
+        group="cache",
+    )
+    cache_interval: int = _setting(
+        8192,
+        _integer(64),
+        "tokens of a long prompt between states that later prompts can begin at, in models with such states",
+        flags=("kv-cache-interval",),
+        metavar="N",
+        group="cache",
     )
     temperature: float = _setting(
         0.7, _number(0, 2), "default of requests that name none (0: greedy)", metavar="T", group="sampling"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from luce.backend.local import LocalShard
 from luce.backend.plan import pages_for, plan_layers, state_bytes
@@ -44,6 +47,7 @@ class LayerSplitBackend:
         self.vocab = spec.vocab
         self.slots = slots
         self.context = context
+        self.recurrent = spec.recurrent
         self.windows = tuple(group.window for group in spec.page_groups)
         self.pages = tuple(slots * pages_for(window, context, chunk) for window in self.windows)
         self._shards: list[Shard] = []
@@ -71,6 +75,15 @@ class LayerSplitBackend:
             before = shard
         assert isinstance(hidden, Output)
         return hidden
+
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        return {name: tensor for shard in self._shards for name, tensor in shard.save(slot, pages).items()}
+
+    def restore(
+        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
+    ) -> None:
+        for shard in self._shards:
+            shard.restore(slot, pages, tensors)
 
     def close(self) -> None:
         for shard in reversed(self._shards):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,16 +75,14 @@ class LocalShard:
         full = logits if step.full.all() else logits[np.flatnonzero(step.full)]
         return Output(ids, self.device.download(full))
 
-    def save(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        return {
-            name: np.array(self.device.download(array[self._place(index, slot, pages)]))
-            for index, name, array in self._states()
-        }
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        return {name: np.array(self.device.download(array[place])) for name, array, place in self._states(slot, pages)}
 
-    def restore(self, slot: int, pages: Sequence[Sequence[int]], tensors: dict[str, NDArray[np.generic]]) -> None:
+    def restore(
+        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
+    ) -> None:
         places = []
-        for index, name, array in self._states():
-            place = self._place(index, slot, pages)
+        for name, array, place in self._states(slot, pages):
             rows = (len(place),) if isinstance(place, np.ndarray) else ()
             given = tensors.get(name)
             if given is None or given.shape != rows + array.shape[1:] or given.dtype != array.dtype:
@@ -99,22 +97,17 @@ class LocalShard:
         self._embedding = self._head = None
         self._blocks = {}
 
-    def _states(self) -> Iterator[tuple[int, str, Array]]:
+    def _states(
+        self, slot: int | None, pages: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[str, Array, int | NDArray[np.int64]]]:
+        """Name and array of each of a sequence's states, and where in the array's first axis it lies."""
         for index, block in self._blocks.items():
-            if index in self._borrowing:
-                continue
-            state = block.mixer.state
-            if isinstance(state, KVPool):
-                yield index, f"blk.{index}.k", state.k
-                yield index, f"blk.{index}.v", state.v
-            elif isinstance(state, DeltaState):
-                yield index, f"blk.{index}.memory", state.memory
-                yield index, f"blk.{index}.conv", state.conv
-
-    def _place(self, index: int, slot: int, pages: Sequence[Sequence[int]]) -> int | NDArray[np.int64]:
-        """Where a layer's state of a sequence lies along the first axis of its array."""
-        group = self._groups[index]
-        if group is None:
-            return slot
-        first = np.asarray(pages[group], np.int64) * PAGE
-        return (first[:, None] + np.arange(PAGE)).ravel()
+            group, state = self._groups[index], block.mixer.state
+            if isinstance(state, DeltaState) and slot is not None:
+                yield f"blk.{index}.memory", state.memory, slot
+                yield f"blk.{index}.conv", state.conv, slot
+            elif isinstance(state, KVPool) and group is not None and pages[group] and index not in self._borrowing:
+                first = np.asarray(pages[group], np.int64) * PAGE
+                place = (first[:, None] + np.arange(PAGE)).ravel()
+                yield f"blk.{index}.k", state.k, place
+                yield f"blk.{index}.v", state.v, place

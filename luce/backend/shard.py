@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,15 +41,21 @@ class Shard(Protocol):
         the stream, then the scaled token embeddings that every shard derives its layers' inputs from.
         """
 
-    def save(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        """Copy a sequence's state to the host: its recurrent states and the given pages of each page group.
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        """Copy a sequence's state to the host: the given pages of each page group, and its recurrent states.
 
-        Keys are `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype) and `blk.N.memory`, `.conv`.
+        Keys are `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype) and `blk.N.memory`, `.conv`. Without a
+        slot the latter are left out, and the former where there are no pages of the layer's group.
         """
 
-    def restore(self, slot: int, pages: Sequence[Sequence[int]], tensors: dict[str, NDArray[np.generic]]) -> None:
-        """The reverse of `save`, into any slot and any pages of the same number. Raises BackendError naming the tensor
-        if one is missing, has another shape or another dtype; nothing is changed then."""
+    def restore(
+        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
+    ) -> None:
+        """The reverse of `save`, into any slot and any pages of the same number.
+
+        Raises BackendError naming the tensor if one is missing, has another shape or another dtype; nothing is changed
+        then. Tensors of other shards' layers are ignored.
+        """
 
     def close(self) -> None:
         """Release weights and states. Idempotent."""

@@ -23,7 +23,7 @@ class Verb:
     model: bool = True
 
 
-RUNTIME = ("placement", "engine", "text")
+RUNTIME = ("placement", "engine", "cache", "text")
 VERBS = {
     "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),

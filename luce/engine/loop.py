@@ -19,8 +19,11 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
+from luce.cache.prefix import CacheStats, PrefixCache
+from luce.cache.tree import Point
 from luce.engine.pages import Pages
 from luce.engine.sampling import Sampler, needs_logits, score
 from luce.engine.scheduler import Part, Plan, Scheduler, Sequence
@@ -69,6 +72,7 @@ class EngineStats:
     cancelled: int
     steps: int
     stalled: float
+    cache: CacheStats
 
 
 class Ticket:
@@ -110,6 +114,9 @@ class _Run:
         self.submitted = submitted
         self.started: float | None = None
         self.read: float | None = None
+        #: positions that came from the prefix cache, and the newest point of the sequence there
+        self.cached = 0
+        self.point: Point | None = None
 
     def timings(self, now: float) -> Timings:
         started = now if self.started is None else self.started
@@ -120,6 +127,7 @@ class _Run:
             predicted=now - read,
             prompt_tokens=min(self.sequence.done, len(self.sequence.prompt)),
             predicted_tokens=len(self.sequence.reply),
+            cached_tokens=self.cached,
         )
 
 
@@ -127,7 +135,9 @@ class Engine:
     """Runs sequences on a backend, which it does not close.
 
     eos: ids that end a reply. max_queue: sequences that may wait beyond those that have a slot. chunk: prompt rows in
-    a step. max_queue_seconds, timeout: longest wait and longest life of a sequence, 0 for no limit.
+    a step. max_queue_seconds, timeout: longest wait and longest life of a sequence, 0 for no limit. cache_bytes: of
+    host memory for the prefix cache, 0 for no cache; cache_interval: prompt tokens between points of a long prompt at
+    which a sequence can be resumed, where the model needs such points.
     """
 
     def __init__(
@@ -139,6 +149,8 @@ class Engine:
         chunk: int,
         max_queue_seconds: float = 0,
         timeout: float = 0,
+        cache_bytes: int = 0,
+        cache_interval: int = 8192,
     ) -> None:
         self._backend = backend
         self._eos = eos
@@ -148,6 +160,12 @@ class Engine:
         self._timeout = timeout
         self._pages = Pages(backend.pages, backend.windows, slots=backend.slots, context=backend.context, chunk=chunk)
         self._context = self._pages.longest
+        self._cache: PrefixCache | None = None
+        self._interval = cache_interval
+        if cache_bytes:
+            self._cache = PrefixCache(backend, self._pages.groups, cache_bytes)
+            for group in self._pages.groups:
+                group.reclaim = self._cache.reclaim
         self._scheduler = Scheduler(
             self._pages, slots=backend.slots, chunk=chunk, scored=max(1, _SCORED_BYTES // (4 * backend.vocab))
         )
@@ -177,11 +195,13 @@ class Engine:
         on_event: EventSink,
         session: str = "",
         timeout: float = 0,
+        boundaries: Many[int] = (),
     ) -> Ticket:
         """Queue a prompt; `on_event` gets its events on the engine thread.
 
         Started, Progress and PromptLogits, PromptScores, Tokens, then exactly one Finished or Failed. `session` shares
         the queue fairly. `timeout` in seconds from now (0: the engine's alone) ends it with FinishReason.DEADLINE.
+        `boundaries`: lengths, ascending, at which prompts are likely to part (luce.text.boundaries).
         Raises RequestError (no token, or an id outside the vocabulary), ContextError, QueueFullError, UnavailableError.
         """
         ids = self._check_prompt(prompt, params)
@@ -194,6 +214,8 @@ class Engine:
             session=session,
             full=needs_logits(params),
             scored=params.prompt_logits or params.prompt_logprobs is not None,
+            kept=self._cache is not None,
+            cuts=self._cuts(boundaries, len(ids)),
             deadline=now + min(limits) if limits else inf,
             queue_deadline=now + self._max_queue_seconds if self._max_queue_seconds > 0 else inf,
         )
@@ -231,6 +253,7 @@ class Engine:
                 cancelled=self._cancelled,
                 steps=self._steps,
                 stalled=time.monotonic() - self._progress if self._pending or self._broken else 0.0,
+                cache=CacheStats() if self._cache is None else self._cache.stats(),
             )
 
     def drain(self) -> None:
@@ -279,6 +302,14 @@ class Engine:
             raise RequestError(f"logit_bias has ids outside 0..{vocab - 1}", param="logit_bias", code="invalid_value")
         return ids.astype(np.int32)
 
+    def _cuts(self, boundaries: Many[int], length: int) -> tuple[int, ...]:
+        """Where in a prompt points are kept: at its first boundary, which conversations share, and at its last one,
+        which the next turn shares whatever becomes of the reply; in long prompts between them as well."""
+        if self._cache is None or not self._cache.exact:
+            return ()
+        inside = [at for at in boundaries if 0 < at < length]
+        return tuple(sorted({*inside[:1], *inside[-1:], *range(self._interval, length, self._interval)}))
+
     def _retry_after(self) -> int:
         return min(60, max(1, math.ceil(self._service)))
 
@@ -322,6 +353,7 @@ class Engine:
             run = self._runs[sequence]
             run.started = now
             self._emit(run, Started())
+            self._resume(run)
         plan = self._scheduler.plan()
         if plan is not None:
             self._step(plan)
@@ -367,37 +399,87 @@ class Engine:
             try:
                 self._commit(run, part, output, now)
             except Exception as error:
-                if not isinstance(error, LuceError):
-                    _log.exception("a reply failed")
-                self._fail(run, _reply_error(error))
+                self._reply_failed(run, error)
+
+    def _resume(self, run: _Run) -> None:
+        """Begin where the prefix cache leaves off."""
+        sequence, cache = run.sequence, self._cache
+        # Scores are wanted at every position; a sink that failed has ended the sequence.
+        if cache is None or sequence.scored or run.ticket.over:
+            return
+        assert sequence.slot is not None
+        hit, known = cache.find(sequence.prompt)
+        if cache.exact and 0 < known < len(sequence.prompt):
+            # Prompts part here that are alike up to here: the next one of this kind can be resumed where they do.
+            sequence.cuts = tuple(sorted({*sequence.cuts, known}))
+        if not cache.resume(hit, sequence.slot):
+            self._pages.yield_all(sequence.slot)
+            return
+        if hit is None:
+            return
+        sequence.done = run.cached = hit.length
+        run.point = hit.point
+        try:
+            run.on_event(Progress(sequence.done, len(sequence.prompt), run.cached))
+            if not sequence.prompt_left:
+                assert hit.point is not None and hit.point.logits is not None
+                self._begin_reply(run, int(hit.point.logits.argmax()), hit.point.logits, time.monotonic())
+        except Exception as error:
+            self._reply_failed(run, error)
+
+    def _keep(self, run: _Run, logits: NDArray[np.float32] | None = None, *, passing: bool = True) -> None:
+        """Let later sequences begin where this one is."""
+        sequence = run.sequence
+        if self._cache is None or sequence.slot is None or not sequence.done:
+            return
+        ids = np.concatenate([sequence.prompt, np.array(sequence.reply, np.int32)])[: sequence.done]
+        kept = self._cache.keep(sequence.slot, ids, logits, passing=passing, after=run.point)
+        run.point = kept or run.point
 
     def _commit(self, run: _Run, part: Part, output: Output, now: float) -> None:
         """Give a sequence its share of a step's output."""
         sequence = run.sequence
         total = len(sequence.prompt)
-        if part.position < total:
-            self._prompt_tokens += part.rows
-            run.on_event(Progress(sequence.done, total))
-            if sequence.scored:
-                self._score_prompt(run, part, output)
-            if sequence.prompt_left:
-                return
-            run.read = now
-            if run.params.prompt_logprobs is not None:
-                run.on_event(PromptScores(tuple(run.scores)))
-            if not sequence.room:
-                self._finish(run, FinishReason.LENGTH)
-                return
-        token = int(output.ids[part.ids][-1])
+        token, logits = -1, None
+        if part.ids.stop > part.ids.start:
+            token = int(output.ids[part.ids][-1])
+        if part.logits.stop > part.logits.start:
+            logits = output.logits[part.logits][-1]
+        if part.position >= total:
+            self._choose(run, token, logits)
+            return
+        self._prompt_tokens += part.rows
+        run.on_event(Progress(sequence.done, total, run.cached))
+        if sequence.scored:
+            self._score_prompt(run, part, output)
+        if sequence.prompt_left:
+            if sequence.done in sequence.cuts:
+                self._keep(run, passing=False)
+            return
+        if run.params.prompt_logprobs is not None:
+            run.on_event(PromptScores(tuple(run.scores)))
+        self._keep(run, None if logits is None else logits.copy())
+        self._begin_reply(run, token, logits, now)
+
+    def _begin_reply(self, run: _Run, token: int, logits: NDArray[np.float32] | None, now: float) -> None:
+        """The prompt is read: `token` and `logits` are what comes behind it."""
+        run.read = now
+        if run.sequence.room:
+            self._choose(run, token, logits)
+        else:
+            self._finish(run, FinishReason.LENGTH)
+
+    def _choose(self, run: _Run, token: int, logits: NDArray[np.float32] | None) -> None:
+        """The next token: `token`, the likeliest, or what the sampler makes of `logits`."""
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
         if run.sampler is not None:
-            logits = output.logits[part.logits][-1]
+            assert logits is not None
             token = run.sampler.choose(logits)
             run.sampler.push(token)
             if run.params.logprobs is not None:
                 logprob, top = score(logits, token, run.params.logprobs)
-        sequence.reply.append(token)
+        run.sequence.reply.append(token)
         self._predicted_tokens += 1
         reason, text, stop = self._judge(run, token)
         run.on_event(Tokens((Token(token, text, logprob, top),)))
@@ -444,7 +526,15 @@ class Engine:
             _log.exception("a reply failed")
             self._fail(run, _reply_error(error))
             return
+        if not run.ticket.over:
+            self._keep(run)
         self._end(run, Finished(reason, text, run.timings(time.monotonic()), run.seed, stop))
+
+    def _reply_failed(self, run: _Run, error: Exception) -> None:
+        """In an `except` block."""
+        if not isinstance(error, LuceError):
+            _log.exception("a reply failed")
+        self._fail(run, _reply_error(error))
 
     def _fail(self, run: _Run, error: LuceError) -> None:
         self._end(run, Failed(error))

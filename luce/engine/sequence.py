@@ -70,7 +70,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds and token counts of one sequence."""
+    """Seconds and token counts of one sequence. `cached_tokens` of the prompt were not computed for it."""
 
     queued: float = 0.0
     prompt: float = 0.0
@@ -87,10 +87,11 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """A prompt chunk was processed."""
+    """A prompt chunk was processed, or `cached` tokens of the prompt were found in the prefix cache."""
 
     done: int
     total: int
+    cached: int = 0
 
 
 @dataclass(frozen=True)

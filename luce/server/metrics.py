@@ -9,6 +9,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from luce.cache.prefix import CacheStats
 from luce.engine.loop import EngineStats
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -77,9 +78,30 @@ class _EngineCollector(Collector):
         yield pages
         prompt = CounterMetricFamily("luce_prompt_tokens", "Prompt tokens processed, by origin.", labels=["source"])
         prompt.add_metric(["computed"], stats.prompt_tokens)
+        prompt.add_metric(["ram"], stats.cache.tokens)
         yield prompt
+        yield from _cache_metrics(stats.cache)
         yield CounterMetricFamily("luce_generated_tokens", "Tokens generated.", stats.predicted_tokens)
         yield CounterMetricFamily("luce_steps", "Forward passes.", stats.steps)
         yield GaugeMetricFamily(
             "luce_stalled_seconds", "Time without progress while there is work to do.", stats.stalled
         )
+
+
+def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:
+    for name, text, value in (
+        ("bytes", "Host memory of the prefix cache.", stats.bytes),
+        ("entries", "Lengths at which the prefix cache can resume a sequence.", stats.points),
+        ("pages", "Pages of the key-value cache that hold prefixes.", stats.pages),
+    ):
+        gauge = GaugeMetricFamily(f"luce_prefix_cache_{name}", text, labels=["tier"])
+        gauge.add_metric(["ram"], value)
+        yield gauge
+    for name, text, value in (
+        ("hits", "Sequences that were resumed.", stats.hits),
+        ("misses", "Sequences of which no prefix was known.", stats.misses),
+        ("evictions", "Lengths given up for the byte budget.", stats.evictions),
+    ):
+        counter = CounterMetricFamily(f"luce_prefix_cache_{name}", text, labels=["tier"])
+        counter.add_metric(["ram"], value)
+        yield counter

@@ -120,6 +120,7 @@ class ScriptedModel:
             slots=config.parallel,
             chunk=config.chunk,
             script=saying(REPLY) if script is None else script,
+            resumes=True,
             **backend,
         )
         self.engine = Engine(
@@ -129,10 +130,12 @@ class ScriptedModel:
             chunk=config.chunk,
             max_queue_seconds=config.max_queue_seconds,
             timeout=config.timeout,
+            cache_bytes=config.cache_ram << 20,
+            cache_interval=config.cache_interval,
         )
 
-    def reply_text(self, stops: Sequence[str] = ()) -> ReplyText:
-        return ReplyText(self.tokenizer, stops)
+    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> ReplyText:
+        return ReplyText(self.tokenizer, stops, lambda reply: self.chat.remember(prompt, reply))
 
     def detokenize(self, ids: Iterable[int]) -> str:
         decoder = Detokenizer(self.tokenizer)
