@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from luce import config as settings
 from luce.backend.layersplit import LayerSplitBackend
+from luce.cache import fingerprint, manifest
+from luce.cache.disk import DiskTier
+from luce.cache.store import Store
 from luce.config import Config
 from luce.engine.loop import Engine, Ticket
 from luce.engine.sequence import (
@@ -44,6 +47,8 @@ from luce.text.tokenizer import Tokenizer
 
 #: context when --max-ctx is not given and the model was trained for more
 DEFAULT_CONTEXT = 8192
+#: snapshots of earlier runs whose texts are looked through
+_RECOLLECTED = 32
 
 
 def load(path: str | Path, **fields: Any) -> Model:
@@ -83,7 +88,8 @@ def open_model(path: Path, config: Config) -> Model:
             kv=KVTypes(config.cache_type_k, config.cache_type_v),
         )
         opened.callback(backend.close)
-        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all())
+        disk = _disk(file, backend, chat, config)
+        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk)
 
 
 class Generation(Iterator[Token]):
@@ -142,6 +148,7 @@ class Model:
         backend: LayerSplitBackend,
         config: Config,
         opened: contextlib.ExitStack,
+        disk: DiskTier | None = None,
     ) -> None:
         self._backend = backend
         self._opened = opened
@@ -163,6 +170,9 @@ class Model:
             timeout=config.timeout,
             cache_bytes=config.cache_ram << 20,
             cache_interval=config.cache_interval,
+            disk=disk,
+            disk_tokens=config.kv_cache_min_tokens,
+            flush_seconds=config.kv_cache_flush_timeout,
         )
 
     @property
@@ -307,6 +317,41 @@ def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None
         return ChatFormat(None, tokenizer, reasoning)
     bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
     return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer, reasoning)
+
+
+def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier | None:
+    """The prefix cache's directory, if there is to be one."""
+    directory = settings.cache_directory(config)
+    if directory is None or not config.cache_ram:
+        return None
+    meaning = [
+        f"format {manifest.FORMAT}",
+        f"K {config.cache_type_k}, V {config.cache_type_v}",
+        "" if chat.template is None else chat.template.source,
+    ]
+    record = directory / "contents.json"
+    known = fingerprint.remembered(file.paths, record) is not None
+
+    def identify() -> str:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        contents = fingerprint.remembered(file.paths, record) or fingerprint.content_digest(file.paths, record)
+        return fingerprint.model_id(contents, meaning)
+
+    return DiskTier(
+        directory,
+        budget=config.kv_cache_budget << 20,
+        identify=identify,
+        known=known,
+        layers=backend.layers,
+        on_open=lambda store: _recollect(store, chat),
+    )
+
+
+def _recollect(store: Store, chat: ChatFormat) -> None:
+    """Replies of earlier runs come back with the ids that they were made of."""
+    for entry in store.newest(_RECOLLECTED):
+        with contextlib.suppress(LuceError, OSError):
+            chat.remember((), store.tokens(entry).tolist())
 
 
 def _fingerprint(file: GGUFFile) -> str:

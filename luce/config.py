@@ -77,6 +77,12 @@ def _text(text: str) -> str:
     return text
 
 
+def _filled(text: str) -> str:
+    if not text:
+        raise ValueError("expected a path, auto or off")
+    return text
+
+
 def _path(text: str) -> Path:
     if not text:
         raise ValueError("expected a path")
@@ -195,7 +201,7 @@ class Config:
     cache_ram: int = _setting(
         4096,
         _mebibytes,
-        "MiB of host memory for prompts that may come again (0: none are kept)",
+        "MiB of host memory for prompts that may come again (0: none are kept, on the disk neither)",
         metavar="SIZE",
         group="cache",
     )
@@ -205,6 +211,38 @@ class Config:
         "tokens of a long prompt between states that later prompts can begin at, in models with such states",
         flags=("kv-cache-interval",),
         metavar="N",
+        group="cache",
+    )
+    kv_cache_dir: str = _setting(
+        "auto",
+        _filled,
+        "directory that keeps prompts across restarts (auto: in the user's cache directory, off: none)",
+        flags=("cache-dir",),
+        metavar="DIR",
+        group="cache",
+    )
+    kv_cache_budget: int = _setting(
+        20480,
+        _mebibytes,
+        "MiB that the directory may take up (0: no limit)",
+        flags=("cache-disk",),
+        metavar="SIZE",
+        group="cache",
+    )
+    kv_cache_min_tokens: int = _setting(
+        512,
+        _integer(1),
+        "shortest prompt that is written to the directory",
+        flags=("cache-min-tokens",),
+        metavar="N",
+        group="cache",
+    )
+    kv_cache_flush_timeout: float = _setting(
+        30.0,
+        _number(0, 3600),
+        "time for writing what is not in the directory yet when all ends",
+        flags=("save-seconds",),
+        metavar="SECONDS",
         group="cache",
     )
     temperature: float = _setting(
@@ -403,6 +441,15 @@ def resolve(
     if problems:
         raise UsageError("; ".join(problems), param=params[0])
     return Config(**values)
+
+
+def cache_directory(config: Config) -> Path | None:
+    """The directory of --kv-cache-dir, None if there is to be none."""
+    if config.kv_cache_dir == "off":
+        return None
+    if config.kv_cache_dir == "auto":
+        return user_cache_directory() / "prefixes"
+    return Path(config.kv_cache_dir).expanduser()
 
 
 def override(config: Config, given: Mapping[str, Any]) -> Config:

@@ -38,6 +38,10 @@ class Backend(Protocol):
     def recurrent(self) -> bool:
         """Whether a slot has a state that cannot be rewound by shortening."""
 
+    @property
+    def layers(self) -> tuple[range, ...]:
+        """The layers of each shard. They cover all layers, in order."""
+
     def forward(self, step: Step) -> Output:
         """Run one step. Raises BackendError or DeviceError: the step's sequences are lost, later steps work."""
 

@@ -65,6 +65,10 @@ class LayerSplitBackend:
         """The shards in the order of their layers."""
         return tuple(self._shards)
 
+    @property
+    def layers(self) -> tuple[range, ...]:
+        return tuple(shard.info.layers for shard in self._shards)
+
     def forward(self, step: Step) -> Output:
         hidden: Array | Output | None = None
         before: Shard | None = None

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
+from luce.cache.disk import DiskTier
 from luce.cache.prefix import CacheStats, PrefixCache
 from luce.cache.tree import Point
 from luce.engine.pages import Pages
@@ -115,7 +116,7 @@ class _Run:
         self.started: float | None = None
         self.read: float | None = None
         #: positions that came from the prefix cache, and the newest point of the sequence there
-        self.cached = 0
+        self.cached, self.tier = 0, "none"
         self.point: Point | None = None
 
     def timings(self, now: float) -> Timings:
@@ -128,6 +129,7 @@ class _Run:
             prompt_tokens=min(self.sequence.done, len(self.sequence.prompt)),
             predicted_tokens=len(self.sequence.reply),
             cached_tokens=self.cached,
+            cache_tier=self.tier,
         )
 
 
@@ -137,7 +139,8 @@ class Engine:
     eos: ids that end a reply. max_queue: sequences that may wait beyond those that have a slot. chunk: prompt rows in
     a step. max_queue_seconds, timeout: longest wait and longest life of a sequence, 0 for no limit. cache_bytes: of
     host memory for the prefix cache, 0 for no cache; cache_interval: prompt tokens between points of a long prompt at
-    which a sequence can be resumed, where the model needs such points.
+    which a sequence can be resumed, where the model needs such points. disk: where points of at least disk_tokens
+    tokens are written; it is closed with the engine, after flush_seconds at most.
     """
 
     def __init__(
@@ -151,6 +154,9 @@ class Engine:
         timeout: float = 0,
         cache_bytes: int = 0,
         cache_interval: int = 8192,
+        disk: DiskTier | None = None,
+        disk_tokens: int = 512,
+        flush_seconds: float = 30,
     ) -> None:
         self._backend = backend
         self._eos = eos
@@ -160,12 +166,14 @@ class Engine:
         self._timeout = timeout
         self._pages = Pages(backend.pages, backend.windows, slots=backend.slots, context=backend.context, chunk=chunk)
         self._context = self._pages.longest
-        self._cache: PrefixCache | None = None
+        #: belongs to the engine's thread, but for what it says that any thread may call
+        self.cache: PrefixCache | None = None
         self._interval = cache_interval
+        self._flush_seconds = flush_seconds
         if cache_bytes:
-            self._cache = PrefixCache(backend, self._pages.groups, cache_bytes)
+            self.cache = PrefixCache(backend, self._pages.groups, cache_bytes, disk, disk_tokens)
             for group in self._pages.groups:
-                group.reclaim = self._cache.reclaim
+                group.reclaim = self.cache.reclaim
         self._scheduler = Scheduler(
             self._pages, slots=backend.slots, chunk=chunk, scored=max(1, _SCORED_BYTES // (4 * backend.vocab))
         )
@@ -183,6 +191,8 @@ class Engine:
         self._open = self._pending = 0
         self._progress = 0.0
         self._draining = self._closing = self._broken = False
+        if disk is not None:
+            disk.wake = self._wake
         self._thread = threading.Thread(target=self._main, name="luce-engine", daemon=True)
         self._thread.start()
 
@@ -214,7 +224,7 @@ class Engine:
             session=session,
             full=needs_logits(params),
             scored=params.prompt_logits or params.prompt_logprobs is not None,
-            kept=self._cache is not None,
+            kept=self.cache is not None,
             cuts=self._cuts(boundaries, len(ids)),
             deadline=now + min(limits) if limits else inf,
             queue_deadline=now + self._max_queue_seconds if self._max_queue_seconds > 0 else inf,
@@ -253,7 +263,7 @@ class Engine:
                 cancelled=self._cancelled,
                 steps=self._steps,
                 stalled=time.monotonic() - self._progress if self._pending or self._broken else 0.0,
-                cache=CacheStats() if self._cache is None else self._cache.stats(),
+                cache=CacheStats() if self.cache is None else self.cache.stats(),
             )
 
     def drain(self) -> None:
@@ -282,6 +292,10 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _wake(self) -> None:
+        with self._lock:
+            self._work.notify()
+
     def _check_prompt(self, prompt: Many[int], params: SamplingParams) -> Int32:
         vocab = self._backend.vocab
         if not len(prompt):
@@ -305,7 +319,7 @@ class Engine:
     def _cuts(self, boundaries: Many[int], length: int) -> tuple[int, ...]:
         """Where in a prompt points are kept: at its first boundary, which conversations share, and at its last one,
         which the next turn shares whatever becomes of the reply; in long prompts between them as well."""
-        if self._cache is None or not self._cache.exact:
+        if self.cache is None or not self.cache.exact:
             return ()
         inside = [at for at in boundaries if 0 < at < length]
         return tuple(sorted({*inside[:1], *inside[-1:], *range(self._interval, length, self._interval)}))
@@ -333,12 +347,14 @@ class Engine:
                 self._finish(run, FinishReason.SHUTDOWN)
             else:
                 self._fail(run, error)
+        if self.cache is not None:
+            self.cache.flush(0 if self._broken else self._flush_seconds)
 
     def _turn(self) -> bool:
         """One round: commands, deadlines, admission, a step. False when the engine is to end."""
         if not self._runs:
             with self._lock:
-                self._work.wait_for(lambda: self._inbox or self._closing)
+                self._work.wait_for(lambda: self._inbox or self._closing or (self.cache and self.cache.pending))
         self._work_off_inbox()
         if self._closing:
             return False
@@ -357,6 +373,8 @@ class Engine:
         plan = self._scheduler.plan()
         if plan is not None:
             self._step(plan)
+        if self.cache is not None:
+            self.cache.pump()
         return True
 
     def _work_off_inbox(self) -> None:
@@ -403,22 +421,19 @@ class Engine:
 
     def _resume(self, run: _Run) -> None:
         """Begin where the prefix cache leaves off."""
-        sequence, cache = run.sequence, self._cache
+        sequence, cache = run.sequence, self.cache
         # Scores are wanted at every position; a sink that failed has ended the sequence.
         if cache is None or sequence.scored or run.ticket.over:
             return
         assert sequence.slot is not None
-        hit, known = cache.find(sequence.prompt)
-        if cache.exact and 0 < known < len(sequence.prompt):
+        hit = cache.resume(sequence.prompt, sequence.slot)
+        if cache.exact and hit.length < hit.known < len(sequence.prompt):
             # Prompts part here that are alike up to here: the next one of this kind can be resumed where they do.
-            sequence.cuts = tuple(sorted({*sequence.cuts, known}))
-        if not cache.resume(hit, sequence.slot):
-            self._pages.yield_all(sequence.slot)
-            return
-        if hit is None:
+            sequence.cuts = tuple(sorted({*sequence.cuts, hit.known}))
+        if not hit.length:
             return
         sequence.done = run.cached = hit.length
-        run.point = hit.point
+        run.tier, run.point = hit.tier, hit.point
         try:
             run.on_event(Progress(sequence.done, len(sequence.prompt), run.cached))
             if not sequence.prompt_left:
@@ -427,13 +442,15 @@ class Engine:
         except Exception as error:
             self._reply_failed(run, error)
 
-    def _keep(self, run: _Run, logits: NDArray[np.float32] | None = None, *, passing: bool = True) -> None:
+    def _keep(
+        self, run: _Run, logits: NDArray[np.float32] | None = None, *, passing: bool = True, save: bool = True
+    ) -> None:
         """Let later sequences begin where this one is."""
         sequence = run.sequence
-        if self._cache is None or sequence.slot is None or not sequence.done:
+        if self.cache is None or sequence.slot is None or not sequence.done:
             return
         ids = np.concatenate([sequence.prompt, np.array(sequence.reply, np.int32)])[: sequence.done]
-        kept = self._cache.keep(sequence.slot, ids, logits, passing=passing, after=run.point)
+        kept = self.cache.keep(sequence.slot, ids, logits, passing=passing, after=run.point, save=save)
         run.point = kept or run.point
 
     def _commit(self, run: _Run, part: Part, output: Output, now: float) -> None:
@@ -458,7 +475,9 @@ class Engine:
             return
         if run.params.prompt_logprobs is not None:
             run.on_event(PromptScores(tuple(run.scores)))
-        self._keep(run, None if logits is None else logits.copy())
+        # A state is large; its end of the prompt is soon followed by the end of the reply.
+        alone = self.cache is not None and (not self.cache.exact or not sequence.cuts)
+        self._keep(run, None if logits is None else logits.copy(), save=alone)
         self._begin_reply(run, token, logits, now)
 
     def _begin_reply(self, run: _Run, token: int, logits: NDArray[np.float32] | None, now: float) -> None:

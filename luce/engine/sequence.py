@@ -70,7 +70,8 @@ class Token:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds and token counts of one sequence. `cached_tokens` of the prompt were not computed for it."""
+    """Seconds and token counts of one sequence. `cached_tokens` of the prompt were not computed for it, but came from
+    `cache_tier`: ram, disk, or none."""
 
     queued: float = 0.0
     prompt: float = 0.0
@@ -78,6 +79,7 @@ class Timings:
     prompt_tokens: int = 0
     predicted_tokens: int = 0
     cached_tokens: int = 0
+    cache_tier: str = "none"
 
 
 @dataclass(frozen=True)

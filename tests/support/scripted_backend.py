@@ -74,6 +74,8 @@ class ScriptedBackend:
         self.delay = delay
         self.script = script
         self.hook = hook
+        #: a shard for each page group, and one for the recurrent state
+        self.layers = tuple(range(i, i + 1) for i in range(len(self.pages) + 1))
         #: the first violation of a contract
         self.broken: str | None = None
         #: (rows, spans) of every step that ran
@@ -98,12 +100,12 @@ class ScriptedBackend:
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         saved: dict[str, NDArray[np.generic]] = {
-            f"group.{group}": self._rows[group][_rows_of(numbers)].copy()
+            f"blk.{group}.k": self._rows[group][_rows_of(numbers)].copy()
             for group, numbers in enumerate(pages)
             if numbers
         }
         if slot is not None:
-            saved["seen"] = np.array(self._seen[slot], np.int64)
+            saved[f"blk.{len(self.pages)}.memory"] = np.array(self._seen[slot], np.int64)
         return saved
 
     def restore(
@@ -111,9 +113,9 @@ class ScriptedBackend:
     ) -> None:
         for group, numbers in enumerate(pages):
             if numbers:
-                self._rows[group][_rows_of(numbers)] = tensors[f"group.{group}"]
+                self._rows[group][_rows_of(numbers)] = tensors[f"blk.{group}.k"]
         if slot is not None:
-            self._seen[slot] = tensors["seen"].tolist()
+            self._seen[slot] = tensors[f"blk.{len(self.pages)}.memory"].tolist()
 
     def close(self) -> None:
         self.closed = True
