@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from luce import config as settings
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.placement import served_context
+from luce.backend.plan import handed_on
+from luce.backend.timing import ShardTimes
 from luce.cache import fingerprint, manifest
 from luce.cache.disk import DiskTier
 from luce.cache.store import Store
@@ -45,8 +48,6 @@ from luce.text.output import ReplyText
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 
-#: context when --max-ctx is not given and the model was trained for more
-DEFAULT_CONTEXT = 8192
 #: snapshots of earlier runs whose texts are looked through
 _RECOLLECTED = 32
 
@@ -74,7 +75,7 @@ def open_model(path: Path, config: Config) -> Model:
         chat = _chat_format(file, tokenizer, spec.dialect.reasoning, config)
         if chat.template is not None:
             opened.callback(chat.template.close)
-        devices = open_devices(config.target_devices)
+        devices = open_devices(config)
         for device in devices:
             opened.callback(device.close)
         backend = LayerSplitBackend(
@@ -83,7 +84,7 @@ def open_model(path: Path, config: Config) -> Model:
             devices,
             weights=config.target_layer_split,
             slots=config.parallel,
-            context=_context(spec, config),
+            context=served_context(spec, config.max_ctx),
             chunk=config.chunk,
             kv=KVTypes(config.cache_type_k, config.cache_type_v),
         )
@@ -159,6 +160,7 @@ class Model:
         self.path = file.paths[0]
         self.context = backend.context
         general = file.metadata.string("general.name", default="")
+        self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else general or self.path.stem
         self.fingerprint = _fingerprint(file)
         self.engine = Engine(
@@ -177,16 +179,21 @@ class Model:
 
     @property
     def placement(self) -> list[dict[str, Any]]:
-        """device, layers (first, last), bytes of weights and of state of each shard."""
+        """device, layers (first, last), bytes of weights and of state, and bytes per token handed on, of each shard."""
         return [
             {
                 "device": shard.info.device,
                 "layers": [shard.info.layers.start, shard.info.layers.stop - 1],
                 "weights": shard.info.weights,
                 "state": shard.info.state,
+                "handed_on": handed_on(self.spec, shard.info.layers.stop),
             }
             for shard in self._backend.shards
         ]
+
+    def times(self) -> tuple[ShardTimes, ...]:
+        """What the shards' work and the copies between them took since the load."""
+        return self._backend.times()
 
     def tokenize(self, text: str, *, specials: bool = True) -> list[int]:
         """Ids of a text, without an automatic BOS. `specials`: whether texts of control tokens become these tokens."""
@@ -293,14 +300,6 @@ def _within(name: str, value: float, low: float, high: float) -> float:
     if not low <= value <= high:
         raise UsageError(f"{name}: expected a number in [{low}, {high}], got {value!r}", param=name)
     return value
-
-
-def _context(spec: ModelSpec, config: Config) -> int:
-    if config.max_ctx > spec.context_length:
-        raise UsageError(
-            f"--max-ctx {config.max_ctx}: the model was trained for {spec.context_length} tokens", param="max_ctx"
-        )
-    return config.max_ctx or min(spec.context_length, DEFAULT_CONTEXT)
 
 
 def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None, config: Config) -> ChatFormat:

@@ -11,8 +11,9 @@ import argparse
 import dataclasses
 import math
 import os
+import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,38 @@ def _names(text: str) -> tuple[str, ...]:
     return parts
 
 
+_DEVICE = re.compile(r"(auto|cuda|hip|cpu):(0|[1-9][0-9]*)", re.ASCII)
+_LAST_INDEX = 2**31 - 1
+
+
+def _is_device(text: str) -> bool:
+    match = _DEVICE.fullmatch(text)
+    return text == "auto" or (match is not None and int(match[2]) <= _LAST_INDEX)
+
+
+def _device(text: str) -> str:
+    if not _is_device(text):
+        raise ValueError("expected auto or backend:index (auto:N, cuda:N, hip:N, cpu:N)")
+    return text
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    if not all(map(_is_device, parts)):
+        raise ValueError(
+            "expected backend:index[,backend:index...] (auto:N, cuda:N, hip:N, cpu:N), or auto for all GPUs"
+        )
+    return parts
+
+
+_WEIGHT = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+([eE][+-]?[0-9]+)?", re.ASCII)
+
+
 def _weights(text: str) -> tuple[float, ...]:
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or not all(math.isfinite(v) and v > 0 for v in values):
-        raise ValueError("expected positive numbers separated by commas")
+    parts = text.split(",")
+    values = tuple(float(part) if _WEIGHT.fullmatch(part) else 0.0 for part in parts)
+    if not all(0 < value < math.inf for value in values):
+        raise ValueError("expected positive finite numbers separated by commas")
     return values
 
 
@@ -136,27 +162,27 @@ _CACHE_TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
 class Config:
     """All settings. Sizes are in the unit that the help text names."""
 
+    target_device: str = _setting(
+        "auto",
+        _device,
+        "device that holds the model: auto (the first GPU that works, else the CPU), cuda:N, hip:N, cpu:N",
+        metavar="DEVICE",
+        group="placement",
+    )
     target_devices: tuple[str, ...] = _setting(
-        ("auto",),
-        _names,
-        "devices that hold the model's layers, in order: auto, cuda:N, hip:N, cpu:N",
-        flags=("target-device", "devices"),
+        (),
+        _devices,
+        "devices that hold the model's layers, in order: cuda:N, hip:N, cpu:N, or auto for all GPUs",
+        flags=("devices",),
         metavar="DEVICE[,DEVICE...]",
         group="placement",
     )
     target_layer_split: tuple[float, ...] = _setting(
         (),
         _weights,
-        "share of the layers on each target device (default: equal shares)",
+        "share of the layers on each of the target devices (default: by bytes, in proportion to their free memory)",
         flags=("layer-split",),
         metavar="WEIGHT[,WEIGHT...]",
-        group="placement",
-    )
-    threads: int = _setting(
-        0,
-        _integer(0, 4096),
-        "threads of the CPU device's matrix products (0: all cores)",
-        metavar="N",
         group="placement",
     )
     max_ctx: int = _setting(
@@ -189,14 +215,21 @@ class Config:
         metavar="TYPE",
         group="engine",
     )
+    threads: int = _setting(
+        0,
+        _integer(0, 4096),
+        "threads of the CPU device's matrix products (0: all cores)",
+        metavar="N",
+        group="limits",
+    )
     max_queue: int = _setting(
-        64, _integer(0, 65536), "requests that may wait; further ones are answered 503", metavar="N", group="engine"
+        64, _integer(0, 65536), "requests that may wait; further ones are answered 503", metavar="N", group="limits"
     )
     max_queue_seconds: float = _setting(
-        0.0, _number(0, 86400), "longest wait in the queue (0: no limit)", metavar="SECONDS", group="engine"
+        0.0, _number(0, 86400), "longest wait in the queue (0: no limit)", metavar="SECONDS", group="limits"
     )
     timeout: float = _setting(
-        0.0, _number(0, 86400), "longest run of one request (0: no limit)", metavar="SECONDS", group="engine"
+        0.0, _number(0, 86400), "longest run of one request (0: no limit)", metavar="SECONDS", group="limits"
     )
     cache_ram: int = _setting(
         4096,
@@ -330,6 +363,8 @@ class Config:
 
 
 FIELDS: Mapping[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Config)}
+#: shares belong to a list of devices, so an origin that names devices replaces all of these of the weaker origins
+_PLACEMENT = ("target_device", "target_devices", "target_layer_split")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -429,8 +464,13 @@ def resolve(
     )
     layers.append((given, spell))
     values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
     for content, name_of in layers:
+        if "target_device" in content or "target_devices" in content:
+            for name in _PLACEMENT:
+                values.pop(name, None)
         for name, value in content.items():
+            spelled[name] = name_of(name)
             try:
                 if name not in FIELDS:
                     raise UsageError(f"{name_of(name)}: no such setting", param=name)
@@ -438,6 +478,9 @@ def resolve(
             except UsageError as error:
                 problems.append(str(error))
                 params.append(name)
+    for name, problem in _placement_problems(values, spelled, frozenset(params)):
+        problems.append(problem)
+        params.append(name)
     if problems:
         raise UsageError("; ".join(problems), param=params[0])
     return Config(**values)
@@ -450,6 +493,31 @@ def cache_directory(config: Config) -> Path | None:
     if config.kv_cache_dir == "auto":
         return user_cache_directory() / "prefixes"
     return Path(config.kv_cache_dir).expanduser()
+
+
+def _placement_problems(
+    values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Field and message of what is wrong between the placement settings, as far as no device need be looked at.
+
+    Fields in `wrong` have been reported; what depends on them is left alone.
+    """
+    devices: tuple[str, ...] = values.get("target_devices", ())
+    weights: tuple[float, ...] = values.get("target_layer_split", ())
+    if devices and "target_device" in values:
+        yield "target_devices", f"{spelled['target_device']} and {spelled['target_devices']}: give only one of them"
+    for device in sorted({device for device in devices if devices.count(device) > 1}):
+        yield "target_devices", f"{spelled['target_devices']}: {device} is named twice"
+    if not weights or "target_devices" in wrong:
+        return
+    if len(devices) < 2 and devices != ("auto",):
+        devices_flag = spelled.get("target_devices", flag("target_devices"))
+        yield "target_layer_split", f"{spelled['target_layer_split']}: requires {devices_flag} with two or more devices"
+    elif "auto" not in devices and len(weights) != len(devices):
+        yield (
+            "target_layer_split",
+            f"{spelled['target_layer_split']}: {len(weights)} weights for {len(devices)} devices",
+        )
 
 
 def override(config: Config, given: Mapping[str, Any]) -> Config:

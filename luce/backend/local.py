@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.backend.plan import state_bytes
-from luce.backend.shard import ShardInfo
-from luce.errors import BackendError
+from luce.backend.plan import mirrored, state_bytes
+from luce.backend.shard import Activation, Pending, ShardInfo
+from luce.errors import BackendError, DeviceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.block import Residual
 from luce.layers.build import LayerBuilder
@@ -20,6 +24,9 @@ from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.sample import argmax
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, DeviceStep, Output, Step
+
+#: where each saved tensor begins in its memory
+_ALIGNED = 256
 
 
 class LocalShard:
@@ -37,8 +44,10 @@ class LocalShard:
         kv: KVTypes = AUTO,
     ) -> None:
         self.device = device
-        builder = LayerBuilder(file, spec, device, pages=pages, slots=slots, kv=kv)
+        self._stream = device.copy_stream()
+        builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv)
         self._embedding = builder.embedding() if layers.start == 0 else None
+        self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}
         self._blocks = {index: builder.block(index) for index in layers}
         self._per_layer = builder.per_layer() if spec.per_layer else None
         self._borrowing = {index for index in layers if spec.donor(index) is not None}
@@ -47,67 +56,126 @@ class LocalShard:
         sizes = state_bytes(device, spec, layers, kv)
         held = slots * sizes.slot + sum(n * size for n, size in zip(pages, sizes.page, strict=True))
         self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held)
-        self._groups = {index: spec.group_of(index) for index in layers}
+        self._groups = {index: spec.group_of(index) for index in (*self._mirrors, *layers)}
+        self._taken, self._lent = spec.lent(layers.start), spec.lent(layers.stop)
 
-    def forward(self, step: Step, hidden: Array | None) -> Array | Output:
-        on_device = DeviceStep(self.device, step)
-        if self._embedding is not None:
-            handed = self._embedding(on_device)
-            if self._per_layer is not None and self._head is None:
-                twice = np.tile(np.arange(step.rows, dtype=np.int32), 2)
-                handed = take_rows(self.device, handed, self.device.upload(twice))
-        elif hidden is None:
+    def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
+        if handed is None and self._embedding is None:
             raise BackendError(f"shard {self.info.layers} on {self.info.device}: no activation was handed over")
-        else:
-            handed = hidden
-        stream = Residual(self.device, handed[: step.rows])
-        if self._per_layer is not None:
-            stream.inputs = self._per_layer(handed[-step.rows :], on_device)
-        for block in self._blocks.values():
-            block(stream, on_device)
+        left = self._run(DeviceStep(self.device, step), handed or ())
         if self._head is None:
-            stream.settle()
-            return handed
+            return left
         if not len(step.wanted):
-            return Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
-        logits = self._head(stream, on_device)
-        ids = self.device.download(argmax(self.device, logits))
-        full = logits if step.full.all() else logits[np.flatnonzero(step.full)]
-        return Output(ids, self.device.download(full))
+            return lambda: Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
+        ids, logits = left
+        if not step.full.all():
+            logits = take_rows(self.device, logits, self.device.upload(np.flatnonzero(step.full).astype(np.int32)))
+        return lambda: Output(self.device.download(ids), self.device.download(logits))
+
+    def _run(self, step: DeviceStep, handed: Activation) -> tuple[Array, ...]:
+        """Queue a step's work: what is handed on, or (ids, logits) of the wanted rows if there are any."""
+        if self._embedding is not None:
+            handed = (self._embedding(step),)
+            if self._per_layer is not None:
+                # The blocks change the stream; the next shard needs the embeddings as well.
+                handed += handed if self._head is not None else (self._embedding(step),)
+        x, *others = handed
+        stream = Residual(self.device, x)
+        embeddings = others[:1] if self._per_layer is not None else []
+        if self._per_layer is not None:
+            stream.inputs = self._per_layer(embeddings[0], step)
+        step.lent.update(zip(self._taken, others[len(embeddings) :], strict=True))
+        for mirror in self._mirrors.values():
+            mirror(step)
+        for block in self._blocks.values():
+            block(stream, step)
+        if self._head is None:
+            return (stream.settle(), *embeddings, *(step.lent[donor] for donor in self._lent))
+        if not len(step.step.wanted):
+            return ()
+        logits = self._head(stream, step)
+        return argmax(self.device, logits), logits
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        return {name: np.array(self.device.download(array[place])) for name, array, place in self._states(slot, pages)}
+        states = [state for state in self._states(slot, pages) if state.layer not in self._mirrors]
+        saved = self._landing([(state.shape, state.array.dtype) for state in states])
+        self._copy(
+            (into[there], state.array[here])
+            for state, into in zip(states, saved, strict=True)
+            for here, there in state.runs
+        )
+        return {state.name: into for state, into in zip(states, saved, strict=True)}
 
     def restore(
         self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
     ) -> None:
-        places = []
-        for name, array, place in self._states(slot, pages):
-            rows = (len(place),) if isinstance(place, np.ndarray) else ()
-            given = tensors.get(name)
-            if given is None or given.shape != rows + array.shape[1:] or given.dtype != array.dtype:
+        found = []
+        for state in self._states(slot, pages):
+            given = tensors.get(state.name)
+            if given is not None and given.dtype.kind == state.array.dtype.kind == "f":
+                # The device that it was saved on may keep other floats than this one.
+                given = given.astype(state.array.dtype, copy=False)
+            if given is None or given.shape != state.shape or given.dtype != state.array.dtype:
                 raise BackendError(
-                    f"{self.info.device}: cannot restore tensor {name}: missing, or another shape or type"
+                    f"{self.info.device}: cannot restore tensor {state.name}: missing, or another shape or type"
                 )
-            places.append((array, place, given))
-        for array, place, given in places:
-            array[place] = self.device.upload(given)
+            found.append((state, np.ascontiguousarray(given)))
+        self._copy((state.array[here], given[there]) for state, given in found for here, there in state.runs)
 
     def close(self) -> None:
-        self._embedding = self._head = None
-        self._blocks = {}
+        self._embedding = self._head = self._per_layer = None
+        self._mirrors, self._blocks = {}, {}
 
-    def _states(
-        self, slot: int | None, pages: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[str, Array, int | NDArray[np.int64]]]:
-        """Name and array of each of a sequence's states, and where in the array's first axis it lies."""
-        for index, block in self._blocks.items():
-            group, state = self._groups[index], block.mixer.state
+    def _copy(self, pairs: Iterable[tuple[Array, Array]]) -> None:
+        """Copy (target, source) behind the work that is queued; done when this returns."""
+        self._stream.wait_for(self.device.record())
+        for target, source in pairs:
+            self._stream.copy(target, source)
+        self._stream.record().wait()
+
+    def _landing(self, kinds: Sequence[tuple[tuple[int, ...], np.dtype[np.generic]]]) -> list[NDArray[np.generic]]:
+        """Arrays of these shapes and dtypes in one piece of host memory, pinned if the system has so much of it."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+        begins = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        try:
+            memory = self.device.pinned(max(1, begins[-1]))
+        except DeviceError:
+            memory = np.empty(max(1, begins[-1]), np.uint8)
+        return [
+            memory[begin : begin + size].view(dtype).reshape(shape)
+            for (shape, dtype), begin, size in zip(kinds, begins, sizes, strict=False)
+        ]
+
+    def _states(self, slot: int | None, pages: Sequence[Sequence[int]]) -> Iterator[_State]:
+        own = {index: block.mixer for index, block in self._blocks.items() if index not in self._borrowing}
+        runs = [tuple(_runs(group)) for group in pages]
+        for index, layer in (self._mirrors | own).items():
+            group, state = self._groups[index], layer.state
             if isinstance(state, DeltaState) and slot is not None:
-                yield f"blk.{index}.memory", state.memory, slot
-                yield f"blk.{index}.conv", state.conv, slot
-            elif isinstance(state, KVPool) and group is not None and pages[group] and index not in self._borrowing:
-                first = np.asarray(pages[group], np.int64) * PAGE
-                place = (first[:, None] + np.arange(PAGE)).ravel()
-                yield f"blk.{index}.k", state.k, place
-                yield f"blk.{index}.v", state.v, place
+                for name, array in (("memory", state.memory), ("conv", state.conv)):
+                    yield _State(index, f"blk.{index}.{name}", array, array.shape[1:], ((slot, ...),))
+            elif isinstance(state, KVPool) and group is not None and pages[group]:
+                rows = len(pages[group]) * PAGE
+                for name, array in (("k", state.k), ("v", state.v)):
+                    yield _State(index, f"blk.{index}.{name}", array, (rows, *array.shape[1:]), runs[group])
+
+
+@dataclass(frozen=True)
+class _State:
+    """One of a sequence's states: `shape` of it lies in `array`, by `runs` of (there, in what is saved)."""
+
+    layer: int
+    name: str
+    array: Array
+    shape: tuple[int, ...]
+    runs: tuple[tuple[Any, Any], ...]
+
+
+def _runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """(rows of the pool, rows of what is saved) of pages that lie side by side."""
+    begin = 0
+    for end in range(1, len(pages) + 1):
+        if end == len(pages) or pages[end] != pages[end - 1] + 1:
+            first = pages[begin] * PAGE
+            yield slice(first, first + (end - begin) * PAGE), slice(begin * PAGE, end * PAGE)
+            begin = end

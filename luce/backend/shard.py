@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,15 @@ from numpy.typing import NDArray
 
 from luce.runtime.device import Array, Device
 from luce.runtime.step import Output, Step
+
+#: What a shard hands to the next one, on a device: float32 [rows, H], the residual stream; in models with per-layer
+#: embeddings float32 [rows, H], the scaled token embeddings, which every shard derives its layers' inputs from; for
+#: each block of ModelSpec.lent(boundary) float32 [rows, 2 kv_heads head_dim], the rows' keys, normed and rotated, and
+#: then their values. Each row is contiguous.
+Activation = tuple[Array, ...]
+
+#: What the last shard returns: waits for the step and fetches its output.
+Pending = Callable[[], Output]
 
 
 @dataclass(frozen=True)
@@ -32,20 +41,21 @@ class Shard(Protocol):
 
     @property
     def device(self) -> Device:
-        """Where `hidden` must lie."""
+        """Where what is handed over must lie."""
 
-    def forward(self, step: Step, hidden: Array | None) -> Array | Output:
-        """Run the layers on a step's rows. `hidden` float32 [rows, H] may be overwritten; None for the first shard.
+    def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
+        """Queue the layers' work on a step's rows. None is handed to the first shard.
 
-        The last shard returns Output, others float32 [rows, H]. Models with per-layer embeddings hand on [2 rows, H]:
-        the stream, then the scaled token embeddings that every shard derives its layers' inputs from.
+        What is handed over may be overwritten, and the result may lie in it. The last shard returns Pending, the others
+        an Activation.
         """
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         """Copy a sequence's state to the host: the given pages of each page group, and its recurrent states.
 
         Keys are `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype) and `blk.N.memory`, `.conv`. Without a
-        slot the latter are left out, and the former where there are no pages of the layer's group.
+        slot the latter are left out, and the former where there are no pages of the layer's group. Mirrors of other
+        shards' keys and values are always left out.
         """
 
     def restore(
@@ -53,8 +63,9 @@ class Shard(Protocol):
     ) -> None:
         """The reverse of `save`, into any slot and any pages of the same number.
 
-        Raises BackendError naming the tensor if one is missing, has another shape or another dtype; nothing is changed
-        then. Tensors of other shards' layers are ignored.
+        `tensors` are those of all shards: mirrors are filled from their donors' tensors, floats converted to this
+        device's. Raises BackendError naming the tensor if one is missing or has another shape or type; nothing is
+        changed then.
         """
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from luce.backend.backend import Backend
 from luce.cache.disk import DiskStats, DiskTier
 from luce.cache.part import DamagedError
 from luce.cache.store import Entry
-from luce.cache.tree import Block, Point, Tensors, Tree, tensor_bytes
+from luce.cache.tree import Block, Point, Segment, Tensors, Tree, tensor_bytes
 from luce.errors import LuceError
 from luce.runtime.step import PAGE, Int32
 
@@ -238,7 +238,7 @@ class PrefixCache:
             for block in coldest:
                 if block.data is not None:
                     self._displace(block)
-            lacking = [block for block in coldest if block.data is None]
+            lacking = sorted((block for block in coldest if block.data is None), key=lambda block: block.index)
             if lacking and not self._spill(lacking):
                 self.clear()
 
@@ -289,14 +289,11 @@ class PrefixCache:
         if self._full is None:
             return
         pages = self._pools[self._full].entries(slot, 0, len(blocks))
-        for begin in range(0, len(absent), _BATCH):
-            batch = absent[begin : begin + _BATCH]
-            data = [tensors for _, _, tensors in batch if tensors is not None]
-            joined = {name: np.concatenate([tensors[name] for tensors in data]) for name in data[0]}
-            self._backend.restore(None, self._only([pages[i] for i, _, _ in batch]), joined)
-            for i, block, _ in batch:
-                if block.alive:
-                    self._place(block, pages[i])
+        for first, segment, at, count in _together(absent):
+            self._backend.restore(None, self._only(pages[first : first + count]), segment.rows(at, count))
+        for i, block, _ in absent:
+            if block.alive:
+                self._place(block, pages[i])
 
     def _load(self, prompt: Int32, entry: Entry, slot: int) -> Point | None:
         """Put a snapshot into a slot and into the tree. None, and the slot holds nothing, if that failed."""
@@ -378,11 +375,10 @@ class PrefixCache:
         tensors = self._backend.save(None, self._only([block.page for block in here if block.page is not None]))
         if len(here) == len(blocks):
             return tensors
-        at = {block: i for i, block in enumerate(here)}
-        pieces = [
-            block.data or {name: t[at[block] * PAGE : (at[block] + 1) * PAGE] for name, t in tensors.items()}
-            for block in blocks
-        ]
+        saved, pieces = Segment(tensors, max(1, len(here))), []
+        for block in blocks:
+            segment, at = block.data or (saved, here.index(block))
+            pieces.append(segment.rows(at, 1))
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
     def _yield_all(self, slot: int) -> None:
@@ -411,12 +407,12 @@ class PrefixCache:
         except LuceError as error:
             _log.warning("the prefix cache is dropped: %s", error)
             return False
+        segment = Segment(tensors, len(blocks))
         self._make_room(tensor_bytes(tensors))
         for index, block in enumerate(blocks):
             if block.alive:
-                rows = slice(index * PAGE, (index + 1) * PAGE)
-                block.data = {name: tensor[rows].copy() for name, tensor in tensors.items()}
-                self._bytes += tensor_bytes(block.data)
+                block.data = segment, index
+                self._bytes += segment.page_bytes
                 self._displace(block)
         return True
 
@@ -438,7 +434,7 @@ class PrefixCache:
             return
         for block in self.tree.blocks:
             if block.data is not None and block.page is not None:
-                self._bytes -= tensor_bytes(block.data)
+                self._bytes -= block.data[0].page_bytes
                 block.data = None
         while self._bytes + size > self._budget and (coldest := self.tree.coldest()) is not None:
             self._evict(coldest)
@@ -450,5 +446,21 @@ class PrefixCache:
             if block.page is not None:
                 self._displace(block)
             if block.data is not None:
-                self._bytes -= tensor_bytes(block.data)
+                self._bytes -= block.data[0].page_bytes
                 block.data = None
+
+
+def _together(
+    absent: Sequence[tuple[int, Block, tuple[Segment, int] | None]],
+) -> Iterator[tuple[int, Segment, int, int]]:
+    """(first entry, segment, its first page, pages) of what lies side by side both in a sequence and in a segment."""
+    begin = 0
+    for end in range(1, len(absent) + 1):
+        index, _, data = absent[end - 1]
+        assert data is not None
+        if end < len(absent) and absent[end][0] == index + 1 and absent[end][2] == (data[0], data[1] + 1):
+            continue
+        first, _, start = absent[begin]
+        assert start is not None
+        yield first, start[0], start[1], end - begin
+        begin = end

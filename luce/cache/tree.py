@@ -18,12 +18,29 @@ from luce.runtime.step import PAGE, Int32
 Tensors = Mapping[str, NDArray[np.generic]]
 
 
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Consecutive pages in host memory: tensors [pages * PAGE, ...]. Its blocks take up an equal share each."""
+
+    tensors: Tensors
+    pages: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return tensor_bytes(self.tensors) // self.pages
+
+    def rows(self, begin: int, count: int) -> Tensors:
+        """Some of the pages, without a copy."""
+        return {name: tensor[begin * PAGE : (begin + count) * PAGE] for name, tensor in self.tensors.items()}
+
+
 @dataclass(eq=False)
 class Block:
     """PAGE tokens at positions [index * PAGE, (index + 1) * PAGE).
 
     page    where their keys and values lie on the devices, in the page group of full attention
-    data    the same in host memory
+    data    the same in host memory: a segment, and which of its pages
     used    the tree's tick when it was last of use
     alive   whether it is in the tree
     """
@@ -32,7 +49,7 @@ class Block:
     tokens: bytes
     index: int
     page: int | None = None
-    data: Tensors | None = None
+    data: tuple[Segment, int] | None = None
     used: int = 0
     alive: bool = True
     children: dict[bytes, Block] = field(default_factory=dict)

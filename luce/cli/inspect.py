@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections import Counter
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from luce.backend.plan import pages_for, plan_layers, state_bytes
-from luce.cli.main import settings
-from luce.cli.pull import fetch
-from luce.config import Config
-from luce.gguf.reader import GGUFFile, open_gguf
+from luce.backend.plan import pages_for, state_bytes
+from luce.cli import plan
+from luce.cli.plan import Opened
+from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
-from luce.models.keys import Source
-from luce.models.registry import read_spec
 from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, MoE, SandwichBlock
-from luce.ops.kvtype import KVTypes
-from luce.runtime.device import Device
-from luce.runtime.open import open_devices
 from luce.runtime.step import PAGE
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print tables, or one JSON object."""
-    config = settings(arguments)
-    with open_gguf(fetch(arguments.model)) as file:
-        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
-        devices = open_devices(config.target_devices)
-        try:
-            facts = describe(file, spec) | place(file, spec, devices, config)
-        finally:
-            for device in devices:
-                device.close()
+    with plan.opened(arguments) as model:
+        facts = describe(model.file, model.spec) | place(model)
     if arguments.json:
         print(json.dumps(facts))
     else:
@@ -70,29 +59,29 @@ def describe(file: GGUFFile, spec: ModelSpec) -> dict[str, Any]:
             "pre": file.metadata.string("tokenizer.ggml.pre", default=""),
         },
         "chat_template": "tokenizer.chat_template" in file.metadata,
+        "dialect": dataclasses.asdict(spec.dialect),
     }
 
 
-def place(file: GGUFFile, spec: ModelSpec, devices: list[Device], config: Config) -> dict[str, Any]:
-    """What the layers take on these devices, in bytes.
+def place(model: Opened) -> dict[str, Any]:
+    """What the layers take on the devices, in bytes: luce.cli.plan.plan, and
 
     blocks  per layer: mixer, feed-forward part, device, weights, KV per token, donor (the layer whose KV it reads
             instead), window, state per sequence
-    plan    per shard: layers (first, last) and the sums of its layers; weights with the embedding and the head
     kv      per page group: window, layers, KV per token, positions and bytes that one sequence takes at most
     """
+    file, spec, config = model.file, model.spec, model.config
+    facts = plan.plan(model)
     context = config.max_ctx or spec.context_length
-    kv = KVTypes(config.cache_type_k, config.cache_type_v)
     groups: list[dict[str, Any]] = [
         {"window": group.window, "layers": 0, "per_token": 0, "positions": 0, "bytes": 0} for group in spec.page_groups
     ]
     blocks: list[dict[str, Any]] = []
-    shards: list[dict[str, Any]] = []
-    ranges = plan_layers(spec, len(devices), config.target_layer_split)
-    for layers, device in zip(ranges, devices, strict=True):
-        for layer in layers:
-            block = spec.blocks[layer]
-            state = state_bytes(device, spec, range(layer, layer + 1), kv)
+    for shard, device in zip(facts["plan"], model.devices, strict=True):
+        first, last = shard["layers"]
+        for layer in range(first, last + 1):
+            block, donor, one = spec.blocks[layer], spec.donor(layer), range(layer, layer + 1)
+            state = state_bytes(device, spec, one if donor is None else range(0), model.kv)
             index = spec.group_of(layer)
             blocks.append(
                 {
@@ -100,9 +89,9 @@ def place(file: GGUFFile, spec: ModelSpec, devices: list[Device], config: Config
                     "mixer": _mixer(block),
                     "ffn": _ffn(block),
                     "device": str(device.name),
-                    "weights": _block_bytes(file, layer, device),
+                    "weights": tensor_bytes(file, spec, one, device, ends=False),
                     "kv_per_token": sum(state.page) // PAGE,
-                    "donor": spec.donor(layer),
+                    "donor": donor,
                     "window": None if index is None else groups[index]["window"],
                     "state_per_sequence": state.slot,
                 }
@@ -114,18 +103,9 @@ def place(file: GGUFFile, spec: ModelSpec, devices: list[Device], config: Config
                 group["per_token"] += state.page[index] // PAGE
                 group["positions"] = pages * PAGE
                 group["bytes"] += state.page[index] * pages
-        own = blocks[layers.start : layers.stop]
-        shards.append(
-            {
-                "device": str(device.name),
-                "layers": [layers.start, layers.stop - 1],
-                "weights": tensor_bytes(file, spec, layers, device),
-                "kv_per_token": sum(entry["kv_per_token"] for entry in own),
-                "state_per_sequence": sum(entry["state_per_sequence"] for entry in own),
-            }
-        )
-    totals = {name: sum(shard[name] for shard in shards) for name in ("weights", "kv_per_token", "state_per_sequence")}
-    return {"blocks": blocks, "kv": groups, "plan": shards, **totals}
+    totals = {name: sum(block[name] for block in blocks) for name in ("kv_per_token", "state_per_sequence")}
+    weights = sum(shard["weights"] for shard in facts["plan"])
+    return {"blocks": blocks, "kv": groups, **facts, "weights": weights, **totals}
 
 
 def _mixer(block: Block | SandwichBlock) -> str:
@@ -145,10 +125,8 @@ def _mixtures(block: Block | SandwichBlock) -> list[MoE]:
     return [part] if isinstance(part, MoE) else []
 
 
-def _block_bytes(file: GGUFFile, layer: int, device: Device) -> int:
-    """Bytes of one layer's tensors: as stored on a GPU, as float32 on the host."""
-    tensors = [tensor for name, tensor in file.tensors.items() if name.startswith(f"blk.{layer}.")]
-    return sum(4 * t.rows * t.cols if device.host else t.nbytes for t in tensors)
+def _between(markers: dict[str, str] | None) -> str:
+    return "not marked" if markers is None else f"{markers['open'].strip()} ... {markers['close']}"
 
 
 def _show(facts: dict[str, Any], layers: bool) -> None:
@@ -170,9 +148,12 @@ def _show(facts: dict[str, Any], layers: bool) -> None:
         "state per sequence": f"{facts['state_per_sequence']:,} bytes",
         "tokenizer": " ".join(facts["tokenizer"].values()),
         "chat template": "yes" if facts["chat_template"] else "no",
+        "reasoning": _between(facts["dialect"]["reasoning"]),
+        "tool calls": _between(facts["dialect"]["tool_call"]),
+        "notes": "\n".join(facts["dialect"]["notes"]) or "none",
     }
     for name, value in rows.items():
-        table.add_row(name, str(value))
+        table.add_row(name, Text(str(value)))
     console.print(table)
     kinds = Table("type", "bytes", title=f"{facts['tensors']} tensors", title_justify="left")
     for name, size in facts["bytes"].items():
@@ -183,14 +164,7 @@ def _show(facts: dict[str, Any], layers: bool) -> None:
         console.print(_kv_table(facts))
     if layers:
         console.print(_layer_table(facts))
-    shards = Table(
-        "device", "layers", "weights", "KV per token", "state per sequence", title="plan", title_justify="left"
-    )
-    for shard in facts["plan"]:
-        first, last = shard["layers"]
-        sizes = (shard["weights"], shard["kv_per_token"], shard["state_per_sequence"])
-        shards.add_row(shard["device"], f"{first}..{last}", *(f"{size:,}" for size in sizes))
-    console.print(shards)
+    console.print(plan.table(facts))
 
 
 def _kv_table(facts: dict[str, Any]) -> Table:

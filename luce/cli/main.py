@@ -23,7 +23,7 @@ class Verb:
     model: bool = True
 
 
-RUNTIME = ("placement", "engine", "cache", "text")
+RUNTIME = ("placement", "engine", "cache", "limits", "text")
 VERBS = {
     "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),
@@ -59,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--layers", action="store_true", help="a table of all layers (--json has it anyway)")
         if name in ("run", "inspect", "doctor"):
             sub.add_argument("--json", action="store_true", help="machine-readable output")
+        if "limits" in verb.groups:
+            sub.add_argument("--dry-run", action="store_true", help="print where the layers would go, and load nothing")
         if verb.groups:
             config.add_flags(sub, verb.groups)
     return top
@@ -73,8 +75,9 @@ def settings(arguments: argparse.Namespace) -> config.Config:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status of a LuceError is its class's, after one line on standard error."""
     arguments = parser().parse_args(argv)
+    verb = "plan" if getattr(arguments, "dry_run", False) else arguments.verb
     try:
-        status: int = importlib.import_module(f"luce.cli.{arguments.verb}").run(arguments)
+        status: int = importlib.import_module(f"luce.cli.{verb}").run(arguments)
         sys.stdout.flush()
     except LuceError as error:
         print(f"luce: {error}", file=sys.stderr)

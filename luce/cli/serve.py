@@ -72,6 +72,8 @@ class _Service:
         server = self._server
         runner = await start(server, self._sockets)
         try:
+            devices = self._config.target_devices or (self._config.target_device,)
+            log.event(_log, "loading", model=self._name, devices=",".join(devices))
             for sock in self._sockets:
                 log.event(_log, "listening", url=url(sock))
             if not server.keys.required and not is_loopback(self._config.host):
@@ -120,6 +122,10 @@ class _Service:
             loaded.get_loop().call_soon_threadsafe(settle, result)
 
     def _ready(self, model: Model) -> None:
+        for shard in model.placement:
+            first, last = shard["layers"]
+            sizes = {name: shard[name] for name in ("weights", "state", "handed_on")}
+            log.event(_log, "shard", device=shard["device"], layers=f"{first}..{last}", **sizes)
         log.event(_log, "ready", model=model.name, context=model.context)
         self._notifier.send(READY=1, STATUS=f"serving {model.name}")
         if self._notifier.watchdog:

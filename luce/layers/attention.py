@@ -29,7 +29,8 @@ class AttentionLayer:
     """out(attention(rope(norm(q)), rope(norm(k)), v)), times a gate where the spec says so.
 
     `inputs` stacks attn_q, attn_k, attn_v and, with an output gate, attn_gate; only attn_q where the spec names a
-    donor, whose pool `pool` then is. `norms` are the query, key and value head norms, each where there is one.
+    donor, whose pool `pool` then is. `norms` are the query, key and value head norms, each where there is one. `lends`
+    is the block's number if layers on other devices read its keys and values.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class AttentionLayer:
         rotary: Rotary,
         pool: KVPool,
         group: int,
+        lends: int | None = None,
     ) -> None:
         self._device = device
         self._spec = spec
@@ -54,6 +56,7 @@ class AttentionLayer:
         self._rotary = rotary
         self.state = pool
         self._group = group
+        self._lends = lends
 
     def __call__(self, y: Array, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
@@ -76,6 +79,8 @@ class AttentionLayer:
                 head_rms_norm(device, v, self._norms.value, self._eps)
             self._rotary(step, q, k)
             write_kv(device, k, v, self.state.k, self.state.v, view.dest)
+            if self._lends is not None:
+                step.lent[self._lends] = fused[:, split : split + 2 * kv]
         else:
             self._rotary(step, q)
         mixed = attention(
@@ -97,3 +102,23 @@ class AttentionLayer:
         else:
             mixed = mixed.reshape(rows, spec.heads * d)
         return matmul(device, mixed, self._out)
+
+
+class Mirror:
+    """The keys and values of block `donor`, which has another device, for the layers of this one that borrow them.
+
+    `spec` and `group` are the donor's. The pool's pages are numbered as the donor's are.
+    """
+
+    def __init__(self, device: Device, donor: int, spec: Attention, *, pool: KVPool, group: int) -> None:
+        self._device = device
+        self._donor = donor
+        self._spec = spec
+        self.state = pool
+        self._group = group
+
+    def __call__(self, step: DeviceStep) -> None:
+        """Write what the donor lends of a step's rows."""
+        rows = step.lent[self._donor]
+        k, v = rows.reshape(len(rows), 2, self._spec.kv_heads, self._spec.head_dim).swapaxes(0, 1)
+        write_kv(self._device, k, v, self.state.k, self.state.v, step.views[self._group].dest)

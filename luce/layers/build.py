@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.errors import UnsupportedError
-from luce.gguf.quants import dequantize
 from luce.gguf.reader import GGUFFile
-from luce.layers.attention import AttentionLayer, HeadNorms
+from luce.layers.attention import AttentionLayer, HeadNorms, Mirror
 from luce.layers.block import Embedding, Experts, Head, PerLayerMix, PreNormBlock, SandwichBlock
 from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.mlp import GatedMLPLayer
@@ -22,18 +21,27 @@ from luce.layers.weights import WeightLoader
 from luce.models import spec as models
 from luce.models.spec import Attention, Block, GatedDeltaNet, GatedMLP, ModelSpec, MoE, Rope
 from luce.ops.kvtype import AUTO, KVTypes
+from luce.ops.weight import stored_bytes
 from luce.runtime.device import Array, Device
 
 EMBEDDING = "token_embd.weight"
+#: the table of per-layer embeddings; some files have the second name, and further names in their blocks
+_PER_LAYER_TABLES = ("per_layer_token_embd.weight", "per_layer_tok_embd.weight")
+_PER_LAYER_PARTS = {
+    "inp_gate": "per_layer_inp_gate",
+    "proj": "per_layer_proj",
+    "post_norm": "per_layer_post_norm",
+}
 
 
 class LayerBuilder:
-    """Builds the layers of one shard. `pages` per page group, `slots` and the types `kv` size the states."""
+    """Builds the layers `layers` of one shard. `pages` per page group, `slots` and the types `kv` size the states."""
 
     def __init__(
         self,
         file: GGUFFile,
         spec: ModelSpec,
+        layers: range,
         device: Device,
         *,
         pages: Sequence[int],
@@ -42,6 +50,7 @@ class LayerBuilder:
     ) -> None:
         self._file = file
         self._spec = spec
+        self._lent = spec.lent(layers.stop)
         self._device = device
         self._pages = pages
         self._slots = slots
@@ -56,7 +65,7 @@ class LayerBuilder:
         return Embedding(self._device, table, self._spec.embedding_scale)
 
     def head(self) -> Head:
-        """The exit of the last shard; a tied head shares the embedding's weight if both are on this device."""
+        """The exit of the last shard; a tied head shares the embedding's weight if both are on this GPU."""
         norm = self.weights.vector("output_norm.weight", self._spec.hidden)
         name = EMBEDDING if self._spec.tied_head else "output.weight"
         weight = self.weights.matrix([name], self._spec.hidden, [self._spec.vocab])
@@ -69,23 +78,25 @@ class LayerBuilder:
         return PerLayerInputs(
             self._device,
             layers=layers,
-            table=self.weights.table("per_layer_token_embd.weight", width, spec.vocab),
+            table=self.weights.table(self._stored(*_PER_LAYER_TABLES), width, spec.vocab),
             projection=self.weights.matrix(["per_layer_model_proj.weight"], spec.hidden, [width]),
             norm=self.weights.vector("per_layer_proj_norm.weight", spec.per_layer),
             eps=spec.norm_eps,
         )
 
+    def mirror(self, donor: int) -> Mirror:
+        """The keys and values of a block of another shard. Before the blocks that borrow them."""
+        spec, group = self._spec.blocks[donor].mixer, self._spec.group_of(donor)
+        assert isinstance(spec, Attention) and group is not None
+        pool = self._pools[donor] = KVPool.allocate(self._device, spec, self._pages[group], self._kv)
+        return Mirror(self._device, donor, spec, pool=pool, group=group)
+
     def block(self, index: int) -> PreNormBlock | SandwichBlock:
         """Block `index` of the spec. Raises UnsupportedError if the file holds tensors of it that the family lacks."""
         spec = self._spec.blocks[index]
         built = self._pre_norm(index, spec) if isinstance(spec, Block) else self._sandwich(index, spec)
-        unused = set()
-        if isinstance(spec.mixer, Attention) and spec.mixer.donor is not None:
-            # Some files keep the projections that a borrowing layer was trained with and never uses.
-            unused = {_name(index, part) for part in ("attn_k", "attn_v", "attn_k_norm")}
-        prefix = f"blk.{index}."
-        for name in self._file.tensors:
-            if name.startswith(prefix) and name not in self.weights.used and name not in unused:
+        for name in sorted(shard_tensors(self._file, self._spec, range(index, index + 1), ends=False)):
+            if name not in self.weights.used:
                 raise UnsupportedError(f"{self._file.paths[0]}: tensor {name} is unknown to family {self._spec.family}")
         return built
 
@@ -120,9 +131,9 @@ class LayerBuilder:
         if width:
             per_layer = PerLayerMix(
                 index=index,
-                gate=self.weights.matrix([_name(index, "inp_gate")], self._spec.hidden, [width]),
-                out=self.weights.matrix([_name(index, "proj")], width, [self._spec.hidden]),
-                post_norm=self._hidden(index, "post_norm"),
+                gate=self.weights.matrix([self._per_layer(index, "inp_gate")], self._spec.hidden, [width]),
+                out=self.weights.matrix([self._per_layer(index, "proj")], width, [self._spec.hidden]),
+                post_norm=self.weights.vector(self._per_layer(index, "post_norm"), self._spec.hidden),
                 activation=spec.ffn.activation,
             )
         return SandwichBlock(
@@ -137,6 +148,13 @@ class LayerBuilder:
             scale=float(self._values(_name(index, "layer_output_scale"), 1)[0]),
             eps=self._spec.norm_eps,
         )
+
+    def _per_layer(self, index: int, part: str) -> str:
+        return self._stored(_name(index, part), _name(index, _PER_LAYER_PARTS[part]))
+
+    def _stored(self, *names: str) -> str:
+        """The name that the file has, the first one if it has none: that is what messages then ask for."""
+        return next((name for name in names if name in self._file.tensors), names[0])
 
     def _hidden(self, index: int, part: str) -> Array:
         return self.weights.vector(_name(index, part), self._spec.hidden)
@@ -176,6 +194,7 @@ class LayerBuilder:
             rotary=self._rotary(spec.rope),
             pool=self._pools[index if spec.donor is None else spec.donor],
             group=group,
+            lends=index if index in self._lent else None,
         )
 
     def _delta_net(self, index: int, spec: GatedDeltaNet) -> DeltaNetLayer:
@@ -232,13 +251,7 @@ class LayerBuilder:
         if spec not in self._rotaries:
             factors = None
             if spec.factors is not None:
-                info = self._file.tensors[spec.factors]
-                factors = dequantize(self._file.raw(spec.factors), info.type).reshape(-1).astype(np.float32)
-                if factors.size != spec.dims // 2:
-                    path = self._file.paths[0]
-                    raise UnsupportedError(
-                        f"{path}: tensor {spec.factors} has {factors.size} values, expected {spec.dims // 2}"
-                    )
+                factors = self._values(spec.factors, spec.dims // 2)
             self._rotaries[spec] = Rotary(self._device, spec, factors)
         return self._rotaries[spec]
 
@@ -247,19 +260,45 @@ def _name(block: int, part: str) -> str:
     return f"blk.{block}.{part}.weight"
 
 
-def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device) -> int:
-    """Bytes that the tensors of a shard take on a device: as stored on a GPU, as float32 on the host.
+def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, ends: bool = True) -> set[str]:
+    """Names of the tensors that a shard of these layers reads, as LayerBuilder does.
 
-    On the host tables of embeddings stay in the file.
+    `ends`: with what belongs to no layer: the embedding before the first layer, the head behind the last, and in every
+    shard the parts of per-layer embeddings and the divisors of rotary frequencies.
     """
     wanted = {f"blk.{layer}." for layer in layers}
     names = {name for name in file.tensors if name[: name.find(".", 4) + 1] in wanted}
-    tables = {name for name in file.tensors if name == EMBEDDING and layers.start == 0}
-    if spec.per_layer:
-        tables |= {name for name in file.tensors if name.startswith("per_layer_token_embd")}
-        names |= {name for name in file.tensors if name.startswith("per_layer_") and name not in tables}
-    if layers.stop == len(spec.blocks):
-        names |= {"output_norm.weight", EMBEDDING if spec.tied_head else "output.weight"} & file.tensors.keys()
+    for layer in layers:
+        names -= _unused(spec, layer)
+    if ends:
+        named = {EMBEDDING} if layers.start == 0 else set()
+        if layers.stop == len(spec.blocks):
+            named |= {"output_norm.weight", EMBEDDING if spec.tied_head else "output.weight"}
+        if spec.per_layer:
+            named |= {*_PER_LAYER_TABLES, "per_layer_model_proj.weight", "per_layer_proj_norm.weight"}
+        mixers = (spec.blocks[layer].mixer for layer in layers)
+        named |= {m.rope.factors for m in mixers if isinstance(m, Attention) and m.rope.factors is not None}
+        names |= named & file.tensors.keys()
+    return names
+
+
+def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device, *, ends: bool = True) -> int:
+    """Bytes that the tensors of a shard take on a device: as stored on a GPU, as float32 on the host.
+
+    On the host tables of embeddings stay in the file. `ends` as for shard_tensors: without, the sums of single layers
+    add up.
+    """
+    names = shard_tensors(file, spec, layers, ends=ends)
     if device.host:
-        return sum(4 * file.tensors[name].rows * file.tensors[name].cols for name in names)
-    return sum(file.tensors[name].nbytes for name in names | tables)
+        head = spec.tied_head and layers.stop == len(spec.blocks)
+        names -= {*_PER_LAYER_TABLES, *(() if head else (EMBEDDING,))}
+    infos = [file.tensors[name] for name in names]
+    # Keys that serve as values too are there twice, once in the place of each.
+    keys = {_name(layer, "attn_k") for layer in layers if getattr(spec.blocks[layer].mixer, "value_from_key", False)}
+    infos += [file.tensors[name] for name in keys & names]
+    return sum(4 * info.rows * info.cols if device.host else stored_bytes(info) for info in infos)
+
+
+def _unused(spec: ModelSpec, layer: int) -> set[str]:
+    """Tensors of a layer that are not read: some files keep the projections that a borrowing layer was trained with."""
+    return set() if spec.donor(layer) is None else {_name(layer, part) for part in ("attn_k", "attn_v", "attn_k_norm")}

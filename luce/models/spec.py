@@ -202,16 +202,15 @@ class ModelSpec:
         """Whether any layer carries a state that cannot be rewound by shortening."""
         return any(isinstance(b.mixer, GatedDeltaNet) for b in self.blocks)
 
-    @property
-    def first_donor(self) -> int:
-        """The first block whose keys and values later ones read; the number of blocks if there is none."""
-        donors = (self.donor(block) for block in range(len(self.blocks)))
-        return min((donor for donor in donors if donor is not None), default=len(self.blocks))
-
     def donor(self, block: int) -> int | None:
         """The block whose keys and values `block` reads instead of its own."""
         mixer = self.blocks[block].mixer
         return mixer.donor if isinstance(mixer, Attention) else None
+
+    def lent(self, boundary: int) -> tuple[int, ...]:
+        """The blocks before `boundary` whose keys and values blocks from there on read, ascending."""
+        donors = {self.donor(block) for block in range(boundary, len(self.blocks))}
+        return tuple(sorted(donor for donor in donors if donor is not None and donor < boundary))
 
     def group_of(self, block: int) -> int | None:
         """The index of the page group that attention block `block` reads, None for a recurrent block."""

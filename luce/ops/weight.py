@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from luce.gguf.quants import dequantize
+from luce.gguf.reader import TensorInfo
 from luce.runtime.device import Array, Device
 
 _T = GGMLQuantizationType
@@ -117,6 +118,11 @@ def upload_experts(device: Device, tensors: Sequence[RawTensor], experts: int) -
             whole[expert, at : at + own] = dequantize(t.raw[expert * own : (expert + 1) * own], t.type)
         at += own
     return Weight(total, cols, (WeightPart(whole, _T.F32, 0, total),))
+
+
+def stored_bytes(info: TensorInfo) -> int:
+    """Bytes of a matrix on a GPU: as the file holds it, or as F16 where there is no kernel for its type."""
+    return info.nbytes if info.type in KERNEL_TYPES else 2 * info.rows * info.cols
 
 
 def _half(t: RawTensor) -> NDArray[np.uint8]:

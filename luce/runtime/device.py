@@ -38,6 +38,42 @@ class Memory:
     total: int
 
 
+class Event(ABC):
+    """A moment in a device's work: when all that was queued before it is done."""
+
+    @abstractmethod
+    def happened(self) -> bool:
+        """Whether it has, without waiting. Raises DeviceError if the work before it failed."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Block this thread until it has. Raises DeviceError if the work before it failed."""
+
+    @abstractmethod
+    def seconds_since(self, start: Event) -> float:
+        """Time between two events of one device that were recorded with timing and have happened."""
+
+
+class CopyStream(ABC):
+    """Copies of a device that go on beside its other work, one after another."""
+
+    @abstractmethod
+    def wait_for(self, event: Event) -> None:
+        """Let copies queued from now on wait for an event, which may be another device's."""
+
+    @abstractmethod
+    def copy(self, target: Array, source: Array) -> None:
+        """Queue target = source: equal shapes and dtypes, target C-contiguous, source of contiguous rows (any stride).
+
+        One of them is the device's own; the other too, or in `pinned` memory, or another device's that `reaches` names.
+        Both must stay as they are until an event recorded after the copy.
+        """
+
+    @abstractmethod
+    def record(self, *, timing: bool = False) -> Event:
+        """The moment when the copies queued so far are done."""
+
+
 class Device(ABC):
     """One device. Not thread-safe: one thread drives a device."""
 
@@ -85,6 +121,26 @@ class Device(ABC):
         `args` are device arrays and NumPy scalars of the exact C type. `shared` is dynamic shared memory in bytes.
         Raises DeviceError naming source and kernel.
         """
+
+    @abstractmethod
+    def record(self, *, timing: bool = False) -> Event:
+        """The moment when all work queued so far is done."""
+
+    @abstractmethod
+    def wait_for(self, event: Event) -> None:
+        """Let work queued from now on wait for an event, which may be another device's. The host itself waits."""
+
+    @abstractmethod
+    def copy_stream(self) -> CopyStream:
+        """A new stream for copies."""
+
+    @abstractmethod
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        """Host memory that this device's copy streams reach without stopping the host: uint8 [size]."""
+
+    def reaches(self, other: Device) -> bool:
+        """Whether a copy stream of this device can write to `other`'s memory. May open the way the first time."""
+        return False
 
     @abstractmethod
     def synchronize(self) -> None:

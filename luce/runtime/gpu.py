@@ -6,8 +6,9 @@ from the driver (driver.py). CuPy is imported when the first device is made, so 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime import compiler, driver
-from luce.runtime.device import Array, Device, DeviceName, Memory
+from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
 from luce.runtime.driver import Vendor
 from luce.runtime.kernels import KernelBuild
 
@@ -35,6 +36,56 @@ class _Function:
     def __init__(self, call: Any) -> None:
         self.call = call
         self.shared = _UNASKED_SHARED
+
+
+class GpuEvent(Event):
+    """An event of the vendor's run time."""
+
+    __slots__ = ("_device", "event")
+
+    def __init__(self, device: GpuDevice, event: Any) -> None:
+        self._device = device
+        self.event = event
+
+    def happened(self) -> bool:
+        with self._device._failing("event"):
+            return bool(self.event.done)
+
+    def wait(self) -> None:
+        with self._device._failing("event"):
+            self.event.synchronize()
+
+    def seconds_since(self, start: Event) -> float:
+        assert isinstance(start, GpuEvent)
+        return float(self._device._cupy.cuda.get_elapsed_time(start.event, self.event)) / 1000
+
+
+class GpuCopyStream(CopyStream):
+    """A stream beside the device's own."""
+
+    def __init__(self, device: GpuDevice) -> None:
+        self._device = device
+        self._stream = device._cupy.cuda.Stream(non_blocking=True)
+        runtime = device._cupy.cuda.runtime
+        self._copy, self._copy_rows, self._kind = runtime.memcpyAsync, runtime.memcpy2DAsync, runtime.memcpyDefault
+
+    def wait_for(self, event: Event) -> None:
+        self._device.hold(self._stream, event)
+
+    def copy(self, target: Array, source: Array) -> None:
+        device = self._device
+        device._activate()
+        at, start, stream = _address(target), _address(source), self._stream.ptr
+        with device._failing(f"copy of {target.nbytes} bytes"):
+            if source.flags.c_contiguous:
+                self._copy(at, start, target.nbytes, self._kind, stream)
+            else:
+                rows = len(target)
+                width = target.nbytes // rows
+                self._copy_rows(at, width, start, source.strides[0], width, rows, self._kind, stream)
+
+    def record(self, *, timing: bool = False) -> Event:
+        return self._device.mark(self._stream, timing)
 
 
 class GpuDevice(Device):
@@ -165,12 +216,74 @@ class GpuDevice(Device):
         except (TypeError, DeviceError, *self._failures) as error:
             raise DeviceError(f"{self.name}: kernels/{source}.cu: {kernel}: {error}") from error
 
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Failures of the vendor's run time as DeviceError."""
+        try:
+            yield
+        except self._failures as error:
+            raise DeviceError(f"{self.name}: {what}: {error}") from error
+
+    def mark(self, stream: Any, timing: bool) -> GpuEvent:
+        """The moment when a stream of this device has done all that is queued there."""
+        self._activate()
+        with self._failing("event"):
+            event = self._cupy.cuda.Event(disable_timing=not timing)
+            event.record(stream)
+        return GpuEvent(self, event)
+
+    def hold(self, stream: Any, event: Event) -> None:
+        """Let a stream of this device wait for an event."""
+        self._activate()
+        if not isinstance(event, GpuEvent):
+            event.wait()
+            return
+        with self._failing("event"):
+            stream.wait_event(event.event)
+
+    def record(self, *, timing: bool = False) -> Event:
+        return self.mark(self._stream, timing)
+
+    def wait_for(self, event: Event) -> None:
+        self.hold(self._stream, event)
+
+    def copy_stream(self) -> CopyStream:
+        self._activate()
+        return GpuCopyStream(self)
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        self._activate()
+        with self._failing(f"{size} bytes of pinned memory"):
+            memory = self._cupy.cuda.alloc_pinned_memory(size)
+        return np.frombuffer(memory, np.uint8, size)
+
+    def reaches(self, other: Device) -> bool:
+        """As in the interface; both directions are opened, and tried: some boards grant access and deliver garbage."""
+        if not isinstance(other, GpuDevice) or other.name.kind != self.name.kind:
+            return False
+        here, there = self.name.index, other.name.index
+        if here == there:
+            return True
+        try:
+            if not (self._driver.enable_peer(here, there) and self._driver.enable_peer(there, here)):
+                return False
+            return self._delivers(other)
+        except DeviceError:
+            return False
+
+    def _delivers(self, other: GpuDevice) -> bool:
+        sent = np.random.default_rng(0).integers(0, 256, (1024, 4096), np.uint8)
+        source, target, stream = self.upload(sent), other.zeros(sent.shape, np.uint8), self.copy_stream()
+        stream.wait_for(other.record())
+        stream.wait_for(self.record())
+        stream.copy(target, source)
+        stream.record().wait()
+        return bool((other.download(target) == sent).all())
+
     def synchronize(self) -> None:
         self._activate()
-        try:
+        with self._failing("synchronise"):
             self._stream.synchronize()
-        except self._failures as error:
-            raise DeviceError(f"{self.name}: {error}") from error
 
     def memory(self) -> Memory:
         """Free counts what CuPy's pool holds unused as well: it serves the next arrays."""
@@ -202,6 +315,11 @@ class GpuDevice(Device):
         self._modules.clear()
         self._cupy.get_default_memory_pool().free_all_blocks()
         self._closed = True
+
+
+def _address(array: Array) -> int:
+    """Where an array begins, on a device or on the host."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
 
 def _import_cupy(name: DeviceName, kind: Vendor) -> Any:

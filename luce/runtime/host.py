@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,37 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
-from luce.runtime.device import Array, Device, DeviceName, Memory
+from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
+
+
+class HostEvent(Event):
+    """The host works as it is told to, so whatever was asked before is done."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def happened(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, start: Event) -> float:
+        assert isinstance(start, HostEvent)
+        return self._at - start._at
+
+
+class HostCopyStream(CopyStream):
+    """Copies at once."""
+
+    def wait_for(self, event: Event) -> None:
+        event.wait()
+
+    def copy(self, target: Array, source: Array) -> None:
+        np.copyto(target, source)
+
+    def record(self, *, timing: bool = False) -> Event:
+        return HostEvent()
 
 
 class HostDevice(Device):
@@ -55,6 +86,19 @@ class HostDevice(Device):
         shared: int = 0,
     ) -> None:
         raise DeviceError(f"{self.name} runs no kernels (asked for {kernel} of kernels/{source}.cu)")
+
+    def record(self, *, timing: bool = False) -> Event:
+        return HostEvent()
+
+    def wait_for(self, event: Event) -> None:
+        event.wait()
+
+    def copy_stream(self) -> CopyStream:
+        return HostCopyStream()
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        memory: NDArray[np.uint8] = self.empty(size, np.uint8)
+        return memory
 
     def synchronize(self) -> None:
         pass

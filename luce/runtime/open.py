@@ -1,12 +1,13 @@
-"""Device names to devices, and what there is to name."""
+"""The devices that the settings name, and what there is to name."""
 
 from __future__ import annotations
 
 import contextlib
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
+from luce.config import Config, flag
 from luce.errors import DeviceError, UsageError
 from luce.runtime import driver
 from luce.runtime.device import Device, DeviceKind, DeviceName
@@ -15,7 +16,6 @@ from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
 
 VENDORS: tuple[Vendor, ...] = ("cuda", "hip")
-_NAME = re.compile(r"(cuda|hip|cpu):(0|[1-9][0-9]{0,2})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,6 @@ class Found:
 
     name: DeviceName
     properties: Properties
-
-
-def parse(text: str) -> DeviceName:
-    """`cuda:0`, `hip:1`, `cpu:0`. Raises UsageError naming --target-devices and the value."""
-    match = _NAME.fullmatch(text)
-    if match is None:
-        raise UsageError(
-            f"--target-devices: expected auto, cuda:N, hip:N or cpu:N, got {text!r}", param="target_devices"
-        )
-    return DeviceName(cast(DeviceKind, match.group(1)), int(match.group(2)))
 
 
 def found() -> list[Found]:
@@ -52,28 +42,64 @@ def open_device(name: DeviceName) -> Device:
     return HostDevice(name.index) if name.kind == "cpu" else GpuDevice(name.kind, name.index)
 
 
-def open_devices(names: tuple[str, ...]) -> list[Device]:
-    """The devices of --target-devices, in order. `auto` is the first GPU that opens, else cpu:0.
+def open_devices(config: Config) -> list[Device]:
+    """The devices of --target-devices in their order, or the one of --target-device.
 
-    Raises UsageError for a bad or repeated name and DeviceError for a device that does not open; none stays open then.
+    `auto` as the only device is the first GPU that opens, else cpu:0, and its backend is this process's own. `auto:N`
+    is device N of that backend; `auto` in a list stands for all its devices.
+
+    Raises one UsageError that holds every device that does not exist or is named twice, and GPUs of two vendors, of
+    which one process drives only one. Raises DeviceError for a device that does not open; none stays open then.
     """
-    wanted = [None if name == "auto" else parse(name) for name in names]
-    _refuse_repeats([name for name in wanted if name is not None])
+    if not config.target_devices and config.target_device == "auto":
+        return [_automatic()]
+    names = _names(config.target_devices or (config.target_device,))
+    problems = list(_problems(names))
+    if problems:
+        field = "target_devices" if config.target_devices else "target_device"
+        raise UsageError("; ".join(f"{flag(field)} {problem}" for problem in problems), param=field)
     devices = []
     with contextlib.ExitStack() as opened:
-        for name in wanted:
-            device = _automatic() if name is None else open_device(name)
+        for name in names:
+            device = open_device(name)
             opened.callback(device.close)
             devices.append(device)
-        _refuse_repeats([device.name for device in devices])
         opened.pop_all()
     return devices
 
 
-def _refuse_repeats(names: list[DeviceName]) -> None:
-    for name in names:
+def _names(items: tuple[str, ...]) -> list[DeviceName]:
+    """The devices that checked items mean. This process's own backend is looked for only if one asks for it."""
+    own: DeviceKind = "cpu"
+    if any(item.startswith("auto") for item in items):
+        with contextlib.closing(_automatic()) as device:
+            own = device.name.kind
+    names = []
+    for item in items:
+        kind, _, index = item.partition(":")
+        indices = [int(index)] if index else range(1 if own == "cpu" else _count(own))
+        names += [DeviceName(own if kind == "auto" else cast(DeviceKind, kind), i) for i in indices]
+    return names
+
+
+def _problems(names: list[DeviceName]) -> Iterator[str]:
+    for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            raise UsageError(f"--target-devices: {name} is named twice", param="target_devices")
+            yield f"{name}: named twice"
+        if name.kind == "cpu":
+            continue
+        count = _count(name.kind)
+        if not count:
+            yield f"{name}: no {name.kind} devices are available (luce doctor tells more)"
+        elif name.index >= count:
+            yield f"{name}: index {name.index} is out of range [0, {count})"
+    if {name.kind for name in names} >= set(VENDORS):
+        yield ",".join(map(str, names)) + ": one process drives GPUs of one vendor, cuda or hip, and not both"
+
+
+def _count(vendor: Vendor) -> int:
+    loaded = driver.load(vendor)
+    return 0 if loaded is None else loaded.count()
 
 
 def _automatic() -> Device:

@@ -111,12 +111,14 @@ class Output:
 class DeviceStep:
     """A step's arrays on one device, with the shapes that launches need on the host.
 
-    span_slot, span_start, span_rows, span_position: int32 [spans]; row_span int32 [rows] names each row's span.
+    ropes: rotary tables that layers share. lent: by block, float32 [rows, 2 kv_heads head_dim], the rows' keys and then
+    their values, of blocks that layers on other devices borrow from.
     """
 
     device: Device
     step: Step
     ropes: dict[object, Array] = field(default_factory=dict)
+    lent: dict[int, Array] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:

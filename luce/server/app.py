@@ -22,11 +22,11 @@ from luce.errors import (
     TooLargeError,
     UnavailableError,
 )
-from luce.server import completions, status
+from luce.server import completions, props, status
 from luce.server.auth import OPEN_PATHS
 from luce.server.errors import anthropic_error, openai_error
 from luce.server.shapes import new_id
-from luce.server.state import CALL, SERVER, Call, Server
+from luce.server.state import CALL, ENDPOINTS, SERVER, Call, Server
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -60,6 +60,7 @@ def create_app(server: Server) -> web.Application:
         app.router.add_get(path, status.health)
     app.router.add_get("/livez", status.livez)
     app.router.add_get("/metrics", status.metrics)
+    app.router.add_get("/props", props.props)
     add("POST", "/infill", _not_supported)
     # Clients build URLs badly: everything under /v1 is also there without it.
     for version in ("/v1", ""):
@@ -69,7 +70,14 @@ def create_app(server: Server) -> web.Application:
         app.router.add_get(version + "/models/{id:.+}", status.model_card)
         for path in _NOT_SERVED:
             add("POST", version + path, _not_supported)
+    app[ENDPOINTS] = tuple(sorted(_served(app)))
     return app
+
+
+def _served(app: web.Application) -> set[str]:
+    """`METHOD path` of the routes that do something."""
+    routes = [r for r in app.router.routes() if r.method != "HEAD" and r.handler is not _not_supported]
+    return {f"{route.method} {route.resource.canonical}" for route in routes if route.resource is not None}
 
 
 async def start(server: Server, sockets: Iterable[socket.socket]) -> web.AppRunner:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from luce.backend.timing import BOUNDS, Durations, ShardTimes
 from luce.cache.prefix import CacheStats
 from luce.engine.loop import EngineStats
 
@@ -17,9 +19,11 @@ _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0
 
 
 class Metrics:
-    """The server's counters. `stats` gives the engine's own figures, None while no model is loaded."""
+    """The server's counters. `stats` gives the engine's own figures, `times` the shards', None without a model."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats | None], times: Callable[[], tuple[ShardTimes, ...] | None]
+    ) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
             "luce_requests", "Requests answered, by route and status.", ("endpoint", "status"), registry=registry
@@ -53,6 +57,7 @@ class Metrics:
             "luce_unknown_field", "Fields of request bodies that Luce does not know.", registry=registry
         )
         registry.register(_EngineCollector(stats))
+        registry.register(_ShardCollector(times))
 
     def text(self) -> bytes:
         """All metrics in the Prometheus text format. Any thread may call it."""
@@ -105,3 +110,30 @@ def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:
         counter = CounterMetricFamily(f"luce_prefix_cache_{name}", text, labels=["tier"])
         counter.add_metric(["ram"], value)
         yield counter
+
+
+class _ShardCollector(Collector):
+    def __init__(self, times: Callable[[], tuple[ShardTimes, ...] | None]) -> None:
+        self._times = times
+
+    def collect(self) -> Iterator[Metric]:
+        work = HistogramMetricFamily(
+            "luce_shard_seconds", "Time of a shard's device for one step or piece of one.", labels=("shard", "device")
+        )
+        copies = HistogramMetricFamily(
+            "luce_transfer_seconds",
+            "Time of one copy of what a shard hands to the next; by way of host memory there are two.",
+            labels=("shard", "device"),
+        )
+        for number, shard in enumerate(self._times() or ()):
+            labels = (str(number), shard.device)
+            work.add_metric(labels, _buckets(shard.work), shard.work.total)
+            if shard.copies is not None:
+                copies.add_metric(labels, _buckets(shard.copies), shard.copies.total)
+        yield work
+        yield copies
+
+
+def _buckets(durations: Durations) -> list[tuple[str, float]]:
+    """Upper bounds and cumulative counts, as the text format has them."""
+    return list(zip((*map(str, BOUNDS), "+Inf"), accumulate(durations.counts), strict=True))

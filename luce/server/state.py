@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from luce.api import Model
+from luce.backend.timing import ShardTimes
 from luce.config import Config
 from luce.engine.loop import EngineStats
 from luce.errors import UnavailableError
@@ -49,7 +50,7 @@ class Server:
         self.host_check = HostCheck(config)
         self.cors = Cors(config, keyed=self.keys.required)
         self.model: Model | None = None
-        self.metrics = Metrics(self.stats)
+        self.metrics = Metrics(self.stats, self.times)
         self.draining = False
         self.started = int(time.time())
         #: requests whose handler has not returned; `idle` is set while there are none
@@ -69,6 +70,10 @@ class Server:
     def stats(self) -> EngineStats | None:
         """The engine's figures, None without a model. Any thread may ask."""
         return None if self.model is None else self.model.engine.stats()
+
+    def times(self) -> tuple[ShardTimes, ...] | None:
+        """How long the shards take, None without a model. Any thread may ask."""
+        return None if self.model is None else self.model.times()
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of /health."""
@@ -103,4 +108,6 @@ class Server:
 
 
 SERVER = web.AppKey("server", Server)
+#: `METHOD path` of what is served
+ENDPOINTS = web.AppKey("endpoints", tuple[str, ...])
 CALL = web.RequestKey("call", Call)

@@ -36,10 +36,10 @@ async def models(request: web.Request) -> web.Response:
     """GET /v1/models: one entry per name of the model."""
     server = request.app[SERVER]
     model = server.ready_model()
-    names = _names(model)
-    entries = [_entry(name, model, server) for name in names]
+    served = names(model)
+    entries = [_entry(name, model, server) for name in served]
     return json_response(
-        {"object": "list", "data": entries, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+        {"object": "list", "data": entries, "has_more": False, "first_id": served[0], "last_id": served[-1]}
     )
 
 
@@ -47,7 +47,7 @@ async def model_card(request: web.Request) -> web.Response:
     """GET /v1/models/{id}. Names may hold slashes."""
     server = request.app[SERVER]
     model, name = server.ready_model(), request.path.partition("/models/")[2].lstrip("/")
-    if name not in _names(model):
+    if name not in names(model):
         raise unknown_model(name)
     return json_response(_entry(name, model, server))
 
@@ -59,8 +59,14 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-def _names(model: Model) -> tuple[str, ...]:
+def names(model: Model) -> tuple[str, ...]:
+    """What the model is called, the name in replies first."""
     return model.config.alias or (model.name,)
+
+
+def capabilities(model: Model) -> list[str]:
+    """What the model can be asked for."""
+    return ["completion", *(["chat"] if model.chat.template is not None else [])]
 
 
 def _entry(name: str, model: Model, server: Server) -> dict[str, Any]:
@@ -75,5 +81,5 @@ def _entry(name: str, model: Model, server: Server) -> dict[str, Any]:
         "context_length": model.context,
         "max_model_len": model.context,
         "max_output_tokens": model.context,
-        "capabilities": ["completion", *(["chat"] if model.chat.template is not None else [])],
+        "capabilities": capabilities(model),
     }

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime.device import Device
+from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
 from tests.support.emulated import EmulatedDevice
 
@@ -148,6 +149,57 @@ def test_failed_launches_name_source_and_kernel(launcher: Device) -> None:
         launcher.launch("fill", "fill", (1,), (2048,), (out, np.int64(4), np.float32(1)), defines={"TYPE": "float"})
     fill(launcher, out, 2.0)
     assert launcher.download(out).tolist() == [2, 2, 2, 2]
+
+
+def test_events_happen_in_order(device: Device) -> None:
+    start = device.record(timing=True)
+    array = device.upload(np.arange(1000, dtype=np.float32))
+    end = device.record(timing=True)
+    end.wait()
+    assert start.happened() and end.happened()
+    assert 0 <= end.seconds_since(start) < 60
+    device.wait_for(start)
+    assert device.download(array).sum() == 499500
+
+
+def test_copies_to_pinned_memory_and_back(device: Device) -> None:
+    values = np.random.default_rng(2).normal(size=(50, 24)).astype(np.float32)
+    there, back, stream = device.upload(values), device.zeros((50, 24)), device.copy_stream()
+    stream.wait_for(device.record())
+    pinned = device.pinned(4 * values.size).view(np.float32).reshape(values.shape)
+    stream.copy(pinned, there)
+    stream.copy(back, pinned)
+    done = stream.record(timing=True)
+    device.wait_for(done)
+    np.testing.assert_array_equal(device.download(back), values)
+    np.testing.assert_array_equal(pinned, values)
+
+
+def test_copies_rows_of_a_wider_array(device: Device) -> None:
+    values = np.arange(60 * 24, dtype=np.float32).reshape(60, 24)
+    there, stream = device.upload(values), device.copy_stream()
+    parts = [device.zeros((60, 7)), device.pinned(60 * 7 * 4).view(np.float32).reshape(60, 7)]
+    stream.wait_for(device.record())
+    for part in parts:
+        stream.copy(part, there[:, 5:12])
+    stream.record().wait()
+    np.testing.assert_array_equal(device.download(parts[0]), values[:, 5:12])
+    np.testing.assert_array_equal(parts[1], values[:, 5:12])
+
+
+def test_copies_between_two_devices_of_a_kind(device: Device, request: pytest.FixtureRequest) -> None:
+    if device.host or not isinstance(device, GpuDevice):
+        assert not device.reaches(HostDevice())
+        return
+    other = GpuDevice(device.name.kind, device.name.index)
+    request.addfinalizer(other.close)
+    assert device.reaches(other) and not device.reaches(HostDevice())
+    there, landing, stream = device.upload(np.arange(99, dtype=np.float32)), other.zeros(99), device.copy_stream()
+    stream.wait_for(device.record())
+    stream.wait_for(other.record())
+    stream.copy(landing, there)
+    other.wait_for(stream.record())
+    assert (other.download(landing) == np.arange(99)).all()
 
 
 def test_the_host_launches_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -33,10 +34,13 @@ def make_driver() -> Iterator[MakeDriver]:
             slots: int = 4,
             weights: Sequence[float] = (),
             kv: KVTypes = AUTO,
+            **options: Any,
         ) -> Driver:
             file = stack.enter_context(open_gguf(reference.path))
             spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
-            backend = LayerSplitBackend(file, spec, devices, slots=slots, context=256, weights=weights, kv=kv)
+            backend = LayerSplitBackend(
+                file, spec, devices, slots=slots, context=256, weights=weights, kv=kv, **options
+            )
             stack.callback(backend.close)
             return Driver(backend)
 

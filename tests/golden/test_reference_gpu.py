@@ -14,9 +14,6 @@ from tests.support.reference import Reference, check_greedy, references
 
 pytestmark = pytest.mark.gpu
 each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
-each_file_that_splits = pytest.mark.parametrize(
-    "reference", [r for r in references() if r.spec.first_donor > 0], ids=lambda r: r.name
-)
 
 # Float32 weights and activations, K and V rounded to float16: better than the kind whose limits apply.
 KIND = "bf16_activations"
@@ -64,7 +61,7 @@ def test_decoding_is_row_invariant(reference: Reference, make_driver: MakeDriver
     assert (single == batched).all()
 
 
-@each_file_that_splits
+@each_file
 def test_mixed_with_host(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
     key = "greedy_17"
     driver = make_driver(reference, [gpu, HostDevice()])

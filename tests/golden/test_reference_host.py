@@ -5,16 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from luce.backend.plan import handed_on
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
 from tests.support.golden_checks import check_batched, check_greedy_tokens, check_logits_in_chunks
 from tests.support.reference import Reference, references
 
 each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
-# Every layer of gemma4-eb but the first is bound to it by shared keys and values.
-each_file_that_splits = pytest.mark.parametrize(
-    "reference", [r for r in references() if r.spec.first_donor > 0], ids=lambda r: r.name
-)
 
 
 @each_file
@@ -44,46 +41,44 @@ def test_decode_logits(reference: Reference, make_driver: MakeDriver) -> None:
     assert ((np.array(logits) - expected) ** 2).mean() / expected.var() <= reference.limits("f32")["nmse_median"]
 
 
-@each_file_that_splits
+@each_file
 def test_residual_stream(reference: Reference, make_driver: MakeDriver) -> None:
-    # One shard per layer: what is handed from shard to shard is the residual stream. Layers that share keys and values
-    # stay on the last one.
+    # One shard per layer: what is handed from shard to shard begins with the residual stream.
     expected, prompt = reference.expected["hidden_17"], reference.expected["prompt_17"]
-    layers = len(expected) - 1
-    count = min(layers, reference.spec.first_donor + 1)
-    shares = [1.0] * (count - 1) + [layers - count + 1.0]
-    driver = make_driver(reference, [HostDevice(i) for i in range(count)], weights=shares)
+    driver = make_driver(reference, [HostDevice(i) for i in range(len(expected) - 1)])
     step = driver.step((driver.start(), prompt))
-    hidden = None
-    for shard, wanted in zip(driver.backend.shards[:-1], expected[1:], strict=False):
-        hidden = shard.forward(step, hidden)
-        assert np.abs(hidden[: len(prompt)] - wanted).max() <= reference.limits("f32")["hidden_max_abs"]
-    assert hidden is not None
+    handed = None
+    for boundary, (shard, wanted) in enumerate(zip(driver.backend.shards[:-1], expected[1:-1], strict=True), 1):
+        handed = shard.forward(step, handed)
+        assert np.abs(handed[0] - wanted).max() <= reference.limits("f32")["hidden_max_abs"]
+        assert sum(array[0].nbytes for array in handed) == handed_on(reference.spec, boundary)
 
 
-@each_file_that_splits
+@each_file
 def test_shards_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
     prompt = reference.expected["prompt_long"]
     results = []
-    for shares in ((1,), (1, 1), (1, 1, reference.spec.first_donor)):
-        driver = make_driver(reference, [HostDevice(i) for i in range(len(shares))], weights=shares)
-        sequence = driver.start()
-        parts = [driver.feed((sequence, part))[0] for part in (prompt[:100], prompt[100:])]
+    for count in (1, 2, 3, len(reference.spec.blocks)):
+        driver = make_driver(reference, [HostDevice(i) for i in range(count)])
+        sequence, other = driver.start(), driver.start()
+        parts = [driver.feed((sequence, part))[0] for part in (prompt[:100], prompt[100:-2])]
+        driver.feed((other, prompt[:9]))
+        parts += [driver.feed((other, prompt[:1]), (sequence, token))[1] for token in prompt[-2:, None]]
         results.append(np.concatenate(parts))
-    assert (results[0] == results[1]).all()
-    assert (results[0] == results[2]).all()
+    for result in results[1:]:
+        assert (results[0] == result).all()
 
 
-@each_file_that_splits
+@each_file
 def test_save_and_restore(reference: Reference, make_driver: MakeDriver) -> None:
-    driver = make_driver(reference, [HostDevice(0), HostDevice(1)])
+    # One shard per layer: every block that lends keys and values has mirrors elsewhere.
+    driver = make_driver(reference, [HostDevice(i) for i in range(len(reference.spec.blocks))])
     prompt = reference.expected["prompt_long"]
     sequence = driver.start()
     driver.feed((sequence, prompt[:90]))
-    saved = [shard.save(sequence.slot, sequence.pages) for shard in driver.backend.shards]
+    saved = driver.save(sequence)
     expected = driver.feed((sequence, prompt[90:]))[0]
     other = driver.start()
     driver.feed((other, prompt[5:95]))
-    for shard, tensors in zip(driver.backend.shards, saved, strict=True):
-        shard.restore(other.slot, other.pages, tensors)
+    driver.restore(other, saved)
     assert (driver.feed((other, prompt[90:]))[0] == expected).all()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from luce.backend.timing import BOUNDS, Durations, ShardTimes
 from luce.errors import DeviceError
 from luce.runtime.step import Step
 from luce.server import app, state
@@ -452,3 +453,18 @@ async def test_a_head_that_does_not_come_ends_the_connection(sent: bytes, monkey
         writer.write(sent)
         await asyncio.wait_for(reader.read(), 20)  # returns when the server closes
         writer.close()
+
+
+async def test_metrics_hold_the_times_of_each_shard() -> None:
+    async with running() as here:
+        work = Durations((0, 2, 0, 1, *(0,) * (len(BOUNDS) - 4), 5), 42.5)
+        here.model.shard_times = (ShardTimes("cuda:0", work, work), ShardTimes("cpu:0", work, None))
+        _, text, _ = await here.get("/metrics")
+        for shard in ('{device="cuda:0",shard="0"}', '{device="cpu:0",shard="1"}'):
+            assert f"luce_shard_seconds_count{shard} 8.0" in text
+            assert f"luce_shard_seconds_sum{shard} 42.5" in text
+        assert 'luce_shard_seconds_bucket{device="cpu:0",le="3e-05",shard="1"} 2.0' in text
+        assert 'luce_shard_seconds_bucket{device="cpu:0",le="10.0",shard="1"} 3.0' in text
+        assert 'luce_shard_seconds_bucket{device="cpu:0",le="+Inf",shard="1"} 8.0' in text
+        assert 'luce_transfer_seconds_count{device="cuda:0",shard="0"} 8.0' in text
+        assert 'luce_transfer_seconds_count{device="cpu:0"' not in text

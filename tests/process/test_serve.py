@@ -242,6 +242,24 @@ def test_a_socket_from_the_manager(serve: Any) -> None:
         assert child.wait() == 0, child.log
 
 
+def test_a_split_is_reported(serve: Any) -> None:
+    child = serve("--target-devices", "cpu:1", "--target-layer-split", "1,2", "--max-ctx", "128")
+    child.told("READY=1")
+    props = json.loads(child.request("/props").read())
+    shards = props["runtime"]["target_sharding"]
+    assert [shard["device"] for shard in shards] == ["cpu:0", "cpu:1"]
+    assert (props["model_path"], props["model"]["arch"]) == (str(MODEL), "qwen3")
+    child.send(signal.SIGTERM)
+    assert child.wait() == 0, child.log
+    assert f"loading model={MODEL} devices=cpu:0,cpu:1" in child.log
+    for shard in shards:
+        first, last = shard["layers"]
+        line = (
+            f"shard device={shard['device']} layers={first}..{last} weights={shard['weights']} state={shard['state']}"
+        )
+        assert f"{line} handed_on={shard['handed_on']}" in child.log
+
+
 def test_exit_statuses(serve: Any, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + b"\xff" * 64)
@@ -252,6 +270,8 @@ def test_exit_statuses(serve: Any, tmp_path: Path) -> None:
             (serve("--max-ctx", "many"), 2, "--max-ctx"),
             (serve("--api-key-file", str(tmp_path / "none")), 2, "--api-key-file"),
             (serve("--port", str(port)), 5, f"--port {port}"),
+            (serve("--target-device", "cpu:1"), 2, "--target-device and --target-devices"),
+            (serve("--target-devices", "hip:99"), 2, "--target-devices hip:99"),
         ]
         for child, status, named in cases:
             assert child.wait() == status, child.log

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +33,30 @@ class Driver:
         """A new sequence."""
         return Sequence(self._slots.pop(), 0, [[] for _ in self._free])
 
-    def feed(self, *work: tuple[Sequence, NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """One step with the given tokens of each sequence; float32 [len(tokens), vocab] for each."""
+    def feed(self, *work: tuple[Sequence, NDArray[np.int32]], wanted: bool = True) -> list[NDArray[np.float32]]:
+        """One step with the given tokens of each sequence; float32 [len(tokens), vocab] for each, or nothing."""
         step = self.step(*work)
+        if not wanted:
+            step = replace(step, wanted=step.wanted[:0], full=step.full[:0])
+            assert not len(self.backend.forward(step).ids)
+            return []
         output = self.backend.forward(step)
         assert (output.ids == output.logits.argmax(axis=1)).all()
         return [output.logits[s.start : s.start + s.rows] for s in step.spans]
+
+    def save(self, sequence: Sequence) -> dict[str, NDArray[np.generic]]:
+        """What all shards save of a sequence; no tensor is saved twice."""
+        saved: dict[str, NDArray[np.generic]] = {}
+        for shard in self.backend.shards:
+            tensors = shard.save(sequence.slot, sequence.pages)
+            assert not saved.keys() & tensors.keys()
+            saved |= tensors
+        return saved
+
+    def restore(self, sequence: Sequence, saved: Mapping[str, NDArray[np.generic]]) -> None:
+        """Give a sequence of the same length what `save` returned."""
+        for shard in self.backend.shards:
+            shard.restore(sequence.slot, sequence.pages, saved)
 
     def step(self, *work: tuple[Sequence, NDArray[np.int32]]) -> Step:
         """The step that `feed` runs; the sequences count its rows as done."""

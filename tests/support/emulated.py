@@ -32,8 +32,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from luce.config import user_cache_directory
 from luce.errors import DeviceError, OutOfMemoryError
-from luce.runtime.device import Array, Device, DeviceName, Memory
-from luce.runtime.host import HostDevice
+from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
+from luce.runtime.host import HostCopyStream, HostDevice, HostEvent
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 EMULATOR = Path(__file__).with_name("emulator.cpp")
@@ -176,6 +176,18 @@ class EmulatedDevice(Device):
         if not 0 <= shared <= SHARED_LIMIT:
             raise DeviceError(f"{where}: {shared} bytes of dynamic shared memory; a block has at most {SHARED_LIMIT}")
         library.run(where, kernel, self.lanes, grid3, block3, args, shared)
+
+    def record(self, *, timing: bool = False) -> Event:
+        return HostEvent()
+
+    def wait_for(self, event: Event) -> None:
+        event.wait()
+
+    def copy_stream(self) -> CopyStream:
+        return HostCopyStream()
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        return np.empty(size, np.uint8)
 
     def synchronize(self) -> None:
         pass

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from luce.backend.timing import ShardTimes
 from luce.config import Config
 from luce.engine.loop import Engine
-from luce.models.spec import Markers
+from luce.models.spec import Dialect, Markers, ModelSpec
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText
@@ -20,6 +21,7 @@ from tests.support.scripted_backend import Script, ScriptedBackend, after
 
 START, END, BOS, THINK, THOUGHT = 256, 257, 258, 259, 260
 VOCAB = 261
+MARKERS = Markers("<think>", "</think>")
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}"
@@ -85,7 +87,7 @@ def tokenizer(*, add_bos: bool = False) -> Tokenizer:
 @functools.cache
 def chat_format() -> ChatFormat:
     """The template with the byte tokenizer; one for all tests, as each has a child process."""
-    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), Markers("<think>", "</think>"))
+    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), MARKERS)
 
 
 def saying(text: str | Sequence[int], *, marker: str = "<|im_start|>assistant\n", end: bool = True) -> Script:
@@ -113,7 +115,12 @@ class ScriptedModel:
         self.path = Path("scripted.gguf")
         self.context = context
         self.fingerprint = "0123abcd"
-        self.placement: list[dict[str, Any]] = []
+        self.tokenizer_id = "default"
+        self.spec = ModelSpec("scripted", 64, VOCAB, context, 1e-6, (), tied_head=True, dialect=Dialect(MARKERS))
+        self.placement: list[dict[str, Any]] = [
+            {"device": "cpu:0", "layers": [0, 2], "weights": 300, "state": 20, "handed_on": 256},
+            {"device": "cpu:1", "layers": [3, 3], "weights": 100, "state": 10, "handed_on": 0},
+        ]
         self.backend = ScriptedBackend(
             vocab=VOCAB,
             context=context,
@@ -123,6 +130,7 @@ class ScriptedModel:
             resumes=True,
             **backend,
         )
+        self.shard_times: tuple[ShardTimes, ...] = ()
         self.engine = Engine(
             self.backend,
             eos=self.tokenizer.eos_ids,
@@ -140,6 +148,9 @@ class ScriptedModel:
     def detokenize(self, ids: Iterable[int]) -> str:
         decoder = Detokenizer(self.tokenizer)
         return "".join([decoder.push(i) for i in ids]) + decoder.flush()
+
+    def times(self) -> tuple[ShardTimes, ...]:
+        return self.shard_times
 
     def close(self) -> None:
         self.engine.close()

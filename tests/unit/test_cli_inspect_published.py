@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,20 +13,23 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from luce.cli import inspect
+from luce.cli import plan
 from luce.cli.main import main
 from luce.models.registry import FAMILIES
-from luce.runtime.device import DeviceName
+from luce.runtime.device import DeviceName, Memory
 from tests.support.published import PUBLISHED, Published
 
 
 @dataclass
 class Card:
-    """What inspect asks of a GPU: tensors stay as stored, K and V are 16 bits wide."""
+    """What inspect asks of a GPU: tensors stay as stored, K and V are 16 bits wide; 80 GB are free."""
 
     name: DeviceName
     host: bool = False
     kv_dtype: Any = field(default_factory=lambda: np.dtype(np.float16))
+
+    def memory(self) -> Memory:
+        return Memory(80 * 10**9, 80 * 10**9)
 
     def close(self) -> None:
         pass
@@ -174,7 +178,9 @@ def inspected(model: Published, directory: Path, capsys: pytest.CaptureFixture[s
 def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--target-devices cuda:0,cuda:1` gives cards."""
     monkeypatch.setattr(
-        inspect, "open_devices", lambda names: [Card(DeviceName("cuda", index)) for index in range(len(names))]
+        plan,
+        "open_devices",
+        lambda config: [Card(DeviceName("cuda", i)) for i in range(len(config.target_devices or "1"))],
     )
 
 
@@ -254,25 +260,30 @@ def test_experts_beside_and_in_place_of_a_dense_part(
     assert sizes == [[(16, 8, 256), (16, 2, 512)], [(48, 8, 128), (64, 8, 128)]]
 
 
+def is_value_too(model: Published, name: str) -> bool:
+    """Whether a key projection is loaded a second time, in the place of the value projection that its layer lacks."""
+    return "attn_k.weight" in name and name.replace("attn_k", "attn_v") not in dict(model.tensors)
+
+
 @each
 def test_weights(model: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None) -> None:
     stored: defaultdict[str, int] = defaultdict(int)
     for tensor in GGUFReader(model.write(tmp_path)).tensors:
-        stored[tensor.name.split(".")[1] if tensor.name.startswith("blk.") else tensor.name] += int(tensor.n_bytes)
+        times = 2 if is_value_too(model, tensor.name) else 1
+        stored[tensor.name.split(".")[1] if tensor.name.startswith("blk.") else tensor.name] += times * tensor.n_bytes
     facts = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0")
     for block in facts["blocks"]:
         assert block["weights"] == stored[str(block["layer"])]
     skipped = sum(stored[str(layer)] for layer in facts["skipped_layers"])
-    # Divisors of rotary frequencies become tables of their own.
-    assert facts["weights"] == sum(stored.values()) - skipped - stored["rope_freqs.weight"]
+    assert facts["weights"] == sum(stored.values()) - skipped
 
 
 @each
 def test_weights_on_the_host(model: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts, expected = inspected(model, tmp_path, capsys, "--target-devices", "cpu:0"), EXPECTED[model.name]
-    divisors = sum(shape[0] for name, shape in model.tensors if name == "rope_freqs.weight")
+    again = sum(math.prod(shape) for name, shape in model.tensors if is_value_too(model, name))
     # The host computes in float32, but reads rows of tables from the file.
-    assert facts["weights"] == 4 * (expected.parameters - expected.tables - divisors)
+    assert facts["weights"] == 4 * (expected.parameters - expected.tables + again)
 
 
 @each
@@ -283,17 +294,26 @@ def test_shards_add_up(model: Published, tmp_path: Path, capsys: pytest.CaptureF
         shard["device"] for shard in facts["plan"] for _ in range(shard["layers"][0], shard["layers"][1] + 1)
     ]
     for name in ("kv_per_token", "state_per_sequence"):
-        assert whole[name] == facts[name] == sum(shard[name] for shard in facts["plan"])
+        assert whole[name] == facts[name] == sum(block[name] for block in facts["blocks"])
+    for shard in facts["plan"]:
+        first, last = shard["layers"]
+        donors = {block["donor"] for block in facts["blocks"][first : last + 1]} - {None}
+        kept = {*range(first, last + 1), *donors}
+        assert shard["kv_per_token"] == sum(facts["blocks"][layer]["kv_per_token"] for layer in kept)
+        assert shard["state_per_sequence"] == sum(facts["blocks"][layer]["state_per_sequence"] for layer in kept)
     assert facts["kv"] == whole["kv"]
 
 
-def test_borrowing_layers_stay_with_their_donors(
+def test_a_boundary_among_borrowing_layers_moves_to_the_last_donor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None
 ) -> None:
-    # Layers 15 to 34 of E2B read what 13 and 14 keep; half of 35 layers would be 18.
+    # Layers 15 to 34 of E2B read what 13 and 14 keep. Layer 14 goes along; the keys and values of 13, 2 * 256 values,
+    # pass the boundary with the stream and the token's embedding, 1536 values each.
     model = next(m for m in PUBLISHED if m.name == "Gemma4-E2B")
-    facts = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0,cuda:1")
-    assert [shard["layers"] for shard in facts["plan"]] == [[0, 12], [13, 34]]
+    for flags in ((), ("--target-layer-split", "1,1")):
+        facts = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0,cuda:1", *flags)
+        assert [shard["layers"] for shard in facts["plan"]] == [[0, 13], [14, 34]]
+        assert [shard["handed_on"] for shard in facts["plan"]] == [4 * (2 * 1536 + 2 * 256), 0]
 
 
 @each

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ from typing import Any
 import pytest
 from gguf import GGUFReader
 
+import luce
 from luce.cli import run as run_verb
 from luce.cli.main import VERBS, main
+from luce.runtime.device import Memory
+from luce.runtime.host import HostDevice
 from tests.support.scripted_chat import HANG, ScriptedModel
 
 ROOT = Path(__file__).parents[2]
@@ -188,6 +192,7 @@ def test_inspect_against_the_gguf_package(capsys: pytest.CaptureFixture[str]) ->
     assert facts["context"] == reader.fields["qwen3.context_length"].contents()
     assert facts["tokenizer"]["pre"] == reader.fields["tokenizer.ggml.pre"].contents()
     assert facts["chat_template"] is True
+    assert facts["dialect"]["reasoning"] == {"open": "<think>", "close": "</think>"} and facts["dialect"]["notes"]
 
 
 def test_inspect_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,3 +211,58 @@ def test_inspect_tables(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for expected in ("6 gated DeltaNet, 2 attention", "Q8_0", "794,512", "cpu:0", "0..7", "4,096 tokens"):
         assert expected in text
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["run", str(HYBRID), "--dry-run", "--json", *arguments]) == 0
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return facts
+
+
+def test_dry_run_is_the_plan_of_inspect_and_of_the_load(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--target-devices", "cpu:0,cpu:1,cpu:2", "--max-ctx", "300", "--parallel", "2"]
+    facts = dry_run(capsys, *flags)
+    assert facts["served"] == {"context": 300, "parallel": 2} and facts["fits"] is True
+    told = inspected(capsys, str(HYBRID), *flags)
+    figures = ("device", "layers", "weights", "state", "handed_on")
+    for shard, other in zip(facts["plan"], told["plan"], strict=True):
+        assert [shard[name] for name in (*figures, "kv_per_token", "fits")] == [
+            other[name] for name in (*figures, "kv_per_token", "fits")
+        ]
+    with luce.load(HYBRID, target_devices="cpu:0,cpu:1,cpu:2", max_ctx=300, parallel=2) as model:
+        assert model.placement == [{name: shard[name] for name in figures} for shard in facts["plan"]]
+        hidden = model.spec.hidden
+    assert [shard["handed_on"] for shard in facts["plan"]] == [4 * hidden, 4 * hidden, 0]
+
+
+@pytest.mark.parametrize("verb", ["serve", "chat", "run"])
+def test_dry_run_shows_the_plan(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--dry-run", "--devices", "cpu:0,cpu:1", "--layer-split", "1,3", "--parallel", "2", "--max-ctx", "1000"]
+    assert main([verb, str(HYBRID), *flags]) == 0
+    text = capsys.readouterr().out
+    for expected in ("plan: 2 sequences of 1,000 tokens", "cpu:0", "0..1", "cpu:1", "2..7", "B/token", "yes"):
+        assert expected in text
+
+
+def test_dry_run_of_what_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(10**6, 10**9))
+    assert main(["serve", str(HYBRID), "--dry-run", "--target-device", "cpu:0"]) == 3
+    printed = capsys.readouterr()
+    assert "NO" in printed.out
+    assert re.fullmatch(r"luce: cpu:0: layers 0\.\.7 need \d+ bytes, 940000 are free\n", printed.err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--target-devices", "cpu:0,"], "--target-devices: expected backend:index"),
+        (["--devices", ",".join(f"cpu:{i}" for i in range(9))], "bad layer split for 9 devices and 8 layers"),
+        (["--max-ctx", "9999999"], "--max-ctx 9999999: the model was trained for 4096 tokens"),
+        (["--target-device", "hip:77"], "--target-device hip:77: "),
+    ],
+)
+@pytest.mark.parametrize("verb", [["inspect"], ["run", "--dry-run"]])
+def test_refused_plans(verb: list[str], flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb[0], str(HYBRID), *verb[1:], *flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and message in printed.err and printed.err.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,9 @@ def build(path: Path) -> tuple[set[str], set[str]]:
     """Build all layers; names of the tensors that were used, and of those that a load should use."""
     with open_gguf(path) as file, np.errstate(divide="ignore"):
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
-        builder = LayerBuilder(file, spec, HostDevice(), pages=[1] * len(spec.page_groups), slots=1)
+        builder = LayerBuilder(
+            file, spec, range(len(spec.blocks)), HostDevice(), pages=[1] * len(spec.page_groups), slots=1
+        )
         builder.embedding()
         if spec.per_layer:
             builder.per_layer()
@@ -47,8 +50,30 @@ def build(path: Path) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize("model", [m for m in PUBLISHED if m.architecture in FAMILIES], ids=lambda m: m.name)
 def test_all_tensors_are_used(model: Published, tmp_path: Path) -> None:
     used, stored = build(model.write(tmp_path))
-    # Rotary tables read their divisors past the loader.
-    assert used == stored - {"rope_freqs.weight"}
+    assert used == stored
+
+
+def test_other_names_of_per_layer_embeddings(tmp_path: Path) -> None:
+    model = next(m for m in PUBLISHED if m.name == "Gemma4-E2B")
+    other = {
+        "per_layer_token_embd.": "per_layer_tok_embd.",
+        ".inp_gate.": ".per_layer_inp_gate.",
+        ".proj.": ".per_layer_proj.",
+        ".post_norm.": ".per_layer_post_norm.",
+    }
+
+    def renamed(name: str) -> str:
+        for stock, given in other.items():
+            name = name.replace(stock, given)
+        return name
+
+    tensors = tuple((renamed(name), shape) for name, shape in model.tensors)
+    assert len({*tensors} - {*model.tensors}) == 1 + 3 * 35
+    used, stored = build(replace(model, tensors=tensors).write(tmp_path))
+    assert used == stored
+    absent = tuple(tensor for tensor in tensors if "per_layer_tok_embd" not in tensor[0])
+    with pytest.raises(UnsupportedError, match=r"tensor per_layer_token_embd\.weight is missing"):
+        build(replace(model, tensors=absent).write(tmp_path))
 
 
 def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""Cutting a step into pieces that follow each other through the shards. Pure."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from luce.runtime.step import PAGE, PageView, Span, Step
+
+#: the fewest rows that a cut leaves of a span: more than kernels treat as single steps
+_LEAST = 17
+
+
+def largest_piece(rows: int) -> int:
+    """Most rows of a piece when pieces of about `rows` are asked for."""
+    return 3 * rows // 2 + 2 * PAGE
+
+
+def cut(step: Step, rows: int) -> list[Step]:
+    """The step in pieces of about `rows` rows, one after another; whole if it has less than one and a half times that.
+
+    A span is cut after whole pages of its rows, where chunked kernels begin a chunk anyway, and keeps enough rows for
+    them on the other side: no kernel that treats rows alike whatever their number gives them other bits.
+    """
+    count = max(1, (2 * step.rows + rows) // (2 * rows))
+    cuts = [_near(step, step.rows * number // count) for number in range(1, count)]
+    edges = sorted({0, *cuts, step.rows})
+    return [step] if len(edges) == 2 else [_part(step, a, b) for a, b in itertools.pairwise(edges)]
+
+
+def _near(step: Step, row: int) -> int:
+    """The place at or before a row where the step may be cut."""
+    span = next(s for s in step.spans if row < s.start + s.rows)
+    offset = (row - span.start) // PAGE * PAGE
+    if offset and span.rows - offset < _LEAST:
+        offset -= PAGE
+    return span.start + offset
+
+
+def _part(step: Step, begin: int, end: int) -> Step:
+    """Rows [begin, end) as a step."""
+    picked = [i for i, s in enumerate(step.spans) if s.start < end and begin < s.start + s.rows]
+    spans = tuple(_clip(step.spans[i], begin, end) for i in picked)
+    of_part = (step.wanted >= begin) & (step.wanted < end)
+    return Step(
+        tokens=step.tokens[begin:end],
+        positions=step.positions[begin:end],
+        spans=spans,
+        views=tuple(_view(view, picked, spans, begin, end) for view in step.views),
+        wanted=step.wanted[of_part] - np.int32(begin),
+        full=step.full[of_part],
+    )
+
+
+def _clip(span: Span, begin: int, end: int) -> Span:
+    first, last = max(span.start, begin), min(span.start + span.rows, end)
+    return Span(span.slot, first - begin, last - first, span.position + first - span.start)
+
+
+def _view(view: PageView, picked: list[int], spans: tuple[Span, ...], begin: int, end: int) -> PageView:
+    """The pages as the part's spans see them: none that begins behind their last row."""
+    first, last = view.first[picked], np.array([s.position + s.rows for s in spans])
+    known = np.arange(first.shape[1]) < view.count[picked, None]
+    count = np.count_nonzero(known & (first < last[:, None]), axis=1).astype(np.int32)
+    width = int(count.max(initial=0))
+    return PageView(
+        np.ascontiguousarray(view.table[picked, :width]),
+        np.ascontiguousarray(first[:, :width]),
+        count,
+        view.dest[begin:end],
+    )

@@ -1,0 +1,151 @@
+"""Where the layers of a file go on the devices at hand, and what they take there. Reads sizes, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from luce.backend.plan import (
+    Room,
+    align,
+    check_devices,
+    fill_layers,
+    handed_on,
+    pages_for,
+    plan_layers,
+    state_bytes,
+)
+from luce.errors import UsageError
+from luce.gguf.reader import GGUFFile
+from luce.layers.build import tensor_bytes
+from luce.models.spec import ModelSpec
+from luce.ops.kvtype import AUTO, KVTypes
+from luce.runtime.device import Device
+
+#: of a device's free memory, what is left to activations and to other programs
+_RESERVE = 0.06
+#: context when --max-ctx is not given and the model was trained for more
+_DEFAULT_CONTEXT = 8192
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Layers for a device, and bytes.
+
+    weights, state: what the layers and the context take there. free: what the device has for both; devices of the host
+    have what those before them leave of its memory. handed_on: per token to the next shard, 0 for the last one.
+    """
+
+    device: str
+    layers: range
+    weights: int
+    state: int
+    free: int
+    handed_on: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device holds it."""
+        return self.weights + self.state <= self.free
+
+
+def served_context(spec: ModelSpec, asked: int) -> int:
+    """Positions of one sequence for the --max-ctx `asked`, 0 for none. Raises UsageError beyond the trained length."""
+    if asked > spec.context_length:
+        raise UsageError(f"--max-ctx {asked}: the model was trained for {spec.context_length} tokens", param="max_ctx")
+    return asked or min(spec.context_length, _DEFAULT_CONTEXT)
+
+
+def usable(device: Device) -> int:
+    """Bytes of a device that weights and states may take now."""
+    return int(device.memory().free * (1 - _RESERVE))
+
+
+def plan_shards(
+    file: GGUFFile,
+    spec: ModelSpec,
+    devices: Sequence[Device],
+    *,
+    weights: Sequence[float] = (),
+    slots: int = 1,
+    context: int = 4096,
+    chunk: int = 512,
+    kv: KVTypes = AUTO,
+) -> tuple[ShardPlan, ...]:
+    """The shards of a model, one for each device, whether they fit or not.
+
+    `weights` decide (plan_layers), or without them bytes and free memory (fill_layers), where the CPU gets only what
+    the GPUs cannot hold; the boundary of two devices is aligned if both then hold their part. There is room for `slots`
+    sequences of `context` positions, in steps of up to `chunk` rows. Raises UsageError for more devices than layers,
+    for another number of weights than of devices, and if the heads do not take a type of `kv`.
+    """
+    check_devices(len(spec.blocks), len(devices))
+    sizes = _Sizes(file, spec, devices, slots, context, chunk, kv)
+    if weights:
+        return sizes.shards(plan_layers(spec, len(devices), weights))
+    ranges = fill_layers(sizes.rooms(), [spec.donor(layer) for layer in range(len(spec.blocks))])
+    # More devices would need mirrors behind the aligned boundary all the same; and no layer shall move to the CPU.
+    if len(devices) == 2 and devices[0].host == devices[1].host:
+        aligned = sizes.shards(align(spec, ranges))
+        if all(shard.fits for shard in aligned):
+            return aligned
+    return sizes.shards(ranges)
+
+
+class _Sizes:
+    """What layers take on each of the devices, and what these have."""
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        devices: Sequence[Device],
+        slots: int,
+        context: int,
+        chunk: int,
+        kv: KVTypes,
+    ) -> None:
+        self._file = file
+        self._spec = spec
+        self._devices = devices
+        self._slots = slots
+        self._pages = [slots * pages_for(group.window, context, chunk) for group in spec.page_groups]
+        self._kv = kv
+        # One reading of the host's memory: its devices would differ by what other programs do meanwhile.
+        host = next((usable(device) for device in devices if device.host), 0)
+        self._free = [host if device.host else usable(device) for device in devices]
+
+    def shards(self, ranges: Sequence[range]) -> tuple[ShardPlan, ...]:
+        """The plan with these layers on the devices."""
+        shards, on_host = [], 0
+        for device, layers, free in zip(self._devices, ranges, self._free, strict=True):
+            weights, state = tensor_bytes(self._file, self._spec, layers, device), self._state(device, layers)
+            if device.host:
+                free -= on_host
+                on_host += weights + state
+            shards.append(
+                ShardPlan(str(device.name), layers, weights, state, max(0, free), handed_on(self._spec, layers.stop))
+            )
+        return tuple(shards)
+
+    def rooms(self) -> list[Room]:
+        """The devices as fill_layers wants them; those of the host have equal parts of its memory."""
+        count, hosts = len(self._spec.blocks), sum(device.host for device in self._devices)
+        rooms = []
+        for index, (device, free) in enumerate(zip(self._devices, self._free, strict=True)):
+            one = [range(layer, layer + 1) for layer in range(count)]
+            weights = tuple(tensor_bytes(self._file, self._spec, layer, device, ends=False) for layer in one)
+            # The first device has the embedding, the last one the head; one in between is like any that has neither.
+            last = index == len(self._devices) - 1
+            start = 0 if index == 0 else count - 1 if last else 1
+            some = range(start, count if last else start + 1)
+            ends = tensor_bytes(self._file, self._spec, some, device) - sum(weights[some.start : some.stop])
+            # A borrowing layer keeps nothing itself.
+            keeping = [layer if self._spec.donor(layer.start) is None else range(0) for layer in one]
+            state = tuple(self._state(device, layer) for layer in keeping)
+            rooms.append(Room(free // (hosts if device.host else 1) - ends, weights, state, spare=device.host))
+        return rooms
+
+    def _state(self, device: Device, layers: range) -> int:
+        size = state_bytes(device, self._spec, layers, self._kv)
+        return self._slots * size.slot + sum(n * page for n, page in zip(self._pages, size.page, strict=True))

@@ -1,0 +1,138 @@
+"""Where a model's layers would go: what `--dry-run` prints, and the part of `luce inspect` that depends on devices."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from luce.backend.placement import plan_shards, served_context
+from luce.backend.plan import state_bytes
+from luce.cli.main import settings
+from luce.cli.pull import fetch
+from luce.config import Config
+from luce.errors import ModelError
+from luce.gguf.reader import GGUFFile, open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.models.spec import ModelSpec
+from luce.ops.kvtype import KVTypes
+from luce.runtime.device import Device
+from luce.runtime.open import open_devices
+from luce.runtime.step import PAGE
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model file and the devices that the settings name; nothing is loaded."""
+
+    config: Config
+    file: GGUFFile
+    spec: ModelSpec
+    devices: list[Device]
+
+    @property
+    def kv(self) -> KVTypes:
+        """How the context is stored."""
+        return KVTypes(self.config.cache_type_k, self.config.cache_type_v)
+
+
+@contextlib.contextmanager
+def opened(arguments: argparse.Namespace) -> Iterator[Opened]:
+    """What a command line names."""
+    config = settings(arguments)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_gguf(fetch(arguments.model)))
+        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+        devices = open_devices(config)
+        for device in devices:
+            stack.callback(device.close)
+        yield Opened(config, file, spec, devices)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan instead of loading; the exit status is 0 if every device holds its part, else a ModelError's."""
+    with opened(arguments) as model:
+        facts = plan(model)
+    if getattr(arguments, "json", False):
+        print(json.dumps(facts))
+    else:
+        Console(highlight=False).print(table(facts))
+    for shard in facts["plan"]:
+        if not shard["fits"]:
+            first, last = shard["layers"]
+            asked = shard["weights"] + shard["state"]
+            print(
+                f"luce: {shard['device']}: layers {first}..{last} need {asked} bytes, {shard['free']} are free",
+                file=sys.stderr,
+            )
+    return 0 if facts["fits"] else ModelError.exit_code
+
+
+def plan(model: Opened) -> dict[str, Any]:
+    """The placement as JSON has it, sizes in bytes.
+
+    served  context: positions of one sequence; parallel: sequences
+    plan    per shard: device; layers (first, last); weights, with the embedding and the head; state of all sequences;
+            free; fits; kv_per_token and state_per_sequence, with mirrors of other shards' keys and values; handed_on
+            per token to the next shard
+    fits    whether every device holds its part
+    """
+    config, spec = model.config, model.spec
+    context = served_context(spec, config.max_ctx)
+    shards = plan_shards(
+        model.file,
+        spec,
+        model.devices,
+        weights=config.target_layer_split,
+        slots=config.parallel,
+        context=context,
+        chunk=config.chunk,
+        kv=model.kv,
+    )
+    entries = []
+    for shard, device in zip(shards, model.devices, strict=True):
+        unit = state_bytes(device, spec, shard.layers, model.kv)
+        entries.append(
+            {
+                "device": shard.device,
+                "layers": [shard.layers.start, shard.layers.stop - 1],
+                "weights": shard.weights,
+                "state": shard.state,
+                "free": shard.free,
+                "fits": shard.fits,
+                "kv_per_token": sum(unit.page) // PAGE,
+                "state_per_sequence": unit.slot,
+                "handed_on": shard.handed_on,
+            }
+        )
+    return {
+        "served": {"context": context, "parallel": config.parallel},
+        "plan": entries,
+        "fits": all(shard.fits for shard in shards),
+    }
+
+
+def table(facts: dict[str, Any]) -> Table:
+    """The plan for people."""
+    served = facts["served"]
+    sequences = f"{served['parallel']} sequence" + ("s" if served["parallel"] > 1 else "")
+    title = f"plan: {sequences} of {served['context']:,} tokens"
+    shown = Table(
+        "device", "layers", "weights", "context", "free", "fits", "hands on", title=title, title_justify="left"
+    )
+    for shard in facts["plan"]:
+        first, last = shard["layers"]
+        sizes = (f"{shard[name] / _MIB:,.1f} MiB" for name in ("weights", "state", "free"))
+        traffic = f"{shard['handed_on']:,} B/token" if shard["handed_on"] else ""
+        shown.add_row(shard["device"], f"{first}..{last}", *sizes, "yes" if shard["fits"] else "NO", traffic)
+    return shown

@@ -1,0 +1,138 @@
+"""From one device to the next: directly where the devices reach each other, else through pinned host memory.
+
+Copies run on streams of their own beside the devices' work, and nobody waits for them but by events. Memory that two
+streams use needs an event in each direction: a copy waits for the work that writes its source, and whoever writes the
+source or the target again waits for the copy, or for the reader, before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from luce.runtime.device import Array, CopyStream, Device, Event
+
+_log = logging.getLogger(__name__)
+
+#: Sends whose memory is apart: one is copied while the other is read.
+_DEPTH = 2
+
+
+class Passage:
+    """One array, or several, on the way: made by Link.send, in memory that the next send but one uses again.
+
+    The receiver calls `receive` before and `release` after it queues the work that uses the arrays.
+    """
+
+    def __init__(self, target: Device, landing: Array, staging: Array | None) -> None:
+        self._target = target
+        #: float32 memory on the target; if that is a host, pinned for the source's copy stream
+        self.landing = landing
+        #: pinned float32 memory on the way, None if the source's copy stream writes to `landing`
+        self.staging = staging
+        #: the source's arrays, alive until `taken`
+        self.sent: Sequence[Array] = ()
+        self.arrays: Sequence[Array] = ()
+        #: when nothing reads what was sent, nothing reads `staging`, the arrays are there, nothing uses the arrays
+        self.taken: Event | None = None
+        self.cleared: Event | None = None
+        self.landed: Event | None = None
+        self.released: Event | None = None
+
+    def receive(self) -> tuple[Array, ...]:
+        """The arrays on the target, for work that is queued there from now on."""
+        assert self.landed is not None
+        self._target.wait_for(self.landed)
+        return tuple(self.arrays)
+
+    def release(self, event: Event | None) -> None:
+        """Nothing uses the arrays once `event` has happened."""
+        self.released = event
+
+
+class Link:
+    """A way from `source` to `target` for float32 arrays of together at most `size` values.
+
+    All memory is taken here; `send` takes none. `peer` False keeps to pinned host memory. `watch` gets the events at
+    the start and at the end of each copy. Raises OutOfMemoryError.
+    """
+
+    def __init__(
+        self, source: Device, target: Device, size: int, *, peer: bool, watch: Callable[[Event, Event], None]
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._watch = watch
+        #: whether copies go from device to device without host memory in between
+        self.direct = peer and source.reaches(target)
+        if peer and not (self.direct or source.host or target.host):
+            _log.info("%s and %s do not reach each other: copies go through host memory", source.name, target.name)
+        self._off = source.copy_stream()
+        self._on = target.copy_stream()
+        self._passages = [self._passage(size) for _ in range(_DEPTH)]
+        self._sends = 0
+
+    def _passage(self, size: int) -> Passage:
+        source, target = self._source, self._target
+        if target.host:
+            return Passage(target, source.pinned(4 * size).view(np.float32), None)
+        staging = None
+        if not self.direct:
+            staging = (target if source.host else source).pinned(4 * size).view(np.float32)
+        return Passage(target, target.zeros(size), staging)
+
+    def send(self, arrays: Sequence[Array], ready: Event) -> Passage:
+        """Queue the copies of float32 arrays [rows, ...] of contiguous rows, which are written when `ready` happens.
+
+        Nothing may write to them until the passage's `taken`; the memory of arrays that are dropped after this call is
+        not used again by then.
+        """
+        passage = self._passages[self._sends % _DEPTH]
+        self._sends += 1
+        # The arrays sent from here before are dropped now: their memory is free for the source's next work, and that
+        # must come after the copy.
+        _wait(self._source, passage.taken)
+        passage.sent = arrays
+        passage.arrays = _views(passage.landing, arrays)
+        self._off.wait_for(ready)
+        if passage.staging is None:
+            _wait(self._off, passage.released)
+            passage.taken = passage.landed = self._copy(self._off, passage.arrays, arrays)
+            return passage
+        staged = _views(passage.staging, arrays)
+        _wait(self._off, passage.cleared)
+        passage.taken = self._copy(self._off, staged, arrays)
+        self._on.wait_for(passage.taken)
+        _wait(self._on, passage.released)
+        passage.cleared = passage.landed = self._copy(self._on, passage.arrays, staged)
+        return passage
+
+    def settle(self) -> None:
+        """Wait until no copy runs. Raises DeviceError if one failed."""
+        for passage in self._passages:
+            if passage.landed is not None:
+                passage.landed.wait()
+
+    def _copy(self, stream: CopyStream, targets: Sequence[Array], sources: Sequence[Array]) -> Event:
+        start = stream.record(timing=True)
+        for target, source in zip(targets, sources, strict=True):
+            stream.copy(target, source)
+        end = stream.record(timing=True)
+        self._watch(start, end)
+        return end
+
+
+def _wait(waiting: Device | CopyStream, event: Event | None) -> None:
+    if event is not None:
+        waiting.wait_for(event)
+
+
+def _views(memory: Array, like: Sequence[Array]) -> list[Array]:
+    """Arrays of the given shapes side by side in flat memory."""
+    views, at = [], 0
+    for array in like:
+        views.append(memory[at : at + array.size].reshape(array.shape))
+        at += array.size
+    return views

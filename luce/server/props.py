@@ -1,0 +1,69 @@
+"""/props: what is served, with which settings, and where its layers are."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from aiohttp import web
+
+from luce import __version__
+from luce.api import Model
+from luce.engine.sequence import SamplingParams
+from luce.server.auth import is_loopback
+from luce.server.schema import Common
+from luce.server.state import ENDPOINTS, SERVER, Server
+from luce.server.status import capabilities, json_response, names
+
+_SCHEMA = 2
+#: variables that clients ask about: whether the template reads them
+_TEMPLATE_VARIABLES = ("tools", "tool_calls", "enable_thinking")
+
+
+async def props(request: web.Request) -> web.Response:
+    """GET /props. Paths of files are for callers with a key, and for those on this machine."""
+    server = request.app[SERVER]
+    paths = server.keys.required or is_loopback(request.remote or "")
+    return json_response(_props(server.ready_model(), server, request.app[ENDPOINTS], paths=paths))
+
+
+def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: bool) -> dict[str, Any]:
+    config, template = model.config, model.chat.template
+    source = "" if template is None else template.source
+    return {
+        "server": {"name": "luce", "version": __version__, "props_schema": _SCHEMA},
+        "build_info": f"luce {__version__}",
+        "api": {"endpoints": endpoints},
+        "model": {"arch": model.spec.family, "tokenizer_id": model.tokenizer_id},
+        "model_alias": names(model)[0],
+        **({"model_path": str(model.path)} if paths else {}),
+        "capabilities": capabilities(model),
+        "reasoning": {"supported": bool(source) and model.spec.dialect.reasoning is not None},
+        "chat_template": source,
+        "chat_template_caps": {
+            f"supports_{name}": re.search(rf"\b{name}\b", source) is not None for name in _TEMPLATE_VARIABLES
+        },
+        "total_slots": config.parallel,
+        "default_generation_settings": {
+            "n_ctx": model.context,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "min_p": config.min_p,
+            "repeat_penalty": config.repetition_penalty,
+        },
+        "sampling": {
+            "capabilities": [
+                field.name for field in dataclasses.fields(SamplingParams) if field.name in Common.__struct_fields__
+            ]
+        },
+        "runtime": {
+            "backend": model.placement[0]["device"].partition(":")[0],
+            "target_device": model.placement[0]["device"],
+            "target_sharding": model.placement,
+            "kv_cache_k": config.cache_type_k,
+            "kv_cache_v": config.cache_type_v,
+            "chunk": config.chunk,
+        },
+    }

@@ -1,0 +1,83 @@
+"""GET /props: settings, placement, and who sees paths."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from luce import __version__
+from luce.server import props
+from tests.support.http_server import running
+from tests.support.scripted_model import TEMPLATE
+
+
+async def test_what_is_served() -> None:
+    settings = {"alias": ("a", "b"), "parallel": 3, "chunk": 64, "top_k": 7, "min_p": 0.5, "cache_type_k": "q8_0"}
+    async with running(**settings) as here:
+        status, body, _ = await here.get("/props")
+        assert status == 200
+        assert body["server"] == {"name": "luce", "version": __version__, "props_schema": 2}
+        assert body["model"] == {"arch": "scripted", "tokenizer_id": "default"}
+        assert (body["model_alias"], body["total_slots"]) == ("a", 3)
+        assert body["default_generation_settings"] == {
+            "n_ctx": 512,
+            "temperature": 0.7,
+            "top_p": 0.95,
+            "top_k": 7,
+            "min_p": 0.5,
+            "repeat_penalty": 1.0,
+        }
+        assert body["capabilities"] == ["completion", "chat"]
+        assert body["reasoning"] == {"supported": True}
+        assert body["chat_template"] == TEMPLATE
+        assert body["chat_template_caps"] == {
+            "supports_tools": True,
+            "supports_tool_calls": False,
+            "supports_enable_thinking": True,
+        }
+        assert {"temperature", "top_k", "logit_bias", "seed"} <= set(body["sampling"]["capabilities"])
+        assert not {"max_tokens", "prompt_logits", "stream"} & set(body["sampling"]["capabilities"])
+
+
+async def test_placement() -> None:
+    async with running(chunk=64, cache_type_v="bf16") as here:
+        assert (await here.get("/props"))[1]["runtime"] == {
+            "backend": "cpu",
+            "target_device": "cpu:0",
+            "target_sharding": here.model.placement,
+            "kv_cache_k": "auto",
+            "kv_cache_v": "bf16",
+            "chunk": 64,
+        }
+
+
+async def test_every_endpoint_that_is_listed_is_served() -> None:
+    async with running() as here:
+        _, body, _ = await here.get("/props")
+        endpoints = body["api"]["endpoints"]
+        assert {"GET /props", "GET /metrics", "POST /v1/chat/completions", "GET /v1/models/{id}"} <= set(endpoints)
+        assert endpoints == sorted(set(endpoints))
+        for endpoint in endpoints:
+            method, path = endpoint.split(" ")
+            path = re.sub(r"\{.*\}", "scripted", path)
+            async with here.client.request(method, here.url + path, data=b"{" if method == "POST" else None) as reply:
+                assert reply.status == (400 if method == "POST" else 200), endpoint
+
+
+async def test_paths_are_for_callers_with_a_key_or_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as here:
+        assert (await here.get("/props"))[1]["model_path"] == "scripted.gguf"
+        # The test's connection comes from this machine; a judge that says no stands for any other peer.
+        monkeypatch.setattr(props, "is_loopback", lambda host: False)
+        _, body, _ = await here.get("/props")
+        assert "model_path" not in body and "scripted.gguf" not in str(body)
+    async with running(api_key=("k",)) as here:
+        assert (await here.get("/props"))[0] == 401
+        assert (await here.get("/props", headers={"x-api-key": "k"}))[1]["model_path"] == "scripted.gguf"
+
+
+async def test_before_the_model_is_loaded() -> None:
+    async with running(loaded=False) as here:
+        status, body, _ = await here.get("/props")
+        assert (status, body["error"]["code"]) == (503, "loading")

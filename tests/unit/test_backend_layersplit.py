@@ -1,0 +1,228 @@
+"""The backend's own work: refusing and failing without leftovers, naming shards, bounding what is queued, closing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import DTypeLike, NDArray
+
+import luce
+from luce.backend.layersplit import LayerSplitBackend
+from luce.engine.sequence import FinishReason
+from luce.errors import BackendError, DeviceError, OutOfMemoryError
+from luce.gguf.reader import GGUFFile, open_gguf
+from luce.models.spec import ModelSpec
+from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
+from luce.runtime.host import HostCopyStream, HostDevice, HostEvent
+from tests.support.drive import Driver
+from tests.support.emulated import EmulatedDevice
+from tests.support.reference import Reference
+
+REFERENCE = Reference("gemma4-e-Q4_0")
+PROMPT = REFERENCE.expected["prompt_long"]
+
+
+@pytest.fixture
+def file() -> Iterator[GGUFFile]:
+    with open_gguf(REFERENCE.path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    return REFERENCE.spec
+
+
+class Small(EmulatedDevice):
+    """A device that has room for so many arrays, and says that it has so much memory."""
+
+    def __init__(self, arrays: int, free: int = 1 << 40) -> None:
+        super().__init__()
+        self.name = DeviceName("cuda", 7)
+        self.arrays = arrays
+        self.free = free
+
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+        self._take()
+        return super().empty(shape, dtype)
+
+    def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+        self._take()
+        return super().zeros(shape, dtype)
+
+    def upload(self, array: NDArray[Any]) -> Array:
+        self._take()
+        return super().upload(array)
+
+    def _take(self) -> None:
+        self.arrays -= 1
+        if self.arrays < 0:
+            raise OutOfMemoryError(f"{self.name}: 123 bytes asked, 45 bytes free")
+
+    def memory(self) -> Memory:
+        return Memory(self.free, 1 << 40)
+
+
+def allocated(device: Device) -> int:
+    return int(device.describe()["allocated"])
+
+
+@pytest.mark.parametrize("arrays", [0, 1, 10, 25])
+def test_memory_that_runs_out_while_loading(file: GGUFFile, spec: ModelSpec, arrays: int) -> None:
+    devices = [EmulatedDevice(), Small(arrays), EmulatedDevice()]
+    with pytest.raises(
+        OutOfMemoryError, match=r"^shard 1 \(cuda:7\): layers 3\.\.3: .* 123 bytes asked, 45 bytes free$"
+    ):
+        LayerSplitBackend(file, spec, devices, weights=(3, 2, 3), context=256)
+    assert [allocated(device) for device in devices] == [0, 0, 0]
+
+
+def test_memory_that_is_too_small_is_refused_before_loading(file: GGUFFile, spec: ModelSpec) -> None:
+    devices = [EmulatedDevice(), Small(10**6, free=1_000_000)]
+    with pytest.raises(OutOfMemoryError) as refusal:
+        LayerSplitBackend(file, spec, devices, weights=(1, 1), context=2048)
+    message = str(refusal.value)
+    assert message.startswith("shard 1 (cuda:7): layers 4..7 need ")
+    assert (
+        "940000 are free; --max-ctx " in message and message.endswith(" would fit") and refusal.value.param == "max_ctx"
+    )
+    fits = int(message.split("--max-ctx ")[1].split()[0])
+    assert [allocated(device) for device in devices] == [0, 0]
+    LayerSplitBackend(file, spec, devices, weights=(1, 1), context=fits).close()
+    with pytest.raises(OutOfMemoryError):
+        LayerSplitBackend(file, spec, devices, weights=(1, 1), context=fits + 64)
+
+
+def test_hosts_share_one_memory(file: GGUFFile, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each half fits alone, and the whole on one device, which has no mirror.
+    monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(3_050_000, 1 << 40))
+    LayerSplitBackend(file, spec, [HostDevice()], context=256).close()
+    with pytest.raises(OutOfMemoryError, match=r"^shard 1 \(cpu:1\): .* --max-ctx 128 would fit"):
+        LayerSplitBackend(file, spec, [HostDevice(0), HostDevice(1)], context=256)
+
+
+def test_close_leaves_nothing(file: GGUFFile, spec: ModelSpec) -> None:
+    devices = [EmulatedDevice(), EmulatedDevice(64), EmulatedDevice()]
+    backend = LayerSplitBackend(file, spec, devices, context=256)
+    step = Driver(backend).step((Driver(backend).start(), PROMPT[:3]))
+    assert all(map(allocated, devices))
+    shards = backend.shards
+    backend.close()
+    backend.close()
+    # A shard that someone still holds has let go of everything as well.
+    assert [allocated(device) for device in devices] == [0, 0, 0] and len(shards) == 3
+    with pytest.raises(BackendError, match="closed"):
+        backend.forward(step)
+
+
+class Failing(HostDevice):
+    """A host whose next allocation fails when told so."""
+
+    fail: Exception | None = None
+
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+        if self.fail is not None:
+            failure, self.fail = self.fail, None
+            raise failure
+        return super().empty(shape, dtype)
+
+
+@pytest.mark.parametrize("piece", [64, 512])
+def test_a_failed_step_leaves_the_backend_usable(file: GGUFFile, spec: ModelSpec, piece: int) -> None:
+    with ExitStack() as stack:
+        devices = [Failing(0), Failing(1), Failing(2)]
+        backend = LayerSplitBackend(file, spec, devices, slots=8, context=256, piece=piece)
+        stack.callback(backend.close)
+        driver = Driver(backend)
+        expected = driver.feed((driver.start(), PROMPT))[0]
+        for device in devices:
+            device.fail = DeviceError(f"{device.name}: lost its way")
+            with pytest.raises(BackendError, match=f"^shard {device.name.index}: {device.name}: lost its way$"):
+                driver.feed((driver.start(), PROMPT))
+            assert (driver.feed((driver.start(), PROMPT))[0] == expected).all()
+
+
+class Slow(HostDevice):
+    """A host whose events happen only when someone waits for them."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.open: set[SlowEvent] = set()
+
+    def record(self, *, timing: bool = False) -> Event:
+        return SlowEvent(self)
+
+    def wait_for(self, event: Event) -> None:
+        pass
+
+    def copy_stream(self) -> CopyStream:
+        return SlowStream()
+
+
+class SlowStream(HostCopyStream):
+    def wait_for(self, event: Event) -> None:
+        pass
+
+
+class SlowEvent(HostEvent):
+    def __init__(self, device: Slow) -> None:
+        super().__init__()
+        self._open = device.open
+        self._open.add(self)
+
+    def happened(self) -> bool:
+        return self not in self._open
+
+    def wait(self) -> None:
+        # What was recorded before it has happened as well.
+        self._open -= {event for event in self._open if event._at <= self._at}
+
+
+def test_the_host_runs_ahead_a_little_only(file: GGUFFile, spec: ModelSpec) -> None:
+    devices = [Slow(0), Slow(1)]
+    backend = LayerSplitBackend(file, spec, devices, context=256)
+    driver = Driver(backend)
+    sequence = driver.start()
+    ahead = []
+    for at in range(0, 150, 10):
+        driver.feed((sequence, PROMPT[at : at + 10]), wanted=False)
+        # Two events a step, before and after.
+        ahead.append(len(devices[1].open) // 2)
+    assert ahead == [1, 2, 3, 4] + [4] * 11
+    work = backend.times()[1].work
+    assert sum(work.counts) == 11 and work.total > 0
+    backend.close()
+
+
+def test_times(file: GGUFFile, spec: ModelSpec) -> None:
+    backend = LayerSplitBackend(file, spec, [HostDevice(i) for i in range(3)], slots=4, context=256)
+    driver = Driver(backend)
+    first = driver.start()
+    for tokens in (PROMPT[:60], PROMPT[60:61], PROMPT[61:62]):
+        driver.feed((first, tokens))
+    times = backend.times()
+    assert [time.device for time in times] == ["cpu:0", "cpu:1", "cpu:2"]
+    assert [sum(time.work.counts) for time in times] == [3, 3, 3]
+    assert [time.copies and sum(time.copies.counts) for time in times] == [3, 3, None]
+    assert all(time.work.total > 0 for time in times)
+    backend.close()
+    assert backend.times() == times
+
+
+def test_close_during_a_reply() -> None:
+    model = luce.load(REFERENCE.path, target_devices="cpu:0,cpu:1,cpu:2", max_ctx=512)
+    generation = model.generate(PROMPT.tolist(), max_tokens=300, temperature=0, ignore_eos=True)
+    next(generation)
+    threads = [threading.Thread(target=model.close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    list(generation)
+    assert generation.finish is not None and generation.finish.reason == FinishReason.SHUTDOWN
+    model.close()

@@ -1,0 +1,117 @@
+"""Steps cut into pieces, run by the scripted backend, which checks each against the contract of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from luce.backend.pieces import cut, largest_piece
+from luce.engine.pages import Pages
+from luce.engine.scheduler import Scheduler, Sequence
+from luce.runtime.step import PAGE, Output, Span, Step
+from tests.support.scripted_backend import ScriptedBackend
+
+CONTEXT = 2048
+
+
+def step_of(*spans: tuple[int, int], wanted: tuple[int, ...] = ()) -> Step:
+    """A step without pages: (rows, position) of each span."""
+    built, start = [], 0
+    for slot, (rows, position) in enumerate(spans):
+        built.append(Span(slot, start, rows, position))
+        start += rows
+    positions = np.concatenate([np.arange(s.position, s.position + s.rows) for s in built]).astype(np.int32)
+    asked = np.array(wanted, np.int32)
+    return Step(np.arange(start, dtype=np.int32), positions, tuple(built), (), asked, asked % 2 == 0)
+
+
+def sizes(step: Step, rows: int) -> list[int]:
+    return [piece.rows for piece in cut(step, rows)]
+
+
+def test_short_steps_stay_whole() -> None:
+    for rows in (1, 100, 191):
+        step = step_of((rows, 0))
+        assert cut(step, 128)[0] is step
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (512, [128] * 4),
+        (520, [128, 128, 128, 136]),
+        # A piece of a span begins after whole pages of its rows,
+        (700, [128, 128, 128, 128, 188]),
+        # and the last one is not so short that kernels treat it as single steps.
+        (256 + 16, [128, 144]),
+        (192, [64, 128]),
+        (192 + 16, [64, 144]),
+    ],
+)
+def test_cuts_after_pages(rows: int, expected: list[int]) -> None:
+    assert sizes(step_of((rows, 300)), 128) == expected
+
+
+def test_cuts_keep_single_rows_with_others() -> None:
+    # Three sequences decode beside a prompt: pages count from the prompt's first row of the step.
+    pieces = cut(step_of((1, 9), (1, 70), (1, 0), (512, 64), wanted=(0, 1, 2, 514)), 256)
+    assert [piece.rows for piece in pieces] == [3 + 192, 320]
+    assert [piece.spans for piece in pieces] == [
+        (Span(0, 0, 1, 9), Span(1, 1, 1, 70), Span(2, 2, 1, 0), Span(3, 3, 192, 64)),
+        (Span(3, 0, 320, 256),),
+    ]
+    assert [piece.wanted.tolist() for piece in pieces] == [[0, 1, 2], [319]]
+    assert [piece.full.tolist() for piece in pieces] == [[True, False, True], [True]]
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.integers(1, 5))
+def test_sizes(spans: list[int], pages: int) -> None:
+    step, rows = step_of(*((size, 0) for size in spans)), pages * PAGE
+    pieces = cut(step, rows)
+    assert sum(piece.rows for piece in pieces) == step.rows
+    assert max(piece.rows for piece in pieces) <= largest_piece(rows)
+    np.testing.assert_array_equal(np.concatenate([piece.tokens for piece in pieces]), step.tokens)
+    np.testing.assert_array_equal(np.concatenate([piece.positions for piece in pieces]), step.positions)
+    for piece in pieces[:-1]:
+        last = piece.spans[-1]
+        ends = last.position + last.rows
+        assert ends == spans[last.slot] or (ends % PAGE == 0 and spans[last.slot] - ends > 16)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 6), st.booleans()), min_size=1, max_size=4),
+    pages=st.integers(1, 3),
+    window=st.sampled_from([None, 1, 32, 100]),
+)
+def test_pieces_give_the_replies_of_whole_steps(
+    prompts: list[tuple[int, int, bool]], pages: int, window: int | None
+) -> None:
+    chunk, rows = 512, pages * PAGE
+    backend = ScriptedBackend(slots=4, chunk=chunk, context=CONTEXT, windows=(None, window))
+    own = Pages(backend.pages, backend.windows, slots=4, context=CONTEXT, chunk=chunk)
+    scheduler = Scheduler(own, slots=4, chunk=chunk, scored=chunk)
+    sequences = [
+        Sequence(prompt=((np.arange(n) * (i + 3)) % 97).astype(np.int32), room=room, full=full)
+        for i, (n, room, full) in enumerate(prompts)
+    ]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    list(scheduler.admit())
+    while (plan := scheduler.plan()) is not None:
+        outputs = [backend.forward(piece) for piece in cut(plan.step, rows)]
+        output = Output(*(np.concatenate([getattr(o, part) for o in outputs]) for part in ("ids", "logits")))
+        scheduler.advance(plan)
+        for part in plan.parts:
+            one = part.sequence
+            if not one.prompt_left:
+                (token,) = output.ids[part.ids]
+                if one.full:
+                    assert output.logits[part.logits].argmax() == token
+                one.reply.append(int(token))
+                if len(one.reply) == one.room:
+                    scheduler.remove(one)
+    for sequence in sequences:
+        assert sequence.reply == backend.reply(sequence.prompt.tolist(), sequence.room)

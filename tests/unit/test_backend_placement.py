@@ -1,0 +1,175 @@
+"""Where a file's layers go on devices, what each shard reads, and that the plan's bytes are those of the load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.placement import ShardPlan, plan_shards, served_context
+from luce.errors import UsageError
+from luce.gguf.reader import GGUFFile, open_gguf
+from luce.layers import build
+from luce.layers.build import shard_tensors
+from luce.layers.weights import WeightLoader
+from luce.models.spec import ModelSpec
+from luce.ops.kvtype import KVTypes
+from luce.runtime.device import Device, DeviceName, Memory
+from luce.runtime.host import HostDevice
+from tests.support.reference import Reference, references
+
+GIB = 1 << 30
+
+
+class Sized(HostDevice):
+    """A host with a memory of its own, or what a plan asks of a GPU."""
+
+    def __init__(self, name: str, free: int) -> None:
+        kind, _, index = name.partition(":")
+        super().__init__(int(index))
+        self.host = kind == "cpu"
+        self.name = DeviceName(kind, int(index))  # type: ignore[arg-type]
+        self._free = free
+
+    def memory(self) -> Memory:
+        return Memory(self._free, self._free)
+
+
+def plan(reference: Reference, devices: Sequence[Device], **options: Any) -> tuple[ShardPlan, ...]:
+    with open_gguf(reference.path) as file:
+        return plan_shards(file, reference.spec, devices, **options)
+
+
+def splits(layers: int) -> list[int]:
+    return sorted({1, 2, 3, layers})
+
+
+class Loaders:
+    """In the place of WeightLoader: remembers every loader by its device."""
+
+    def __init__(self) -> None:
+        self.used: dict[str, set[str]] = {}
+
+    def __call__(self, file: GGUFFile, device: Device) -> WeightLoader:
+        loader = WeightLoader(file, device)
+        self.used[str(device.name)] = loader.used
+        return loader
+
+
+def wanted(file: GGUFFile, spec: ModelSpec) -> set[str]:
+    """Tensors that the family uses: all but those of skipped blocks and projections of borrowing layers."""
+    skipped = tuple(f"blk.{block}." for block in spec.skipped_blocks)
+    kept = {name for name in file.tensors if not (skipped and name.startswith(skipped))}
+    borrowing = [layer for layer in range(len(spec.blocks)) if spec.donor(layer) is not None]
+    return kept - {f"blk.{i}.{part}.weight" for i in borrowing for part in ("attn_k", "attn_v", "attn_k_norm")}
+
+
+@pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+def test_each_shard_reads_its_own_tensors(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = reference.spec
+    layers = len(spec.blocks)
+    for count in splits(layers):
+        loaders = Loaders()
+        monkeypatch.setattr(build, "WeightLoader", loaders)
+        devices = [HostDevice(index) for index in range(count)]
+        options: dict[str, Any] = {"weights": [1] * count, "slots": 2, "context": 256, "kv": KVTypes("f16", "bf16")}
+        with open_gguf(reference.path) as file:
+            planned = plan_shards(file, spec, devices, **options)
+            backend = LayerSplitBackend(file, spec, devices, **options)
+            try:
+                read = list(loaders.used.values())
+                assert [shard.info.layers for shard in backend.shards] == [shard.layers for shard in planned]
+                for shard, expected, names in zip(backend.shards, planned, read, strict=True):
+                    assert names == shard_tensors(file, spec, expected.layers)
+                    info = (shard.info.device, shard.info.weights, shard.info.state)
+                    assert info == (expected.device, expected.weights, expected.state)
+                    assert expected.fits
+            finally:
+                backend.close()
+            assert set().union(*read) == wanted(file, spec)
+            blocks = [{name for name in names if name.startswith("blk.")} for names in read]
+            assert sum(map(len, blocks)) == len(set().union(*blocks)), "a block is read once"
+            head = {"output.weight", "output_norm.weight"} & file.tensors.keys()
+            assert [head <= names for names in read] == [False] * (count - 1) + [True]
+            assert not any(head & names for names in read[:-1])
+            table = ["token_embd.weight" in names for names in read]
+            assert table == [i == 0 or (spec.tied_head and i == count - 1) for i in range(count)]
+
+
+@pytest.mark.parametrize("name", ["qwen35-a-F32", "qwen35moe-a-Q4_0", "qwen3-b-Q4_K_M", "laguna-a-F32"])
+def test_equal_devices_get_equal_bytes(name: str) -> None:
+    reference = Reference(name)
+    ends = {"token_embd.weight", "output.weight", "output_norm.weight"}
+    for count in (2, 3):
+        gpus = [Sized(f"cuda:{index}", 8 * GIB) for index in range(count)]
+        with open_gguf(reference.path) as file:
+            stored = {name: info.nbytes for name, info in file.tensors.items()}
+            shards = plan_shards(file, reference.spec, gpus, context=64)
+            names = [shard_tensors(file, reference.spec, shard.layers) for shard in shards]
+        sizes = [
+            shard.weights + shard.state - sum(stored[name] for name in ends & read)
+            for shard, read in zip(shards, names, strict=True)
+        ]
+        # Whole layers only: of so few none is more than half of a shard.
+        assert max(sizes) - min(sizes) <= max(sizes) / 2
+
+
+def test_devices_of_the_host_share_its_memory() -> None:
+    reference = Reference("qwen3-a-F32")
+    for weights in ((), (5, 1, 1)):
+        shards = plan(reference, [Sized(f"cpu:{index}", GIB) for index in range(3)], weights=weights)
+        left = int(GIB * 0.94)
+        for shard in shards:
+            assert shard.free == left
+            left -= shard.weights + shard.state
+    taken = [shard.weights + shard.state for shard in shards]
+    tight = [Sized(f"cpu:{index}", int((sum(taken) - 1) / 0.94)) for index in range(3)]
+    assert [shard.fits for shard in plan(reference, tight, weights=(5, 1, 1))] == [True, True, False]
+    mixed = plan(reference, [Sized("cuda:0", 8 * GIB), Sized("cpu:0", 4 * GIB)])
+    assert [shard.free for shard in mixed] == [int(size * GIB * 0.94) for size in (8, 4)]
+
+
+def test_the_cpu_gets_what_the_gpu_cannot_hold() -> None:
+    reference = Reference("qwen35-a-F32")
+    layers = len(reference.spec.blocks)
+    big, host = Sized("cuda:0", GIB), Sized("cpu:0", 64 * GIB)
+    assert [len(shard.layers) for shard in plan(reference, [big, host])] == [layers - 1, 1]
+    whole = plan(reference, [big], context=64)[0]
+    small = Sized("cuda:0", (whole.weights + whole.state) * 2 // 3)
+    shards = plan(reference, [small, host], context=64)
+    assert 1 < len(shards[1].layers) < layers - 1 and all(shard.fits for shard in shards)
+    more = plan(reference, [small, host], context=64, weights=[len(shards[0].layers) + 1, len(shards[1].layers) - 1])
+    assert [shard.fits for shard in more] == [False, True]
+
+
+def test_what_does_not_fit_is_planned_all_the_same() -> None:
+    shards = plan(Reference("qwen3-a-F32"), [Sized("cuda:0", 0), Sized("cuda:1", 0)])
+    assert not any(shard.fits for shard in shards)
+    assert [shard.free for shard in shards] == [0, 0]
+
+
+def test_sequences_and_context_count() -> None:
+    reference, device = Reference("qwen35-a-F32"), Sized("cuda:0", GIB)
+    sizes = [plan(reference, [device], slots=n, context=64 * n)[0].state for n in (1, 2)]
+    attending = [b.mixer for b in reference.spec.blocks if hasattr(b.mixer, "kv_heads")]
+    pages = sum(64 * 2 * m.kv_heads * m.head_dim * 4 for m in attending)
+    # Twice the slots; twice the pages for each of them.
+    assert sizes[1] - 2 * sizes[0] == 2 * pages
+
+
+def test_context() -> None:
+    spec = Reference("qwen3-a-F32").spec
+    assert served_context(spec, 0) == min(spec.context_length, 8192)
+    assert served_context(spec, 100) == 100
+    with pytest.raises(UsageError, match=f"--max-ctx {spec.context_length + 1}: the model was trained for"):
+        served_context(spec, spec.context_length + 1)
+
+
+def test_more_devices_than_layers() -> None:
+    reference = Reference("qwen3-a-F32")
+    count = len(reference.spec.blocks) + 1
+    for weights in ((), [1] * count):
+        with pytest.raises(UsageError, match=f"bad layer split for {count} devices and {count - 1} layers"):
+            plan(reference, [HostDevice(index) for index in range(count)], weights=weights)

@@ -1,0 +1,92 @@
+"""No setting is dropped silently: whatever a verb takes is read by the code that the verb runs, on a split as well."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import luce
+from luce import api
+from luce.backend.layersplit import LayerSplitBackend
+from luce.cli.main import VERBS
+from luce.config import FIELDS, flag
+from luce.ops.kvtype import KVTypes
+from tests.support.reference import Reference
+
+PACKAGE = Path(luce.__file__).parent
+BELOW = ("api.py", "text", "engine", "backend", "layers", "ops", "runtime")
+#: the parts of the package that a verb's settings can reach; all start from a Config
+REACHED = {
+    "serve": ("cli/serve.py", "cli/main.py", "server", "log.py", *BELOW),
+    "chat": ("cli/chat.py", "cli/main.py", *BELOW),
+    "run": ("cli/run.py", "cli/main.py", *BELOW),
+    "inspect": ("cli/inspect.py", "cli/plan.py", "backend", "runtime"),
+}
+
+
+def files(part: str) -> list[Path]:
+    path = PACKAGE / part
+    return [path] if path.suffix else sorted(path.rglob("*.py"))
+
+
+@cache
+def read_settings(path: Path) -> frozenset[str]:
+    """Attributes that a module reads of something called config, or of what settings.override makes of one."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = node.value
+            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            if name.lstrip("_") in ("config", "checked"):
+                found.add(node.attr)
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("verb", [name for name, verb in VERBS.items() if verb.groups])
+def test_every_flag_of_a_verb_is_read_by_what_it_runs(verb: str) -> None:
+    read: frozenset[str] = frozenset().union(*(read_settings(path) for part in REACHED[verb] for path in files(part)))
+    taken = {name for name, field in FIELDS.items() if field.metadata["group"] in VERBS[verb].groups}
+    assert [flag(name) for name in taken - read] == []
+
+
+def test_every_setting_belongs_to_a_verb() -> None:
+    groups = {group for verb in VERBS.values() for group in verb.groups}
+    assert {field.metadata["group"] for field in FIELDS.values()} == groups
+
+
+#: value that a user gives, what the backend gets under which name
+GIVEN: dict[str, tuple[Any, str, Any]] = {
+    "target_device": ("cpu:5", "devices", ["cpu:5"]),
+    "target_devices": ("cpu:2,cpu:1", "devices", ["cpu:2", "cpu:1"]),
+    "target_layer_split": ("1,3", "weights", (1.0, 3.0)),
+    "max_ctx": ("99", "context", 99),
+    "parallel": ("3", "slots", 3),
+    "chunk": ("77", "chunk", 77),
+    "cache_type_k": ("bf16", "kv", KVTypes("bf16", "auto")),
+    "cache_type_v": ("q8_0", "kv", KVTypes("auto", "q8_0")),
+}
+
+
+def test_the_table_of_options_is_complete() -> None:
+    assert set(GIVEN) == {name for name, f in FIELDS.items() if f.metadata["group"] in ("placement", "engine")}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_the_split_gets_what_was_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    class Watched(LayerSplitBackend):
+        def __init__(self, file: Any, spec: Any, devices: Any, **options: Any) -> None:
+            seen.update(options, devices=[str(device.name) for device in devices])
+            super().__init__(file, spec, devices, **options)
+
+    monkeypatch.setattr(api, "LayerSplitBackend", Watched)
+    value, option, expected = GIVEN[name]
+    split = {} if name == "target_device" else {"target_devices": "cpu:0,cpu:1"}
+    with luce.load(Reference("qwen3-a-F32").path, **{"max_ctx": 64, **split, name: value}) as model:
+        assert seen[option] == expected
+        assert [shard["device"] for shard in model.placement] == seen["devices"]

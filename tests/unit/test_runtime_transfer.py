@@ -1,0 +1,122 @@
+"""Links between devices whose streams run in every order that the events allow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.runtime.device import Device, Event
+from luce.runtime.host import HostDevice
+from luce.runtime.transfer import Link, Passage
+from tests.support.delayed import DelayedDevice, World
+
+Floats = NDArray[np.float32]
+SENDS = 7
+
+
+class Shard:
+    """Adds 1 to what is handed over, in place and in two halves; the first one makes it, the last one keeps a copy."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        #: The pool of a device: memory that was dropped is given out again at once, the newest first.
+        self.pool: list[Floats] = []
+        self.kept: list[list[Floats]] = []
+
+    def do(self, work: Sequence[object]) -> None:
+        for part in work:
+            if isinstance(self.device, DelayedDevice):
+                self.device.queue(part)
+            else:
+                part()
+
+    def make(self, number: int) -> list[Floats]:
+        # 6 rows of 4 values of a wider array, as keys and values are, and 6 rows of 3.
+        wide, narrow = np.empty((6, 9), np.float32), self.pool.pop() if self.pool else np.empty((6, 3), np.float32)
+        self.do([lambda: wide.fill(number), lambda: narrow[:3].fill(-number), lambda: narrow[3:].fill(-number)])
+        return [wide[:, 2:6], narrow]
+
+    def add(self, arrays: Sequence[Floats]) -> None:
+        def half(rows: slice) -> None:
+            for array in arrays:
+                array[rows] += 1
+
+        self.do([lambda: half(slice(0, 3)), lambda: half(slice(3, 6))])
+
+    def keep(self, arrays: Sequence[Floats]) -> None:
+        self.do([lambda: self.kept.append([np.array(array) for array in arrays])])
+
+
+def send_all(devices: Sequence[Device], *, peer: bool) -> list[list[Floats]]:
+    """Send SENDS activations through a shard on each device, in rounds as the backend does; what the last one kept."""
+    shards = [Shard(device) for device in devices]
+    watched: list[tuple[Event, Event]] = []
+    links = [
+        Link(a.device, b.device, 6 * 7, peer=peer, watch=lambda start, end: watched.append((start, end)))
+        for a, b in itertools.pairwise(shards)
+    ]
+    handed: list[Passage | None] = [None] * SENDS
+    for number in range(SENDS + len(shards) - 1):
+        for index, shard in enumerate(shards):
+            send, last = number - index, index == len(shards) - 1
+            if not 0 <= send < SENDS:
+                continue
+            before = handed[send]
+            arrays = shard.make(send) if before is None else before.receive()
+            shard.add(arrays)
+            if last:
+                shard.keep(arrays)
+            done = shard.device.record()
+            if not last:
+                dropped = links[index]._passages[send % 2].sent
+                handed[send] = after = links[index].send(arrays, done)
+                done = after.taken
+                if before is None and dropped:
+                    shard.pool.append(dropped[1])
+            if before is not None:
+                before.release(done)
+    for shard in shards:
+        shard.device.synchronize()
+    for link in links:
+        link.settle()
+    assert len(watched) >= SENDS * len(links) and all(start.happened() and end.happened() for start, end in watched)
+    return shards[-1].kept
+
+
+def check(devices: Sequence[Device], *, peer: bool = True) -> None:
+    kept = send_all(devices, peer=peer)
+    assert len(kept) == SENDS
+    for send, (wide, narrow) in enumerate(kept):
+        np.testing.assert_array_equal(wide, np.full((6, 4), send + len(devices), np.float32))
+        np.testing.assert_array_equal(narrow, np.full((6, 3), len(devices) - send, np.float32))
+
+
+@pytest.mark.parametrize("peer", [True, False])
+@pytest.mark.parametrize("count", [2, 4])
+def test_between_gpus(count: int, peer: bool) -> None:
+    for seed in range(60):
+        world = World(seed)
+        check([DelayedDevice(world, index, range(count)) for index in range(count)], peer=peer)
+
+
+@pytest.mark.parametrize("kinds", ["gh", "hg", "ghg", "hgh", "gghhgg"])
+def test_between_gpus_and_hosts(kinds: str) -> None:
+    for seed in range(60):
+        world = World(seed)
+        check([HostDevice(i) if kind == "h" else DelayedDevice(world, i) for i, kind in enumerate(kinds)])
+
+
+def test_between_hosts() -> None:
+    check([HostDevice(0), HostDevice(1), HostDevice(2)])
+
+
+def test_direct_only_where_devices_reach_each_other() -> None:
+    world = World(0)
+    near, far = (DelayedDevice(world, 0, range(2)), DelayedDevice(world, 1, range(2))), DelayedDevice(world, 2)
+    assert Link(*near, 4, peer=True, watch=print).direct
+    assert not Link(*near, 4, peer=False, watch=print).direct
+    assert not Link(near[0], far, 4, peer=True, watch=print).direct
