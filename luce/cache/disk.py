@@ -97,6 +97,7 @@ class DiskTier:
         self._count = threading.Lock()
         self._row = 0
         self._paused = self._warned = 0.0
+        self._unfinished: Save | None = None
         self._readers = ThreadPoolExecutor(_READERS, "luce-cache-read")
         self._thread = threading.Thread(target=self._main, name="luce-cache-write", daemon=True)
         self._thread.start()
@@ -206,6 +207,7 @@ class DiskTier:
         def run() -> None:
             if save.over:
                 return
+            self._unfinished = save
             started = time.monotonic()
             try:
                 task()
@@ -222,6 +224,7 @@ class DiskTier:
         self.stats.raw += raw
         self.stats.written += stored
         self._row = 0
+        self._unfinished = None
 
     def writer(self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool) -> Writer:
         """See Store.writer."""
@@ -252,6 +255,11 @@ class DiskTier:
             _log.warning("prompts are not kept across restarts: %s (%s)", error, advice, exc_info=not known)
         self._opened.set()
         self.wake()
+        self._work()
+        if self._unfinished is not None:
+            self._unfinished.end()
+
+    def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
                 task()

@@ -40,7 +40,7 @@ _BATCH = 16
 # Pages that are handed to the disk at a time: a millisecond or two of a GPU's time.
 _EXPORT = 4
 # Points that may wait for the disk; the oldest is skipped.
-_OFFERED = 4
+_OFFERED = 16
 # Tokens that the disk must know beyond what memory does.
 _WORTH = 64
 
@@ -343,7 +343,7 @@ class PrefixCache:
         """Hands a point to the disk; each turn is a bounded piece of work."""
         assert self.disk is not None
         ids = self.tree.ids(point)
-        missing = None if point.stale or point not in self.tree.points else self.disk.missing(ids)
+        missing = self.disk.missing(ids) if point in self.tree.points else None
         if missing is None:
             return
         parent, first = missing

@@ -204,10 +204,19 @@ class Store:
 
     def writer(self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool) -> Writer:
         """A new snapshot of about `raw` bytes. Raises StoreFullError or OSError."""
-        self.make_room(int(raw * self._ratio), keep=[] if parent is None else self.chain(parent))
+        ((length, key),) = keys(ids, [len(ids)])
+        own = self._entries.get((self.model, snapshot_id(key, length)))
+        keep = [*([] if parent is None else self.chain(parent)), *([] if own is None else [own])]
+        self.make_room(int(raw * self._ratio), keep)
         path = self._tmp / f"{os.getpid()}-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
-        return Writer(self, path, ids, parent, first, passing)
+        writer = Writer(self, path, len(ids), key, parent, first, passing)
+        try:
+            writer.tokens(ids[first * PAGE :])
+        except BaseException:
+            writer.abort()
+            raise
+        return writer
 
     def commit(self, path: Path, manifest: Manifest) -> Entry:
         """Make a directory that is written and synchronised a snapshot. Raises OSError, StoreFullError."""
@@ -235,7 +244,11 @@ class Store:
                 if manifest.raw:
                     self._ratio += (manifest.nbytes / manifest.raw - self._ratio) / 4
             self._link()
-            return self._entries[self.model, manifest.id]
+            entry = self._entries[self.model, manifest.id]
+            with contextlib.suppress(StoreFullError):
+                # It may have become larger than was thought.
+                self.make_room(0, self.chain(entry))
+            return entry
 
     def account(self, grown: int) -> None:
         """So many more bytes are in tmp/ (fewer, if negative)."""
@@ -431,17 +444,23 @@ class Store:
 class Writer:
     """One snapshot while it is written. `abort` it, or `finish` it. Methods raise OSError."""
 
-    def __init__(self, store: Store, path: Path, ids: Int32, parent: Entry | None, first: int, passing: bool) -> None:
+    def __init__(
+        self, store: Store, path: Path, length: int, key: str, parent: Entry | None, first: int, passing: bool
+    ) -> None:
         self._store = store
         self._path = path
-        self._ids = ids
+        self._length = length
+        self._key = key
         self._parent = parent
         self._first = first
         self._passing = passing
         self._raw = self._accounted = 0
         self._open: dict[str, PartWriter] = {}
         self._logits = False
-        self._write("tokens.part", "tokens", ids[first * PAGE :].astype("<i4"))
+
+    def tokens(self, ids: Int32) -> None:
+        """Those from page `first` on."""
+        self._write("tokens.part", "tokens", ids.astype("<i4"))
 
     def pages(self, first: int, tensors: Tensors, layers: Sequence[range]) -> None:
         """Whole pages from number `first` on, in a file for each range of layers."""
@@ -459,15 +478,13 @@ class Writer:
     def finish(self) -> Entry:
         """Everything is written: make it a snapshot."""
         parts = {name: part.finish() for name, part in self._open.items()}
-        length, model = len(self._ids), self._store.model
-        ((_, key),) = keys(self._ids, [length])
         manifest = Manifest(
             format=manifests.FORMAT,
             writer=luce.__version__,
-            model=model,
-            id=snapshot_id(key, length),
-            key=key,
-            length=length,
+            model=self._store.model,
+            id=snapshot_id(self._key, self._length),
+            key=self._key,
+            length=self._length,
             created=time.time(),
             parent=None if self._parent is None else self._parent.manifest.id,
             first=self._first,
