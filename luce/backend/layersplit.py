@@ -128,11 +128,7 @@ class LayerSplitBackend:
             raise
         if len(outputs) == 1:
             return outputs[0]
-        nothing = Output(np.empty(0, np.int32), np.empty((0, self.vocab), np.float32))
-        return Output(
-            np.concatenate([output.ids for output in (nothing, *outputs)]),
-            np.concatenate([output.logits for output in (nothing, *outputs)]),
-        )
+        return Output.joined([Output(np.empty(0, np.int32), np.empty((0, self.vocab), np.float32)), *outputs])
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         return {name: tensor for shard in self._shards for name, tensor in shard.save(slot, pages).items()}

@@ -12,18 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.plan import mirrored, state_bytes
+from luce.backend.replay import Replayer
 from luce.backend.shard import Activation, Pending, ShardInfo
 from luce.errors import BackendError, DeviceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.block import Residual
 from luce.layers.build import LayerBuilder
 from luce.layers.state import DeltaState, KVPool
-from luce.models.spec import ModelSpec
+from luce.models.spec import Attention, ModelSpec
 from luce.ops.embedding import take_rows
 from luce.ops.kvtype import AUTO, KVTypes
-from luce.ops.sample import argmax
+from luce.ops.matmul import FEW_ROWS
+from luce.ops.sample import argmax, candidates, top
 from luce.runtime.device import Array, Device
-from luce.runtime.step import PAGE, DeviceStep, Output, Step
+from luce.runtime.step import PAGE, DeviceStep, Output, Step, StepShape
+
+# Rows of a prompt that are enough to take the kernels of long ones.
+_PROMPT_ROWS = 512
 
 #: where each saved tensor begins in its memory
 _ALIGNED = 256
@@ -46,31 +51,42 @@ class LocalShard:
         self.device = device
         self._stream = device.copy_stream()
         builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv)
+        self._replayer = Replayer(device, self._run, pages)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}
         self._blocks = {index: builder.block(index) for index in layers}
         self._per_layer = builder.per_layer() if spec.per_layer else None
         self._borrowing = {index for index in layers if spec.donor(index) is not None}
         self._head = builder.head() if layers.stop == len(spec.blocks) else None
-        device.synchronize()
         sizes = state_bytes(device, spec, layers, kv)
         held = slots * sizes.slot + sum(n * size for n, size in zip(pages, sizes.page, strict=True))
         self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held)
         self._groups = {index: spec.group_of(index) for index in (*self._mirrors, *layers)}
         self._taken, self._lent = spec.lent(layers.start), spec.lent(layers.stop)
+        device.rehearse(lambda: self._rehearse(spec, slots))
+        device.synchronize()
 
     def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
         if handed is None and self._embedding is None:
             raise BackendError(f"shard {self.info.layers} on {self.info.device}: no activation was handed over")
-        left = self._run(DeviceStep(self.device, step), handed or ())
+        left = self._replayer.run(step, handed or ())
         if self._head is None:
             return left
         if not len(step.wanted):
             return lambda: Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
         ids, logits = left
-        if not step.full.all():
-            logits = take_rows(self.device, logits, self.device.upload(np.flatnonzero(step.full).astype(np.int32)))
-        return lambda: Output(self.device.download(ids), self.device.download(logits))
+        full = self._picked(logits, step.full)
+        if step.top is None or not step.top.any():
+            return lambda: Output(self.device.download(ids), self.device.download(full))
+        keys = top(self.device, self._picked(logits, step.top))
+        return lambda: Output(
+            self.device.download(ids), self.device.download(full), candidates(self.device.download(keys))
+        )
+
+    def _picked(self, logits: Array, rows: NDArray[np.bool_]) -> Array:
+        if rows.all():
+            return logits
+        return take_rows(self.device, logits, self.device.upload(np.flatnonzero(rows).astype(np.int32)))
 
     def _run(self, step: DeviceStep, handed: Activation) -> tuple[Array, ...]:
         """Queue a step's work: what is handed on, or (ids, logits) of the wanted rows if there are any."""
@@ -91,10 +107,27 @@ class LocalShard:
             block(stream, step)
         if self._head is None:
             return (stream.settle(), *embeddings, *(step.lent[donor] for donor in self._lent))
-        if not len(step.step.wanted):
+        if not step.shape.wanted:
             return ()
         logits = self._head(stream, step)
         return argmax(self.device, logits), logits
+
+    def _rehearse(self, spec: ModelSpec, slots: int) -> None:
+        """Run a prompt's rows, and the next row of one to all sequences, as far as kernels differ between them."""
+        mixers = [spec.blocks[donor].mixer for donor in self._taken]
+        widths = [spec.hidden] * (2 if spec.per_layer else 1)
+        widths += [2 * mixer.kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, Attention)]
+        tables = (1,) * len(spec.page_groups)
+        shapes = [StepShape(_PROMPT_ROWS, 1, _PROMPT_ROWS, 1, tables)]
+        shapes += [StepShape(n, n, 1, n, tables) for n in range(1, min(slots, FEW_ROWS) + 1)]
+        for shape in shapes:
+            handed = () if self._embedding is not None else tuple(self.device.empty((shape.rows, w)) for w in widths)
+            self._run(DeviceStep(self.device, shape, self.device.empty(shape.size, np.int32)), handed)
+
+    @property
+    def replayed(self) -> int:
+        """Steps that ran by replaying a captured graph."""
+        return self._replayer.replayed
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         states = [state for state in self._states(slot, pages) if state.layer not in self._mirrors]
@@ -123,6 +156,7 @@ class LocalShard:
         self._copy((state.array[here], given[there]) for state, given in found for here, there in state.runs)
 
     def close(self) -> None:
+        self._replayer.close()
         self._embedding = self._head = self._per_layer = None
         self._mirrors, self._blocks = {}, {}
 
@@ -152,7 +186,7 @@ class LocalShard:
         for index, layer in (self._mirrors | own).items():
             group, state = self._groups[index], layer.state
             if isinstance(state, DeltaState) and slot is not None:
-                for name, array in (("memory", state.memory), ("conv", state.conv)):
+                for name, array in (("memory", state.memory), ("past", state.past)):
                     yield _State(index, f"blk.{index}.{name}", array, array.shape[1:], ((slot, ...),))
             elif isinstance(state, KVPool) and group is not None and pages[group]:
                 rows = len(pages[group]) * PAGE

@@ -53,7 +53,7 @@ class Shard(Protocol):
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         """Copy a sequence's state to the host: the given pages of each page group, and its recurrent states.
 
-        Keys are `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype) and `blk.N.memory`, `.conv`. Without a
+        Keys are `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype) and `blk.N.memory`, `.past`. Without a
         slot the latter are left out, and the former where there are no pages of the layer's group. Mirrors of other
         shards' keys and values are always left out.
         """

@@ -26,7 +26,7 @@ from luce.cache.disk import DiskTier
 from luce.cache.prefix import CacheStats, PrefixCache
 from luce.cache.tree import Point
 from luce.engine.pages import Pages
-from luce.engine.sampling import Sampler, needs_logits, score
+from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
 from luce.engine.scheduler import Part, Plan, Scheduler, Sequence
 from luce.engine.sequence import (
     Event,
@@ -91,6 +91,15 @@ class Ticket:
             self._inbox.append(lambda: self._cancel(self))
 
 
+@dataclass(frozen=True)
+class _Row:
+    """What a step, or the prefix cache, gives for the next token: the likeliest, and all logits or the best ones."""
+
+    token: int
+    logits: NDArray[np.float32] | None = None
+    top: tuple[Int32, NDArray[np.float32]] | None = None
+
+
 class _Run:
     """What the engine knows of a sequence beside its rows."""
 
@@ -110,7 +119,7 @@ class _Run:
         self.output = output
         self.on_event = on_event
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
-        self.sampler = Sampler(params, sequence.prompt, seed=self.seed, ends=ends) if sequence.full else None
+        self.sampler = Sampler(params, sequence.prompt, seed=self.seed, ends=ends) if needs_logits(params) else None
         self.scores: list[Token] = []
         self.submitted = submitted
         self.started: float | None = None
@@ -222,7 +231,8 @@ class Engine:
             prompt=ids,
             room=rest if params.max_tokens is None else min(params.max_tokens, rest),
             session=session,
-            full=needs_logits(params),
+            full=needs_logits(params) and not needs_candidates(params),
+            top=needs_candidates(params),
             scored=params.prompt_logits or params.prompt_logprobs is not None,
             kept=self.cache is not None,
             cuts=self._cuts(boundaries, len(ids)),
@@ -438,7 +448,8 @@ class Engine:
             run.on_event(Progress(sequence.done, len(sequence.prompt), run.cached))
             if not sequence.prompt_left:
                 assert hit.point is not None and hit.point.logits is not None
-                self._begin_reply(run, int(hit.point.logits.argmax()), hit.point.logits, time.monotonic())
+                logits = hit.point.logits
+                self._begin_reply(run, _Row(int(logits.argmax()), logits), time.monotonic())
         except Exception as error:
             self._reply_failed(run, error)
 
@@ -457,13 +468,9 @@ class Engine:
         """Give a sequence its share of a step's output."""
         sequence = run.sequence
         total = len(sequence.prompt)
-        token, logits = -1, None
-        if part.ids.stop > part.ids.start:
-            token = int(output.ids[part.ids][-1])
-        if part.logits.stop > part.logits.start:
-            logits = output.logits[part.logits][-1]
+        row = _last_row(part, output)
         if part.position >= total:
-            self._choose(run, token, logits)
+            self._choose(run, row)
             return
         self._prompt_tokens += part.rows
         run.on_event(Progress(sequence.done, total, run.cached))
@@ -477,27 +484,31 @@ class Engine:
             run.on_event(PromptScores(tuple(run.scores)))
         # A state is large; its end of the prompt is soon followed by the end of the reply.
         alone = self.cache is not None and (not self.cache.exact or not sequence.cuts)
-        self._keep(run, None if logits is None else logits.copy(), save=alone)
-        self._begin_reply(run, token, logits, now)
+        self._keep(run, None if row.logits is None else row.logits.copy(), save=alone)
+        self._begin_reply(run, row, now)
 
-    def _begin_reply(self, run: _Run, token: int, logits: NDArray[np.float32] | None, now: float) -> None:
-        """The prompt is read: `token` and `logits` are what comes behind it."""
+    def _begin_reply(self, run: _Run, row: _Row, now: float) -> None:
+        """The prompt is read: `row` is what comes behind it."""
         run.read = now
         if run.sequence.room:
-            self._choose(run, token, logits)
+            self._choose(run, row)
         else:
             self._finish(run, FinishReason.LENGTH)
 
-    def _choose(self, run: _Run, token: int, logits: NDArray[np.float32] | None) -> None:
-        """The next token: `token`, the likeliest, or what the sampler makes of `logits`."""
+    def _choose(self, run: _Run, row: _Row) -> None:
+        """The next token: the likeliest, or what the sampler makes of the row."""
+        token = row.token
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
         if run.sampler is not None:
-            assert logits is not None
-            token = run.sampler.choose(logits)
+            if row.logits is not None:
+                token = run.sampler.choose(row.logits)
+            else:
+                assert row.top is not None
+                token = run.sampler.choose_among(*row.top)
             run.sampler.push(token)
-            if run.params.logprobs is not None:
-                logprob, top = score(logits, token, run.params.logprobs)
+            if run.params.logprobs is not None and row.logits is not None:
+                logprob, top = score(row.logits, token, run.params.logprobs)
         run.sequence.reply.append(token)
         self._predicted_tokens += 1
         reason, text, stop = self._judge(run, token)
@@ -578,6 +589,14 @@ class Engine:
             self._pending -= 1
             if not self._pending:
                 self._quiet.notify_all()
+
+
+def _last_row(part: Part, output: Output) -> _Row:
+    """The last row of a sequence's share, if any was wanted."""
+    ids, logits, top = output.ids[part.ids], output.logits[part.logits], None
+    if output.top is not None and part.top.stop > part.top.start:
+        top = output.top.ids[part.top][-1], output.top.logits[part.top][-1]
+    return _Row(int(ids[-1]) if len(ids) else -1, logits[-1] if len(logits) else None, top)
 
 
 def _backend_error(error: Exception) -> BackendError:

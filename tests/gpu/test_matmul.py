@@ -72,6 +72,6 @@ def test_weights_beyond_two_gigabytes(gpu: Device, n: int) -> None:
     x = np.random.default_rng(1).standard_normal((n, 32768)).astype(np.float32)
     actual = gpu.download(matmul(gpu, gpu.upload(x), weight))
     w = decoded(tensor)[0].astype(np.float64)
-    limit = 200 * 2.0**-24 * (np.abs(x) @ np.abs(w))
+    limit = checks.product_limit(x, w[None], halves=checks.rounds_to_halves(gpu, "Q8_0", n))[:, 0]
     assert (np.abs(actual[:, -1] - x.astype(np.float64) @ w) <= limit).all()
     assert not actual[:, :-1].any()
