@@ -2,7 +2,7 @@
 
 The packages in the order in which a request flows down them; imports point the same way, and a test holds them to it:
 
-    cli       one file per verb: serve, chat, run, inspect, bench, pull, doctor
+    cli       one file per verb: serve, chat, run, inspect, bench, cache, pull, doctor
     server    HTTP: routes, request checks, OpenAI shapes, streams, metrics
     bench     how fast a model runs here, beside the measured limits of its devices
     api       `luce.load(...)`: the same engine as a Python object

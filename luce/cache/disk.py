@@ -63,6 +63,23 @@ class DiskStats:
     load_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class CachedPrefix:
+    """A length at which sequences can be resumed, for people.
+
+    `tier`: ram or disk. `age` and `idle` in seconds since it was made and since it was of use; None in memory, where
+    only the order is known. `unusable` says why a snapshot on the disk is not used.
+    """
+
+    id: str
+    tier: str
+    tokens: int
+    bytes: int
+    age: float | None = None
+    idle: float | None = None
+    unusable: str = ""
+
+
 class DiskTier:
     """Snapshots of one model under `directory`.
 
@@ -84,7 +101,7 @@ class DiskTier:
         self.directory = directory
         self.stats = DiskStats(budget=budget)
         #: called after each piece of work that the writing thread has done
-        self.wake: Callable[[], None] = lambda: None
+        self.wake: Callable[[], object] = lambda: None
         self._layers = tuple(layers)
         self._identify = identify
         self._known = known
@@ -92,7 +109,7 @@ class DiskTier:
         self._budget = budget
         self._store: Store | None = None
         self._opened = threading.Event()
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._waiting = 0
         self._count = threading.Lock()
         self._row = 0
@@ -126,6 +143,30 @@ class DiskTier:
             self.stats.bytes, self.stats.entries = store.nbytes, len(store.entries)
             self.stats.evictions, self.stats.quarantines = store.evictions, store.quarantines
         return self.stats
+
+    def contents(self) -> list[CachedPrefix]:
+        """The snapshots of this model that can be resumed, what was of use last first."""
+        store, now = self._store, time.time()
+        entries = [] if store is None else [e for e in store.entries if e.manifest.model == store.model]
+        return [
+            CachedPrefix(
+                id=entry.manifest.id,
+                tier="disk",
+                tokens=entry.manifest.length,
+                bytes=entry.manifest.nbytes,
+                age=now - entry.manifest.created,
+                idle=now - entry.used,
+                unusable=entry.unusable,
+            )
+            for entry in sorted(entries, key=lambda entry: -entry.used)
+            if entry.manifest.point
+        ]
+
+    def forget(self) -> None:
+        """Give up all snapshots of this model, behind what is being written."""
+        store = self._store
+        if store is not None:
+            self._post(lambda: store.clear(store.model))
 
     def close(self, seconds: float) -> None:
         """Write what was handed over, for so long at most, and stop."""
@@ -201,7 +242,7 @@ class DiskTier:
 
     # --- for Save
 
-    def post(self, task: Callable[[], None], save: Save) -> None:
+    def post(self, task: Callable[[], object], save: Save) -> None:
         """Let the writing thread do a piece of a snapshot; a failure ends the snapshot."""
 
         def run() -> None:
@@ -239,7 +280,7 @@ class DiskTier:
 
     # --- the writing thread
 
-    def _post(self, task: Callable[[], None] | None) -> None:
+    def _post(self, task: Callable[[], object] | None) -> None:
         with self._count:
             self._waiting += 1
         self._tasks.put(task)

@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
-from luce.cache.disk import DiskStats, DiskTier
+from luce.cache.disk import CachedPrefix, DiskStats, DiskTier
+from luce.cache.manifest import keys, snapshot_id
 from luce.cache.part import DamagedError
 from luce.cache.store import Entry
 from luce.cache.tree import Block, Point, Segment, Tensors, Tree, tensor_bytes
@@ -200,6 +201,24 @@ class PrefixCache:
                 self._offered.popleft()
                 self.disk.stats.skipped += 1
         return point
+
+    def contents(self) -> list[CachedPrefix]:
+        """What is kept, in memory and on the disk, what was of use last first."""
+        points = sorted(self.tree.points, key=lambda point: -point.used)
+        found = []
+        for point in points:
+            ((length, key),) = keys(self.tree.ids(point), [point.length])
+            found.append(CachedPrefix(snapshot_id(key, length), "ram", length, point.nbytes))
+        return found + ([] if self.disk is None else self.disk.contents())
+
+    def forget(self) -> list[CachedPrefix]:
+        """Give up all of it; returns what there was."""
+        found = self.contents()
+        self._offered.clear()
+        self.clear()
+        if self.disk is not None:
+            self.disk.forget()
+        return found
 
     @property
     def pending(self) -> bool:

@@ -293,14 +293,24 @@ class Store:
             self._forget(entry)
             self._put_aside(entry.path)
 
-    def clear(self) -> int:
-        """Give up every snapshot of this model; returns how many there were."""
+    def clear(self, model: str | None = None) -> int:
+        """Give up every snapshot of a model, or of all; returns how many could be resumed."""
         with self._writers:
-            mine = [entry for entry in self._entries.values() if entry.manifest.model == self.model]
-            for entry in mine:
+            found = [entry for entry in self._entries.values() if model in (None, entry.manifest.model)]
+            for entry in found:
                 if entry.manifest.parent is None:
                     self._remove_all(entry)
-            return len(mine)
+            return sum(entry.manifest.point for entry in found)
+
+    def collect(self) -> None:
+        """Remove what nothing needs: pages that no snapshot continues, and what was put aside. Keep to the budget."""
+        with self._writers:
+            while useless := [e for e in self._entries.values() if not e.manifest.point and not e.children]:
+                for entry in useless:
+                    self.give_up(entry)
+            for path in self._trash.iterdir():
+                shutil.rmtree(path, ignore_errors=True)
+            self.make_room(0)
 
     # What follows is called by writers, one at a time.
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import inf
 
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
-from luce.cache.disk import DiskTier
+from luce.cache.disk import CachedPrefix, DiskTier
 from luce.cache.prefix import CacheStats, PrefixCache
 from luce.cache.tree import Point
 from luce.engine.pages import Pages
@@ -276,6 +277,14 @@ class Engine:
                 cache=CacheStats() if self.cache is None else self.cache.stats(),
             )
 
+    def cached(self) -> list[CachedPrefix]:
+        """What the prefix cache holds, the newest first. Blocks until the engine's thread is between two steps."""
+        return self._between_steps(lambda cache: cache.contents())
+
+    def forget(self) -> int:
+        """Empty the prefix cache, memory and disk; returns how many prefixes there were. Blocks as `cached` does."""
+        return len(self._between_steps(lambda cache: cache.forget()))
+
     def drain(self) -> None:
         """Refuse new sequences and fail those that wait; those that run go on. Idempotent."""
         with self._lock:
@@ -301,6 +310,24 @@ class Engine:
             self._work.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _between_steps(self, ask: Callable[[PrefixCache], list[CachedPrefix]]) -> list[CachedPrefix]:
+        if self.cache is None:
+            return []
+        cache, answer = self.cache, Future[list[CachedPrefix]]()
+
+        def reply() -> None:
+            try:
+                answer.set_result(ask(cache))
+            except Exception as error:
+                answer.set_exception(error)
+
+        with self._lock:
+            if self._closing:
+                return []
+            self._inbox.append(reply)
+            self._work.notify()
+        return answer.result()
 
     def _wake(self) -> None:
         with self._lock:

@@ -218,6 +218,7 @@ class Shape(ABC):
             "seed": finished.seed,
             "thinking_tokens": choice.thinking,
             "content_tokens": finished.timings.predicted_tokens - choice.thinking,
+            "cache": {"tier": finished.timings.cache_tier},
         }
         return {"finish_reason": "length" if cause else "stop", "finish_details": details}
 
@@ -265,13 +266,19 @@ class Shape(ABC):
         predicted = max((end.timings.predicted for end in ends), default=0.0)
         return {
             "prompt": sum(len(ids) for ids in self._job.prompts),
-            "cached": sum(choice.cached for choice in self.choices),
+            "cached": self._cached(),
             "out": out,
             "finish": ",".join(sorted({end.reason.value for end in ends})) or None,
             "queue": max((end.timings.queued for end in ends), default=None),
             "ttft": min(firsts) - arrived if firsts else None,
             "decode": f"{out / predicted:.1f}t/s" if predicted else None,
         }
+
+    def _cached(self) -> str:
+        """Tokens from the prefix cache, and where it had the most of them from."""
+        ends = [choice.finished.timings for choice in self.choices if choice.finished is not None]
+        most = max(ends, key=lambda timings: timings.cached_tokens, default=Timings())
+        return f"{sum(choice.cached for choice in self.choices)}/{most.cache_tier}"
 
 
 class ChatShape(Shape):

@@ -134,6 +134,7 @@ async def test_stop_strings_cut_the_text(stop: Any) -> None:
             "seed": 0,
             "thinking_tokens": 0,
             "content_tokens": len("Héllo, wör".encode()),
+            "cache": {"tier": "none"},
         }
         events = await here.events(CHAT, {**HI, "stop": stop})
         assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == "Héllo, "
