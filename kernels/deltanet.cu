@@ -10,8 +10,6 @@
 #include "deltanet.h"
 
 #define COLUMNS 4
-// Rows whose inputs are loaded at once.
-#define BATCH 4
 #define PARTS (HEAD / 8)
 #define THREADS (HEAD / COLUMNS * PARTS)
 #define WAVES (THREADS / LUCE_LANES)
@@ -42,20 +40,24 @@ struct Window {
     }
 };
 
-// Grid (value heads, spans), THREADS threads. x float32 [rows, `stride`] as Layout says; filter [channels, taps]; norm
-// [HEAD]; past [slots, value heads, taps - 1, VECTORS, HEAD]: each head has the past of its own vectors, so that no block
-// reads what another one overwrites; memory [slots, value heads, HEAD values, HEAD keys]; out [rows, value heads * HEAD].
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    delta_steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
-                const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
-                float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
-                int key_heads, int taps, float eps) {
+// Spans of up to MOST rows; grid (value heads, spans), THREADS threads. x float32 [rows, `stride`] as Layout says; filter
+// [channels, taps]; norm [HEAD]; past [slots, value heads, taps - 1, VECTORS, HEAD]: each head has the past of its own
+// vectors, so that no block reads what another one overwrites; memory [slots, value heads, HEAD values, HEAD keys]; out
+// [rows, value heads * HEAD].
+template <int MOST>
+LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
+                   const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
+                   float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
+                   int key_heads, int taps, float eps) {
+    // Rows whose inputs are loaded at once.
+    constexpr int BATCH = MOST < 4 ? MOST : 4;
     // Queries and keys before they become unit vectors, and the scales that make them so.
-    __shared__ __align__(16) float vectors[STEPS][VECTORS][HEAD];
-    __shared__ float squares[STEPS][VECTORS][ELEMENTS], scale[STEPS][VECTORS];
-    __shared__ float gate[STEPS][HEAD], answer[STEPS][HEAD], fade[STEPS], rate[STEPS];
+    __shared__ __align__(16) float vectors[MOST][VECTORS][HEAD];
+    __shared__ float squares[MOST][VECTORS][ELEMENTS], scale[MOST][VECTORS];
+    __shared__ float gate[MOST][HEAD], answer[MOST][HEAD], fade[MOST], rate[MOST];
     const Span span = span_at(spans, blockIdx.y);
-    if (span.rows > STEPS) return;
+    if (span.rows > MOST) return;
+    const int rows = MOST == 1 ? 1 : span.rows;
     const int head = (int)blockIdx.x, heads = (int)gridDim.x;
     const Layout layout = {key_heads, heads};
     const int thread = luce_thread(), lane = luce_lane();
@@ -74,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #pragma unroll
             for (int half = 0; half < 2; half++) get4(s[c][half], memory + c * HEAD + half * (HEAD / 2));
     }
-    if (thread < span.rows) {
+    if (thread < rows) {
         const float* row = x + thread * stride;
         fade[thread] = expf(log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]));
         rate[thread] = sigmoid(row[layout.beta(head)]);
@@ -96,14 +98,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             for (int tap = 0; tap < TAPS - 1; tap++)
                 if (tap >= TAPS - taps && before) input[tap] = window.at(tap - (TAPS - 1))[i];
         }
-        for (int first = 0; first < span.rows; first += BATCH) {
+        for (int first = 0; first < rows; first += BATCH) {
 #pragma unroll
             for (int b = 0; b < BATCH; b++)
-                if (first + b < span.rows) input[TAPS - 1 + b] = window.at(first + b)[i];
+                if (first + b < rows) input[TAPS - 1 + b] = window.at(first + b)[i];
 #pragma unroll
             for (int b = 0; b < BATCH; b++) {
                 const int row = first + b;
-                if (row >= span.rows) break;
+                if (row >= rows) break;
                 if (kind == VECTORS) {
                     gate[row][i] = weight[0] * silu(input[TAPS - 1 + b]);
                     continue;
@@ -121,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
     }
     luce_sync();
-    if (thread < 2 * span.rows) {
+    if (thread < 2 * rows) {
         const int row = thread / 2, kind = thread % 2;
         float sum = 0.0f;
 #pragma unroll
@@ -130,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     luce_sync();
 
-    for (int row = 0; row < span.rows; row++) {
+    for (int row = 0; row < rows; row++) {
         float key[2][4], query[2][4], sum[COLUMNS] = {};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -171,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         float input[TAPS - 1] = {};
 #pragma unroll
         for (int tap = 0; tap < TAPS - 1; tap++) {
-            const float* from = window.at(span.rows - (taps - 1) + tap);
+            const float* from = window.at(rows - (taps - 1) + tap);
             if (tap < taps - 1 && from) input[tap] = from[i % HEAD];
         }
 #pragma unroll
@@ -180,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     luce_sync();
 
-    for (int row = luce_wave(); row < span.rows; row += WAVES) {
+    for (int row = luce_wave(); row < rows; row += WAVES) {
         float sum = 0.0f;
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
@@ -195,4 +197,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             to[i] = answer[row][i] * inverse * gate[row][i];
         }
     }
+}
+
+// Where all spans have one row: the same arithmetic with fewer registers and less shared memory.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    delta_step(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
+               const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
+               float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
+               int key_heads, int taps, float eps) {
+    steps<1>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    delta_steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
+                const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
+                float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
+                int key_heads, int taps, float eps) {
+    steps<STEPS>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps);
 }

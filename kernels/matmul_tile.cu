@@ -9,7 +9,7 @@
 // float32 with out_stride elements from row to row, n * out_stride from part to part.
 // Grid: (ceil(n / TILE_ROWS), ceil(rows / TILE_FEATURES), parts) blocks of TILE_THREADS. Blocks that run side by side
 // share their weights.
-extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+extern "C" __global__ void TILE_BOUNDS
     matmul_tile(const u8* __restrict__ weight, const tile_x* __restrict__ x, const float* __restrict__ scale,
                 float* __restrict__ out, int n, int rows, int cols, int x_stride, int out_stride, int part_cols) {
     __shared__ i32 numbers[TILE_ROWS];

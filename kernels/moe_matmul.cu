@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
 // and count of at most TILE_ROWS pairs. x and scale are as tile.h takes them: a row per pair, or with share = slots one
 // for all slots of a row.
 // Grid: (tiles, ceil(rows / TILE_FEATURES)) blocks of TILE_THREADS; tiles of no pairs are left out.
-extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+extern "C" __global__ void TILE_BOUNDS
     expert_tile(const u8* __restrict__ weight, const tile_x* __restrict__ x, const float* __restrict__ scale,
                 const i32* __restrict__ order, const i32* __restrict__ tiles, float* __restrict__ out, int share,
                 int rows, int cols, int x_stride, int out_stride, int first) {

@@ -33,6 +33,7 @@ from rich.table import Table
 
 from luce.errors import DeviceError
 from luce.runtime import compiler, kernels
+from luce.runtime.driver import Vendor
 from luce.runtime.kernels import KernelBuild
 
 CLANG = "clang-19"
@@ -45,6 +46,11 @@ class Target:
     compiler: str
     arch: str
     usual: bool = False
+
+    @property
+    def vendor(self) -> Vendor:
+        """Whose GPU it is."""
+        return "cuda" if self.compiler == "nvrtc" else "hip"
 
     @property
     def lanes(self) -> int:
@@ -225,9 +231,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(reasons), file=sys.stderr)
         return 2
     started = time.monotonic()
-    builds = [build for build in kernels.builds() if not options.source or build.source in options.source]
-    fewer = covering(builds)
-    tasks = [(b, t) for t in targets for b in (fewer if options.ci and not t.usual else builds)]
+    tasks = []
+    for target in targets:
+        builds = [b for b in kernels.builds(target.vendor) if not options.source or b.source in options.source]
+        tasks += [(b, target) for b in (covering(builds) if options.ci and not target.usual else builds)]
     results = build_all(tasks, options.jobs, keep=options.cache)
     shown = table(results)
     console = Console(width=None if sys.stdout.isatty() else 60 + 18 * len(targets))

@@ -141,7 +141,7 @@ def _captures(device: GpuDevice) -> bool:
 
 def _build_all(device: GpuDevice, problems: list[str]) -> dict[str, Any]:
     started = time.monotonic()
-    builds = kernels.builds()
+    builds = kernels.builds("hip" if device.name.kind == "hip" else "cuda")
     device.compile(builds)
     for build in builds:
         try:

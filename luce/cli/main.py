@@ -29,7 +29,7 @@ VERBS = {
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),
     "run": Verb("answer one prompt and exit", (*RUNTIME, "sampling")),
     "inspect": Verb("show what a model file holds and where its layers would go", ("placement", "engine")),
-    "bench": Verb("measure how fast a model runs on this machine", ("placement", "engine", "limits")),
+    "bench": Verb("measure how fast a model runs on this machine", ("placement", "engine")),
     "cache": Verb("show and clean the directory that keeps prompts across restarts", ("cache",), model=False),
     "pull": Verb("download a model"),
     "doctor": Verb("show drivers, devices and kernel builds of this machine", model=False),

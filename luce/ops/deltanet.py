@@ -78,7 +78,8 @@ def gated_delta_net(
     if longest <= RECURRENT_ROWS or count > 1:
         steps = (x, weights.conv, *gates, weights.norm, past, memory, table, out, stride, key_heads, taps, eps)
         threads = d // _STEP_COLUMNS * (d // _STEP_ELEMENTS)
-        device.launch("deltanet", "delta_steps", (heads, count), (threads,), steps, defines=defines)
+        kernel = "delta_step" if longest == 1 else "delta_steps"
+        device.launch("deltanet", kernel, (heads, count), (threads,), steps, defines=defines)
     if longest > RECURRENT_ROWS:
         vectors = 2 * weights.key_heads + heads
         c = device.empty((n, vectors * d))

@@ -97,6 +97,10 @@ class Device(ABC):
     captures = False
     #: whether `gemm` can be called: a BLAS library is at hand
     blas: bool
+    #: what of kernels/mma.h it has in hardware: F16 and BF16 (tiles of these types), WGMMA (products of four waves)
+    products: frozenset[str]
+    #: most bytes of shared memory of a block
+    shared_limit: int
 
     @abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:

@@ -115,6 +115,8 @@ class GpuDevice(Device):
         self._driver = found
         self.properties = found.properties(index)
         self.lanes = self.properties.lanes
+        self.shared_limit = self.properties.shared_optin
+        self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
         newest = int(found.version.split(".")[0]) if kind == "cuda" else None
         self._cupy = _import_cupy(self.name, kind)
         rtc = compiler.load(kind, newest)
@@ -422,6 +424,12 @@ class GpuDevice(Device):
         self._arena.free_all_blocks()
         self._cupy.get_default_memory_pool().free_all_blocks()
         self._closed = True
+
+
+def _products(arch: str) -> frozenset[str]:
+    """What a CUDA architecture has in hardware: halves since Turing, bfloat16 since Ampere, groups on Hopper alone."""
+    groups = ("WGMMA",) if arch == "sm_90a" else ()
+    return frozenset(("F16", "BF16", *groups) if int(arch.strip("sm_a")) >= 80 else ("F16",))
 
 
 def _address(array: Array) -> int:

@@ -52,6 +52,8 @@ class HostDevice(Device):
     kv_dtype = np.dtype(np.float32)
     host = True
     blas = True
+    products: frozenset[str] = frozenset()
+    shared_limit = 0
 
     def __init__(self, index: int = 0) -> None:
         self.name = DeviceName("cpu", index)

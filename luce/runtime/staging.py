@@ -1,7 +1,8 @@
 """Large arrays to a GPU in the background: several threads read them into pinned memory, the stream takes them away.
 
 One thread copies a mapped file at 10 GB/s, the bus of an H200 takes 54: eight threads with two buffers of 4 MiB each
-reach 52, with buffers of 2 MiB 40.
+reach 52, with buffers of 2 MiB 40. Of a file that is not in memory they read 1.9 GB/s; asking the kernel for each part
+ahead of time (MADV_WILLNEED) made it 1.7.
 """
 
 from __future__ import annotations

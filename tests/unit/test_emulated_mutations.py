@@ -65,6 +65,17 @@ def _attention(device: Device) -> None:
     op_checks_attention.check_rows_alone(device, 1, 1, 64, 760, None)
 
 
+def _attention_mma(device: Device) -> None:
+    op_checks_attention.check_shape(device, 6, 2, 48, [(63, 3), (250, 20)])
+    op_checks_attention.check_shape(device, 1, 1, 16, [(4093, 6)])  # splits of two lengths
+    op_checks_attention.check_missing_pages(device)
+
+
+def _attention_wgmma(device: Device) -> None:
+    device.products |= {"WGMMA"}
+    _attention_mma(device)
+
+
 def _deltanet(device: Device) -> None:
     op_checks_deltanet.check_formula(device, (1, 16, 5), key_heads=1, heads=2, d=128)
     op_checks_deltanet.check_single_steps(device, 3, key_heads=1, heads=2, d=64)
@@ -107,6 +118,10 @@ def _moe_matmul(device: Device) -> None:
 #: per source what its mutations must fail
 CHECKS: dict[str, Callable[[Device], None]] = {
     "attention.cu": _attention,
+    "attention_mma.cu": _attention_mma,
+    "attention_sync.h": _attention_mma,
+    "attention_tile.h": _attention_mma,
+    "attention_wgmma.h": _attention_wgmma,
     "deltanet.cu": _deltanet,
     "deltanet_chunk.cu": _deltanet_chunk,
     "matmul_tile.cu": _matmul_tile,
@@ -127,6 +142,7 @@ HARMLESS = (
     ("sample.cu", "LUCE_LANES];"),
     ("deltanet.cu", "LUCE_LANES == 0,"),
     ("moe.cu", "LUCE_LANES)  // experts"),
+    ("attention_mma.cu", "LUCE_LANES * WAVES_N"),  # never launched with 64
     ("attention.cu", "luce_sync();\n    return true;"),  # add_keys begins with another one
 )
 SWAPPED = "luce_shfl(value, luce_lane() ^ mask ^ (luce_lane() / 2 == 3))"
