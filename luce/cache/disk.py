@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 #: pieces that may wait to be written
 _WAITING = 2
 #: pages that are read together, and so many times that ahead of the devices
-_BATCH, _AHEAD = 16, 3
-_READERS = min(8, os.cpu_count() or 1)
+_BATCH, _AHEAD = 16, 4
+_WORKERS = min(16, os.cpu_count() or 1)
 #: after so many failures in a row, nothing is written for a while
 _FAILURES, _PAUSE_SECONDS = 3, 60.0
 _WARN_SECONDS = 60.0
@@ -115,7 +115,7 @@ class DiskTier:
         self._row = 0
         self._paused = self._warned = 0.0
         self._unfinished: Save | None = None
-        self._readers = ThreadPoolExecutor(_READERS, "luce-cache-read")
+        self._workers = ThreadPoolExecutor(_WORKERS, "luce-cache")
         self._thread = threading.Thread(target=self._main, name="luce-cache-write", daemon=True)
         self._thread.start()
 
@@ -172,7 +172,7 @@ class DiskTier:
         """Write what was handed over, for so long at most, and stop."""
         self._post(None)
         self._thread.join(seconds + _LEAST_SECONDS)
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
     # --- for the engine's thread: reading
 
@@ -196,7 +196,7 @@ class DiskTier:
                 if first != at:
                     break
                 at += count
-                ahead.append((first, count, {n: self._readers.submit(_decode, f) for n, f in named.items()}))
+                ahead.append((first, count, {n: self._workers.submit(_decode, f) for n, f in named.items()}))
                 if len(ahead) >= _AHEAD:
                     yield _result(ahead.popleft())
             if at != high:
@@ -210,7 +210,7 @@ class DiskTier:
 
     def state(self, reader: Reader) -> tuple[Tensors, NDArray[np.float32] | None]:
         """(state, logits) of a snapshot's point. Raises DamagedError."""
-        futures = {frame.name: self._readers.submit(part.read, frame) for part, frame in reader.state_frames()}
+        futures = {frame.name: self._workers.submit(part.read, frame) for part, frame in reader.state_frames()}
         return {name: future.result() for name, future in futures.items()}, reader.logits()
 
     def loaded(self, entry: Entry, seconds: float) -> None:
@@ -271,7 +271,7 @@ class DiskTier:
         """See Store.writer."""
         assert self._store is not None
         self._store.rescan()
-        return self._store.writer(ids, parent, first, raw, passing=passing)
+        return self._store.writer(ids, parent, first, raw, passing=passing, spread=self._workers.map)
 
     @property
     def layers(self) -> tuple[range, ...]:
@@ -412,8 +412,18 @@ def _batches(
 
 
 def _decode(frames: list[tuple[PartReader, Frame, slice]]) -> NDArray[np.generic]:
-    pieces = [part.read(frame)[rows] for part, frame, rows in frames]
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    """The rows of several frames, one behind the other."""
+    _, model, _ = frames[0]
+    joined = np.empty((sum(rows.stop - rows.start for _, _, rows in frames), *model.shape[1:]), np.dtype(model.dtype))
+    at = 0
+    for part, frame, rows in frames:
+        count = rows.stop - rows.start
+        if count == frame.shape[0]:
+            part.read(frame, joined[at : at + count])
+        else:
+            joined[at : at + count] = part.read(frame)[rows]
+        at += count
+    return joined
 
 
 def _result(

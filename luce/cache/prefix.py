@@ -383,10 +383,20 @@ class PrefixCache:
                 raw = tensor_bytes(tensors) * len(trail) // len(batch) + point.nbytes
                 save = self.disk.save(ids, parent, first, raw, passing=point.passing)
             save.pages(batch[0].index, tensors)
+            self._copied(batch, tensors)
             yield
         if save is None:
             save = self.disk.save(ids, parent, first, point.nbytes, passing=point.passing)
         save.finish(point.state, point.logits)
+
+    def _copied(self, blocks: Sequence[Block], tensors: Tensors) -> None:
+        """Blocks are in host memory as well: as long as there is room, they need not be copied again to leave it to
+        others on the devices."""
+        if self._bytes + tensor_bytes(tensors) <= self._budget and not any(block.data for block in blocks):
+            segment = Segment(tensors, len(blocks))
+            self._bytes += segment.page_bytes * len(blocks)
+            for index, block in enumerate(blocks):
+                block.data = segment, index
 
     def _read(self, blocks: Sequence[Block]) -> Tensors:
         """The contents of blocks, one behind the other."""
@@ -451,8 +461,9 @@ class PrefixCache:
         """Give up points until `size` more bytes fit, copies of what is on the devices before anything else."""
         if self._bytes + size <= self._budget:
             return
-        for block in self.tree.blocks:
-            if block.data is not None and block.page is not None:
+        twice = [block for block in self.tree.blocks if block.data is not None and block.page is not None]
+        for block in sorted(twice, key=lambda block: block.used):
+            if self._bytes + size > self._budget and block.data is not None:
                 self._bytes -= block.data[0].page_bytes
                 block.data = None
         while self._bytes + size > self._budget and (coldest := self.tree.coldest()) is not None:

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,12 +28,15 @@ from numpy.typing import NDArray
 import luce
 from luce.cache import manifest as manifests
 from luce.cache.manifest import Manifest, keys, snapshot_id
-from luce.cache.part import DamagedError, Frame, PartInfo, PartReader, PartWriter
+from luce.cache.part import DamagedError, Encoded, Frame, PartInfo, PartReader, PartWriter, encode
 from luce.cache.tree import Tensors
 from luce.errors import LuceError
 from luce.runtime.step import PAGE, Int32
 
 _log = logging.getLogger(__name__)
+
+#: `map`, or that of an executor
+Spread = Callable[[Callable[[NDArray[np.generic]], Encoded], Iterable[NDArray[np.generic]]], Iterable[Encoded]]
 
 LAYOUT = "luce-v2"
 _MANIFEST = "manifest.json"
@@ -202,15 +205,20 @@ class Store:
             longest = max((n for n, e in found.items() if e is not None and not e.unusable and n >= PAGE), default=0)
             return found.get(longest), longest // PAGE
 
-    def writer(self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool) -> Writer:
-        """A new snapshot of about `raw` bytes. Raises StoreFullError or OSError."""
+    def writer(
+        self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool, spread: Spread = map
+    ) -> Writer:
+        """A new snapshot of about `raw` bytes; `spread` encodes tensors side by side, if it can.
+
+        Raises StoreFullError or OSError.
+        """
         ((length, key),) = keys(ids, [len(ids)])
         own = self._entries.get((self.model, snapshot_id(key, length)))
         keep = [*([] if parent is None else self.chain(parent)), *([] if own is None else [own])]
         self.make_room(int(raw * self._ratio), keep)
         path = self._tmp / f"{os.getpid()}-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
-        writer = Writer(self, path, len(ids), key, parent, first, passing)
+        writer = Writer(self, path, len(ids), key, parent, first, passing, spread)
         try:
             writer.tokens(ids[first * PAGE :])
         except BaseException:
@@ -455,7 +463,15 @@ class Writer:
     """One snapshot while it is written. `abort` it, or `finish` it. Methods raise OSError."""
 
     def __init__(
-        self, store: Store, path: Path, length: int, key: str, parent: Entry | None, first: int, passing: bool
+        self,
+        store: Store,
+        path: Path,
+        length: int,
+        key: str,
+        parent: Entry | None,
+        first: int,
+        passing: bool,
+        spread: Spread,
     ) -> None:
         self._store = store
         self._path = path
@@ -463,6 +479,7 @@ class Writer:
         self._key = key
         self._parent = parent
         self._first = first
+        self._spread = spread
         self._passing = passing
         self._raw = self._accounted = 0
         self._open: dict[str, PartWriter] = {}
@@ -470,20 +487,18 @@ class Writer:
 
     def tokens(self, ids: Int32) -> None:
         """Those from page `first` on."""
-        self._write("tokens.part", "tokens", ids.astype("<i4"))
+        self._write({"tokens": ids.astype("<i4")}, lambda name: "tokens.part")
 
     def pages(self, first: int, tensors: Tensors, layers: Sequence[range]) -> None:
         """Whole pages from number `first` on, in a file for each range of layers."""
-        for name, tensor in tensors.items():
-            self._write(_file("pages", name, layers), name, tensor, first)
+        self._write(tensors, lambda name: _file("pages", name, layers), first)
 
     def state(self, tensors: Tensors, logits: NDArray[np.float32] | None, layers: Sequence[range]) -> None:
         """What the point has beside pages."""
-        for name, tensor in tensors.items():
-            self._write(_file("state", name, layers), name, tensor)
+        self._write(tensors, lambda name: _file("state", name, layers))
         if logits is not None:
             self._logits = True
-            self._write("state-logits.part", _LOGITS, logits)
+            self._write({_LOGITS: logits}, lambda name: "state-logits.part")
 
     def finish(self) -> Entry:
         """Everything is written: make it a snapshot."""
@@ -520,15 +535,16 @@ class Writer:
         shutil.rmtree(self._path, ignore_errors=True)
         self._settle()
 
-    def _write(self, file: str, name: str, tensor: NDArray[np.generic], page: int = -1) -> None:
-        part = self._open.get(file)
-        if part is None:
-            part = self._open[file] = PartWriter(self._path / file)
-        before = part.nbytes
-        part.add(name, tensor, page)
-        self._raw += tensor.nbytes
-        self._accounted += part.nbytes - before
-        self._store.account(part.nbytes - before)
+    def _write(self, tensors: Tensors, file: Callable[[str], str], page: int = -1) -> None:
+        for (name, tensor), encoded in zip(tensors.items(), self._spread(encode, tensors.values()), strict=True):
+            part = self._open.get(file(name))
+            if part is None:
+                part = self._open[file(name)] = PartWriter(self._path / file(name))
+            before = part.nbytes
+            part.add(name, tensor, encoded, page)
+            self._raw += tensor.nbytes
+            self._accounted += part.nbytes - before
+            self._store.account(part.nbytes - before)
 
     def _settle(self) -> None:
         self._store.account(-self._accounted)

@@ -128,6 +128,8 @@ class _Run:
         #: positions that came from the prefix cache, and the newest point of the sequence there
         self.cached, self.tier = 0, "none"
         self.point: Point | None = None
+        #: whether the prompt has a boundary at which it is kept
+        self.bounded = False
 
     def timings(self, now: float) -> Timings:
         started = now if self.started is None else self.started
@@ -244,6 +246,7 @@ class Engine:
         ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self._eos
         known = frozenset(i for i in ends if 0 <= i < self._backend.vocab)
         run = _Run(ticket, sequence, params, output, on_event, known, now)
+        run.bounded = any(0 < at < len(ids) for at in boundaries)
         with self._lock:
             if self._draining:
                 raise UnavailableError("the server is shutting down", code="draining")
@@ -510,7 +513,7 @@ class Engine:
         if run.params.prompt_logprobs is not None:
             run.on_event(PromptScores(tuple(run.scores)))
         # A state is large; its end of the prompt is soon followed by the end of the reply.
-        alone = self.cache is not None and (not self.cache.exact or not sequence.cuts)
+        alone = self.cache is not None and not (self.cache.exact and run.bounded)
         self._keep(run, None if row.logits is None else row.logits.copy(), save=alone)
         self._begin_reply(run, row, now)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.cache.part import DamagedError, PartReader, PartWriter
+from luce.cache.part import DamagedError, PartReader, PartWriter, encode
 
 DTYPES = st.sampled_from(["<f4", "<f2", "<u2", "u1", "<i4"])
 
@@ -18,7 +18,7 @@ def write(path: Path, arrays: list[np.ndarray]) -> tuple[PartReader, bytes]:  # 
     path.unlink(missing_ok=True)
     writer = PartWriter(path)
     for number, array in enumerate(arrays):
-        writer.add(f"blk.{number}.k", array, number)
+        writer.add(f"blk.{number}.k", array, encode(array), number)
     info = writer.finish()
     data = path.read_bytes()
     assert len(data) == info.bytes == writer.nbytes
@@ -65,7 +65,7 @@ def test_any_flipped_bit_is_found(place: float, bit: int, tmp_path_factory: pyte
     writer = PartWriter(path)
     arrays = [np.arange(300, dtype=np.float32).reshape(3, 100), np.random.default_rng(0).integers(0, 256, 99, np.uint8)]
     for array in arrays:
-        writer.add("blk.0.k", array)
+        writer.add("blk.0.k", array, encode(array))
     info = writer.finish()
     data = bytearray(path.read_bytes())
     data[int(place * len(data))] ^= 1 << bit
@@ -82,7 +82,8 @@ def test_any_flipped_bit_is_found(place: float, bit: int, tmp_path_factory: pyte
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
 def test_a_file_cut_short_is_found(share: float, tmp_path: Path) -> None:
     writer = PartWriter(tmp_path / "part")
-    writer.add("blk.0.k", np.arange(300, dtype=np.float32))
+    array = np.arange(300, dtype=np.float32)
+    writer.add("blk.0.k", array, encode(array))
     info = writer.finish()
     data = (tmp_path / "part").read_bytes()
     (tmp_path / "part").write_bytes(data[: int(share * len(data))])
