@@ -159,6 +159,8 @@ LUCE_FN void luce_ldmatrix_transposed(u32 (&to)[4], const void* row) {
 #endif
 }
 
+#endif
+
 #if LUCE_MMA_TF32
 
 // c += a b: a [16, 8] and b [8, 8] in floats whose lower 13 bits do not count, c [16, 8] in float. With g and t as above, a
@@ -278,5 +280,3 @@ template <int N> LUCE_FN void luce_copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
 }
-
-#endif

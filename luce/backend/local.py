@@ -27,8 +27,8 @@ from luce.ops.sample import argmax, candidates, top
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, DeviceStep, Output, Step, StepShape
 
-# Rows of a prompt that are enough to take the kernels of long ones.
-_PROMPT_ROWS = 512
+# Rows of a short prompt and of a long one, as far as kernels differ between them.
+_PROMPT_ROWS = (64, 512)
 
 #: where each saved tensor begins in its memory
 _ALIGNED = 256
@@ -113,12 +113,12 @@ class LocalShard:
         return argmax(self.device, logits), logits
 
     def _rehearse(self, spec: ModelSpec, slots: int) -> None:
-        """Run a prompt's rows, and the next row of one to all sequences, as far as kernels differ between them."""
+        """Run prompts, and the next row of one to all sequences."""
         mixers = [spec.blocks[donor].mixer for donor in self._taken]
         widths = [spec.hidden] * (2 if spec.per_layer else 1)
         widths += [2 * mixer.kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, Attention)]
         tables = (1,) * len(spec.page_groups)
-        shapes = [StepShape(_PROMPT_ROWS, 1, _PROMPT_ROWS, 1, tables)]
+        shapes = [StepShape(n, 1, n, 1, tables) for n in _PROMPT_ROWS]
         shapes += [StepShape(n, n, 1, n, tables) for n in range(1, min(slots, FEW_ROWS) + 1)]
         for shape in shapes:
             handed = () if self._embedding is not None else tuple(self.device.empty((shape.rows, w)) for w in widths)

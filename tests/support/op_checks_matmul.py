@@ -8,13 +8,17 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.models.spec import Activation
 from luce.ops import matmul_many
 from luce.ops.matmul import FEW_ROWS, matmul
+from luce.ops.matmul_bytes import gated
 from luce.ops.matmul_many import halves
+from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.quant_blocks import decoded, random_tensor
+from tests.support.quantised import quantised, seen
 
 Matrix = NDArray[np.float32]
 
@@ -55,9 +59,10 @@ def check_product(device: Device, name: str, rows: int, cols: int, n: int) -> No
     actual = _product(device, x, [tensor])
     assert actual.dtype == np.float32
     assert actual.shape == (n, rows)
-    error = np.abs(actual - x.astype(np.float64) @ w.T)
+    met = seen(device, name, x)
+    error = np.abs(actual - met @ w.T)
     assert (error <= limit).all(), f"{(error / limit).max():.1f} times the limit"
-    reference = _product(HostDevice(), x, [tensor])
+    reference = _product(HostDevice(), met.astype(np.float32), [tensor])
     assert (np.abs(actual - reference.astype(np.float64)) <= 2 * limit).all()
 
 
@@ -141,6 +146,81 @@ def check_outliers(device: Device, n: int) -> None:
     assert (error <= product_limit(x, w, halves=True)).all()
 
 
+def check_same_everywhere(devices: Sequence[Device], name: str, rows: int, cols: int, n: int) -> None:
+    """Sums of bytes have the same bits on devices with tensor cores and without, of 32 and of 64 lanes."""
+    tensor = random_tensor(name, rows, cols, seed=15)
+    x = _x(n, cols, seed=16)
+    first, *others = (_product(device, x, [tensor]) for device in devices)
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+def check_quantise(device: Device, n: int, cols: int) -> None:
+    """The bytes, scales and sums of the definition; rows that are room only are zeros."""
+    wide = _x(n, cols + 5, seed=17) * np.float32(2.0) ** np.random.default_rng(3).integers(-30, 30, (n, 1))
+    wide = wide.astype(np.float32)
+    wide[0, 3 : 3 + 32] = 0
+    wide[-1, 3 : 3 + 32] *= np.float32(1e-38)
+    made = quantise(device, device.upload(wide)[:, 3 : 3 + cols])
+    values, scales = quantised(wide[:, 3 : 3 + cols])
+    sums = scales * values.sum(axis=2, dtype=np.int32).astype(np.float32)
+    actual, factors = device.download(made.values), device.download(made.scales)
+    assert made.shape == (n, cols)
+    np.testing.assert_array_equal(actual[:, :n].swapaxes(0, 1), values)
+    np.testing.assert_array_equal(factors[:, :n, 0].T, scales)
+    np.testing.assert_array_equal(factors[:, :n, 1].T, sums)
+    assert not actual[:, n:].any()
+    assert not factors[:, n:].any()
+
+
+def check_nan_in_bytes(device: Device, name: str) -> None:
+    """An infinity or a NaN makes NaN of its own row's results, and of no other's."""
+    tensor = random_tensor(name, 5, 256, seed=18)
+    x = _x(4, 256, seed=19)
+    clean = _product(device, x, [tensor])
+    x[1, 77], x[2, 255] = np.inf, np.nan
+    actual = _product(device, x, [tensor])
+    assert np.isnan(actual[1:3]).all()
+    np.testing.assert_array_equal(actual[[0, 3]], clean[[0, 3]])
+
+
+def check_gated(device: Device, name: str, activation: Activation, n: int, half: int, cols: int) -> None:
+    """act(gate x) * up x in bytes: those of the float64 formula, but for a value that lies between two."""
+    tensors = [random_tensor(name, half, cols, seed) for seed in (31, 32)]
+    x = _x(n, cols, seed=33) / np.float32(4)
+    made = gated(device, quantise(device, device.upload(x)), upload_weight(device, tensors), activation)
+    gate, up = (seen(device, name, x) @ decoded(t).astype(np.float64).T for t in tensors)
+    if activation == "silu":
+        with np.errstate(over="ignore"):
+            inner = gate / (1 + np.exp(-gate)) * up
+    else:
+        inner = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    values, scales = quantised(inner)
+    actual = device.download(made.values)
+    assert made.shape == (n, half)
+    # The sums' own error, beside the block's largest: as many terms again as check_product allows.
+    np.testing.assert_allclose(device.download(made.scales)[:, :n, 0].T, scales, rtol=2e-5)
+    difference = np.abs(actual[:, :n].swapaxes(0, 1).astype(np.int32) - values)
+    assert difference.max() <= 1
+    assert difference.mean() < 0.01
+    assert not actual[:, n:].any()
+
+
+def check_gated_company(device: Device, name: str, counts: Sequence[int], half: int, cols: int) -> None:
+    """The first rows have the same bytes and scales in every batch size."""
+    weight = upload_weight(device, [random_tensor(name, half, cols, seed) for seed in (34, 35)])
+    x = _x(max(counts), cols, seed=36)
+
+    def work(rows: Matrix) -> tuple[Matrix, Matrix]:
+        made = gated(device, quantise(device, device.upload(rows)), weight, "silu")
+        return device.download(made.values)[:, : len(rows)], device.download(made.scales)[:, : len(rows)]
+
+    whole = work(x)
+    for n in counts:
+        for part, all in zip(work(x[:n]), whole, strict=True):
+            np.testing.assert_array_equal(part, all[:, :n], err_msg=f"{n} rows")
+
+
 def check_slices(device: Device, n: int, features: int) -> None:
     """Parts of several formats, F32 among them, with room for the unpacked weights of `features` features."""
     names = {"Q4_K": 7, "F16": 1, "F32": 3, "Q8_0": 130, "Q6_K": 12}
@@ -202,5 +282,5 @@ def check_empty(device: Device) -> None:
 
 
 def each_few() -> list[int]:
-    """The row counts that matmul_vec serves."""
+    """The row counts that kernels for few rows serve."""
     return list(range(1, FEW_ROWS + 1))

@@ -54,6 +54,7 @@ def _reduce(device: Device) -> None:
 def _norm(device: Device) -> None:
     op_checks_norm.check_rms_norm(device, 2, 1000)
     op_checks_norm.check_add_rms_norm(device, 2, 1000)
+    op_checks_norm.check_quantised_norm(device, 3, 992, adding=True)
     op_checks_norm.check_add_rms_norm(device, 2, 8203)
     op_checks_norm.check_head_rms_norm(device, 2, 5, 80)
 
@@ -87,7 +88,17 @@ def _deltanet_chunk(device: Device) -> None:
 
 
 def _matmul_vec(device: Device) -> None:
-    op_checks_matmul.check_product(device, "Q8_0", rows=9, cols=4096, n=3)
+    op_checks_matmul.check_product(device, "F16", rows=9, cols=4096, n=3)
+
+
+def _dot_s8(device: Device) -> None:
+    for n in (1, 3):
+        op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=2560, n=n)
+
+
+def _moe_s8(device: Device) -> None:
+    # So many slots that they take turns.
+    op_checks_moe.check_expert_mlp(device, ("Q8_0", "Q8_0"), 1, 16, experts=20, inner=64, cols=64, shared="gated")
 
 
 def _matmul_tile(device: Device) -> None:
@@ -125,9 +136,12 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "deltanet.cu": _deltanet,
     "deltanet_chunk.cu": _deltanet_chunk,
     "matmul_tile.cu": _matmul_tile,
+    "dot.h": _matmul_vec,
+    "dot_s8.h": _dot_s8,
     "matmul_vec.cu": _matmul_vec,
     "moe.cu": _moe,
     "moe_matmul.cu": _moe_matmul,
+    "moe_s8.cu": _moe_s8,
     "norm.cu": _norm,
     "reduce.h": _reduce,
     "half.cu": lambda device: op_checks_matmul.check_halves(device, (3, 2100), slots=False),
