@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from luce.runtime.step import Output, Step
 
@@ -30,8 +34,28 @@ class Backend(Protocol):
     def pages(self) -> tuple[int, ...]:
         """Pages that exist in each page group: numbers 0..pages-1."""
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether a slot has a state that cannot be rewound by shortening."""
+
+    @property
+    def layers(self) -> tuple[range, ...]:
+        """The layers of each shard. They cover all layers, in order."""
+
     def forward(self, step: Step) -> Output:
         """Run one step. Raises BackendError or DeviceError: the step's sequences are lost, later steps work."""
+
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        """Copies of the recurrent states of a slot, if one is named, and of the given pages of each page group.
+
+        Names and shapes as in luce.backend.shard.Shard.save, of all layers.
+        """
+
+    def restore(
+        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
+    ) -> None:
+        """The reverse of `save`, into any slot and any pages of the same numbers. Raises BackendError naming a tensor
+        that is missing or has another shape or type: what was restored up to there is undefined."""
 
     def close(self) -> None:
         """Release weights and states. Idempotent."""

@@ -128,6 +128,7 @@ class ScriptedModel:
             slots=config.parallel,
             chunk=self.chunk,
             script=saying(REPLY) if script is None else script,
+            resumes=True,
             **backend,
         )
         self.shard_times: tuple[ShardTimes, ...] = ()
@@ -138,10 +139,12 @@ class ScriptedModel:
             chunk=self.chunk,
             max_queue_seconds=config.max_queue_seconds,
             timeout=config.timeout,
+            cache_bytes=config.cache_ram << 20,
+            cache_interval=config.cache_interval,
         )
 
-    def reply_text(self, stops: Sequence[str] = ()) -> ReplyText:
-        return ReplyText(self.tokenizer, stops)
+    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> ReplyText:
+        return ReplyText(self.tokenizer, stops, lambda reply: self.chat.remember(prompt, reply))
 
     def detokenize(self, ids: Iterable[int]) -> str:
         decoder = Detokenizer(self.tokenizer)
