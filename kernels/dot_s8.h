@@ -95,37 +95,38 @@ LUCE_FN int live_groups(int unit, int cols, int set) {
     return BLOCK == 32 ? luce_min(SET_GROUPS, cols / 32 - unit * BLOCKS32 - set_block(set, 0)) : SET_GROUPS;
 }
 
-// The values and scales of COUNT rows of x that meet one set of a unit.
-template <int COUNT> struct SetRows {
-    u32 words[SET_GROUPS][COUNT][GROUP_WORDS];
-    float2 scales[SET_GROUPS][COUNT];
+// The values and scales of a row of x that meet one set of a unit.
+struct SetRow {
+    u32 words[SET_GROUPS][GROUP_WORDS];
+    float2 scales[SET_GROUPS];
 };
 
-template <int COUNT> LUCE_FN void load_rows(const Rows8& x, int unit, int cols, int set, SetRows<COUNT>& rows) {
-    const i64 place = (i64)(unit * BLOCKS32 + set_block(set, 0)) * x.stride;
+LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int cols, int set) {
+    const i64 place = (i64)(unit * BLOCKS32 + set_block(set, 0)) * x.stride + r;
     const i8* values = x.values + place * 32 + set_word(set) * 4;
-    const float2* scales = x.scales + place;
     const int groups = live_groups(unit, cols, set);
+    SetRow row;
 #pragma unroll
     for (int k = 0; k < SET_GROUPS; k++) {
         if (k >= groups) break;
 #pragma unroll
-        for (int r = 0; r < COUNT; r++) {
-            const int at = k * x.stride + r;
-#pragma unroll
-            for (int word = 0; word < GROUP_WORDS; word += 4) {
-                const uint4 four = *reinterpret_cast<const uint4*>(values + at * 32 + word * 4);
-                rows.words[k][r][word] = four.x, rows.words[k][r][word + 1] = four.y;
-                rows.words[k][r][word + 2] = four.z, rows.words[k][r][word + 3] = four.w;
-            }
-            rows.scales[k][r] = scales[at];
+        for (int word = 0; word < GROUP_WORDS; word += 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(values + k * x.stride * 32 + word * 4);
+            row.words[k][word] = four.x, row.words[k][word + 1] = four.y;
+            row.words[k][word + 2] = four.z, row.words[k][word + 3] = four.w;
         }
+        row.scales[k] = x.scales[place + k * x.stride];
     }
+    return row;
 }
 
-// Adds to sum[i][r] the products of one set of a unit of row i of two with row r of x.
+// Adds to sum[i][r] the products of one set of a unit of row i of two with row r of x. `rows` are at hand already, if there
+// are at most MOST_DOT.
 template <int COUNT>
-LUCE_FN void add_set(const Unit (&in)[2], const SetRows<COUNT>& rows, int groups, int set, float (&sum)[2][COUNT]) {
+LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, int unit, int cols, int set,
+                     float (&sum)[2][COUNT]) {
+    const int groups = live_groups(unit, cols, set);
+    if (groups <= 0) return;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         u32 w[SET_GROUPS][GROUP_WORDS];
@@ -133,16 +134,17 @@ LUCE_FN void add_set(const Unit (&in)[2], const SetRows<COUNT>& rows, int groups
         set_words(in[i], set, groups, w);
         set_scales(in[i], set, groups, scale, minimum);
 #pragma unroll
-        for (int k = 0; k < SET_GROUPS; k++) {
-            if (k >= groups) break;
+        for (int r = 0; r < COUNT; r++) {
+            const SetRow row = COUNT <= MOST_DOT ? rows[r] : load_row(x, r, unit, cols, set);
 #pragma unroll
-            for (int r = 0; r < COUNT; r++) {
+            for (int k = 0; k < SET_GROUPS; k++) {
+                if (k >= groups) break;
                 i32 products = MAGIC_BITS;
 #pragma unroll
                 for (int word = 0; word < GROUP_WORDS; word++) {
-                    products = luce_dot4((i32)w[k][word], (i32)rows.words[k][r][word], products);
+                    products = luce_dot4((i32)w[k][word], (i32)row.words[k][word], products);
                 }
-                add_group(products, scale[k], minimum[k], rows.scales[k][r], sum[i][r]);
+                add_group(products, scale[k], minimum[k], row.scales[k], sum[i][r]);
             }
         }
     }
@@ -257,9 +259,12 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
     for (int stage = 0; stage < STAGES - 1; stage++) copy(stage << bits);
     for (int unit0 = 0; unit0 < units; unit0 += chains) {
         const int unit = unit0 + chain;
-        SetRows<on_tiles ? 1 : COUNT> rows;
-        // Before the wait: these loads take as long.
-        if (!on_tiles && unit < units) load_rows(x, unit, cols, t, rows);
+        SetRow rows[MOST_DOT];
+        if (COUNT <= MOST_DOT && unit < units) {
+            // Before the wait: these loads take as long.
+#pragma unroll
+            for (int r = 0; r < COUNT; r++) rows[r] = load_row(x, r, unit, cols, t);
+        }
         luce_copy_wait<STAGES - 2>();
         luce_sync();  // this step's units are there, and nobody reads any more what is overwritten now
         copy(unit0 + (STAGES - 1 << bits));
@@ -276,8 +281,7 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
             add_tile_unit(in, x, unit, cols, tile_sum);
 #endif
         } else {
-            const int groups = live_groups(unit, cols, t);
-            if (groups > 0) add_set(in, rows, groups, t, sum);
+            add_set(in, x, rows, unit, cols, t, sum);
         }
     }
     luce_sync();  // the partial sums take the units' place

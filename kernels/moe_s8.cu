@@ -3,7 +3,9 @@
 // Experts on few quantised rows: the gated half of each chosen one, then the other half and the weighted sum. A row has k
 // slots for its experts and, if `slots` is k + 1, one more for an expert that all rows take. A pair is a row and a slot:
 // pair = row * slots + slot. Each is computed by itself, so a row's bits do not depend on the others.
-#include "gated_s8.h"
+#include "activation.h"
+#include "dot_s8.h"
+#include "quantise.h"
 
 // act(gate x) * up x of every pair, as quantised rows of `half` columns, one per pair. gates, ups: `half` rows for each of
 // `experts`, expert_rows apart, and shared_gates, shared_ups [half, cols], all in blocks of QTYPE; half is a multiple of
@@ -29,8 +31,14 @@ extern "C" __global__ void __launch_bounds__(256)
         return Meeting{matrix + (first + feature % 32) * row_bytes(cols), matrix + all, x};
     };
     const float* partial = block_sums<1, 2>(meet, 4, chain_bits, cols, shared);
-    gate_and_quantise<1>(partial, chain_bits, gelu_gate, feature0, row * slots + slot, (int)gridDim.z * slots, out_values,
-                         out_scales);
+    // The first wave makes the results, and all of its lanes stay for quantise_columns.
+    if (luce_thread() >= LUCE_LANES) return;
+    const int lane = luce_thread() % 32;
+    const float own = chain_sum(partial + lane, chain_bits, PARTIAL_STRIDE(64));
+    const float other = chain_sum(partial + lane + 32, chain_bits, PARTIAL_STRIDE(64));
+    const float result[1] = {(gelu_gate ? gelu(own) : silu(own)) * other};
+    quantise_columns(result, luce_thread() < 32, feature0 + lane, row * slots + slot, (int)gridDim.z * slots, out_values,
+                     out_scales);
 }
 
 // out[r, j] = sum over the slots s < k, ascending, of weights[r, s] * (down of its expert times pair (r, s))[j], and with

@@ -33,7 +33,6 @@ from rich.table import Table
 from luce.ops.attention import attention
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, gated_delta_net
 from luce.ops.matmul import matmul
-from luce.ops.matmul_bytes import gated
 from luce.ops.matmul_many import BLAS_ROWS
 from luce.ops.moe import expert_matmul, route
 from luce.ops.moe_bytes import ExpertWeights, expert_mlp
@@ -128,25 +127,14 @@ def matvec(device: Device) -> Iterator[Case]:
 
 
 @family
-def feedforward(device: Device) -> Iterator[Case]:
-    """Gated halves of few rows in one kernel, and whole experts: shapes of qwen35 27B and qwen35moe 35B-A3B."""
-    rng = np.random.default_rng(0)
-    type, half, cols = GGMLQuantizationType.Q4_K, 17408, 5120
-    first = random_blocks(device, 2 * half, cols, type, rng)
-    size = int(first.nbytes)
-    weights = [Weight(2 * half, cols, (WeightPart(first, type, 0, 2 * half),))]
-    weights += [Weight(2 * half, cols, (WeightPart(first.copy(), type, 0, 2 * half),)) for _ in range(copies(size) - 1)]
-    for n in (1, 2, 8, 16):
-        x = quantise(device, normal(device, n, cols))
-        calls = [partial(gated, device, x, w, "silu") for w in weights]
-        yield Case(f"gated Q4_K {half}x{cols} n={n}", calls, size + n * (half + cols), 4 * n * half * cols)
-    del first, weights, calls
-
-    experts, used, hidden, inner = 256, 8, 2048, 512
+def experts_few(device: Device) -> Iterator[Case]:
+    """Experts of few rows, shared one included: shapes of qwen35moe 35B-A3B."""
+    rng, type = np.random.default_rng(0), GGMLQuantizationType.Q4_K
+    count, used, hidden, inner = 256, 8, 2048, 512
     for down in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K):
-        gates, ups = (random_blocks(device, experts * inner, hidden, type, rng) for _ in range(2))
-        downs = WeightPart(random_blocks(device, experts * hidden, inner, down, rng), down, 0, experts * hidden)
-        chosen = ExpertWeights(experts, gates, ups, inner, inner, type, hidden, downs)
+        gates, ups = (random_blocks(device, count * inner, hidden, type, rng) for _ in range(2))
+        downs = WeightPart(random_blocks(device, count * hidden, inner, down, rng), down, 0, count * hidden)
+        chosen = ExpertWeights(count, gates, ups, inner, inner, type, hidden, downs)
         own = WeightPart(downs.data[:hidden], down, 0, hidden)
         shared = ExpertWeights(1, gates[:inner], ups[:inner], inner, inner, type, hidden, own)
         one = 2 * int(gates[:inner].nbytes) + int(own.data.nbytes)
@@ -154,7 +142,7 @@ def feedforward(device: Device) -> Iterator[Case]:
             x = quantise(device, normal(device, n, hidden))
             weight, gate = normal(device, n, used), normal(device, n, 1)
             # Other experts each time: together far more than a cache holds.
-            picks = [np.stack([rng.permutation(experts)[:used] for _ in range(n)]) for _ in range(16)]
+            picks = [np.stack([rng.permutation(count)[:used] for _ in range(n)]) for _ in range(16)]
             ids = [device.upload(pick.astype(np.int32)) for pick in picks]
             calls = [partial(expert_mlp, device, x, i, weight, chosen, "silu", shared, gate) for i in ids]
             read = int(np.mean([len(np.unique(pick)) for pick in picks])) + 1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from luce.models.spec import GatedMLP
-from luce.ops.activation import gated_activation
+from luce.ops.activation import gated_activation, quantised_gated_activation
 from luce.ops.matmul import matmul, takes_bytes
-from luce.ops.matmul_bytes import BYTE_TYPES, gated, takes_gates
-from luce.ops.quantise import Quantised, quantise
+from luce.ops.matmul_bytes import BYTE_TYPES
+from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
@@ -19,14 +19,15 @@ class GatedMLPLayer:
         self._activation = spec.activation
         self.reads = gate_up
         self.down = down
-        self._gated = takes_gates(gate_up) and all(part.type in BYTE_TYPES for part in down.parts)
+        self._down_in_bytes = all(part.type in BYTE_TYPES for part in down.parts)
 
     def __call__(self, y: Array | Quantised) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
-        if self._gated and takes_bytes(self._device, y.shape[0], self.reads):
-            rows = y if isinstance(y, Quantised) else quantise(self._device, y)
-            return matmul(self._device, gated(self._device, rows, self.reads, self._activation), self.down)
         gate_up = matmul(self._device, y, self.reads)
         half = gate_up.shape[1] // 2
-        inner = gated_activation(self._device, gate_up[:, :half], gate_up[:, half:], self._activation)
+        gate, up = gate_up[:, :half], gate_up[:, half:]
+        if self._down_in_bytes and takes_bytes(self._device, y.shape[0], self.down):
+            inner = quantised_gated_activation(self._device, gate, up, self._activation)
+        else:
+            inner = gated_activation(self._device, gate, up, self._activation)
         return matmul(self._device, inner, self.down)

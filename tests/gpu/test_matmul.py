@@ -94,16 +94,10 @@ def test_nan_stays_in_its_row(gpu: Device, name: str) -> None:
     checks.check_nan_in_bytes(gpu, name)
 
 
-@pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("n", [1, 2, 7, 16])
-def test_gated(gpu: Device, name: str, activation: Activation, n: int) -> None:
-    checks.check_gated(gpu, name, activation, n, half=288, cols=2560)
-
-
-@pytest.mark.parametrize("name", BYTES)
-def test_company_of_gated_rows_does_not_matter(gpu: Device, name: str) -> None:
-    checks.check_gated_company(gpu, name, checks.each_few(), half=160, cols=2560)
+def test_quantised_gate(gpu: Device, activation: Activation, n: int) -> None:
+    checks.check_quantised_gate(gpu, activation, n, 17408)
 
 
 @pytest.mark.parametrize("n", [1, 2, 16, 17, 100])

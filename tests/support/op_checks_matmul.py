@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from luce.models.spec import Activation
 from luce.ops import matmul_many
+from luce.ops.activation import gated_activation, quantised_gated_activation
 from luce.ops.matmul import FEW_ROWS, matmul
-from luce.ops.matmul_bytes import gated
 from luce.ops.matmul_many import halves
 from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, upload_weight
@@ -184,41 +184,15 @@ def check_nan_in_bytes(device: Device, name: str) -> None:
     np.testing.assert_array_equal(actual[[0, 3]], clean[[0, 3]])
 
 
-def check_gated(device: Device, name: str, activation: Activation, n: int, half: int, cols: int) -> None:
-    """act(gate x) * up x in bytes: those of the float64 formula, but for a value that lies between two."""
-    tensors = [random_tensor(name, half, cols, seed) for seed in (31, 32)]
-    x = _x(n, cols, seed=33) / np.float32(4)
-    made = gated(device, quantise(device, device.upload(x)), upload_weight(device, tensors), activation)
-    gate, up = (seen(device, name, x) @ decoded(t).astype(np.float64).T for t in tensors)
-    if activation == "silu":
-        with np.errstate(over="ignore"):
-            inner = gate / (1 + np.exp(-gate)) * up
-    else:
-        inner = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
-    values, scales = quantised(inner)
-    actual = device.download(made.values)
-    assert made.shape == (n, half)
-    # The sums' own error, beside the block's largest: as many terms again as check_product allows.
-    np.testing.assert_allclose(device.download(made.scales)[:, :n, 0].T, scales, rtol=2e-5)
-    difference = np.abs(actual[:, :n].swapaxes(0, 1).astype(np.int32) - values)
-    assert difference.max() <= 1
-    assert difference.mean() < 0.01
-    assert not actual[:, n:].any()
-
-
-def check_gated_company(device: Device, name: str, counts: Sequence[int], half: int, cols: int) -> None:
-    """The first rows have the same bytes and scales in every batch size."""
-    weight = upload_weight(device, [random_tensor(name, half, cols, seed) for seed in (34, 35)])
-    x = _x(max(counts), cols, seed=36)
-
-    def work(rows: Matrix) -> tuple[Matrix, Matrix]:
-        made = gated(device, quantise(device, device.upload(rows)), weight, "silu")
-        return device.download(made.values)[:, : len(rows)], device.download(made.scales)[:, : len(rows)]
-
-    whole = work(x)
-    for n in counts:
-        for part, all in zip(work(x[:n]), whole, strict=True):
-            np.testing.assert_array_equal(part, all[:, :n], err_msg=f"{n} rows")
+def check_quantised_gate(device: Device, activation: Activation, n: int, cols: int) -> None:
+    """In bytes what quantise makes of the gated activation; rows that are room only are zeros."""
+    both = device.upload(_x(n, 2 * cols + 3, seed=33))
+    gate, up = both[:, 1 : 1 + cols], both[:, cols + 3 :]
+    made = quantised_gated_activation(device, gate, up, activation)
+    again = quantise(device, gated_activation(device, gate, up, activation))
+    assert made.shape == (n, cols)
+    np.testing.assert_array_equal(device.download(made.values), device.download(again.values))
+    np.testing.assert_array_equal(device.download(made.scales), device.download(again.scales))
 
 
 def check_slices(device: Device, n: int, features: int) -> None:
