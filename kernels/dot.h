@@ -1,15 +1,15 @@
-// Sums of products of weight rows in any format with float32 rows of x, for formats that have no integer path (dot_s8.h):
-// the inner loop of matmul_vec.cu and of expert_vec.
+// Sums of products of weight rows in any format with float32 rows of x, for formats that have no integer path
+// (dot_s8.h): the inner loop of matmul_vec.cu and of expert_vec.
 //
 // Row invariance: lane l sums the units l, l + lanes, ... of a weight row, each element by one fmaf in the order of the
-// unit, and luce_lane_sum adds the lanes. Neither the number of rows, nor which of them it is, nor FEATURES has a part in
-// that, so a row has the same bits whatever its company.
+// unit, and luce_lane_sum adds the lanes. Neither the number of rows, nor which of them it is, nor FEATURES has a part
+// in that, so a row has the same bits whatever its company.
 #pragma once
 #include "quants.h"
 #include "reduce.h"
 
-// Between rows of x: else AMD's scheduler loads all rows at once, and runs out of registers at 16 (clang 19, gfx1100: 256
-// and spills, instead of 192).
+// Between rows of x: else AMD's scheduler loads all rows at once, and runs out of registers at 16 (clang 19, gfx1100:
+// 256 and spills, instead of 192).
 LUCE_FN void keep_order() {
 #if defined(__HIP_DEVICE_COMPILE__)
 #if __has_builtin(__builtin_amdgcn_sched_barrier)
@@ -18,11 +18,11 @@ LUCE_FN void keep_order() {
 #endif
 }
 
-// The products of COUNT rows of x, of which `n` exist. WHOLE: every unit is a full one and x may be loaded 16 bytes at a
-// time; else x is loaded singly, with zeros beyond the last column.
+// The products of COUNT rows of x, of which `n` exist. WHOLE: every unit is a full one and x may be loaded 16 bytes at
+// a time; else x is loaded singly, with zeros beyond the last column.
 template <int FEATURES, int COUNT, bool WHOLE>
-LUCE_FN void products(const u8* __restrict__ weight, const float* __restrict__ x, float* __restrict__ out, int n, int rows,
-                      int cols, int x_stride, int out_stride, int feature) {
+LUCE_FN void products(const u8* __restrict__ weight, const float* __restrict__ x, float* __restrict__ out, int n,
+                      int rows, int cols, int x_stride, int out_stride, int feature) {
     const u8* row[FEATURES];
     float sum[FEATURES][COUNT];
 #pragma unroll

@@ -1,13 +1,13 @@
 // Sums of products of quantised weight rows with quantised rows of x: the inner loops of matmul_s8.cu and moe_s8.cu.
 //
-// A weight row's units are dealt to chains, unit u to chain u % chains, and a unit's groups to four sets. Each set of each
-// chain is one sum, over its units and their groups in order; then sets are added as (0 + 2) + (1 + 3), and chains in
-// order. The columns alone decide how many chains there are. The sum of a group's integer products is exact, and both
-// paths below do the same float operations with it: so a row's result has the same bits for every count of rows, on
-// tensor cores and without, on every target.
+// A weight row's units are dealt to chains, unit u to chain u % chains, and a unit's groups to four sets. Each set of
+// each chain is one sum, over its units and their groups in order; then sets are added as (0 + 2) + (1 + 3), and chains
+// in order. The columns alone decide how many chains there are. The sum of a group's integer products is exact, and
+// both paths below do the same float operations with it: so a row's result has the same bits for every count of rows,
+// on tensor cores and without, on every target.
 //
-// 32 neighbouring threads, a worker, take one chain of 16 weight rows, a tile. With luce_dot4 a thread has two rows and one
-// set. Many rows of x go to tensor cores where the target has them.
+// 32 neighbouring threads, a worker, take one chain of 16 weight rows, a tile. With luce_dot4 a thread has two rows and
+// one set. Many rows of x go to tensor cores where the target has them.
 #pragma once
 #include "mma.h"
 #include "quants_s8.h"
@@ -31,7 +31,7 @@ LUCE_FN Rows8 rows8(const i8* values, const float* scales, int stride, int first
     return {values + (i64)first * 32, reinterpret_cast<const float2*>(scales) + first, stride};
 }
 
-// A row of a weight, the end of the memory that it lies in, and the rows of x that it meets: the same for all of a tile.
+// A row of a weight, the end of the memory that it lies in, and the rows of x that it meets, which a tile shares.
 struct Meeting {
     const u8* row;
     const u8* end;
@@ -47,7 +47,7 @@ LUCE_FN void add_group(i32 products, float scale, float minimum, float2 x, float
 #endif
 }
 
-// What a thread copies of a row's units, of all chains at a time: every `1 << bits`-th 16 bytes, beginning with its own.
+// What a thread copies of a row's units, of all chains at a time: every `1 << bits`-th 16 bytes from its own on.
 struct RowCopy {
     const u8* from;  // the row's first byte
     const u8* end;   // of the memory that it lies in
@@ -120,8 +120,8 @@ LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int cols, int set) {
     return row;
 }
 
-// Adds to sum[i][r] the products of one set of a unit of row i of two with row r of x. `rows` are at hand already, if there
-// are at most MOST_DOT.
+// Adds to sum[i][r] the products of one set of a unit of row i of two with row r of x. `rows` are at hand already, if
+// there are at most MOST_DOT.
 template <int COUNT>
 LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, int unit, int cols, int set,
                      float (&sum)[2][COUNT]) {
@@ -221,8 +221,8 @@ LUCE_FN void add_tile_unit(const Unit (&in)[2], const Rows8& x, int unit, int co
 
 // The products of `tiles` times 16 weight rows with COUNT rows of x each, by 32 * tiles << bits threads; any more idle.
 // Rows have 1 << bits chains. `meet(feature)` gives a Meeting. STAGES units of every row and chain are in flight or at
-// work. Shared memory: STAGES * 16 * tiles * run_stride bytes or what the result takes. Returns, complete for all threads,
-// partial[(chain * COUNT + r) * PARTIAL_STRIDE(16 * tiles) + feature].
+// work. Shared memory: STAGES * 16 * tiles * run_stride bytes or what the result takes. Returns, complete for all
+// threads, partial[(chain * COUNT + r) * PARTIAL_STRIDE(16 * tiles) + feature].
 template <int COUNT, int STAGES, typename Meet>
 LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* shared) {
     const int chains = 1 << bits, run = UNIT_BYTES << bits, units = whole_units(cols);
@@ -293,7 +293,8 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
         for (int i = 0; i < COUNT / 2; i++) {
             const float(&sets)[4] = tile_sum[i / 4][i % 4];
             const int r = i / 4 * 8 + t * 2 + i % 2;
-            if (live) to_sum[r * PARTIAL_STRIDE(16 * tiles) + i % 4 / 2 * 8] = (sets[0] + sets[2]) + (sets[1] + sets[3]);
+            const float total = (sets[0] + sets[2]) + (sets[1] + sets[3]);
+            if (live) to_sum[r * PARTIAL_STRIDE(16 * tiles) + i % 4 / 2 * 8] = total;
         }
     } else {
 #pragma unroll

@@ -17,8 +17,8 @@
 // Grid: ceil(rows / 16) blocks of 32 << chain_bits threads, chain_bits at most 3.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_s8(const u8* __restrict__ weight, const i8* __restrict__ values, const float* __restrict__ scales,
-              float* __restrict__ out, const int n, const int rows, const int cols, const int chain_bits, const int out_stride,
-              const int first) {
+              float* __restrict__ out, const int n, const int rows, const int cols, const int chain_bits,
+              const int out_stride, const int first) {
     LUCE_DYNAMIC_SHARED(u8, shared);
     const int feature0 = (int)blockIdx.x * 16;
     const Rows8 x = rows8(values, scales, ROWS);

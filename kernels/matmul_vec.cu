@@ -22,8 +22,9 @@ extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
     } else {
         // Odd slices and row lengths: one row after the other. ROWS at once would double the code for a rare case.
         for (int r = 0; r < n; r++) {
-            products<FEATURES, 1, false>(weight, x + (i64)r * x_stride, out + (i64)r * out_stride + first, 1, rows, cols, 0, 0,
-                               feature);
+            const float* from = x + (i64)r * x_stride;
+            float* to = out + (i64)r * out_stride + first;
+            products<FEATURES, 1, false>(weight, from, to, 1, rows, cols, 0, 0, feature);
         }
     }
 }

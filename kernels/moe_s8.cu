@@ -1,22 +1,22 @@
 // variants: QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
 //
-// Experts on few quantised rows: the gated half of each chosen one, then the other half and the weighted sum. A row has k
-// slots for its experts and, if `slots` is k + 1, one more for an expert that all rows take. A pair is a row and a slot:
-// pair = row * slots + slot. Each is computed by itself, so a row's bits do not depend on the others.
+// Experts on few quantised rows: the gated half of each chosen one, then the other half and the weighted sum. A row has
+// k slots for its experts and, if `slots` is k + 1, one more for an expert that all rows take. A pair is a row and a
+// slot: pair = row * slots + slot. Each is computed by itself, so a row's bits do not depend on the others.
 #include "activation.h"
 #include "dot_s8.h"
 #include "quantise.h"
 
-// act(gate x) * up x of every pair, as quantised rows of `half` columns, one per pair. gates, ups: `half` rows for each of
-// `experts`, expert_rows apart, and shared_gates, shared_ups [half, cols], all in blocks of QTYPE; half is a multiple of
-// 32. values, scales: x, with room for x_stride rows; ids [n, k].
+// act(gate x) * up x of every pair, as quantised rows of `half` columns, one per pair. gates, ups: `half` rows for each
+// of `experts`, expert_rows apart, and shared_gates, shared_ups [half, cols], all in blocks of QTYPE; half is a
+// multiple of 32. values, scales: x, with room for x_stride rows; ids [n, k].
 // Grid: (half / 32, slots, n) blocks of 128 << chain_bits threads, chain_bits at most 1.
 extern "C" __global__ void __launch_bounds__(256)
     expert_gated_s8(const u8* __restrict__ gates, const u8* __restrict__ ups, const u8* __restrict__ shared_gates,
                     const u8* __restrict__ shared_ups, const i32* __restrict__ ids, const i8* __restrict__ values,
                     const float* __restrict__ scales, i8* __restrict__ out_values, float* __restrict__ out_scales,
-                    const int x_stride, const int experts, const int expert_rows, const int k, const int half, const int cols,
-                    const int chain_bits, const int gelu_gate) {
+                    const int x_stride, const int experts, const int expert_rows, const int k, const int half,
+                    const int cols, const int chain_bits, const int gelu_gate) {
     LUCE_DYNAMIC_SHARED(u8, shared);
     const int feature0 = (int)blockIdx.x * 32;
     const int slot = (int)blockIdx.y, row = (int)blockIdx.z, slots = (int)gridDim.y;
@@ -37,22 +37,22 @@ extern "C" __global__ void __launch_bounds__(256)
     const float own = chain_sum(partial + lane, chain_bits, PARTIAL_STRIDE(64));
     const float other = chain_sum(partial + lane + 32, chain_bits, PARTIAL_STRIDE(64));
     const float result[1] = {(gelu_gate ? gelu(own) : silu(own)) * other};
-    quantise_columns(result, luce_thread() < 32, feature0 + lane, row * slots + slot, (int)gridDim.z * slots, out_values,
-                     out_scales);
+    const int pair = row * slots + slot, pairs = (int)gridDim.z * slots;
+    quantise_columns(result, luce_thread() < 32, feature0 + lane, pair, pairs, out_values, out_scales);
 }
 
-// out[r, j] = sum over the slots s < k, ascending, of weights[r, s] * (down of its expert times pair (r, s))[j], and with
-// one slot more, plus the shared expert's result, times sigmoid(shared_gate[r]) if `gated`. downs [experts, rows, cols]
-// and shared_down [rows, cols] in blocks of QTYPE; values, scales: a quantised row per pair; weights [n, k]; shared_gate
-// elements gate_stride apart; out float32 [n, rows].
-// Grid: (ceil(rows / 16), n) blocks of 32 << chain_bits threads for each of `at_once` slots; the slots take turns. Dynamic
-// shared memory: `sums_bytes`, a multiple of 16, for block_sums, and behind it 16 floats per slot.
+// out[r, j] = sum over the slots s < k, ascending, of weights[r, s] * (down of its expert times pair (r, s))[j], and
+// with one slot more, plus the shared expert's result, times sigmoid(shared_gate[r]) if `gated`. downs [experts, rows,
+// cols] and shared_down [rows, cols] in blocks of QTYPE; values, scales: a quantised row per pair; weights [n, k];
+// shared_gate elements gate_stride apart; out float32 [n, rows].
+// Grid: (ceil(rows / 16), n) blocks of 32 << chain_bits threads for each of `at_once` slots; the slots take turns.
+// Dynamic shared memory: `sums_bytes`, a multiple of 16, for block_sums, and behind it 16 floats per slot.
 extern "C" __global__ void __launch_bounds__(640)
     expert_down_s8(const u8* __restrict__ downs, const u8* __restrict__ shared_down, const i32* __restrict__ ids,
-                   const float* __restrict__ weights, const float* __restrict__ shared_gate, const i8* __restrict__ values,
-                   const float* __restrict__ scales, float* __restrict__ out, const int experts, const int k,
-                   const int slots, const int at_once, const int rows, const int cols, const int chain_bits,
-                   const int gated, const int gate_stride, const int sums_bytes) {
+                   const float* __restrict__ weights, const float* __restrict__ shared_gate,
+                   const i8* __restrict__ values, const float* __restrict__ scales, float* __restrict__ out,
+                   const int experts, const int k, const int slots, const int at_once, const int rows, const int cols,
+                   const int chain_bits, const int gated, const int gate_stride, const int sums_bytes) {
     LUCE_DYNAMIC_SHARED(u8, shared);
     float* results = reinterpret_cast<float*>(shared + sums_bytes);
     const int feature0 = (int)blockIdx.x * 16, row = (int)blockIdx.y, pairs = (int)gridDim.y * slots;
@@ -63,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(640)
             const u8* matrix = chosen ? downs : shared_down;
             const i64 first = chosen ? (i64)ids[row * k + slot] * rows : 0;
             const i64 all = (chosen ? (i64)experts * rows : rows) * row_bytes(cols);
-            return Meeting{matrix + (first + luce_min(feature0 + feature % 16, rows - 1)) * row_bytes(cols), matrix + all,
+            const i64 own = first + luce_min(feature0 + feature % 16, rows - 1);
+            return Meeting{matrix + own * row_bytes(cols), matrix + all,
                            rows8(values, scales, pairs, row * slots + slot)};
         };
         const float* partial = block_sums<1, 2>(meet, at_once, chain_bits, cols, shared);

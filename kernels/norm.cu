@@ -23,14 +23,15 @@ struct Bytes {
     int stride;
 };
 
-template <int WIDTH> LUCE_FN void store_bytes(const Bytes& bytes, const Floats<WIDTH>& result, bool inside, int column) {
+template <int WIDTH>
+LUCE_FN void store_bytes(const Bytes& bytes, const Floats<WIDTH>& result, bool inside, int column) {
     if (bytes.stride) {
         quantise_columns<WIDTH>(result.at, inside, column, (int)blockIdx.x, bytes.stride, bytes.values, bytes.scales);
     }
 }
 
-// One row, by accesses of WIDTH elements; with `more`, row += more first. Everything is loaded before anything is waited
-// for: a single row is all latency.
+// One row, by accesses of WIDTH elements; with `more`, row += more first. Everything is loaded before anything is
+// waited for: a single row is all latency.
 template <int WIDTH>
 LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, const float* __restrict__ more,
                       const float* __restrict__ weight, int d, float eps, const Bytes& bytes) {

@@ -17,8 +17,8 @@ extern "C" __global__ void __launch_bounds__(256)
 // The same of act(gate) * up: gate and up float32 [n, cols], act silu or gelu.
 extern "C" __global__ void __launch_bounds__(256)
     quantise_gated(const float* __restrict__ gate, const i64 gate_stride, const float* __restrict__ up,
-                   const i64 up_stride, i8* __restrict__ values, float* __restrict__ scales, const int n, const int cols,
-                   const int gelu_gate) {
+                   const i64 up_stride, i8* __restrict__ values, float* __restrict__ scales, const int n,
+                   const int cols, const int gelu_gate) {
     const int row = (int)blockIdx.x, column = (int)(blockIdx.y * blockDim.x + threadIdx.x);
     const bool inside = column < cols;
     float own[1] = {0.0f};

@@ -2,11 +2,10 @@
 #pragma once
 #include "reduce.h"
 
-// COUNT neighbouring columns of row `row`, from `column` on, into values int8 [cols / 32, stride, 32] and scales float32
-// [cols / 32, stride, 2]: s, and s times the sum of the block's values. 32 / COUNT neighbouring lanes hold a block; all
-// lanes of the wave must call it, and those that are not `inside` write nothing.
-// A block with an infinity or a NaN has that for its scale, and makes NaN of every product; one whose numbers are below
-// 1e-30 becomes zeros.
+// COUNT neighbouring columns of row `row`, from `column` on, into values int8 [cols / 32, stride, 32] and scales
+// float32 [cols / 32, stride, 2]: s, and s times the sum of the block's values. 32 / COUNT neighbouring lanes hold a
+// block; all lanes of the wave must call it, and those that are not `inside` write nothing. A block with an infinity or
+// a NaN has that for its scale, and makes NaN of every product; one whose numbers are below 1e-30 becomes zeros.
 template <int COUNT>
 LUCE_FN void quantise_columns(const float (&x)[COUNT], bool inside, int column, int row, int stride,
                               i8* __restrict__ values, float* __restrict__ scales) {

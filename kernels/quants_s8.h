@@ -1,11 +1,10 @@
 // GGUF block formats as signed bytes times scales, for integer products: -DQTYPE=Q4_K (any name below) picks one.
 //
-// A row is cut into units of UNIT_COLS columns (the last one may be shorter where a block has 32), a unit into groups of
-// GROUP columns with one scale. With q the signed bytes that set_words gives,
+// A row is cut into units of UNIT_COLS columns (the last one may be shorter where a block has 32), a unit into groups
+// of GROUP columns with one scale. With q the signed bytes that set_words gives,
 //   w[c] = scale * q[c] - minimum
-// with a scale and a minimum per group, exactly as quants.h has it: where q is the file's number times a power of two, the
-// scale has the inverse.
-//
+// with a scale and a minimum per group, exactly as quants.h has it: where q is the file's number times a power of two,
+// the scale has the inverse.
 #pragma once
 #include "quants.h"
 
@@ -47,8 +46,8 @@ LUCE_FN int set_of(int block, int half) { return block / 2; }
 
 LUCE_FN int whole_units(int cols) { return luce_ceil_div(cols, UNIT_COLS); }
 
-// A unit in shared memory: it begins at `at`, a multiple of 16, or where blocks have odd sizes at `at` + `shift` / 8, with
-// `at` a multiple of 4 and `shift` 0 or 16; then 4 bytes behind it can be read.
+// A unit in shared memory: it begins at `at`, a multiple of 16, or where blocks have odd sizes at `at` + `shift` / 8,
+// with `at` a multiple of 4 and `shift` 0 or 16; then 4 bytes behind it can be read.
 struct Unit {
     const u8* at;
     u32 shift;
@@ -98,14 +97,16 @@ LUCE_FN int unit_byte(const Unit& unit, int offset) { return (int)(i8)unit.at[un
 LUCE_FN u32 low_bytes(u32 bits) { return (bits << 4 & 0xf0f0f0f0u) ^ 0x80808080u; }
 LUCE_FN u32 high_bytes(u32 bits) { return (bits & 0xf0f0f0f0u) ^ 0x80808080u; }
 #elif QTYPE == Q6_K
-// (q - 32) << 2: the six bits at the top of the byte, the highest one flipped. Block j of a half takes the low or the high
-// four bits of one of two bytes, and bits 2j, 2j + 1 of a third.
+// (q - 32) << 2: the six bits at the top of the byte, the highest one flipped. Block j of a half takes the low or the
+// high four bits of one of two bytes, and bits 2j, 2j + 1 of a third.
 LUCE_FN u32 six_bits(u32 low, u32 high, int j) {
     return (((j < 2 ? low << 2 : low >> 2) & 0x3c3c3c3cu) ^ 0x80808080u) ^ (high << (6 - 2 * j) & 0xc0c0c0c0u);
 }
 #elif QTYPE == Q5_K
 // Bit `bit` of a third byte above the low or the high four bits of another.
-LUCE_FN u32 five_bits(u32 four, u32 fifths, int bit) { return (four & 0x0f0f0f0fu) | (fifths >> bit << 4 & 0x10101010u); }
+LUCE_FN u32 five_bits(u32 four, u32 fifths, int bit) {
+    return (four & 0x0f0f0f0fu) | (fifths >> bit << 4 & 0x10101010u);
+}
 #endif
 
 // The words of the first `groups` groups of a set: fewer than all only where a unit may be cut short.
@@ -190,8 +191,8 @@ LUCE_FN void span_pairs(const Unit& unit, int span, int t, u32 (&w)[SPAN32][2]) 
 }
 
 #if HAS_MINIMUM
-// Scale and minimum of groups first and first + 1 in the two low bytes of each; first is even. Six bits each in 12 bytes:
-// see scale_min in quants.h.
+// Scale and minimum of groups first and first + 1 in the two low bytes of each; first is even. Six bits each in 12
+// bytes: see scale_min in quants.h.
 LUCE_FN void two_scales(const Unit& unit, int first, u32& scales, u32& minimums) {
     const u8* from = unit.at + 4 + first % 4;
     const u32 a = luce_u16_at2(from), b = luce_u16_at2(from + 4), c = luce_u16_at2(from + 8);
@@ -201,7 +202,8 @@ LUCE_FN void two_scales(const Unit& unit, int first, u32& scales, u32& minimums)
 #endif
 
 // Scale and minimum of the first `groups` groups of a set. The products here are exact.
-LUCE_FN void set_scales(const Unit& unit, int set, int groups, float (&scale)[SET_GROUPS], float (&minimum)[SET_GROUPS]) {
+LUCE_FN void set_scales(const Unit& unit, int set, int groups, float (&scale)[SET_GROUPS],
+                        float (&minimum)[SET_GROUPS]) {
 #if HAS_MINIMUM
     const u32 both = luce_u32_at4(unit.at);
     const float d = luce_f32(f16_t{(u16)both}), dmin = luce_f32(f16_t{(u16)(both >> 16)});
