@@ -16,7 +16,7 @@ from luce.runtime.gpu import GpuCopyStream, GpuDevice
 from luce.runtime.host import HostDevice
 from luce.runtime.open import found
 from tests.golden.conftest import MakeDriver
-from tests.golden.test_reference_gpu import KIND, typical_error
+from tests.golden.test_reference_gpu import typical_error
 from tests.support.drive import Driver
 from tests.support.golden_checks import check_greedy_tokens, check_logits_in_chunks
 from tests.support.reference import Reference, references
@@ -122,7 +122,7 @@ def test_pieces_keep_order(reference: Reference, make_driver: MakeDriver, open_g
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_gpus(reference: Reference, make_driver: MakeDriver, open_gpus: Open, count: int, chunk: int) -> None:
     driver = make_driver(reference, open_gpus(range(count)), slots=8, piece=64)
-    check_logits_in_chunks(reference, driver, KIND, chunk)
+    check_logits_in_chunks(reference, driver, reference.kind(chunk), chunk)
     check_greedy_tokens(reference, driver, chunk, typical_error(reference, driver))
 
 
@@ -145,7 +145,7 @@ def test_with_the_host(reference: Reference, make_driver: MakeDriver, open_gpus:
     devices: list[Device] = [*open_gpus([0]), HostDevice(), *open_gpus([0])]
     devices = {"gpu first": devices[:2], "host first": devices[1:], "gpu twice": devices}[order]
     driver = make_driver(reference, devices, weights=[1.0] * len(devices), slots=8, piece=64)
-    check_logits_in_chunks(reference, driver, KIND, 1000)
+    check_logits_in_chunks(reference, driver, reference.kind(1000), 1000)
     check_greedy_tokens(reference, driver, 1000, typical_error(reference, driver))
     times = driver.backend.times()
     assert all(time.work.total > 0 for time in times) and all(time.copies.total > 0 for time in times[:-1])
