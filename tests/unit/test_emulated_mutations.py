@@ -60,6 +60,7 @@ def _norm(device: Device) -> None:
 
 
 def _attention(device: Device) -> None:
+    device.products = frozenset()
     op_checks_attention.check_shape(device, 6, 2, 48, [(63, 3), (300, 1), (250, 20)])
     op_checks_attention.check_shape(device, 3, 1, 16, [(600, 1), (570, 20)])
     op_checks_attention.check_shape(device, 1, 1, 256, [(63, 3)])
