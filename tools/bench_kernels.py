@@ -30,6 +30,7 @@ from gguf import GGMLQuantizationType
 from rich.console import Console
 from rich.table import Table
 
+from luce.ops.attention import attention
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, gated_delta_net
 from luce.ops.matmul import matmul
 from luce.ops.matmul_bytes import gated
@@ -43,7 +44,7 @@ from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.open import found
-from luce.runtime.step import SpanArrays
+from luce.runtime.step import PAGE, PageView, SpanArrays
 
 # Larger than any second-level cache so far (50 MB on H100, 126 MB on B200, 256 MB on MI300).
 _COLD = 512 << 20
@@ -183,6 +184,34 @@ def deltanet(device: Device) -> Iterator[Case]:
             flops = 2 * spans * rows * heads * d * (3 * d + 2 * 64) if rows > RECURRENT_ROWS else 0
             moved = size + x.nbytes + 4 * spans * rows * heads * d
             yield Case(f"{heads} heads, {spans} x {rows} rows", calls, moved, flops)
+
+
+@family
+def attend(device: Device) -> Iterator[Case]:
+    """Attention over f16 pages: layers of qwen35 27B, of qwen35moe 35B-A3B and of an 8B Llama."""
+    rng = np.random.default_rng(0)
+    for heads, kv_heads, d in ((24, 4, 256), (16, 2, 256), (32, 8, 128)):
+        for spans, rows, past in (
+            (1, 1, 600), (1, 1, 4096), (1, 1, 32767), (1, 16, 32752), (16, 1, 4096), (64, 1, 600),
+            (1, 512, 0), (1, 2048, 0), (1, 2048, 8192), (1, 2048, 32768),
+        ):  # fmt: skip
+            count = (past + rows - 1) // PAGE + 1
+            table = rng.permutation(spans * count).astype(np.int32).reshape(spans, count)
+            first = np.tile(np.arange(count, dtype=np.int32) * PAGE, (spans, 1))
+            places = np.array([(slot, slot * rows, rows, past) for slot in range(spans)], np.int32)
+            positions = np.tile(np.arange(past, past + rows, dtype=np.int32), spans)
+            up = device.upload
+            step = SpanArrays(up(places), up(np.repeat(np.arange(spans, dtype=np.int32), rows)), spans, rows)
+            view = PageView(up(table), up(first), up(np.full(spans, count, np.int32)), up(positions))
+            q, at = normal(device, spans * rows, heads, d), up(positions)
+            pool = up(rng.standard_normal((spans * count * PAGE, kv_heads, d), np.float32).astype(np.float16))
+            calls = [
+                partial(attention, device, q, pool.copy(), pool.copy(), step, view, at, scale=d**-0.5, window=None)
+                for _ in range(copies(2 * pool.nbytes))
+            ]
+            seen = spans * rows * (2 * past + rows + 1) // 2
+            nbytes = 4 * spans * (past + rows) * kv_heads * d + 2 * q.nbytes
+            yield Case(f"{heads}/{kv_heads} x {d}, {spans} x {rows} at {past}", calls, nbytes, 4 * seen * heads * d)
 
 
 @family
