@@ -321,11 +321,11 @@ class DiskTier:
                 except DamagedError as error:
                     store.quarantine(part, error)
                     return
-            entry.unusable = ""
         except (DamagedError, OSError):
-            # Removed by another server, or a disk that cannot be read now.
+            # Changed or removed by another server, or a disk that cannot be read now.
             store.rescan()
-            entry.unusable = ""
+            store.reread(entry)
+        entry.unusable = ""
 
     def _fail(self, error: Exception) -> None:
         self.stats.failures += 1

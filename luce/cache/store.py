@@ -11,6 +11,7 @@ Looking something up never waits for the disk: one lock guards the index, anothe
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -236,21 +237,19 @@ class Store:
             parent = self._entries.get((self.model, manifest.parent or ""))
             if manifest.first * PAGE > (0 if parent is None else parent.manifest.length):
                 raise StoreFullError("the snapshot that this one continues is gone")
-            try:
-                os.rename(path, directory / manifest.id)
-            except OSError:
-                # Another server may have written the same.
-                self._admit(directory, manifest.id)
-                if (self.model, manifest.id) not in self._entries:
-                    raise
-                shutil.rmtree(path, ignore_errors=True)
-            else:
+            if self._renamed(path, directory / manifest.id):
                 sync_directory(directory)
                 entry = Entry(manifest, directory / manifest.id, time.time())
                 with self._lock:
                     self._entries[self.model, manifest.id] = entry
                 if manifest.raw:
                     self._ratio += (manifest.nbytes / manifest.raw - self._ratio) / 4
+            else:
+                # Another server wrote the same.
+                shutil.rmtree(path, ignore_errors=True)
+                self._admit(directory, manifest.id)
+                if (self.model, manifest.id) not in self._entries:
+                    raise StoreFullError(f"{directory / manifest.id} was removed by another server")
             self._link()
             entry = self._entries[self.model, manifest.id]
             with contextlib.suppress(StoreFullError):
@@ -291,6 +290,13 @@ class Store:
             if parent is not None and not parent.manifest.point and not parent.children:
                 self.give_up(parent)
 
+    def reread(self, entry: Entry) -> None:
+        """Look at a snapshot again, which another process may have changed or removed."""
+        with self._writers:
+            self._forget(entry)
+            self._admit(entry.path.parent, entry.manifest.id)
+            self._link()
+
     def quarantine(self, entry: Entry, reason: object) -> None:
         """Put a damaged snapshot aside, and give up those that continue it."""
         _log.warning("snapshot %s is damaged and put aside: %s", entry.manifest.id, reason)
@@ -330,22 +336,50 @@ class Store:
                 if item.name not in ("tmp", "trash") and item.is_dir(follow_symlinks=False)
             ]
 
+    @staticmethod
+    def _renamed(path: Path, target: Path) -> bool:
+        """Give a directory its name; False if there is another one with it. Raises OSError."""
+        try:
+            os.rename(path, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return False
+        return True
+
     def _admit(self, directory: Path, id: str) -> None:
+        """Take a snapshot into the index if it is one, else put it aside."""
         path = directory / id
         try:
-            data, used = (path / _MANIFEST).read_bytes(), (path / _MANIFEST).stat().st_mtime
-            manifest = manifests.decode(data, directory.name, id)
-            for part in manifest.parts:
-                if (size := (path / part.name).stat().st_size) != part.bytes:
-                    raise DamagedError(f"{part.name} has {size} bytes instead of {part.bytes}")
-        except (DamagedError, OSError) as error:
-            if path.exists():
-                _log.warning("%s: not a snapshot, put aside: %s", path, error)
-                self.quarantines += 1
-                self._put_aside(path)
+            problem = self._index(path)
+        except OSError as error:
+            _log.warning("%s cannot be read now: %s", path, error)
             return
-        with self._lock:
-            self._entries[directory.name, id] = Entry(manifest, path, used)
+        if problem is not None and path.exists():
+            _log.warning("%s: not a snapshot, put aside: %s", path, problem)
+            self.quarantines += 1
+            self._put_aside(path)
+
+    def _index(self, path: Path) -> Exception | None:
+        """Add a snapshot, or say what is wrong with it. Raises OSError if it cannot be read."""
+        problem: Exception | None = None
+        seen: bytes | None = None
+        # Another server may take the state away while this looks: first the manifest changes, then the files go.
+        while seen != (data := _read_if_there(path / _MANIFEST)):
+            seen = data
+            try:
+                manifest = manifests.decode(data, path.parent.name, path.name)
+                for part in manifest.parts:
+                    if (size := (path / part.name).stat().st_size) != part.bytes:
+                        raise DamagedError(f"{part.name} has {size} bytes instead of {part.bytes}")
+                entry = Entry(manifest, path, (path / _MANIFEST).stat().st_mtime)
+            except (DamagedError, FileNotFoundError) as error:
+                problem = error
+                continue
+            with self._lock:
+                self._entries[path.parent.name, path.name] = entry
+            return None
+        return problem
 
     def _link(self) -> None:
         """Find out who continues whom; give up what continues nothing that is there."""
@@ -654,6 +688,14 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _read_if_there(path: Path) -> bytes:
+    """A file's bytes, none if there is no such file. Raises OSError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def sync_directory(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -193,6 +194,51 @@ def test_another_server_sees_what_the_first_one_wrote_and_removed(tmp_path: Path
     written = [write(store, conversation[0]) for store in (one, two)]
     assert all(written)
     assert sound(tmp_path, conversation) == 1
+
+
+def test_a_snapshot_that_another_server_gave_up_is_looked_at_again(tmp_path: Path) -> None:
+    one, two = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0)
+    conversation = turns(2)
+    for turn in conversation:
+        write(one, turn)
+    two.rescan()
+    first, second = two.find(conversation[1])[::-1]
+    one.give_up(one.find(conversation[0])[0])
+    # Its pages are still of use; its state is not there.
+    check(two, second, conversation[1])
+    with pytest.raises(FileNotFoundError):
+        two.reader(first)
+    two.reread(first)
+    assert [e.manifest.length for e in two.find(conversation[1])] == [200]
+    check(two, two.find(conversation[1])[0], conversation[1])
+    one.clear()
+    two.reread(two.find(conversation[1])[0])
+    assert not two.find(conversation[1]) and two.quarantines == 0
+
+
+def test_the_same_snapshot_from_two_servers_is_one(tmp_path: Path) -> None:
+    # The second one has not seen the first one's when it gives its own the name.
+    one, two, turn = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0), ids(150)
+    for store in (one, two):
+        entry = write(store, turn)
+        assert entry is not None
+        check(store, entry, turn)
+    assert one.find(turn)[0].manifest == two.find(turn)[0].manifest
+    assert sound(tmp_path, [turn]) == 1
+
+
+def test_what_cannot_be_read_now_is_left_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, turn = Store(tmp_path, MODEL, 0), ids(150)
+    write(store, turn)
+
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, "input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        again = Store(tmp_path, MODEL, 0)
+        assert not again.entries and again.quarantines == 0
+    assert sound(tmp_path, [turn]) == 1
 
 
 def test_only_one_server_makes_room_at_a_time(tmp_path: Path) -> None:
