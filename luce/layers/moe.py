@@ -39,7 +39,7 @@ class MoELayer:
         self._shared = shared
         self._bytes = None if device.host else expert_weights(gate_up, down, spec.experts)
         other = None if device.host or shared is None else expert_weights(shared.reads, shared.down, 1)
-        # One launch for all saves two, of 3 us each, and the wait for their results.
+        # One launch for all: two less, and no wait for their results.
         joins = self._bytes is not None and other is not None and self._bytes.joins(other)
         self._joined = other if joins else None
 
