@@ -30,8 +30,15 @@ class Backend(Protocol):
     def pages(self) -> tuple[int, ...]:
         """Pages that exist in each page group: numbers 0..pages-1."""
 
+    @property
+    def generation(self) -> int:
+        """How often all that sequences keep in the backend has been lost."""
+
     def forward(self, step: Step) -> Output:
-        """Run one step. Raises BackendError or DeviceError: the step's sequences are lost, later steps work."""
+        """Run one step. Raises BackendError or DeviceError: the step's sequences are lost, later steps work.
+
+        ShardLostError: so is every other sequence that has run a step.
+        """
 
     def close(self) -> None:
         """Release weights and states. Idempotent."""

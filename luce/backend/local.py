@@ -51,6 +51,17 @@ class LocalShard:
         self._groups = {index: spec.group_of(index) for index in (*self._mirrors, *layers)}
         self._taken, self._lent = spec.lent(layers.start), spec.lent(layers.stop)
 
+    @property
+    def parts(self) -> tuple[ShardInfo, ...]:
+        return (self.info,)
+
+    @property
+    def generation(self) -> int:
+        return 0
+
+    def announce(self, step: Step) -> None:
+        pass
+
     def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
         if handed is None and self._embedding is None:
             raise BackendError(f"shard {self.info.layers} on {self.info.device}: no activation was handed over")

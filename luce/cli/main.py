@@ -23,13 +23,14 @@ class Verb:
     model: bool = True
 
 
-RUNTIME = ("placement", "engine", "limits", "text")
+RUNTIME = ("placement", "remote", "engine", "limits", "text")
 VERBS = {
     "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),
     "run": Verb("answer one prompt and exit", (*RUNTIME, "sampling")),
-    "inspect": Verb("show what a model file holds and where its layers would go", ("placement", "engine")),
+    "inspect": Verb("show what a model file holds and where its layers would go", ("placement", "remote", "engine")),
     "pull": Verb("download a model"),
+    "shard": Verb("hold layers for a server in another process", model=False),
     "doctor": Verb("show drivers, devices and kernel builds of this machine", model=False),
 }
 
@@ -55,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
         if name == "chat":
             sub.add_argument("-s", "--system", metavar="TEXT", help="system message")
             sub.add_argument("--plain", action="store_true", help="no colours, no Markdown (also with NO_COLOR)")
+        if name == "shard":
+            sub.add_argument("--fds", metavar="N,N", required=True, help=argparse.SUPPRESS)
         if name == "inspect":
             sub.add_argument("--layers", action="store_true", help="a table of all layers (--json has it anyway)")
         if name in ("run", "inspect", "doctor"):

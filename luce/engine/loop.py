@@ -40,7 +40,15 @@ from luce.engine.sequence import (
     Token,
     Tokens,
 )
-from luce.errors import BackendError, ContextError, LuceError, QueueFullError, RequestError, UnavailableError
+from luce.errors import (
+    BackendError,
+    ContextError,
+    LuceError,
+    QueueFullError,
+    RequestError,
+    ShardLostError,
+    UnavailableError,
+)
 from luce.runtime.step import Int32, Output
 
 _log = logging.getLogger(__name__)
@@ -141,6 +149,7 @@ class Engine:
         timeout: float = 0,
     ) -> None:
         self._backend = backend
+        self._generation = backend.generation
         self._eos = eos
         self._slots = backend.slots
         self._max_queue = max_queue
@@ -311,6 +320,13 @@ class Engine:
         self._work_off_inbox()
         if self._closing:
             return False
+        if self._backend.generation != self._generation:
+            self._generation = self._backend.generation
+            for sequence in self._scheduler.running:
+                if sequence.done:
+                    self._fail(
+                        self._runs[sequence], ShardLostError("a shard was lost, and with it what the reply stands on")
+                    )
         now = time.monotonic()
         expired, overdue = self._scheduler.late(now)
         for sequence in expired:

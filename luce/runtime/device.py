@@ -7,7 +7,7 @@ CUDA and HIP. Ops are the only callers of `launch`; they ask `device.host` wheth
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,9 +25,16 @@ class DeviceName:
 
     kind: DeviceKind
     index: int
+    #: `tcp://host:port/` for a device of another machine
+    place: str = ""
+
+    @property
+    def local(self) -> DeviceName:
+        """The device as its own machine names it."""
+        return DeviceName(self.kind, self.index)
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.index}"
+        return f"{self.place}{self.kind}:{self.index}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,8 @@ class Device(ABC):
     kv_dtype: np.dtype[Any]
     #: whether ops run their NumPy reference here instead of launching kernels
     host: bool
+    #: whether this stands for devices of another process: `zeros` here is memory that both processes see
+    shared = False
 
     @abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
@@ -137,6 +146,13 @@ class Device(ABC):
     @abstractmethod
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Host memory that this device's copy streams reach without stopping the host: uint8 [size]."""
+
+    def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
+        """Let this device's copy streams reach memory that somebody else made, without stopping the host.
+
+        Returns what undoes it. Raises DeviceError. By default there is nothing to do.
+        """
+        return lambda: None
 
     def reaches(self, other: Device) -> bool:
         """Whether a copy stream of this device can write to `other`'s memory. May open the way the first time."""
