@@ -1,4 +1,5 @@
-// Element-wise gates and the residual addition. Grid: x rows, y blocks along a row.
+// Element-wise gates and the residual addition. Grid: x rows, y blocks along a row, of EACH elements per thread in the
+// gates over whole rows, else of one.
 #include "gpu.h"
 
 LUCE_FN float silu(float x) { return x / (1.0f + expf(-x)); }
@@ -8,30 +9,54 @@ LUCE_FN float gelu(float x) {
     return 0.5f * x * (1.0f + tanhf(root * (x + 0.044715f * x * x * x)));
 }
 
+// Elements that a thread of the gates takes: what it loads at once hides the memory's latency.
+#define EACH 4
+
+LUCE_FN int element(int e) { return (int)((blockIdx.y * EACH + e) * blockDim.x + threadIdx.x); }
+
 extern "C" __global__ void gated_silu(float* __restrict__ out, const float* __restrict__ gate,
                                       const i64 gate_stride, const float* __restrict__ up, const i64 up_stride,
                                       const int f) {
-    int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (i >= f) return;
-    out[(i64)blockIdx.x * f + i] = silu(gate[blockIdx.x * gate_stride + i]) * up[blockIdx.x * up_stride + i];
+    float g[EACH], u[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        int i = element(e);
+        g[e] = i < f ? gate[blockIdx.x * gate_stride + i] : 0.0f;
+        u[e] = i < f ? up[blockIdx.x * up_stride + i] : 0.0f;
+    }
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+        if (element(e) < f) out[(i64)blockIdx.x * f + element(e)] = silu(g[e]) * u[e];
 }
 
 extern "C" __global__ void gated_gelu(float* __restrict__ out, const float* __restrict__ gate,
                                       const i64 gate_stride, const float* __restrict__ up, const i64 up_stride,
                                       const int f) {
-    int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (i >= f) return;
-    out[(i64)blockIdx.x * f + i] = gelu(gate[blockIdx.x * gate_stride + i]) * up[blockIdx.x * up_stride + i];
+    float g[EACH], u[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        int i = element(e);
+        g[e] = i < f ? gate[blockIdx.x * gate_stride + i] : 0.0f;
+        u[e] = i < f ? up[blockIdx.x * up_stride + i] : 0.0f;
+    }
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+        if (element(e) < f) out[(i64)blockIdx.x * f + element(e)] = gelu(g[e]) * u[e];
 }
 
 extern "C" __global__ void sigmoid_gate(float* __restrict__ out, const float* __restrict__ x,
                                         const float* __restrict__ gate, const i64 row_stride, const i64 head_stride,
                                         const int heads, const int d) {
-    int i = blockIdx.y * blockDim.x + threadIdx.x;
-    if (i >= heads * d) return;
-    float z = gate[blockIdx.x * row_stride + i / d * head_stride + i % d];
-    i64 at = (i64)blockIdx.x * heads * d + i;
-    out[at] = x[at] / (1.0f + expf(-z));
+    float z[EACH], value[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        int i = element(e);
+        z[e] = i < heads * d ? gate[blockIdx.x * row_stride + i / d * head_stride + i % d] : 0.0f;
+        value[e] = i < heads * d ? x[(i64)blockIdx.x * heads * d + i] : 0.0f;
+    }
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+        if (element(e) < heads * d) out[(i64)blockIdx.x * heads * d + element(e)] = value[e] / (1.0f + expf(-z[e]));
 }
 
 // log(1 + e^x), x itself where e^x would swamp the 1.

@@ -1,9 +1,13 @@
 // variants: HEAD=32,64,128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=F16
-// variants: HEAD=32,64,128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=Q8_0 VTYPE=Q8_0
-// variants: HEAD=128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=BF16 VTYPE=BF16
-// variants: HEAD=128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=Q4_0 VTYPE=Q4_0
-// variants: HEAD=128,256 QUERIES=4,16 SPLIT=4 KTYPE=Q8_0 VTYPE=Q4_0
-// variants: HEAD=128 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=Q8_0
+// variants: HEAD=128,256 QUERIES=4,16 SPLIT=4 KTYPE=BF16 VTYPE=BF16
+// variants for hip: HEAD=512 QUERIES=4,16 SPLIT=4 KTYPE=BF16 VTYPE=BF16
+// variants for hip: HEAD=32,64,128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=Q8_0 VTYPE=Q8_0
+// variants for hip: HEAD=128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=Q4_0 VTYPE=Q4_0
+// variants for hip: HEAD=128,256 QUERIES=4,16 SPLIT=4 KTYPE=Q8_0 VTYPE=Q4_0
+// variants for hip: HEAD=128 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=Q8_0
+// The portable attention, for GPUs without products of 16-bit tiles (attention_mma.cu), or with less shared memory than
+// these take.
+//
 // Causal attention over KV pages. HEAD is the head dimension rounded up to a variant; the true one is an argument.
 // KTYPE and VTYPE are how K and V are stored (kv.h); all pairs of types that are not listed compile too.
 //
@@ -20,9 +24,8 @@
 // A tile is QUERIES queries of one span that share a KV head: query q of a span belongs to row q / group and to query
 // head q % group of the KV head. Threads have two roles. For the scores, thread t has key t % KEYS and the queries
 // t / KEYS, + SCORE_GROUPS, ...; for the values it has two columns and the queries t / PAIRS, + VALUE_GROUPS, ...
-#include "kv.h"
+#include "attention.h"
 
-#define PAGE 64
 #define KEYS 32
 #define THREADS (HEAD == 512 ? 256 : 128)
 // Columns of K in shared memory at once, two to a word of kv.h. The padding puts the keys of neighbouring threads into
@@ -64,9 +67,6 @@ struct Tile {
 
 LUCE_FN int split_skew(const int* first) { return first[0] / PAGE % SPLIT; }
 
-// Of the maximum `top` of scores, what to subtract from them: 0 where no key was seen, as inf - inf is NaN.
-LUCE_FN float softmax_base(float top) { return top == -LUCE_INF ? 0.0f : top; }
-
 LUCE_FN void fold(float& top, float& sum, float next_top, float next_sum, float& keep, float& take) {
     float both = fmaxf(top, next_top);
     float base = softmax_base(both);
@@ -90,19 +90,9 @@ LUCE_FN bool find_tile(Tile& tile, Shared& shared, const float* q, i64 q_row, i6
                        const int* table, const int* first, const int* counts, int width, const int* positions,
                        int heads, int kv_heads, int d, float scale, int window) {
     int group = heads / kv_heads;
-    // Tiles of span i begin at start * group / QUERIES + i: never fewer than it needs, and known without a sum over the
-    // spans before it. The last span that begins at or before this block is its own.
-    int low = 0, high = span_count - 1;
-    int block = blockIdx.x;
-    while (low < high) {
-        int middle = (low + high + 1) / 2;
-        if (spans[middle * 4 + 1] * group / QUERIES + middle <= block)
-            low = middle;
-        else
-            high = middle - 1;
-    }
-    int start = spans[low * 4 + 1], rows = spans[low * 4 + 2];
-    int query = (block - (start * group / QUERIES + low)) * QUERIES;
+    int span = tile_span(spans, span_count, group, QUERIES, blockIdx.x);
+    int start = spans[span * 4 + 1], rows = spans[span * 4 + 2];
+    int query = (blockIdx.x - first_tile(spans, span, group, QUERIES)) * QUERIES;
     if (query >= rows * group) return false;
 
     int row = start + query / group;
@@ -110,9 +100,9 @@ LUCE_FN bool find_tile(Tile& tile, Shared& shared, const float* q, i64 q_row, i6
     tile.v_pool = v_pool;
     tile.row = (i64)kv_heads * d;
     tile.column = (i64)blockIdx.y * d;
-    tile.pages = table + (i64)low * width;
-    tile.first = first + (i64)low * width;
-    tile.count = counts[low];
+    tile.pages = table + (i64)span * width;
+    tile.first = first + (i64)span * width;
+    tile.count = counts[span];
     tile.skew = split_skew(tile.first);
     tile.window = window;
     tile.d = d;

@@ -42,28 +42,34 @@ LUCE_FN void products(const u8* __restrict__ weight, const float* __restrict__ x
     for (int unit = luce_lane(); unit < row_units(cols); unit += LUCE_LANES) {
         const int column = unit_column(unit);
         const int left = WHOLE ? UNIT : cols - column;
-        float w[FEATURES][UNIT];
+        Packed packed[FEATURES];
 #pragma unroll
-        for (int f = 0; f < FEATURES; f++) unpack(row[f], unit, left, w[f]);
+        for (int f = 0; f < FEATURES; f++) fetch(row[f], unit, left, packed[f]);
 #pragma unroll
-        for (int r = 0; r < COUNT; r++) {
-            keep_order();
-            const float* from = x + (i64)luce_min(r, n - 1) * x_stride + column;
+        for (int run = 0; run < RUNS; run++) {
+            float w[FEATURES][RUN];
 #pragma unroll
-            for (int e = 0; e < UNIT; e += 4) {
-                const int at = e / RUN * STEP + e % RUN;
-                float v[4];
-                if (WHOLE) {
-                    const float4 all = *reinterpret_cast<const float4*>(from + at);
-                    v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
-                } else {
+            for (int f = 0; f < FEATURES; f++) unpack_run(packed[f], unit, run, w[f]);
 #pragma unroll
-                    for (int i = 0; i < 4; i++) v[i] = at + i < left ? from[at + i] : 0.0f;
-                }
+            for (int r = 0; r < COUNT; r++) {
+                keep_order();
+                const float* from = x + (i64)luce_min(r, n - 1) * x_stride + column;
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
+                for (int e = 0; e < RUN; e += 4) {
+                    const int at = run * STEP + e;
+                    float v[4];
+                    if (WHOLE) {
+                        const float4 all = *reinterpret_cast<const float4*>(from + at);
+                        v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
+                    } else {
 #pragma unroll
-                    for (int f = 0; f < FEATURES; f++) sum[f][r] = fmaf(w[f][e + i], v[i], sum[f][r]);
+                        for (int i = 0; i < 4; i++) v[i] = at + i < left ? from[at + i] : 0.0f;
+                    }
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+#pragma unroll
+                        for (int f = 0; f < FEATURES; f++) sum[f][r] = fmaf(w[f][e + i], v[i], sum[f][r]);
+                    }
                 }
             }
         }

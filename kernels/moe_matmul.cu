@@ -4,9 +4,10 @@
 // pair = row * k + slot. The weights of all experts are one matrix [experts * rows, cols], read in place.
 //
 // Row invariance: each result is one sum in an order that the columns alone decide (as in matmul_vec.cu for
-// expert_vec, as in matmul_tile.cu for expert_tile). Which pairs share a tile, and where in it they stand, has no part.
+// expert_vec, as in tile.h for expert_tile). Which pairs share a tile, and where in it they stand, has no part.
 #include "quants.h"
 #include "reduce.h"
+#include "tile.h"
 
 // --- few rows: a wave owns FEATURES rows of one pair's expert
 
@@ -79,109 +80,40 @@ extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
     }
 }
 
-// --- many rows: a block makes TILE_ROWS pairs x TILE_FEATURES results of one expert, DEPTH columns at a time
-
-#define THREADS 128
-// An expert's share of 512 rows is 16 to 32 pairs for 8 of 256 or of 128 experts: larger tiles would be mostly empty.
-#define TILE_ROWS 32
-#define TILE_FEATURES 128
-#define DEPTH 32
-#define SLICE (DEPTH / UNIT)  // units of a weight row in a tile
-#define MY_ROWS 4
-#define MY_FEATURES 8
-
-static_assert(TILE_ROWS / MY_ROWS * (TILE_FEATURES / MY_FEATURES) == THREADS, "each thread makes 4 x 8 results");
-static_assert(THREADS == TILE_FEATURES && THREADS % TILE_ROWS == 0, "each thread unpacks one feature, loads of one row");
+// --- many rows
 
 // As expert_vec, for pairs sorted by moe.cu's group_pairs: tiles [*, 3] holds a tile's expert, first place in `order`,
-// and count of pairs.
-// Grid: (tiles, ceil(rows / TILE_FEATURES)) blocks of THREADS; tiles of no pairs are left out.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    expert_tile(const u8* __restrict__ weight, const float* __restrict__ x, const i32* __restrict__ order,
-                const i32* __restrict__ tiles, float* __restrict__ out, int slots, int rows, int cols, int x_row,
-                int x_slot, int out_stride, int first) {
-    // Columns first, so that neighbouring threads store and load neighbouring words.
-    __shared__ __align__(16) float xs[DEPTH][TILE_ROWS];
-    __shared__ __align__(16) float ws[DEPTH][TILE_FEATURES];
-    __shared__ i32 pairs[TILE_ROWS];
-
+// and count of at most TILE_ROWS pairs. x and scale are as tile.h takes them: a row per pair, or with share = slots one
+// for all slots of a row.
+// Grid: (tiles, ceil(rows / TILE_FEATURES)) blocks of TILE_THREADS; tiles of no pairs are left out.
+extern "C" __global__ void TILE_BOUNDS
+    expert_tile(const u8* __restrict__ weight, const tile_x* __restrict__ x, const float* __restrict__ scale,
+                const i32* __restrict__ order, const i32* __restrict__ tiles, float* __restrict__ out, int share,
+                int rows, int cols, int x_stride, int out_stride, int first) {
+    __shared__ i32 pairs[TILE_ROWS], sources[TILE_ROWS];
     const int count = tiles[blockIdx.x * 3 + 2];
     if (count == 0) return;
-    const u8* expert = weight + (i64)tiles[blockIdx.x * 3] * rows * row_bytes(cols);
-    const int thread = (int)threadIdx.x;
-    const int feature0 = (int)blockIdx.y * TILE_FEATURES;
-    if (thread < count) pairs[thread] = order[tiles[blockIdx.x * 3 + 1] + thread];
+    const int place = tiles[blockIdx.x * 3 + 1];
+    if (luce_thread() < TILE_ROWS) {
+        pairs[luce_thread()] = order[place + luce_min(luce_thread(), count - 1)];
+        sources[luce_thread()] = pairs[luce_thread()] / share;
+    }
     luce_sync();
 
-    const u8* feature_from = expert + (feature0 + thread) * row_bytes(cols);
-    const int row = thread % TILE_ROWS;
-    const int pair = row < count ? pairs[row] : 0;
-    const float* row_from = x + (i64)(pair / slots) * x_row + (i64)(pair % slots) * x_slot;
-
-    // A thread's features are two groups of four, half a tile apart: its lanes' 16-byte loads then lie side by side.
-    const int my_row = thread / (TILE_FEATURES / MY_FEATURES) * MY_ROWS;
-    const int my_feature = thread % (TILE_FEATURES / MY_FEATURES) * 4;
-    float sum[MY_ROWS][MY_FEATURES];
-#pragma unroll
-    for (int r = 0; r < MY_ROWS; r++) {
-#pragma unroll
-        for (int f = 0; f < MY_FEATURES; f++) sum[r][f] = 0.0f;
-    }
-
-    const int units = row_units(cols);
-    for (int unit0 = 0; unit0 < units; unit0 += SLICE) {
-        // Rows, features and columns beyond the end become zeros: they add nothing.
-        for (int slice = 0; slice < SLICE; slice++) {
-            const int unit = unit0 + slice;
-            float w[UNIT];
-            if (feature0 + thread < rows && unit < units) {
-                unpack(feature_from, unit, cols - unit_column(unit), w);
-            } else {
-#pragma unroll
-                for (int e = 0; e < UNIT; e++) w[e] = 0.0f;
-            }
-#pragma unroll
-            for (int e = 0; e < UNIT; e++) ws[slice * UNIT + e][thread] = w[e];
-        }
-        for (int at = thread / TILE_ROWS * 4; at < DEPTH; at += THREADS / TILE_ROWS * 4) {
-            const int unit = unit0 + at / UNIT;
-            const int column = unit_column(unit) + at % UNIT / RUN * STEP + at % RUN;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                xs[at + i][row] = row < count && column + i < cols ? row_from[column + i] : 0.0f;
-            }
-        }
-        luce_sync();
-        // Whole waves skip what a tile lacks: half of the tiles' rows do not exist in the case above.
-        if (my_row < count) {
-#pragma unroll 4
-            for (int k = 0; k < DEPTH; k++) {
-                float a[MY_ROWS], b[MY_FEATURES];
-                const float4 rows4 = *reinterpret_cast<const float4*>(&xs[k][my_row]);
-                const float4 left4 = *reinterpret_cast<const float4*>(&ws[k][my_feature]);
-                const float4 right4 = *reinterpret_cast<const float4*>(&ws[k][my_feature + TILE_FEATURES / 2]);
-                a[0] = rows4.x, a[1] = rows4.y, a[2] = rows4.z, a[3] = rows4.w;
-                b[0] = left4.x, b[1] = left4.y, b[2] = left4.z, b[3] = left4.w;
-                b[4] = right4.x, b[5] = right4.y, b[6] = right4.z, b[7] = right4.w;
-#pragma unroll
-                for (int r = 0; r < MY_ROWS; r++) {
-#pragma unroll
-                    for (int f = 0; f < MY_FEATURES; f++) sum[r][f] = fmaf(b[f], a[r], sum[r][f]);
-                }
-            }
-        }
-        luce_sync();
-    }
-
-#pragma unroll
-    for (int r = 0; r < MY_ROWS; r++) {
-        if (my_row + r < count) {
-            float* to = out + (i64)pairs[my_row + r] * out_stride + first;
-#pragma unroll
-            for (int f = 0; f < MY_FEATURES; f++) {
-                const int feature = feature0 + my_feature + f % 4 + f / 4 * (TILE_FEATURES / 2);
-                if (feature < rows) to[feature] = sum[r][f];
-            }
-        }
-    }
+    Tile tile;
+    tile.weight = weight + (i64)tiles[blockIdx.x * 3] * rows * row_bytes(cols);
+    tile.x = x;
+    tile.scale = scale;
+    tile.out = out + first;
+    tile.pairs = pairs;
+    tile.sources = sources;
+    tile.count = count;
+    tile.feature0 = (int)blockIdx.y * TILE_FEATURES;
+    tile.rows = rows;
+    tile.cols = cols;
+    tile.begin = 0;
+    tile.end = cols;
+    tile.x_stride = x_stride;
+    tile.out_stride = out_stride;
+    tile_products(tile);
 }

@@ -1,41 +1,91 @@
 // Root mean square norms: x / sqrt(mean(x^2) + eps) * weight, in float32.
 //
-// Whole rows (rms_norm, add_rms_norm) take one block each, heads (head_rms_norm, gated_rms_norm) one wave each. The
-// block's size comes from the row's length alone, so a row's sum has one order however many rows there are.
+// Whole rows (rms_norm, add_rms_norm) take one block each, heads (head_rms_norm) one wave each. The block's size comes
+// from the row's length alone, so a row's sum has one order however many rows there are.
 #include "reduce.h"
+
+// Elements of a row that a thread keeps in registers between the sum and the result; of longer rows it reads the others
+// again.
+#define HELD 8
+
+template <int WIDTH> struct alignas(4 * WIDTH) Floats {
+    float at[WIDTH];
+};
+
+LUCE_FN bool aligned(const float* first, i64 stride) {
+    return (reinterpret_cast<u64>(first) | (u64)stride * 4) % 16 == 0;
+}
+
+// One row, by accesses of WIDTH elements; with `more`, row += more first. Everything is loaded before anything is waited
+// for: a single row is all latency.
+template <int WIDTH>
+LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, const float* __restrict__ more,
+                      const float* __restrict__ weight, int d, float eps) {
+    using Unit = Floats<WIDTH>;
+    const int step = (int)blockDim.x * WIDTH, first = (int)threadIdx.x * WIDTH;
+    Unit held[HELD / WIDTH], factor[HELD / WIDTH], added[HELD / WIDTH];
+#pragma unroll
+    for (int n = 0; n < HELD / WIDTH; n++) {
+        held[n] = factor[n] = added[n] = {};
+        const int i = first + n * step;
+        if (i >= d) continue;
+        held[n] = *reinterpret_cast<const Unit*>(row + i);
+        if (more) added[n] = *reinterpret_cast<const Unit*>(more + i);
+        factor[n] = *reinterpret_cast<const Unit*>(weight + i);
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < HELD / WIDTH; n++) {
+#pragma unroll
+        for (int e = 0; e < WIDTH; e++) {
+            if (more) held[n].at[e] += added[n].at[e];
+            sum = fmaf(held[n].at[e], held[n].at[e], sum);
+        }
+        if (more && first + n * step < d) *reinterpret_cast<Unit*>(sums + first + n * step) = held[n];
+    }
+    for (int i = first + HELD / WIDTH * step; i < d; i += step)
+#pragma unroll
+        for (int e = 0; e < WIDTH; e++) {
+            float value = row[i + e];
+            if (more) sums[i + e] = value += more[i + e];
+            sum = fmaf(value, value, sum);
+        }
+    const float scale = 1.0f / sqrtf(luce_block_sum(sum) / (float)d + eps);
+#pragma unroll
+    for (int n = 0; n < HELD / WIDTH; n++) {
+        Unit result;
+#pragma unroll
+        for (int e = 0; e < WIDTH; e++) result.at[e] = held[n].at[e] * scale * factor[n].at[e];
+        if (first + n * step < d) *reinterpret_cast<Unit*>(to + first + n * step) = result;
+    }
+    // Each thread reads back only what it wrote itself.
+    for (int i = first + HELD / WIDTH * step; i < d; i += step)
+#pragma unroll
+        for (int e = 0; e < WIDTH; e++) to[i + e] = row[i + e] * scale * weight[i + e];
+}
 
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm(float* __restrict__ out, const float* __restrict__ x, const i64 x_stride, const float* __restrict__ weight,
              const int d, const float eps) {
     const float* row = x + blockIdx.x * x_stride;
     float* to = out + (i64)blockIdx.x * d;
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < d; i += blockDim.x) sum = fmaf(row[i], row[i], sum);
-    float scale = 1.0f / sqrtf(luce_block_sum(sum) / (float)d + eps);
-    for (int i = threadIdx.x; i < d; i += blockDim.x) to[i] = row[i] * scale * weight[i];
+    if (aligned(x, x_stride) && d % 4 == 0)
+        norm_row<4>(to, row, nullptr, nullptr, weight, d, eps);
+    else
+        norm_row<1>(to, row, nullptr, nullptr, weight, d, eps);
 }
 
+// x += delta, and the norm of the sums.
 extern "C" __global__ void __launch_bounds__(1024)
-    add_rms_norm(float* __restrict__ out, float* __restrict__ x, const i64 x_stride, const float* __restrict__ delta,
+    add_rms_norm(float* __restrict__ out, float* x, const i64 x_stride, const float* __restrict__ delta,
                  const i64 delta_stride, const float* __restrict__ weight, const int d, const float eps) {
     float* row = x + blockIdx.x * x_stride;
     const float* more = delta + blockIdx.x * delta_stride;
     float* to = out + (i64)blockIdx.x * d;
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < d; i += blockDim.x) {
-        float value = row[i] + more[i];
-        row[i] = value;
-        sum = fmaf(value, value, sum);
-    }
-    float scale = 1.0f / sqrtf(luce_block_sum(sum) / (float)d + eps);
-    // Each thread reads back only what it wrote itself.
-    for (int i = threadIdx.x; i < d; i += blockDim.x) to[i] = row[i] * scale * weight[i];
-}
-
-LUCE_FN float head_scale(const float* head, int d, float eps) {
-    float sum = 0.0f;
-    for (int i = luce_lane(); i < d; i += LUCE_LANES) sum = fmaf(head[i], head[i], sum);
-    return 1.0f / sqrtf(luce_lane_sum(sum) / (float)d + eps);
+    if (aligned(x, x_stride) && aligned(delta, delta_stride) && d % 4 == 0)
+        norm_row<4>(to, row, row, more, weight, d, eps);
+    else
+        norm_row<1>(to, row, row, more, weight, d, eps);
 }
 
 extern "C" __global__ void head_rms_norm(float* __restrict__ x, const i64 row_stride, const i64 head_stride,
@@ -44,22 +94,8 @@ extern "C" __global__ void head_rms_norm(float* __restrict__ x, const i64 row_st
     int head = blockIdx.y * (blockDim.x / LUCE_LANES) + luce_wave();
     if (head >= heads) return;  // whole waves
     float* from = x + blockIdx.x * row_stride + head * head_stride;
-    float scale = head_scale(from, d, eps);
+    float sum = 0.0f;
+    for (int i = luce_lane(); i < d; i += LUCE_LANES) sum = fmaf(from[i], from[i], sum);
+    float scale = 1.0f / sqrtf(luce_lane_sum(sum) / (float)d + eps);
     for (int i = luce_lane(); i < d; i += LUCE_LANES) from[i] = from[i] * scale * weight[i];
-}
-
-extern "C" __global__ void gated_rms_norm(float* __restrict__ out, const float* __restrict__ x,
-                                          const float* __restrict__ gate, const i64 gate_stride, const int heads,
-                                          const float* __restrict__ weight, const int d, const float eps) {
-    int head = blockIdx.y * (blockDim.x / LUCE_LANES) + luce_wave();
-    if (head >= heads) return;  // whole waves
-    i64 at = ((i64)blockIdx.x * heads + head) * d;
-    const float* from = x + at;
-    const float* z = gate + blockIdx.x * gate_stride + (i64)head * d;
-    float* to = out + at;
-    float scale = head_scale(from, d, eps);
-    for (int i = luce_lane(); i < d; i += LUCE_LANES) {
-        float silu = z[i] / (1.0f + expf(-z[i]));
-        to[i] = from[i] * scale * weight[i] * silu;
-    }
 }

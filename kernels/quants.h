@@ -1,11 +1,14 @@
 // GGUF block formats: -DQTYPE=Q4_K (any name below) picks one, and this header then defines how a row is read.
 //
-// A row is cut into units of UNIT elements, the piece that one thread unpacks at a time. A unit's elements are RUNS runs
-// of RUN neighbours, STEP columns apart, because the low and the high bits of one byte belong to distant columns.
-// Element e of unit u stands in column unit_column(u) + e / RUN * STEP + e % RUN.
+// A row is cut into units of UNIT elements, the piece that one thread unpacks at a time: as many as 16 neighbouring bytes
+// hold. A unit's elements are RUNS runs of RUN neighbours, STEP columns apart, because the low and the high bits of one
+// byte belong to distant columns. Element e of unit u stands in column unit_column(u) + e / RUN * STEP + e % RUN.
 //
-// Formats as in the gguf package, and exactly its float32 values: each scale times its integers has at most 24
-// significant bits, so these products are exact and it does not matter which of them a compiler fuses with an addition.
+// `fetch` loads a unit as it lies in memory, `unpack_run` makes numbers of a run of it, `unpack` is both. A kernel that
+// fetches early has the loads under way while it computes.
+//
+// Formats as in the gguf package, and exactly its float32 values for finite scales: each scale times its integers has at
+// most 24 significant bits, so these products are exact, and fused with an addition they give the same value.
 #pragma once
 #include "gpu.h"
 
@@ -77,18 +80,13 @@
 #elif QTYPE == Q2_K || QTYPE == Q3_K || QTYPE == Q6_K
 #define PLAIN 0
 #define RUNS 4
-#define RUN 4
-#define STEP 32
-#elif QTYPE == Q4_K || QTYPE == Q5_K
-#define PLAIN 0
-#define RUNS 2
 #define RUN 8
 #define STEP 32
 #else
 #define PLAIN 0
 #define RUNS 2
-#define RUN 8
-#define STEP 16
+#define RUN 16
+#define STEP (QTYPE == Q4_K || QTYPE == Q5_K ? 32 : 16)
 #endif
 
 #define UNIT (RUNS * RUN)
@@ -110,14 +108,136 @@ LUCE_FN int unit_column(int unit) {
     return unit / inner * SPAN + unit % inner * RUN;
 }
 
-// Fields of blocks whose size is a multiple of 4 lie on multiples of 4 where they are read as 32 bits.
-LUCE_FN u32 block_u32(const u8* from) {
+// COUNT words from `from` on, which lies in a block where a field is as aligned as the block itself: blocks are multiples
+// of 2, 4, 8 or 16 bytes. The widest loads are the fewest, and a lane's load costs what a wave's costs that meets as many
+// lines: blocks of 18, 34, 110 or 210 bytes are read as the aligned words that they lie across, never beyond the field.
+template <int COUNT> LUCE_FN void read_words(const u8* from, u32* to) {
+#if BLOCK_BYTES % 16 == 0
+    if (COUNT % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(from + i * 4);
+            to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
+        }
+        return;
+    }
+#endif
+#if BLOCK_BYTES % 8 == 0
+    if (COUNT % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 2) {
+            const uint2 two = *reinterpret_cast<const uint2*>(from + i * 4);
+            to[i] = two.x, to[i + 1] = two.y;
+        }
+        return;
+    }
+#endif
 #if BLOCK_BYTES % 4 == 0
-    return luce_u32_at4(from);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) to[i] = luce_u32_at4(from + i * 4);
 #else
-    return luce_u32_at2(from);
+    const u32 odd = (u32)(u64)from & 2;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) to[i] = luce_u32_at4(from - odd + i * 4);
+    const u32 last = odd ? luce_u16_at2(from + COUNT * 4 - 2) : 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const u64 both = (u64)(i + 1 < COUNT ? to[i + 1] : last) << 32 | to[i];
+        to[i] = (u32)(both >> (odd * 8));
+    }
 #endif
 }
+
+// What memory holds of a unit. `words` are the elements' bits, `upper` further bits of theirs, `scales` what the block's
+// scales are made of.
+struct Packed {
+#if PLAIN
+    u32 words[4];
+#elif QTYPE == Q8_0
+    u32 words[8], scales[1];
+#elif QTYPE == Q4_0 || QTYPE == IQ4_NL || QTYPE == Q4_1
+    u32 words[4], scales[1];
+#elif QTYPE == Q5_0 || QTYPE == Q5_1
+    u32 words[4], upper[1], scales[1];
+#elif QTYPE == IQ4_XS
+    u32 words[4], scales[2];
+#elif QTYPE == Q4_K
+    u32 words[4], scales[4];
+#elif QTYPE == Q5_K
+    u32 words[4], upper[4], scales[4];
+#elif QTYPE == Q2_K
+    u32 words[2], scales[3];
+#elif QTYPE == Q3_K
+    u32 words[2], upper[2], scales[4];
+#else
+    u32 words[4], upper[2], scales[3];
+#endif
+};
+
+// Unit `unit` of the row at `row`. `left` is the number of columns from the unit's first one to the row's end: beyond it
+// plain formats give zeros and read nothing.
+LUCE_FN void fetch(const u8* __restrict__ row, int unit, int left, Packed& packed) {
+    const u8* block = row + (i64)(unit / UNITS) * BLOCK_BYTES;
+#if PLAIN
+    // Rows of odd length start where a 16-byte load would fault.
+    if (left >= UNIT && (u64)block % 16 == 0) {
+        const uint4 all = *reinterpret_cast<const uint4*>(block);
+        packed.words[0] = all.x, packed.words[1] = all.y, packed.words[2] = all.z, packed.words[3] = all.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) packed.words[i] = 0;
+#pragma unroll
+        for (int e = 0; e < UNIT; e++) {
+#if QTYPE == F32
+            if (e < left) packed.words[e] = luce_u32_at4(block + e * 4);
+#else
+            if (e < left) packed.words[e / 2] |= luce_u16_at2(block + e * 2) << (e % 2 * 16);
+#endif
+        }
+    }
+#elif BLOCK == 32
+    read_words<UNIT / (QTYPE == Q8_0 ? 4 : 8)>(block + (BLOCK_BYTES - UNIT / (QTYPE == Q8_0 ? 1 : 2)), packed.words);
+#if QTYPE == Q4_1 || QTYPE == Q5_1
+    packed.scales[0] = luce_u32_at4(block);
+#else
+    packed.scales[0] = luce_u16_at2(block);
+#endif
+#if QTYPE == Q5_0 || QTYPE == Q5_1
+    read_words<1>(block + (BLOCK_BYTES - 20), packed.upper);
+#endif
+#elif QTYPE == IQ4_XS
+    read_words<4>(block + 8 + unit % UNITS * 16, packed.words);
+    read_words<2>(block, packed.scales);
+#elif QTYPE == Q4_K || QTYPE == Q5_K
+    const int part = unit % UNITS;
+    read_words<4>(block + (BLOCK_BYTES - 128) + part * 16, packed.words);
+    read_words<4>(block, packed.scales);
+#if QTYPE == Q5_K
+    read_words<4>(block + 16 + part % 2 * 16, packed.upper);
+#endif
+#else  // halves of 128 columns
+    const int half = unit % UNITS / 4;
+    const int at = unit % 4 * 8;
+#if QTYPE == Q2_K
+    read_words<2>(block + 16 + half * 32 + at, packed.words);
+    read_words<2>(block + half * 8, packed.scales);
+    packed.scales[2] = luce_u32_at4(block + 80);
+#elif QTYPE == Q3_K
+    read_words<2>(block + 32 + half * 32 + at, packed.words);
+    read_words<2>(block + at, packed.upper);
+    read_words<3>(block + 96, packed.scales);
+    packed.scales[3] = luce_u16_at2(block + 108);
+#else
+    read_words<2>(block + half * 64 + at, packed.words);
+    read_words<2>(block + half * 64 + 32 + at, packed.words + 2);
+    read_words<2>(block + 128 + half * 32 + at, packed.upper);
+    read_words<2>(block + 192 + half * 8, packed.scales);
+    packed.scales[2] = luce_u16_at2(block + 208);
+#endif
+#endif
+}
+
+LUCE_FN float half_of(u32 word, int side) { return luce_f32(f16_t{(u16)(word >> (side * 16))}); }
 
 #if QTYPE == IQ4_NL || QTYPE == IQ4_XS
 // The 16 levels as bytes of two words: a table in memory would cost a load per element.
@@ -128,185 +248,118 @@ LUCE_FN float level(u32 index) {
 }
 #endif
 
-#if QTYPE == Q4_K || QTYPE == Q5_K
-// Scale and minimum of 32 columns, 6 bits each in 12 bytes: the first four pairs whole, the upper two bits of the last
-// four in what the first four leave free.
-LUCE_FN void scale_min(const u8* scales, int index, float& scale, float& minimum) {
-    if (index < 4) {
-        scale = (float)(scales[index] & 63);
-        minimum = (float)(scales[index + 4] & 63);
-    } else {
-        scale = (float)((scales[index + 4] & 15) | (scales[index - 4] >> 6) << 4);
-        minimum = (float)((scales[index + 4] >> 4) | (scales[index] >> 6) << 4);
+// w[i] = scale * q[i] + offset, for the four numbers q that lie `shift` bits up in the bytes of `word`, under `mask` in
+// the lowest. They are not shifted down: that is left to the scale, and saves an instruction of four. It is exact.
+LUCE_FN void scaled(u32 word, u32 mask, int shift, float scale, float offset, float* __restrict__ w) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float down = __uint_as_float((u32)(127 - shift - 8 * i) << 23);
+        w[i] = fmaf(scale * down, (float)(word & mask << (shift + 8 * i)), offset);
     }
 }
-#endif
 
-// Unit `unit` of the row at `row` into w[UNIT]. `left` is the number of columns from the unit's first one to the row's
-// end: beyond it plain formats give zeros and read nothing.
-LUCE_FN void unpack(const u8* __restrict__ row, int unit, int left, float* __restrict__ w) {
-    const u8* block = row + (i64)(unit / UNITS) * BLOCK_BYTES;
-#if !PLAIN
-    const int part = unit % UNITS;
-#endif
-
+// Run `run` of unit `unit` into w[RUN].
+LUCE_FN void unpack_run(const Packed& packed, int unit, int run, float* __restrict__ w) {
 #if PLAIN
-    u32 words[4] = {0, 0, 0, 0};
-    // Rows of odd length start where a 16-byte load would fault.
-    if (left >= UNIT && (u64)block % 16 == 0) {
-        const uint4 all = *reinterpret_cast<const uint4*>(block);
-        words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
-    } else {
-#pragma unroll
-        for (int e = 0; e < UNIT; e++) {
-#if QTYPE == F32
-            if (e < left) words[e] = luce_u32_at4(block + e * 4);
-#else
-            if (e < left) words[e / 2] |= luce_u16_at2(block + e * 2) << (e % 2 * 16);
-#endif
-        }
-    }
 #pragma unroll
     for (int e = 0; e < UNIT; e++) {
 #if QTYPE == F32
-        w[e] = __uint_as_float(words[e]);
+        w[e] = __uint_as_float(packed.words[e]);
 #elif QTYPE == F16
-        w[e] = luce_f32(f16_t{(u16)(words[e / 2] >> (e % 2 * 16))});
+        w[e] = half_of(packed.words[e / 2], e % 2);
 #else
-        w[e] = luce_f32(bf16_t{(u16)(words[e / 2] >> (e % 2 * 16))});
+        w[e] = luce_f32(bf16_t{(u16)(packed.words[e / 2] >> (e % 2 * 16))});
 #endif
     }
 
 #elif QTYPE == Q8_0
-    const float d = luce_f16_at2(block);
+    const float d = half_of(packed.scales[0], 0);
 #pragma unroll
-    for (int word = 0; word < UNIT / 4; word++) {
-        const u32 bits = block_u32(block + 2 + word / 2 * 16 + part * 8 + word % 2 * 4);
+    for (int i = 0; i < 4; i++) scaled(packed.words[run * 4 + i] ^ 0x80808080, 255, 0, d, -128.0f * d, w + i * 4);
+
+#elif QTYPE == Q4_0 || QTYPE == Q4_1
+    // Byte i of 16 holds columns i (low bits) and i + 16 (high bits); so do the next formats' bytes.
+    const float d = half_of(packed.scales[0], 0);
+    const float offset = QTYPE == Q4_0 ? -8.0f * d : half_of(packed.scales[0], 1);
 #pragma unroll
-        for (int i = 0; i < 4; i++) w[word * 4 + i] = d * (float)(i8)(bits >> 8 * i);
+    for (int i = 0; i < 4; i++) scaled(packed.words[i], 15, run * 4, d, offset, w + i * 4);
+
+#elif QTYPE == Q5_0 || QTYPE == Q5_1
+    const float d = half_of(packed.scales[0], 0);
+    const float offset = QTYPE == Q5_0 ? -16.0f * d : half_of(packed.scales[0], 1);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        // Four neighbouring bits, each to bit 4 of a byte.
+        const u32 fifth = (packed.upper[0] >> (run * 16 + i * 4) & 15) * 0x02040810 & 0x10101010;
+        scaled((packed.words[i] >> (run * 4) & 0x0f0f0f0f) | fifth, 31, 0, d, offset, w + i * 4);
     }
 
-#elif BLOCK == 32 || QTYPE == IQ4_XS
-    // Byte i of 16 holds columns i (low bits) and i + 16 (high bits).
+#elif QTYPE == IQ4_NL || QTYPE == IQ4_XS
+    float d = half_of(packed.scales[0], 0);
 #if QTYPE == IQ4_XS
-    const int group = part / 2;
-    const u32 low_bits = block[4 + group / 2] >> (group % 2 * 4) & 15;
-    const u32 high_bits = luce_u16_at2(block + 2) >> (group * 2) & 3;
-    const float d = luce_f16_at2(block) * (float)((int)(low_bits | high_bits << 4) - 32);
-    const u8* quants = block + 8 + group * 16 + part % 2 * 8;
-#else
-    const float d = luce_f16_at2(block);
-    const u8* quants = block + (BLOCK_BYTES - 16) + part * 8;
-#endif
-#if QTYPE == Q4_1 || QTYPE == Q5_1
-    const float m = luce_f16_at2(block + 2);
-#endif
-#if QTYPE == Q5_0 || QTYPE == Q5_1
-    const u32 fifth = block_u32(block + (BLOCK_BYTES - 20)) >> (part * 8);
+    const int group = unit % UNITS;
+    const u32 low_bits = packed.scales[1] >> (group * 4) & 15;
+    const u32 high_bits = packed.scales[0] >> (16 + group * 2) & 3;
+    d *= (float)((int)(low_bits | high_bits << 4) - 32);
 #endif
 #pragma unroll
-    for (int word = 0; word < 2; word++) {
-        const u32 bits = block_u32(quants + word * 4);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int e = word * 4 + i;
-            u32 low = bits >> 8 * i & 15;
-            u32 high = bits >> (8 * i + 4) & 15;
-#if QTYPE == Q5_0 || QTYPE == Q5_1
-            low |= (fifth >> e & 1) << 4;
-            high |= (fifth >> (e + 16) & 1) << 4;
-#endif
-#if QTYPE == Q4_0
-            w[e] = d * (float)((int)low - 8);
-            w[e + 8] = d * (float)((int)high - 8);
-#elif QTYPE == Q5_0
-            w[e] = d * (float)((int)low - 16);
-            w[e + 8] = d * (float)((int)high - 16);
-#elif QTYPE == Q4_1 || QTYPE == Q5_1
-            w[e] = d * (float)low + m;
-            w[e + 8] = d * (float)high + m;
-#else
-            w[e] = d * level(low);
-            w[e + 8] = d * level(high);
-#endif
-        }
-    }
+    for (int e = 0; e < RUN; e++) w[e] = d * level(packed.words[e / 4] >> (e % 4 * 8 + run * 4) & 15);
 
 #elif QTYPE == Q4_K || QTYPE == Q5_K
-    const int group = part / 4;  // of 64 columns: low bits are the first 32
-    const int at = part % 4 * 8;
-    const float d = luce_f16_at2(block);
-    const float dmin = luce_f16_at2(block + 2);
-    float scale[2], minimum[2];
+    // The group of 64 columns has two scales and two minima, 6 bits each. Of groups 0 and 1 they lie whole in 16 bits
+    // each, of groups 2 and 3 the upper two bits of each are in what the former leave free.
+    const int group = unit % UNITS / 2;
+    const int side = group % 2 * 16 + run * 8;
+    const u32 first = packed.scales[1] >> side, second = packed.scales[2] >> side, third = packed.scales[3] >> side;
+    const u32 scale_bits = group < 2 ? first & 63 : (third & 15) | (first >> 2 & 48);
+    const u32 minimum_bits = group < 2 ? second & 63 : (third >> 4 & 15) | (second >> 2 & 48);
+    const float scale = half_of(packed.scales[0], 0) * (float)scale_bits;
+    const float minimum = half_of(packed.scales[0], 1) * (float)minimum_bits;
 #pragma unroll
-    for (int run = 0; run < 2; run++) {
-        scale_min(block + 4, group * 2 + run, scale[run], minimum[run]);
-        scale[run] *= d;
-        minimum[run] *= dmin;
-    }
-#pragma unroll
-    for (int word = 0; word < 2; word++) {
-        const u32 bits = block_u32(block + (BLOCK_BYTES - 128) + group * 32 + at + word * 4);
-#if QTYPE == Q5_K
-        const u32 fifth = block_u32(block + 16 + at + word * 4) >> (group * 2);
+    for (int i = 0; i < 4; i++) {
+#if QTYPE == Q4_K
+        scaled(packed.words[i], 15, run * 4, scale, -minimum, w + i * 4);
+#else
+        const u32 fifth = (packed.upper[i] >> (group * 2 + run) & 0x01010101) << 4;
+        scaled((packed.words[i] >> (run * 4) & 0x0f0f0f0f) | fifth, 31, 0, scale, -minimum, w + i * 4);
 #endif
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 low = bits >> 8 * i & 15;
-            u32 high = bits >> (8 * i + 4) & 15;
-#if QTYPE == Q5_K
-            low |= (fifth >> 8 * i & 1) << 4;
-            high |= (fifth >> (8 * i + 1) & 1) << 4;
-#endif
-            w[word * 4 + i] = scale[0] * (float)low - minimum[0];
-            w[8 + word * 4 + i] = scale[1] * (float)high - minimum[1];
-        }
     }
 
-#else  // Q2_K, Q3_K, Q6_K: halves of 128 columns; a byte serves columns 32 apart
-    const int half = part / 8;
-    const int at = part % 8 * 4;
-    const int first_scale = half * 8 + at / 16;  // run r has scale first_scale + 2 r
+#else  // Q2_K, Q3_K, Q6_K: a byte serves columns 32 apart
+    const int half = unit % UNITS / 4;
+    // Of the half's 8 scales the one numbered 2 run, or the next.
+    const int at = run % 2 * 16 + unit % 4 / 2 * 8;
+    const u32 scale_bits = packed.scales[run / 2] >> at & 255;
 #if QTYPE == Q2_K
-    const float d = luce_f16_at2(block + 80);
-    const float dmin = luce_f16_at2(block + 82);
-    const u32 bits = block_u32(block + 16 + half * 32 + at);
+    const float scale = half_of(packed.scales[2], 0) * (float)(scale_bits & 15);
+    const float offset = -half_of(packed.scales[2], 1) * (float)(scale_bits >> 4);
 #elif QTYPE == Q3_K
-    const float d = luce_f16_at2(block + 108);
-    const u32 bits = block_u32(block + 32 + half * 32 + at);
-    const u32 third = block_u32(block + at) >> (half * 4);
+    const u32 low_bits = scale_bits >> (half * 4) & 15;
+    const u32 high_bits = packed.scales[2] >> (at + half * 4 + run / 2 * 2) & 3;
+    const float scale = half_of(packed.scales[3], 0) * (float)((int)(low_bits | high_bits << 4) - 32);
 #else
-    const float d = luce_f16_at2(block + 208);
-    const u32 first = block_u32(block + half * 64 + at);
-    const u32 second = block_u32(block + half * 64 + 32 + at);
-    const u32 upper = block_u32(block + 128 + half * 32 + at);
+    const float scale = half_of(packed.scales[2], 0) * (float)(i8)scale_bits;
 #endif
 #pragma unroll
-    for (int run = 0; run < 4; run++) {
-        const int index = first_scale + run * 2;
+    for (int i = 0; i < 2; i++) {
 #if QTYPE == Q2_K
-        const float scale = d * (float)(block[index] & 15);
-        const float minimum = dmin * (float)(block[index] >> 4);
+        scaled(packed.words[i], 3, run * 2, scale, offset, w + i * 4);
 #elif QTYPE == Q3_K
-        const u32 low_bits = block[96 + index % 8] >> (index / 8 * 4) & 15;
-        const u32 high_bits = block[104 + index % 4] >> (index / 4 * 2) & 3;
-        const float scale = d * (float)((int)(low_bits | high_bits << 4) - 32);
+        const u32 third = (packed.upper[i] >> (half * 4 + run) & 0x01010101) << 2;
+        scaled((packed.words[i] >> (run * 2) & 0x03030303) | third, 7, 0, scale, -4.0f * scale, w + i * 4);
 #else
-        const float scale = d * (float)(i8)block[192 + index];
+        const u32 upper = (packed.upper[i] >> (run * 2) & 0x03030303) << 4;
+        const u32 lower = packed.words[run % 2 * 2 + i] >> (run / 2 * 4) & 0x0f0f0f0f;
+        scaled(lower | upper, 63, 0, scale, -32.0f * scale, w + i * 4);
 #endif
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-#if QTYPE == Q2_K
-            w[run * 4 + i] = scale * (float)(bits >> (8 * i + 2 * run) & 3) - minimum;
-#elif QTYPE == Q3_K
-            const int q = (int)(bits >> (8 * i + 2 * run) & 3) - (third >> (8 * i + run) & 1 ? 0 : 4);
-            w[run * 4 + i] = scale * (float)q;
-#else
-            const u32 low_bits = (run % 2 ? second : first) >> (8 * i + run / 2 * 4) & 15;
-            const u32 high_bits = upper >> (8 * i + 2 * run) & 3;
-            w[run * 4 + i] = scale * (float)((int)(low_bits | high_bits << 4) - 32);
-#endif
-        }
     }
 #endif
+}
+
+// Unit `unit` of the row at `row` into w[UNIT]; `left` as fetch takes it.
+LUCE_FN void unpack(const u8* __restrict__ row, int unit, int left, float* __restrict__ w) {
+    Packed packed;
+    fetch(row, unit, left, packed);
+#pragma unroll
+    for (int run = 0; run < RUNS; run++) unpack_run(packed, unit, run, w + run * RUN);
 }

@@ -2,8 +2,9 @@
 
 The packages in the order in which a request flows down them; imports point the same way, and a test holds them to it:
 
-    cli       one file per verb: serve, chat, run, inspect, pull, shard, doctor
+    cli       one file per verb: serve, chat, run, inspect, bench, pull, shard, doctor
     server    HTTP: routes, request checks, OpenAI shapes, streams, metrics
+    bench     how fast a model runs here, beside the measured limits of its devices
     api       `luce.load(...)`: the same engine as a Python object
     text      tokenizer, detokenizer, stop strings, reasoning, chat template
     engine    sequences, the pure scheduler, KV page accounting, sampling, the engine thread

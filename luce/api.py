@@ -39,6 +39,7 @@ from luce.models.registry import read_spec
 from luce.models.spec import Markers, ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.remote.open import open_placement
+from luce.runtime.device import Device
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText
@@ -69,21 +70,28 @@ def open_model(path: Path, config: Config) -> Model:
         chat = _chat_format(file, tokenizer, spec.dialect.reasoning, config)
         if chat.template is not None:
             opened.callback(chat.template.close)
-        devices = open_placement(config)
-        for device in devices:
-            opened.callback(device.close)
-        backend = LayerSplitBackend(
-            file,
-            spec,
-            devices,
-            weights=config.target_layer_split,
-            slots=config.parallel,
-            context=served_context(spec, config.max_ctx),
-            chunk=config.chunk,
-            kv=KVTypes(config.cache_type_k, config.cache_type_v),
-        )
-        opened.callback(backend.close)
+        backend = open_backend(opened, file, spec, open_placement(config), config)
         return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all())
+
+
+def open_backend(
+    opened: contextlib.ExitStack, file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], config: Config
+) -> LayerSplitBackend:
+    """The backend of a Config on `devices`; `opened` closes it, and then them."""
+    for device in devices:
+        opened.callback(device.close)
+    backend = LayerSplitBackend(
+        file,
+        spec,
+        devices,
+        weights=config.target_layer_split,
+        slots=config.parallel,
+        context=served_context(spec, config.max_ctx),
+        chunk=config.chunk,
+        kv=KVTypes(config.cache_type_k, config.cache_type_v),
+    )
+    opened.callback(backend.close)
+    return backend
 
 
 class Generation(Iterator[Token]):

@@ -4,6 +4,8 @@
     python -m tools.build_kernels --ci                these, and every value of every define for all other targets
     python -m tools.build_kernels --all               all variants for all targets
     python -m tools.build_kernels --target sm_90a --source norm
+    python -m tools.build_kernels --target sm_90a --cache
+                                                      all variants for one GPU, kept where Luce finds them
 
 Three compilers: NVRTC (PyPI nvidia-cuda-nvrtc), the HIP runtime's hiprtc (Debian libamdhip64-5, libhiprtc-builtins5),
 and clang for the targets that hiprtc 5.2 does not know (clang-19, headers of libamdhip64-dev). A cell shows the most
@@ -31,6 +33,7 @@ from rich.table import Table
 
 from luce.errors import DeviceError
 from luce.runtime import compiler, kernels
+from luce.runtime.driver import Vendor
 from luce.runtime.kernels import KernelBuild
 
 CLANG = "clang-19"
@@ -43,6 +46,11 @@ class Target:
     compiler: str
     arch: str
     usual: bool = False
+
+    @property
+    def vendor(self) -> Vendor:
+        """Whose GPU it is."""
+        return "cuda" if self.compiler == "nvrtc" else "hip"
 
     @property
     def lanes(self) -> int:
@@ -142,8 +150,8 @@ def _precompile(target: Target, folder: Path) -> Path:
     return header
 
 
-def build_one(build: KernelBuild, target: Target, header: Path | None) -> Result:
-    """Compile one variant for one target."""
+def build_one(build: KernelBuild, target: Target, header: Path | None, keep: bool = False) -> Result:
+    """Compile one variant for one target; keep an NVIDIA target's module in the user's cache if asked to."""
     started = time.monotonic()
     if header is not None:
         return _clang(build, target, header, started)
@@ -155,6 +163,8 @@ def build_one(build: KernelBuild, target: Target, header: Path | None) -> Result
         )
     except DeviceError as error:
         return Result(build, target, time.monotonic() - started, error=str(error))
+    if keep and target.compiler == "nvrtc":
+        compiler.keep(rtc, build, target.arch, target.lanes, done.code)
     seconds = time.monotonic() - started
     if target.compiler == "nvrtc":
         counts = (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes smem")
@@ -165,12 +175,12 @@ def build_one(build: KernelBuild, target: Target, header: Path | None) -> Result
     return Result(build, target, seconds, registers, spilled, shared)
 
 
-def build_all(tasks: Sequence[tuple[KernelBuild, Target]], jobs: int) -> list[Result]:
+def build_all(tasks: Sequence[tuple[KernelBuild, Target]], jobs: int, *, keep: bool = False) -> list[Result]:
     """Compile in `jobs` processes; results in the order of the tasks."""
     with tempfile.TemporaryDirectory() as folder:
         targets = dict.fromkeys(target for _, target in tasks if target.compiler == "clang")
         headers = {target: _precompile(target, Path(folder)) for target in targets}
-        calls = [(build, target, headers.get(target)) for build, target in tasks]
+        calls = [(build, target, headers.get(target), keep) for build, target in tasks]
         # Not forked: the compilers keep threads of their own.
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -210,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=[t.arch for t in TARGETS], help="only these (repeatable)")
     parser.add_argument("--source", action="append", choices=kernels.sources(), help="only these (repeatable)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--cache", action="store_true", help="keep NVIDIA targets' modules in the user's cache of Luce")
     options = parser.parse_args(arguments)
     if options.target:
         targets = [target for target in TARGETS if target.arch in options.target]
@@ -220,10 +231,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(reasons), file=sys.stderr)
         return 2
     started = time.monotonic()
-    builds = [build for build in kernels.builds() if not options.source or build.source in options.source]
-    fewer = covering(builds)
-    tasks = [(b, t) for t in targets for b in (fewer if options.ci and not t.usual else builds)]
-    results = build_all(tasks, options.jobs)
+    tasks = []
+    for target in targets:
+        builds = [b for b in kernels.builds(target.vendor) if not options.source or b.source in options.source]
+        tasks += [(b, target) for b in (covering(builds) if options.ci and not target.usual else builds)]
+    results = build_all(tasks, options.jobs, keep=options.cache)
     shown = table(results)
     console = Console(width=None if sys.stdout.isatty() else 60 + 18 * len(targets))
     console.print(shown)

@@ -368,6 +368,7 @@ def check_step(step: Step, vocab: int, load: Load) -> None:
     """Raises BackendError unless all that a step refers to exists: kernels look at nothing twice."""
     rows = len(step.tokens)
     shapes = [step.tokens.shape == step.positions.shape == (rows,), rows > 0, step.wanted.ndim == 1]
+    shapes += [step.top is None or step.top.shape == step.wanted.shape]
     shapes += [step.full.shape == step.wanted.shape, len(step.views) == len(load.pages)]
     at = 0
     for span in step.spans:

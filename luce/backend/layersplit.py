@@ -150,11 +150,7 @@ class LayerSplitBackend:
             raise ShardLostError("a shard was lost and started anew while the step ran")
         if len(outputs) == 1:
             return outputs[0]
-        nothing = Output(np.empty(0, np.int32), np.empty((0, self.vocab), np.float32))
-        return Output(
-            np.concatenate([output.ids for output in (nothing, *outputs)]),
-            np.concatenate([output.logits for output in (nothing, *outputs)]),
-        )
+        return Output.joined([Output(np.empty(0, np.int32), np.empty((0, self.vocab), np.float32)), *outputs])
 
     def close(self) -> None:
         self._queued.clear()

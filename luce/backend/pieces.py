@@ -50,6 +50,7 @@ def _part(step: Step, begin: int, end: int) -> Step:
         views=tuple(_view(view, picked, spans, begin, end) for view in step.views),
         wanted=step.wanted[of_part] - np.int32(begin),
         full=step.full[of_part],
+        top=None if step.top is None else step.top[of_part],
     )
 
 

@@ -211,8 +211,14 @@ class RemoteShard:
             ids, logits = reply.output.ids, reply.output.logits
             if ids.shape != step.wanted.shape or logits.shape != (np.count_nonzero(step.full), self._vocab):
                 raise GarbageError(f"it returned ids {ids.shape} and logits {logits.shape} for {len(step.wanted)} rows")
-            if ids.min() < 0 or ids.max() >= self._vocab:
-                raise GarbageError(f"it returned ids outside 0..{self._vocab - 1}")
+            top, asked = reply.output.top, 0 if step.top is None else np.count_nonzero(step.top)
+            if top is not None and (len(top.ids) != asked or top.ids.shape != top.logits.shape or top.ids.ndim != 2):
+                raise GarbageError(f"it returned candidates {top.ids.shape} for {asked} rows")
+            if bool(asked) != (top is not None):
+                raise GarbageError("it returned other candidates than were asked for")
+            for found in (ids, *([] if top is None else [top.ids])):
+                if found.min(initial=0) < 0 or found.max(initial=0) >= self._vocab:
+                    raise GarbageError(f"it returned ids outside 0..{self._vocab - 1}")
 
     def _channel(self) -> Channel[Reply]:
         try:

@@ -67,7 +67,7 @@ class Shard(Protocol):
     def save(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         """Copy a sequence's state to the host: its recurrent states and the given pages of each page group.
 
-        Keys are `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype) and `blk.N.memory`, `.conv`. Mirrors
+        Keys are `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype) and `blk.N.memory`, `.past`. Mirrors
         of other shards' keys and values are left out.
         """
 

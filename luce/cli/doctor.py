@@ -104,6 +104,7 @@ def _gpu(gpu: Found) -> dict[str, Any]:
     try:
         report["free"] = device.memory().free
         _fill(device)
+        report["graphs"] = _captures(device)
         report.update(_build_all(device, report["problems"]))
         report["works"] = not report["problems"]
     except DeviceError as error:
@@ -122,9 +123,26 @@ def _fill(device: GpuDevice) -> None:
         raise DeviceError(f"{device.name}: the kernel fill ran but wrote something else")
 
 
+def _captures(device: GpuDevice) -> bool:
+    """Whether launches can be captured and replayed; without it every step is queued launch by launch."""
+    out = device.zeros(1000)
+
+    def fill() -> tuple[Any, ...]:
+        args = (out, np.int64(1000), np.float32(0.25))
+        device.launch("fill", "fill", (4,), (256,), args, defines={"TYPE": "float"})
+        return ()
+
+    try:
+        device.capture(fill)[0].launch()
+        return bool((device.download(out) == 0.25).all())
+    except DeviceError:
+        return False
+
+
 def _build_all(device: GpuDevice, problems: list[str]) -> dict[str, Any]:
     started = time.monotonic()
-    builds = kernels.builds()
+    builds = kernels.builds("hip" if device.name.kind == "hip" else "cuda")
+    device.compile(builds)
     for build in builds:
         try:
             device.prepare(build)
@@ -187,6 +205,8 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     for device in report["devices"]:
         for problem in device["problems"]:
             console.print(problem, style="red", markup=False, highlight=False)
+        if not device.get("graphs", True):
+            console.print(f"{device['device']} captures no graphs: steps are queued launch by launch", style="yellow")
 
     shm, memlock = report["shm"], report["memlock"]
     space = "not mounted" if shm is None else f"{shm['free'] / _GIB:.1f} of {shm['total'] / _GIB:.1f} GiB free"

@@ -29,6 +29,7 @@ VERBS = {
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),
     "run": Verb("answer one prompt and exit", (*RUNTIME, "sampling")),
     "inspect": Verb("show what a model file holds and where its layers would go", ("placement", "remote", "engine")),
+    "bench": Verb("measure how fast a model runs on this machine", ("placement", "engine")),
     "pull": Verb("download a model"),
     "shard": Verb("hold layers for a server in another process", model=False),
     "doctor": Verb("show drivers, devices and kernel builds of this machine", model=False),
@@ -60,13 +61,30 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--fds", metavar="N,N", required=True, help=argparse.SUPPRESS)
         if name == "inspect":
             sub.add_argument("--layers", action="store_true", help="a table of all layers (--json has it anyway)")
-        if name in ("run", "inspect", "doctor"):
+        if name == "bench":
+            _add_tests(sub)
+        if name in ("run", "inspect", "bench", "doctor"):
             sub.add_argument("--json", action="store_true", help="machine-readable output")
         if "limits" in verb.groups:
             sub.add_argument("--dry-run", action="store_true", help="print where the layers would go, and load nothing")
         if verb.groups:
             config.add_flags(sub, verb.groups)
     return top
+
+
+def _add_tests(sub: argparse.ArgumentParser) -> None:
+    """What `luce bench` measures, as lists of sizes."""
+    lists = {
+        ("-p", "--prompt"): ("512", "prompt tokens to read"),
+        ("-n", "--generate"): ("128", "tokens to generate"),
+        ("-d", "--depth"): ("0", "tokens of context before them"),
+        ("--rows",): ("", "rows of one sequence to verify in a step"),
+        ("--sequences",): ("", "sequences to decode side by side, at the first depth"),
+    }
+    for flags, (default, text) in lists.items():
+        shown = f"{text} (default: {default})" if default else text
+        sub.add_argument(*flags, metavar="N[,N...]", default=default, help=shown)
+    sub.add_argument("-r", "--repeat", metavar="N", type=int, default=5, help="runs of each test (default: 5)")
 
 
 def settings(arguments: argparse.Namespace) -> config.Config:

@@ -22,7 +22,7 @@ import numpy as np
 
 from luce.backend.backend import Backend
 from luce.engine.pages import Pages
-from luce.engine.sampling import Sampler, needs_logits, score
+from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
 from luce.engine.scheduler import Part, Plan, Scheduler, Sequence
 from luce.engine.sequence import (
     Event,
@@ -113,7 +113,7 @@ class _Run:
         self.output = output
         self.on_event = on_event
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
-        self.sampler = Sampler(params, sequence.prompt, seed=self.seed, ends=ends) if sequence.full else None
+        self.sampler = Sampler(params, sequence.prompt, seed=self.seed, ends=ends) if needs_logits(params) else None
         self.scores: list[Token] = []
         self.submitted = submitted
         self.started: float | None = None
@@ -201,7 +201,8 @@ class Engine:
             prompt=ids,
             room=rest if params.max_tokens is None else min(params.max_tokens, rest),
             session=session,
-            full=needs_logits(params),
+            full=needs_logits(params) and not needs_candidates(params),
+            top=needs_candidates(params),
             scored=params.prompt_logits or params.prompt_logprobs is not None,
             deadline=now + min(limits) if limits else inf,
             queue_deadline=now + self._max_queue_seconds if self._max_queue_seconds > 0 else inf,
@@ -408,11 +409,15 @@ class Engine:
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
         if run.sampler is not None:
-            logits = output.logits[part.logits][-1]
-            token = run.sampler.choose(logits)
+            logits = output.logits[part.logits]
+            if len(logits):
+                token = run.sampler.choose(logits[-1])
+            else:
+                assert output.top is not None
+                token = run.sampler.choose_among(output.top.ids[part.top][-1], output.top.logits[part.top][-1])
             run.sampler.push(token)
             if run.params.logprobs is not None:
-                logprob, top = score(logits, token, run.params.logprobs)
+                logprob, top = score(logits[-1], token, run.params.logprobs)
         sequence.reply.append(token)
         self._predicted_tokens += 1
         reason, text, stop = self._judge(run, token)

@@ -5,19 +5,22 @@ The draw is a function of (seed, position) alone, so a reply does not depend on 
 into steps. Log probabilities are of the unmodified distribution.
 
 Vocabularies have up to a quarter of a million entries, so nothing here sorts or partitions a whole row if a part of it
-decides (`largest`).
+decides (luce.ops.sample.largest), and where a sampler asks for few candidates, the device finds them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.engine.sequence import SamplingParams
 from luce.errors import BackendError, RequestError
+from luce.ops.sample import largest
+from luce.runtime.step import TOP
 
 Logits = NDArray[np.float32]
 
@@ -30,10 +33,18 @@ _HEAD = 1024
 
 
 def needs_logits(params: SamplingParams) -> bool:
-    """Whether choosing a token needs the whole row of logits; otherwise the device's argmax is the token."""
+    """Whether choosing a token needs more than the device's argmax: the whole row of logits, or its candidates."""
+    return params.temperature > 0 or _changes_or_reports(params)
+
+
+def needs_candidates(params: SamplingParams) -> bool:
+    """Whether the largest TOP logits are enough to choose a token by, and more than its argmax is needed."""
+    return params.temperature > 0 and 0 < params.top_k <= TOP and not _changes_or_reports(params)
+
+
+def _changes_or_reports(params: SamplingParams) -> bool:
     return (
-        params.temperature > 0
-        or params.logprobs is not None
+        params.logprobs is not None
         or params.min_tokens > 0
         or bool(params.logit_bias)
         or params.repetition_penalty != 1
@@ -79,6 +90,12 @@ class Sampler:
             return best
         return self._draw(values, top, temperature)
 
+    def choose_among(self, ids: NDArray[np.int32], logits: Logits) -> int:
+        """The same from a row's candidates alone, where `needs_candidates` holds."""
+        if not math.isfinite(logits[0]):
+            raise BackendError(f"position {self._position}: the logits are not finite")
+        return int(self._draw_from(ids[: self._params.top_k], logits[: self._params.top_k], self._uniform()))
+
     def push(self, token: int) -> None:
         """The reply has one more token."""
         if self._history is not None:
@@ -115,16 +132,11 @@ class Sampler:
         return values
 
     def _draw(self, values: Logits, top: float, temperature: float) -> int:
-        params = self._params
-        # A uniform number in [0, 1) from the high 53 bits of the counter-based generator's block at this position.
-        bits = np.random.Philox(key=self._seed, counter=self._position).random_raw()
-        uniform = (int(bits) >> 11) * 2.0**-53
+        params, uniform = self._params, self._uniform()
         with np.errstate(over="ignore"):
             if 0 < params.top_k < len(values):
                 ids = largest(values, params.top_k)
-                mass = np.exp((values[ids].astype(np.float64) - top) / temperature)
-                mass = mass[: _kept(mass, float(mass.sum()), params.top_p, params.min_p)]
-                return int(ids[_pick(mass, uniform)])
+                return int(self._draw_from(ids, values[ids], uniform))
             # float32 is enough for a mass, not for their sum: 1e-7 of each, and ten times faster.
             scaled = values - np.float32(top)
             scaled /= np.float32(max(temperature, 1e-30))
@@ -140,6 +152,19 @@ class Sampler:
             if keep < len(mass) or head >= len(values):
                 return int(ids[_pick(mass[:keep], uniform)])
             head *= 8
+
+    def _draw_from(self, ids: NDArray[Any], values: Logits, uniform: float) -> Any:
+        """One of `ids`, whose logits descend."""
+        params = self._params
+        with np.errstate(over="ignore"):
+            mass = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
+        mass = mass[: _kept(mass, float(mass.sum()), params.top_p, params.min_p)]
+        return ids[_pick(mass, uniform)]
+
+    def _uniform(self) -> float:
+        """A number in [0, 1) from the high 53 bits of the counter-based generator's block at this position."""
+        bits = np.random.Philox(key=self._seed, counter=self._position).random_raw()
+        return (int(bits) >> 11) * 2.0**-53
 
 
 class _Window:
@@ -181,28 +206,6 @@ class _Counts:
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._ids[index] = token
         self._counts[index] += 1
-
-
-def largest(values: Logits, k: int) -> NDArray[np.intp]:
-    """Indices of the k largest of float32 [n], 0 < k <= n, largest first, the lower index first among equals.
-
-    Entries fall into classes by index modulo `width`. The k-th largest of the classes' maxima is not above the k-th
-    largest value, so all k lie in the classes whose maximum reaches it (and in the rest behind the last full round).
-    With sqrt(n / k) entries to a class, neither their number nor what is looked at again is large: 40 of 248320 take
-    0.1 ms, where np.argpartition takes 5.7 ms.
-    """
-    n = len(values)
-    rounds = max(1, math.isqrt(n // k))
-    width = n // rounds
-    table = values[: rounds * width].reshape(rounds, width)
-    maxima = table.max(axis=0)
-    floor = np.partition(maxima, width - k)[width - k]
-    found = np.flatnonzero(maxima >= floor)
-    row, column = np.nonzero(table[:, found] >= floor)
-    rest = np.flatnonzero(values[rounds * width :] >= floor) + rounds * width
-    candidates = np.concatenate([row * width + found[column], rest])
-    order = np.argsort(-values[candidates], kind="stable")[:k]
-    return candidates[order]
 
 
 def log_normalizer(logits: Logits) -> float:

@@ -28,6 +28,7 @@ class Sequence:
     room      most tokens of the reply, 0 if only the prompt is to be read
     session   waits in turn with other sessions
     full      whether choosing a token needs whole logits
+    top       whether it needs the best candidates
     scored    whether whole logits are wanted at every prompt position
     deadline, queue_deadline  in the caller's time: when it is `expired`, and `overdue` if it still waits then
 
@@ -39,6 +40,7 @@ class Sequence:
     room: int
     session: str = ""
     full: bool = False
+    top: bool = False
     scored: bool = False
     deadline: float = inf
     queue_deadline: float = inf
@@ -55,13 +57,14 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Part:
-    """A sequence's share of a step: its rows begin at `position`; `ids` and `logits` are its rows of the Output."""
+    """A sequence's share of a step: rows from `position` on; `ids`, `logits` and `top` are its rows of the Output."""
 
     sequence: Sequence
     position: int
     rows: int
     ids: slice
     logits: slice
+    top: slice
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,8 @@ class Scheduler:
         spans, parts, slots = [], [], []
         wanted: list[int] = []
         full: list[bool] = []
-        start = logits = 0
+        top: list[bool] = []
+        start = logits = tops = 0
         for sequence, n in shares:
             slot, position, end = sequence.slot, sequence.done, start + n
             assert slot is not None
@@ -205,14 +209,18 @@ class Scheduler:
                 positions[start:end] = np.arange(position, position + n)
                 row_slots[start:end] = slot
             if sequence.scored and sequence.prompt_left:
-                asked, whole = n, True
+                asked, whole, best = n, True, False
             else:
-                asked, whole = int(sequence.room > 0 and n >= sequence.prompt_left), sequence.full
+                asked = int(sequence.room > 0 and n >= sequence.prompt_left)
+                whole, best = sequence.full, sequence.top
             ids = slice(len(wanted), len(wanted) + asked)
             wanted += range(end - asked, end)
             full += [whole] * asked
-            parts.append(Part(sequence, position, n, ids, slice(logits, logits + asked * whole)))
+            top += [best] * asked
+            rows_of = slice(logits, logits + asked * whole), slice(tops, tops + asked * best)
+            parts.append(Part(sequence, position, n, ids, *rows_of))
             logits += asked * whole
+            tops += asked * best
             spans.append(Span(slot, start, n, position))
             slots.append(slot)
             self._pages.extend(slot, position, n)
@@ -224,6 +232,7 @@ class Scheduler:
             views=self._pages.views(np.array(slots, np.int32), row_slots, positions),
             wanted=np.array(wanted, np.int32),
             full=np.array(full, np.bool_),
+            top=np.array(top, np.bool_),
         )
         return Plan(step, tuple(parts))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.errors import UnsupportedError
+from luce.gguf.quants import block_size
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer, HeadNorms, Mirror
 from luce.layers.block import Embedding, Experts, Head, PerLayerMix, PreNormBlock, SandwichBlock
@@ -20,6 +22,7 @@ from luce.layers.state import DeltaState, KVPool
 from luce.layers.weights import WeightLoader
 from luce.models import spec as models
 from luce.models.spec import Attention, Block, GatedDeltaNet, GatedMLP, ModelSpec, MoE, Rope
+from luce.ops.deltanet import DeltaWeights
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.weight import stored_bytes
 from luce.runtime.device import Array, Device
@@ -50,6 +53,7 @@ class LayerBuilder:
     ) -> None:
         self._file = file
         self._spec = spec
+        self._layers = layers
         self._lent = spec.lent(layers.stop)
         self._device = device
         self._pages = pages
@@ -72,13 +76,16 @@ class LayerBuilder:
         return Head(self._device, norm, weight, self._spec.norm_eps, self._spec.logit_softcap)
 
     def per_layer(self) -> PerLayerInputs:
-        """What makes the inputs of all layers out of tokens and their embeddings."""
+        """What makes the shard's inputs of its layers out of tokens and their embeddings."""
         spec, layers = self._spec, len(self._spec.blocks)
-        width = layers * spec.per_layer
+        width, name = layers * spec.per_layer, self._stored(*_PER_LAYER_TABLES)
+        own = _table_layers(self._file, spec, self._layers, name)
+        columns = range(own.start * spec.per_layer, own.stop * spec.per_layer)
         return PerLayerInputs(
             self._device,
             layers=layers,
-            table=self.weights.table(self._stored(*_PER_LAYER_TABLES), width, spec.vocab),
+            own=own,
+            table=self.weights.table(name, width, spec.vocab, columns),
             projection=self.weights.matrix(["per_layer_model_proj.weight"], spec.hidden, [width]),
             norm=self.weights.vector("per_layer_proj_norm.weight", spec.per_layer),
             eps=spec.norm_eps,
@@ -202,14 +209,16 @@ class LayerBuilder:
         names = [_name(index, part) for part in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")]
         return DeltaNetLayer(
             self._device,
-            spec,
             inputs=self.weights.matrix(names, hidden, [spec.channels, inner, heads, heads]),
             out=self.weights.matrix([_name(index, "ssm_out")], inner, [hidden]),
-            conv=self.weights.filters(_name(index, "ssm_conv1d"), spec.conv_kernel, spec.channels),
-            decay=self.weights.vector(f"blk.{index}.ssm_a", heads),
-            dt_bias=self.weights.vector(f"blk.{index}.ssm_dt.bias", heads),
-            norm=self.weights.vector(_name(index, "ssm_norm"), spec.head_dim),
-            eps=self._spec.norm_eps,
+            weights=DeltaWeights(
+                conv=self.weights.filters(_name(index, "ssm_conv1d"), spec.conv_kernel, spec.channels),
+                decay=self.weights.vector(f"blk.{index}.ssm_a", heads),
+                dt_bias=self.weights.vector(f"blk.{index}.ssm_dt.bias", heads),
+                norm=self.weights.vector(_name(index, "ssm_norm"), spec.head_dim),
+                eps=self._spec.norm_eps,
+                key_heads=spec.key_heads,
+            ),
             state=DeltaState.allocate(self._device, spec, self._slots),
         )
 
@@ -285,18 +294,38 @@ def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, ends: bool 
 def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device, *, ends: bool = True) -> int:
     """Bytes that the tensors of a shard take on a device: as stored on a GPU, as float32 on the host.
 
-    On the host tables of embeddings stay in the file. `ends` as for shard_tensors: without, the sums of single layers
-    add up.
+    On the host tables of embeddings stay in the file. `ends` as for shard_tensors, except that a layer's columns of the
+    per-layer table count with the layer.
     """
     names = shard_tensors(file, spec, layers, ends=ends)
     if device.host:
         head = spec.tied_head and layers.stop == len(spec.blocks)
-        names -= {*_PER_LAYER_TABLES, *(() if head else (EMBEDDING,))}
-    infos = [file.tensors[name] for name in names]
+        names -= set() if head else {EMBEDDING}
+    infos = [file.tensors[name] for name in names - {*_PER_LAYER_TABLES}]
     # Keys that serve as values too are there twice, once in the place of each.
-    keys = {_name(layer, "attn_k") for layer in layers if getattr(spec.blocks[layer].mixer, "value_from_key", False)}
+    mixers = ((layer, spec.blocks[layer].mixer) for layer in layers)
+    keys = {_name(layer, "attn_k") for layer, m in mixers if isinstance(m, Attention) and m.value_from_key}
     infos += [file.tensors[name] for name in keys & names]
-    return sum(4 * info.rows * info.cols if device.host else stored_bytes(info) for info in infos)
+    if device.host:
+        return sum(4 * info.rows * info.cols for info in infos)
+    columns = sum(
+        stored_bytes(file.tensors[name]) * len(_table_layers(file, spec, layers, name)) // len(spec.blocks)
+        for name in _PER_LAYER_TABLES
+        if spec.per_layer and name in file.tensors
+    )
+    return columns + sum(map(stored_bytes, infos))
+
+
+def _table_layers(file: GGUFFile, spec: ModelSpec, layers: range, name: str) -> range:
+    """The layers whose columns of the per-layer table `name` a shard has: its own, and those that share blocks with it.
+
+    All if the file lacks the table, which building reports.
+    """
+    if name not in file.tensors:
+        return range(len(spec.blocks))
+    elements, _ = block_size(file.tensors[name].type)
+    step = elements // math.gcd(elements, spec.per_layer)
+    return range(layers.start // step * step, min(-(-layers.stop // step) * step, len(spec.blocks)))
 
 
 def _unused(spec: ModelSpec, layer: int) -> set[str]:

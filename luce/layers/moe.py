@@ -50,12 +50,10 @@ class MoELayer:
             scale=spec.scale,
             expert_scale=self._expert_scale,
         )
-        gate_up = expert_matmul(device, y, self._gate_up, spec.experts, routing.ids)
+        gate_up = expert_matmul(device, y, self._gate_up, spec.experts, routing)
         gate_up = gate_up.reshape(rows * spec.used, 2 * spec.hidden)
         inner = gated_activation(device, gate_up[:, : spec.hidden], gate_up[:, spec.hidden :], spec.activation)
-        outer = expert_matmul(
-            device, inner.reshape(rows, spec.used, spec.hidden), self._down, spec.experts, routing.ids
-        )
+        outer = expert_matmul(device, inner.reshape(rows, spec.used, spec.hidden), self._down, spec.experts, routing)
         out = combine(device, outer, routing.weights)
         if self._shared is not None and spec.shared_gate:
             add_gated(device, out, self._shared(y), scores[:, spec.experts :])

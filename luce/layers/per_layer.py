@@ -16,27 +16,32 @@ from luce.runtime.step import DeviceStep
 
 
 class PerLayerInputs:
-    """(norm(projection x / sqrt(hidden)) + sqrt(width) table[token]) / sqrt(2), the norm over each layer's width."""
+    """(norm(projection x / sqrt(hidden)) + sqrt(width) table[token]) / sqrt(2), the norm over each layer's width.
+
+    `table` holds the columns of the layers `own`, which alone get their inputs. The projection is whole: it is small,
+    and a product with a part of it could have other last bits.
+    """
 
     def __init__(
-        self, device: Device, *, layers: int, table: Weight, projection: Weight, norm: Array, eps: float
+        self, device: Device, *, layers: int, own: range, table: Weight, projection: Weight, norm: Array, eps: float
     ) -> None:
         self._device = device
         self._layers = layers
+        self._own = own
         self._table = table
         self._projection = projection
         self._norm = norm
         self._eps = eps
 
     def __call__(self, x: Array, step: DeviceStep) -> Array:
-        """x float32 [rows, hidden], the scaled embeddings -> float32 [rows, layers, width]."""
-        device, rows = self._device, x.shape[0]
+        """x float32 [rows, hidden], the scaled embeddings -> float32 [rows, layers, width]; of value for `own` only."""
+        device, rows, own = self._device, x.shape[0], self._own
         inputs = matmul(device, x, self._projection)
         width = inputs.shape[1] // self._layers
         scale(device, inputs, self._projection.cols**-0.5)
-        head_rms_norm(device, inputs.reshape(rows, self._layers, width), self._norm, self._eps)
+        head_rms_norm(device, inputs.reshape(rows, self._layers, width)[:, own.start : own.stop], self._norm, self._eps)
         looked_up = embed(device, self._table, step.tokens)
         scale(device, looked_up, math.sqrt(width))
-        add(device, inputs, looked_up)
+        add(device, inputs[:, own.start * width : own.stop * width], looked_up)
         scale(device, inputs, math.sqrt(0.5))
         return inputs.reshape(rows, self._layers, width)

@@ -38,20 +38,21 @@ class KVPool:
 
 @dataclass(frozen=True)
 class DeltaState:
-    """memory: float32 [slots, value_heads, d_k, d_v]; conv: float32 [slots, K-1, channels], the inputs before."""
+    """memory: float32 [slots, value_heads, d_v, d_k]; past: float32 [slots, value_heads, K-1, 3, d], the convolution's
+    inputs before: of the q, k and v that a value head reads (luce.ops.deltanet)."""
 
     memory: Array
-    conv: Array
+    past: Array
 
     @classmethod
     def allocate(cls, device: Device, spec: GatedDeltaNet, slots: int) -> DeltaState:
         """States of `slots` sequences."""
         return cls(
             device.zeros((slots, spec.value_heads, spec.head_dim, spec.head_dim)),
-            device.zeros((slots, spec.conv_kernel - 1, spec.channels)),
+            device.zeros((slots, spec.value_heads, spec.conv_kernel - 1, 3, spec.head_dim)),
         )
 
     @staticmethod
     def slot_bytes(spec: GatedDeltaNet) -> int:
         """Bytes of one sequence's state in one layer."""
-        return 4 * (spec.value_heads * spec.head_dim**2 + (spec.conv_kernel - 1) * spec.channels)
+        return 4 * spec.value_heads * spec.head_dim * (spec.head_dim + 3 * (spec.conv_kernel - 1))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from luce.errors import UnsupportedError
-from luce.gguf.quants import dequantize, supported
+from luce.gguf.quants import block_size, dequantize, supported
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Array, Device
@@ -33,12 +33,23 @@ class WeightLoader:
             self._matrices[key] = weight
         return self._matrices[key]
 
-    def table(self, name: str, cols: int, rows: int) -> Weight:
-        """A table GGUF [cols, rows] whose rows are looked up. On the host it stays in the file, as it is stored."""
-        if not self._device.host:
+    def table(self, name: str, cols: int, rows: int, columns: range | None = None) -> Weight:
+        """A table GGUF [cols, rows] whose rows are looked up, or whole blocks of its columns.
+
+        On the host it stays in the file, as it is stored.
+        """
+        if columns is None and not self._device.host:
             return self.matrix([name], cols, [rows])
         tensor = self._raw(name, (cols, rows))
-        return Weight(rows, cols, (WeightPart(tensor.raw, tensor.type, 0, rows),))
+        if columns is not None:
+            elements, size = block_size(tensor.type)
+            raw = tensor.raw[:, columns.start // elements * size : columns.stop // elements * size]
+            tensor = RawTensor(name, raw, tensor.type, len(columns))
+        if self._device.host:
+            return Weight(rows, tensor.cols, (WeightPart(tensor.raw, tensor.type, 0, rows),))
+        weight = upload_weight(self._device, [tensor])
+        self.nbytes += weight.nbytes
+        return weight
 
     def experts(self, names: Sequence[str], cols: int, rows: Sequence[int], experts: int) -> Weight:
         """Expert matrices GGUF [cols, rows[i], experts], stacked along the rows within each expert."""

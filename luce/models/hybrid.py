@@ -8,7 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.models.keys import Source, attention_heads, model, rope_dims
-from luce.models.spec import Attention, Block, Dialect, GatedDeltaNet, GatedMLP, Markers, ModelSpec, MoE, Rope
+from luce.models.spec import (
+    DELTA_CONV_KERNELS,
+    DELTA_HEAD_DIMS,
+    Attention,
+    Block,
+    Dialect,
+    GatedDeltaNet,
+    GatedMLP,
+    Markers,
+    ModelSpec,
+    MoE,
+    Rope,
+)
 
 
 def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
@@ -63,7 +75,14 @@ def _delta_net(source: Source) -> GatedDeltaNet:
         raise source.refuse("ssm.time_step_rank", f"is {value_heads}, no multiple of ssm.group_count {key_heads}")
     if inner != value_heads * head_dim:
         raise source.refuse("ssm.inner_size", f"is {inner}, expected {value_heads} heads of {head_dim}")
-    return GatedDeltaNet(key_heads, value_heads, head_dim, source.positive("ssm.conv_kernel"))
+    taps = source.positive("ssm.conv_kernel")
+    for key, value, known in (
+        ("ssm.state_size", head_dim, DELTA_HEAD_DIMS),
+        ("ssm.conv_kernel", taps, DELTA_CONV_KERNELS),
+    ):
+        if value not in known:
+            raise source.refuse(key, f"is {value}, expected one of {', '.join(map(str, known))}")
+    return GatedDeltaNet(key_heads, value_heads, head_dim, taps)
 
 
 def _recurrent_layers(source: Source, layers: int) -> list[bool]:

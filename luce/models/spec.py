@@ -68,6 +68,11 @@ class Attention:
     window: int | None = None
 
 
+#: head_dim and conv_kernel of the GatedDeltaNet that kernels/deltanet*.cu are compiled for
+DELTA_HEAD_DIMS = (64, 128)
+DELTA_CONV_KERNELS = (2, 3, 4)
+
+
 @dataclass(frozen=True)
 class GatedDeltaNet:
     """Gated delta rule with a causal convolution before it.

@@ -8,6 +8,8 @@ from luce.models.spec import Activation
 from luce.runtime.device import Array, Device
 
 _THREADS = 256
+# Elements of a row that a block of the gates takes (EACH of kernels/activation.cu per thread).
+_GATED = 4 * _THREADS
 _KERNEL: dict[Activation, str] = {"silu": "gated_silu", "gelu": "gated_gelu"}
 
 
@@ -21,7 +23,7 @@ def gated_activation(device: Device, gate: Array, up: Array, activation: Activat
     n, f = gate.shape
     out = device.empty((n, f))
     args = (out, gate, np.int64(gate.strides[0] // 4), up, np.int64(up.strides[0] // 4), np.int32(f))
-    device.launch("activation", _KERNEL[activation], (n, -(-f // _THREADS)), (_THREADS,), args)
+    device.launch("activation", _KERNEL[activation], (n, -(-f // _GATED)), (_THREADS,), args)
     return out
 
 
@@ -36,7 +38,7 @@ def sigmoid_gate(device: Device, x: Array, gate: Array) -> Array:
     out = device.empty((n, heads * d))
     row, head = np.int64(gate.strides[0] // 4), np.int64(gate.strides[1] // 4)
     args = (out, x, gate, row, head, np.int32(heads), np.int32(d))
-    device.launch("activation", "sigmoid_gate", (n, -(-heads * d // _THREADS)), (_THREADS,), args)
+    device.launch("activation", "sigmoid_gate", (n, -(-heads * d // _GATED)), (_THREADS,), args)
     return out
 
 

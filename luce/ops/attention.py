@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from luce.ops import attention_mma
 from luce.ops.kvtype import dequantise, kernel_type, quantise
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PageView, SpanArrays
@@ -64,6 +65,9 @@ def attention(
         return _host(device, q, k_pool, v_pool, spans, view, positions, scale, window)
     n, heads, d = q.shape
     out = device.empty((n, heads, d))
+    if heads % k_pool.shape[1] == 0 and (tiles := attention_mma.tiles(device, k_pool, v_pool, d)):
+        attention_mma.launch(device, out, q, k_pool, v_pool, spans, view, tiles, scale, window)
+        return out
     _launch(device, out, q, k_pool, v_pool, spans, view, positions, scale, window)
     return out
 

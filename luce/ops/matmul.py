@@ -1,8 +1,7 @@
 """Products with weight matrices: y = x W^T, for few rows (decode, verification) and for many (prefill).
 
 Up to FEW_ROWS rows one kernel per format reads each weight block once and serves all rows; the order of the sums is the
-same for every such row count. More rows go to a tiled kernel, whose sums depend as little on the row count but have
-another order: a row's last bits may change between FEW_ROWS and FEW_ROWS + 1 rows.
+same for every such row count. More rows become halves and go to tensor cores (matmul_many.py), with other bits.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from luce.ops.matmul_many import matmul_many
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
@@ -20,21 +20,23 @@ FEW_ROWS = 16
 # One gemv per row beats a skinny gemm of OpenBLAS up to here (2 cores, AVX-512: 41 against 48 ms at 8 rows, 63 against
 # 55 at 16), and keeps the sums of a row independent of its neighbours.
 _HOST_GEMV_ROWS = 8
-# The constants of matmul_vec.cu and matmul_tile.cu.
+# The constant of matmul_vec.cu.
 _WAVES = 4
-_TILE_ROWS, _TILE_FEATURES, _TILE_THREADS = 64, 128, 256
 
 
 def matmul(device: Device, x: Array, weight: Weight) -> Array:
     """x float32 [n, cols] (any row stride) times weight [rows, cols] transposed: float32 [n, rows].
 
-    Sums are accumulated in float32. Raises ValueError if the inner dimensions differ.
+    Sums are accumulated in float32; of more than FEW_ROWS rows on a GPU, x and weights are rounded to halves first.
+    Raises ValueError if the inner dimensions differ.
     """
     if x.shape[1] != weight.cols:
         raise ValueError(f"matmul: x has {x.shape[1]} features, the weight {weight.cols}")
     out = device.empty((x.shape[0], weight.rows))
     if device.host:
         _host(x, weight, out)
+    elif x.shape[0] > FEW_ROWS:
+        matmul_many(device, x, weight, out)
     elif x.shape[0]:
         _launch(device, x, weight, out)
     return out
@@ -58,9 +60,6 @@ def _plan(
     """Source (and kernel), grid, block, the scalar arguments and the defines of one part's launch."""
     sizes = tuple(np.int32(v) for v in (n, rows, cols, x_stride, out_stride, first))
     defines: dict[str, int | str] = {"QTYPE": GGMLQuantizationType(type).name}
-    if n > FEW_ROWS:
-        grid = (-(-n // _TILE_ROWS), -(-rows // _TILE_FEATURES))
-        return "matmul_tile", grid, (_TILE_THREADS,), sizes, defines
     count = 1 << (n - 1).bit_length()
     features = 4 if count >= 8 else 2
     return "matmul_vec", (-(-rows // (_WAVES * features)),), (_WAVES * lanes,), sizes, {"ROWS": count, **defines}

@@ -1,10 +1,10 @@
 """Mixture of experts: which experts a row goes to, products with their weights, and the weighted sum of what they give.
 
 A row has k slots, one per chosen expert. As in matmul, few rows and many rows take different kernels: up to FEW_ROWS
-rows one launch reads each pair's expert in place; more rows are sorted by expert on the device, so that an expert's
-weights are read once per tile of its rows. A result's bits depend neither on the other rows nor on who shares its
-expert, except that they may change between FEW_ROWS and FEW_ROWS + 1 rows; on the host they may once an expert has
-more than 8 rows. Nothing waits for the device: grids come from shapes alone.
+rows one launch reads each pair's expert in place; more rows are sorted by expert on the device and rounded to halves
+(matmul_many.py), so that an expert's weights are read once per tile of its rows. A result's bits depend neither on the
+other rows nor on who shares its expert, except that they change between FEW_ROWS and FEW_ROWS + 1 rows; on the host
+they may once an expert has more than 8 rows. Nothing waits for the device: grids come from shapes alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType
 
 from luce.models.spec import Gating
 from luce.ops.matmul import FEW_ROWS, matmul
+from luce.ops.matmul_many import TILE_FEATURES, TILE_ROWS, TILE_THREADS, Halves, halves
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
@@ -26,16 +27,26 @@ MAX_CHOSEN = 16
 # The constants of moe.cu and moe_matmul.cu.
 _GROUP_THREADS = 256
 _WAVES, _FEATURES = 4, 2
-_TILE_ROWS, _TILE_FEATURES, _TILE_THREADS = 32, 128, 128
 _COMBINE_THREADS = 256
 
 
 @dataclass(frozen=True)
+class Groups:
+    """The pairs of a row and a slot by expert: order int32 [pairs] holds row * k + slot; tiles int32 [tiles, 3] an
+    expert, a first place in `order`, and how many pairs from there on share a tile, or 0."""
+
+    order: Array
+    tiles: Array
+
+
+@dataclass(frozen=True)
 class Routing:
-    """The experts of each row, best score first: ids int32 [n, k], all different in a row; weights float32 [n, k]."""
+    """The experts of each row, best score first: ids int32 [n, k], all different in a row; weights float32 [n, k].
+    `groups` of more than FEW_ROWS rows on a GPU."""
 
     ids: Array
     weights: Array
+    groups: Groups | None
 
 
 def route(
@@ -63,15 +74,15 @@ def route(
         )
     if device.host:
         return _host_route(logits, top_k, gating, bias, normalise, scale, expert_scale)
-    routing = Routing(device.empty((n, top_k), np.int32), device.empty((n, top_k)))
+    ids, weights = device.empty((n, top_k), np.int32), device.empty((n, top_k))
     if n:
         args = (
             logits,
             # A pointer that is not followed.
             logits if bias is None else bias,
             logits if expert_scale is None else expert_scale,
-            routing.ids,
-            routing.weights,
+            ids,
+            weights,
             np.int32(logits.strides[0] // 4),
             np.int32(experts),
             np.int32(top_k),
@@ -82,16 +93,31 @@ def route(
             np.float32(scale),
         )
         device.launch("moe", "route", (n,), (device.lanes,), args)
-    return routing
+    return Routing(ids, weights, group(device, ids, experts))
 
 
-def expert_matmul(device: Device, x: Array, weight: Weight, experts: int, ids: Array) -> Array:
+def group(device: Device, ids: Array, experts: int) -> Groups | None:
+    """The pairs of ids int32 [n, k], each in [0, experts), by expert; None where they are not wanted."""
+    n, k = ids.shape
+    if device.host or n <= FEW_ROWS:
+        return None
+    pairs = n * k
+    # The most tiles that pairs can fall into: each expert that has any leaves at most one tile partly filled.
+    tiles = (pairs + (TILE_ROWS - 1) * min(experts, pairs)) // TILE_ROWS
+    groups = Groups(device.empty(pairs, np.int32), device.empty((tiles, 3), np.int32))
+    args = (ids, groups.order, groups.tiles, np.int32(pairs), np.int32(TILE_ROWS), np.int32(tiles))
+    device.launch("moe", "group_pairs", (experts,), (_GROUP_THREADS,), args, shared=4 * experts)
+    return groups
+
+
+def expert_matmul(device: Device, x: Array, weight: Weight, experts: int, routing: Routing) -> Array:
     """Each row times the weights of its experts, transposed: float32 [n, k, rows] with rows = weight.rows / experts.
 
-    x float32 [n, cols] (the same for all slots) or [n, k, cols], with any row and slot strides; ids int32 [n, k], each
-    in [0, experts); weight as upload_experts places it. The parts' results lie side by side in each slot. Sums are
-    accumulated in float32. Raises ValueError if the shapes do not agree.
+    x float32 [n, cols] (the same for all slots) or [n, k, cols], with any row and slot strides; weight as
+    upload_experts places it. The parts' results lie side by side in each slot. Sums are accumulated in float32; of more
+    than FEW_ROWS rows on a GPU, x and weights are rounded to halves first. Raises ValueError for shapes that disagree.
     """
+    ids = routing.ids
     n, k = ids.shape
     if x.shape[-1] != weight.cols:
         raise ValueError(f"expert_matmul: x has {x.shape[-1]} features, the weight {weight.cols}")
@@ -102,8 +128,10 @@ def expert_matmul(device: Device, x: Array, weight: Weight, experts: int, ids: A
     out = device.empty((n, k, weight.rows // experts))
     if device.host:
         _host_product(device, x, weight, ids, out)
+    elif routing.groups is not None:
+        _many(device, x, weight, experts, routing.groups, out)
     elif n:
-        _launch(device, x, weight, experts, ids, out)
+        _few(device, x, weight, experts, ids, out)
     return out
 
 
@@ -125,25 +153,20 @@ def combine(device: Device, y: Array, weights: Array) -> Array:
     return out
 
 
-def _launch(device: Device, x: Array, weight: Weight, experts: int, ids: Array, out: Array) -> None:
+def _few(device: Device, x: Array, weight: Weight, experts: int, ids: Array, out: Array) -> None:
     n, k = ids.shape
     x_row, x_slot = x.strides[0] // 4, x.strides[1] // 4 if x.ndim == 3 else 0
-    pairs: tuple[Array, ...]
-    if n <= FEW_ROWS:
-        kernel, pairs, along, block = "expert_vec", (ids,), n * k, _WAVES * device.lanes
-    else:
-        kernel, pairs, along, block = "expert_tile", _group(device, ids, experts), _tiles(n * k, experts), _TILE_THREADS
     for part in weight.parts:
         rows, first = part.rows // experts, part.first // experts
-        grid, sizes, defines = _plan(kernel, along, k, rows, weight.cols, x_row, x_slot, out.shape[2], first, part.type)
-        device.launch("moe_matmul", kernel, grid, (block,), (part.data, x, *pairs, out, *sizes), defines=defines)
+        grid, sizes, defines = _plan(n * k, k, rows, weight.cols, x_row, x_slot, out.shape[2], first, part.type)
+        args = (part.data, x, ids, out, *sizes)
+        device.launch("moe_matmul", "expert_vec", grid, (_WAVES * device.lanes,), args, defines=defines)
 
 
 # As in matmul: a decode step launches the same few shapes over and over.
 @lru_cache(4096)
 def _plan(
-    kernel: str,
-    along: int,
+    pairs: int,
     k: int,
     rows: int,
     cols: int,
@@ -153,25 +176,31 @@ def _plan(
     first: int,
     type: GGMLQuantizationType,
 ) -> tuple[tuple[int, int], tuple[np.int32, ...], dict[str, int | str]]:
-    """Grid, scalar arguments and defines of one part's launch over `along` pairs or tiles."""
+    """Grid, scalar arguments and defines of one part's launch of expert_vec."""
     sizes = tuple(np.int32(v) for v in (k, rows, cols, x_row, x_slot, out_stride, first))
-    few = kernel == "expert_vec"
-    grid = (-(-rows // (_WAVES * _FEATURES)), along) if few else (along, -(-rows // _TILE_FEATURES))
-    return grid, sizes, {"QTYPE": type.name}
+    return (-(-rows // (_WAVES * _FEATURES)), pairs), sizes, {"QTYPE": type.name}
 
 
-def _tiles(pairs: int, experts: int) -> int:
-    """The most tiles that pairs can fall into: each expert that has any leaves at most one tile partly filled."""
-    return (pairs + (_TILE_ROWS - 1) * min(experts, pairs)) // _TILE_ROWS
-
-
-def _group(device: Device, ids: Array, experts: int) -> tuple[Array, Array]:
-    """order int32 [pairs]: pairs (row * k + slot) by expert; tiles int32 [tiles, 3]: expert, first in order, count."""
-    pairs = ids.shape[0] * ids.shape[1]
-    order, tiles = device.empty(pairs, np.int32), device.empty((_tiles(pairs, experts), 3), np.int32)
-    args = (ids, order, tiles, np.int32(pairs), np.int32(_TILE_ROWS), np.int32(tiles.shape[0]))
-    device.launch("moe", "group_pairs", (experts,), (_GROUP_THREADS,), args, shared=4 * experts)
-    return order, tiles
+def _many(device: Device, x: Array, weight: Weight, experts: int, groups: Groups, out: Array) -> None:
+    share = out.shape[1] if x.ndim == 2 else 1
+    made: Halves | None = None
+    for part in weight.parts:
+        if part.type == GGMLQuantizationType.F32:
+            # These weights meet x as it is; in the scale's place stands a pointer that is not followed.
+            values, scale = x.reshape(-1, weight.cols), out
+        else:
+            made = made or halves(device, x)
+            values, scale = made.values, made.scale
+        rows, stride = part.rows // experts, values.strides[0] // values.itemsize
+        sizes = (share, rows, weight.cols, stride, out.shape[2], part.first // experts)
+        device.launch(
+            "moe_matmul",
+            "expert_tile",
+            (groups.tiles.shape[0], -(-rows // TILE_FEATURES)),
+            (TILE_THREADS,),
+            (part.data, values, scale, groups.order, groups.tiles, out, *(np.int32(size) for size in sizes)),
+            defines={"QTYPE": part.type.name},
+        )
 
 
 def _host_route(
@@ -199,7 +228,7 @@ def _host_route(
     weights *= np.float32(scale)
     if expert_scale is not None:
         weights *= expert_scale[ids]
-    return Routing(ids, weights)
+    return Routing(ids, weights, None)
 
 
 def _host_product(device: Device, x: Array, weight: Weight, ids: Array, out: Array) -> None:

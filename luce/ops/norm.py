@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from luce.ops.activation import host_sigmoid
 from luce.runtime.device import Array, Device
 
 # Threads of a block that norms heads, one per wave.
@@ -47,26 +46,9 @@ def head_rms_norm(device: Device, x: Array, weight: Array, eps: float) -> None:
     device.launch("norm", "head_rms_norm", (n, -(-heads // (_HEAD_THREADS // device.lanes))), (_HEAD_THREADS,), args)
 
 
-def gated_rms_norm(device: Device, x: Array, gate: Array, weight: Array, eps: float) -> Array:
-    """rms(x) * weight * silu(gate) per head (Gated DeltaNet's output norm: norm first, then the gate).
-
-    x float32 [n, heads, d] contiguous, gate float32 [n, heads * d] (any row stride), weight float32 [d]
-    -> float32 [n, heads * d].
-    """
-    if device.host:
-        z = gate.reshape(x.shape)
-        return (_rms(x, eps) * weight * (z * host_sigmoid(z))).reshape(x.shape[0], -1)
-    n, heads, d = x.shape
-    out = device.empty((n, heads * d))
-    stride = np.int64(gate.strides[0] // 4)
-    args = (out, x, gate, stride, np.int32(heads), weight, np.int32(d), np.float32(eps))
-    device.launch("norm", "gated_rms_norm", (n, -(-heads // (_HEAD_THREADS // device.lanes))), (_HEAD_THREADS,), args)
-    return out
-
-
 def _threads(d: int) -> int:
-    # From the row's length alone, as the order of its sum depends on it.
-    return 64 if d <= 256 else 256 if d <= 4096 else 1024
+    # From the row's length alone, as the order of its sum depends on it: 8 elements each (HELD of kernels/norm.cu).
+    return min(1024, -(-d // (8 * 64)) * 64)
 
 
 def _rms(x: Array, eps: float) -> Array:

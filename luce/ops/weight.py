@@ -90,9 +90,9 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
     first = 0
     for t in tensors:
         if t.type in KERNEL_TYPES:
-            parts.append(WeightPart(device.upload(np.ascontiguousarray(t.raw)), t.type, first, t.rows))
+            parts.append(WeightPart(device.load(np.ascontiguousarray(t.raw)), t.type, first, t.rows))
         else:
-            parts.append(WeightPart(device.upload(_half(t)), _T.F16, first, t.rows))
+            parts.append(WeightPart(device.load(_half(t)), _T.F16, first, t.rows))
         first += t.rows
     return Weight(rows, cols, tuple(parts))
 

@@ -114,24 +114,34 @@ def load(vendor: Vendor, major: int | None = None) -> RuntimeCompiler | None:
 
 
 def cached(compiler: RuntimeCompiler, build: KernelBuild, arch: str, lanes: int, folder: Path | None = None) -> bytes:
-    """The module of a build, from the cache in `folder` (default: the user's) or compiled and put there.
-
-    The key covers everything that decides the result. An entry begins with the SHA-256 of the rest: a torn or foreign
-    file is a miss. A folder that cannot be written costs the cache, not the run.
-    """
-    folder = user_cache_directory() / "kernels" if folder is None else folder
-    # The include path is where the sources lie, not what they say.
-    options = [o for o in compiler.options(build, arch, lanes) if not o.startswith("-I")]
-    said = "\n".join((kernels.fingerprint(), build.source, compiler.vendor, compiler.version, *options))
-    entry = folder / f"{build.source}-{hashlib.sha256(said.encode()).hexdigest()}.bin"
+    """The module of a build, from the cache in `folder` (default: the user's) or compiled and put there."""
+    entry = _entry(compiler, build, arch, lanes, folder)
     with contextlib.suppress(OSError):
         content = entry.read_bytes()
         if hashlib.sha256(content[_DIGEST:]).digest() == content[:_DIGEST]:
             return content[_DIGEST:]
     code = compiler.compile(build, arch, lanes).code
+    keep(compiler, build, arch, lanes, code, folder)
+    return code
+
+
+def keep(
+    compiler: RuntimeCompiler, build: KernelBuild, arch: str, lanes: int, code: bytes, folder: Path | None = None
+) -> None:
+    """Put a module where `cached` finds it. A folder that cannot be written costs the cache, not the run."""
+    entry = _entry(compiler, build, arch, lanes, folder)
     with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
+        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=entry.parent, prefix=".", delete=False) as file:
             file.write(hashlib.sha256(code).digest() + code)
         os.replace(file.name, entry)
-    return code
+
+
+def _entry(compiler: RuntimeCompiler, build: KernelBuild, arch: str, lanes: int, folder: Path | None) -> Path:
+    """The file of a build. The key covers everything that decides the result. An entry begins with the SHA-256 of the
+    rest: a torn or foreign file is a miss."""
+    folder = user_cache_directory() / "kernels" if folder is None else folder
+    # The include path is where the sources lie, not what they say.
+    options = [o for o in compiler.options(build, arch, lanes) if not o.startswith("-I")]
+    said = "\n".join((kernels.fingerprint(), build.source, compiler.vendor, compiler.version, *options))
+    return folder / f"{build.source}-{hashlib.sha256(said.encode()).hexdigest()}.bin"

@@ -9,10 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+from luce.errors import DeviceError
 
 # A NumPy or CuPy array; which one is the device's business. CuPy is optional, so it cannot be named in a type.
 Array = Any
@@ -43,6 +45,13 @@ class Memory:
 
     free: int
     total: int
+
+
+class Graph(Protocol):
+    """Captured work of a device; released with its last reference."""
+
+    def launch(self) -> None:
+        """Queue the work again: the same kernels on the same addresses, reading what is there by then."""
 
 
 class Event(ABC):
@@ -93,6 +102,14 @@ class Device(ABC):
     host: bool
     #: whether this stands for devices of another process: `zeros` here is memory that both processes see
     shared = False
+    #: whether `capture` may be called
+    captures = False
+    #: whether `gemm` can be called: a BLAS library is at hand
+    blas: bool
+    #: what of kernels/mma.h it has in hardware: F16 and BF16 (tiles of these types), WGMMA (products of four waves)
+    products: frozenset[str]
+    #: most bytes of shared memory of a block
+    shared_limit: int
 
     @abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
@@ -109,9 +126,21 @@ class Device(ABC):
         Pageable memory is read before this returns; pinned memory may be read until `synchronize`.
         """
 
+    def load(self, array: NDArray[Any]) -> Array:
+        """As `upload`, for large arrays that stay as they are until `synchronize`: they are read in the background."""
+        return self.upload(array)
+
     @abstractmethod
     def download(self, array: Array) -> NDArray[Any]:
         """A NumPy array with the values of a device array; waits for the kernels that write it."""
+
+    @abstractmethod
+    def write(self, array: Array, values: NDArray[Any]) -> None:
+        """Copy values into a C-contiguous device array of the same shape and dtype; as `upload` but for the place."""
+
+    @abstractmethod
+    def copy(self, target: Array, source: Array) -> None:
+        """Queue target = source: C-contiguous arrays of this device, of the same shape and dtype."""
 
     @abstractmethod
     def launch(
@@ -130,6 +159,23 @@ class Device(ABC):
         `args` are device arrays and NumPy scalars of the exact C type. `shared` is dynamic shared memory in bytes.
         Raises DeviceError naming source and kernel.
         """
+
+    def rehearse(self, work: Callable[[], object]) -> None:
+        """Make all kernels that `work` launches ready, side by side, without running them; `work` waits for nothing.
+
+        By default `work` is not even called: kernels are made ready as they are launched.
+        """
+        return
+
+    def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
+        """What `work` queues, as a graph, without running it, and the arrays it returns.
+
+        Work may allocate and launch, but not wait, copy, upload or download; all that it launches has been launched
+        before. Its arrays live in memory that all graphs of this device share, so they hold until the next graph is
+        launched or captured. What it reads and did not allocate must stay in place as long as the graph is used. Raises
+        DeviceError if something in it cannot be captured.
+        """
+        raise DeviceError(f"{self.name} captures no graphs")
 
     @abstractmethod
     def record(self, *, timing: bool = False) -> Event:
@@ -157,6 +203,15 @@ class Device(ABC):
     def reaches(self, other: Device) -> bool:
         """Whether a copy stream of this device can write to `other`'s memory. May open the way the first time."""
         return False
+
+    @abstractmethod
+    def gemm(self, x: Array, weight: Array, out: Array) -> None:
+        """Queue out = x weight^T by a BLAS library: x [n, cols], weight [rows, cols], both float16 or both float32.
+
+        out is float32 [n, rows]; all rows are contiguous, any distance apart. Sums are accumulated in float32. The
+        library chooses its algorithm by the shape, so a row's last bits may change with n; equal calls give equal bits.
+        Not while a graph is captured. Raises DeviceError.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -82,7 +82,7 @@ _ATTRIBUTES = {
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, hipStreamNonBlocking
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING, hipEventDisableTiming
-_THREAD_LOCAL = 1  # capture mode: calls of other threads do not break a capture
+_RELAXED = 2  # capture mode: neither calls of other threads nor allocations break a capture
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, hipFuncAttribute...
 _PEER_ENABLED = 704  # access was enabled before
 
@@ -296,7 +296,7 @@ class Driver:
 
     def begin_capture(self, stream: int) -> None:
         """Collect the stream's work into a graph instead of running it."""
-        self._call("capture_begin", stream, _THREAD_LOCAL)
+        self._call("capture_begin", stream, _RELAXED)
 
     def end_capture(self, stream: int) -> int:
         """The captured work as an executable graph; free it with `destroy_graph`."""

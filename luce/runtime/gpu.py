@@ -8,20 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
-from luce.runtime import compiler, driver
-from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
+from luce.runtime import blas, compiler, driver
+from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Graph, Memory
 from luce.runtime.driver import Vendor
+from luce.runtime.graph import DriverGraph
 from luce.runtime.kernels import KernelBuild
+from luce.runtime.staging import Stager
 
 #: Dynamic shared memory that every kernel gets without asking, in bytes.
 _UNASKED_SHARED = 48 * 1024
+# Downloads of so many bytes go to pinned memory: 1 MB of logits takes 0.3 ms to pageable memory. Larger ones would keep
+# much of the host's memory pinned, as CuPy's pool never gives it back.
+_PINNED = range(1 << 16, (1 << 24) + 1)
+# Arrays that `load` reads in the background, in bytes.
+_STAGED = 1 << 20
+# Kernels that are compiled side by side.
+_COMPILERS = 8
 _EXTRAS: dict[Vendor, str] = {
     "cuda": "luce-llm[cuda13] (or luce-llm[cuda12] for older drivers)",
     "hip": "luce-llm[rocm]",
@@ -92,6 +102,7 @@ class GpuDevice(Device):
     """One CUDA or HIP device with a stream of its own. Every method makes device and stream current on its thread."""
 
     host = False
+    captures = True
     kv_dtype = np.dtype(np.float16)
 
     def __init__(self, kind: Vendor, index: int) -> None:
@@ -104,6 +115,8 @@ class GpuDevice(Device):
         self._driver = found
         self.properties = found.properties(index)
         self.lanes = self.properties.lanes
+        self.shared_limit = self.properties.shared_optin
+        self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
         newest = int(found.version.split(".")[0]) if kind == "cuda" else None
         self._cupy = _import_cupy(self.name, kind)
         rtc = compiler.load(kind, newest)
@@ -119,6 +132,12 @@ class GpuDevice(Device):
         self._select = cuda.runtime.setDevice
         self._select(index)
         self._stream = cuda.Stream(non_blocking=True)
+        # What captured graphs write to: arrays of eager steps never lie here.
+        self._arena = cuda.MemoryPool()
+        self._stager: Stager | None = None
+        self._rehearsed: dict[KernelBuild, None] | None = None
+        self._blas = blas.load(kind)
+        self.blas = self._blas is not None
 
     @property
     def stream(self) -> int:
@@ -154,19 +173,48 @@ class GpuDevice(Device):
     def upload(self, array: NDArray[Any]) -> Array:
         """As in the interface. Pageable memory is read before this returns, pinned memory until `synchronize`."""
         copy = self.empty(array.shape, array.dtype)
-        if not copy.nbytes:
-            return copy
-        contiguous = np.ascontiguousarray(array)
+        if copy.nbytes:
+            self.write(copy, array)
+        return copy
+
+    def load(self, array: NDArray[Any]) -> Array:
+        if array.nbytes < _STAGED or not array.flags.c_contiguous:
+            return self.upload(array)
+        copy = self.empty(array.shape, array.dtype)
+        if self._stager is None:
+            self._stager = Stager(self._cupy, self.name.index, self._stream)
+        self._stager.copy(copy.data.ptr, array)
+        return copy
+
+    def _settle(self) -> None:
+        """Let what is queued from now on come after what `load` was given."""
+        if self._stager is not None:
+            stager, self._stager = self._stager, None
+            try:
+                stager.finish()
+            except self._failures as error:
+                raise DeviceError(f"{self.name}: copy to the device: {error}") from error
+
+    def write(self, array: Array, values: NDArray[Any]) -> None:
+        self._activate()
+        contiguous = np.ascontiguousarray(values)
         try:
-            copy.data.copy_from_host_async(contiguous.ctypes.data, copy.nbytes, self._stream)
+            array.data.copy_from_host_async(contiguous.ctypes.data, array.nbytes, self._stream)
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes to the device: {error}") from error
-        return copy
+
+    def copy(self, target: Array, source: Array) -> None:
+        self._activate()
+        with self._failing(f"copy of {target.nbytes} bytes"):
+            target.data.copy_from_device_async(source.data, target.nbytes, self._stream)
 
     def download(self, array: Array) -> NDArray[Any]:
         self._activate()
+        self._settle()
+        pinned = array.nbytes in _PINNED
+        out = self.pinned(array.nbytes).view(array.dtype).reshape(array.shape) if pinned else None
         try:
-            result: NDArray[Any] = array.get()
+            result: NDArray[Any] = array.get(out=out)
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes from the device: {error}") from error
         return result
@@ -176,13 +224,38 @@ class GpuDevice(Device):
         self._activate()
         if build in self._modules:
             return
-        code = compiler.cached(self._compiler, build, self.properties.arch, self.lanes)
+        code = self._code(build)
         module = self._cupy.cuda.function.Module()
         try:
             module.load(code)
         except self._failures as error:
             raise DeviceError(f"{self.name}: {build}: {error}") from error
         self._modules[build] = module
+
+    def rehearse(self, work: Callable[[], object]) -> None:
+        self._activate()
+        builds: dict[KernelBuild, None] = {}
+        self._rehearsed = builds
+        try:
+            work()
+        finally:
+            self._rehearsed = None
+        self.compile(builds)
+        for build in builds:
+            self.prepare(build)
+
+    def compile(self, builds: Iterable[KernelBuild]) -> None:
+        """Compile builds side by side into the cache. `prepare` names the ones that fail."""
+
+        def attempt(build: KernelBuild) -> None:
+            with contextlib.suppress(DeviceError):
+                self._code(build)
+
+        with ThreadPoolExecutor(_COMPILERS) as threads:
+            list(threads.map(attempt, builds))
+
+    def _code(self, build: KernelBuild) -> bytes:
+        return compiler.cached(self._compiler, build, self.properties.arch, self.lanes)
 
     def _function(self, source: str, kernel: str, defines: Mapping[str, int | str] | None) -> _Function:
         build = KernelBuild.of(source, defines)
@@ -204,6 +277,13 @@ class GpuDevice(Device):
         shared: int = 0,
     ) -> None:
         self._activate()
+        if self._rehearsed is not None:
+            build = KernelBuild.of(source, defines)
+            if build not in self._modules:
+                self._rehearsed[build] = None
+            return
+        if self._stager is not None:
+            self._settle()
         key = (source, kernel, *defines.items()) if defines else (source, kernel)
         function = self._functions.get(key)
         if function is None:
@@ -215,6 +295,22 @@ class GpuDevice(Device):
             function.call(grid, block, args, shared_mem=shared)
         except (TypeError, DeviceError, *self._failures) as error:
             raise DeviceError(f"{self.name}: kernels/{source}.cu: {kernel}: {error}") from error
+
+    def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
+        self._activate()
+        graph = DriverGraph(self._driver, self.stream)
+        try:
+            with self._cupy.cuda.using_allocator(self._arena.malloc), graph.capturing():
+                arrays = work()
+        except (NotImplementedError, *self._failures) as error:
+            raise DeviceError(f"{self.name}: capture: {error}") from error
+        return graph, tuple(map(self._lent, arrays))
+
+    def _lent(self, array: Array) -> Array:
+        """The same array, without a claim to its memory."""
+        cuda = self._cupy.cuda
+        memory = cuda.UnownedMemory(array.data.ptr, array.nbytes, self._arena, self.name.index)
+        return self._cupy.ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0), array.strides)
 
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
@@ -287,8 +383,19 @@ class GpuDevice(Device):
         stream.record().wait()
         return bool((other.download(target) == sent).all())
 
+    def gemm(self, x: Array, weight: Array, out: Array) -> None:
+        self._activate()
+        if self._blas is None:
+            raise DeviceError(f"{self.name}: no BLAS library found")
+        try:
+            self._blas.gemm(x, weight, out)
+        except (RuntimeError, ValueError, *self._failures) as error:
+            shape = f"{list(x.shape)} times {list(weight.shape)}"
+            raise DeviceError(f"{self.name}: product of {shape}: {error}") from error
+
     def synchronize(self) -> None:
         self._activate()
+        self._settle()
         with self._failing("synchronise"):
             self._stream.synchronize()
 
@@ -318,10 +425,18 @@ class GpuDevice(Device):
         if self._closed:
             return
         self._activate()
+        self._settle()
         self._functions.clear()
         self._modules.clear()
+        self._arena.free_all_blocks()
         self._cupy.get_default_memory_pool().free_all_blocks()
         self._closed = True
+
+
+def _products(arch: str) -> frozenset[str]:
+    """What a CUDA architecture has in hardware: halves since Turing, bfloat16 since Ampere, groups on Hopper alone."""
+    groups = ("WGMMA",) if arch == "sm_90a" else ()
+    return frozenset(("F16", "BF16", *groups) if int(arch.strip("sm_a")) >= 80 else ("F16",))
 
 
 def _address(array: Array) -> int:

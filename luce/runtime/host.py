@@ -51,6 +51,9 @@ class HostDevice(Device):
     lanes = 1
     kv_dtype = np.dtype(np.float32)
     host = True
+    blas = True
+    products: frozenset[str] = frozenset()
+    shared_limit = 0
 
     def __init__(self, index: int = 0) -> None:
         self.name = DeviceName("cpu", index)
@@ -73,6 +76,12 @@ class HostDevice(Device):
     def download(self, array: Array) -> NDArray[Any]:
         result: NDArray[Any] = array
         return result
+
+    def write(self, array: Array, values: NDArray[Any]) -> None:
+        array[...] = values
+
+    def copy(self, target: Array, source: Array) -> None:
+        target[...] = source
 
     def launch(
         self,
@@ -99,6 +108,9 @@ class HostDevice(Device):
     def pinned(self, size: int) -> NDArray[np.uint8]:
         memory: NDArray[np.uint8] = self.empty(size, np.uint8)
         return memory
+
+    def gemm(self, x: Array, weight: Array, out: Array) -> None:
+        np.matmul(x.astype(np.float32, copy=False), weight.astype(np.float32, copy=False).T, out=out)
 
     def synchronize(self) -> None:
         pass

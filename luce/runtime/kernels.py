@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 
 from luce.errors import DeviceError
+from luce.runtime.driver import Vendor
 
-_VARIANTS = re.compile(r"//\s*variants:(.*)")
+_VARIANTS = re.compile(r"//\s*variants(?: for (cuda|hip))?:(.*)")
 _DEFINE = re.compile(r"([A-Za-z_]\w*)=(\w+(?:,\w+)*)")
 
 
@@ -81,11 +82,12 @@ class KernelBuild:
         return " ".join((f"kernels/{self.source}.cu", *(f"{name}={value}" for name, value in self.defines)))
 
 
-def variants(source: str) -> list[dict[str, str]]:
+def variants(source: str, vendor: Vendor | None = None) -> list[dict[str, str]]:
     """The sets of defines that a source is built with, from the `// variants:` lines at its top.
 
     A line names the values of each define and stands for all combinations; several lines add up, and a line without
-    defines (as a file without lines) is the build without any. Raises DeviceError naming file and line.
+    defines (as a file without lines) is the build without any. `// variants for cuda:` leaves a line out for another
+    `vendor`. Raises DeviceError naming file and line.
     """
     found: list[dict[str, str]] = []
     lines = 0
@@ -97,11 +99,14 @@ def variants(source: str) -> list[dict[str, str]]:
             continue
         lines += 1
         axes: dict[str, list[str]] = {}
-        for word in match.group(1).split():
+        only, words = match.groups()
+        for word in words.split():
             define = _DEFINE.fullmatch(word)
             if define is None or define.group(1) in axes:
                 raise DeviceError(f"kernels/{source}.cu:{number}: expected NAME=V1,V2 once per name, got {word!r}")
             axes[define.group(1)] = define.group(2).split(",")
+        if only and vendor and only != vendor:
+            continue
         for values in itertools.product(*axes.values()):
             variant = dict(zip(axes, values, strict=True))
             if variant in found:
@@ -110,6 +115,6 @@ def variants(source: str) -> list[dict[str, str]]:
     return found if lines else [{}]
 
 
-def builds() -> list[KernelBuild]:
-    """Every variant of every source."""
-    return [KernelBuild.of(source, variant) for source in sources() for variant in variants(source)]
+def builds(vendor: Vendor | None = None) -> list[KernelBuild]:
+    """Every variant of every source, or those for one vendor."""
+    return [KernelBuild.of(source, variant) for source in sources() for variant in variants(source, vendor)]

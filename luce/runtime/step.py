@@ -6,7 +6,9 @@ that a captured graph can read it from device memory. Nothing derives a position
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +18,8 @@ from luce.runtime.device import Array, Device
 
 #: rows in a KV page
 PAGE = 64
+#: most candidates that a step names for a row's next token
+TOP = 64
 
 Int32 = NDArray[np.int32]
 
@@ -81,6 +85,7 @@ class Step:
 
     wanted  int32 [m]  rows whose next token is wanted, ascending
     full    bool [m]   of those, the rows whose whole logits are wanted, not only their argmax
+    top     bool [m]   and the rows whose candidates are wanted; None: of none
     """
 
     tokens: Int32
@@ -89,6 +94,7 @@ class Step:
     views: tuple[PageView, ...]
     wanted: Int32
     full: NDArray[np.bool_]
+    top: NDArray[np.bool_] | None = None
 
     @property
     def rows(self) -> int:
@@ -97,67 +103,84 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Output:
-    """What the last shard returns.
+class Candidates:
+    """The largest logits of some rows, in order: ids int32 [t, min(TOP, vocab)], logits float32 of the same shape.
 
-    ids int32 [m] (argmax, lowest id on ties), logits float32 [k, vocab] of the full rows. Fresh arrays in each step.
+    The lower id first among equals; NaN comes before all numbers.
     """
 
     ids: Int32
     logits: NDArray[np.float32]
 
 
-@dataclass
-class DeviceStep:
-    """A step's arrays on one device, with the shapes that launches need on the host.
+@dataclass(frozen=True)
+class Output:
+    """What the last shard returns.
 
-    ropes: rotary tables that layers share. lent: by block, float32 [rows, 2 kv_heads head_dim], the rows' keys and then
-    their values, of blocks that layers on other devices borrow from.
+    ids int32 [m] (argmax, lowest id on ties), logits float32 [k, vocab] of the full rows, candidates of the `top` rows.
+    Fresh arrays in each step.
     """
 
-    device: Device
-    step: Step
-    ropes: dict[object, Array] = field(default_factory=dict)
-    lent: dict[int, Array] = field(default_factory=dict)
+    ids: Int32
+    logits: NDArray[np.float32]
+    top: Candidates | None = None
 
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.step.rows
+    @classmethod
+    def joined(cls, outputs: Sequence[Output]) -> Output:
+        """The output of a step whose pieces had these outputs, at least one."""
+        ids, logits = (np.concatenate([getattr(output, part) for output in outputs]) for part in ("ids", "logits"))
+        tops = [output.top for output in outputs if output.top is not None]
+        if not tops:
+            return cls(ids, logits)
+        return cls(ids, logits, Candidates(*(np.concatenate([getattr(t, p) for t in tops]) for p in ("ids", "logits"))))
 
-    @cached_property
-    def tokens(self) -> Array:
-        """int32 [rows]."""
-        return self.device.upload(self.step.tokens)
 
-    @cached_property
-    def positions(self) -> Array:
-        """int32 [rows]."""
-        return self.device.upload(self.step.positions)
+@dataclass(frozen=True)
+class StepShape:
+    """What the launches of a step may depend on besides the contents of device memory.
 
-    @cached_property
-    def wanted(self) -> Array:
-        """int32 [m]."""
-        return self.device.upload(self.step.wanted)
+    Numbers of rows, spans and wanted rows; rows of the longest span; width of each view's table.
+    """
 
-    @cached_property
-    def spans(self) -> SpanArrays:
-        """The spans as arrays."""
-        spans = self.step.spans
-        table = np.array([(s.slot, s.start, s.rows, s.position) for s in spans], np.int32).reshape(-1, 4)
-        row_span = np.repeat(np.arange(len(spans), dtype=np.int32), table[:, 2])
-        return SpanArrays(
-            table=self.device.upload(table),
-            row_span=self.device.upload(row_span),
-            count=len(spans),
-            longest=int(table[:, 2].max(initial=0)),
-        )
+    rows: int
+    spans: int
+    longest: int
+    wanted: int
+    widths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, step: Step) -> StepShape:
+        """The shape of a step as it is."""
+        longest = max((span.rows for span in step.spans), default=0)
+        widths = tuple(view.table.shape[1] for view in step.views)
+        return cls(step.rows, len(step.spans), longest, len(step.wanted), widths)
 
     @cached_property
-    def views(self) -> tuple[PageView, ...]:
-        """The page views with arrays of this device."""
-        up = self.device.upload
-        return tuple(PageView(up(v.table), up(v.first), up(v.count), up(v.dest)) for v in self.step.views)
+    def size(self) -> int:
+        """int32 values that the arrays take together."""
+        return sum(_padded(math.prod(shape)) for shape in self._shapes)
+
+    @cached_property
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        rows, spans = (self.rows,), (self.spans,)
+        shapes = [rows, rows, (self.wanted,), (*spans, 4), rows]
+        for width in self.widths:
+            shapes += [(*spans, width), (*spans, width), spans, rows]
+        return tuple(shapes)
+
+    def cut(self, memory: Array) -> list[Array]:
+        """int32 [size], on whatever device, as the arrays of a step in the order of DeviceStep."""
+        arrays, at = [], 0
+        for shape in self._shapes:
+            size = math.prod(shape)
+            arrays.append(memory[at : at + size].reshape(shape))
+            at += _padded(size)
+        return arrays
+
+
+def _padded(size: int) -> int:
+    # Arrays begin at 256 bytes, as if they were allocated one by one.
+    return -(-size // 64) * 64
 
 
 @dataclass(frozen=True)
@@ -168,3 +191,46 @@ class SpanArrays:
     row_span: Array
     count: int
     longest: int
+
+
+class DeviceStep:
+    """A step's arrays on one device, with the shape that launches need on the host.
+
+    tokens, positions: int32 [rows]; wanted: int32 [m]. ropes: rotary tables that layers share. lent: by block, float32
+    [rows, 2 kv_heads head_dim], the rows' keys and then their values, of blocks that layers on other devices borrow
+    from.
+    """
+
+    def __init__(self, device: Device, shape: StepShape, memory: Array) -> None:
+        """The arrays of a step of `shape` that are, or will be, in `memory`, int32 [shape.size] on the device."""
+        self.device = device
+        self.shape = shape
+        self.tokens, self.positions, self.wanted, table, row_span, *views = shape.cut(memory)
+        self.spans = SpanArrays(table, row_span, shape.spans, shape.longest)
+        self.views = tuple(PageView(*views[at : at + 4]) for at in range(0, len(views), 4))
+        self.ropes: dict[object, Array] = {}
+        self.lent: dict[int, Array] = {}
+
+    @classmethod
+    def upload(cls, device: Device, step: Step) -> DeviceStep:
+        """A step in new memory of the device."""
+        shape = StepShape.of(step)
+        memory = np.empty(shape.size, np.int32)
+        write_step(step, shape.cut(memory))
+        return cls(device, shape, device.upload(memory))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.shape.rows
+
+
+def write_step(step: Step, arrays: Sequence[Int32]) -> None:
+    """Write a step to what StepShape.cut made of host memory. The shape's tables may be wider than the step's."""
+    table: Int32 = np.array([(s.slot, s.start, s.rows, s.position) for s in step.spans], np.int32).reshape(-1, 4)
+    row_span = np.repeat(np.arange(len(table), dtype=np.int32), table[:, 2])
+    values = [step.tokens, step.positions, step.wanted, table, row_span]
+    for view in step.views:
+        values += [view.table, view.first, view.count, view.dest]
+    for array, value in zip(arrays, values, strict=True):
+        array[..., : value.shape[-1]] = value

@@ -101,6 +101,42 @@ def test_new_arrays(device: Device, shape: Any, expected: tuple[int, ...]) -> No
     np.testing.assert_array_equal(device.download(zeros), np.zeros(expected, np.int32))
 
 
+@pytest.mark.parametrize("size", [1, 1 << 20, (11 << 20) + 3])
+def test_loaded_arrays(device: Device, size: int) -> None:
+    arrays = [np.random.default_rng(seed).integers(0, 256, size, np.uint8) for seed in range(5)]
+    there = [device.load(array) for array in arrays]
+    device.synchronize()
+    for array, loaded in zip(arrays, there, strict=True):
+        np.testing.assert_array_equal(device.download(loaded), array)
+
+
+def test_work_comes_after_what_was_loaded_before(launcher: Device) -> None:
+    there = launcher.load(np.ones(1 << 20, np.float32))
+    fill(launcher, there[:7], 3.0)
+    assert launcher.download(there[:9]).tolist() == [3] * 7 + [1] * 2
+
+
+def test_written_values(device: Device) -> None:
+    there = device.zeros((3, 4), np.int32)
+    device.write(there, np.arange(12, dtype=np.int32).reshape(3, 4))
+    assert device.download(there).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_copied_values(device: Device) -> None:
+    source, target = device.upload(np.arange(12, dtype=np.float32).reshape(3, 4)), device.zeros((3, 4))
+    device.copy(target, source)
+    device.write(source, np.zeros((3, 4), np.float32))
+    assert device.download(target).ravel().tolist() == list(range(12))
+
+
+def test_rehearsed_work_does_not_run(launcher: Device) -> None:
+    out = launcher.zeros(4)
+    launcher.rehearse(lambda: fill(launcher, out, 5.0))
+    assert launcher.download(out).tolist() == [0, 0, 0, 0]
+    fill(launcher, out, 5.0)
+    assert launcher.download(out).tolist() == [5, 5, 5, 5]
+
+
 def test_zeros_after_other_values(device: Device) -> None:
     # The memory of the dropped array is likely to be handed out again.
     for _ in range(3):
@@ -200,6 +236,24 @@ def test_copies_between_two_devices_of_a_kind(device: Device, request: pytest.Fi
     stream.copy(landing, there)
     other.wait_for(stream.record())
     assert (other.download(landing) == np.arange(99)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(("n", "rows", "cols"), [(1, 1, 8), (5, 3, 24), (130, 70, 264)])
+def test_gemm(device: Device, n: int, rows: int, cols: int, dtype: Any) -> None:
+    if not device.blas:
+        pytest.skip("no BLAS library")
+    rng = np.random.default_rng(n)
+    x, w = (rng.standard_normal((size, cols + 8)).astype(dtype) for size in (n, rows))
+    wide = device.zeros((n, rows + 5))
+    device.gemm(device.upload(x)[:, :cols], device.upload(w)[:, 8:], wide[:, 2 : 2 + rows])
+    actual = device.download(wide)
+    x64, w64 = x[:, :cols].astype(np.float64), w[:, 8:].astype(np.float64)
+    # Products of halves are exact in float32; of two float32 they are not.
+    limit = (4 + np.sqrt(cols)) * 2.0**-24 * (np.abs(x64) @ np.abs(w64).T)
+    assert (np.abs(actual[:, 2 : 2 + rows] - x64 @ w64.T) <= limit).all()
+    assert not actual[:, :2].any()
+    assert not actual[:, 2 + rows :].any()
 
 
 def test_the_host_launches_nothing() -> None:

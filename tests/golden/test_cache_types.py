@@ -101,5 +101,6 @@ def test_kernels_agree_with_the_host(types: tuple[str, str], make_driver: MakeDr
         parts = [driver.feed((sequence, part))[0] for part in (prompt[:11], prompt[11:12], prompt[12:])]
         logits.append(np.concatenate(parts))
     # Measured 2e-12 and 2e-10. The room is for a value that rounds the other way, and far below what the type costs.
+    # Where queries and weights are halves, many a value of the next layer does: a seventh of the cost.
     cost = errors(logits[0], reference.expected["logits_17"]).max()
-    assert errors(logits[1], logits[0]).max() <= cost / 100
+    assert errors(logits[1], logits[0]).max() <= cost / (3 if emulated.products else 100)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
+from luce.backend.local import LocalShard
 from luce.runtime.device import Device
+from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
 from tests.support.drive import Driver
-from tests.support.golden_checks import check_batched, check_greedy_tokens, check_logits_in_chunks, greedy
+from tests.support.golden_checks import (
+    check_batched,
+    check_greedy_tokens,
+    check_logits_in_chunks,
+    check_replayed,
+    greedy,
+)
 from tests.support.reference import Reference, check_greedy, references
 
 pytestmark = pytest.mark.gpu
@@ -17,6 +27,15 @@ each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.n
 
 # Float32 weights and activations, K and V rounded to float16: better than the kind whose limits apply.
 KIND = "bf16_activations"
+
+
+@pytest.fixture(scope="module")
+def eager(gpu: GpuDevice) -> Iterator[GpuDevice]:
+    """The same GPU by another device object, which captures nothing."""
+    device = GpuDevice("cuda" if gpu.name.kind == "cuda" else "hip", gpu.name.index)
+    device.captures = False
+    yield device
+    device.close()
 
 
 def typical_error(reference: Reference, driver: Driver) -> float:
@@ -67,3 +86,21 @@ def test_mixed_with_host(reference: Reference, make_driver: MakeDriver, gpu: Dev
     driver = make_driver(reference, [gpu, HostDevice()])
     tokens = greedy(driver, reference.expected["prompt_17"], len(reference.expected[key]), 1000)
     check_greedy(reference, key, tokens, typical_error(reference, driver))
+
+
+@each_file
+def test_replayed_steps(reference: Reference, make_driver: MakeDriver, gpu: GpuDevice, eager: GpuDevice) -> None:
+    driver = make_driver(reference, [gpu])
+    check_replayed(reference, driver, make_driver(reference, [eager]))
+    (shard,) = driver.backend.shards
+    assert isinstance(shard, LocalShard) and shard.replayed == 8
+
+
+@each_file
+def test_replayed_steps_of_shards(
+    reference: Reference, make_driver: MakeDriver, gpu: GpuDevice, eager: GpuDevice
+) -> None:
+    # Both shards on one device object: their graphs share its memory.
+    driver = make_driver(reference, [gpu, gpu])
+    check_replayed(reference, driver, make_driver(reference, [eager]))
+    assert all(isinstance(shard, LocalShard) and shard.replayed == 8 for shard in driver.backend.shards)

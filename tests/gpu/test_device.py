@@ -132,7 +132,7 @@ def test_facts_agree_with_cupy(gpu: GpuDevice) -> None:
 
 
 def test_every_variant_compiles_and_loads(gpu: GpuDevice) -> None:
-    for build in kernels.builds():
+    for build in kernels.builds("hip" if gpu.name.kind == "hip" else "cuda"):
         gpu.prepare(build)
 
 
@@ -413,3 +413,37 @@ os._exit(0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.startswith(f"{gpu.name}: "), done.stderr
+
+
+def test_captured_work_shares_its_memory_with_other_graphs(gpu: GpuDevice) -> None:
+    source = gpu.upload(np.arange(1000, dtype=np.float32))
+
+    def work() -> tuple[Any, ...]:
+        between = gpu.empty(1000)
+        gated(between, source)
+        out = gpu.empty(1000)
+        gated(out, between)
+        return (out,)
+
+    def gated(out: Any, gate: Any) -> None:
+        args = (out, gate, np.int64(1000), source, np.int64(1000), np.int32(1000))
+        gpu.launch("activation", "gated_silu", (1, 4), (256,), args)
+
+    (expected,) = work()
+    first, (one,) = gpu.capture(work)
+    second, (two,) = gpu.capture(work)
+    assert one.data.ptr == two.data.ptr != expected.data.ptr
+    for graph, out in ((first, one), (second, two), (first, one)):
+        one[...] = 0
+        graph.launch()
+        assert (gpu.download(out) == gpu.download(expected)).all()
+    gpu.write(source, np.zeros(1000, np.float32))
+    second.launch()
+    assert not gpu.download(two).any(), "a graph reads what is there when it runs"
+
+
+def test_work_that_cannot_be_captured(gpu: GpuDevice) -> None:
+    array = gpu.zeros(4)
+    with pytest.raises(DeviceError, match="captur"):
+        gpu.capture(lambda: (gpu.synchronize(), array)[1:])
+    assert (gpu.download(array) == 0).all(), "the device works on"

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("cols", [256, 5120])
-def test_embed_equals_gguf_bit_for_bit(gpu: Device, name: str, cols: int) -> None:
+def test_embed_equals_gguf(gpu: Device, name: str, cols: int) -> None:
     check_embed(gpu, name, rows=301, cols=cols, seed=1)
 
 

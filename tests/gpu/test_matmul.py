@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from luce.ops.matmul import matmul
-from luce.ops.weight import Weight, WeightPart
+from luce.ops.matmul_many import BLAS_ROWS
+from luce.ops.weight import Weight, WeightPart, upload_weight
 from luce.runtime.device import Device
 from tests.support import op_checks_matmul as checks
 from tests.support.quant_blocks import FORMATS, PLAIN, decoded, random_tensor
@@ -20,13 +21,13 @@ def test_company_of_few_rows_does_not_matter(gpu: Device, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 17, 200])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 17, 33, 100, BLAS_ROWS + 8])
 def test_product(gpu: Device, name: str, n: int) -> None:
     checks.check_product(gpu, name, rows=133, cols=2816, n=n)
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("n", [1, 16, 33])
+@pytest.mark.parametrize("n", [1, 16, 33, BLAS_ROWS])
 @pytest.mark.parametrize("cols", [1, 3, 71, 1027])
 def test_rows_of_any_length(gpu: Device, name: str, n: int, cols: int) -> None:
     checks.check_product(gpu, name, rows=5, cols=cols, n=n)
@@ -38,8 +39,39 @@ def test_product_of_real_size(gpu: Device, name: str, n: int) -> None:
     checks.check_product(gpu, name, rows=1024, cols=17408, n=n)
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "F16"])
+def test_equal_steps_give_equal_bits(gpu: Device, name: str) -> None:
+    tensor = random_tensor(name, 1024, 5120, seed=1)
+    x = gpu.upload(np.random.default_rng(2).standard_normal((600, 5120)).astype(np.float32))
+    weight = upload_weight(gpu, [tensor])
+    results = [gpu.download(matmul(gpu, x, weight)) for _ in range(3)]
+    assert (results[0] == results[1]).all()
+    assert (results[0] == results[2]).all()
+
+
+@pytest.mark.parametrize("n", [19, BLAS_ROWS])
+def test_rows_beyond_the_range_of_halves(gpu: Device, n: int) -> None:
+    checks.check_range(gpu, "Q4_K", n)
+    checks.check_outliers(gpu, n)
+
+
+@pytest.mark.parametrize("features", [1, 1000])
+def test_slices_of_features(gpu: Device, features: int) -> None:
+    checks.check_slices(gpu, BLAS_ROWS, features)
+
+
+@pytest.mark.parametrize(("shape", "slots"), [((5, 7), False), ((40, 17408), False), ((50, 8, 512), True)])
+def test_halves(gpu: Device, shape: tuple[int, ...], slots: bool) -> None:
+    checks.check_halves(gpu, shape, slots=slots)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "F32"])
+def test_unpacked_weights(gpu: Device, name: str) -> None:
+    checks.check_unpacked(gpu, name, 2816)
+
+
 def test_company_of_many_rows_does_not_matter(gpu: Device) -> None:
-    checks.check_company(gpu, "Q4_K", rows=300, cols=2816, counts=[17, 63, 64, 65, 128, 513])
+    checks.check_company(gpu, "Q4_K", rows=300, cols=2816, counts=[17, 63, 64, 65, 128, BLAS_ROWS - 1])
 
 
 @pytest.mark.parametrize("n", [1, 2, 16, 17, 100])
@@ -72,6 +104,6 @@ def test_weights_beyond_two_gigabytes(gpu: Device, n: int) -> None:
     x = np.random.default_rng(1).standard_normal((n, 32768)).astype(np.float32)
     actual = gpu.download(matmul(gpu, gpu.upload(x), weight))
     w = decoded(tensor)[0].astype(np.float64)
-    limit = 200 * 2.0**-24 * (np.abs(x) @ np.abs(w))
+    limit = checks.product_limit(x, w[None], halves=checks.rounds_to_halves(gpu, "Q8_0", n))[:, 0]
     assert (np.abs(actual[:, -1] - x.astype(np.float64) @ w) <= limit).all()
     assert not actual[:, :-1].any()

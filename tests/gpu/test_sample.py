@@ -1,11 +1,11 @@
-"""argmax on the GPU."""
+"""argmax and the best candidates on the GPU."""
 
 from __future__ import annotations
 
 import pytest
 
 from luce.runtime.device import Device
-from tests.support.op_checks_sample import check_argmax
+from tests.support.op_checks_sample import check_argmax, check_top
 
 pytestmark = pytest.mark.gpu
 
@@ -13,3 +13,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [1, 31, 1000, 4096, 4097, 32000, 151936, 248320, 262144])
 def test_argmax(gpu: Device, vocab: int) -> None:
     check_argmax(gpu, vocab)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 64, 1000, 4096, 4097, 32000, 151936, 248320, 262144, 300000])
+def test_top(gpu: Device, vocab: int) -> None:
+    check_top(gpu, vocab)

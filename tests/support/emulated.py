@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ _COMMON = ("g++", "-std=c++17", "-gdwarf-4", "-fPIC", "-ffp-contract=off", "-fno
 # duplicated on two paths, lanes would seem to wait at different places. GNU-unique symbols
 # would be shared by all variants of a source.
 _KERNEL_FLAGS = ("-O1", "-fsanitize=thread", "-fno-thread-jumps", "-fno-tree-sra", "-fno-gnu-unique", "-DLUCE_HOST")
-# What the smallest of the supported GPUs gives one block (64 KiB on sm_75 and all of AMD).
-SHARED_LIMIT = 65536
+# What one block gets on sm_90 (on sm_75 and all of AMD it is 64 KiB).
+SHARED_LIMIT = 227 * 1024
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 _POISON = np.uint32(0x7FF17FF5)
 #: one emulator exists in the process
@@ -126,14 +126,20 @@ class DeviceArray(np.ndarray[Any, Any]):
 
 
 class EmulatedDevice(Device):
-    """One emulated GPU with 32 or 64 lanes. `kernels` is the folder of the sources and headers."""
+    """One emulated GPU with 32 or 64 lanes. `kernels` is the folder of the sources and headers.
+
+    `products` as in Device: with 32 lanes F16 and BF16, if not given.
+    """
 
     kv_dtype = np.dtype(np.float16)
     host = False
+    blas = True
+    shared_limit = SHARED_LIMIT
 
-    def __init__(self, lanes: int = 32, kernels: Path = KERNELS) -> None:
+    def __init__(self, lanes: int = 32, kernels: Path = KERNELS, products: Iterable[str] | None = None) -> None:
         self.name = DeviceName("cuda" if lanes == 32 else "hip", 0)
         self.lanes = lanes
+        self.products = frozenset(("F16", "BF16") if products is None and lanes == 32 else products or ())
         self.kernels = kernels
         self._libraries: dict[tuple[object, ...], _Library] = {}
         self._used = 0
@@ -156,6 +162,12 @@ class EmulatedDevice(Device):
             raise DeviceError(f"{self.name}: download of {type(array).__name__}, which is not an array of this device")
         return np.array(array, subok=False)
 
+    def write(self, array: Array, values: NDArray[Any]) -> None:
+        array[...] = values
+
+    def copy(self, target: Array, source: Array) -> None:
+        target[...] = source
+
     def launch(
         self,
         source: str,
@@ -171,7 +183,8 @@ class EmulatedDevice(Device):
         key = (source, *(defines or {}).items())
         library = self._libraries.get(key)
         if library is None:
-            library = self._libraries[key] = _build(self.kernels, source, self.lanes, dict(defines or {}))
+            macros = {**(defines or {}), "LUCE_WGMMA": int("WGMMA" in self.products)}
+            library = self._libraries[key] = _build(self.kernels, source, self.lanes, macros)
         grid3, block3 = _dimensions(where, grid, block)
         if not 0 <= shared <= SHARED_LIMIT:
             raise DeviceError(f"{where}: {shared} bytes of dynamic shared memory; a block has at most {SHARED_LIMIT}")
@@ -188,6 +201,15 @@ class EmulatedDevice(Device):
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         return np.empty(size, np.uint8)
+
+    def gemm(self, x: Array, weight: Array, out: Array) -> None:
+        HostDevice().gemm(x, weight, out)
+        base, flags = out.origin or (0, None)
+        if flags is not None:
+            # What the launches' checks know as written, for every row.
+            for row in out:
+                at = row.ctypes.data - base
+                flags[at : at + row.nbytes] = 1
 
     def synchronize(self) -> None:
         pass

@@ -73,7 +73,7 @@ struct dim3 {
 };
 extern "C" {
 dim3 threadIdx, blockIdx, blockDim, gridDim;
-alignas(128) u8 luce_dynamic[65536];
+alignas(1024) u8 luce_dynamic[227 * 1024];
 }
 
 namespace {

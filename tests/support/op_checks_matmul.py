@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.ops import matmul_many
 from luce.ops.matmul import FEW_ROWS, matmul
+from luce.ops.matmul_many import halves
 from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
@@ -24,13 +27,31 @@ def _product(device: Device, x: Matrix, tensors: Sequence[RawTensor]) -> Matrix:
     return device.download(matmul(device, device.upload(x), upload_weight(device, tensors)))
 
 
+def product_limit(x: NDArray[np.floating], w: Matrix, *, halves: bool) -> NDArray[np.float64]:
+    """How far float32 sums of the products of the rows of x and w may be from those of float64.
+
+    With `halves` both factors are rounded to 11 bits, which errs by at most 2^-11 of each, on average half of that: a
+    sum's error has a standard deviation of about 0.6 * 2^-11 times the root of the sum of its squared terms. Weights
+    below 2^-14 lose more.
+    """
+    x64, w64 = np.abs(x).astype(np.float64), np.abs(w).astype(np.float64)
+    limit = (4 + np.sqrt(x.shape[1])) * 2.0**-24 * (x64 @ w64.T) + 1e-30
+    if halves:
+        limit += 4 * 2.0**-11 * np.sqrt(x64**2 @ (w64**2).T) + 2.0**-25 * x64.sum(axis=1, keepdims=True)
+    return limit
+
+
+def rounds_to_halves(device: Device, name: str, n: int) -> bool:
+    """Whether products of n rows with weights in this format are of halves."""
+    return not device.host and n > FEW_ROWS and name != "F32"
+
+
 def check_product(device: Device, name: str, rows: int, cols: int, n: int) -> None:
-    """Against float64 of gguf's values and the NumPy reference: the error is of float32 sums of `cols` terms."""
+    """Against float64 of gguf's values, and the NumPy reference."""
     tensor = random_tensor(name, rows, cols, seed=rows * 31 + cols)
     x = _x(n, cols, seed=n)
     w = decoded(tensor).astype(np.float64)
-    size = np.abs(x).astype(np.float64) @ np.abs(w).T
-    limit = (4 + np.sqrt(cols)) * 2.0**-24 * size + 1e-30
+    limit = product_limit(x, w, halves=rounds_to_halves(device, name, n))
     actual = _product(device, x, [tensor])
     assert actual.dtype == np.float32
     assert actual.shape == (n, rows)
@@ -87,6 +108,91 @@ def check_infinities(device: Device, n: int) -> None:
     assert np.isnan(actual[0]).all()
     np.testing.assert_array_equal(actual[-1], np.where(w[:, -1] > 0, np.inf, -np.inf))
     assert np.isfinite(actual[1:-1]).all()
+
+
+def check_range(device: Device, name: str, n: int) -> None:
+    """Rows far beyond the range of halves, above and below, are as exact as others; zeros stay zeros."""
+    cols = 512
+    tensor = random_tensor(name, 11, cols, seed=21)
+    w = decoded(tensor)
+    # Two rows each near the largest and the smallest float32.
+    powers = np.concatenate([np.linspace(-140, 110, n - 3).round(), [118, -149, 0]])
+    x = (_x(n, cols, seed=22) * 2.0 ** powers[:, None]).astype(np.float32)
+    x[-1] = 0
+    actual = _product(device, x, [tensor])
+    limit = product_limit(x, w, halves=True) + 2.0**-149
+    error = np.abs(actual - x.astype(np.float64) @ w.astype(np.float64).T)
+    # Denormal x have fewer bits to begin with, and lose none; products below 2^-126 round to multiples of 2^-149.
+    assert (error <= limit + cols * 2.0**-149).all()
+    assert not actual[-1].any()
+
+
+def check_outliers(device: Device, n: int) -> None:
+    """A value a million times larger than its row's others, which meets zeros, does not cost these their bits."""
+    cols = 256
+    tensor = random_tensor("Q8_0", 5, cols, seed=23)
+    tensor.raw[:, 2 + 7] = 0
+    x = _x(n, cols, seed=24)
+    x[:, 7] *= 2.0**20
+    actual = _product(device, x, [tensor])
+    x[:, 7] = 0
+    w = decoded(tensor)
+    error = np.abs(actual - x.astype(np.float64) @ w.astype(np.float64).T)
+    assert (error <= product_limit(x, w, halves=True)).all()
+
+
+def check_slices(device: Device, n: int, features: int) -> None:
+    """Parts of several formats, F32 among them, with room for the unpacked weights of `features` features."""
+    names = {"Q4_K": 7, "F16": 1, "F32": 3, "Q8_0": 130, "Q6_K": 12}
+    tensors = [random_tensor(name, rows, 512, seed) for seed, (name, rows) in enumerate(names.items())]
+    x = _x(n, 512, seed=8)
+    with mock.patch.object(matmul_many, "_BUFFER", features * 512 * 2):
+        actual = _product(device, x, tensors)
+    w = np.concatenate([decoded(t) for t in tensors])
+    error = np.abs(actual - x.astype(np.float64) @ w.astype(np.float64).T)
+    assert (error <= product_limit(x, w, halves=True)).all()
+    exact = slice(8, 11)
+    assert (error[:, exact] <= product_limit(x, w[exact], halves=False)).all()
+
+
+def check_halves(device: Device, shape: Sequence[int], *, slots: bool) -> None:
+    """The rounding and the scale that half.cu promises, for rows of all sizes; padding is zero."""
+    *count, cols = shape
+    rng = np.random.default_rng(cols)
+    wide = rng.standard_normal((*count, cols + 3)).astype(np.float32)
+    size = 2.0 ** rng.integers(-160, 120, count)[..., None]
+    size.reshape(-1)[::2] = 1
+    wide = (wide * size).astype(np.float32)
+    x = wide[..., 1 : 1 + cols]
+    x[0] = 0
+    x[-1, ..., 0] = np.inf
+    x[-1, ..., cols - 1] = np.nan
+    there = device.upload(wide)
+    made = halves(device, there[:, :, 1 : 1 + cols] if slots else there[:, 1 : 1 + cols])
+    values, scale = device.download(made.values), device.download(made.scale)
+    x = x.reshape(-1, cols)
+    assert (values.dtype, values.shape) == (np.float16, (len(x), -(-cols // 128) * 128))
+    most = np.where(np.isfinite(x), np.abs(x), 0).max(axis=1).astype(np.float64)
+    plain = (most == 0) | ((most >= 2.0**-7) & (most < 2.0**15))
+    assert plain.any() and not plain.all()
+    np.testing.assert_array_equal(scale[plain], 1)
+    np.testing.assert_array_equal(np.frexp(scale)[0], 0.5)
+    # 2^-126 and less would take a factor beyond float32's range.
+    normal = ~plain & (most >= 2.0**-112)
+    assert ((most / scale)[normal] >= 2.0**14).all() and ((most / scale)[normal] < 2.0**15).all()
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(values[:, :cols], (x / scale[:, None].astype(np.float64)).astype(np.float16))
+    assert not values[:, cols:].any()
+
+
+def check_unpacked(device: Device, name: str, cols: int) -> None:
+    """Every format as halves: float32 values to nearest, infinities included."""
+    tensor = random_tensor(name, 3, cols, seed=2, wild=True)
+    out = device.empty((3, cols), np.float16)
+    args = (device.upload(tensor.raw), out, np.int32(cols))
+    device.launch("dequant", "dequant", (3,), (128,), args, defines={"QTYPE": name})
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.testing.assert_array_equal(device.download(out), decoded(tensor).astype(np.float16))
 
 
 def check_empty(device: Device) -> None:

@@ -1,4 +1,4 @@
-"""Checks of argmax on any device."""
+"""Checks of argmax and of the best candidates on any device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.sample import argmax
+from luce.ops.sample import argmax, candidates, top
 from luce.runtime.device import Device
+from luce.runtime.step import TOP
 
 
 def first_best(row: NDArray[np.float32]) -> int:
@@ -53,3 +54,19 @@ def check_argmax(device: Device, vocab: int) -> None:
     wide = np.full((len(logits), vocab + 7), np.inf, np.float32)
     wide[:, 2 : 2 + vocab] = logits
     assert device.download(argmax(device, device.upload(wide)[:, 2 : 2 + vocab])).tolist() == expected
+
+
+def check_top(device: Device, vocab: int) -> None:
+    """Every row's candidates in order, as rows of their own and as a slice of a wider matrix."""
+    logits = rows_of_interest(vocab)
+    found = candidates(device.download(top(device, device.upload(logits))))
+    count = min(vocab, TOP)
+    for row, ids, values in zip(logits, found.ids, found.logits, strict=True):
+        # NaN first, then the largest number, then the lowest index.
+        expected = np.lexsort((np.arange(vocab), -np.nan_to_num(row, nan=np.inf), ~np.isnan(row)))[:count]
+        np.testing.assert_array_equal(ids, expected)
+        np.testing.assert_array_equal(values, row[expected])
+    wide = np.full((len(logits), vocab + 7), np.inf, np.float32)
+    wide[:, 2 : 2 + vocab] = logits
+    again = candidates(device.download(top(device, device.upload(wide)[:, 2 : 2 + vocab])))
+    np.testing.assert_array_equal(again.ids, found.ids)

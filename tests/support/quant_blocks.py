@@ -1,4 +1,4 @@
-"""Random matrices in GGUF formats: arbitrary bits everywhere, finite half-precision scales unless asked otherwise."""
+"""Random matrices in GGUF formats: arbitrary bits everywhere, finite half-precision scales."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def block_cols(name: str) -> int:
 
 
 def random_tensor(name: str, rows: int, cols: int, seed: int, *, wild: bool = False) -> RawTensor:
-    """A matrix of about unit size; `wild` adds scales that are zero, subnormal, huge or infinite."""
+    """A matrix of about unit size; `wild` adds scales that are zero, subnormal or huge, or such elements and infinite
+    ones."""
     rng = np.random.default_rng(seed)
     type = GGMLQuantizationType[name]
     elements, size = gguf.GGML_QUANT_SIZES[type]
@@ -53,7 +54,7 @@ def random_tensor(name: str, rows: int, cols: int, seed: int, *, wild: bool = Fa
     for at in _SCALES[name]:
         scale = (rng.uniform(-1, 1, raw.shape[:2]) * 2.0 ** rng.integers(-10, -5, raw.shape[:2])).astype(np.float16)
         if wild:
-            special = np.array([0, -0.0, 6e-8, -3e-6, 65504, np.inf], np.float16)
+            special = np.array([0, -0.0, 6e-8, -3e-6, 65504], np.float16)
             scale = np.where(rng.random(scale.shape) < 0.2, rng.choice(special, scale.shape), scale)
         raw[:, :, at : at + 2] = scale[..., None].view(np.uint8)
     return RawTensor(name, raw.reshape(rows, -1), type, cols)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.plan import pages_for
-from luce.runtime.step import PAGE, Output, Span, Step
+from luce.runtime.step import PAGE, TOP, Candidates, Output, Span, Step
 
 #: token that follows a history (prompt and reply so far), None to leave it to the hash
 Script = Callable[[Sequence[int]], int | None]
@@ -123,7 +123,11 @@ class ScriptedBackend:
             span = next(s for s in step.spans if s.start <= row < s.start + s.rows)
             rows.append(self.logits(self._seen[span.slot][: int(step.positions[row]) + 1]))
         logits = np.array(rows, np.float32).reshape(-1, self.vocab)
-        return Output(logits.argmax(axis=1).astype(np.int32), logits[step.full])
+        top = None
+        if step.top is not None and step.top.any():
+            ids = np.argsort(-logits[step.top], axis=1, kind="stable")[:, :TOP].astype(np.int32)
+            top = Candidates(ids, np.take_along_axis(logits[step.top], ids, axis=1))
+        return Output(logits.argmax(axis=1).astype(np.int32), logits[step.full], top)
 
     def _check(self, step: Step) -> None:
         """What holds for every step, whatever ran before."""
@@ -132,6 +136,7 @@ class ScriptedBackend:
         for array, name in ((step.tokens, "tokens"), (step.positions, "positions"), (step.wanted, "wanted")):
             assert array.dtype == np.int32, f"{name} is {array.dtype}"
         assert step.full.dtype == np.bool_ and len(step.full) == len(step.wanted), "full does not match wanted"
+        assert step.top is None or len(step.top) == len(step.wanted), "top does not match wanted"
         assert (np.diff(step.wanted) > 0).all(), "wanted is not ascending"
         assert not len(step.wanted) or 0 <= step.wanted[0] <= step.wanted[-1] < n, "wanted is outside the step"
         assert ((step.tokens >= 0) & (step.tokens < self.vocab)).all(), "token outside the vocabulary"

@@ -18,6 +18,7 @@ from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device, DeviceName, Memory
 from luce.runtime.host import HostDevice
+from tests.support.emulated import EmulatedDevice
 from tests.support.reference import Reference, references
 
 GIB = 1 << 30
@@ -96,6 +97,27 @@ def test_each_shard_reads_its_own_tensors(reference: Reference, monkeypatch: pyt
             assert not any(head & names for names in read[:-1])
             table = ["token_embd.weight" in names for names in read]
             assert table == [i == 0 or (spec.tied_head and i == count - 1) for i in range(count)]
+
+
+@pytest.mark.parametrize("name", ["gemma4-e-F32", "gemma4-e-Q4_0", "gemma4-eb-Q4_K_M", "gemma4-moe-F32"])
+def test_planned_bytes_on_a_gpu(name: str) -> None:
+    # As on a GPU, tables are loaded, of the per-layer one each shard's own columns, and tensors stay as stored.
+    reference = Reference(name)
+    spec = reference.spec
+    for count in splits(len(spec.blocks)):
+        devices = [EmulatedDevice() for _ in range(count)]
+        options: dict[str, Any] = {"weights": [1] * count, "context": 64}
+        with open_gguf(reference.path) as file:
+            planned = plan_shards(file, spec, devices, **options)
+            backend = LayerSplitBackend(file, spec, devices, **options)
+            loaded = [(shard.info.weights, shard.info.state) for shard in backend.shards]
+            backend.close()
+            sizes = {name: info.nbytes for name, info in file.tensors.items()}
+            second = shard_tensors(file, spec, planned[1].layers) if count == len(spec.blocks) else set()
+        assert loaded == [(shard.weights, shard.state) for shard in planned]
+        if table := second & {"per_layer_token_embd.weight"}:
+            columns = loaded[1][0] - sum(sizes[name] for name in second - table)
+            assert columns * count == sum(sizes[name] for name in table)
 
 
 @pytest.mark.parametrize("name", ["qwen35-a-F32", "qwen35moe-a-Q4_0", "qwen3-b-Q4_K_M", "laguna-a-F32"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from luce.errors import DeviceError
-from tests.support.emulated import EmulatedDevice
+from tests.support.emulated import SHARED_LIMIT, EmulatedDevice
 
 # A line that must be named in a report carries a comment `//! name`.
 SOURCE = r"""
@@ -409,8 +409,8 @@ def test_shared_memory_bounds(checks: Checks) -> None:
     out = checks.device.zeros(33)
     message = checks.fails("shared_past_end", (1,), (33,), out, shared=128)
     assert f"thread (32, 0, 0), checks.cu:{LINES['shared_past_end']}: write of 4 bytes outside of all" in message
-    message = checks.fails("shared_past_end", (1,), (33,), out, shared=65540)
-    assert "65540 bytes of dynamic shared memory; a block has at most 65536" in message
+    message = checks.fails("shared_past_end", (1,), (33,), out, shared=SHARED_LIMIT + 4)
+    assert f"{SHARED_LIMIT + 4} bytes of dynamic shared memory; a block has at most {SHARED_LIMIT}" in message
 
 
 def test_missing_barriers(checks: Checks) -> None:

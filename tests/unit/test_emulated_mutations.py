@@ -54,8 +54,8 @@ def _reduce(device: Device) -> None:
 def _norm(device: Device) -> None:
     op_checks_norm.check_rms_norm(device, 2, 1000)
     op_checks_norm.check_add_rms_norm(device, 2, 1000)
+    op_checks_norm.check_add_rms_norm(device, 2, 8203)
     op_checks_norm.check_head_rms_norm(device, 2, 5, 80)
-    op_checks_norm.check_gated_rms_norm(device, 2, 5, 80)
 
 
 def _attention(device: Device) -> None:
@@ -65,8 +65,25 @@ def _attention(device: Device) -> None:
     op_checks_attention.check_rows_alone(device, 1, 1, 64, 760, None)
 
 
+def _attention_mma(device: Device) -> None:
+    op_checks_attention.check_shape(device, 6, 2, 48, [(63, 3), (250, 20)])
+    op_checks_attention.check_shape(device, 1, 1, 16, [(4093, 6)])  # splits of two lengths
+    op_checks_attention.check_missing_pages(device)
+
+
+def _attention_wgmma(device: Device) -> None:
+    device.products |= {"WGMMA"}
+    _attention_mma(device)
+
+
 def _deltanet(device: Device) -> None:
-    op_checks_deltanet.check_delta(device, (1, 16, 150), key_heads=1, heads=2, d=80, decay="model")
+    op_checks_deltanet.check_formula(device, (1, 16, 5), key_heads=1, heads=2, d=128)
+    op_checks_deltanet.check_single_steps(device, 3, key_heads=1, heads=2, d=64)
+
+
+def _deltanet_chunk(device: Device) -> None:
+    op_checks_deltanet.check_formula(device, (150, 17), key_heads=1, heads=2, d=128)
+    op_checks_deltanet.check_formula(device, (70,), key_heads=2, heads=4, d=64)
 
 
 def _matmul_vec(device: Device) -> None:
@@ -74,7 +91,8 @@ def _matmul_vec(device: Device) -> None:
 
 
 def _matmul_tile(device: Device) -> None:
-    op_checks_matmul.check_product(device, "Q8_0", rows=9, cols=96, n=17)
+    op_checks_matmul.check_product(device, "Q8_0", rows=9, cols=160, n=17)
+    op_checks_matmul.check_product(device, "F32", rows=9, cols=96, n=18)
     op_checks_matmul.check_row_stride(device, "F32", 18, 37)
 
 
@@ -100,13 +118,20 @@ def _moe_matmul(device: Device) -> None:
 #: per source what its mutations must fail
 CHECKS: dict[str, Callable[[Device], None]] = {
     "attention.cu": _attention,
+    "attention_mma.cu": _attention_mma,
+    "attention_sync.h": _attention_mma,
+    "attention_tile.h": _attention_mma,
+    "attention_wgmma.h": _attention_wgmma,
     "deltanet.cu": _deltanet,
+    "deltanet_chunk.cu": _deltanet_chunk,
     "matmul_tile.cu": _matmul_tile,
     "matmul_vec.cu": _matmul_vec,
     "moe.cu": _moe,
     "moe_matmul.cu": _moe_matmul,
     "norm.cu": _norm,
     "reduce.h": _reduce,
+    "half.cu": lambda device: op_checks_matmul.check_halves(device, (3, 2100), slots=False),
+    "tile.h": _matmul_tile,
     "sample.cu": lambda device: op_checks_sample.check_argmax(device, 9000),
 }
 
@@ -115,7 +140,9 @@ CHECKS: dict[str, Callable[[Device], None]] = {
 HARMLESS = (
     ("reduce.h", "LUCE_LANES];"),  # an array is only larger than needed
     ("sample.cu", "LUCE_LANES];"),
+    ("deltanet.cu", "LUCE_LANES == 0,"),
     ("moe.cu", "LUCE_LANES)  // experts"),
+    ("attention_mma.cu", "LUCE_LANES * WAVES_N"),  # never launched with 64
     ("attention.cu", "luce_sync();\n    return true;"),  # add_keys begins with another one
 )
 SWAPPED = "luce_shfl(value, luce_lane() ^ mask ^ (luce_lane() / 2 == 3))"

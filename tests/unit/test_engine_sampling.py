@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from luce.engine import sampling
-from luce.engine.sampling import Sampler, largest, needs_logits, score
+from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
 from luce.engine.sequence import SamplingParams
 from luce.errors import BackendError, RequestError
+from luce.ops.sample import candidates, largest, top
+from luce.runtime.host import HostDevice
 
 
 def rows(seed: int, vocab: int, spread: float = 2.0) -> NDArray[np.float32]:
@@ -311,3 +314,50 @@ def test_which_parameters_need_logits(change: dict[str, object]) -> None:
     plain = SamplingParams(top_k=40, top_p=0.9, min_p=0.1, seed=3, max_tokens=5, prompt_logprobs=2)
     assert not needs_logits(plain)
     assert needs_logits(replace(plain, **change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("top_k", [1, 7, 40, 64])
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 1e-3}, {"temperature": 2.0}])
+def test_candidates_choose_what_whole_logits_choose(top_k: int, changes: dict[str, Any]) -> None:
+    params = replace(SamplingParams(temperature=0.8, top_k=top_k), **changes)
+    assert needs_candidates(params)
+    rng = np.random.default_rng(top_k)
+    for seed in range(20):
+        # Ties among them.
+        logits = (rng.standard_normal(500) * 8).round().astype(np.float32)
+        whole, few = sampler(params, seed=seed), sampler(params, seed=seed)
+        for _ in range(3):
+            found = candidates(top(HostDevice(), logits[None]))
+            token = whole.choose(logits)
+            assert few.choose_among(found.ids[0], found.logits[0]) == token
+            whole.push(token)
+            few.push(token)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.0},
+        {"top_k": 0},
+        {"top_k": 65},
+        {"logprobs": 0},
+        {"min_tokens": 1},
+        {"logit_bias": {1: 1.0}},
+        {"repetition_penalty": 1.1},
+        {"frequency_penalty": 0.1},
+        {"presence_penalty": -0.1},
+    ],
+)
+def test_who_needs_more_or_less_than_candidates(changes: dict[str, Any]) -> None:
+    params = replace(SamplingParams(temperature=0.7, top_k=40), **changes)
+    assert not needs_candidates(params)
+    assert needs_logits(params) == (params.temperature > 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_candidates_that_are_no_numbers(bad: float) -> None:
+    logits = np.full(100, -np.inf, np.float32)
+    logits[3] = bad
+    found = candidates(top(HostDevice(), logits[None]))
+    with pytest.raises(BackendError, match="the logits are not finite"):
+        sampler(SamplingParams(temperature=1.0, top_k=5)).choose_among(found.ids[0], found.logits[0])

@@ -1,15 +1,27 @@
-"""kernels/attention.cu and kernels/kv.cu on the emulated device."""
+"""kernels/attention.cu, kernels/attention_mma.cu and kernels/kv.cu on the emulated device."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from tests.support import op_checks_attention as checks
+from tests.support.emulated import EmulatedDevice
+
+DEVICES = {"wgmma": (32, ["F16", "BF16", "WGMMA"]), "mma": (32, ["F16", "BF16"]), "32": (32, []), "64": (64, [])}
+
+
+@pytest.fixture(params=DEVICES)
+def emulated(request: pytest.FixtureRequest) -> Iterator[EmulatedDevice]:
+    """Devices with products of tiles by four waves and by one, and of both lane counts without."""
+    lanes, products = DEVICES[request.param]
+    device = EmulatedDevice(lanes, products=products)
+    yield device
+    device.close()
 
 
 @pytest.mark.parametrize(

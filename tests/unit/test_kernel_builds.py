@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from luce.runtime import kernels
+from luce.runtime import compiler, kernels
+from luce.runtime.compiler import RuntimeCompiler
 from luce.runtime.kernels import KernelBuild
 from tools import build_kernels
 from tools.build_kernels import TARGETS, Target
@@ -22,7 +23,7 @@ def test_kernels_compile(name: str) -> None:
     if reason:
         pytest.skip(reason)
     targets = [target for target in TARGETS if target.compiler == name and target.usual]
-    builds = build_kernels.covering(kernels.builds())
+    builds = build_kernels.covering(kernels.builds("cuda" if name == "nvrtc" else "hip"))
     results = build_kernels.build_all([(build, target) for target in targets for build in builds], jobs=2)
     assert [result.error for result in results if result.error] == []
     assert len(results) == len(builds) * len(targets)
@@ -44,6 +45,20 @@ def test_a_broken_kernel_is_reported(target: Target, tmp_path: Path, monkeypatch
     broken, fine = (build_kernels.build_one(KernelBuild(name), target, header) for name in ("broken", "fine"))
     assert broken.error is not None and "unheard_of" in broken.error and "FAILED" in broken.cell
     assert fine.error is None and fine.registers > 0
+
+
+def test_builds_for_another_machine_s_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = build_kernels.missing("nvrtc")
+    if reason:
+        pytest.skip(reason)
+    monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
+    assert build_kernels.main(["--target", "sm_86", "--source", "fill", "--cache"]) == 0
+    monkeypatch.setattr(RuntimeCompiler, "compile", None)
+    rtc = compiler.load("cuda")
+    assert rtc is not None
+    for build in kernels.builds():
+        if build.source == "fill":
+            assert compiler.cached(rtc, build, "sm_86", 32).startswith(b"\x7fELF")
 
 
 def test_targets_cover_both_lane_counts_and_all_generations() -> None:

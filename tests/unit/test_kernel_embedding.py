@@ -10,7 +10,7 @@ from tests.support.quant_blocks import FORMATS, PLAIN, block_cols
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_embed_equals_gguf_bit_for_bit(emulated: Device, name: str) -> None:
+def test_embed_equals_gguf(emulated: Device, name: str) -> None:
     check_embed(emulated, name, rows=5, cols=max(256, 3 * block_cols(name)), seed=1)
 
 

@@ -1,9 +1,10 @@
-"""kernels/matmul_vec.cu and kernels/matmul_tile.cu on the emulated device."""
+"""matmul_vec.cu, matmul_tile.cu, half.cu and dequant.cu of kernels/ on the emulated device."""
 
 from __future__ import annotations
 
 import pytest
 
+from luce.ops.matmul_many import BLAS_ROWS
 from luce.runtime.device import Device
 from tests.support import op_checks_matmul as checks
 from tests.support.quant_blocks import FORMATS, PLAIN, block_cols
@@ -58,6 +59,45 @@ def test_row_stride(emulated: Device, name: str, cols: int, n: int) -> None:
 @pytest.mark.parametrize("n", [3, 19])
 def test_infinities(emulated: Device, n: int) -> None:
     checks.check_infinities(emulated, n)
+
+
+@pytest.mark.parametrize("n", [19, BLAS_ROWS])
+def test_rows_beyond_the_range_of_halves(emulated: Device, n: int) -> None:
+    checks.check_range(emulated, "Q4_K", n)
+    checks.check_outliers(emulated, n)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(3, 2176), (130, 3072)])
+def test_columns_in_parts(emulated: Device, rows: int, cols: int) -> None:
+    checks.check_product(emulated, "Q8_0", rows=rows, cols=cols, n=18)
+    checks.check_company(emulated, "Q8_0", rows=3, cols=cols, counts=[17, 18, 70])
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "Q4_0", "Q6_K"])
+def test_enough_rows_for_a_library(emulated: Device, name: str) -> None:
+    checks.check_product(emulated, name, rows=131, cols=256, n=BLAS_ROWS)
+
+
+@pytest.mark.parametrize("cols", [3, 71])
+def test_columns_that_a_library_does_not_take(emulated: Device, cols: int) -> None:
+    checks.check_product(emulated, "F16", rows=3, cols=cols, n=BLAS_ROWS)
+
+
+@pytest.mark.parametrize("features", [1, 1000])
+def test_slices_of_features(emulated: Device, features: int) -> None:
+    checks.check_slices(emulated, BLAS_ROWS, features)
+
+
+@pytest.mark.parametrize(
+    ("shape", "slots"), [((5, 7), False), ((4, 1024), False), ((4, 2100), False), ((4, 3, 72), True)]
+)
+def test_halves(emulated: Device, shape: tuple[int, ...], slots: bool) -> None:
+    checks.check_halves(emulated, shape, slots=slots)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "F32"])
+def test_unpacked_weights(emulated: Device, name: str) -> None:
+    checks.check_unpacked(emulated, name, 2 * max(256, block_cols(name)))
 
 
 def test_empty(emulated: Device) -> None:

@@ -1,18 +1,34 @@
-"""kernels/sample.cu on the emulated device."""
+"""kernels/sample.cu and kernels/top.cu on the emulated device."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from luce.ops.sample import argmax
+from luce.ops.sample import argmax, candidates, top
 from luce.runtime.device import Device
-from tests.support.op_checks_sample import check_argmax
+from tests.support.op_checks_sample import check_argmax, check_top
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 31, 257, 4096, 4097, 9000])
 def test_argmax(emulated: Device, vocab: int) -> None:
     check_argmax(emulated, vocab)
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 64, 65, 4096, 4099, 9000])
+def test_top(emulated: Device, vocab: int) -> None:
+    check_top(emulated, vocab)
+
+
+def test_top_of_more_parts_than_a_block_takes(emulated: Device) -> None:
+    # 65 parts leave 4160 keys for a second round, and two parts of these for a third.
+    logits = (np.arange(65 * 4096)[None] * 7919 % 266239).astype(np.float32)
+    found = candidates(emulated.download(top(emulated, emulated.upload(logits))))
+    assert found.ids[0].tolist() == np.lexsort((np.arange(logits.size), -logits[0]))[:64].tolist()
+
+
+def test_top_of_no_rows(emulated: Device) -> None:
+    assert top(emulated, emulated.zeros((0, 5000))).shape == (0, 64)
 
 
 def test_argmax_of_no_rows(emulated: Device) -> None:

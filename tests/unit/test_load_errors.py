@@ -72,3 +72,16 @@ def test_unknown_tensor_type(tmp_path: Path) -> None:
 def test_context_beyond_the_training(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--max-ctx"):
         luce.load(SOURCE.path, target_devices="cpu:0", max_ctx=1_000_000)
+
+
+@pytest.mark.parametrize(("key", "old", "new"), [("state_size", 64, 72), ("conv_kernel", 4, 5)])
+def test_sizes_of_a_recurrent_layer_that_no_kernel_has(tmp_path: Path, key: str, old: int, new: int) -> None:
+    name = f"qwen35.ssm.{key}".encode() + struct.pack("<I", 4)
+    data = Reference("qwen35-a-F32").path.read_bytes()
+    assert name + struct.pack("<I", old) in data
+    path = tmp_path / "sizes.gguf"
+    data = data.replace(name + struct.pack("<I", old), name + struct.pack("<I", new))
+    inner = b"qwen35.ssm.inner_size" + struct.pack("<I", 4)
+    path.write_bytes(data.replace(inner + struct.pack("<I", 192), inner + struct.pack("<I", 3 * max(64, new))))
+    with pytest.raises(ModelError, match=rf"sizes\.gguf: .*ssm\.{key} is {new}, expected one of"):
+        luce.load(path, target_devices="cpu:0")

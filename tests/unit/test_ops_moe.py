@@ -80,13 +80,13 @@ def test_empty() -> None:
 
 def test_shapes_must_agree() -> None:
     weight = upload_experts(HOST, [random_tensor("F32", 12, 8, 0)], 4)
-    x, ids = np.zeros((2, 8), np.float32), np.zeros((2, 3), np.int32)
+    x, routing = np.zeros((2, 8), np.float32), checks.routed(HOST, np.zeros((2, 3), np.int32), 4)
     with pytest.raises(ValueError, match="x has 9 features, the weight 8"):
-        expert_matmul(HOST, np.zeros((2, 9), np.float32), weight, 4, ids)
+        expert_matmul(HOST, np.zeros((2, 9), np.float32), weight, 4, routing)
     with pytest.raises(ValueError, match=r"x is for \[2, 2\] rows and slots, ids for \[2, 3\]"):
-        expert_matmul(HOST, np.zeros((2, 2, 8), np.float32), weight, 4, ids)
+        expert_matmul(HOST, np.zeros((2, 2, 8), np.float32), weight, 4, routing)
     with pytest.raises(ValueError, match="12 rows of weights are not of 5 experts"):
-        expert_matmul(HOST, x, weight, 5, ids)
+        expert_matmul(HOST, x, weight, 5, routing)
 
 
 @pytest.mark.parametrize(("gate_rows", "up_rows"), [(2, 4), (200, 100)])

@@ -17,7 +17,6 @@ def test_rms_norm(n: int, d: int) -> None:
 @pytest.mark.parametrize(("n", "heads", "d"), [(1, 1, 16), (3, 5, 48), (4, 24, 256)])
 def test_head_norms(n: int, heads: int, d: int) -> None:
     checks.check_head_rms_norm(HostDevice(), n, heads, d)
-    checks.check_gated_rms_norm(HostDevice(), n, heads, d)
 
 
 def test_no_rows() -> None:

@@ -25,6 +25,7 @@ REACHED = {
     "chat": ("cli/chat.py", "cli/main.py", *BELOW),
     "run": ("cli/run.py", "cli/main.py", *BELOW),
     "inspect": ("cli/inspect.py", "cli/plan.py", "backend", "remote", "runtime"),
+    "bench": ("cli/bench.py", "api.py", "backend", "runtime"),
 }
 
 

@@ -65,12 +65,14 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_working_gpu_in_the_table() -> None:
     gpu = {"device": "hip:0", "name": "Some GPU", "arch": "gfx90a", "lanes": 64, "free": 3 << 30, "total": 4 << 30}
-    gpu |= {"shared": 65536, "shared_optin": 65536, "kernels": 12, "kernel_seconds": 1.5, "works": True, "problems": []}
+    gpu |= {"shared": 65536, "shared_optin": 65536, "kernels": 12, "kernel_seconds": 1.5, "graphs": False}
+    gpu |= {"works": True, "problems": []}
     report = {"luce": "0", "python": "3", "numpy": "2", "cupy": "14", "blas": [], "libraries": {}, "devices": [gpu]}
     text = io.StringIO()
     doctor.show(Console(file=text, width=200), report | {"shm": None, "memlock": None})
     for part in ("hip:0", "gfx90a", "64", "3.0 / 4.0 GiB", "64 KiB, 64 on request", "12 in 1.5 s", "yes", "unlimited"):
         assert part in text.getvalue()
+    assert "hip:0 captures no graphs: steps are queued launch by launch" in text.getvalue()
 
 
 def test_no_working_device_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,15 @@ def test_lines_add_up(folder: Path) -> None:
     assert kernels.variants("x") == [{"A": "1"}, {"A": "2"}, {"A": "3", "B": "1"}, {}]
 
 
+def test_lines_for_one_vendor(folder: Path) -> None:
+    write(folder, "// variants for cuda: A=1\n// variants: A=2\n// variants for hip: A=3\n")
+    write(folder, "// variants for cuda: A=1\n", "y.cu")
+    assert kernels.variants("x") == [{"A": "1"}, {"A": "2"}, {"A": "3"}]
+    assert kernels.variants("x", "cuda") == [{"A": "1"}, {"A": "2"}]
+    assert kernels.variants("x", "hip") == [{"A": "2"}, {"A": "3"}]
+    assert [build.source for build in kernels.builds("hip")] == ["x", "x"]
+
+
 @pytest.mark.parametrize("text", ["", "int a;\n// variants: A=1\n", "// no such line\n"])
 def test_without_a_line_there_is_one_build(folder: Path, text: str) -> None:
     write(folder, text)

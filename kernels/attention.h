@@ -1,0 +1,27 @@
+// What both kinds of attention kernels, attention.cu and attention_mma.cu, have in common.
+#pragma once
+#include "kv.h"
+
+#define PAGE 64
+
+// Of the maximum `top` of scores, what to subtract from them: 0 where no key was seen, as inf - inf is NaN.
+LUCE_FN float softmax_base(float top) { return top == -LUCE_INF ? 0.0f : top; }
+
+// Where the tiles of `queries` queries begin that belong to span i: never fewer than it needs, and known without a sum
+// over the spans before it. `spans` has the columns slot, start, rows, position.
+LUCE_FN int first_tile(const int* spans, int i, int group, int queries) {
+    return spans[i * 4 + 1] * group / queries + i;
+}
+
+// The span of a tile: the last one that begins at or before it.
+LUCE_FN int tile_span(const int* spans, int count, int group, int queries, int tile) {
+    int low = 0, high = count - 1;
+    while (low < high) {
+        int middle = (low + high + 1) / 2;
+        if (first_tile(spans, middle, group, queries) <= tile)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}

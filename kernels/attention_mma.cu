@@ -1,0 +1,250 @@
+// variants for cuda: HEAD=64,128 QUERIES=16,64,128 KTYPE=F16 VTYPE=F16
+// variants for cuda: HEAD=256 QUERIES=16,32,64,128 KTYPE=F16 VTYPE=F16
+// variants for cuda: HEAD=512 QUERIES=16,64 KTYPE=F16 VTYPE=F16
+// variants for cuda: HEAD=128,256 QUERIES=16,64,128 KTYPE=Q8_0 VTYPE=Q8_0
+// variants for cuda: HEAD=256 QUERIES=64,128 KTYPE=BF16 VTYPE=BF16
+// variants for cuda: HEAD=128 QUERIES=64,128 KTYPE=Q4_0 VTYPE=Q4_0
+// variants for cuda: HEAD=256 QUERIES=128 KTYPE=Q8_0 VTYPE=Q4_0
+// variants for cuda: HEAD=128 QUERIES=16 KTYPE=F16 VTYPE=Q8_0
+// Causal attention over KV pages by products of 16-bit tiles. HEAD is the head dimension rounded up to a variant; the true
+// one is an argument. All pairs of types that are not listed compile too.
+//
+// Queries and the weights of the softmax are rounded to halves, keys and values to what their pools hold; of bfloat16 pools
+// all are bfloat16. Sums are in float32. A tile of QUERIES queries of one span takes its pages in the order of the table,
+// one at a time, with an online softmax. Spans of at most `few` rows are split: `attention_few` does one split of a tile
+// per block, `attention_fold` adds the splits. `attention_many` does longer spans, a tile with all of its pages per block.
+//
+// Rows of short spans have the same bits alone, in a span and in a batch:
+//   - A row's splits follow from its own position and the window, and so do the places of their results, which
+//     `attention_fold` adds in an order that follows from the places.
+//   - A product's element depends on its row and column alone, wherever they stand in their tiles (tests/gpu holds the
+//     hardware to it), and QUERIES changes no order within a row.
+//   - Keys that a row does not see change nothing: they have the weight 0, and factors of exp(0) = 1.
+//
+// Waves of a block: WAVES_M share the rows of queries, WAVES_N the keys of the scores and the columns of the values. A
+// wave's values take ROW_TILES * COLUMN_TILES * 4 registers of each lane, at most 128.
+#include "wgmma.h"
+
+#define GROUPED (LUCE_WGMMA && QUERIES >= 64 && HEAD <= 256)
+#if GROUPED
+#define WAVES_N 1
+#define WAVES_M (QUERIES / 16)
+#else
+#define WAVES_N 4
+#define WAVES_M (QUERIES * HEAD > 64 * 256 ? 2 : 1)
+#endif
+#define THREADS (LUCE_LANES * WAVES_N * WAVES_M)
+#define ROW_TILES (QUERIES / 16 / WAVES_M)
+#define KEY_TILES (PAGE / 8 / WAVES_N)
+#define COLUMN_TILES (HEAD / 8 / WAVES_N)
+#include "attention_tile.h"
+
+// Blocks of a multiprocessor that registers should be left for.
+#ifndef BLOCKS
+#define BLOCKS (QUERIES == 16 && HEAD <= 256 ? 3 : GROUPED && HEAD <= 128 ? 2 : 1)
+#endif
+#ifndef MIN_PAGES
+#define MIN_PAGES 1
+#endif
+#ifndef SPLITS
+#define SPLITS 64
+#endif
+
+// A lane's part of what a wave holds of a tile: rows g and g + 8 of each of its row tiles, in a product's layout.
+struct Sums {
+    float top[ROW_TILES][2];
+    float total[ROW_TILES][2];  // of the weights
+    float value[ROW_TILES][COLUMN_TILES][4];
+};
+
+// Of the block's keys and columns the wave's part, and its first row.
+LUCE_FN int wave_n() { return luce_wave() % WAVES_N; }
+LUCE_FN int wave_row() { return luce_wave() / WAVES_N * (ROW_TILES * 16); }
+
+LUCE_FN void clear(Sums& sums) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+        sums.top[m][0] = sums.top[m][1] = -LUCE_INF;
+        sums.total[m][0] = sums.total[m][1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums.value[m][n][e] = 0.0f;
+    }
+}
+
+// Hides the keys that a row does not see: it stands `newest` behind the first key of the page; `key` is the lane's first.
+LUCE_FN void mask(float (&score)[KEY_TILES][4], int half, int newest, int window, int key) {
+#pragma unroll
+    for (int n = 0; n < KEY_TILES; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            int j = key + n * 8 + e;
+            if (j > newest || j <= newest - window) score[n][half * 2 + e] = -LUCE_INF;
+        }
+}
+
+// Adds the weights of 16 rows and 16 keys to the rows' sums. A product with ones, so that the order is one for all tiles.
+LUCE_FN void add_weights(float (&total)[2], const u32 (&weight)[4]) {
+    const u32 ones[2] = {Values::ONES, Values::ONES};
+    float columns[4] = {total[0], total[0], total[1], total[1]};
+    Values::multiply(columns, weight, ones);
+    total[0] = columns[0];
+    total[1] = columns[2];
+}
+
+#if GROUPED
+#include "attention_wgmma.h"
+#else
+#include "attention_sync.h"
+#endif
+
+// Pages of a row's splits: the fewest with which it has no more than SPLITS of them. They are counted from position 0;
+// with a window they may lie askew to what the row sees, which takes one more.
+LUCE_FN int split_pages(int position, int window) {
+    int all = position / PAGE + 1, most = (window - 1) / PAGE + 2;
+    return luce_max(MIN_PAGES, all <= most ? luce_ceil_div(all, SPLITS) : luce_ceil_div(most, SPLITS - 1));
+}
+
+LUCE_FN int oldest_page(int position, int window) { return luce_max(0, position - window + 1) / PAGE; }
+
+// Of the splits from page `low` on, the one that has place `slot` of a row's SPLITS.
+LUCE_FN int split_in(int slot, int low, int pages) {
+    int split = low / pages;
+    return split + (slot - split % SPLITS + SPLITS) % SPLITS;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    attention_few(float* __restrict__ values, float2* __restrict__ state, const int base, const int rows_apart,
+                  ARGUMENTS) {
+    LUCE_DYNAMIC_SHARED(Shared, all);
+    Shared& shared = *all;
+    int tiles = (rows_apart * (heads / kv_heads) + QUERIES - 1) / QUERIES;
+    int span = base + blockIdx.x / tiles, query = blockIdx.x % tiles * QUERIES;
+    int4 place = reinterpret_cast<const int4*>(spans)[span];
+    if (place.z > few || query >= place.z * (heads / kv_heads)) return;
+    Tile tile = make_tile(PASSED, span, place, query);
+    int oldest = oldest_page(tile.low, window), newest = tile.high / PAGE, most = split_pages(tile.high, window);
+    // Rows of one tile may have splits of two lengths: these are done one after the other.
+    for (int pages = split_pages(tile.low, window); pages <= most; pages++) {
+        int split = split_in(blockIdx.z, oldest, pages);
+        if (split * pages > newest) continue;
+        int begin = entry_at(tile, luce_max(split * pages, oldest) * PAGE);
+        int end = entry_at(tile, luce_min((split + 1) * pages, newest + 1) * PAGE);
+        luce_sync();  // the round before is done with shared memory
+        start_pages(tile, shared, begin, end);
+        load_queries(tile, shared.q, q, q_row, q_head, scale * LOG2_E);
+        Sums sums;
+        attend(tile, shared, begin, end, sums);
+        int g = luce_lane() / 4, t = luce_lane() % 4;
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int n = wave_row() + m * 16 + half * 8 + g;
+                if (n >= tile.queries || split_pages(tile.position + query_row(tile, n), window) != pages) continue;
+                int row = (span - base) * rows_apart + query_row(tile, n);
+                i64 to = ((i64)row * heads + query_head(tile, n)) * SPLITS + blockIdx.z;
+                if (t == 0 && wave_n() == 0) {
+                    state[to].x = sums.top[m][half];
+                    state[to].y = sums.total[m][half];
+                }
+#pragma unroll
+                for (int c = 0; c < COLUMN_TILES; c++) {
+                    int column = (wave_n() * COLUMN_TILES + c) * 8 + t * 2;
+                    if (column >= d) continue;
+                    *reinterpret_cast<float2*>(values + to * d + column) =
+                        make_float2(sums.value[m][c][half * 2], sums.value[m][c][half * 2 + 1]);
+                }
+            }
+    }
+}
+
+#define FOLD_THREADS 256
+
+extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
+    attention_fold(float* __restrict__ out, const float* __restrict__ values, const float2* __restrict__ state,
+                   const int base, const int rows_apart, const int* __restrict__ spans, const int d, const int window,
+                   const int few) {
+    __shared__ float weight[SPLITS];
+    __shared__ float4 part[FOLD_THREADS];
+    int span = base + blockIdx.x / rows_apart, row = blockIdx.x % rows_apart, thread = threadIdx.x;
+    int4 place = reinterpret_cast<const int4*>(spans)[span];
+    if (row >= place.z || place.z > few) return;
+    int position = place.w + row, pages = split_pages(position, window), oldest = oldest_page(position, window);
+    i64 query = ((i64)blockIdx.x * gridDim.y + blockIdx.y) * SPLITS;
+    // A thread has four columns, and of the splits every LAYERS-th. All loads start before the weights are known.
+    const int QUADS = HEAD / 4, LAYERS = FOLD_THREADS / QUADS;
+    int quad = thread % QUADS, layer = thread / QUADS;
+    float4 value[SPLITS / LAYERS];
+#pragma unroll
+    for (int i = 0; i < SPLITS / LAYERS; i++) {
+        int split = layer + i * LAYERS;
+        value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (quad * 4 < d && split_in(split, oldest, pages) * pages <= position / PAGE)
+            value[i] = reinterpret_cast<const float4*>(values + (query + split) * d)[quad];
+    }
+    float2 own = make_float2(-LUCE_INF, 0.0f);
+    if (thread < SPLITS && split_in(thread, oldest, pages) * pages <= position / PAGE) own = state[query + thread];
+    float scale = luce_exp2(own.x - softmax_base(luce_block_max(own.x)));
+    float total = luce_block_sum(own.y * scale);
+    if (thread < SPLITS) weight[thread] = scale;
+    luce_sync();
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < SPLITS / LAYERS; i++) {
+        float factor = weight[layer + i * LAYERS];
+        sum.x = fmaf(factor, value[i].x, sum.x);
+        sum.y = fmaf(factor, value[i].y, sum.y);
+        sum.z = fmaf(factor, value[i].z, sum.z);
+        sum.w = fmaf(factor, value[i].w, sum.w);
+    }
+    part[thread] = sum;
+    luce_sync();
+    if (layer || quad * 4 >= d) return;
+#pragma unroll
+    for (int i = 1; i < LAYERS; i++) {
+        float4 more = part[i * QUADS + quad];
+        sum.x += more.x;
+        sum.y += more.y;
+        sum.z += more.z;
+        sum.w += more.w;
+    }
+    row += place.y;
+    float4* to = reinterpret_cast<float4*>(out + ((i64)row * gridDim.y + blockIdx.y) * d) + quad;
+    *to = make_float4(sum.x / total, sum.y / total, sum.z / total, sum.w / total);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_many(float* __restrict__ out, ARGUMENTS) {
+    LUCE_DYNAMIC_SHARED(Shared, all);
+    Shared& shared = *all;
+    int group = heads / kv_heads, block = gridDim.x - 1 - blockIdx.x;  // late rows see most: they come first
+    int span = tile_span(spans, span_count, group, QUERIES, block);
+    int4 place = reinterpret_cast<const int4*>(spans)[span];
+    int query = (block - first_tile(spans, span, group, QUERIES)) * QUERIES;
+    if (place.z <= few || query >= place.z * group) return;
+    Tile tile = make_tile(PASSED, span, place, query);
+    int begin = entry_at(tile, oldest_page(tile.low, window) * PAGE);
+    int end = entry_at(tile, (tile.high / PAGE + 1) * PAGE);
+    start_pages(tile, shared, begin, end);
+    load_queries(tile, shared.q, q, q_row, q_head, scale * LOG2_E);
+    Sums sums;
+    attend(tile, shared, begin, end, sums);
+    int g = luce_lane() / 4, t = luce_lane() % 4;
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int n = wave_row() + m * 16 + half * 8 + g;
+            if (n >= tile.queries) continue;
+            float* to = out + ((i64)(tile.start + query_row(tile, n)) * heads + query_head(tile, n)) * d;
+            float factor = 1.0f / sums.total[m][half];
+#pragma unroll
+            for (int c = 0; c < COLUMN_TILES; c++) {
+                int column = (wave_n() * COLUMN_TILES + c) * 8 + t * 2;
+                if (column >= d) continue;
+                *reinterpret_cast<float2*>(to + column) =
+                    make_float2(sums.value[m][c][half * 2] * factor, sums.value[m][c][half * 2 + 1] * factor);
+            }
+        }
+}

@@ -1,0 +1,126 @@
+// Softmax over pages by products of single waves (mma.sync). Waves share a tile's rows, the keys of the scores and the
+// columns of the values; a row's maximum, and its weights, go through shared memory.
+#pragma once
+
+struct Shared {
+    alignas(128) u8 q[QUERIES * HEAD * 2];
+    alignas(128) u8 k[PAGE * HEAD * 2];
+    alignas(128) u8 v[PAGE * HEAD * 2];
+    u8 weight[QUERIES * PAGE * 2];
+    float top[WAVES_N][QUERIES];
+};
+
+// score = q k^T of the wave's rows and keys.
+LUCE_FN void multiply_keys(const Shared& shared, float (&score)[ROW_TILES][KEY_TILES][4]) {
+    int lane = luce_lane(), row = wave_row() + lane % 16, key = wave_n() * (KEY_TILES * 8) + lane % 8 + lane / 16 * 8;
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+        for (int n = 0; n < KEY_TILES; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) score[m][n][e] = 0.0f;
+#pragma unroll 4
+    for (int step = 0; step < HEAD / 16; step++) {
+        u32 k[4], q[4];
+        luce_ldmatrix(k, shared.k + chunk_at(PAGE, key, step * 2 + lane / 8 % 2));
+        const u32 columns[2][2] = {{k[0], k[1]}, {k[2], k[3]}};
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+            luce_ldmatrix(q, shared.q + chunk_at(QUERIES, row + m * 16, step * 2 + lane / 16));
+#pragma unroll
+            for (int n = 0; n < KEY_TILES; n++) Scores::multiply(score[m][n], q, columns[n]);
+        }
+    }
+}
+
+// total += weight 1, value += weight v.
+LUCE_FN void multiply_values(const Shared& shared, Sums& sums) {
+    int lane = luce_lane(), row = wave_row() + lane % 16;
+#pragma unroll 1
+    for (int step = 0; step < PAGE / 16; step++) {
+        u32 weight[ROW_TILES][4];
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+            luce_ldmatrix(weight[m], shared.weight + chunk_at(QUERIES, row + m * 16, step * 2 + lane / 16));
+            add_weights(sums.total[m], weight[m]);
+        }
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n += 2) {
+            u32 v[4];
+            int chunk = wave_n() * COLUMN_TILES + n + lane / 16;
+            luce_ldmatrix_transposed(v, shared.v + chunk_at(PAGE, step * 16 + lane % 16, chunk));
+            const u32 rows[2][2] = {{v[0], v[1]}, {v[2], v[3]}};
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) {
+                Values::multiply(sums.value[m][n], weight[m], rows[0]);
+                Values::multiply(sums.value[m][n + 1], weight[m], rows[1]);
+            }
+        }
+    }
+}
+
+// Starts to fetch the keys of the first of the pages [begin, end), if there is one.
+LUCE_FN void start_pages(const Tile& tile, Shared& shared, int begin, int end) {
+    if (begin < end) fetch<KTYPE>(shared.k, tile.k_pool, tile, begin);
+    luce_copy_close();
+}
+
+// Softmax over the pages [begin, end) of the tile's span, from nothing. The first one's keys are on their way.
+LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& sums) {
+    int g = luce_lane() / 4, t = luce_lane() % 4, row = wave_row() + g, key = wave_n() * (KEY_TILES * 8) + t * 2;
+    clear(sums);
+    for (int entry = begin; entry < end; entry++) {
+        luce_copy_wait<0>();
+        luce_sync();  // the keys are there, and the values before have been read
+        fetch<VTYPE>(shared.v, tile.v_pool, tile, entry);
+        luce_copy_close();
+        float score[ROW_TILES][KEY_TILES][4];
+        multiply_keys(shared, score);
+        int at = tile.first[entry];
+        bool all_seen = at + PAGE - 1 <= tile.low && at > tile.high - tile.window;
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int n_row = row + m * 16 + half * 8;
+                float top = -LUCE_INF;
+                if (!all_seen) mask(score[m], half, position(tile, n_row) - at, tile.window, key);
+#pragma unroll
+                for (int n = 0; n < KEY_TILES; n++)
+                    top = fmaxf(top, fmaxf(score[m][n][half * 2], score[m][n][half * 2 + 1]));
+                top = luce_lane_max<4>(top);
+                if (t == 0) shared.top[wave_n()][n_row] = top;
+            }
+        luce_sync();  // the keys have been read, the waves' maxima are there
+        start_pages(tile, shared, entry + 1, end);
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int n_row = row + m * 16 + half * 8;
+                float top = sums.top[m][half];
+#pragma unroll
+                for (int i = 0; i < WAVES_N; i++) top = fmaxf(top, shared.top[i][n_row]);
+                float base = softmax_base(top), keep = luce_exp2(sums.top[m][half] - base);
+                sums.top[m][half] = top;
+                base -= WEIGHT_SHIFT;
+#pragma unroll
+                for (int n = 0; n < KEY_TILES; n++) {
+                    float* s = &score[m][n][half * 2];
+                    int place = chunk_at(QUERIES, n_row, wave_n() * KEY_TILES + n) + t * 4;
+                    *reinterpret_cast<u32*>(shared.weight + place) =
+                        Values::pair(luce_exp2(s[0] - base), luce_exp2(s[1] - base));
+                }
+                sums.total[m][half] *= keep;
+#pragma unroll
+                for (int n = 0; n < COLUMN_TILES; n++) {
+                    sums.value[m][n][half * 2] *= keep;
+                    sums.value[m][n][half * 2 + 1] *= keep;
+                }
+            }
+        luce_copy_wait<1>();
+        luce_sync();  // weights and values are there
+        multiply_values(shared, sums);
+    }
+}
+

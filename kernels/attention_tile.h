@@ -1,0 +1,153 @@
+// A tile of queries for the kernels that multiply 16-bit tiles, the pages that its span sees, and how both get into
+// shared memory. A tile is QUERIES queries of one span that share a KV head: query q of a span belongs to row q / group
+// and to query head q % group of the KV head.
+#pragma once
+#include "attention.h"
+#include "mma.h"
+
+// The softmax is taken to the base 2: queries are multiplied by the scale and by this.
+#define LOG2_E 1.44269504f
+// Weights are multiplied by 2^15, so that those of 2^-29 and more are normal halves; the sum that divides them as well.
+#define WEIGHT_SHIFT 15.0f
+
+// The 16-bit numbers in which a pool's type is multiplied: halves, or bfloat16 for what may be beyond their range.
+struct Halves {
+    typedef f16_t Element;
+    static constexpr u32 ONES = 0x3c003c00u;
+    KV_FN void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) { luce_mma_f16(c, a, b); }
+    KV_FN u32 pair(float low, float high) { return luce_f16_pair(low, high); }
+};
+struct BrainHalves {
+    typedef bf16_t Element;
+    static constexpr u32 ONES = 0x3f803f80u;
+    KV_FN void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) { luce_mma_bf16(c, a, b); }
+    KV_FN u32 pair(float low, float high) { return luce_bf16_pair(low, high); }
+};
+template <typename T> struct Product {
+    typedef Halves Type;
+};
+template <> struct Product<BF16> {
+    typedef BrainHalves Type;
+};
+typedef Product<KTYPE>::Type Scores;
+typedef Product<VTYPE>::Type Values;
+
+// A matrix of 16-bit numbers in shared memory is panels of 64 columns, rows of 128 bytes one after the other. The eight
+// chunks of a row are permuted by its number: what a matrix load reads at once, the same chunk of eight rows, lies in
+// different banks.
+LUCE_FN int chunk_at(int rows, int row, int chunk) { return ((chunk / 8 * rows + row) * 8 + ((chunk ^ row) & 7)) * 16; }
+
+struct Tile {
+    const KTYPE::Element* k_pool;  // at the KV head's columns
+    const VTYPE::Element* v_pool;
+    i64 row;  // values from one pool row to the next
+    const int* pages;
+    const int* first;
+    int count;
+    int low, high;  // positions of the tile's first and last row
+    int window;
+    int d;
+    int group;
+    int start, position;  // of the span: its first row in the step, and that row's position
+    int query;            // of the span, query 0
+    int queries;          // of QUERIES, those that exist
+};
+
+// Of a span's pages, the first that stands at `position`, a multiple of PAGE, or behind it.
+LUCE_FN int entry_at(const Tile& tile, int position) {
+    // Where no page is missing it is this one, else one before.
+    int high = luce_min(tile.count, luce_max(0, position - tile.first[0]) / PAGE), low = 0;
+    if (high == 0 || tile.first[high - 1] < position) return high;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (tile.first[middle] < position)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+template <typename T> LUCE_FN void stage(KVFloat<T>, u8* to, const T* from, int, bool there) {
+    luce_copy16(to, from, there);
+}
+
+template <typename T> LUCE_FN void stage(T, u8* to, const u8* from, int column, bool there) {
+    u32 words[4] = {0, 0, 0, 0};
+    if (there) T::load(from, column, words);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float even, odd;
+        T::split(words[i], even, odd);
+        words[i] = luce_f16_pair(even, odd);
+    }
+    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Starts to fetch the page of an entry. Rows beyond the tile's last position may hold anything, also what 0 times gives
+// NaN: they become zeros.
+template <typename T> LUCE_FN void fetch(u8* to, const typename T::Element* pool, const Tile& tile, int entry) {
+    const int CHUNKS = HEAD / 8, STEP = THREADS / CHUNKS;
+    int chunk = threadIdx.x % CHUNKS, key = threadIdx.x / CHUNKS;
+    int keys = chunk * 8 < tile.d ? tile.high - tile.first[entry] + 1 : 0;
+    i64 row = (i64)tile.pages[entry] * PAGE + key;
+    const typename T::Element* from = pool + T::offset(row * tile.row) + T::offset(chunk * 8);
+#pragma unroll 4
+    for (int i = 0; i < PAGE / STEP; i++) {
+        stage(T(), to + chunk_at(PAGE, key, chunk), from, chunk * 8, key < keys);
+        from += T::offset(STEP * tile.row);
+        key += STEP;
+    }
+}
+
+#define ARGUMENTS                                                                                                    \
+    const float *__restrict__ q, const i64 q_row, const i64 q_head, const KTYPE::Element *__restrict__ k_pool,       \
+        const VTYPE::Element *__restrict__ v_pool, const int *__restrict__ spans, const int span_count,              \
+        const int *__restrict__ table, const int *__restrict__ first, const int *__restrict__ counts,                \
+        const int width, const int heads, const int kv_heads, const int d,        \
+        const float scale, const int window, const int few
+#define PASSED                                                                                                        \
+    q, q_row, q_head, k_pool, v_pool, spans, span_count, table, first, counts, width, heads, kv_heads, d, \
+        scale, window, few
+
+// The tile of the queries from `query` on of a span, whose slot, start, rows and position are `place`.
+LUCE_FN Tile make_tile(ARGUMENTS, const int span, const int4 place, const int query) {
+    Tile tile;
+    tile.k_pool = k_pool + KTYPE::offset((i64)blockIdx.y * d);
+    tile.v_pool = v_pool + VTYPE::offset((i64)blockIdx.y * d);
+    tile.row = (i64)kv_heads * d;
+    tile.pages = table + (i64)span * width;
+    tile.first = first + (i64)span * width;
+    tile.count = counts[span];
+    tile.window = window;
+    tile.d = d;
+    tile.group = heads / kv_heads;
+    tile.start = place.y;
+    tile.position = place.w;
+    tile.query = query;
+    tile.queries = luce_min(QUERIES, place.z * tile.group - query);
+    tile.low = place.w + query / tile.group;
+    tile.high = place.w + (query + tile.queries - 1) / tile.group;
+    return tile;
+}
+
+// Of query `q` of the tile the row in the span, its position, and the head. There are more than the tile has.
+LUCE_FN int query_row(const Tile& tile, int q) { return (tile.query + q) / tile.group; }
+LUCE_FN int position(const Tile& tile, int q) { return tile.position + query_row(tile, q); }
+LUCE_FN int query_head(const Tile& tile, int q) { return blockIdx.y * tile.group + (tile.query + q) % tile.group; }
+
+LUCE_FN void load_queries(const Tile& tile, u8* to, const float* q, i64 q_row, i64 q_head, float scale) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < QUERIES * HEAD / 8; i += THREADS) {
+        int n = i / (HEAD / 8), chunk = i % (HEAD / 8);
+        u32 words[4] = {0, 0, 0, 0};
+        if (n < tile.queries && chunk * 8 < tile.d) {
+            i64 row = tile.start + query_row(tile, n);
+            const float* from = q + row * q_row + query_head(tile, n) * q_head + chunk * 8;
+#pragma unroll
+            for (int j = 0; j < 4; j++) words[j] = Scores::pair(from[2 * j] * scale, from[2 * j + 1] * scale);
+        }
+        *reinterpret_cast<uint4*>(to + chunk_at(QUERIES, n, chunk)) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    luce_sync();
+}

@@ -1,0 +1,520 @@
+// variants: HEAD=64,128
+//
+// Gated DeltaNet for long spans: the convolution, then the gated delta rule in chunks of CHUNK rows, counted from the
+// span's first row, as products of matrices (arXiv 2412.06464, section 3.3), then the output norm. With unit keys K and
+// scaled unit queries Q of a chunk, G_i the sum of g up to row i and D_ij = e^(G_i - G_j):
+//   T  = (I + A)^-1 with A_ij = beta_i (k_i . k_j) D_ij for j < i,    M_ij = (q_i . k_j) D_ij for j <= i
+//   V' = T (beta (V - e^G (K S))),   O = e^G (Q S) + M V',   S <- e^G_last S + (e^(G_last - G) K)^T V'
+// What does not need the state S is done for all chunks at once (delta_prepare). Columns of S never mix, so a block of
+// delta_chunks takes COLUMNS of a head from the first chunk to the last.
+#include "deltanet.h"
+#include "mma.h"
+
+#define CHUNK 64
+#define COLUMNS 32
+#define HALVES (HEAD / CHUNK)
+static_assert(HEAD % CHUNK == 0 && HEAD % COLUMNS == 0, "a head is whole squares");
+// Elements from row to row of matrices in shared memory that are read along their rows, and of those that are read down
+// their columns.
+#define PITCH (CHUNK + 4)
+#define DOWN_PITCH (CHUNK + 8)
+#define STATE_PITCH (HEAD + 4)
+
+// Rows whose inputs are loaded at once, as one's latency is long.
+#define BATCH 4
+
+// --- convolution
+
+#define CONV_THREADS 128
+// Rows of a wave; at least TAPS - 1, so that only a span's first tile reaches back into the state.
+#define TILE 16
+
+// c = silu(convolution) of a span's rows, queries and keys as unit vectors. A wave has a vector of TILE rows; grid
+// (vectors / waves, tiles of the longest span, spans), CONV_THREADS threads. x, filter and past as in deltanet.cu, c
+// [rows, channels].
+extern "C" __global__ void __launch_bounds__(CONV_THREADS)
+    delta_vectors(const float* __restrict__ x, const float* __restrict__ filter, float* __restrict__ past,
+                  const i32* __restrict__ spans, float* __restrict__ c, i64 stride, int key_heads, int heads,
+                  int taps) {
+    const Span span = span_at(spans, blockIdx.z);
+    const int vector = (int)blockIdx.x * (CONV_THREADS / LUCE_LANES) + luce_wave(), first = (int)blockIdx.y * TILE;
+    if (span.rows <= STEPS || first >= span.rows || vector >= 2 * key_heads + heads) return;  // whole waves
+    const int kind = luce_min(vector / key_heads, (int)VALUE), head = vector - kind * key_heads;
+    const Layout layout = {key_heads, heads};
+    const int channel = vector * HEAD, channels = layout.channels(), lane = luce_lane();
+    x += span.start * stride + channel;
+    c += (i64)span.start * channels + channel;
+    // The place of this vector in a head's past; key heads' vectors are in the past of all heads that read them.
+    past += (i64)span.slot * heads * (taps - 1) * VECTORS * HEAD + kind * HEAD;
+    const int past_stride = (taps - 1) * VECTORS * HEAD;
+
+    float weight[ELEMENTS][TAPS], window[ELEMENTS][TAPS];
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; e++) {
+        const int i = lane + e * LUCE_LANES;
+#pragma unroll
+        for (int tap = 0; tap < TAPS; tap++) {
+            // The last tap meets the row itself.
+            const int from = tap - (TAPS - taps), row = first - (TAPS - 1) + tap;
+            weight[e][tap] = window[e][tap] = 0.0f;
+            if (from < 0) continue;
+            weight[e][tap] = filter[(i64)(channel + i) * taps + from];
+            if (tap == TAPS - 1) continue;
+            if (row >= 0)
+                window[e][tap] = x[row * stride + i];
+            else if (span.position)
+                window[e][tap] = past[(i64)head * past_stride + from * VECTORS * HEAD + i];
+        }
+    }
+    for (int tile = 0; tile < TILE; tile += BATCH) {
+        float input[BATCH][ELEMENTS];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++)
+#pragma unroll
+            for (int e = 0; e < ELEMENTS; e++) {
+                const int row = first + tile + b;
+                input[b][e] = row < span.rows ? x[row * stride + lane + e * LUCE_LANES] : 0.0f;
+            }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            const int row = first + tile + b;
+            float value[ELEMENTS], squares = 0.0f;
+#pragma unroll
+            for (int e = 0; e < ELEMENTS; e++) {
+                window[e][TAPS - 1] = input[b][e];
+                float sum = 0.0f;
+#pragma unroll
+                for (int tap = 0; tap < TAPS; tap++) sum = fmaf(window[e][tap], weight[e][tap], sum);
+                value[e] = silu(sum);
+                squares = fmaf(value[e], value[e], squares);
+#pragma unroll
+                for (int tap = 0; tap < TAPS - 1; tap++) window[e][tap] = window[e][tap + 1];
+            }
+            const float scale = kind == VALUE ? 1.0f : unit_scale(kind, luce_lane_sum(squares));
+#pragma unroll
+            for (int e = 0; e < ELEMENTS; e++)
+                if (row < span.rows) c[(i64)row * channels + lane + e * LUCE_LANES] = value[e] * scale;
+        }
+    }
+    // The wave that read the past writes the new one, from x itself: the span's last tile may run at any time.
+    if (first) return;
+    for (int reader = head; reader < heads; reader += kind == VALUE ? heads : key_heads)
+        for (int tap = 0; tap < taps - 1; tap++)
+            for (int i = lane; i < HEAD; i += LUCE_LANES)
+                past[(i64)reader * past_stride + tap * VECTORS * HEAD + i] = x[(span.rows - (taps - 1) + tap) * stride + i];
+}
+
+// --- squares of CHUNK x CHUNK elements from global to shared memory, by way of registers
+
+template <int THREADS> struct Square {
+    float held[CHUNK * CHUNK / 4 / THREADS][4];
+
+    // The first `rows` rows, zeros elsewhere.
+    __device__ __forceinline__ void fetch(const float* __restrict__ from, i64 stride, int rows) {
+#pragma unroll
+        for (int n = 0; n < CHUNK * CHUNK / 4 / THREADS; n++) {
+            const int row = (luce_thread() + n * THREADS) / (CHUNK / 4);
+            const int column = (luce_thread() + n * THREADS) % (CHUNK / 4) * 4;
+            if (row < rows)
+                get4(held[n], from + row * stride + column);
+            else
+                held[n][0] = held[n][1] = held[n][2] = held[n][3] = 0.0f;
+        }
+    }
+    // Replaces what the block has in `to`, rows times their `scale`.
+    template <int TO_PITCH = PITCH> __device__ __forceinline__ void put(float* to, const float* scale = nullptr) {
+        luce_sync();
+#pragma unroll
+        for (int n = 0; n < CHUNK * CHUNK / 4 / THREADS; n++) {
+            const int row = (luce_thread() + n * THREADS) / (CHUNK / 4);
+            const int column = (luce_thread() + n * THREADS) % (CHUNK / 4) * 4;
+            if (scale)
+                for (float& value : held[n]) value *= scale[row];
+            put4(to + row * TO_PITCH + column, held[n]);
+        }
+        luce_sync();
+    }
+};
+
+// --- products of matrices in shared memory
+
+// M x N sums by a block of M * N / (4 * TILES) threads, 4 * TILES of them each: [e] is the one at (row(e), column(e)). Both
+// factors have the summed dimension along their rows, or (DOWN) the second one has it down its columns.
+template <int M, int N, int TILES, bool DOWN = false> struct Product {
+    float sum[TILES][4];
+
+    __device__ __forceinline__ float& operator[](int e) { return sum[e / 4][e % 4]; }
+
+#if LUCE_MMA_TF32
+    // A wave has 16 rows and TILES tiles of 8 columns.
+    static __device__ __forceinline__ int row(int e) {
+        return luce_wave() % (M / 16) * 16 + luce_lane() / 4 + e / 2 % 2 * 8;
+    }
+    static __device__ __forceinline__ int column(int e) {
+        return luce_wave() / (M / 16) * TILES * 8 + e / 4 * 8 + luce_lane() % 4 * 2 + e % 2;
+    }
+
+    // high + low = value, high of 11 significant bits.
+    static __device__ __forceinline__ void split(float& high, float& low, float value) {
+        high = __uint_as_float((__float_as_uint(value) + 0x1000u) & 0xffffe000u);
+        low = value - high;
+    }
+
+    // sum += a b^T (DOWN: a b) over CHUNK elements of the summed dimension. Without low * low, which is less than what
+    // rounding to float leaves, three products of 11 bits have the accuracy of float.
+    template <int A_PITCH, int B_PITCH> __device__ __forceinline__ void add(const float* a, const float* b) {
+        const int g = luce_lane() / 4, t = luce_lane() % 4;
+        a += (luce_wave() % (M / 16) * 16 + g) * A_PITCH + t;
+        b += (luce_wave() / (M / 16) * TILES * 8 + g) * (DOWN ? 1 : B_PITCH) + t * (DOWN ? B_PITCH : 1);
+#pragma unroll 2
+        for (int k = 0; k < CHUNK; k += 8) {
+            float a_high[4], a_low[4], b_high[TILES][2], b_low[TILES][2];
+#pragma unroll
+            for (int i = 0; i < 4; i++) split(a_high[i], a_low[i], a[i % 2 * 8 * A_PITCH + k + i / 2 * 4]);
+#pragma unroll
+            for (int i = 0; i < TILES; i++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int at = k + half * 4;
+                    split(b_high[i][half], b_low[i][half], DOWN ? b[at * B_PITCH + i * 8] : b[i * 8 * B_PITCH + at]);
+                }
+#pragma unroll
+            for (int i = 0; i < TILES; i++) luce_mma_tf32(sum[i], a_low, b_high[i]);
+#pragma unroll
+            for (int i = 0; i < TILES; i++) luce_mma_tf32(sum[i], a_high, b_low[i]);
+#pragma unroll
+            for (int i = 0; i < TILES; i++) luce_mma_tf32(sum[i], a_high, b_high[i]);
+        }
+    }
+#else
+    static __device__ __forceinline__ int row(int e) { return luce_thread() / (N / TILES) + e / TILES * (M / 4); }
+    static __device__ __forceinline__ int column(int e) {
+        return luce_thread() % (N / TILES) + e % TILES * (N / TILES);
+    }
+
+    template <int A_PITCH, int B_PITCH> __device__ __forceinline__ void add(const float* a, const float* b) {
+        a += row(0) * A_PITCH;
+        b += column(0) * (DOWN ? 1 : B_PITCH);
+#pragma unroll 2
+        for (int k = 0; k < CHUNK; k += 4) {
+            float left[4][4], right[TILES][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) get4(left[i], a + i * (M / 4) * A_PITCH + k);
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                if (DOWN) {
+#pragma unroll
+                    for (int n = 0; n < 4; n++) right[i][n] = b[(k + n) * B_PITCH + i * (N / TILES)];
+                } else {
+                    get4(right[i], b + i * (N / TILES) * B_PITCH + k);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+#pragma unroll
+                for (int e = 0; e < 4 * TILES; e++)
+                    sum[e / 4][e % 4] = fmaf(left[e / TILES][n], right[e % TILES][n], sum[e / 4][e % 4]);
+        }
+    }
+#endif
+};
+
+// --- the gated delta rule
+
+#define PREPARE_THREADS 256
+#define GROUPS (PREPARE_THREADS / CHUNK)
+#define BLOCK 16
+
+// T, M and the gates beta_i, e^G_i, e^(G_last - G_i), e^G_last of each chunk and value head. Grid (chunks of the longest
+// span, key heads, spans), PREPARE_THREADS threads. c as above, x as in deltanet.cu; gates [rows, value heads, 4], solve
+// and mix [rows, value heads, CHUNK].
+extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
+    delta_prepare(const float* __restrict__ c, const float* __restrict__ x, const float* __restrict__ decay,
+                  const float* __restrict__ dt_bias, const i32* __restrict__ spans, float* __restrict__ gates,
+                  float* __restrict__ solve, float* __restrict__ mix, i64 stride, int heads) {
+    // Keys and queries, then T and A.
+    __shared__ __align__(16) float tile[2][CHUNK * DOWN_PITCH];
+    __shared__ float g[GROUPS][CHUNK], rate[GROUPS][CHUNK], total[GROUPS][CHUNK], error[GROUPS][CHUNK];
+    const Span span = span_at(spans, blockIdx.z);
+    const int first = (int)blockIdx.x * CHUNK;
+    if (span.rows <= STEPS || first >= span.rows) return;
+    const int rows = luce_min(CHUNK, span.rows - first), thread = luce_thread();
+    const i64 start = span.start + first;
+    const int key_head = (int)blockIdx.y;
+    const Layout layout = {(int)gridDim.y, heads};
+    const int channels = layout.channels();
+
+    Product<CHUNK, CHUNK, 4> kk = {}, qk = {};
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+        Square<PREPARE_THREADS> keys, queries;
+        const float* from = c + start * channels + half * CHUNK;
+        keys.fetch(from + layout.vector(KEY, key_head), channels, rows);
+        queries.fetch(from + layout.vector(QUERY, key_head), channels, rows);
+        keys.put(tile[0]);
+        queries.put(tile[1]);
+        kk.add<PITCH, PITCH>(tile[0], tile[0]);
+        qk.add<PITCH, PITCH>(tile[1], tile[0]);
+    }
+
+    // The gates of as many of the key head's value heads as there are threads for.
+    const int readers = heads / layout.key_heads;
+    for (int reader = 0; reader < readers; reader++) {
+        const int head = key_head + reader * layout.key_heads, group = reader % GROUPS;
+        if (group == 0) {
+            const int own = thread / CHUNK, row = thread % CHUNK, own_head = head + own * layout.key_heads;
+            const bool there = row < rows && own_head < heads;
+            const float* from = x + (start + row) * stride;
+            // A row past the chunk's end has beta = g = 0: it changes nothing.
+            g[own][row] = there ? log_fade(from[layout.alpha(own_head)], decay[own_head], dt_bias[own_head]) : 0.0f;
+            rate[own][row] = there ? sigmoid(from[layout.beta(own_head)]) : 0.0f;
+            luce_sync();
+            // G as a sum of two floats: after rows of strong decay it is in the hundreds, where the steps between floats
+            // are as large as the differences between later rows that D is made of.
+            float sum = 0.0f, rest = 0.0f;
+            for (int r = 0; r <= row; r++) {
+                const float next = sum + g[own][r], added = next - sum;
+                rest += (sum - (next - added)) + (g[own][r] - added);
+                sum = next;
+            }
+            total[own][row] = sum;
+            error[own][row] = rest;
+            luce_sync();
+            if (there) {
+                const float last = total[own][CHUNK - 1], last_error = error[own][CHUNK - 1];
+                const float factors[4] = {rate[own][row], expf(sum + rest), expf((last - sum) + (last_error - rest)),
+                                          expf(last + last_error)};
+                put4(gates + ((start + row) * heads + own_head) * 4, factors);
+            }
+        }
+
+        float *t = tile[0], *a = tile[1];
+#pragma unroll
+        for (int e = 0; e < 16; e++) {
+            const int row = kk.row(e), column = kk.column(e);
+            float between = 0.0f;
+            if (column <= row) {
+                const float sum = total[group][row] - total[group][column];
+                between = expf(sum + (error[group][row] - error[group][column]));
+            }
+            a[row * PITCH + column] = column < row ? rate[group][row] * kk[e] * between : 0.0f;
+            if (row < rows) mix[((start + row) * heads + head) * CHUNK + column] = qk[e] * between;
+        }
+        luce_sync();  // the last head's T has been copied
+        // Forward substitution by BLOCK rows of T: -A T of the rows above by all threads, then a thread per column. No
+        // entry of T exceeds 1: up to beta, it is k_i P k_j with P a product of contractions I - beta k k^T.
+        const int column = thread % CHUNK, row0 = thread / CHUNK * 4;
+        for (int block = 0; block < CHUNK; block += BLOCK) {
+            float sum[4] = {};
+            const float* above = a + (block + row0) * PITCH;
+            for (int l = 0; l < block; l += 4) {
+                float left[4][4];
+#pragma unroll
+                for (int r = 0; r < 4; r++) get4(left[r], above + r * PITCH + l);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float right = t[(l + i) * DOWN_PITCH + column];
+#pragma unroll
+                    for (int r = 0; r < 4; r++) sum[r] = fmaf(left[r][i], right, sum[r]);
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+                t[(block + row0 + r) * DOWN_PITCH + column] = (block + row0 + r == column ? 1.0f : 0.0f) - sum[r];
+            luce_sync();
+            if (thread < CHUNK) {
+                float solved[BLOCK];
+#pragma unroll
+                for (int r = 0; r < BLOCK; r++) {
+                    solved[r] = t[(block + r) * DOWN_PITCH + thread];
+#pragma unroll
+                    for (int l = 0; l < r; l++)
+                        solved[r] = fmaf(-a[(block + r) * PITCH + block + l], solved[l], solved[r]);
+                    t[(block + r) * DOWN_PITCH + thread] = solved[r];
+                }
+            }
+            luce_sync();
+        }
+        for (int i = thread; i < rows * CHUNK; i += PREPARE_THREADS)
+            solve[((start + i / CHUNK) * heads + head) * CHUNK + i % CHUNK] = t[i / CHUNK * DOWN_PITCH + i % CHUNK];
+    }
+}
+
+#define CHUNK_THREADS 256
+// Of a product's elements that a thread has.
+#define SUMS (CHUNK * COLUMNS / CHUNK_THREADS)
+
+// The squares that a chunk takes, in this order.
+enum { KEYS, QUERIES = KEYS + HALVES, SOLVE = QUERIES + HALVES, MIX, KEYS_AGAIN, STAGES = KEYS_AGAIN + HALVES };
+
+// A head's squares from one chunk to the next. As many as a head has halves are on their way while the product with the
+// one before them is made: a read from memory takes longer than a product.
+struct Squares {
+    const float *q, *k, *solve, *mix;
+    i64 vector_stride, square_stride;
+    Span span;
+    Square<CHUNK_THREADS> held[HALVES];
+
+    __device__ __forceinline__ void fetch(int first, int stage) {
+        if (stage >= STAGES) first += CHUNK, stage -= STAGES;
+        const int rows = luce_min(CHUNK, span.rows - first);
+        const i64 start = span.start + first;
+        Square<CHUNK_THREADS>& square = held[stage % HALVES];
+        if (stage == SOLVE || stage == MIX) {
+            square.fetch((stage == SOLVE ? solve : mix) + start * square_stride, square_stride, rows);
+        } else {
+            const float* from = stage >= QUERIES && stage < SOLVE ? q : k;
+            square.fetch(from + start * vector_stride + stage % HALVES * CHUNK, vector_stride, rows);
+        }
+    }
+    // Replaces what the block has in `to` by the next one, rows times their `scale`. A constant `stage`, or the squares
+    // would not be in registers.
+    template <int TO_PITCH = PITCH>
+    __device__ __forceinline__ void put(float* to, int first, int stage, const float* scale = nullptr) {
+        held[stage % HALVES].template put<TO_PITCH>(to, scale);
+        fetch(first, stage + HALVES);
+    }
+};
+
+// The chunks of a span one after the other; out gets O. Grid (HEAD / COLUMNS, value heads, spans), CHUNK_THREADS threads.
+// The state is kept with a row per column: memory [slots, value heads, HEAD values, HEAD keys].
+extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 2)
+    delta_chunks(const float* __restrict__ c, float* __restrict__ memory, const i32* __restrict__ spans,
+                 const float* __restrict__ gates, const float* __restrict__ solve, const float* __restrict__ mix,
+                 float* __restrict__ out, int key_heads) {
+    __shared__ __align__(16) float tile[CHUNK * DOWN_PITCH];
+    __shared__ __align__(16) float state[COLUMNS * STATE_PITCH];
+    __shared__ __align__(16) float fresh[COLUMNS * PITCH];  // by columns: beta (V - e^G (K S)), then V'
+    __shared__ float rate[CHUNK], fade[CHUNK], rest[CHUNK];
+    const Span span = span_at(spans, blockIdx.z);
+    if (span.rows <= STEPS) return;
+    const int head = (int)blockIdx.y, heads = (int)gridDim.y, thread = luce_thread();
+    const int first_column = (int)blockIdx.x * COLUMNS;
+    const Layout layout = {key_heads, heads};
+    const i64 channels = layout.channels();
+    memory += (((i64)span.slot * heads + head) * HEAD + first_column) * HEAD;
+
+    using Rows = Product<CHUNK, COLUMNS, SUMS / 4>;
+    using State = Product<COLUMNS, CHUNK, SUMS / 4, true>;
+    State s[HALVES];
+#pragma unroll
+    for (int half = 0; half < HALVES; half++)
+#pragma unroll
+        for (int e = 0; e < SUMS; e++) {
+            const int column = State::row(e), key = half * CHUNK + State::column(e);
+            s[half][e] = span.position ? memory[column * HEAD + key] : 0.0f;
+        }
+
+    Squares squares = {c + layout.vector(QUERY, head), c + layout.vector(KEY, head), solve + head * CHUNK,
+                       mix + head * CHUNK, layout.channels(), heads * CHUNK, span};
+#pragma unroll
+    for (int stage = 0; stage < HALVES; stage++) squares.fetch(0, stage);
+    float gate[4] = {};
+    if (thread < luce_min(CHUNK, span.rows)) get4(gate, gates + ((i64)(span.start + thread) * heads + head) * 4);
+    for (int first = 0; first < span.rows; first += CHUNK) {
+        const int rows = luce_min(CHUNK, span.rows - first);
+        const i64 start = span.start + first;
+        const float* v = c + start * channels + layout.vector(VALUE, head) + first_column;
+        if (thread < CHUNK) {
+            rate[thread] = gate[0], fade[thread] = gate[1], rest[thread] = gate[2];
+            if (first + CHUNK + thread < span.rows)
+                get4(gate, gates + ((start + CHUNK + thread) * heads + head) * 4);
+            else
+                gate[0] = gate[1] = gate[2] = 0.0f;
+        }
+        const float whole = gates[(start * heads + head) * 4 + 3];
+        float value[SUMS];
+#pragma unroll
+        for (int e = 0; e < SUMS; e++) {
+            const int row = Rows::row(e), column = Rows::column(e);
+            value[e] = row < rows ? v[row * channels + column] : 0.0f;
+        }
+#pragma unroll
+        for (int half = 0; half < HALVES; half++)
+#pragma unroll
+            for (int e = 0; e < SUMS; e++)
+                state[State::row(e) * STATE_PITCH + half * CHUNK + State::column(e)] = s[half][e];
+
+        Rows ks = {}, o = {}, solved = {};
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            squares.put(tile, first, KEYS + half);
+            ks.add<PITCH, STATE_PITCH>(tile, state + half * CHUNK);
+        }
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            squares.put(tile, first, QUERIES + half);
+            o.add<PITCH, STATE_PITCH>(tile, state + half * CHUNK);
+        }
+#pragma unroll
+        for (int e = 0; e < SUMS; e++) {
+            const int row = Rows::row(e);
+            fresh[Rows::column(e) * PITCH + row] = rate[row] * (value[e] - fade[row] * ks[e]);
+            o[e] *= fade[row];
+        }
+        squares.put(tile, first, SOLVE);
+        solved.add<PITCH, PITCH>(tile, fresh);
+        luce_sync();
+#pragma unroll
+        for (int e = 0; e < SUMS; e++) fresh[Rows::column(e) * PITCH + Rows::row(e)] = solved[e];
+        squares.put(tile, first, MIX);
+        o.add<PITCH, PITCH>(tile, fresh);
+#pragma unroll
+        for (int e = 0; e < SUMS; e++) {
+            const int row = Rows::row(e), column = Rows::column(e);
+            if (row < rows)
+                out[((start + row) * heads + head) * HEAD + first_column + column] = o[e];
+        }
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+            squares.put<DOWN_PITCH>(tile, first, KEYS_AGAIN + half, rest);
+#pragma unroll
+            for (int e = 0; e < SUMS; e++) s[half][e] *= whole;
+            s[half].template add<PITCH, DOWN_PITCH>(fresh, tile);
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < HALVES; half++)
+#pragma unroll
+        for (int e = 0; e < SUMS; e++) {
+            const int column = State::row(e), key = half * CHUNK + State::column(e);
+            memory[column * HEAD + key] = s[half][e];
+        }
+}
+
+// --- output norm
+
+#define OUTPUT_THREADS 128
+
+// out = rms(out) * norm * silu(gate) per head, of the long spans' rows. A wave has a head of BATCH rows; grid
+// (rows of the longest span / BATCH, value heads / waves, spans), OUTPUT_THREADS threads.
+extern "C" __global__ void __launch_bounds__(OUTPUT_THREADS)
+    delta_output(float* __restrict__ out, const float* __restrict__ x, const float* __restrict__ norm,
+                 const i32* __restrict__ spans, i64 stride, int key_heads, int heads, float eps) {
+    const Span span = span_at(spans, blockIdx.z);
+    const int first = (int)blockIdx.x * BATCH, head = (int)blockIdx.y * (OUTPUT_THREADS / LUCE_LANES) + luce_wave();
+    if (span.rows <= STEPS || first >= span.rows || head >= heads) return;  // whole waves
+    const float* gate = x + (span.start + first) * stride + Layout{key_heads, heads}.gate(head) + luce_lane();
+    out += ((i64)(span.start + first) * heads + head) * HEAD + luce_lane();
+    float value[BATCH][ELEMENTS], z[BATCH][ELEMENTS];
+#pragma unroll
+    for (int b = 0; b < BATCH; b++)
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) {
+            const bool there = first + b < span.rows;
+            value[b][e] = there ? out[(i64)b * heads * HEAD + e * LUCE_LANES] : 0.0f;
+            z[b][e] = there ? gate[b * stride + e * LUCE_LANES] : 0.0f;
+        }
+#pragma unroll
+    for (int b = 0; b < BATCH; b++) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) squares = fmaf(value[b][e], value[b][e], squares);
+        const float scale = 1.0f / sqrtf(luce_lane_sum(squares) / (float)HEAD + eps);
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++)
+            if (first + b < span.rows)
+                out[(i64)b * heads * HEAD + e * LUCE_LANES] =
+                    value[b][e] * scale * norm[luce_lane() + e * LUCE_LANES] * silu(z[b][e]);
+    }
+}

@@ -1,0 +1,102 @@
+// Products of a group of four waves.
+//
+// LUCE_WGMMA is 1 where such groups multiply matrices in shared memory: on sm_90a, and on the host if asked for.
+#pragma once
+#include "mma.h"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define LUCE_WGMMA 1
+#elif !defined(LUCE_WGMMA)
+#define LUCE_WGMMA 0
+#endif
+
+#if LUCE_WGMMA
+
+// Products of a group of four waves that begins at a multiple of four. Its matrices are rows of 64 16-bit numbers, 128
+// bytes, one after the other from a multiple of 1024 on; chunk c of 16 bytes of row r lies in the place c ^ r % 8. Of c
+// [64, 64] the group's wave w has rows 16w and on, in the layout of luce_mma_f16 with c[i] columns 8i and on.
+//
+//   luce_wgmma_fence()       first: registers and shared memory are as the products shall find them
+//   luce_wgmma(c, a, b)      c += a b^T, 16 columns of 64 rows each at the addresses a and b
+//   luce_wgmma(c, words, b)  c += a b, a [16w.., 16] as luce_mma_f16 has it, 16 rows of 64 columns at the address b
+//   luce_wgmma_wait()        last: c holds the results
+//
+// Threads that wrote to shared memory make it known by luce_wgmma_share before the barrier. Of two groups of a block,
+// one that awaits its turn goes on when the other passes it: for speed alone, on the host both do nothing.
+#if defined(LUCE_HOST)
+
+LUCE_FN void luce_wgmma_share() {}
+LUCE_FN void luce_wgmma_await(int) {}
+LUCE_FN void luce_wgmma_pass(int) {}
+LUCE_FN void luce_wgmma_fence() {}
+LUCE_FN void luce_wgmma_wait() {}
+template <typename T> LUCE_FN float luce_wgmma_element(const void* from, int row, int column) {
+    u64 at = (u64)from + row * 128 + column * 2;
+    at ^= (at / 128 & 7) * 16;
+    return luce_f32(*reinterpret_cast<const T*>(at));
+}
+template <typename T> LUCE_FN void luce_wgmma_column(float (*c)[4], float upper, float lower, const void* b, int k, bool rows) {
+    const int t = luce_lane() % 4 * 2;
+    for (int i = 0; i < 16; i++) {
+        const int n = i / 2 * 8 + t + i % 2;
+        const float right = rows ? luce_wgmma_element<T>(b, k, n) : luce_wgmma_element<T>(b, n, k);
+        c[i / 2][i % 2] = fmaf(upper, right, c[i / 2][i % 2]);
+        c[i / 2][i % 2 + 2] = fmaf(lower, right, c[i / 2][i % 2 + 2]);
+    }
+}
+template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const void* a, const void* b) {
+    const int g = luce_wave() % 4 * 16 + luce_lane() / 4;
+    for (int k = 0; k < 16; k++)
+        luce_wgmma_column<T>(c, luce_wgmma_element<T>(a, g, k), luce_wgmma_element<T>(a, g + 8, k), b, k, false);
+}
+template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], const void* b) {
+    for (int k = 0; k < 16; k++) {
+        const int word = k / 8 * 2, lane = luce_lane() / 4 * 4 + k % 8 / 2, shift = k % 2 * 16;
+        const float upper = luce_f32(T{(u16)(luce_shfl(a[word], lane) >> shift)});
+        const float lower = luce_f32(T{(u16)(luce_shfl(a[word + 1], lane) >> shift)});
+        luce_wgmma_column<T>(c, upper, lower, b, k, true);
+    }
+}
+
+#else
+
+LUCE_FN void luce_wgmma_share() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+LUCE_FN void luce_wgmma_await(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory"); }
+LUCE_FN void luce_wgmma_pass(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 1) : "memory"); }
+LUCE_FN void luce_wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+LUCE_FN void luce_wgmma_wait() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+// The matrix's descriptor: 1024 bytes from eight rows to the next, chunks permuted within 128 bytes.
+LUCE_FN u64 luce_wgmma_matrix(const void* at) {
+    return (u64)((u32)__cvta_generic_to_shared(at) >> 4 & 0x3fff) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+#define LUCE_WGMMA_C                                                                                                 \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+    "%24, %25, %26, %27, %28, %29, %30, %31}"
+#define LUCE_WGMMA_ROW(c) "+f"((c)[0]), "+f"((c)[1]), "+f"((c)[2]), "+f"((c)[3])
+#define LUCE_WGMMA_ALL(c)                                                                                     \
+    LUCE_WGMMA_ROW(c[0]), LUCE_WGMMA_ROW(c[1]), LUCE_WGMMA_ROW(c[2]), LUCE_WGMMA_ROW(c[3]), LUCE_WGMMA_ROW(c[4]), \
+        LUCE_WGMMA_ROW(c[5]), LUCE_WGMMA_ROW(c[6]), LUCE_WGMMA_ROW(c[7])
+template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const void* a, const void* b);
+template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], const void* b);
+#define LUCE_WGMMA_TYPE(T, name)                                                                                    \
+    template <> LUCE_FN void luce_wgmma<T>(float (*c)[4], const void* a, const void* b) {                           \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name       \
+                     "." name " " LUCE_WGMMA_C ", %32, %33, p, 1, 1, 0, 0;}"                                        \
+                     : LUCE_WGMMA_ALL(c)                                                                            \
+                     : "l"(luce_wgmma_matrix(a)), "l"(luce_wgmma_matrix(b)), "r"(1));                               \
+    }                                                                                                               \
+    template <> LUCE_FN void luce_wgmma<T>(float (*c)[4], const u32 (&a)[4], const void* b) {                       \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name       \
+                     "." name " " LUCE_WGMMA_C ", {%32, %33, %34, %35}, %36, p, 1, 1, 1;}"                          \
+                     : LUCE_WGMMA_ALL(c)                                                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(luce_wgmma_matrix(b)), "r"(1));              \
+    }
+LUCE_WGMMA_TYPE(f16_t, "f16")
+LUCE_WGMMA_TYPE(bf16_t, "bf16")
+
+#endif
+
+#endif

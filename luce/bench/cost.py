@@ -1,0 +1,95 @@
+"""Bytes that a step must at least move, and the operations it must do. Pure: a file's directory and a spec in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from luce.gguf.reader import GGUFFile, TensorInfo
+from luce.layers.build import EMBEDDING, shard_tensors
+from luce.layers.state import DeltaState, KVPool
+from luce.models.spec import Attention, ModelSpec, MoE, SandwichBlock
+from luce.ops.kvtype import KVTypes
+from luce.ops.weight import stored_bytes
+from luce.runtime.device import Device
+from luce.runtime.step import PAGE
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes moved and operations done; a multiplication and an addition are two."""
+
+    bytes: float = 0
+    flops: float = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A span as far as it costs: `rows` rows from `position` on."""
+
+    rows: int
+    position: int
+
+
+class ShardCost:
+    """What the layers of one shard cost. Weights count as the device holds them: in the file's types on a GPU, float32
+    on the CPU."""
+
+    def __init__(self, file: GGUFFile, spec: ModelSpec, layers: range, device: Device, kv: KVTypes) -> None:
+        self._spec = spec
+        self._layers = layers
+        self._device = device
+        self._kv = kv
+        self._tensors = [file.tensors[name] for name in sorted(shard_tensors(file, spec, layers, ends=False))]
+        head = EMBEDDING if spec.tied_head else "output.weight"
+        self._head = file.tensors[head] if layers.stop == len(spec.blocks) else None
+
+    def step(self, spans: Sequence[Rows], wanted: int) -> Cost:
+        """One step: every weight once, of experts as many as rows choose on average if all are alike; keys, values and
+        states of the spans; the head for `wanted` rows. Activations are left out, and the embedding's few rows."""
+        rows = sum(span.rows for span in spans)
+        total = Cost()
+        for tensor in self._tensors:
+            total += self._weight(tensor, rows)
+        if self._head is not None and wanted:
+            total += Cost(self._bytes(self._head), 2 * wanted * self._head.rows * self._head.cols)
+        for layer in self._layers:
+            for span in spans:
+                total += self._mixing(layer, span)
+        return total
+
+    def _bytes(self, tensor: TensorInfo) -> float:
+        return 4 * tensor.rows * tensor.cols if self._device.host else stored_bytes(tensor)
+
+    def _weight(self, tensor: TensorInfo, rows: int) -> Cost:
+        size, flops = self._bytes(tensor), 2.0 * tensor.rows * tensor.cols * rows
+        moe = self._experts(int(tensor.name.split(".")[1]))
+        if moe is not None and "_exps." in tensor.name:
+            share = moe.used / moe.experts
+            return Cost(size * (1 - (1 - share) ** rows), flops * share)
+        return Cost(size, flops)
+
+    def _experts(self, layer: int) -> MoE | None:
+        block = self._spec.blocks[layer]
+        if isinstance(block, SandwichBlock):
+            return block.experts
+        return block.ffn if isinstance(block.ffn, MoE) else None
+
+    def _mixing(self, layer: int, span: Rows) -> Cost:
+        mixer = self._spec.blocks[layer].mixer
+        if isinstance(mixer, Attention):
+            window = mixer.window or self._spec.context_length
+            first = max(0, span.position + 1 - window)
+            keys = span.position + span.rows - first
+            # One key more from row to row until the window is full.
+            seen = int(np.minimum(np.arange(1, span.rows + 1) + span.position, window).sum())
+            pages = KVPool.page_bytes(self._device, mixer, self._kv) / PAGE
+            return Cost(pages * keys, 4.0 * mixer.heads * mixer.head_dim * seen)
+        # Decay, S^T k, k u^T and S^T q, each over the whole state.
+        flops = 7.0 * mixer.value_heads * mixer.head_dim**2 * span.rows
+        return Cost(2 * DeltaState.slot_bytes(mixer), flops)

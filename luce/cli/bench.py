@@ -1,0 +1,213 @@
+"""`luce bench MODEL`: speed of prompts, decoding, verification and many sequences, beside the limits of the devices."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import threadpoolctl
+from rich.console import Console
+from rich.table import Table
+
+from luce import __version__
+from luce.api import open_backend
+from luce.bench.cost import Cost, ShardCost
+from luce.bench.limits import Limits, limits
+from luce.bench.measure import Stepper, Workload, seconds
+from luce.cli.main import settings
+from luce.cli.pull import fetch
+from luce.config import Config
+from luce.errors import UsageError
+from luce.gguf.reader import GGUFFile, open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.models.spec import ModelSpec
+from luce.ops.kvtype import KVTypes
+from luce.runtime.device import Device
+from luce.runtime.open import open_devices
+
+# Tokens that each of many sequences generates, if -n does not say.
+_STEPS = 32
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one table, or one JSON object."""
+    config = settings(arguments)
+    if config.threads:
+        threadpoolctl.threadpool_limits(config.threads, user_api="blas")
+    single, many = _tests(arguments)
+    console = Console(stderr=True)
+    with open_gguf(fetch(arguments.model)) as file, console.status("measuring the devices") as status:
+        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+        with contextlib.ExitStack() as opened:
+            devices = [opened.enter_context(contextlib.closing(d)) for d in open_devices(config)]
+            report = _facts(file, spec, devices)
+            reached = [limits(device) for device in devices]
+        for device, limit in zip(report["devices"], reached, strict=True):
+            device["limits"] = dataclasses.asdict(limit)
+        # Sequences side by side need slots, long contexts need pages: not both at once.
+        for tests in filter(None, (single, many)):
+            needs = dataclasses.replace(
+                config,
+                max_ctx=max(config.max_ctx, *(test.context for test in tests)),
+                parallel=max([config.parallel, *(test.size for test in tests if test.kind == "batch")]),
+            )
+            _measure(file, spec, needs, tests, reached, arguments.repeat, report, status.update)
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        show(Console(width=None if sys.stdout.isatty() else 120), report)
+    return 0
+
+
+def _tests(arguments: argparse.Namespace) -> tuple[list[Workload], list[Workload]]:
+    """Tests of one sequence, and of many. Raises UsageError naming the flag of a bad list."""
+    prompts, generated = _sizes("-p", arguments.prompt, 0), _sizes("-n", arguments.generate, 0)
+    depths, rows = _sizes("-d", arguments.depth, 0), _sizes("--rows", arguments.rows, 1)
+    sequences = _sizes("--sequences", arguments.sequences, 1)
+    if not depths:
+        raise UsageError("-d: name at least one depth", param="depth")
+    if arguments.repeat < 1:
+        raise UsageError(f"--repeat: expected an integer from 1 on, got {arguments.repeat}", param="repeat")
+    single = []
+    for depth in depths:
+        single += [Workload("prompt", n, depth) for n in prompts if n]
+        single += [Workload("decode", n, depth) for n in generated if n]
+        single += [Workload("verify", n, depth) for n in rows]
+    steps = max(generated, default=0) or _STEPS
+    many = [Workload("batch", n, depths[0], steps) for n in sequences]
+    if not single and not many:
+        raise UsageError("-p, -n, --rows, --sequences: nothing to measure", param="prompt")
+    return single, many
+
+
+def _sizes(flag: str, text: str, low: int) -> list[int]:
+    """`512,2048` as numbers."""
+    parts = [part for part in text.split(",") if part]
+    if not all(part.isascii() and part.isdigit() and int(part) >= low for part in parts):
+        raise UsageError(
+            f"{flag}: expected integers from {low} on separated by commas, got {text!r}", param=flag.strip("-")
+        )
+    return [int(part) for part in parts]
+
+
+def _facts(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device]) -> dict[str, Any]:
+    return {
+        "luce": __version__,
+        "model": file.metadata.string("general.name", default="") or Path(file.paths[0]).stem,
+        "family": spec.family,
+        "bytes": sum(tensor.nbytes for tensor in file.tensors.values()),
+        "devices": [{"device": str(device.name), **device.describe()} for device in devices],
+        "loads": [],
+        "results": [],
+    }
+
+
+def _measure(
+    file: GGUFFile,
+    spec: ModelSpec,
+    config: Config,
+    tests: Sequence[Workload],
+    reached: Sequence[Limits],
+    repeat: int,
+    report: dict[str, Any],
+    tell: Any,
+) -> None:
+    """Load the model and run tests: adds to the report's loads and results."""
+    tell("loading the model")
+    with contextlib.ExitStack() as opened:
+        started = time.perf_counter()
+        backend = open_backend(opened, file, spec, open_devices(config), config)
+        loaded = time.perf_counter() - started
+        kv = KVTypes(config.cache_type_k, config.cache_type_v)
+        costs = [ShardCost(file, spec, shard.info.layers, shard.device, kv) for shard in backend.shards]
+        stepper = Stepper(backend, config.chunk)
+        stepper.place(0, 0)
+        first = seconds(lambda: stepper.read(0, 1))
+        report["loads"].append(
+            {
+                "context": config.max_ctx,
+                "sequences": config.parallel,
+                "seconds": loaded,
+                "first_token_seconds": first,
+                "shards": [
+                    {"device": s.info.device, "layers": [s.info.layers.start, s.info.layers.stop - 1]}
+                    for s in backend.shards
+                ],
+            }
+        )
+        filled = 0
+        for test in tests:
+            tell(test.name)
+            if test.depth and test.depth != filled:
+                stepper.fill(range(config.parallel), test.depth)
+                filled = test.depth
+            # The first runs load kernels and capture graphs.
+            for _ in range(2):
+                stepper.run(test)
+            times = [stepper.run(test) for _ in range(repeat)]
+            shares = [sum((cost.step(*step) for step in test.plan(config.chunk)), Cost()) for cost in costs]
+            report["results"].append(_result(test, times, shares, reached))
+
+
+def _result(test: Workload, times: Sequence[float], costs: Sequence[Cost], reached: Sequence[Limits]) -> dict[str, Any]:
+    """Rates are of the median run. A share of a limit is the time that the devices would need at their limits, one
+    after another, by the time that was needed."""
+    median = statistics.median(times)
+    rates = sorted(test.tokens / t for t in times)
+    memory = sum(cost.bytes / limit.copy for cost, limit in zip(costs, reached, strict=True))
+    arithmetic = [cost.flops / limit.matmul for cost, limit in zip(costs, reached, strict=True) if limit.matmul]
+    return {
+        "test": test.name,
+        **dataclasses.asdict(test),
+        "seconds": list(times),
+        "tokens_per_second": test.tokens / median,
+        "spread": (rates[-1] - rates[0]) / 2,
+        "milliseconds_per_step": 1000 * median / len(test.plan(1 << 30)),
+        "bytes_per_second": sum(cost.bytes for cost in costs) / median,
+        "flops_per_second": sum(cost.flops for cost in costs) / median,
+        "of_copy_bandwidth": memory / median,
+        "of_matmul_rate": sum(arithmetic) / median if len(arithmetic) == len(costs) else None,
+    }
+
+
+def show(console: Console, report: dict[str, Any]) -> None:
+    """The report as tables."""
+    console.print(f"{report['model']} ({report['family']}, {report['bytes'] / 1e9:.2f} GB), luce {report['luce']}")
+    for device in report["devices"]:
+        limit = device["limits"]
+        rates = [f"copies {limit['copy'] / 1e9:.0f} GB/s"]
+        if limit["read"]:
+            rates.append(f"reads {limit['read'] / 1e9:.0f} GB/s")
+        rates.append(f"multiplies {limit['matmul'] / 1e12:.2f} TFLOP/s" if limit["matmul"] else "has no BLAS library")
+        console.print(f"{device['device']} ({device['name']}): {', '.join(rates)}")
+    for load in report["loads"]:
+        console.print(
+            f"{load['sequences']} x {load['context']} tokens: loaded in {load['seconds']:.2f} s, "
+            f"first token {load['first_token_seconds']:.2f} s later"
+        )
+    table = Table()
+    table.add_column("test")
+    for name in ("tok/s", "+-", "ms/step", "GB/s", "of copy", "TFLOP/s", "of products"):
+        table.add_column(name, justify="right")
+    for result in report["results"]:
+        of_products = result["of_matmul_rate"]
+        table.add_row(
+            result["test"],
+            f"{result['tokens_per_second']:.1f}",
+            f"{result['spread']:.1f}",
+            f"{result['milliseconds_per_step']:.2f}",
+            f"{result['bytes_per_second'] / 1e9:.0f}",
+            f"{result['of_copy_bandwidth']:.0%}",
+            f"{result['flops_per_second'] / 1e12:.2f}",
+            "" if of_products is None else f"{of_products:.0%}",
+        )
+    console.print(table)

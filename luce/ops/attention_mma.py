@@ -1,0 +1,130 @@
+"""Attention over KV pages by products of 16-bit tiles: the launches of kernels/attention_mma.cu.
+
+Queries and softmax weights are rounded to halves (to bfloat16 beside K or V of that type), sums are float32. Spans of
+at most FEW_ROWS rows are split over blocks, whose sums `attention_fold` adds; longer ones take their pages one after
+the other. So a row's bits depend on which of the two its span is, and on nothing else that its step holds.
+
+Launch shapes depend on the number of rows and spans, on `longest` and on head sizes. Lengths, positions, pages and the
+spans' places may change under a captured graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from luce.ops.kvtype import kernel_type
+from luce.runtime.device import Array, Device
+from luce.runtime.step import PAGE, PageView, SpanArrays
+
+#: rows of a span that is split
+FEW_ROWS = 16
+# As in kernels/attention_mma.cu.
+_HEADS = (64, 128, 256, 512)
+_SPLITS = 64
+_FOLD_THREADS = 256
+# Beyond any position, and small enough to be added to one.
+_NO_WINDOW = 2**30
+# float32 values of splits that wait to be folded: 128 MiB.
+_BUFFER = 1 << 25
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block's queries, for heads of up to `head` values. `grouped`: multiplied by four waves together (wgmma)."""
+
+    head: int
+    queries: int
+    grouped: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of the block."""
+        if self.grouped:
+            return 2 * self.queries
+        return 256 if self.queries * self.head > 64 * 256 else 128
+
+    @property
+    def shared(self) -> int:
+        """Bytes of its shared memory: `Shared` in attention_wgmma.h and in attention_sync.h."""
+        if self.grouped:
+            size, unit = 2 * self.head * (self.queries + (6 if self.queries == 64 else 4) * PAGE), 1024
+        else:
+            size, unit = 2 * (self.head * (self.queries + 2 * PAGE) + self.queries * PAGE) + 16 * self.queries, 128
+        return -(-size // unit) * unit
+
+
+def tiles(device: Device, k_pool: Array, v_pool: Array, d: int) -> list[Tile]:
+    """The tiles that the device has for a head of d values, small ones first; none if it takes the portable path."""
+    products = {"BF16" if kernel_type(pool, d) == "BF16" else "F16" for pool in (k_pool, v_pool)}
+    head = next((size for size in _HEADS if size >= d), 0)
+    if head == 0 or d % 8 or not products <= device.products:
+        return []
+    grouped = "WGMMA" in device.products and head <= 256
+    sizes = (16, 64, 128) if grouped else (16, 32, 64, 128) if head == 256 else (16, 64)
+    found = (Tile(head, size, grouped and size >= 64) for size in sizes)
+    return [tile for tile in found if tile.shared <= device.shared_limit]
+
+
+def launch(
+    device: Device,
+    out: Array,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    spans: SpanArrays,
+    view: PageView,
+    tiles: list[Tile],
+    scale: float,
+    window: int | None,
+) -> None:
+    """As luce.ops.attention.attention, into `out`, by one of the device's `tiles`."""
+    n, heads, d = q.shape
+    kv_heads = k_pool.shape[1]
+    group = heads // kv_heads
+    limit = np.int32(_NO_WINDOW if window is None else window)
+    types: dict[str, int | str] = {"KTYPE": kernel_type(k_pool, d), "VTYPE": kernel_type(v_pool, d)}
+    common = (
+        q,
+        np.int64(q.strides[0] // 4),
+        np.int64(q.strides[1] // 4),
+        k_pool,
+        v_pool,
+        spans.table,
+        np.int32(spans.count),
+        view.table,
+        view.first,
+        view.count,
+        np.int32(view.table.shape[1]),
+        np.int32(heads),
+        np.int32(kv_heads),
+        np.int32(d),
+        np.float32(scale),
+        limit,
+        np.int32(FEW_ROWS),
+    )
+
+    def run(tile: Tile, kernel: str, blocks: tuple[int, ...], *args: object) -> None:
+        size = {"HEAD": tile.head, "QUERIES": tile.queries}
+        block, shared = ((_FOLD_THREADS,), 0) if kernel == "attention_fold" else ((tile.threads,), tile.shared)
+        device.launch("attention_mma", kernel, blocks, block, args, defines=types | size, shared=shared)
+
+    if spans.longest > FEW_ROWS:
+        tile = tiles[-1]
+        # An upper bound that holds wherever spans begin.
+        run(tile, "attention_many", (n * group // tile.queries + spans.count, kv_heads), out, *common)
+        if spans.count == 1:
+            return
+    rows = min(spans.longest, FEW_ROWS)
+    tile = next((tile for tile in tiles if tile.queries >= rows * group), tiles[-1])
+    per_span = -(-rows * group // tile.queries)
+    batch = min(spans.count, max(1, _BUFFER // (rows * heads * _SPLITS * d)))
+    values = device.empty((batch * rows, heads, _SPLITS, d))
+    state = device.empty((batch * rows, heads, _SPLITS, 2))
+    for base in range(0, spans.count, batch):
+        count = min(batch, spans.count - base)
+        place = np.int32(base), np.int32(rows)
+        run(tile, "attention_few", (count * per_span, kv_heads, _SPLITS), values, state, *place, *common)
+        result = (out, values, state, *place, spans.table, np.int32(d), limit, np.int32(FEW_ROWS))
+        run(tile, "attention_fold", (count * rows, heads), *result)

@@ -1,0 +1,134 @@
+"""Products of many rows with weight matrices: rows as halves, then a BLAS library or the kernel of tiles.
+
+x is rounded to halves, each row scaled by a power of two into their range; so are the weights, but for those that the
+file has in F32, which meet x as it is. Sums are accumulated in float32.
+
+From BLAS_ROWS rows on, weights are unpacked into a buffer, a slice of features at a time, for the device's BLAS
+library, if it has one: it chooses its algorithm by the shape, so that a row's last bits may change with the number of
+rows. The kernel of tiles unpacks weights as it multiplies, and a row's bits do not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from luce.ops.weight import Weight, WeightPart
+from luce.runtime.device import Array, Device
+
+_T = GGMLQuantizationType
+#: rows from which unpacking the weights for a library pays
+BLAS_ROWS = 192
+# Bytes of the buffer of unpacked weights.
+_BUFFER = 128 << 20
+# The library wants rows of whole 16 bytes.
+_BLAS_COLS = 8
+#: the constants of kernels/tile.h
+TILE_ROWS, TILE_FEATURES, TILE_THREADS = 64, 128, 128
+#: columns that the tiles take at a time: halves come in rows of whole slices
+_SLICE = 128
+# A matrix of few features is cut along its columns into parts for as many blocks as keep a large GPU busy, but not into
+# parts so short that adding them up counts.
+_BLOCKS, _PART_SLICES = 256, 8
+_ADD_THREADS = 256
+
+
+@dataclass(frozen=True)
+class Halves:
+    """values float16 [rows, padded]: x divided by scale float32 [rows], with zeros beyond the columns of x."""
+
+    values: Array
+    scale: Array
+
+
+def halves(device: Device, x: Array) -> Halves:
+    """Rows of x, float32 [n, cols] or [n, slots, cols] with any strides but the last, as halves [n * slots, padded]."""
+    n, cols = x.shape[0], x.shape[-1]
+    slots, x_slot = (x.shape[1], x.strides[1] // 4) if x.ndim == 3 else (1, 0)
+    padded = -(-cols // _SLICE) * _SLICE
+    made = Halves(device.empty((n * slots, padded), np.float16), device.empty(n * slots))
+    # From the row's length alone: 8 columns a thread, and again.
+    threads = min(256, max(64, 1 << (padded // 8 - 1).bit_length()))
+    sizes = (np.int32(slots), np.int32(cols), np.int32(padded), np.int64(x.strides[0] // 4), np.int64(x_slot))
+    device.launch("half", "half_rows", (n * slots,), (threads,), (x, made.values, made.scale, *sizes))
+    return made
+
+
+def matmul_many(device: Device, x: Array, weight: Weight, out: Array) -> None:
+    """out = x W^T: x float32 [n, cols] (any row stride), out float32 [n, rows]."""
+    blas = device.blas and x.shape[0] >= BLAS_ROWS and weight.cols % _BLAS_COLS == 0
+    run: list[WeightPart] = []
+    made: Halves | None = None
+    for part in weight.parts:
+        if part.type == _T.F32:
+            to = out[:, part.first : part.first + part.rows]
+            if blas:
+                device.gemm(x, part.data.view(np.float32), to)
+            else:
+                _tiles(device, x, None, part, weight.cols, to)
+            continue
+        made = made or halves(device, x)
+        if blas:
+            run.append(part)
+        else:
+            _tiles(device, made.values, made.scale, part, weight.cols, out[:, part.first : part.first + part.rows])
+    if made is not None and run:
+        _unpacked(device, made, run, weight.cols, out)
+
+
+def _unpacked(device: Device, x: Halves, parts: list[WeightPart], cols: int, out: Array) -> None:
+    """The parts' results by the BLAS library, from slices of their weights as halves."""
+    # Slices that begin at odd features cost the library its fast kernels: 8.5 ms instead of 1.2 (H200, 2048 rows).
+    most = max(1, _BUFFER // (2 * cols * TILE_FEATURES)) * TILE_FEATURES
+    buffer = device.empty((min(most, sum(part.rows for part in parts)), cols), np.float16)
+    values = x.values[:, :cols]
+    begin = end = parts[0].first  # features in the buffer
+
+    def multiply() -> None:
+        to = out[:, begin:end]
+        device.gemm(values, buffer[: end - begin], to)
+        sizes = (np.int32(end - begin), np.int64(to.strides[0] // 4))
+        device.launch("half", "rescale_rows", (to.shape[0],), (_ADD_THREADS,), (to, x.scale, *sizes))
+
+    for part in parts:
+        done = 0
+        while done < part.rows:
+            if end != part.first + done or end - begin == most:
+                multiply()
+                begin = end = part.first + done
+            count = min(most - (end - begin), part.rows - done)
+            data = part.data[done : done + count]
+            into = buffer[end - begin : end - begin + count]
+            device.launch(
+                "dequant", "dequant", (count,), (128,), (data, into, np.int32(cols)), defines={"QTYPE": part.type.name}
+            )
+            done += count
+            end += count
+    multiply()
+
+
+def _tiles(device: Device, x: Array, scale: Array | None, part: WeightPart, cols: int, out: Array) -> None:
+    """One part's results by the kernel of tiles; x is halves with a scale, or float32 for weights in F32."""
+    n, rows = out.shape
+    slices = -(-cols // _SLICE)
+    features = -(-rows // TILE_FEATURES)
+    parts = max(1, min(_BLOCKS // features, slices // _PART_SLICES))
+    part_slices = -(-slices // parts)
+    parts = -(-slices // part_slices)
+    to = out if parts == 1 else device.empty((parts, n, rows))
+    sizes = (n, rows, cols, x.strides[0] // x.itemsize, to.strides[-2] // 4, part_slices * _SLICE)
+    device.launch(
+        "matmul_tile",
+        "matmul_tile",
+        (-(-n // TILE_ROWS), features, parts),
+        (TILE_THREADS,),
+        # Without a scale, a pointer that is not followed.
+        (part.data, x, to if scale is None else scale, to, *(np.int32(size) for size in sizes)),
+        defines={"QTYPE": part.type.name},
+    )
+    if parts > 1:
+        grid = (n, -(-rows // _ADD_THREADS))
+        args = (to, out, np.int32(parts), np.int32(rows), np.int64(out.strides[0] // 4))
+        device.launch("half", "add_parts", grid, (_ADD_THREADS,), args)

@@ -1,0 +1,77 @@
+"""Replayed steps give the bits of eager ones: the smallest file of each family on a device that captures launches."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from luce.backend.replay import MAX_ROWS, MAX_SPAN
+from tests.golden.conftest import MakeDriver
+from tests.golden.test_reference_emulated import SMALLEST
+from tests.support.capturing import CapturingDevice
+from tests.support.emulated import EmulatedDevice
+from tests.support.golden_checks import check_replayed
+from tests.support.reference import Reference
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_bits(name: str, make_driver: MakeDriver) -> None:
+    reference, device = Reference(name), CapturingDevice()
+    check_replayed(reference, make_driver(reference, [device]), make_driver(reference, [EmulatedDevice()]))
+    # Four shapes recur, each eager, then captured, then replayed.
+    assert device.captured == 4 and device.launched == 8
+
+
+@pytest.mark.parametrize("name", ["qwen35-a-Q8_0", "gemma4-e-Q4_0"])
+def test_shards_hand_on_what_they_replay(name: str, make_driver: MakeDriver) -> None:
+    # On one device, so that both shards' graphs share their memory.
+    reference, device = Reference(name), CapturingDevice()
+    check_replayed(reference, make_driver(reference, [device, device]), make_driver(reference, [EmulatedDevice()]))
+    assert device.captured == 8 and device.launched == 16
+
+
+def test_a_device_that_cannot_capture_runs_on(make_driver: MakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    reference, device = Reference("qwen3-a-MIX"), CapturingDevice(refuses=True)
+    with caplog.at_level(logging.WARNING):
+        check_replayed(reference, make_driver(reference, [device]), make_driver(reference, [EmulatedDevice()]))
+    assert device.launched == 0
+    first = caplog.messages[0]
+    assert first == "steps of 1 rows run launch by launch: cuda:0: captures nothing today"
+    assert caplog.messages.count(first) == 1, "it is tried once for each shape"
+
+
+def test_what_is_captured(make_driver: MakeDriver) -> None:
+    reference, device = Reference("qwen3-a-MIX"), CapturingDevice()
+    ids = np.resize(reference.expected["prompt_17"], MAX_ROWS + 1)
+
+    def captures(*lengths: int) -> bool:
+        before = device.captured
+        driver = make_driver(reference, [device], slots=10)
+        for _ in range(2):
+            driver.feed(*((driver.start(), ids[:n]) for n in lengths))
+        return device.captured > before
+
+    assert captures(1) and captures(MAX_SPAN) and captures(MAX_SPAN, 3)
+    assert not captures(MAX_SPAN + 1) and not captures(*[MAX_SPAN] * 4, 1)
+
+
+def test_some_rows_want_candidates(make_driver: MakeDriver) -> None:
+    reference, device = Reference("qwen3-a-MIX"), CapturingDevice()
+    driver, eager = make_driver(reference, [device]), make_driver(reference, [EmulatedDevice()])
+    ids = reference.expected["prompt_17"]
+    ours, theirs = driver.start(), eager.start()
+    # Three rounds: eager, captured, replayed. Rows want their logits, their candidates, both or neither.
+    for at in range(0, 12, 4):
+        (logits,) = eager.feed((theirs, ids[at : at + 4]))
+        step = driver.step((ours, ids[at : at + 4]))
+        output = driver.backend.forward(replace(step, full=np.arange(4) < 2, top=np.arange(4) % 2 == 0))
+        np.testing.assert_array_equal(output.ids, logits.argmax(axis=1))
+        np.testing.assert_array_equal(output.logits, logits[:2])
+        assert output.top is not None
+        expected = np.argsort(-logits[::2], axis=1, kind="stable")[:, :64]
+        np.testing.assert_array_equal(output.top.ids, expected)
+        np.testing.assert_array_equal(output.top.logits, np.take_along_axis(logits[::2], expected, axis=1))
+    assert device.launched == 2

@@ -1,0 +1,86 @@
+"""An emulated device that captures: a graph is a list of launches, issued again as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from luce.errors import DeviceError
+from luce.runtime.device import Array, Graph
+from tests.support.emulated import EmulatedDevice
+
+
+class _Launches:
+    def __init__(self, device: CapturingDevice) -> None:
+        self._device = device
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def launch(self) -> None:
+        self._device.launched += 1
+        for positional, named in self.calls:
+            EmulatedDevice.launch(self._device, *positional, **named)
+
+
+class CapturingDevice(EmulatedDevice):
+    """Scalars, grids and addresses of a captured launch stay what they were. `refuses`: capturing fails."""
+
+    captures = True
+
+    def __init__(self, lanes: int = 32, *, refuses: bool = False) -> None:
+        super().__init__(lanes)
+        self.refuses = refuses
+        #: graphs captured, and launches of graphs
+        self.captured = self.launched = 0
+        self._graph: _Launches | None = None
+
+    def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
+        if self.refuses:
+            raise DeviceError(f"{self.name}: captures nothing today")
+        self.captured += 1
+        self._graph = graph = _Launches(self)
+        try:
+            return graph, work()
+        finally:
+            self._graph = None
+
+    def launch(
+        self,
+        source: str,
+        kernel: str,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        *,
+        defines: Mapping[str, int | str] | None = None,
+        shared: int = 0,
+    ) -> None:
+        if self._graph is None:
+            super().launch(source, kernel, grid, block, args, defines=defines, shared=shared)
+        else:
+            self._graph.calls.append(((source, kernel, grid, block, args), {"defines": defines, "shared": shared}))
+
+    def upload(self, array: NDArray[Any]) -> Array:
+        self._refuse("upload")
+        return super().upload(array)
+
+    def write(self, array: Array, values: NDArray[Any]) -> None:
+        self._refuse("write")
+        super().write(array, values)
+
+    def copy(self, target: Array, source: Array) -> None:
+        self._refuse("copy")
+        super().copy(target, source)
+
+    def download(self, array: Array) -> NDArray[Any]:
+        self._refuse("download")
+        return super().download(array)
+
+    def synchronize(self) -> None:
+        self._refuse("synchronize")
+        super().synchronize()
+
+    def _refuse(self, what: str) -> None:
+        if self._graph is not None:
+            raise DeviceError(f"{self.name}: {what} in a capture")

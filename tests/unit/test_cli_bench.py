@@ -1,0 +1,85 @@
+"""`luce bench` on a tiny model; the devices' limits are made up, as measuring them takes a gigabyte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from luce.bench import limits as measured
+from luce.bench.limits import Limits
+from luce.cli import bench
+from luce.cli.main import main
+from luce.runtime.host import HostDevice
+
+MODEL = Path(__file__).parents[1] / "reference/qwen35-a-Q8_0.gguf"
+SMALL = ["-p", "9,70", "-n", "4", "-d", "0,20", "--rows", "3", "--sequences", "1,3", "-r", "2"]
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "limits", lambda device: Limits(2e9, None if device.name.index else 1e9, 1e12))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["bench", str(MODEL), *SMALL, *arguments, "--json"]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run(capsys, "--target-devices", "cpu:0")
+    names = ["prompt 9", "prompt 70", "decode 4", "verify 3 rows"]
+    names += [f"{name} at 20" for name in names]
+    assert [result["test"] for result in report["results"]] == [*names, "1 sequences", "3 sequences"]
+    assert [(load["context"], load["sequences"]) for load in report["loads"]] == [(90, 1), (4, 3)]
+    for result in report["results"]:
+        assert len(result["seconds"]) == 2
+        slow, fast = max(result["seconds"]), min(result["seconds"])
+        tokens = {"prompt": 1, "decode": 1, "verify": 16, "batch": 4}[result["kind"]] * result["size"]
+        assert tokens / slow <= result["tokens_per_second"] <= tokens / fast
+        assert result["spread"] == pytest.approx((tokens / fast - tokens / slow) / 2)
+        assert result["of_copy_bandwidth"] == pytest.approx(result["bytes_per_second"] / 2e9)
+        assert result["of_matmul_rate"] == pytest.approx(result["flops_per_second"] / 1e12)
+    one, three = report["results"][-2:]
+    assert one["milliseconds_per_step"] == pytest.approx(1000 / one["tokens_per_second"])
+    assert three["milliseconds_per_step"] == pytest.approx(3000 / three["tokens_per_second"])
+
+
+def test_two_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run(capsys, "--target-devices", "cpu:0,cpu:1", "--target-layer-split", "1,3")
+    assert [d["limits"]["read"] for d in report["devices"]] == [1e9, None]
+    assert [shard["layers"] for shard in report["loads"][0]["shards"]] == [[0, 1], [2, 7]]
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(MODEL), *SMALL, "--target-devices", "cpu:0"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("qwen35", "copies 2 GB/s, reads 1 GB/s, multiplies 1.00 TFLOP/s", "verify 3 rows at 20", "1 x 90"):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-p", "1,x"], "-p: expected integers from 0 on separated by commas, got '1,x'"),
+        (["--rows", "0"], "--rows: expected integers from 1 on separated by commas, got '0'"),
+        (["-d", ""], "-d: name at least one depth"),
+        (["--repeat", "0"], "--repeat: expected an integer from 1 on, got 0"),
+        (["-p", "0", "-n", "0"], "-p, -n, --rows, --sequences: nothing to measure"),
+    ],
+)
+def test_bad_lists(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(MODEL), *flags]) == 2
+    assert capsys.readouterr().err == f"luce: {message}\n"
+
+
+def test_host_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "_COPIED", 1 << 20)
+    monkeypatch.setattr(measured, "_SIDE", {"cpu": 64})
+    monkeypatch.setattr(measured, "_ROWS", {"cpu": 16})
+    reached = measured.limits(HostDevice())
+    assert reached.read is not None and reached.matmul is not None
+    assert min(reached.copy, reached.read, reached.matmul) > 1e6
