@@ -271,6 +271,7 @@ class RemoteShard:
         for request in self._asked:
             request.error = error
         self._asked.clear()
+        self._newest = None
         raise error
 
     def _named(self, error: ShardLostError) -> ShardLostError:

@@ -106,7 +106,8 @@ class Child:
             # A line without an end must not take all memory.
             while line := lines.readline(1 << 16):
                 level, text = log.split_priority(line.decode(errors="replace").rstrip())
-                self._lines.append(text)
+                if level >= logging.WARNING:
+                    self._lines.append(text)
                 _log.log(level, "%s: %s", self.name, text)
 
 

@@ -119,10 +119,12 @@ class Link:
         return passage
 
     def settle(self) -> None:
-        """Wait until no copy runs. Raises DeviceError if one failed."""
+        """Wait until no copy runs, and forget those that were: nothing else may run. Raises LuceError if one failed."""
         for passage in self._passages:
-            if passage.landed is not None:
-                passage.landed.wait()
+            landed = passage.landed
+            passage.taken = passage.cleared = passage.landed = passage.released = None
+            if landed is not None:
+                landed.wait()
 
     def _copy(self, stream: CopyStream, targets: Sequence[Array], sources: Sequence[Array]) -> Event:
         start = stream.record(timing=True)

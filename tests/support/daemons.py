@@ -43,11 +43,12 @@ def pid_of(device: RemoteDevice) -> int:
 
 
 def children() -> set[int]:
-    """Child processes of this one, zombies too."""
+    """Daemons that this process has started, zombies too."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return found
+    # The chat template's renderer is a child process as well; a zombie has no command line.
+    return {pid for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes().count(b"renderer.main") == 0}
 
 
 def descriptors() -> list[str]:
