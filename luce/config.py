@@ -77,7 +77,7 @@ def _names(text: str) -> tuple[str, ...]:
     return parts
 
 
-_DEVICE = re.compile(r"(auto|cuda|hip|cpu):(0|[1-9][0-9]*)", re.ASCII)
+_DEVICE = re.compile(r"(auto|(?:tcp://[^/,\s]+:[0-9]{1,5}/)?(?:cuda|hip|cpu)):(0|[1-9][0-9]*)", re.ASCII)
 _LAST_INDEX = 2**31 - 1
 
 
@@ -179,7 +179,8 @@ class Config:
     target_devices: tuple[str, ...] = _setting(
         (),
         _devices,
-        "devices that hold the model's layers, in order: cuda:N, hip:N, cpu:N, or auto for all GPUs",
+        "devices that hold the model's layers, in order: cuda:N, hip:N, cpu:N, tcp://HOST:PORT/cuda:N, or auto for all "
+        "GPUs",
         flags=("devices",),
         metavar="DEVICE[,DEVICE...]",
         group="placement",
@@ -217,6 +218,13 @@ class Config:
         "how activations reach daemons: in shared memory, in the messages themselves, or auto (shared where possible)",
         flags=("target-shard-ipc-transport",),
         metavar="WAY",
+        group="remote",
+    )
+    shard_key_file: Path | None = _setting(
+        None,
+        _path,
+        "key and certificate of the network daemons at tcp://host:port/backend:index",
+        metavar="FILE",
         group="remote",
     )
     shard_timeout: float = _setting(

@@ -30,14 +30,13 @@ class Backend(Protocol):
     def pages(self) -> tuple[int, ...]:
         """Pages that exist in each page group: numbers 0..pages-1."""
 
-    @property
-    def generation(self) -> int:
-        """How often all that sequences keep in the backend has been lost."""
+    def lost(self) -> bool:
+        """Whether all that sequences keep in the backend has been lost since the last call."""
 
     def forward(self, step: Step) -> Output:
         """Run one step. Raises BackendError or DeviceError: the step's sequences are lost, later steps work.
 
-        ShardLostError: so is every other sequence that has run a step.
+        ShardLostError: so is every other sequence that has run a step, and steps fail until `lost` has told.
         """
 
     def close(self) -> None:

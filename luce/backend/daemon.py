@@ -77,10 +77,18 @@ _SPIN = 10e-3
 _LARGEST = 1 << 28
 
 
-def serve(requests: socket.socket, watch: socket.socket, *, shares: bool, silence: float | None = None) -> None:
+def serve(
+    requests: socket.socket,
+    watch: socket.socket,
+    *,
+    shares: bool,
+    silence: float | None = None,
+    path: Path | None = None,
+) -> None:
     """Serve one server until it closes its end. `shares`: whether it can share memory.
 
-    `silence`: seconds without a sign of life after which it counts as gone, None where the kernel tells.
+    `silence`: seconds without a sign of life after which it counts as gone, None where the kernel tells. `path`: the
+    model, if it is not where the server has it.
     """
     with contextlib.ExitStack() as opened:
         signs: Channel[Ping] = Channel(watch, Ping)
@@ -88,7 +96,7 @@ def serve(requests: socket.socket, watch: socket.socket, *, shares: bool, silenc
         threading.Thread(target=_answer_pings, args=(signs, requests, silence), name="luce-pings", daemon=True).start()
         channel: Channel[Request] = Channel(requests, Request)
         opened.callback(channel.close)
-        _Session(channel, shares, opened).run()
+        _Session(channel, shares, path, opened).run()
 
 
 def _answer_pings(watch: Channel[Ping], requests: socket.socket, silence: float | None) -> None:
@@ -123,10 +131,12 @@ class _SharedMemory(HostDevice):
 class _Model:
     """The layers that one Load names, on their devices."""
 
-    def __init__(self, load: Load, devices: Sequence[Device], arena: Arena, opened: contextlib.ExitStack) -> None:
-        file = opened.enter_context(open_gguf(Path(load.path)))
+    def __init__(
+        self, path: Path, load: Load, devices: Sequence[Device], arena: Arena, opened: contextlib.ExitStack
+    ) -> None:
+        file = opened.enter_context(open_gguf(path))
         if fingerprint(file) != load.fingerprint:
-            raise ModelError(f"{load.path}: the daemon's file is not the server's: their contents differ")
+            raise ModelError(f"{path}: the daemon's file is not the server's: their contents differ")
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         layers = _layers(load, len(devices), spec)
         self.spec = spec
@@ -232,9 +242,12 @@ class _Model:
 class _Session:
     """What one server says, and the answers."""
 
-    def __init__(self, channel: Channel[Request], shares: bool, opened: contextlib.ExitStack) -> None:
+    def __init__(
+        self, channel: Channel[Request], shares: bool, path: Path | None, opened: contextlib.ExitStack
+    ) -> None:
         self._channel = channel
         self._shares = shares
+        self._path = path
         self._opened = opened
         self._devices: list[Device] = []
         self._model: _Model | None = None
@@ -342,7 +355,8 @@ class _Session:
             raise BackendError("memory cannot be shared over this connection")
         if fd is not None:
             _check_descriptor(fd, message.arena)
-        self._model = _Model(message, self._devices, Arena(message.arena, fd), self._opened)
+        path = self._path or Path(message.path)
+        self._model = _Model(path, message, self._devices, Arena(message.arena, fd), self._opened)
         return self._model.loaded()
 
     @staticmethod

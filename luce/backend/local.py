@@ -62,9 +62,8 @@ class LocalShard:
     def parts(self) -> tuple[ShardInfo, ...]:
         return (self.info,)
 
-    @property
-    def generation(self) -> int:
-        return 0
+    def lost(self) -> bool:
+        return False
 
     def announce(self, step: Step) -> None:
         pass

@@ -80,6 +80,8 @@ class RemoteShard:
         self._newest: _Request | None = None
         self._announced: tuple[Channel[Reply], Step] | None = None
         self._numbers = 0
+        #: the daemon's life in which sequences have state here
+        self._generation = 0
         self._forwards = 0
         for device in devices:
             device.arena, device.moment = self._arena, self._moment
@@ -133,9 +135,9 @@ class RemoteShard:
     def parts(self) -> tuple[ShardInfo, ...]:
         return self._parts
 
-    @property
-    def generation(self) -> int:
-        return self._daemon.generation
+    def lost(self) -> bool:
+        known, self._generation = self._generation, self._daemon.generation
+        return known != self._generation
 
     def announce(self, step: Step) -> None:
         channel = self._channel()
@@ -222,7 +224,7 @@ class RemoteShard:
 
     def _channel(self) -> Channel[Reply]:
         try:
-            return self._daemon.channel()
+            return self._daemon.channel(self._generation)
         except ShardLostError as error:
             raise self._named(error) from None
 

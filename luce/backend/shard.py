@@ -35,7 +35,7 @@ class ShardInfo:
 class Shard(Protocol):
     """Loaded when constructed. One thread calls it; a failed call leaves it usable.
 
-    Raises BackendError or DeviceError; ShardLostError if the state of all sequences is gone as well.
+    Raises BackendError or DeviceError; ShardLostError if the state of all sequences is gone, until `lost` has told.
     """
 
     @property
@@ -46,9 +46,8 @@ class Shard(Protocol):
     def parts(self) -> tuple[ShardInfo, ...]:
         """The same for each device; a daemon's shard may have several."""
 
-    @property
-    def generation(self) -> int:
-        """How often all that sequences keep here has been lost."""
+    def lost(self) -> bool:
+        """Whether all that sequences keep here has been lost since the last call."""
 
     @property
     def device(self) -> Device:

@@ -149,7 +149,6 @@ class Engine:
         timeout: float = 0,
     ) -> None:
         self._backend = backend
-        self._generation = backend.generation
         self._eos = eos
         self._slots = backend.slots
         self._max_queue = max_queue
@@ -321,8 +320,7 @@ class Engine:
         self._work_off_inbox()
         if self._closing:
             return False
-        if self._backend.generation != self._generation:
-            self._generation = self._backend.generation
+        if self._backend.lost():
             for sequence in self._scheduler.running:
                 if sequence.done:
                     self._fail(

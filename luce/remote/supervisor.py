@@ -87,6 +87,8 @@ class Supervisor:
         #: why the daemon's last life ended, and that there will be no other one
         self._error: LuceError | None = None
         self._ended = False
+        #: why the daemon was lost when it was last ready: attempts to start it anew may have failed since
+        self._loss: LuceError | None = None
         #: what the engine saw of the daemon's death
         self._suspicion: ChannelError | None = None
         #: how often a daemon that was ready died
@@ -116,13 +118,15 @@ class Supervisor:
                 raise self._error or DeviceError(f"{self.name}: closed")
             return self._loaded
 
-    def channel(self) -> Channel[Reply]:
+    def channel(self, generation: int) -> Channel[Reply]:
         """The way to a daemon that is ready, for the engine's thread alone; waits while one starts anew.
 
-        Raises ShardLostError if there is none and will be none.
+        Raises ShardLostError if there is none and will be none, and if it is not the one of this generation.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._channel is not None or self._ended)
+            self._changed.wait_for(lambda: self._channel or self._ended or self.generation != generation)
+            if self.generation != generation:
+                raise ShardLostError(str(self._loss))
             if self._channel is None:
                 raise ShardLostError(f"{self._error or self.name + ': closed'}")
             return self._channel
@@ -134,7 +138,7 @@ class Supervisor:
                 generation, self._suspicion = self.generation, suspicion
                 _shut_down(self._peer)
                 self._changed.wait_for(lambda: self.generation > generation or self._ended, _VERDICT)
-            return ShardLostError(str(self._error or f"{self.name}: {suspicion}"))
+            return ShardLostError(str(self._loss or f"{self.name}: {suspicion}"))
 
     def close(self) -> None:
         """End the daemon and wait for its end, which comes in bounded time. Idempotent."""
@@ -165,6 +169,7 @@ class Supervisor:
                 self._channel = self._peer = self._suspicion = None
                 self.generation += was_ready
                 self._error = error
+                self._loss = error if was_ready else self._loss
                 now = time.monotonic()
                 while deaths and now - deaths[0] > _WITHIN:
                     deaths.popleft()

@@ -80,9 +80,10 @@ def named(items: Sequence[str]) -> list[DeviceName]:
             own = device.name.kind
     names = []
     for item in items:
-        kind, _, index = item.partition(":")
+        place, slash, local = item.rpartition("/")
+        kind, _, index = local.partition(":")
         indices = [int(index)] if index else range(1 if own == "cpu" else _count(own))
-        names += [DeviceName(own if kind == "auto" else cast(DeviceKind, kind), i) for i in indices]
+        names += [DeviceName(own if kind == "auto" else cast(DeviceKind, kind), i, place + slash) for i in indices]
     return names
 
 
@@ -90,7 +91,9 @@ def _problems(names: Sequence[DeviceName]) -> Iterator[str]:
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield f"{name}: named twice"
-        if name.kind == "cpu":
+        if name.place:
+            yield f"{name}: is no device of this machine"
+        if name.kind == "cpu" or name.place:
             continue
         count = _count(name.kind)
         if not count:

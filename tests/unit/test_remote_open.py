@@ -16,7 +16,7 @@ def places(text: str, given: dict[str, str], *, isolate: bool = False) -> tuple[
     """Interpreter of each device (. for this process), and the daemons' devices."""
     devices = named(text.split(","))
     paths = opening.daemon_interpreters(devices, {kind: Path(path) for kind, path in given.items()})
-    groups = opening._groups(devices, paths, isolate=isolate)
+    groups = opening.daemon_groups(devices, paths, isolate=isolate)
     return "".join("." if path is None else str(path) for path in paths), groups
 
 
