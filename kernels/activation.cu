@@ -1,13 +1,6 @@
 // Element-wise gates and the residual addition. Grid: x rows, y blocks along a row, of EACH elements per thread in the
 // gates over whole rows, else of one.
-#include "gpu.h"
-
-LUCE_FN float silu(float x) { return x / (1.0f + expf(-x)); }
-
-LUCE_FN float gelu(float x) {
-    const float root = 0.7978845608028654f;  // sqrt(2 / pi)
-    return 0.5f * x * (1.0f + tanhf(root * (x + 0.044715f * x * x * x)));
-}
+#include "activation.h"
 
 // Elements that a thread of the gates takes: what it loads at once hides the memory's latency.
 #define EACH 4

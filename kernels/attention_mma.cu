@@ -1,31 +1,33 @@
 // variants for cuda: HEAD=64,128 QUERIES=16,64,128 KTYPE=F16 VTYPE=F16
 // variants for cuda: HEAD=256 QUERIES=16,32,64,128 KTYPE=F16 VTYPE=F16
 // variants for cuda: HEAD=512 QUERIES=16,64 KTYPE=F16 VTYPE=F16
-// variants for cuda: HEAD=128,256 QUERIES=16,64,128 KTYPE=Q8_0 VTYPE=Q8_0
-// variants for cuda: HEAD=256 QUERIES=64,128 KTYPE=BF16 VTYPE=BF16
-// variants for cuda: HEAD=128 QUERIES=64,128 KTYPE=Q4_0 VTYPE=Q4_0
+// variants for cuda: HEAD=128,256 QUERIES=16,128 KTYPE=Q8_0 VTYPE=Q8_0
+// variants for cuda: HEAD=256 QUERIES=16,128 KTYPE=BF16 VTYPE=BF16
+// variants for cuda: HEAD=128 QUERIES=16,64 KTYPE=Q4_0 VTYPE=Q4_0
 // variants for cuda: HEAD=256 QUERIES=128 KTYPE=Q8_0 VTYPE=Q4_0
 // variants for cuda: HEAD=128 QUERIES=16 KTYPE=F16 VTYPE=Q8_0
-// Causal attention over KV pages by products of 16-bit tiles. HEAD is the head dimension rounded up to a variant; the true
-// one is an argument. All pairs of types that are not listed compile too.
+// Causal attention over KV pages by products of 16-bit tiles. HEAD is the head dimension rounded up to a variant; the
+// true one is an argument. All pairs of types that are not listed compile too.
 //
-// Queries and the weights of the softmax are rounded to halves, keys and values to what their pools hold; of bfloat16 pools
-// all are bfloat16. Sums are in float32. A tile of QUERIES queries of one span takes its pages in the order of the table,
-// one at a time, with an online softmax. Spans of at most `few` rows are split: `attention_few` does one split of a tile
-// per block, `attention_fold` adds the splits. `attention_many` does longer spans, a tile with all of its pages per block.
+// Queries and the weights of the softmax are rounded to halves, keys and values to what their pools hold; of bfloat16
+// pools all are bfloat16. Sums are in float32. A tile of QUERIES queries of one span takes its pages in the order of
+// the table, one at a time, with an online softmax. Spans of at most `few` rows are split: `attention_few` does one
+// split of a tile per block, `attention_fold` adds the splits. `attention_many` does longer spans, a tile with all of
+// its pages per block.
 //
 // Rows of short spans have the same bits alone, in a span and in a batch:
 //   - A row's splits follow from its own position and the window, and so do the places of their results, which
 //     `attention_fold` adds in an order that follows from the places.
-//   - A product's element depends on its row and column alone, wherever they stand in their tiles (tests/gpu holds the
-//     hardware to it), and QUERIES changes no order within a row.
+//   - QUERIES changes no order within a row, and a product's element depends on nothing but its row and its column,
+//     also when four waves multiply together (attention_wgmma.h) instead of one (attention_sync.h): so it was found on
+//     an H200, and tests/gpu holds the hardware to it.
 //   - Keys that a row does not see change nothing: they have the weight 0, and factors of exp(0) = 1.
 //
 // Waves of a block: WAVES_M share the rows of queries, WAVES_N the keys of the scores and the columns of the values. A
 // wave's values take ROW_TILES * COLUMN_TILES * 4 registers of each lane, at most 128.
 #include "wgmma.h"
 
-#define GROUPED (LUCE_WGMMA && QUERIES >= 64 && HEAD <= 256)
+#define GROUPED (LUCE_WGMMA && QUERIES == 128 && HEAD <= 256)
 #if GROUPED
 #define WAVES_N 1
 #define WAVES_M (QUERIES / 16)
@@ -39,16 +41,11 @@
 #define COLUMN_TILES (HEAD / 8 / WAVES_N)
 #include "attention_tile.h"
 
-// Blocks of a multiprocessor that registers should be left for.
-#ifndef BLOCKS
+// Blocks of a multiprocessor for which registers are left: as many as have room in shared memory.
 #define BLOCKS (QUERIES == 16 && HEAD <= 256 ? 3 : GROUPED && HEAD <= 128 ? 2 : 1)
-#endif
-#ifndef MIN_PAGES
-#define MIN_PAGES 1
-#endif
-#ifndef SPLITS
+// Most splits of a row.
 #define SPLITS 64
-#endif
+#define FOLD_THREADS 256
 
 // A lane's part of what a wave holds of a tile: rows g and g + 8 of each of its row tiles, in a product's layout.
 struct Sums {
@@ -73,7 +70,7 @@ LUCE_FN void clear(Sums& sums) {
     }
 }
 
-// Hides the keys that a row does not see: it stands `newest` behind the first key of the page; `key` is the lane's first.
+// Hides the keys that a row does not see: it stands `newest` behind the page's first key; `key` is the lane's first.
 LUCE_FN void mask(float (&score)[KEY_TILES][4], int half, int newest, int window, int key) {
 #pragma unroll
     for (int n = 0; n < KEY_TILES; n++)
@@ -84,7 +81,7 @@ LUCE_FN void mask(float (&score)[KEY_TILES][4], int half, int newest, int window
         }
 }
 
-// Adds the weights of 16 rows and 16 keys to the rows' sums. A product with ones, so that the order is one for all tiles.
+// Adds the weights of 16 rows and 16 keys to the rows' sums: by a product with ones, in one order for all tiles.
 LUCE_FN void add_weights(float (&total)[2], const u32 (&weight)[4]) {
     const u32 ones[2] = {Values::ONES, Values::ONES};
     float columns[4] = {total[0], total[0], total[1], total[1]};
@@ -103,7 +100,7 @@ LUCE_FN void add_weights(float (&total)[2], const u32 (&weight)[4]) {
 // with a window they may lie askew to what the row sees, which takes one more.
 LUCE_FN int split_pages(int position, int window) {
     int all = position / PAGE + 1, most = (window - 1) / PAGE + 2;
-    return luce_max(MIN_PAGES, all <= most ? luce_ceil_div(all, SPLITS) : luce_ceil_div(most, SPLITS - 1));
+    return all <= most ? luce_ceil_div(all, SPLITS) : luce_ceil_div(most, SPLITS - 1);
 }
 
 LUCE_FN int oldest_page(int position, int window) { return luce_max(0, position - window + 1) / PAGE; }
@@ -159,8 +156,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             }
     }
 }
-
-#define FOLD_THREADS 256
 
 extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     attention_fold(float* __restrict__ out, const float* __restrict__ values, const float2* __restrict__ state,

@@ -68,35 +68,45 @@ LUCE_FN int entry_at(const Tile& tile, int position) {
     return low;
 }
 
-template <typename T> LUCE_FN void stage(KVFloat<T>, u8* to, const T* from, int, bool there) {
+// Eight values of a pool on their way to shared memory. Floats are copied by the hardware; quantised ones are loaded,
+// some at a time, and become halves.
+template <typename T> LUCE_FN void load_chunk(KVFloat<T>, u32 (&)[4], const T*, int, bool) {}
+template <typename T> LUCE_FN void store_chunk(KVFloat<T>, u8* to, const u32 (&)[4], const T* from, bool there) {
     luce_copy16(to, from, there);
 }
 
-template <typename T> LUCE_FN void stage(T, u8* to, const u8* from, int column, bool there) {
-    u32 words[4] = {0, 0, 0, 0};
-    if (there) T::load(from, column, words);
+template <typename T> LUCE_FN void load_chunk(T, u32 (&words)[4], const u8* from, int column, bool there) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        float even, odd;
-        T::split(words[i], even, odd);
-        words[i] = luce_f16_pair(even, odd);
-    }
-    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    for (int i = 0; i < 4; i++) words[i] = 0;
+    if (there) T::load(from, column, words);
+}
+LUCE_FN u32 halves(Q8_0, u32 word) { return luce_f16_scaled(word ^ 0x80800000u, 128); }
+LUCE_FN u32 halves(Q4_0, u32 word) { return luce_f16_scaled(word, 8); }
+template <typename T> LUCE_FN void store_chunk(T, u8* to, const u32 (&words)[4], const u8*, bool) {
+    *reinterpret_cast<uint4*>(to) =
+        make_uint4(halves(T(), words[0]), halves(T(), words[1]), halves(T(), words[2]), halves(T(), words[3]));
 }
 
 // Starts to fetch the page of an entry. Rows beyond the tile's last position may hold anything, also what 0 times gives
 // NaN: they become zeros.
 template <typename T> LUCE_FN void fetch(u8* to, const typename T::Element* pool, const Tile& tile, int entry) {
-    const int CHUNKS = HEAD / 8, STEP = THREADS / CHUNKS;
+    const int CHUNKS = HEAD / 8, STEP = THREADS / CHUNKS, BATCH = PAGE / STEP < 4 ? PAGE / STEP : 4;
     int chunk = threadIdx.x % CHUNKS, key = threadIdx.x / CHUNKS;
     int keys = chunk * 8 < tile.d ? tile.high - tile.first[entry] + 1 : 0;
-    i64 row = (i64)tile.pages[entry] * PAGE + key;
+    i64 row = (i64)tile.pages[entry] * PAGE + key, step = T::offset(STEP * tile.row);
     const typename T::Element* from = pool + T::offset(row * tile.row) + T::offset(chunk * 8);
-#pragma unroll 4
-    for (int i = 0; i < PAGE / STEP; i++) {
-        stage(T(), to + chunk_at(PAGE, key, chunk), from, chunk * 8, key < keys);
-        from += T::offset(STEP * tile.row);
-        key += STEP;
+#pragma unroll 1
+    for (int i = 0; i < PAGE / STEP; i += BATCH) {
+        u32 words[BATCH][4];
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) load_chunk(T(), words[j], from + j * step, chunk * 8, key + j * STEP < keys);
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            int row = key + j * STEP;
+            store_chunk(T(), to + chunk_at(PAGE, row, chunk), words[j], from + j * step, row < keys);
+        }
+        from += BATCH * step;
+        key += BATCH * STEP;
     }
 }
 
@@ -147,7 +157,7 @@ LUCE_FN void load_queries(const Tile& tile, u8* to, const float* q, i64 q_row, i
 #pragma unroll
             for (int j = 0; j < 4; j++) words[j] = Scores::pair(from[2 * j] * scale, from[2 * j + 1] * scale);
         }
-        *reinterpret_cast<uint4*>(to + chunk_at(QUERIES, n, chunk)) = make_uint4(words[0], words[1], words[2], words[3]);
+        *reinterpret_cast<uint4*>(to + chunk_at(QUERIES, n, chunk)) =
+            make_uint4(words[0], words[1], words[2], words[3]);
     }
-    luce_sync();
 }

@@ -1,17 +1,11 @@
-// Softmax over pages by products of four waves (wgmma). A wave has 16 rows with all keys and columns, so that nothing but
-// pages and queries is shared.
+// Softmax over pages by products of four waves (wgmma). A wave has 16 rows with all keys and columns, so that nothing
+// but pages and queries is shared.
 #pragma once
-#ifndef TURNS
-#define TURNS 1
-#endif
-
-// Pages on the way or in use: for a smaller tile, which is for one row, one more, as its time is that of memory.
-#define STAGES (QUERIES == 64 ? 3 : 2)
 
 struct Shared {
     alignas(1024) u8 q[QUERIES * HEAD * 2];
-    alignas(1024) u8 k[STAGES][PAGE * HEAD * 2];
-    alignas(1024) u8 v[STAGES][PAGE * HEAD * 2];
+    alignas(1024) u8 k[2][PAGE * HEAD * 2];
+    alignas(1024) u8 v[2][PAGE * HEAD * 2];
 };
 
 // Starts to fetch an entry, if it lies before `end`.
@@ -24,40 +18,34 @@ LUCE_FN void start_page(const Tile& tile, Shared& shared, int entry, int end, in
 }
 
 LUCE_FN void start_pages(const Tile& tile, Shared& shared, int begin, int end) {
-#pragma unroll
-    for (int stage = 0; stage < STAGES - 1; stage++) start_page(tile, shared, begin + stage, end, stage);
+    start_page(tile, shared, begin, end, 0);
 }
 
-// Softmax over the pages [begin, end) of the tile's span, from nothing. The first ones are on their way.
+// Softmax over the pages [begin, end) of the tile's span, from nothing. The first one is on its way.
 LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& sums) {
     typedef Scores::Element KElement;
     typedef Values::Element VElement;
     int g = luce_lane() / 4, t = luce_lane() % 4, row = wave_row() + g, group = luce_wave() / 4;
     float(*value)[4] = sums.value[0];
     clear(sums);
-    if (QUERIES > 64 && TURNS && group == 1 && begin < end) luce_wgmma_pass(0);
-    for (int entry = begin, stage = 0; entry < end; entry++) {
-        luce_copy_wait<STAGES - 2>();
+    for (int entry = begin; entry < end; entry++) {
+        int stage = (entry - begin) % 2;
+        luce_copy_wait<0>();
         luce_wgmma_share();
         luce_sync();  // the page is there, and the one before has been read
-        start_page(tile, shared, entry + STAGES - 1, end, (stage + STAGES - 1) % STAGES);
+        start_page(tile, shared, entry + 1, end, 1 - stage);
         float score[KEY_TILES][4];
 #pragma unroll
         for (int n = 0; n < KEY_TILES; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) score[n][e] = 0.0f;
-        // The groups take turns at this product: one has its softmax, and then its other product, while the other has
-        // the tensor cores.
-        if (QUERIES > 64 && TURNS) luce_wgmma_await(group);
         luce_wgmma_fence();
 #pragma unroll
         for (int step = 0; step < HEAD / 16; step++) {
             const u8* q = shared.q + (step / 4 * QUERIES + group * 64) * 128 + step % 4 * 32;
             luce_wgmma<KElement>(score, q, shared.k[stage] + step / 4 * PAGE * 128 + step % 4 * 32);
         }
-        if (QUERIES > 64 && TURNS == 1 && (group == 0 || entry + 1 < end)) luce_wgmma_pass(1 - group);
         luce_wgmma_wait();
-        if (QUERIES > 64 && TURNS == 2 && (group == 0 || entry + 1 < end)) luce_wgmma_pass(1 - group);
         int at = tile.first[entry];
         bool all_seen = at + PAGE - 1 <= tile.low && at > tile.high - tile.window;
 #pragma unroll
@@ -75,7 +63,7 @@ LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& 
 #pragma unroll
                 for (int e = half * 2; e < half * 2 + 2; e++) score[n][e] = luce_exp2(score[n][e] - base);
             sums.total[0][half] *= keep;
-            if (luce_ballot(keep != 1.0f) == 0) continue;
+            if (luce_ballot(keep != 1.0f) == 0) continue;  // maxima seldom change far on
 #pragma unroll
             for (int n = 0; n < COLUMN_TILES; n++) {
                 value[n][half * 2] *= keep;
@@ -97,8 +85,8 @@ LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& 
         for (int step = 0; step < PAGE / 16; step++)
 #pragma unroll
             for (int panel = 0; panel < HEAD / 64; panel++)
-                luce_wgmma<VElement>(value + panel * 8, weight[step], shared.v[stage] + (panel * PAGE + step * 16) * 128);
+                luce_wgmma<VElement>(value + panel * 8, weight[step],
+                                     shared.v[stage] + (panel * PAGE + step * 16) * 128);
         luce_wgmma_wait();
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 }

@@ -104,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
                 past[(i64)reader * past_stride + tap * VECTORS * HEAD + i] = x[(span.rows - (taps - 1) + tap) * stride + i];
 }
 
-// --- squares of CHUNK x CHUNK elements from global to shared memory, by way of registers
+// --- squares of CHUNK x CHUNK elements from global to shared memory, held in registers in between so that the reads run
+// beside the arithmetic
 
 template <int THREADS> struct Square {
     float held[CHUNK * CHUNK / 4 / THREADS][4];
@@ -166,7 +167,7 @@ template <int M, int N, int TILES, bool DOWN = false> struct Product {
         const int g = luce_lane() / 4, t = luce_lane() % 4;
         a += (luce_wave() % (M / 16) * 16 + g) * A_PITCH + t;
         b += (luce_wave() / (M / 16) * TILES * 8 + g) * (DOWN ? 1 : B_PITCH) + t * (DOWN ? B_PITCH : 1);
-#pragma unroll 2
+#pragma unroll 4
         for (int k = 0; k < CHUNK; k += 8) {
             float a_high[4], a_low[4], b_high[TILES][2], b_low[TILES][2];
 #pragma unroll
@@ -344,38 +345,6 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
 // Of a product's elements that a thread has.
 #define SUMS (CHUNK * COLUMNS / CHUNK_THREADS)
 
-// The squares that a chunk takes, in this order.
-enum { KEYS, QUERIES = KEYS + HALVES, SOLVE = QUERIES + HALVES, MIX, KEYS_AGAIN, STAGES = KEYS_AGAIN + HALVES };
-
-// A head's squares from one chunk to the next. As many as a head has halves are on their way while the product with the
-// one before them is made: a read from memory takes longer than a product.
-struct Squares {
-    const float *q, *k, *solve, *mix;
-    i64 vector_stride, square_stride;
-    Span span;
-    Square<CHUNK_THREADS> held[HALVES];
-
-    __device__ __forceinline__ void fetch(int first, int stage) {
-        if (stage >= STAGES) first += CHUNK, stage -= STAGES;
-        const int rows = luce_min(CHUNK, span.rows - first);
-        const i64 start = span.start + first;
-        Square<CHUNK_THREADS>& square = held[stage % HALVES];
-        if (stage == SOLVE || stage == MIX) {
-            square.fetch((stage == SOLVE ? solve : mix) + start * square_stride, square_stride, rows);
-        } else {
-            const float* from = stage >= QUERIES && stage < SOLVE ? q : k;
-            square.fetch(from + start * vector_stride + stage % HALVES * CHUNK, vector_stride, rows);
-        }
-    }
-    // Replaces what the block has in `to` by the next one, rows times their `scale`. A constant `stage`, or the squares
-    // would not be in registers.
-    template <int TO_PITCH = PITCH>
-    __device__ __forceinline__ void put(float* to, int first, int stage, const float* scale = nullptr) {
-        held[stage % HALVES].template put<TO_PITCH>(to, scale);
-        fetch(first, stage + HALVES);
-    }
-};
-
 // The chunks of a span one after the other; out gets O. Grid (HEAD / COLUMNS, value heads, spans), CHUNK_THREADS threads.
 // The state is kept with a row per column: memory [slots, value heads, HEAD values, HEAD keys].
 extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 2)
@@ -405,22 +374,19 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 2)
             s[half][e] = span.position ? memory[column * HEAD + key] : 0.0f;
         }
 
-    Squares squares = {c + layout.vector(QUERY, head), c + layout.vector(KEY, head), solve + head * CHUNK,
-                       mix + head * CHUNK, layout.channels(), heads * CHUNK, span};
-#pragma unroll
-    for (int stage = 0; stage < HALVES; stage++) squares.fetch(0, stage);
-    float gate[4] = {};
-    if (thread < luce_min(CHUNK, span.rows)) get4(gate, gates + ((i64)(span.start + thread) * heads + head) * 4);
+    Square<CHUNK_THREADS> square;
+    const float* k = c + span.start * channels + layout.vector(KEY, head);
+    square.fetch(k, channels, luce_min(CHUNK, span.rows));
     for (int first = 0; first < span.rows; first += CHUNK) {
         const int rows = luce_min(CHUNK, span.rows - first);
         const i64 start = span.start + first;
+        const float* q = c + start * channels + layout.vector(QUERY, head);
         const float* v = c + start * channels + layout.vector(VALUE, head) + first_column;
+        k = c + start * channels + layout.vector(KEY, head);
         if (thread < CHUNK) {
-            rate[thread] = gate[0], fade[thread] = gate[1], rest[thread] = gate[2];
-            if (first + CHUNK + thread < span.rows)
-                get4(gate, gates + ((start + CHUNK + thread) * heads + head) * 4);
-            else
-                gate[0] = gate[1] = gate[2] = 0.0f;
+            float row[4] = {};
+            if (thread < rows) get4(row, gates + ((start + thread) * heads + head) * 4);
+            rate[thread] = row[0], fade[thread] = row[1], rest[thread] = row[2];
         }
         const float whole = gates[(start * heads + head) * 4 + 3];
         float value[SUMS];
@@ -435,15 +401,23 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 2)
             for (int e = 0; e < SUMS; e++)
                 state[State::row(e) * STATE_PITCH + half * CHUNK + State::column(e)] = s[half][e];
 
+        // Each square is fetched while the product with the one before it is made.
         Rows ks = {}, o = {}, solved = {};
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
-            squares.put(tile, first, KEYS + half);
+            square.put(tile);
+            const int next = (half + 1) * CHUNK;
+            square.fetch(next < HEAD ? k + next : q, channels, rows);
             ks.add<PITCH, STATE_PITCH>(tile, state + half * CHUNK);
         }
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
-            squares.put(tile, first, QUERIES + half);
+            square.put(tile);
+            const int next = (half + 1) * CHUNK;
+            if (next < HEAD)
+                square.fetch(q + next, channels, rows);
+            else
+                square.fetch(solve + (start * heads + head) * CHUNK, (i64)heads * CHUNK, rows);
             o.add<PITCH, STATE_PITCH>(tile, state + half * CHUNK);
         }
 #pragma unroll
@@ -452,12 +426,14 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 2)
             fresh[Rows::column(e) * PITCH + row] = rate[row] * (value[e] - fade[row] * ks[e]);
             o[e] *= fade[row];
         }
-        squares.put(tile, first, SOLVE);
+        square.put(tile);
+        square.fetch(mix + (start * heads + head) * CHUNK, (i64)heads * CHUNK, rows);
         solved.add<PITCH, PITCH>(tile, fresh);
         luce_sync();
 #pragma unroll
         for (int e = 0; e < SUMS; e++) fresh[Rows::column(e) * PITCH + Rows::row(e)] = solved[e];
-        squares.put(tile, first, MIX);
+        square.put(tile);
+        square.fetch(k, channels, rows);
         o.add<PITCH, PITCH>(tile, fresh);
 #pragma unroll
         for (int e = 0; e < SUMS; e++) {
@@ -467,7 +443,12 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 2)
         }
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {
-            squares.put<DOWN_PITCH>(tile, first, KEYS_AGAIN + half, rest);
+            square.put<DOWN_PITCH>(tile, rest);
+            const int next = (half + 1) * CHUNK;
+            if (next < HEAD)
+                square.fetch(k + next, channels, rows);
+            else
+                square.fetch(k + CHUNK * channels, channels, luce_min(CHUNK, span.rows - first - CHUNK));
 #pragma unroll
             for (int e = 0; e < SUMS; e++) s[half][e] *= whole;
             s[half].template add<PITCH, DOWN_PITCH>(fresh, tile);

@@ -88,17 +88,18 @@ struct Q4_0 {
         if (i % KV_BLOCK == 0) *reinterpret_cast<f16_t*>(block) = luce_f16(scale);
         if (i % KV_BLOCK < KV_BLOCK / 2) block[2 + i % KV_BLOCK] = (u8)(level | other << 4);
     }
-    KV_FN u32 word(u32 scale, const u8* block, int column) {
-        u32 bits = luce_u16_at2(block + 2 + column % (KV_BLOCK / 2)) >> (column % KV_BLOCK / (KV_BLOCK / 2) * 4);
-        return scale | (bits & 0x0f0fu) << 16;
+    // The values of `column` and the next: both in the low bits of two bytes, or in the high ones.
+    KV_FN u32 word(u32 scale, u32 bytes, int column) {
+        return scale | (bytes >> (column % KV_BLOCK / (KV_BLOCK / 2) * 4) & 0x0f0fu) << 16;
     }
     KV_FN void load(const u8* block, int column, u32* words) {
         u32 scale = luce_u16_at2(block);
+        const u8* from = block + 2 + column % (KV_BLOCK / 2);
 #pragma unroll
-        for (int i = 0; i < 4; i++) words[i] = word(scale, block, column + 2 * i);
+        for (int i = 0; i < 4; i++) words[i] = word(scale, luce_u16_at2(from + 2 * i), column);
     }
     KV_FN u32 load(const u8* block, int column) {
-        return word(luce_u16_at2(block), block, column);
+        return word(luce_u16_at2(block), luce_u16_at2(block + 2 + column % (KV_BLOCK / 2)), column);
     }
     KV_FN void split(u32 word, float& even, float& odd) {
         float scale = kv_scale(word);

@@ -30,7 +30,23 @@ LUCE_FN u32 luce_f16_pair(float low, float high) {
 #endif
 }
 
-// The same as bfloat16.
+// The half in the lower 16 bits of `word` times its bytes 2 and 3, each less `zero` (at most 255): a pair of halves, each
+// product rounded to nearest.
+LUCE_FN u32 luce_f16_scaled(u32 word, int zero) {
+#if defined(__CUDA_ARCH__)
+    // A byte below the high byte of 1024 is the half 1024 + byte; its difference to 1024 + zero is exact.
+    u32 pair = __byte_perm(word, 0x64646464u, 0x4342), offset = 0x64006400u + (u32)zero * 0x10001u;
+    u32 scale = __byte_perm(word, 0, 0x1010);
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(pair), "r"(offset));
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(pair), "r"(scale));
+    return pair;
+#else
+    const float scale = luce_f32(f16_t{(u16)word});
+    return luce_f16_pair(scale * (float)((int)(word >> 16 & 255) - zero), scale * (float)((int)(word >> 24) - zero));
+#endif
+}
+
+// Two floats as bfloat16 of one word, as luce_f16_pair.
 LUCE_FN u32 luce_bf16_pair(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     u32 pair;
@@ -159,6 +175,8 @@ LUCE_FN void luce_ldmatrix_transposed(u32 (&to)[4], const void* row) {
 #endif
 }
 
+#endif
+
 #if LUCE_MMA_TF32
 
 // c += a b: a [16, 8] and b [8, 8] in floats whose lower 13 bits do not count, c [16, 8] in float. With g and t as above, a
@@ -278,5 +296,3 @@ template <int N> LUCE_FN void luce_copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
 }
-
-#endif

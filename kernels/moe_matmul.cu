@@ -3,62 +3,15 @@
 // Products of rows of x with the weights of the experts chosen for them. A pair is a row and one of its k slots:
 // pair = row * k + slot. The weights of all experts are one matrix [experts * rows, cols], read in place.
 //
-// Row invariance: each result is one sum in an order that the columns alone decide (as in matmul_vec.cu for
-// expert_vec, as in tile.h for expert_tile). Which pairs share a tile, and where in it they stand, has no part.
-#include "quants.h"
-#include "reduce.h"
+// Row invariance: each result is one sum in an order that the columns alone decide (dot.h for expert_vec, tile.h
+// for expert_tile). Which pairs share a tile, and where in it they stand, has no part.
+#include "dot.h"
 #include "tile.h"
 
 // --- few rows: a wave owns FEATURES rows of one pair's expert
 
 #define WAVES 4
 #define FEATURES 2
-
-// WHOLE: every unit is a full one and x may be loaded 16 bytes at a time; else x is loaded singly, with zeros beyond the
-// last column.
-template <bool WHOLE>
-LUCE_FN void products(const u8* __restrict__ weight, const float* __restrict__ x, float* __restrict__ out, int rows,
-                      int cols, int feature) {
-    const u8* row[FEATURES];
-    float sum[FEATURES];
-#pragma unroll
-    for (int f = 0; f < FEATURES; f++) {
-        // Features beyond the last repeat it, and are not written.
-        row[f] = weight + luce_min(feature + f, rows - 1) * row_bytes(cols);
-        sum[f] = 0.0f;
-    }
-
-    for (int unit = luce_lane(); unit < row_units(cols); unit += LUCE_LANES) {
-        const int column = unit_column(unit);
-        const int left = WHOLE ? UNIT : cols - column;
-        float w[FEATURES][UNIT];
-#pragma unroll
-        for (int f = 0; f < FEATURES; f++) unpack(row[f], unit, left, w[f]);
-#pragma unroll
-        for (int e = 0; e < UNIT; e += 4) {
-            const int at = e / RUN * STEP + e % RUN;
-            float v[4];
-            if (WHOLE) {
-                const float4 all = *reinterpret_cast<const float4*>(x + column + at);
-                v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
-            } else {
-#pragma unroll
-                for (int i = 0; i < 4; i++) v[i] = at + i < left ? x[column + at + i] : 0.0f;
-            }
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-#pragma unroll
-                for (int f = 0; f < FEATURES; f++) sum[f] = fmaf(w[f][e + i], v[i], sum[f]);
-            }
-        }
-    }
-
-#pragma unroll
-    for (int f = 0; f < FEATURES; f++) {
-        const float total = luce_lane_sum(sum[f]);
-        if (luce_lane() == 0 && feature + f < rows) out[feature + f] = total;
-    }
-}
 
 // out[pair, first + j] = sum over c of x[pair, c] * weight[ids[pair], j, c], for j < rows.
 // weight [experts, rows, cols] in blocks of QTYPE; x float32 with x_row elements from row to row and x_slot from slot to
@@ -74,9 +27,9 @@ extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
     const float* from = x + (i64)(pair / slots) * x_row + (i64)(pair % slots) * x_slot;
     float* to = out + (i64)pair * out_stride + first;
     if ((u64)from % 16 == 0 && cols % UNIT == 0) {
-        products<true>(expert, from, to, rows, cols, feature);
+        products<FEATURES, 1, true>(expert, from, to, 1, rows, cols, 0, 0, feature);
     } else {
-        products<false>(expert, from, to, rows, cols, feature);
+        products<FEATURES, 1, false>(expert, from, to, 1, rows, cols, 0, 0, feature);
     }
 }
 

@@ -2,7 +2,7 @@
 //
 // Whole rows (rms_norm, add_rms_norm) take one block each, heads (head_rms_norm) one wave each. The block's size comes
 // from the row's length alone, so a row's sum has one order however many rows there are.
-#include "reduce.h"
+#include "quantise.h"
 
 // Elements of a row that a thread keeps in registers between the sum and the result; of longer rows it reads the others
 // again.
@@ -16,11 +16,25 @@ LUCE_FN bool aligned(const float* first, i64 stride) {
     return (reinterpret_cast<u64>(first) | (u64)stride * 4) % 16 == 0;
 }
 
-// One row, by accesses of WIDTH elements; with `more`, row += more first. Everything is loaded before anything is waited
-// for: a single row is all latency.
+// Where the result goes in bytes as well, if `stride` is not 0: row blockIdx.x of that many (see quantise.h).
+struct Bytes {
+    i8* values;
+    float* scales;
+    int stride;
+};
+
+template <int WIDTH>
+LUCE_FN void store_bytes(const Bytes& bytes, const Floats<WIDTH>& result, bool inside, int column) {
+    if (bytes.stride) {
+        quantise_columns<WIDTH>(result.at, inside, column, (int)blockIdx.x, bytes.stride, bytes.values, bytes.scales);
+    }
+}
+
+// One row, by accesses of WIDTH elements; with `more`, row += more first. Everything is loaded before anything is
+// waited for: a single row is all latency.
 template <int WIDTH>
 LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, const float* __restrict__ more,
-                      const float* __restrict__ weight, int d, float eps) {
+                      const float* __restrict__ weight, int d, float eps, const Bytes& bytes) {
     using Unit = Floats<WIDTH>;
     const int step = (int)blockDim.x * WIDTH, first = (int)threadIdx.x * WIDTH;
     Unit held[HELD / WIDTH], factor[HELD / WIDTH], added[HELD / WIDTH];
@@ -57,35 +71,58 @@ LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, con
 #pragma unroll
         for (int e = 0; e < WIDTH; e++) result.at[e] = held[n].at[e] * scale * factor[n].at[e];
         if (first + n * step < d) *reinterpret_cast<Unit*>(to + first + n * step) = result;
+        store_bytes(bytes, result, first + n * step < d, first + n * step);
     }
-    // Each thread reads back only what it wrote itself.
-    for (int i = first + HELD / WIDTH * step; i < d; i += step)
+    // Each thread reads back only what it wrote itself. Lanes stay together for store_bytes.
+    for (int i = first + HELD / WIDTH * step; i - first < d; i += step) {
+        Unit result = {};
+        if (i < d) {
 #pragma unroll
-        for (int e = 0; e < WIDTH; e++) to[i + e] = row[i + e] * scale * weight[i + e];
+            for (int e = 0; e < WIDTH; e++) to[i + e] = result.at[e] = row[i + e] * scale * weight[i + e];
+        }
+        store_bytes(bytes, result, i < d, i);
+    }
 }
 
+// Rows beyond the last of x, in bytes: zeros. d is a multiple of 32.
+LUCE_FN void zero_bytes(const Bytes& bytes, int d) {
+    for (int i = (int)threadIdx.x * 4; i < d; i += (int)blockDim.x * 4) {
+        const i64 place = (i64)(i / 32) * bytes.stride + blockIdx.x;
+        *reinterpret_cast<u32*>(bytes.values + place * 32 + i % 32) = 0;
+        if (i % 32 < 8) bytes.scales[place * 2 + i % 32 / 4] = 0.0f;
+    }
+}
+
+// The norm of n rows of x [n, d]; with room for `room` quantised rows, in bytes too, and then d is a multiple of 32.
+// Grid: n or, if there is room, `room` blocks.
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm(float* __restrict__ out, const float* __restrict__ x, const i64 x_stride, const float* __restrict__ weight,
-             const int d, const float eps) {
+             const int n, const int d, const float eps, const int room, u8* __restrict__ values,
+             float* __restrict__ scales) {
+    const Bytes bytes = {reinterpret_cast<i8*>(values), scales, room};
+    if ((int)blockIdx.x >= n) return zero_bytes(bytes, d);
     const float* row = x + blockIdx.x * x_stride;
     float* to = out + (i64)blockIdx.x * d;
     if (aligned(x, x_stride) && d % 4 == 0)
-        norm_row<4>(to, row, nullptr, nullptr, weight, d, eps);
+        norm_row<4>(to, row, nullptr, nullptr, weight, d, eps, bytes);
     else
-        norm_row<1>(to, row, nullptr, nullptr, weight, d, eps);
+        norm_row<1>(to, row, nullptr, nullptr, weight, d, eps, bytes);
 }
 
-// x += delta, and the norm of the sums.
+// x += delta, and the norm of the sums as above.
 extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm(float* __restrict__ out, float* x, const i64 x_stride, const float* __restrict__ delta,
-                 const i64 delta_stride, const float* __restrict__ weight, const int d, const float eps) {
+                 const i64 delta_stride, const float* __restrict__ weight, const int n, const int d, const float eps,
+                 const int room, u8* __restrict__ values, float* __restrict__ scales) {
+    const Bytes bytes = {reinterpret_cast<i8*>(values), scales, room};
+    if ((int)blockIdx.x >= n) return zero_bytes(bytes, d);
     float* row = x + blockIdx.x * x_stride;
     const float* more = delta + blockIdx.x * delta_stride;
     float* to = out + (i64)blockIdx.x * d;
     if (aligned(x, x_stride) && aligned(delta, delta_stride) && d % 4 == 0)
-        norm_row<4>(to, row, row, more, weight, d, eps);
+        norm_row<4>(to, row, row, more, weight, d, eps, bytes);
     else
-        norm_row<1>(to, row, row, more, weight, d, eps);
+        norm_row<1>(to, row, row, more, weight, d, eps, bytes);
 }
 
 extern "C" __global__ void head_rms_norm(float* __restrict__ x, const i64 row_stride, const i64 head_stride,

@@ -53,8 +53,9 @@ struct Tile {
 static_assert(TILE_FEATURES == TILE_THREADS / 32 * WAVE_FEATURES, "a wave owns its features alone");
 static_assert(SLICE % SPAN == 0 && SLICE % (4 * UNIT) == 0, "units do not cross slices");
 
-// Rows lie 256 bytes apart. Exchanging a row's chunks lets the eight lanes of two rows meet all banks: of the chunk's
-// number the four lanes of a row differ in two of the lowest four bits, which the distance of a unit's runs decides.
+// Rows lie 256 bytes apart. Exchanging a row's chunks lets the eight lanes that load of two rows at a time meet all banks:
+// the chunks that the four lanes of a row want differ in two of the lowest four bits of their numbers, which two depends on
+// STEP. The fourth bit goes to the first, which chooses a bank, and the row's parity to the one that is left.
 LUCE_FN int place(int row, int chunk) {
     return row * CHUNKS + (chunk ^ (chunk >> 3 & 1) ^ (row & 1) << (STEP == 16 ? 1 : 2));
 }

@@ -21,13 +21,10 @@
 //   luce_wgmma(c, words, b)  c += a b, a [16w.., 16] as luce_mma_f16 has it, 16 rows of 64 columns at the address b
 //   luce_wgmma_wait()        last: c holds the results
 //
-// Threads that wrote to shared memory make it known by luce_wgmma_share before the barrier. Of two groups of a block,
-// one that awaits its turn goes on when the other passes it: for speed alone, on the host both do nothing.
+// Threads that wrote to shared memory make it known by luce_wgmma_share before the barrier.
 #if defined(LUCE_HOST)
 
 LUCE_FN void luce_wgmma_share() {}
-LUCE_FN void luce_wgmma_await(int) {}
-LUCE_FN void luce_wgmma_pass(int) {}
 LUCE_FN void luce_wgmma_fence() {}
 LUCE_FN void luce_wgmma_wait() {}
 template <typename T> LUCE_FN float luce_wgmma_element(const void* from, int row, int column) {
@@ -35,7 +32,8 @@ template <typename T> LUCE_FN float luce_wgmma_element(const void* from, int row
     at ^= (at / 128 & 7) * 16;
     return luce_f32(*reinterpret_cast<const T*>(at));
 }
-template <typename T> LUCE_FN void luce_wgmma_column(float (*c)[4], float upper, float lower, const void* b, int k, bool rows) {
+template <typename T>
+LUCE_FN void luce_wgmma_column(float (*c)[4], float upper, float lower, const void* b, int k, bool rows) {
     const int t = luce_lane() % 4 * 2;
     for (int i = 0; i < 16; i++) {
         const int n = i / 2 * 8 + t + i % 2;
@@ -61,8 +59,6 @@ template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], 
 #else
 
 LUCE_FN void luce_wgmma_share() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-LUCE_FN void luce_wgmma_await(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 1) : "memory"); }
-LUCE_FN void luce_wgmma_pass(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 1) : "memory"); }
 LUCE_FN void luce_wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 LUCE_FN void luce_wgmma_wait() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

@@ -2,12 +2,13 @@
 
 The packages in the order in which a request flows down them; imports point the same way, and a test holds them to it:
 
-    cli       one file per verb: serve, chat, run, inspect, bench, pull, shard, doctor
+    cli       one file per verb: serve, chat, run, inspect, bench, cache, pull, shard, doctor
     server    HTTP: routes, request checks, OpenAI shapes, streams, metrics
     bench     how fast a model runs here, beside the measured limits of its devices
     api       `luce.load(...)`: the same engine as a Python object
-    text      tokenizer, detokenizer, stop strings, reasoning, chat template
+    text      tokenizer, detokenizer, stop strings, reasoning, chat template, where prompts part
     engine    sequences, the pure scheduler, KV page accounting, sampling, the engine thread
+    cache     what past sequences leave for later ones: a tree of prefixes, their pages and states
     backend   which layers run where; a shard is consecutive layers on one device
     layers    a family's spec turned into layers with weights and state
     ops       one file per kernel topic: checks, launch shape, NumPy reference
@@ -19,10 +20,10 @@ Beside the flow, importing nothing above them: models (families as data), gguf (
 models come from). Under all: config, errors, log.
 
 The life of one request: `server` checks the body and authenticates; `text` renders the template and tokenises;
-`engine.loop` queues a Sequence; `engine.scheduler` puts its next rows into a Step (rows of several sequences, prompt
-chunks beside single decode rows); `backend` queues the Step on its shards, which work on consecutive Steps at the same
-time; the last shard returns one token id or logits row per wanted row; `engine.sampling` picks a token; `text` turns
-ids into whole characters; `server` streams.
+`engine.loop` queues a Sequence; `cache` gives it what earlier ones computed; `engine.scheduler` puts its next rows into
+a Step (rows of several sequences, prompt chunks beside single decode rows); `backend` queues the Step on its shards,
+which work on consecutive Steps at the same time; the last shard returns one token id or logits row per wanted row;
+`engine.sampling` picks a token; `text` turns ids into whole characters; `server` streams.
 """
 
 from __future__ import annotations

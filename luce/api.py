@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 
 from luce import config as settings
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.placement import served_context
+from luce.backend.placement import served_chunk, served_context
 from luce.backend.plan import handed_on
 from luce.backend.timing import ShardTimes
+from luce.cache import fingerprint, manifest
+from luce.cache.disk import DiskTier
+from luce.cache.store import Store
 from luce.config import Config
 from luce.engine.loop import Engine, Ticket
 from luce.engine.sequence import (
@@ -46,6 +49,9 @@ from luce.text.output import ReplyText
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 
+#: snapshots of earlier runs whose texts are looked through
+_RECOLLECTED = 32
+
 
 def load(path: str | Path, **fields: Any) -> Model:
     """Load a GGUF file (or an alias such as `smollm2`) onto devices.
@@ -71,7 +77,8 @@ def open_model(path: Path, config: Config) -> Model:
         if chat.template is not None:
             opened.callback(chat.template.close)
         backend = open_backend(opened, file, spec, open_placement(config), config)
-        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all())
+        disk = _disk(file, backend, chat, config)
+        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk)
 
 
 def open_backend(
@@ -87,7 +94,7 @@ def open_backend(
         weights=config.target_layer_split,
         slots=config.parallel,
         context=served_context(spec, config.max_ctx),
-        chunk=config.chunk,
+        chunk=served_chunk(devices, config.chunk),
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
     )
     opened.callback(backend.close)
@@ -150,6 +157,7 @@ class Model:
         backend: LayerSplitBackend,
         config: Config,
         opened: contextlib.ExitStack,
+        disk: DiskTier | None = None,
     ) -> None:
         self._backend = backend
         self._opened = opened
@@ -159,6 +167,7 @@ class Model:
         self.config = config
         self.path = file.paths[0]
         self.context = backend.context
+        self.chunk = backend.chunk
         general = file.metadata.string("general.name", default="")
         self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else general or self.path.stem
@@ -167,9 +176,14 @@ class Model:
             backend,
             eos=tokenizer.eos_ids,
             max_queue=config.max_queue,
-            chunk=config.chunk,
+            chunk=backend.chunk,
             max_queue_seconds=config.max_queue_seconds,
             timeout=config.timeout,
+            cache_bytes=config.cache_ram << 20,
+            cache_interval=config.cache_interval,
+            disk=disk,
+            disk_tokens=config.kv_cache_min_tokens,
+            flush_seconds=config.kv_cache_flush_timeout,
         )
 
     @property
@@ -199,9 +213,9 @@ class Model:
         decoder = Detokenizer(self.tokenizer)
         return "".join([decoder.push(int(i)) for i in ids]) + decoder.flush()
 
-    def reply_text(self, stops: Sequence[str] = ()) -> ReplyText:
-        """The text of one reply, cut at the first of the stop strings."""
-        return ReplyText(self.tokenizer, stops)
+    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> ReplyText:
+        """The text of one reply to a prompt, cut at the first of the stop strings."""
+        return ReplyText(self.tokenizer, stops, lambda reply: self.chat.remember(prompt, reply))
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits at every position: float32 [n, vocab]. Raises ContextError if ids are longer than the context."""
@@ -269,7 +283,14 @@ class Model:
         )
         ids, stops = prompt, (stop,) if isinstance(stop, str) else tuple(stop)
         return Generation(
-            lambda sink: self.engine.submit(ids, params, output=self.reply_text(stops), on_event=sink), on_progress
+            lambda sink: self.engine.submit(
+                ids,
+                params,
+                output=self.reply_text(stops, ids),
+                on_event=sink,
+                boundaries=self.chat.boundaries(ids),
+            ),
+            on_progress,
         )
 
     def close(self) -> None:
@@ -304,6 +325,41 @@ def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None
         return ChatFormat(None, tokenizer, reasoning)
     bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
     return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer, reasoning)
+
+
+def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier | None:
+    """The prefix cache's directory, if there is to be one."""
+    directory = settings.cache_directory(config)
+    if directory is None or not config.cache_ram:
+        return None
+    meaning = [
+        f"format {manifest.FORMAT}",
+        f"K {config.cache_type_k}, V {config.cache_type_v}",
+        "" if chat.template is None else chat.template.source,
+    ]
+    record = directory / "contents.json"
+    known = fingerprint.remembered(file.paths, record) is not None
+
+    def identify() -> str:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        contents = fingerprint.remembered(file.paths, record) or fingerprint.content_digest(file.paths, record)
+        return fingerprint.model_id(contents, meaning)
+
+    return DiskTier(
+        directory,
+        budget=config.kv_cache_budget << 20,
+        identify=identify,
+        known=known,
+        layers=backend.layers,
+        on_open=lambda store: _recollect(store, chat),
+    )
+
+
+def _recollect(store: Store, chat: ChatFormat) -> None:
+    """Replies of earlier runs come back with the ids that they were made of."""
+    for entry in store.newest(_RECOLLECTED):
+        with contextlib.suppress(LuceError, OSError):
+            chat.remember((), store.tokens(entry).tolist())
 
 
 def _fingerprint(file: GGUFFile) -> str:

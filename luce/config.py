@@ -51,6 +51,20 @@ def _number(low: float, high: float, *, above: bool = False) -> Parser:
     return parse
 
 
+_SUFFIXES = {"mib": 1, "gib": 1 << 10, "tib": 1 << 20}
+
+
+def _mebibytes(text: str) -> int:
+    """`512`, `512MiB`, `4GiB`, `1TiB` as a number of MiB."""
+    number, factor = text.lower(), 1
+    for suffix, value in _SUFFIXES.items():
+        if number.endswith(suffix):
+            number, factor = number.removesuffix(suffix), value
+    if not number.isascii() or not number.isdigit() or int(number) * factor > 1 << 40:
+        raise ValueError("expected a size such as 512MiB or 4GiB")
+    return int(number) * factor
+
+
 def _choice(*names: str) -> Parser:
     def parse(text: str) -> str:
         if text not in names:
@@ -61,6 +75,12 @@ def _choice(*names: str) -> Parser:
 
 
 def _text(text: str) -> str:
+    return text
+
+
+def _filled(text: str) -> str:
+    if not text:
+        raise ValueError("expected a path, auto or off")
     return text
 
 
@@ -246,9 +266,9 @@ class Config:
     )
     parallel: int = _setting(1, _integer(1, 256), "sequences that are generated at once", metavar="N", group="engine")
     chunk: int = _setting(
-        512,
-        _integer(1, 8192),
-        "prompt rows in one step",
+        0,
+        _integer(0, 8192),
+        "prompt rows in one step (0: 2048 on GPUs, 512 if a device is a CPU)",
         flags=("prefill-chunk",),
         metavar="N",
         group="engine",
@@ -282,6 +302,53 @@ class Config:
     )
     timeout: float = _setting(
         0.0, _number(0, 86400), "longest run of one request (0: no limit)", metavar="SECONDS", group="limits"
+    )
+    cache_ram: int = _setting(
+        4096,
+        _mebibytes,
+        "MiB of host memory for prompts that may come again (0: none are kept, on the disk neither)",
+        metavar="SIZE",
+        group="cache",
+    )
+    cache_interval: int = _setting(
+        8192,
+        _integer(64),
+        "tokens of a long prompt between states that later prompts can begin at, in models with such states",
+        flags=("kv-cache-interval",),
+        metavar="N",
+        group="cache",
+    )
+    kv_cache_dir: str = _setting(
+        "auto",
+        _filled,
+        "directory that keeps prompts across restarts (auto: in the user's cache directory, off: none)",
+        flags=("cache-dir",),
+        metavar="DIR",
+        group="cache",
+    )
+    kv_cache_budget: int = _setting(
+        20480,
+        _mebibytes,
+        "MiB that the directory may take up (0: no limit)",
+        flags=("cache-disk",),
+        metavar="SIZE",
+        group="cache",
+    )
+    kv_cache_min_tokens: int = _setting(
+        512,
+        _integer(1),
+        "shortest prompt that is written to the directory",
+        flags=("cache-min-tokens",),
+        metavar="N",
+        group="cache",
+    )
+    kv_cache_flush_timeout: float = _setting(
+        30.0,
+        _number(0, 3600),
+        "time for writing what is not in the directory yet when all ends",
+        flags=("save-seconds",),
+        metavar="SECONDS",
+        group="cache",
     )
     temperature: float = _setting(
         0.7, _number(0, 2), "default of requests that name none (0: greedy)", metavar="T", group="sampling"
@@ -489,6 +556,15 @@ def resolve(
     if problems:
         raise UsageError("; ".join(problems), param=params[0])
     return Config(**values)
+
+
+def cache_directory(config: Config) -> Path | None:
+    """The directory of --kv-cache-dir, None if there is to be none."""
+    if config.kv_cache_dir == "off":
+        return None
+    if config.kv_cache_dir == "auto":
+        return user_cache_directory() / "prefixes"
+    return Path(config.kv_cache_dir).expanduser()
 
 
 def _placement_problems(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.emulated import EmulatedDevice
+
+# Nothing that a test computes lands in the user's cache directory, nor comes from there.
+os.environ["LUCE_KV_CACHE_DIR"] = "off"
 
 
 @pytest.fixture(params=[32, 64], ids="{} lanes".format)

@@ -6,8 +6,9 @@
 
 A case is one op on one shape, as the models call it, with copies of its data that together are larger than the
 second-level cache. Its calls go round the copies in a captured graph, so that launches from Python do not count; what
-is left of a launch, about 1 us, does. Times are medians of `--repeat` graphs, by device events. The share is the bytes
-that the op must move at least, divided by its time and by the bytes per second of a device copy (read and written).
+is left of a launch, about 1 us, does. Calls of a BLAS library cannot be captured, and are queued one by one. Times are
+medians of `--repeat` graphs, by device events. The share is the bytes that the op must move at least, divided by its
+time and by the bytes per second of a device copy (read and written).
 
 A family is a generator of cases below, under `@family`.
 """
@@ -29,15 +30,20 @@ from gguf import GGMLQuantizationType
 from rich.console import Console
 from rich.table import Table
 
+from luce.ops.attention import attention
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, gated_delta_net
 from luce.ops.matmul import matmul
+from luce.ops.matmul_many import BLAS_ROWS
+from luce.ops.moe import expert_matmul, route
+from luce.ops.moe_bytes import ExpertWeights, expert_mlp
 from luce.ops.norm import add_rms_norm
+from luce.ops.quantise import quantise
 from luce.ops.sample import argmax
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.open import found
-from luce.runtime.step import SpanArrays
+from luce.runtime.step import PAGE, PageView, SpanArrays
 
 # Larger than any second-level cache so far (50 MB on H100, 126 MB on B200, 256 MB on MI300).
 _COLD = 512 << 20
@@ -47,12 +53,16 @@ _MIN_SECONDS = 2e-3
 
 @dataclass(frozen=True)
 class Case:
-    """`calls` do the same work on different copies of the data; one moves at least `nbytes` and does `flops`."""
+    """`calls` do the same work on different copies of the data; one moves at least `nbytes` and does `flops`.
+
+    captured: whether a graph can hold them.
+    """
 
     name: str
     calls: list[Callable[[], object]]
     nbytes: int
     flops: int = 0
+    captured: bool = True
 
 
 Family = Callable[[Device], Iterator[Case]]
@@ -102,22 +112,41 @@ def normal(device: Device, *shape: int) -> Array:
 @family
 def matvec(device: Device) -> Iterator[Case]:
     """Products of few rows: the matrices of qwen35 27B and of the dense parts of qwen35moe 35B-A3B."""
-    rng = np.random.default_rng(0)
     shapes = (
         ("Q4_K", 34816, 5120), ("Q4_K", 5120, 17408), ("Q6_K", 5120, 17408), ("Q5_K", 10240, 5120),
         ("Q4_K", 6144, 5120), ("Q4_K", 5120, 6144), ("Q6_K", 248320, 5120), ("Q8_0", 34816, 5120),
         ("Q4_0", 34816, 5120), ("Q5_K", 8192, 2048), ("Q4_K", 2048, 4096), ("F32", 257, 2048),
     )  # fmt: skip
     for name, rows, cols in shapes:
-        type = GGMLQuantizationType[name]
-        first = random_blocks(device, rows, cols, type, rng)
-        size = int(first.nbytes)
-        weights = [Weight(rows, cols, (WeightPart(first, type, 0, rows),))]
-        weights += [Weight(rows, cols, (WeightPart(first.copy(), type, 0, rows),)) for _ in range(copies(size) - 1)]
+        weights = random_weights(device, name, rows, cols)
         for n in (1, 2, 4, 8, 16):
             x = normal(device, n, cols)
-            calls = [lambda w=w, x=x: matmul(device, x, w) for w in weights]
-            yield Case(f"matmul {name} {rows}x{cols} n={n}", calls, size + 4 * n * (rows + cols), 2 * n * rows * cols)
+            calls = [partial(matmul, device, x, weight) for weight in weights]
+            moved = weights[0].nbytes + 4 * n * (rows + cols)
+            yield Case(f"matmul {name} {rows}x{cols} n={n}", calls, moved, 2 * n * rows * cols)
+
+
+@family
+def experts_few(device: Device) -> Iterator[Case]:
+    """Experts of few rows, shared one included: shapes of qwen35moe 35B-A3B."""
+    rng, type = np.random.default_rng(0), GGMLQuantizationType.Q4_K
+    count, used, hidden, inner = 256, 8, 2048, 512
+    for down in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K):
+        gates, ups = (random_blocks(device, count * inner, hidden, type, rng) for _ in range(2))
+        downs = WeightPart(random_blocks(device, count * hidden, inner, down, rng), down, 0, count * hidden)
+        chosen = ExpertWeights(count, gates, ups, inner, inner, type, hidden, downs)
+        own = WeightPart(downs.data[:hidden], down, 0, hidden)
+        shared = ExpertWeights(1, gates[:inner], ups[:inner], inner, inner, type, hidden, own)
+        one = 2 * int(gates[:inner].nbytes) + int(own.data.nbytes)
+        for n in (1, 4, 16):
+            x = quantise(device, normal(device, n, hidden))
+            weight, gate = normal(device, n, used), normal(device, n, 1)
+            # Other experts each time: together far more than a cache holds.
+            picks = [np.stack([rng.permutation(count)[:used] for _ in range(n)]) for _ in range(16)]
+            ids = [device.upload(pick.astype(np.int32)) for pick in picks]
+            calls = [partial(expert_mlp, device, x, i, weight, chosen, "silu", shared, gate) for i in ids]
+            read = int(np.mean([len(np.unique(pick)) for pick in picks])) + 1
+            yield Case(f"experts Q4_K {down.name} n={n}", calls, read * one, 6 * n * (used + 1) * hidden * inner)
 
 
 @family
@@ -146,6 +175,34 @@ def deltanet(device: Device) -> Iterator[Case]:
 
 
 @family
+def attend(device: Device) -> Iterator[Case]:
+    """Attention over f16 pages: layers of qwen35 27B, of qwen35moe 35B-A3B and of an 8B Llama."""
+    rng = np.random.default_rng(0)
+    for heads, kv_heads, d in ((24, 4, 256), (16, 2, 256), (32, 8, 128)):
+        for spans, rows, past in (
+            (1, 1, 600), (1, 1, 4096), (1, 1, 32767), (1, 16, 32752), (16, 1, 4096), (64, 1, 600),
+            (1, 512, 0), (1, 2048, 0), (1, 2048, 8192), (1, 2048, 32768),
+        ):  # fmt: skip
+            count = (past + rows - 1) // PAGE + 1
+            table = rng.permutation(spans * count).astype(np.int32).reshape(spans, count)
+            first = np.tile(np.arange(count, dtype=np.int32) * PAGE, (spans, 1))
+            places = np.array([(slot, slot * rows, rows, past) for slot in range(spans)], np.int32)
+            positions = np.tile(np.arange(past, past + rows, dtype=np.int32), spans)
+            up = device.upload
+            step = SpanArrays(up(places), up(np.repeat(np.arange(spans, dtype=np.int32), rows)), spans, rows)
+            view = PageView(up(table), up(first), up(np.full(spans, count, np.int32)), up(positions))
+            q, at = normal(device, spans * rows, heads, d), up(positions)
+            pool = up(rng.standard_normal((spans * count * PAGE, kv_heads, d), np.float32).astype(np.float16))
+            calls = [
+                partial(attention, device, q, pool.copy(), pool.copy(), step, view, at, scale=d**-0.5, window=None)
+                for _ in range(copies(2 * pool.nbytes))
+            ]
+            seen = spans * rows * (2 * past + rows + 1) // 2
+            nbytes = 4 * spans * (past + rows) * kv_heads * d + 2 * q.nbytes
+            yield Case(f"{heads}/{kv_heads} x {d}, {spans} x {rows} at {past}", calls, nbytes, 4 * seen * heads * d)
+
+
+@family
 def rows(device: Device) -> Iterator[Case]:
     """What goes over whole rows between the products: norms, and the choice of a token."""
     for n, d in ((1, 5120), (16, 5120), (2048, 5120), (1, 2048), (2048, 2048)):
@@ -158,6 +215,45 @@ def rows(device: Device) -> Iterator[Case]:
         yield Case(f"argmax {n} x 248320", [partial(argmax, device, x) for x in logits], 4 * n * 248320)
 
 
+def random_weights(device: Device, name: str, rows: int, cols: int) -> list[Weight]:
+    """Copies of a matrix."""
+    type = GGMLQuantizationType[name]
+    first = random_blocks(device, rows, cols, type, np.random.default_rng(0))
+    count = copies(int(first.nbytes)) if first.nbytes < _COLD else 1
+    matrices = [first, *(first.copy() for _ in range(count - 1))]
+    return [Weight(rows, cols, (WeightPart(data, type, 0, rows),)) for data in matrices]
+
+
+@family
+def matmul_many(device: Device) -> Iterator[Case]:
+    """Products of many rows: matrices of qwen35 27B."""
+    for name, rows, cols in (("Q4_K", 34816, 5120), ("Q4_K", 5120, 17408), ("Q6_K", 5120, 17408), ("Q8_0", 5120, 6144)):
+        weights = random_weights(device, name, rows, cols)
+        for n in (17, 32, 64, 128, 256, 512, 2048):
+            x = normal(device, n, cols)
+            calls = [partial(matmul, device, x, weight) for weight in weights]
+            moved = weights[0].nbytes + 4 * n * (rows + cols)
+            captured = n < BLAS_ROWS or not device.blas
+            yield Case(f"{name} {rows}x{cols} n={n}", calls, moved, 2 * n * rows * cols, captured)
+
+
+@family
+def experts(device: Device) -> Iterator[Case]:
+    """Products of many rows with 8 of 256 experts: qwen35moe 35B-A3B."""
+    count, k = 256, 8
+    for name, rows, cols, shared in (("Q4_K", 512, 2048, True), ("Q4_K", 2048, 512, False), ("Q6_K", 2048, 512, False)):
+        weights = random_weights(device, name, count * rows, cols)
+        for n in (32, 512, 2048, 8192):
+            x = normal(device, n, cols) if shared else normal(device, n, k, cols)
+            logits = normal(device, n, count)
+            routing = route(
+                device, logits, top_k=k, gating="softmax", bias=None, normalise=True, scale=1.0, expert_scale=None
+            )
+            calls = [partial(expert_matmul, device, x, weight, count, routing) for weight in weights]
+            moved = weights[0].nbytes + int(x.nbytes) + 4 * n * k * rows
+            yield Case(f"{name} {rows}x{cols} n={n}", calls, moved, 2 * n * k * rows * cols)
+
+
 @dataclass(frozen=True)
 class Timer:
     """Times work on a device's stream."""
@@ -165,8 +261,8 @@ class Timer:
     device: GpuDevice
     repeat: int
 
-    def seconds(self, calls: list[Callable[[], object]]) -> float:
-        """Median seconds of one call, from graphs of enough calls to fill a few milliseconds."""
+    def seconds(self, calls: list[Callable[[], object]], *, captured: bool = True) -> float:
+        """Median seconds of one call, from graphs of enough calls to fill a few milliseconds, or from queued calls."""
         import cupy
 
         device = self.device
@@ -174,6 +270,9 @@ class Timer:
             call()
         device.synchronize()
         stream = cupy.cuda.ExternalStream(device.stream)
+        if not captured:
+            every = [self._once(stream, lambda: [call() for call in calls]) for _ in range(self.repeat)]
+            return statistics.median(every) / len(calls)
         rounds = 1
         while True:
             with stream:
@@ -182,17 +281,17 @@ class Timer:
                     for call in calls:
                         call()
                 graph = stream.end_capture()
-            times = [self._once(stream, graph) for _ in range(self.repeat + 1)][1:]
+            times = [self._once(stream, partial(graph.launch, stream)) for _ in range(self.repeat + 1)][1:]
             if statistics.median(times) >= _MIN_SECONDS or rounds >= 64:
                 return statistics.median(times) / (rounds * len(calls))
             rounds *= 4
 
-    def _once(self, stream: Any, graph: Any) -> float:
+    def _once(self, stream: Any, work: Callable[[], object]) -> float:
         import cupy
 
         start, end = cupy.cuda.Event(), cupy.cuda.Event()
         start.record(stream)
-        graph.launch(stream)
+        work()
         end.record(stream)
         end.synchronize()
         return float(cupy.cuda.get_elapsed_time(start, end)) / 1e3
@@ -228,7 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
         for case in FAMILIES[name](device):
             if options.only not in case.name:
                 continue
-            seconds = timer.seconds(case.calls)
+            seconds = timer.seconds(case.calls, captured=case.captured)
             results.append({
                 "family": name, "case": case.name, "us": seconds * 1e6, "bytes_per_s": case.nbytes / seconds,
                 "share_of_copy": case.nbytes / seconds / rate, "flops_per_s": case.flops / seconds,

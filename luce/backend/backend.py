@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from luce.runtime.step import Output, Step
 
@@ -30,6 +34,14 @@ class Backend(Protocol):
     def pages(self) -> tuple[int, ...]:
         """Pages that exist in each page group: numbers 0..pages-1."""
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether a slot has a state that cannot be rewound by shortening."""
+
+    @property
+    def layers(self) -> tuple[range, ...]:
+        """The layers of each shard. They cover all layers, in order."""
+
     def lost(self) -> bool:
         """Whether all that sequences keep in the backend has been lost since the last call."""
 
@@ -38,6 +50,18 @@ class Backend(Protocol):
 
         ShardLostError: so is every other sequence that has run a step, and steps fail until `lost` has told.
         """
+
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        """Copies of the recurrent states of a slot, if one is named, and of the given pages of each page group.
+
+        Names and shapes as in luce.backend.shard.Shard.save, of all layers.
+        """
+
+    def restore(
+        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
+    ) -> None:
+        """The reverse of `save`, into any slot and any pages of the same numbers. Raises BackendError naming a tensor
+        that is missing or has another shape or type: what was restored up to there is undefined."""
 
     def close(self) -> None:
         """Release weights and states. Idempotent."""

@@ -212,7 +212,7 @@ class _Model:
         seconds, self._counted = total - self._counted, total
         return seconds
 
-    def save(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         self._check(slot, pages)
         return {name: tensor for shard in self.chain.shards for name, tensor in shard.save(slot, pages).items()}
 
@@ -221,8 +221,8 @@ class _Model:
         for shard in self.chain.shards:
             shard.restore(message.slot, message.pages, message.tensors)
 
-    def _check(self, slot: int, pages: Sequence[Sequence[int]]) -> None:
-        if not 0 <= slot < self.load.slots:
+    def _check(self, slot: int | None, pages: Sequence[Sequence[int]]) -> None:
+        if slot is not None and not 0 <= slot < self.load.slots:
             raise BackendError(f"slot {slot} is outside 0..{self.load.slots - 1}")
         if len(pages) != len(self.load.pages):
             raise BackendError(f"pages of {len(pages)} groups, the model has {len(self.load.pages)}")

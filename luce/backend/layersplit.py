@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luce.backend.chain import Chain
 from luce.backend.local import LocalShard
@@ -67,6 +68,8 @@ class LayerSplitBackend:
         self.vocab = spec.vocab
         self.slots = slots
         self.context = context
+        self.chunk = chunk
+        self.recurrent = spec.recurrent
         self.windows = tuple(group.window for group in spec.page_groups)
         self.pages = tuple(slots * pages_for(window, context, chunk) for window in self.windows)
         self._queued: deque[Event] = deque()
@@ -117,6 +120,10 @@ class LayerSplitBackend:
         return tuple(self._chain.shards)
 
     @property
+    def layers(self) -> tuple[range, ...]:
+        return tuple(shard.info.layers for shard in self._chain.shards)
+
+    @property
     def links(self) -> tuple[Link, ...]:
         """The ways from each shard to the next."""
         return tuple(self._chain.links)
@@ -147,6 +154,15 @@ class LayerSplitBackend:
         if len(outputs) == 1:
             return outputs[0]
         return Output.joined([Output(np.empty(0, np.int32), np.empty((0, self.vocab), np.float32)), *outputs])
+
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        return {name: tensor for shard in self._chain.shards for name, tensor in shard.save(slot, pages).items()}
+
+    def restore(
+        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
+    ) -> None:
+        for shard in self._chain.shards:
+            shard.restore(slot, pages, tensors)
 
     def close(self) -> None:
         self._queued.clear()

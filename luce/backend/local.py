@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,11 +14,11 @@ from numpy.typing import NDArray
 from luce.backend.plan import mirrored, state_bytes
 from luce.backend.replay import Replayer
 from luce.backend.shard import Activation, Pending, ShardInfo
-from luce.errors import BackendError
+from luce.errors import BackendError, DeviceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.block import Residual
 from luce.layers.build import LayerBuilder
-from luce.layers.state import KVPool
+from luce.layers.state import DeltaState, KVPool
 from luce.models.spec import Attention, ModelSpec
 from luce.ops.embedding import take_rows
 from luce.ops.kvtype import AUTO, KVTypes
@@ -23,8 +27,11 @@ from luce.ops.sample import argmax, candidates, top
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, DeviceStep, Output, Step, StepShape
 
-# Rows of a prompt that are enough to take the kernels of long ones.
-_PROMPT_ROWS = 512
+# Rows of a short prompt and of a long one, as far as kernels differ between them.
+_PROMPT_ROWS = (64, 512)
+
+#: where each saved tensor begins in its memory
+_ALIGNED = 256
 
 
 class LocalShard:
@@ -42,6 +49,7 @@ class LocalShard:
         kv: KVTypes = AUTO,
     ) -> None:
         self.device = device
+        self._stream = device.copy_stream()
         builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv)
         self._replayer = Replayer(device, self._run, pages)
         self._embedding = builder.embedding() if layers.start == 0 else None
@@ -115,12 +123,12 @@ class LocalShard:
         return argmax(self.device, logits), logits
 
     def _rehearse(self, spec: ModelSpec, slots: int) -> None:
-        """Run a prompt's rows, and the next row of one to all sequences, as far as kernels differ between them."""
+        """Run prompts, and the next row of one to all sequences."""
         mixers = [spec.blocks[donor].mixer for donor in self._taken]
         widths = [spec.hidden] * (2 if spec.per_layer else 1)
         widths += [2 * mixer.kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, Attention)]
         tables = (1,) * len(spec.page_groups)
-        shapes = [StepShape(_PROMPT_ROWS, 1, _PROMPT_ROWS, 1, tables)]
+        shapes = [StepShape(n, 1, n, 1, tables) for n in _PROMPT_ROWS]
         shapes += [StepShape(n, n, 1, n, tables) for n in range(1, min(slots, FEW_ROWS) + 1)]
         for shape in shapes:
             handed = () if self._embedding is not None else tuple(self.device.empty((shape.rows, w)) for w in widths)
@@ -131,52 +139,87 @@ class LocalShard:
         """Steps that ran by replaying a captured graph."""
         return self._replayer.replayed
 
-    def save(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        # Indexing is work of the device that is current.
-        self.device.synchronize()
-        return {
-            name: np.array(self.device.download(array[self._place(index, slot, pages)]))
-            for index, name, array in self._states()
-            if index not in self._mirrors
-        }
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        states = [state for state in self._states(slot, pages) if state.layer not in self._mirrors]
+        saved = self._landing([(state.shape, state.array.dtype) for state in states])
+        self._copy(
+            (into[there], state.array[here])
+            for state, into in zip(states, saved, strict=True)
+            for here, there in state.runs
+        )
+        return {state.name: into for state, into in zip(states, saved, strict=True)}
 
-    def restore(self, slot: int, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]) -> None:
-        places = []
-        for index, name, array in self._states():
-            place = self._place(index, slot, pages)
-            rows = (len(place),) if isinstance(place, np.ndarray) else ()
-            given = tensors.get(name)
-            if given is not None and index in self._mirrors and given.dtype.kind == array.dtype.kind == "f":
-                # The donor's device may keep other floats than this one.
-                given = given.astype(array.dtype, copy=False)
-            if given is None or given.shape != rows + array.shape[1:] or given.dtype != array.dtype:
+    def restore(
+        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
+    ) -> None:
+        found = []
+        for state in self._states(slot, pages):
+            given = tensors.get(state.name)
+            if given is not None and given.dtype.kind == state.array.dtype.kind == "f":
+                # The device that it was saved on may keep other floats than this one.
+                given = given.astype(state.array.dtype, copy=False)
+            if given is None or given.shape != state.shape or given.dtype != state.array.dtype:
                 raise BackendError(
-                    f"{self.info.device}: cannot restore tensor {name}: missing, or another shape or type"
+                    f"{self.info.device}: cannot restore tensor {state.name}: missing, or another shape or type"
                 )
-            places.append((array, place, given))
-        for array, place, given in places:
-            array[place] = self.device.upload(given)
+            found.append((state, np.ascontiguousarray(given)))
+        self._copy((state.array[here], given[there]) for state, given in found for here, there in state.runs)
 
     def close(self) -> None:
         self._replayer.close()
         self._embedding = self._head = self._per_layer = None
         self._mirrors, self._blocks = {}, {}
 
-    def _states(self) -> Iterator[tuple[int, str, Array]]:
-        own = {index: block.mixer for index, block in self._blocks.items() if index not in self._borrowing}
-        for index, layer in (self._mirrors | own).items():
-            state = layer.state
-            if isinstance(state, KVPool):
-                yield index, f"blk.{index}.k", state.k
-                yield index, f"blk.{index}.v", state.v
-            else:
-                yield index, f"blk.{index}.memory", state.memory
-                yield index, f"blk.{index}.past", state.past
+    def _copy(self, pairs: Iterable[tuple[Array, Array]]) -> None:
+        """Copy (target, source) behind the work that is queued; done when this returns."""
+        self._stream.wait_for(self.device.record())
+        for target, source in pairs:
+            self._stream.copy(target, source)
+        self._stream.record().wait()
 
-    def _place(self, index: int, slot: int, pages: Sequence[Sequence[int]]) -> int | NDArray[np.int64]:
-        """Where a layer's state of a sequence lies along the first axis of its array."""
-        group = self._groups[index]
-        if group is None:
-            return slot
-        first = np.asarray(pages[group], np.int64) * PAGE
-        return (first[:, None] + np.arange(PAGE)).ravel()
+    def _landing(self, kinds: Sequence[tuple[tuple[int, ...], np.dtype[np.generic]]]) -> list[NDArray[np.generic]]:
+        """Arrays of these shapes and dtypes in one piece of host memory, pinned if the system has so much of it."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
+        begins = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        try:
+            memory = self.device.pinned(max(1, begins[-1]))
+        except DeviceError:
+            memory = np.empty(max(1, begins[-1]), np.uint8)
+        return [
+            memory[begin : begin + size].view(dtype).reshape(shape)
+            for (shape, dtype), begin, size in zip(kinds, begins, sizes, strict=False)
+        ]
+
+    def _states(self, slot: int | None, pages: Sequence[Sequence[int]]) -> Iterator[_State]:
+        own = {index: block.mixer for index, block in self._blocks.items() if index not in self._borrowing}
+        runs = [tuple(_runs(group)) for group in pages]
+        for index, layer in (self._mirrors | own).items():
+            group, state = self._groups[index], layer.state
+            if isinstance(state, DeltaState) and slot is not None:
+                for name, array in (("memory", state.memory), ("past", state.past)):
+                    yield _State(index, f"blk.{index}.{name}", array, array.shape[1:], ((slot, ...),))
+            elif isinstance(state, KVPool) and group is not None and pages[group]:
+                rows = len(pages[group]) * PAGE
+                for name, array in (("k", state.k), ("v", state.v)):
+                    yield _State(index, f"blk.{index}.{name}", array, (rows, *array.shape[1:]), runs[group])
+
+
+@dataclass(frozen=True)
+class _State:
+    """One of a sequence's states: `shape` of it lies in `array`, by `runs` of (there, in what is saved)."""
+
+    layer: int
+    name: str
+    array: Array
+    shape: tuple[int, ...]
+    runs: tuple[tuple[Any, Any], ...]
+
+
+def _runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """(rows of the pool, rows of what is saved) of pages that lie side by side."""
+    begin = 0
+    for end in range(1, len(pages) + 1):
+        if end == len(pages) or pages[end] != pages[end - 1] + 1:
+            first = pages[begin] * PAGE
+            yield slice(first, first + (end - begin) * PAGE), slice(begin * PAGE, end * PAGE)
+            begin = end

@@ -166,7 +166,7 @@ class RemoteShard:
             return self._arena.floats(target, step.rows, self._gives)
         return request.output
 
-    def save(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         state = self.info.state
         saved: dict[str, NDArray[np.generic]] = {}
 
@@ -179,7 +179,9 @@ class RemoteShard:
         self._ask(self._channel(), message, seconds=_PER_BYTE * state, limit=SMALL + state, take=take).wait()
         return saved
 
-    def restore(self, slot: int, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]) -> None:
+    def restore(
+        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
+    ) -> None:
         own = {n: t for n, t in tensors.items() if self._layer(n) in self.layers or self._layer(n) in self._mirrored}
         message = Restore(slot, tuple(tuple(map(int, group)) for group in pages), own)
         seconds = _PER_BYTE * sum(tensor.nbytes for tensor in own.values())

@@ -63,14 +63,17 @@ class Shard(Protocol):
         an Activation.
         """
 
-    def save(self, slot: int, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        """Copy a sequence's state to the host: its recurrent states and the given pages of each page group.
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        """Copy a sequence's state to the host: the given pages of each page group, and its recurrent states.
 
-        Keys are `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype) and `blk.N.memory`, `.past`. Mirrors
-        of other shards' keys and values are left out.
+        Keys are `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype) and `blk.N.memory`, `.past`. Without a
+        slot the latter are left out, and the former where there are no pages of the layer's group. Mirrors of other
+        shards' keys and values are always left out.
         """
 
-    def restore(self, slot: int, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]) -> None:
+    def restore(
+        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
+    ) -> None:
         """The reverse of `save`, into any slot and any pages of the same number.
 
         `tensors` are those of all shards: mirrors are filled from their donors' tensors, floats converted to this

@@ -129,7 +129,7 @@ def _measure(
         loaded = time.perf_counter() - started
         kv = KVTypes(config.cache_type_k, config.cache_type_v)
         costs = [ShardCost(file, spec, shard.info.layers, shard.device, kv) for shard in backend.shards]
-        stepper = Stepper(backend, config.chunk)
+        stepper = Stepper(backend, backend.chunk)
         stepper.place(0, 0)
         first = seconds(lambda: stepper.read(0, 1))
         report["loads"].append(
@@ -154,7 +154,7 @@ def _measure(
             for _ in range(2):
                 stepper.run(test)
             times = [stepper.run(test) for _ in range(repeat)]
-            shares = [sum((cost.step(*step) for step in test.plan(config.chunk)), Cost()) for cost in costs]
+            shares = [sum((cost.step(*step) for step in test.plan(backend.chunk)), Cost()) for cost in costs]
             report["results"].append(_result(test, times, shares, reached))
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from luce.backend.placement import served_chunk
 from luce.backend.plan import pages_for, state_bytes
 from luce.cli import plan
 from luce.cli.plan import Opened
@@ -73,6 +74,7 @@ def place(model: Opened) -> dict[str, Any]:
     file, spec, config = model.file, model.spec, model.config
     facts = plan.plan(model)
     context = config.max_ctx or spec.context_length
+    chunk = served_chunk(model.devices, config.chunk)
     groups: list[dict[str, Any]] = [
         {"window": group.window, "layers": 0, "per_token": 0, "positions": 0, "bytes": 0} for group in spec.page_groups
     ]
@@ -98,7 +100,7 @@ def place(model: Opened) -> dict[str, Any]:
             )
             if index is not None:
                 group = groups[index]
-                pages = pages_for(spec.page_groups[index].window, context, config.chunk)
+                pages = pages_for(spec.page_groups[index].window, context, chunk)
                 group["layers"] += 1
                 group["per_token"] += state.page[index] // PAGE
                 group["positions"] = pages * PAGE

@@ -23,16 +23,24 @@ class Verb:
     model: bool = True
 
 
-RUNTIME = ("placement", "remote", "engine", "limits", "text")
+RUNTIME = ("placement", "remote", "engine", "cache", "limits", "text")
 VERBS = {
     "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),
     "run": Verb("answer one prompt and exit", (*RUNTIME, "sampling")),
     "inspect": Verb("show what a model file holds and where its layers would go", ("placement", "remote", "engine")),
     "bench": Verb("measure how fast a model runs on this machine", ("placement", "engine")),
+    "cache": Verb("show and clean the directory that keeps prompts across restarts", ("cache",), model=False),
     "pull": Verb("download a model"),
     "shard": Verb("hold layers for a server in another process", model=False),
     "doctor": Verb("show drivers, devices and kernel builds of this machine", model=False),
+}
+_CACHE_ACTIONS = {
+    "ls": "list the snapshots",
+    "show": "print the manifest of snapshots",
+    "verify": "check every byte of snapshots, of all if none is named",
+    "rm": "remove snapshots",
+    "gc": "remove what nothing needs, and keep to --kv-cache-budget",
 }
 
 
@@ -66,7 +74,12 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("--layers", action="store_true", help="a table of all layers (--json has it anyway)")
         if name == "bench":
             _add_tests(sub)
-        if name in ("run", "inspect", "bench", "doctor"):
+        if name == "cache":
+            actions = "; ".join(f"{action}: {text}" for action, text in _CACHE_ACTIONS.items())
+            sub.add_argument("action", metavar="ACTION", choices=_CACHE_ACTIONS, help=actions)
+            sub.add_argument("ids", metavar="ID", nargs="*", help="the beginning of a snapshot's id")
+            sub.add_argument("--all", action="store_true", help="remove every snapshot")
+        if name in ("run", "inspect", "bench", "cache", "doctor"):
             sub.add_argument("--json", action="store_true", help="machine-readable output")
         if "limits" in verb.groups:
             sub.add_argument("--dry-run", action="store_true", help="print where the layers would go, and load nothing")

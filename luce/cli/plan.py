@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from luce.backend.placement import plan_shards, served_context
+from luce.backend.placement import plan_shards, served_chunk, served_context
 from luce.backend.plan import state_bytes
 from luce.cli.main import settings
 from luce.cli.pull import fetch
@@ -96,7 +96,7 @@ def plan(model: Opened) -> dict[str, Any]:
         weights=config.target_layer_split,
         slots=config.parallel,
         context=context,
-        chunk=config.chunk,
+        chunk=served_chunk(model.devices, config.chunk),
         kv=model.kv,
     )
     entries = []

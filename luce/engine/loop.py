@@ -15,12 +15,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
+from luce.cache.disk import CachedPrefix, DiskTier
+from luce.cache.prefix import CacheStats, PrefixCache
+from luce.cache.tree import Point
 from luce.engine.pages import Pages
 from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
 from luce.engine.scheduler import Part, Plan, Scheduler, Sequence
@@ -77,6 +82,7 @@ class EngineStats:
     cancelled: int
     steps: int
     stalled: float
+    cache: CacheStats
 
 
 class Ticket:
@@ -92,6 +98,15 @@ class Ticket:
         """End the sequence before the next step, with FinishReason.CANCELLED. Idempotent, from any thread."""
         if not self.over:
             self._inbox.append(lambda: self._cancel(self))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a step, or the prefix cache, gives for the next token: the likeliest, and all logits or the best ones."""
+
+    token: int
+    logits: NDArray[np.float32] | None = None
+    top: tuple[Int32, NDArray[np.float32]] | None = None
 
 
 class _Run:
@@ -118,6 +133,11 @@ class _Run:
         self.submitted = submitted
         self.started: float | None = None
         self.read: float | None = None
+        #: positions that came from the prefix cache, and the newest point of the sequence there
+        self.cached, self.tier = 0, "none"
+        self.point: Point | None = None
+        #: whether the prompt has a boundary at which it is kept
+        self.bounded = False
 
     def timings(self, now: float) -> Timings:
         started = now if self.started is None else self.started
@@ -128,6 +148,8 @@ class _Run:
             predicted=now - read,
             prompt_tokens=min(self.sequence.done, len(self.sequence.prompt)),
             predicted_tokens=len(self.sequence.reply),
+            cached_tokens=self.cached,
+            cache_tier=self.tier,
         )
 
 
@@ -135,7 +157,10 @@ class Engine:
     """Runs sequences on a backend, which it does not close.
 
     eos: ids that end a reply. max_queue: sequences that may wait beyond those that have a slot. chunk: prompt rows in
-    a step. max_queue_seconds, timeout: longest wait and longest life of a sequence, 0 for no limit.
+    a step. max_queue_seconds, timeout: longest wait and longest life of a sequence, 0 for no limit. cache_bytes: of
+    host memory for the prefix cache, 0 for no cache; cache_interval: prompt tokens between points of a long prompt at
+    which a sequence can be resumed, where the model needs such points. disk: where points of at least disk_tokens
+    tokens are written; it is closed with the engine, after flush_seconds at most.
     """
 
     def __init__(
@@ -147,6 +172,11 @@ class Engine:
         chunk: int,
         max_queue_seconds: float = 0,
         timeout: float = 0,
+        cache_bytes: int = 0,
+        cache_interval: int = 8192,
+        disk: DiskTier | None = None,
+        disk_tokens: int = 512,
+        flush_seconds: float = 30,
     ) -> None:
         self._backend = backend
         self._eos = eos
@@ -156,6 +186,14 @@ class Engine:
         self._timeout = timeout
         self._pages = Pages(backend.pages, backend.windows, slots=backend.slots, context=backend.context, chunk=chunk)
         self._context = self._pages.longest
+        #: belongs to the engine's thread, but for what it says that any thread may call
+        self.cache: PrefixCache | None = None
+        self._interval = cache_interval
+        self._flush_seconds = flush_seconds
+        if cache_bytes:
+            self.cache = PrefixCache(backend, self._pages.groups, cache_bytes, disk, disk_tokens)
+            for group in self._pages.groups:
+                group.reclaim = self.cache.reclaim
         self._scheduler = Scheduler(
             self._pages, slots=backend.slots, chunk=chunk, scored=max(1, _SCORED_BYTES // (4 * backend.vocab))
         )
@@ -173,6 +211,8 @@ class Engine:
         self._open = self._pending = 0
         self._progress = 0.0
         self._draining = self._closing = self._broken = False
+        if disk is not None:
+            disk.wake = self._wake
         self._thread = threading.Thread(target=self._main, name="luce-engine", daemon=True)
         self._thread.start()
 
@@ -185,11 +225,13 @@ class Engine:
         on_event: EventSink,
         session: str = "",
         timeout: float = 0,
+        boundaries: Many[int] = (),
     ) -> Ticket:
         """Queue a prompt; `on_event` gets its events on the engine thread.
 
         Started, Progress and PromptLogits, PromptScores, Tokens, then exactly one Finished or Failed. `session` shares
         the queue fairly. `timeout` in seconds from now (0: the engine's alone) ends it with FinishReason.DEADLINE.
+        `boundaries`: lengths, ascending, at which prompts are likely to part (luce.text.boundaries).
         Raises RequestError (no token, or an id outside the vocabulary), ContextError, QueueFullError, UnavailableError.
         """
         ids = self._check_prompt(prompt, params)
@@ -203,6 +245,8 @@ class Engine:
             full=needs_logits(params) and not needs_candidates(params),
             top=needs_candidates(params),
             scored=params.prompt_logits or params.prompt_logprobs is not None,
+            kept=self.cache is not None,
+            cuts=self._cuts(boundaries, len(ids)),
             deadline=now + min(limits) if limits else inf,
             queue_deadline=now + self._max_queue_seconds if self._max_queue_seconds > 0 else inf,
         )
@@ -210,6 +254,7 @@ class Engine:
         ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self._eos
         known = frozenset(i for i in ends if 0 <= i < self._backend.vocab)
         run = _Run(ticket, sequence, params, output, on_event, known, now)
+        run.bounded = any(0 < at < len(ids) for at in boundaries)
         with self._lock:
             if self._draining:
                 raise UnavailableError("the server is shutting down", code="draining")
@@ -240,7 +285,16 @@ class Engine:
                 cancelled=self._cancelled,
                 steps=self._steps,
                 stalled=time.monotonic() - self._progress if self._pending or self._broken else 0.0,
+                cache=CacheStats() if self.cache is None else self.cache.stats(),
             )
+
+    def cached(self) -> list[CachedPrefix]:
+        """What the prefix cache holds, the newest first. Blocks until the engine's thread is between two steps."""
+        return self._between_steps(lambda cache: cache.contents())
+
+    def forget(self) -> int:
+        """Empty the prefix cache, memory and disk; returns how many prefixes there were. Blocks as `cached` does."""
+        return len(self._between_steps(lambda cache: cache.forget()))
 
     def drain(self) -> None:
         """Refuse new sequences and fail those that wait; those that run go on. Idempotent."""
@@ -268,6 +322,28 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _between_steps(self, ask: Callable[[PrefixCache], list[CachedPrefix]]) -> list[CachedPrefix]:
+        if self.cache is None:
+            return []
+        cache, answer = self.cache, Future[list[CachedPrefix]]()
+
+        def reply() -> None:
+            try:
+                answer.set_result(ask(cache))
+            except Exception as error:
+                answer.set_exception(error)
+
+        with self._lock:
+            if self._closing:
+                return []
+            self._inbox.append(reply)
+            self._work.notify()
+        return answer.result()
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._work.notify()
+
     def _check_prompt(self, prompt: Many[int], params: SamplingParams) -> Int32:
         vocab = self._backend.vocab
         if not len(prompt):
@@ -287,6 +363,14 @@ class Engine:
         if params.logit_bias and not 0 <= min(params.logit_bias) <= max(params.logit_bias) < vocab:
             raise RequestError(f"logit_bias has ids outside 0..{vocab - 1}", param="logit_bias", code="invalid_value")
         return ids.astype(np.int32)
+
+    def _cuts(self, boundaries: Many[int], length: int) -> tuple[int, ...]:
+        """Where in a prompt points are kept: at its first boundary, which conversations share, and at its last one,
+        which the next turn shares whatever becomes of the reply; in long prompts between them as well."""
+        if self.cache is None or not self.cache.exact:
+            return ()
+        inside = [at for at in boundaries if 0 < at < length]
+        return tuple(sorted({*inside[:1], *inside[-1:], *range(self._interval, length, self._interval)}))
 
     def _retry_after(self) -> int:
         return min(60, max(1, math.ceil(self._service)))
@@ -311,21 +395,19 @@ class Engine:
                 self._finish(run, FinishReason.SHUTDOWN)
             else:
                 self._fail(run, error)
+        if self.cache is not None:
+            self.cache.flush(0 if self._broken else self._flush_seconds)
 
     def _turn(self) -> bool:
         """One round: commands, deadlines, admission, a step. False when the engine is to end."""
         if not self._runs:
             with self._lock:
-                self._work.wait_for(lambda: self._inbox or self._closing)
+                self._work.wait_for(lambda: self._inbox or self._closing or (self.cache and self.cache.pending))
         self._work_off_inbox()
         if self._closing:
             return False
         if self._backend.lost():
-            for sequence in self._scheduler.running:
-                if sequence.done:
-                    self._fail(
-                        self._runs[sequence], ShardLostError("a shard was lost, and with it what the reply stands on")
-                    )
+            self._forget()
         now = time.monotonic()
         expired, overdue = self._scheduler.late(now)
         for sequence in expired:
@@ -337,10 +419,22 @@ class Engine:
             run = self._runs[sequence]
             run.started = now
             self._emit(run, Started())
+            self._resume(run)
         plan = self._scheduler.plan()
         if plan is not None:
             self._step(plan)
+        if self.cache is not None:
+            self.cache.pump()
         return True
+
+    def _forget(self) -> None:
+        """The backend has forgotten everything: so do those who build on it."""
+        if self.cache is not None:
+            self.cache.clear()
+        for sequence in self._scheduler.running:
+            if sequence.done:
+                error = ShardLostError("a shard was lost, and with it what the reply stands on")
+                self._fail(self._runs[sequence], error)
 
     def _work_off_inbox(self) -> None:
         while self._inbox:
@@ -382,41 +476,89 @@ class Engine:
             try:
                 self._commit(run, part, output, now)
             except Exception as error:
-                if not isinstance(error, LuceError):
-                    _log.exception("a reply failed")
-                self._fail(run, _reply_error(error))
+                self._reply_failed(run, error)
+
+    def _resume(self, run: _Run) -> None:
+        """Begin where the prefix cache leaves off."""
+        sequence, cache = run.sequence, self.cache
+        # Scores are wanted at every position; a sink that failed has ended the sequence.
+        if cache is None or sequence.scored or run.ticket.over:
+            return
+        assert sequence.slot is not None
+        hit = cache.resume(sequence.prompt, sequence.slot)
+        if cache.exact and hit.length < hit.known < len(sequence.prompt):
+            # Prompts part here that are alike up to here: the next one of this kind can be resumed where they do.
+            sequence.cuts = tuple(sorted({*sequence.cuts, hit.known}))
+        if not hit.length:
+            return
+        sequence.done = run.cached = hit.length
+        run.tier, run.point = hit.tier, hit.point
+        try:
+            run.on_event(Progress(sequence.done, len(sequence.prompt), run.cached))
+            if not sequence.prompt_left:
+                assert hit.point is not None and hit.point.logits is not None
+                logits = hit.point.logits
+                self._begin_reply(run, _Row(int(logits.argmax()), logits), time.monotonic())
+        except Exception as error:
+            self._reply_failed(run, error)
+
+    def _keep(
+        self, run: _Run, logits: NDArray[np.float32] | None = None, *, passing: bool = True, save: bool = True
+    ) -> None:
+        """Let later sequences begin where this one is."""
+        sequence = run.sequence
+        if self.cache is None or sequence.slot is None or not sequence.done:
+            return
+        ids = np.concatenate([sequence.prompt, np.array(sequence.reply, np.int32)])[: sequence.done]
+        kept = self.cache.keep(sequence.slot, ids, logits, passing=passing, after=run.point, save=save)
+        run.point = kept or run.point
 
     def _commit(self, run: _Run, part: Part, output: Output, now: float) -> None:
         """Give a sequence its share of a step's output."""
         sequence = run.sequence
         total = len(sequence.prompt)
-        if part.position < total:
-            self._prompt_tokens += part.rows
-            run.on_event(Progress(sequence.done, total))
-            if sequence.scored:
-                self._score_prompt(run, part, output)
-            if sequence.prompt_left:
-                return
-            run.read = now
-            if run.params.prompt_logprobs is not None:
-                run.on_event(PromptScores(tuple(run.scores)))
-            if not sequence.room:
-                self._finish(run, FinishReason.LENGTH)
-                return
-        token = int(output.ids[part.ids][-1])
+        row = _last_row(part, output)
+        if part.position >= total:
+            self._choose(run, row)
+            return
+        self._prompt_tokens += part.rows
+        run.on_event(Progress(sequence.done, total, run.cached))
+        if sequence.scored:
+            self._score_prompt(run, part, output)
+        if sequence.prompt_left:
+            if sequence.done in sequence.cuts:
+                self._keep(run, passing=False)
+            return
+        if run.params.prompt_logprobs is not None:
+            run.on_event(PromptScores(tuple(run.scores)))
+        # A state is large; its end of the prompt is soon followed by the end of the reply.
+        alone = self.cache is not None and not (self.cache.exact and run.bounded)
+        self._keep(run, None if row.logits is None else row.logits.copy(), save=alone)
+        self._begin_reply(run, row, now)
+
+    def _begin_reply(self, run: _Run, row: _Row, now: float) -> None:
+        """The prompt is read: `row` is what comes behind it."""
+        run.read = now
+        if run.sequence.room:
+            self._choose(run, row)
+        else:
+            self._finish(run, FinishReason.LENGTH)
+
+    def _choose(self, run: _Run, row: _Row) -> None:
+        """The next token: the likeliest, or what the sampler makes of the row."""
+        token = row.token
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
         if run.sampler is not None:
-            logits = output.logits[part.logits]
-            if len(logits):
-                token = run.sampler.choose(logits[-1])
+            if row.logits is not None:
+                token = run.sampler.choose(row.logits)
             else:
-                assert output.top is not None
-                token = run.sampler.choose_among(output.top.ids[part.top][-1], output.top.logits[part.top][-1])
+                assert row.top is not None
+                token = run.sampler.choose_among(*row.top)
             run.sampler.push(token)
-            if run.params.logprobs is not None:
-                logprob, top = score(logits[-1], token, run.params.logprobs)
-        sequence.reply.append(token)
+            if run.params.logprobs is not None and row.logits is not None:
+                logprob, top = score(row.logits, token, run.params.logprobs)
+        run.sequence.reply.append(token)
         self._predicted_tokens += 1
         reason, text, stop = self._judge(run, token)
         run.on_event(Tokens((Token(token, text, logprob, top),)))
@@ -463,7 +605,15 @@ class Engine:
             _log.exception("a reply failed")
             self._fail(run, _reply_error(error))
             return
+        if not run.ticket.over:
+            self._keep(run)
         self._end(run, Finished(reason, text, run.timings(time.monotonic()), run.seed, stop))
+
+    def _reply_failed(self, run: _Run, error: Exception) -> None:
+        """In an `except` block."""
+        if not isinstance(error, LuceError):
+            _log.exception("a reply failed")
+        self._fail(run, _reply_error(error))
 
     def _fail(self, run: _Run, error: LuceError) -> None:
         self._end(run, Failed(error))
@@ -488,6 +638,14 @@ class Engine:
             self._pending -= 1
             if not self._pending:
                 self._quiet.notify_all()
+
+
+def _last_row(part: Part, output: Output) -> _Row:
+    """The last row of a sequence's share, if any was wanted."""
+    ids, logits, top = output.ids[part.ids], output.logits[part.logits], None
+    if output.top is not None and part.top.stop > part.top.start:
+        top = output.top.ids[part.top][-1], output.top.logits[part.top][-1]
+    return _Row(int(ids[-1]) if len(ids) else -1, logits[-1] if len(logits) else None, top)
 
 
 def _backend_error(error: Exception) -> BackendError:

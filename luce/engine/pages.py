@@ -6,12 +6,13 @@ sequences run at once where the pools are smaller than all contexts together; th
 recomputation, would pay with prompt rows computed again just when the machine is busiest.
 
 Reservation is a count, not a choice of pages: pages that are reserved but not taken yet are free for whoever gives them
-back on demand.
+back on demand. That is where the prefix cache (luce.cache) keeps the pages of sequences that ended: it needs no pages
+of its own. Sequences may share a page, which each counts as its own; nobody writes to such a page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,17 +25,25 @@ class GroupPages:
 
     table int32 [slots, width]: entry i of a row is the page of positions [i * PAGE, (i + 1) * PAGE); a slot holds the
     entries low[slot] .. high[slot] - 1.
+
+    free     pages that nobody has
+    spare    pages that only the prefix cache has
+    reclaim  called when more than `free` pages are needed; has to free so many, of those that are spare
     """
 
     def __init__(self, total: int, window: int | None, *, slots: int, context: int, chunk: int) -> None:
         self.total = total
         self.free = total
-        self._window = window
+        self.spare = 0
+        self.window = window
+        self.reclaim: Callable[[int], None] | None = None
         self._context = context
         self._chunk = chunk
         self._reserved = [0] * slots
         self._unreserved = total
         self._taken = bytearray(total)
+        self._holders = [0] * total
+        self._kept = bytearray(total)
         self._table = np.zeros((slots, -(-context // PAGE)), np.int32)
         self._low = np.zeros(slots, np.int32)
         self._high = np.zeros(slots, np.int32)
@@ -42,12 +51,12 @@ class GroupPages:
     @property
     def longest(self) -> int:
         """Most positions of a sequence that has the group to itself."""
-        fits = pages_for(self._window, self._context, self._chunk) <= self.total
+        fits = pages_for(self.window, self._context, self._chunk) <= self.total
         return self._context if fits else self.total * PAGE
 
     def most(self, length: int) -> int:
         """Pages that a sequence of `length` positions holds at most at one time."""
-        return pages_for(self._window, length, self._chunk)
+        return pages_for(self.window, length, self._chunk)
 
     def fits(self, length: int) -> bool:
         """Whether a sequence of `length` positions can be promised its pages now."""
@@ -60,26 +69,64 @@ class GroupPages:
 
     def extend(self, slot: int, position: int, rows: int) -> None:
         """Hold the pages that rows [position, position + rows) write and see, and no others before them."""
-        low, high = int(self._low[slot]), int(self._high[slot])
-        end = -(-(position + rows) // PAGE)
-        if self._window is not None:
-            seen = max(0, position - self._window + 1) // PAGE
-            for index in range(low, min(seen, high)):
+        if self.window is not None:
+            low, seen = int(self._low[slot]), self.seen_from(position)
+            for index in range(low, min(seen, int(self._high[slot]))):
                 self._give(int(self._table[slot, index]))
-            low = max(low, seen)
-            self._low[slot] = low
-        for index in range(high, end):
-            near = int(self._table[slot, index - 1]) + 1 if index > low else slot * self.total // len(self._low)
-            self._table[slot, index] = self._take(near)
-            self._high[slot] = end
+            self._low[slot] = max(low, seen)
+        self._hold(slot, -(-(position + rows) // PAGE))
 
-    def release(self, slot: int) -> None:
-        """Give back everything that a slot holds and was promised."""
+    def resume(self, slot: int, length: int, shared: Sequence[int | None] = ()) -> None:
+        """Let a slot that holds nothing hold what a sequence of `length` positions holds.
+
+        `shared`: pages of its first entries, which it does not write to; None where it takes a new one.
+        """
+        low = self._low[slot] = self._high[slot] = self.seen_from(length)
+        # First those that are there, so that making room for the others cannot take them away.
+        for page in shared:
+            if page is not None:
+                self._share(page)
+        for index, page in enumerate(shared, int(low)):
+            self._table[slot, index] = self._next(slot, index) if page is None else page
+            self._high[slot] = index + 1
+        self._hold(slot, -(-length // PAGE))
+
+    def yield_all(self, slot: int) -> None:
+        """Give back everything that a slot holds; the promise stands."""
         for page in self.held(slot):
             self._give(page)
         self._low[slot] = self._high[slot] = 0
+
+    def release(self, slot: int) -> None:
+        """Give back everything that a slot holds and was promised."""
+        self.yield_all(slot)
         self._unreserved += self._reserved[slot]
         self._reserved[slot] = 0
+
+    def seen_from(self, position: int) -> int:
+        """The first entry that the row at a position sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // PAGE
+
+    def entries(self, slot: int, low: int, high: int) -> list[int]:
+        """The pages of entries [low, high) of a slot, which it must hold."""
+        pages: list[int] = self._table[slot, low:high].tolist()
+        return pages
+
+    def keep(self, page: int) -> None:
+        """The prefix cache has a page beside the sequences that hold it."""
+        self._kept[page] = 1
+
+    def drop(self, page: int) -> None:
+        """The prefix cache gives a page up."""
+        self._kept[page] = 0
+        if not self._holders[page]:
+            self._taken[page] = 0
+            self.spare -= 1
+            self.free += 1
+
+    def idle(self, page: int) -> bool:
+        """Whether no sequence holds a page."""
+        return not self._holders[page]
 
     def held(self, slot: int) -> list[int]:
         """Pages of a slot in order of position."""
@@ -98,20 +145,45 @@ class GroupPages:
         first: Int32 = index * PAGE
         return PageView(table=table, first=first, count=count, dest=dest)
 
-    def _take(self, near: int) -> int:
-        """The free page `near`, or the next free one above it, or the lowest."""
-        # Each slot begins in its own part of the pool and goes on upwards: pages of a sequence that has its full share
-        # of the pool are consecutive, and consecutive pages are read on the host without a copy.
+    def _hold(self, slot: int, end: int) -> None:
+        """Take pages up to entry `end`."""
+        high = int(self._high[slot])
+        if end - high > self.free and self.reclaim is not None:
+            self.reclaim(end - high)
+        for index in range(max(high, int(self._low[slot])), end):
+            self._table[slot, index] = self._next(slot, index)
+            self._high[slot] = end
+
+    def _next(self, slot: int, index: int) -> int:
+        """A free page for an entry: the one behind the entry before it, or the next free one above it, or the lowest.
+
+        Each slot begins in its own part of the pool and goes on upwards: pages of a sequence that has its full share of
+        the pool are consecutive, and consecutive pages are read on the host without a copy.
+        """
+        first = index == self._low[slot]
+        near = slot * self.total // len(self._low) if first else int(self._table[slot, index - 1]) + 1
+        if not self.free and self.reclaim is not None:
+            self.reclaim(1)
         page = self._taken.find(0, near)
         if page < 0:
             page = self._taken.find(0)
-        self._taken[page] = 1
+        self._taken[page] = self._holders[page] = 1
         self.free -= 1
         return page
 
+    def _share(self, page: int) -> None:
+        self.spare -= not self._holders[page]
+        self._holders[page] += 1
+
     def _give(self, page: int) -> None:
-        self._taken[page] = 0
-        self.free += 1
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return
+        if self._kept[page]:
+            self.spare += 1
+        else:
+            self._taken[page] = 0
+            self.free += 1
 
 
 class Pages:
@@ -135,7 +207,7 @@ class Pages:
     @property
     def used(self) -> int:
         """Pages that sequences hold now."""
-        return sum(group.total - group.free for group in self.groups)
+        return sum(group.total - group.free - group.spare for group in self.groups)
 
     def reserve(self, slot: int, length: int) -> bool:
         """Promise `slot` the pages of `length` positions; False, and nothing changed, if a group has too few."""
@@ -149,6 +221,11 @@ class Pages:
         """Hold what rows [position, position + rows) of a slot write and see. Cannot fail within the reservation."""
         for group in self.groups:
             group.extend(slot, position, rows)
+
+    def yield_all(self, slot: int) -> None:
+        """Give back everything that a slot holds; the promise stands."""
+        for group in self.groups:
+            group.yield_all(slot)
 
     def release(self, slot: int) -> None:
         """Give back everything of a slot."""

@@ -30,6 +30,8 @@ class Sequence:
     full      whether choosing a token needs whole logits
     top       whether it needs the best candidates
     scored    whether whole logits are wanted at every prompt position
+    kept      whether whole logits are wanted behind the prompt, to be kept for later
+    cuts      positions, ascending, that a step ends at while the prompt is read
     deadline, queue_deadline  in the caller's time: when it is `expired`, and `overdue` if it still waits then
 
     What the scheduler keeps: `done` positions are in the cache; `slot` is None while it waits; `served` is the number
@@ -42,6 +44,8 @@ class Sequence:
     full: bool = False
     top: bool = False
     scored: bool = False
+    kept: bool = False
+    cuts: tuple[int, ...] = ()
     deadline: float = inf
     queue_deadline: float = inf
     reply: list[int] = field(default_factory=list)
@@ -53,6 +57,11 @@ class Sequence:
     def prompt_left(self) -> int:
         """Prompt rows that are not in the cache yet."""
         return max(0, len(self.prompt) - self.done)
+
+    @property
+    def stretch(self) -> int:
+        """Of these, the rows up to the next cut."""
+        return min(self.prompt_left, next((cut - self.done for cut in self.cuts if cut > self.done), self.prompt_left))
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,7 @@ class Scheduler:
             scored = [s for s in prompts if s.scored][: self._scored]
             prompts = [s for s in prompts if not s.scored or s in scored][: self._chunk]
         most = self._scored // max(1, len(scored))
-        shares = fair_shares(self._chunk, [min(s.prompt_left, most) if s.scored else s.prompt_left for s in prompts])
+        shares = fair_shares(self._chunk, [min(s.stretch, most) if s.scored else s.stretch for s in prompts])
         for sequence in prompts:
             sequence.served = self._turns
             self._turns += 1
@@ -212,7 +221,8 @@ class Scheduler:
                 asked, whole, best = n, True, False
             else:
                 asked = int(sequence.room > 0 and n >= sequence.prompt_left)
-                whole, best = sequence.full, sequence.top
+                whole = sequence.full or (sequence.kept and sequence.prompt_left > 0)
+                best = sequence.top
             ids = slice(len(wanted), len(wanted) + asked)
             wanted += range(end - asked, end)
             full += [whole] * asked

@@ -70,7 +70,8 @@ class Token:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds and token counts of one sequence."""
+    """Seconds and token counts of one sequence. `cached_tokens` of the prompt were not computed for it, but came from
+    `cache_tier`: ram, disk, or none."""
 
     queued: float = 0.0
     prompt: float = 0.0
@@ -78,6 +79,7 @@ class Timings:
     prompt_tokens: int = 0
     predicted_tokens: int = 0
     cached_tokens: int = 0
+    cache_tier: str = "none"
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,11 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """A prompt chunk was processed."""
+    """A prompt chunk was processed, or `cached` tokens of the prompt were found in the prefix cache."""
 
     done: int
     total: int
+    cached: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from luce.ops.activation import sigmoid_gate, softplus_gate
 from luce.ops.attention import attention, write_kv
 from luce.ops.matmul import matmul
 from luce.ops.norm import head_rms_norm
+from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
@@ -49,7 +50,7 @@ class AttentionLayer:
     ) -> None:
         self._device = device
         self._spec = spec
-        self._inputs = inputs
+        self.reads = inputs
         self._out = out
         self._norms = norms
         self._eps = eps
@@ -58,12 +59,12 @@ class AttentionLayer:
         self._group = group
         self._lends = lends
 
-    def __call__(self, y: Array, step: DeviceStep) -> Array:
+    def __call__(self, y: Array | Quantised, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         device, spec, rows, d = self._device, self._spec, y.shape[0], self._spec.head_dim
         width = d * (2 if spec.query_gate else 1)
         split = spec.heads * width
-        fused = matmul(device, y, self._inputs)
+        fused = matmul(device, y, self.reads)
         q = fused[:, :split].reshape(rows, spec.heads, width)
         q, gate = q[..., :d], q[..., d:]
         if self._norms.query is not None:

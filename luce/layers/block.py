@@ -11,8 +11,9 @@ from luce.layers.moe import MoELayer
 from luce.models.spec import Activation
 from luce.ops.activation import add, gated_activation, scale, softcap
 from luce.ops.embedding import embed, take_rows
-from luce.ops.matmul import matmul
-from luce.ops.norm import add_rms_norm, rms_norm
+from luce.ops.matmul import matmul, takes_bytes
+from luce.ops.norm import add_rms_norm, quantised_rms_norm, rms_norm
+from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
@@ -28,11 +29,15 @@ class Residual:
     delta: Array | None = None
     inputs: Array | None = None
 
-    def norm(self, weight: Array, eps: float) -> Array:
-        """rms(x + delta) * weight, leaving the sum in x."""
-        if self.delta is None:
-            return rms_norm(self.device, self.x, weight, eps)
-        y = add_rms_norm(self.device, self.x, self.delta, weight, eps)
+    def norm(self, weight: Array, eps: float, reads: Weight) -> Array | Quantised:
+        """rms(x + delta) * weight, leaving the sum in x; quantised if `reads`, the weight that it meets, wants that."""
+        y: Array | Quantised
+        if takes_bytes(self.device, self.x.shape[0], reads):
+            y = quantised_rms_norm(self.device, self.x, self.delta, weight, eps)
+        elif self.delta is None:
+            y = rms_norm(self.device, self.x, weight, eps)
+        else:
+            y = add_rms_norm(self.device, self.x, self.delta, weight, eps)
         self.delta = None
         return y
 
@@ -56,8 +61,8 @@ class PreNormBlock:
 
     def __call__(self, stream: Residual, step: DeviceStep) -> None:
         """Advance the stream by this block."""
-        stream.delta = self.mixer(stream.norm(self.mixer_norm, self.eps), step)
-        stream.delta = self.ffn(stream.norm(self.ffn_norm, self.eps))
+        stream.delta = self.mixer(stream.norm(self.mixer_norm, self.eps, self.mixer.reads), step)
+        stream.delta = self.ffn(stream.norm(self.ffn_norm, self.eps, self.ffn.reads))
 
 
 @dataclass(frozen=True)
@@ -102,9 +107,9 @@ class SandwichBlock:
     def __call__(self, stream: Residual, step: DeviceStep) -> None:
         """Advance the stream by this block."""
         device, eps = stream.device, self.eps
-        mixed = self.mixer(stream.norm(self.mixer_norm, eps), step)
+        mixed = self.mixer(stream.norm(self.mixer_norm, eps, self.mixer.reads), step)
         stream.delta = rms_norm(device, mixed, self.mixer_post_norm, eps)
-        dense = self.ffn(stream.norm(self.ffn_norm, eps))
+        dense = self.ffn(stream.norm(self.ffn_norm, eps, self.ffn.reads))
         if self.experts is not None:
             dense = self._beside(device, self.experts, stream.x, dense)
         stream.delta = rms_norm(device, dense, self.ffn_post_norm, eps)

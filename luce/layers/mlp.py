@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from luce.models.spec import GatedMLP
-from luce.ops.activation import gated_activation
-from luce.ops.matmul import matmul
+from luce.ops.activation import gated_activation, quantised_gated_activation
+from luce.ops.matmul import matmul, takes_bytes
+from luce.ops.matmul_bytes import BYTE_TYPES
+from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
 
 class GatedMLPLayer:
-    """`gate_up` stacks ffn_gate and ffn_up."""
+    """`gate_up` stacks ffn_gate and ffn_up. `reads` is the weight that meets the input."""
 
     def __init__(self, device: Device, spec: GatedMLP, *, gate_up: Weight, down: Weight) -> None:
         self._device = device
         self._activation = spec.activation
-        self._gate_up = gate_up
-        self._down = down
+        self.reads = gate_up
+        self.down = down
+        self._down_in_bytes = all(part.type in BYTE_TYPES for part in down.parts)
 
-    def __call__(self, y: Array) -> Array:
+    def __call__(self, y: Array | Quantised) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
-        gate_up = matmul(self._device, y, self._gate_up)
+        gate_up = matmul(self._device, y, self.reads)
         half = gate_up.shape[1] // 2
-        inner = gated_activation(self._device, gate_up[:, :half], gate_up[:, half:], self._activation)
-        return matmul(self._device, inner, self._down)
+        gate, up = gate_up[:, :half], gate_up[:, half:]
+        if self._down_in_bytes and takes_bytes(self._device, y.shape[0], self.down):
+            inner = quantised_gated_activation(self._device, gate, up, self._activation)
+        else:
+            inner = gated_activation(self._device, gate, up, self._activation)
+        return matmul(self._device, inner, self.down)

@@ -49,7 +49,7 @@ class Tile:
     def shared(self) -> int:
         """Bytes of its shared memory: `Shared` in attention_wgmma.h and in attention_sync.h."""
         if self.grouped:
-            size, unit = 2 * self.head * (self.queries + (6 if self.queries == 64 else 4) * PAGE), 1024
+            size, unit = 2 * self.head * (self.queries + 4 * PAGE), 1024
         else:
             size, unit = 2 * (self.head * (self.queries + 2 * PAGE) + self.queries * PAGE) + 16 * self.queries, 128
         return -(-size // unit) * unit
@@ -62,8 +62,8 @@ def tiles(device: Device, k_pool: Array, v_pool: Array, d: int) -> list[Tile]:
     if head == 0 or d % 8 or not products <= device.products:
         return []
     grouped = "WGMMA" in device.products and head <= 256
-    sizes = (16, 64, 128) if grouped else (16, 32, 64, 128) if head == 256 else (16, 64)
-    found = (Tile(head, size, grouped and size >= 64) for size in sizes)
+    sizes = (16, 128) if grouped else (16, 32, 64, 128) if head == 256 else (16, 64)
+    found = (Tile(head, size, grouped and size == 128) for size in sizes)
     return [tile for tile in found if tile.shared <= device.shared_limit]
 
 

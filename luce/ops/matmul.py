@@ -1,7 +1,14 @@
-"""Products with weight matrices: y = x W^T, for few rows (decode, verification) and for many (prefill).
+"""Products with weight matrices: y = x W^T. Which way a product goes is decided here and in expert_matmul (moe.py):
 
-Up to FEW_ROWS rows one kernel per format reads each weight block once and serves all rows; the order of the sums is the
-same for every such row count. More rows become halves and go to tensor cores (matmul_many.py), with other bits.
+| rows of x         | weights in              | way                                                             |
+|-------------------|-------------------------|-----------------------------------------------------------------|
+| any, on the host  | any                     | float32, by NumPy                                               |
+| 1 .. FEW_ROWS     | Q4_0 Q8_0 Q4_K Q5_K Q6_K | x quantised to bytes, integer products (matmul_bytes.py)        |
+| 1 .. FEW_ROWS     | the other formats       | float32 (kernels/matmul_vec.cu)                                 |
+| more              | any                     | x and weights as halves, F32 weights as they are (matmul_many.py) |
+
+Of up to FEW_ROWS rows (decoding, verification) a kernel reads each weight block once and serves all rows; the order of
+the sums is the same for every such row count, so that a row has the same bits in all of them.
 """
 
 from __future__ import annotations
@@ -11,8 +18,10 @@ from functools import lru_cache
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from luce.ops.matmul_bytes import BYTE_TYPES, multiply
 from luce.ops.matmul_many import matmul_many
-from luce.ops.weight import Weight
+from luce.ops.quantise import Quantised, quantise
+from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
 #: rows up to which a row of the product has the same bits, however many there are
@@ -24,10 +33,10 @@ _HOST_GEMV_ROWS = 8
 _WAVES = 4
 
 
-def matmul(device: Device, x: Array, weight: Weight) -> Array:
+def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
     """x float32 [n, cols] (any row stride) times weight [rows, cols] transposed: float32 [n, rows].
 
-    Sums are accumulated in float32; of more than FEW_ROWS rows on a GPU, x and weights are rounded to halves first.
+    Rows that are Quantised already need no float32 if all of the weight takes bytes. Sums are accumulated in float32.
     Raises ValueError if the inner dimensions differ.
     """
     if x.shape[1] != weight.cols:
@@ -38,17 +47,31 @@ def matmul(device: Device, x: Array, weight: Weight) -> Array:
     elif x.shape[0] > FEW_ROWS:
         matmul_many(device, x, weight, out)
     elif x.shape[0]:
-        _launch(device, x, weight, out)
+        _few(device, x, weight, out)
     return out
 
 
-def _launch(device: Device, x: Array, weight: Weight, out: Array) -> None:
-    n, stride, lanes = x.shape[0], x.strides[0] // 4, device.lanes
+def takes_bytes(device: Device, rows: int, weight: Weight) -> bool:
+    """Whether a product of `rows` rows with any part of the weight wants them quantised."""
+    return not device.host and 0 < rows <= FEW_ROWS and any(part.type in BYTE_TYPES for part in weight.parts)
+
+
+def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> None:
+    quantised = x if isinstance(x, Quantised) else None
+    floats = x.x if isinstance(x, Quantised) else x
     for part in weight.parts:
-        kernel, grid, block, sizes, defines = _plan(
-            n, stride, weight.rows, weight.cols, part.rows, part.first, int(part.type), lanes
-        )
-        device.launch(kernel, kernel, grid, block, (part.data, x, out, *sizes), defines=defines)
+        if part.type in BYTE_TYPES:
+            quantised = quantised or quantise(device, floats)
+            multiply(device, quantised, part, weight.cols, out)
+        else:
+            _vec(device, floats, part, weight, out)
+
+
+def _vec(device: Device, x: Array, part: WeightPart, weight: Weight, out: Array) -> None:
+    kernel, grid, block, sizes, defines = _plan(
+        x.shape[0], x.strides[0] // 4, weight.rows, weight.cols, part.rows, part.first, int(part.type), device.lanes
+    )
+    device.launch(kernel, kernel, grid, block, (part.data, x, out, *sizes), defines=defines)
 
 
 # A decode step launches hundreds of products of the same few shapes. With this cache one costs 1.2 us of Python before

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from luce.ops.quantise import Quantised, room, space_for
 from luce.runtime.device import Array, Device
 
 # Threads of a block that norms heads, one per wave.
@@ -14,12 +17,7 @@ def rms_norm(device: Device, x: Array, weight: Array, eps: float) -> Array:
     """rms(x) * weight: x float32 [n, d], weight float32 [d] -> float32 [n, d]."""
     if device.host:
         return _rms(x, eps) * weight
-    n, d = x.shape
-    out = device.empty((n, d))
-    if n:
-        args = (out, x, np.int64(x.strides[0] // 4), weight, np.int32(d), np.float32(eps))
-        device.launch("norm", "rms_norm", (n,), (_threads(d),), args)
-    return out
+    return _norm(device, x, None, weight, eps, None)
 
 
 def add_rms_norm(device: Device, x: Array, delta: Array, weight: Array, eps: float) -> Array:
@@ -27,11 +25,29 @@ def add_rms_norm(device: Device, x: Array, delta: Array, weight: Array, eps: flo
     if device.host:
         np.add(x, delta, out=x)
         return _rms(x, eps) * weight
+    return _norm(device, x, delta, weight, eps, None)
+
+
+def quantised_rms_norm(device: Device, x: Array, delta: Array | None, weight: Array, eps: float) -> Quantised:
+    """add_rms_norm, or rms_norm without a delta, of 0 < n <= 16 rows on a GPU: quantised, and as float32 in `x`.
+
+    d is a multiple of 32. The bytes are those of quantise.
+    """
+    bytes = room(device, *x.shape, space=space_for(x.shape[0]))
+    return replace(bytes, x=_norm(device, x, delta, weight, eps, bytes))
+
+
+def _norm(device: Device, x: Array, delta: Array | None, weight: Array, eps: float, bytes: Quantised | None) -> Array:
     n, d = x.shape
     out = device.empty((n, d))
-    strides = np.int64(x.strides[0] // 4), np.int64(delta.strides[0] // 4)
-    args = (out, x, strides[0], delta, strides[1], weight, np.int32(d), np.float32(eps))
-    device.launch("norm", "add_rms_norm", (n,), (_threads(d),), args)
+    if n:
+        added = () if delta is None else (delta, np.int64(delta.strides[0] // 4))
+        space = 0 if bytes is None else bytes.space
+        # Without bytes pointers that are not followed.
+        to = (out, out) if bytes is None else (bytes.values, bytes.scales)
+        sizes = (np.int32(n), np.int32(d), np.float32(eps), np.int32(space))
+        args = (out, x, np.int64(x.strides[0] // 4), *added, weight, *sizes, *to)
+        device.launch("norm", "rms_norm" if delta is None else "add_rms_norm", (space or n,), (_threads(d),), args)
     return out
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
 from luce.gguf.quants import dequantize
@@ -72,8 +73,8 @@ class Weight:
 def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
     """Place tensors of equal `cols`, stacked along the rows, on a device. On the host they are dequantised, once.
 
-    Elsewhere they stay as the file holds them. Types without a kernel (the IQ types that index a grid, and other rare
-    ones) become F16 here: correct to its 11 bits, at 2 bytes an element.
+    Elsewhere they stay as the file holds them, neighbours of one type as one part. Types without a kernel (the IQ types
+    that index a grid, and other rare ones) become F16 here: correct to its 11 bits, at 2 bytes an element.
     """
     cols = tensors[0].cols
     rows = sum(t.rows for t in tensors)
@@ -86,15 +87,30 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
             whole[at : at + t.rows] = dequantize(t.raw, t.type)
             at += t.rows
         return Weight(rows, cols, (WeightPart(whole, GGMLQuantizationType.F32, 0, rows),))
-    parts = []
-    first = 0
-    for t in tensors:
-        if t.type in KERNEL_TYPES:
-            parts.append(WeightPart(device.load(np.ascontiguousarray(t.raw)), t.type, first, t.rows))
+    parts: list[WeightPart] = []
+    for type, run in itertools.groupby(tensors, lambda t: t.type if t.type in KERNEL_TYPES else _T.F16):
+        same = list(run)
+        count, first = sum(t.rows for t in same), sum(part.rows for part in parts)
+        if len(same) == 1:
+            data = _load(device, same[0])
         else:
-            parts.append(WeightPart(device.load(_half(t)), _T.F16, first, t.rows))
-        first += t.rows
+            # One part, and so one launch for each product.
+            data = device.empty((count, _row_bytes(type, cols)), np.uint8)
+            at = 0
+            for t in same:
+                _load(device, t, data[at : at + t.rows])
+                at += t.rows
+        parts.append(WeightPart(data, type, first, count))
     return Weight(rows, cols, tuple(parts))
+
+
+def _load(device: Device, t: RawTensor, to: Array | None = None) -> Array:
+    return device.load(np.ascontiguousarray(t.raw) if t.type in KERNEL_TYPES else _half(t), to)
+
+
+def _row_bytes(type: GGMLQuantizationType, cols: int) -> int:
+    elements, size = GGML_QUANT_SIZES[type]
+    return cols // int(elements) * int(size)
 
 
 def upload_experts(device: Device, tensors: Sequence[RawTensor], experts: int) -> Weight:
@@ -104,9 +120,14 @@ def upload_experts(device: Device, tensors: Sequence[RawTensor], experts: int) -
     `first` and `rows` are those of its share of one expert's results. On the host there is one part, float32 [experts,
     rows of one, cols], in which the rows of all tensors follow each other: one product serves an expert.
     """
-    if not device.host:
-        return upload_weight(device, tensors)
     cols = tensors[0].cols
+    if not device.host:
+        places = itertools.accumulate((t.rows for t in tensors), initial=0)
+        parts = [
+            WeightPart(_load(device, t), t.type if t.type in KERNEL_TYPES else _T.F16, first, t.rows)
+            for t, first in zip(tensors, places, strict=False)
+        ]
+        return Weight(sum(t.rows for t in tensors), cols, tuple(parts))
     total = sum(t.rows for t in tensors)
     rows = total // experts
     # Along the longer dimension, as in upload_weight.

@@ -114,9 +114,9 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Save(msgspec.Struct, tag=True):
-    """Copy a sequence's state: the slot's, and these pages of each page group."""
+    """Copy a sequence's state: the slot's, if there is one, and these pages of each page group."""
 
-    slot: int
+    slot: int | None
     pages: tuple[tuple[int, ...], ...]
 
 
@@ -129,7 +129,7 @@ class Saved(msgspec.Struct, tag=True):
 class Restore(msgspec.Struct, tag=True):
     """The reverse of Save."""
 
-    slot: int
+    slot: int | None
     pages: tuple[tuple[int, ...], ...]
     tensors: dict[str, np.ndarray]
 

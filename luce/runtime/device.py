@@ -126,9 +126,15 @@ class Device(ABC):
         Pageable memory is read before this returns; pinned memory may be read until `synchronize`.
         """
 
-    def load(self, array: NDArray[Any]) -> Array:
-        """As `upload`, for large arrays that stay as they are until `synchronize`: they are read in the background."""
-        return self.upload(array)
+    def load(self, array: NDArray[Any], to: Array | None = None) -> Array:
+        """As `upload`, for large arrays that stay as they are until `synchronize`: they are read in the background.
+
+        `to`, if given, is the array they become: C-contiguous, of the same shape and dtype.
+        """
+        if to is None:
+            return self.upload(array)
+        self.write(to, array)
+        return to
 
     @abstractmethod
     def download(self, array: Array) -> NDArray[Any]:

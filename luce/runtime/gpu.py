@@ -177,10 +177,10 @@ class GpuDevice(Device):
             self.write(copy, array)
         return copy
 
-    def load(self, array: NDArray[Any]) -> Array:
+    def load(self, array: NDArray[Any], to: Array | None = None) -> Array:
         if array.nbytes < _STAGED or not array.flags.c_contiguous:
-            return self.upload(array)
-        copy = self.empty(array.shape, array.dtype)
+            return super().load(array, to)
+        copy = self.empty(array.shape, array.dtype) if to is None else to
         if self._stager is None:
             self._stager = Stager(self._cupy, self.name.index, self._stream)
         self._stager.copy(copy.data.ptr, array)
@@ -233,6 +233,7 @@ class GpuDevice(Device):
         self._modules[build] = module
 
     def rehearse(self, work: Callable[[], object]) -> None:
+        """As in the interface. A BLAS library's products do run, which makes the library ready."""
         self._activate()
         builds: dict[KernelBuild, None] = {}
         self._rehearsed = builds

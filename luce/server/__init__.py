@@ -11,6 +11,7 @@
     shapes       OpenAI reply objects and stream chunks
     stream       server-sent events with a limit on slow readers
     status       /health, /livez, /v1/models, /metrics
+    cache        /v1/cache: what the prefix cache holds
     props        /props: settings and placement
     metrics      Prometheus counters
     sockets      listening sockets, own and inherited

@@ -22,7 +22,7 @@ from luce.errors import (
     TooLargeError,
     UnavailableError,
 )
-from luce.server import completions, props, status
+from luce.server import cache, completions, props, status
 from luce.server.auth import OPEN_PATHS
 from luce.server.errors import anthropic_error, openai_error
 from luce.server.shapes import new_id
@@ -68,6 +68,8 @@ def create_app(server: Server) -> web.Application:
         add("POST", version + "/completions", completions.completions)
         app.router.add_get(version + "/models", status.models)
         app.router.add_get(version + "/models/{id:.+}", status.model_card)
+        app.router.add_get(version + "/cache", cache.listing)
+        add("DELETE", version + "/cache", cache.purge)
         for path in _NOT_SERVED:
             add("POST", version + path, _not_supported)
     app[ENDPOINTS] = tuple(sorted(_served(app)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,7 +21,8 @@ _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 class Keys:
     """The accepted API keys, kept as SHA-256. Sources: --api-key, --api-key-file, systemd's credential `api-keys`.
 
-    A line of a file is `key`, `name:key` or `name:key:admin`; empty lines and lines that begin with # are skipped.
+    A line of a file is `key`, `name:key` or `name:key:admin`; empty lines and lines that begin with # are skipped. Keys
+    of --api-key are the owner's, so they may do what an admin may.
     """
 
     def __init__(self, config: Config) -> None:
@@ -34,14 +35,17 @@ class Keys:
             if credential.exists():
                 self._files.append(("credential", credential))
         self._digests: list[bytes] = []
+        self._admins: list[bytes] = []
         self.reload()
 
     def reload(self) -> None:
         """Read the files again. Raises UsageError, and keeps the keys as they are, if one has none or is unreadable."""
-        digests = list(self._given)
+        digests, admins = list(self._given), list(self._given)
         for origin, path in self._files:
-            digests += _read(origin, path)
-        self._digests = digests
+            found = _read(origin, path)
+            digests += [digest for digest, _ in found]
+            admins += [digest for digest, admin in found if admin]
+        self._digests, self._admins = digests, admins
 
     @property
     def required(self) -> bool:
@@ -50,24 +54,39 @@ class Keys:
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Raises AuthError unless a header carries a key (`Authorization: Bearer`, `x-api-key`, `api-key`)."""
-        if not self.required:
-            return
-        scheme, _, token = headers.get("Authorization", "").partition(" ")
-        presented = token.strip() if scheme.lower() == "bearer" else ""
-        presented = presented or headers.get("x-api-key") or headers.get("api-key") or ""
-        if not presented:
-            raise AuthError("no API key: send it as `Authorization: Bearer KEY`")
-        digest = _digest(presented.encode(errors="surrogateescape"))
-        # All are compared: the time says nothing about which one matched.
-        if not sum(hmac.compare_digest(digest, known) for known in self._digests):
+        if self.required and not _known(_presented(headers), self._digests):
             raise AuthError("the API key is wrong")
+
+    def check_admin(self, headers: Mapping[str, str], remote: str) -> None:
+        """Raises ForbiddenError unless a header carries an admin's key; without any keys, unless the caller is here."""
+        if not self.required:
+            if not is_loopback(remote):
+                raise ForbiddenError("without API keys, only callers on this machine may do this")
+        elif not _known(_presented(headers), self._admins):
+            raise ForbiddenError("this needs an admin's API key")
+
+
+def _presented(headers: Mapping[str, str]) -> bytes:
+    """The digest of a request's key. Raises AuthError if there is none."""
+    scheme, _, token = headers.get("Authorization", "").partition(" ")
+    presented = token.strip() if scheme.lower() == "bearer" else ""
+    presented = presented or headers.get("x-api-key") or headers.get("api-key") or ""
+    if not presented:
+        raise AuthError("no API key: send it as `Authorization: Bearer KEY`")
+    return _digest(presented.encode(errors="surrogateescape"))
+
+
+def _known(digest: bytes, digests: Sequence[bytes]) -> bool:
+    # All are compared: the time says nothing about which one matched.
+    return bool(sum(hmac.compare_digest(digest, known) for known in digests))
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _read(origin: str, path: Path) -> list[bytes]:
+def _read(origin: str, path: Path) -> list[tuple[bytes, bool]]:
+    """Digests of the keys of a file, and whether each is an admin's."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -77,7 +96,7 @@ def _read(origin: str, path: Path) -> list[bytes]:
         parts = line.strip().split(b":")
         key = parts[0] if len(parts) == 1 else parts[1]
         if key and not line.lstrip().startswith(b"#"):
-            keys.append(_digest(key))
+            keys.append((_digest(key), parts[2:] == [b"admin"]))
     if not keys:
         raise UsageError(f"{origin} {path}: holds no key", param="api_key_file")
     return keys

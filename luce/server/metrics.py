@@ -11,6 +11,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from luce.backend.timing import BOUNDS, Durations, ShardTimes
+from luce.cache.disk import DiskStats
+from luce.cache.prefix import CacheStats
 from luce.engine.loop import EngineStats
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -82,12 +84,45 @@ class _EngineCollector(Collector):
         yield pages
         prompt = CounterMetricFamily("luce_prompt_tokens", "Prompt tokens processed, by origin.", labels=["source"])
         prompt.add_metric(["computed"], stats.prompt_tokens)
+        prompt.add_metric(["ram"], stats.cache.tokens)
+        prompt.add_metric(["disk"], 0 if stats.cache.disk is None else stats.cache.disk.tokens)
         yield prompt
+        yield from _cache_metrics(stats.cache)
         yield CounterMetricFamily("luce_generated_tokens", "Tokens generated.", stats.predicted_tokens)
         yield CounterMetricFamily("luce_steps", "Forward passes.", stats.steps)
         yield GaugeMetricFamily(
             "luce_stalled_seconds", "Time without progress while there is work to do.", stats.stalled
         )
+
+
+def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:
+    disk = stats.disk or DiskStats()
+    yield GaugeMetricFamily("luce_prefix_cache_pages", "Pages on the devices that hold prefixes.", stats.pages)
+    yield _tiers(GaugeMetricFamily, "bytes", "Bytes of the prefix cache.", stats.bytes, disk.bytes)
+    yield _tiers(GaugeMetricFamily, "entries", "Lengths that can be resumed.", stats.points, disk.entries)
+    yield _tiers(CounterMetricFamily, "hits", "Sequences that were resumed.", stats.hits, disk.hits)
+    yield _tiers(CounterMetricFamily, "evictions", "Lengths given up for room.", stats.evictions, disk.evictions)
+    yield CounterMetricFamily("luce_prefix_cache_misses", "Sequences of which no prefix was known.", stats.misses)
+    for name, text, value in (
+        ("saves", "Snapshots written.", disk.saves),
+        ("save_failures", "Snapshots that could not be written.", disk.failures),
+        ("saves_skipped", "Snapshots not written because too many waited.", disk.skipped),
+        ("quarantines", "Damaged snapshots that were put aside.", disk.quarantines),
+        ("raw_bytes", "Bytes of written snapshots before compression.", disk.raw),
+        ("written_bytes", "Bytes of written snapshots.", disk.written),
+        ("save_seconds", "Work of the writing thread.", disk.save_seconds),
+        ("load_seconds", "Time that sequences waited for snapshots.", disk.load_seconds),
+    ):
+        yield CounterMetricFamily(f"luce_snapshot_{name}", text, value)
+
+
+def _tiers(
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, ram: float, disk: float
+) -> Metric:
+    metric = family(f"luce_prefix_cache_{name}", text, labels=["tier"])
+    metric.add_metric(["ram"], ram)
+    metric.add_metric(["disk"], disk)
+    return metric
 
 
 class _ShardCollector(Collector):

@@ -37,12 +37,14 @@ _TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt"}
 class Job:
     """What a checked request asks for: `n` replies to each prompt. Choice i answers prompts[i // n].
 
-    prompts: arrays of int64, which the engine copies without touching each id. echoes: the text of each prompt, where
+    prompts: arrays of int64, which the engine copies without touching each id. boundaries: of each prompt, where others
+    may part from it. echoes: the text of each prompt, where
     it comes before the reply. logprobs: alternatives per token; None: none asked. unknown: number of body fields that
     Luce does not know.
     """
 
     prompts: tuple[array[int], ...]
+    boundaries: tuple[tuple[int, ...], ...]
     echoes: tuple[str, ...]
     n: int
     params: SamplingParams
@@ -150,6 +152,7 @@ def _job(
     name = served_name(request.model, model)
     return Job(
         prompts=tuple(array("q", ids) for ids in prompts),
+        boundaries=tuple(model.chat.boundaries(ids) for ids in prompts),
         echoes=echoes,
         n=n,
         params=_sampling(request, model, max_tokens, logprobs, scored=bool(echoes)),

@@ -64,6 +64,6 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             "target_sharding": model.placement,
             "kv_cache_k": config.cache_type_k,
             "kv_cache_v": config.cache_type_v,
-            "chunk": config.chunk,
+            "chunk": model.chunk,
         },
     }

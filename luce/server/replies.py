@@ -81,13 +81,15 @@ class Replies:
         if params.seed is not None and repeat:
             # Replies to one prompt differ, and the first is that of the same request with n = 1.
             params = dataclasses.replace(params, seed=params.seed + repeat)
+        prompt = job.prompts[choice // job.n]
         self._running[choice] = self._model.engine.submit(
-            job.prompts[choice // job.n],
+            prompt,
             params,
-            output=self._model.reply_text(job.stops),
+            output=self._model.reply_text(job.stops, prompt),
             on_event=self._sink(choice),
             session=job.session,
             timeout=job.timeout,
+            boundaries=job.boundaries[choice // job.n],
         )
         self._stage[choice] = "queued"
         self._submitted[choice] = time.monotonic()

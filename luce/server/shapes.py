@@ -60,6 +60,7 @@ class Choice:
         self.finished: Finished | None = None
         self.first_token: float | None = None
         self.started: float | None = None
+        self.cached = 0
         #: characters before the next token, for `text_offset`
         self.offset = len(echo or "")
         self.decoder = Detokenizer(model.tokenizer)
@@ -125,6 +126,8 @@ class Shape(ABC):
         else:
             if isinstance(event, Started):
                 choice.started = time.monotonic()
+            elif isinstance(event, Progress):
+                choice.cached = event.cached
             elif isinstance(event, PromptScores):
                 choice.scores = event.tokens
             return Said("")
@@ -169,7 +172,12 @@ class Shape(ABC):
         """The chunk for a processed piece of the prompt."""
         started = self.choices[index].started
         passed = 0.0 if started is None else time.monotonic() - started
-        figures = {"total": event.total, "cache": 0, "processed": event.done, "time_ms": round(passed * 1000, 3)}
+        figures = {
+            "total": event.total,
+            "cache": event.cached,
+            "processed": event.done,
+            "time_ms": round(passed * 1000, 3),
+        }
         return {**self._chunk(self._delta(index, None)), "prompt_progress": figures}
 
     def closing(self, index: int) -> Json:
@@ -210,6 +218,7 @@ class Shape(ABC):
             "seed": finished.seed,
             "thinking_tokens": choice.thinking,
             "content_tokens": finished.timings.predicted_tokens - choice.thinking,
+            "cache": {"tier": finished.timings.cache_tier},
         }
         return {"finish_reason": "length" if cause else "stop", "finish_details": details}
 
@@ -246,6 +255,7 @@ class Shape(ABC):
             predicted=now - first,
             prompt_tokens=len(choice.prompt),
             predicted_tokens=len(choice.tokens),
+            cached_tokens=choice.cached,
         )
 
     def figures(self, arrived: float) -> Json:
@@ -256,12 +266,19 @@ class Shape(ABC):
         predicted = max((end.timings.predicted for end in ends), default=0.0)
         return {
             "prompt": sum(len(ids) for ids in self._job.prompts),
+            "cached": self._cached(),
             "out": out,
             "finish": ",".join(sorted({end.reason.value for end in ends})) or None,
             "queue": max((end.timings.queued for end in ends), default=None),
             "ttft": min(firsts) - arrived if firsts else None,
             "decode": f"{out / predicted:.1f}t/s" if predicted else None,
         }
+
+    def _cached(self) -> str:
+        """Tokens from the prefix cache, and where it had the most of them from."""
+        ends = [choice.finished.timings for choice in self.choices if choice.finished is not None]
+        most = max(ends, key=lambda timings: timings.cached_tokens, default=Timings())
+        return f"{sum(choice.cached for choice in self.choices)}/{most.cache_tier}"
 
 
 class ChatShape(Shape):

@@ -9,7 +9,9 @@ from typing import Any
 
 from luce.errors import RequestError
 from luce.models.spec import Markers
+from luce.text.boundaries import Boundaries
 from luce.text.reasoning import ReasoningSplitter, reasoning_splitter
+from luce.text.replay import TokenMemory
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 
@@ -35,6 +37,8 @@ class ChatFormat:
         self.template = template
         self._tokenizer = tokenizer
         self._reasoning = reasoning
+        self._boundaries = Boundaries(tokenizer)
+        self._memory = TokenMemory(tokenizer)
 
     def text(
         self,
@@ -58,13 +62,31 @@ class ChatFormat:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> list[int]:
-        """The prompt as ids, with BOS if the tokenizer wants one and the template wrote none. Raises RequestError."""
+        """The prompt as ids, with BOS if the tokenizer wants one and the template wrote none. Raises RequestError.
+
+        Texts that `remember` knows have the ids that they had there.
+        """
         text, marks = self._render(messages, tools, add_generation_prompt, kwargs)
         tokenizer = self._tokenizer
         ids: list[int] = []
         for token, piece in tokenizer.special.cut(text):
-            ids += tokenizer.encode(piece.translate(marks), specials=False) if token is None else [token]
+            if token is not None:
+                ids.append(token)
+            else:
+                plain = piece.translate(marks)
+                ids += self._memory.recall(plain) or tokenizer.encode(plain, specials=False)
         return tokenizer.with_bos(ids)
+
+    def remember(self, prompt: Sequence[int], reply: Sequence[int]) -> None:
+        """Let a reply have the same ids when it is part of a later prompt, with what the prompt opened it with."""
+        opening = len(prompt)
+        while opening and not self._tokenizer.is_special(prompt[opening - 1]):
+            opening -= 1
+        self._memory.remember([*prompt[opening:], *reply])
+
+    def boundaries(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Lengths at which prompts that begin like this one are likely to part from it, ascending."""
+        return self._boundaries.find(prompt)
 
     def splitter(self, prompt: Sequence[int]) -> ReasoningSplitter | None:
         """What tells reasoning from content in a reply to a prompt; None if the model marks no reasoning."""

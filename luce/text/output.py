@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from luce.engine.sequence import TextOutput
 from luce.text.detokenizer import Detokenizer
@@ -14,10 +14,15 @@ class ReplyText(TextOutput):
     """One reply. Text is held back only while its tail is a proper prefix of a stop string.
 
     The stop string that is complete first ends the reply (of several that end together the longest), and the text is
-    cut before it. That makes the result independent of how the text falls into tokens.
+    cut before it. That makes the result independent of how the text falls into tokens. `remember` gets the ids at the
+    end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], remember: Callable[[Sequence[int]], None] | None = None
+    ) -> None:
+        self._remember = remember
+        self._ids: list[int] = []
         self._detokenizer = Detokenizer(tokenizer, continues=True)
         self._stops = tuple(stops)
         self._held = ""
@@ -30,10 +35,13 @@ class ReplyText(TextOutput):
 
     def push(self, token: int) -> str:
         """Text that is certain after one more token; nothing once a stop string was reached."""
+        self._ids.append(token)
         return self._release(self._detokenizer.push(token))
 
     def flush(self) -> str:
         """What was held back; unfinished bytes become U+FFFD. Empty if a stop string was reached."""
+        if self._remember is not None:
+            self._remember(self._ids)
         text = self._release(self._detokenizer.flush()) + self._held
         self._held = ""
         return text

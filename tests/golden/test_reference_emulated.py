@@ -7,6 +7,7 @@ import pytest
 
 from luce.runtime.device import Device
 from tests.golden.conftest import MakeDriver
+from tests.support.golden_checks import check_logits_in_chunks
 from tests.support.reference import Reference, check_logits
 
 SMALLEST = ("qwen3-a-MIX", "qwen35-a-Q8_0", "qwen35moe-a-Q4_0", "gemma4-e-Q4_0", "gemma4-moe-F32", "laguna-a-F32")
@@ -20,7 +21,13 @@ def test_logits(name: str, make_driver: MakeDriver, emulated: Device) -> None:
     rows = {}
     for prompt in ("1", "17"):
         (rows[f"logits_{prompt}"],) = driver.feed((driver.start(), reference.expected[f"prompt_{prompt}"]))
-    check_logits(reference, "bf16_activations", rows)
+    check_logits(reference, reference.kind(17), rows)
+
+
+@pytest.mark.parametrize("name", [name for name in SMALLEST if Reference(name).kind(6) == "int8_activations"])
+def test_logits_of_few_rows(name: str, make_driver: MakeDriver, emulated: Device) -> None:
+    reference = Reference(name)
+    check_logits_in_chunks(reference, make_driver(reference, [emulated]), reference.kind(6), 6)
 
 
 @smallest

@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from luce.models.spec import Activation
 from luce.ops.matmul import matmul
 from luce.ops.matmul_many import BLAS_ROWS
 from luce.ops.weight import Weight, WeightPart, upload_weight
 from luce.runtime.device import Device
 from tests.support import op_checks_matmul as checks
-from tests.support.quant_blocks import FORMATS, PLAIN, decoded, random_tensor
+from tests.support.emulated import EmulatedDevice
+from tests.support.quant_blocks import FORMATS, PLAIN, block_cols, decoded, random_tensor
+from tests.support.quantised import BYTES, seen
 
 pytestmark = pytest.mark.gpu
 
@@ -74,6 +77,29 @@ def test_company_of_many_rows_does_not_matter(gpu: Device) -> None:
     checks.check_company(gpu, "Q4_K", rows=300, cols=2816, counts=[17, 63, 64, 65, 128, BLAS_ROWS - 1])
 
 
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("lanes", [32, 64])
+def test_bytes_are_the_same_on_all_devices(gpu: Device, name: str, lanes: int) -> None:
+    for n in (1, 2, 8, 16):
+        checks.check_same_everywhere([gpu, EmulatedDevice(lanes)], name, 40, 5 * block_cols(name), n)
+
+
+@pytest.mark.parametrize(("n", "cols"), [(1, 5120), (5, 320), (16, 17408)])
+def test_quantise(gpu: Device, n: int, cols: int) -> None:
+    checks.check_quantise(gpu, n, cols)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_nan_stays_in_its_row(gpu: Device, name: str) -> None:
+    checks.check_nan_in_bytes(gpu, name)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("n", [1, 2, 7, 16])
+def test_quantised_gate(gpu: Device, activation: Activation, n: int) -> None:
+    checks.check_quantised_gate(gpu, activation, n, 17408)
+
+
 @pytest.mark.parametrize("n", [1, 2, 16, 17, 100])
 def test_parts_lie_side_by_side(gpu: Device, n: int) -> None:
     checks.check_parts(gpu, n)
@@ -104,6 +130,7 @@ def test_weights_beyond_two_gigabytes(gpu: Device, n: int) -> None:
     x = np.random.default_rng(1).standard_normal((n, 32768)).astype(np.float32)
     actual = gpu.download(matmul(gpu, gpu.upload(x), weight))
     w = decoded(tensor)[0].astype(np.float64)
+    x = seen(gpu, "Q8_0", x)
     limit = checks.product_limit(x, w[None], halves=checks.rounds_to_halves(gpu, "Q8_0", n))[:, 0]
     assert (np.abs(actual[:, -1] - x.astype(np.float64) @ w) <= limit).all()
     assert not actual[:, :-1].any()

@@ -105,3 +105,15 @@ def test_empty(gpu: Device) -> None:
 @pytest.mark.parametrize("n", [1, 17])
 def test_weights_beyond_two_gigabytes(gpu: Device, n: int) -> None:
     checks.check_far_expert(gpu, n)
+
+
+@pytest.mark.parametrize(
+    "types", [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("Q5_K", "Q8_0"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0")]
+)
+@pytest.mark.parametrize(("n", "shared"), [(1, "gated"), (5, "plain"), (16, "")])
+def test_expert_mlp(gpu: Device, types: tuple[str, str], n: int, shared: str) -> None:
+    checks.check_expert_mlp(gpu, types, n, 8, experts=20, inner=512, cols=1280, shared=shared)
+
+
+def test_experts_with_gates_and_ups_in_one_tensor(gpu: Device) -> None:
+    checks.check_expert_mlp(gpu, ("Q4_K", "Q6_K"), 3, 4, experts=9, inner=768, cols=512, shared="gated", together=True)

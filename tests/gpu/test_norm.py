@@ -37,3 +37,9 @@ def test_rows_do_not_depend_on_their_neighbours(gpu: Device, d: int, heads: int)
 
 def test_no_rows(gpu: Device) -> None:
     checks.check_no_rows(gpu)
+
+
+@pytest.mark.parametrize("adding", [False, True])
+@pytest.mark.parametrize(("n", "d"), [(1, 32), (3, 992), (9, 64), (2, 8704)])
+def test_quantised_norm(gpu: Device, n: int, d: int, adding: bool) -> None:
+    checks.check_quantised_norm(gpu, n, d, adding=adding)

@@ -54,7 +54,39 @@ async def test_a_stream_says_the_same_as_the_whole_reply() -> None:
     assert "".join(texts) == REPLY and all(texts) and "\ufffd" not in "".join(texts)
     assert end["choices"][0]["delta"] == {} and end["choices"][0]["finish_reason"] == "stop"
     assert all(event["choices"][0]["finish_reason"] is None for event in deltas)
-    assert usage["choices"] == [] and usage["usage"] == whole["usage"]
+    assert usage["choices"] == []
+    expected = {**whole["usage"], "prompt_tokens_details": {"cached_tokens": whole["usage"]["prompt_tokens"]}}
+    assert usage["usage"] == expected
+
+
+async def test_the_next_turn_reads_only_what_is_new() -> None:
+    async with running() as here:
+        first = {"role": "user", "content": "Tell me. " * 20}
+        reply = await here.chat(messages=[first])
+        known = reply["usage"]["total_tokens"]
+        turn = [first, {"role": "assistant", "content": REPLY}, {"role": "user", "content": "more"}]
+        body = {"messages": turn, "temperature": 0, "return_progress": True, "stream_options": {"include_usage": True}}
+        events = await here.events(CHAT, body)
+        progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+        # The last token of the reply ended it, and was not computed.
+        assert events[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": known - 1}
+        assert events[-1]["timings"]["cache_n"] == known - 1
+        assert events[-1]["timings"]["prompt_n"] == events[-1]["usage"]["prompt_tokens"] - known + 1
+        assert {p["cache"] for p in progress} == {known - 1} and progress[0]["processed"] == known - 1
+        assert await here.metric("luce_prefix_cache_hits_total") == 1
+        _, text, _ = await here.get("/metrics")
+        assert f'luce_prompt_tokens_total{{source="ram"}} {known - 1}.0' in text
+
+
+async def test_the_next_turn_of_a_recurrent_model_begins_behind_the_reply() -> None:
+    async with running(model={"recurrent": True}) as here:
+        first = {"role": "user", "content": "hi"}
+        said = await here.chat(messages=[first], return_token_ids=True)
+        ids = [*said["choices"][0]["prompt_token_ids"], *said["choices"][0]["token_ids"]]
+        turn = [first, {"role": "assistant", "content": REPLY}, {"role": "user", "content": "more"}]
+        reply = await here.chat(messages=turn, return_token_ids=True)
+        assert reply["choices"][0]["prompt_token_ids"][: len(ids)] == ids
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == len(ids) - 1
 
 
 async def test_no_usage_chunk_unless_asked() -> None:
@@ -102,6 +134,7 @@ async def test_stop_strings_cut_the_text(stop: Any) -> None:
             "seed": 0,
             "thinking_tokens": 0,
             "content_tokens": len("Héllo, wör".encode()),
+            "cache": {"tier": "none"},
         }
         events = await here.events(CHAT, {**HI, "stop": stop})
         assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == "Héllo, "

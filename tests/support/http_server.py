@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import io
 import json
 import socket
@@ -100,6 +101,9 @@ async def running(
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
             here = Running(f"http://127.0.0.1:{sock.getsockname()[1]}", server, scripted, client)
             yield here
+            # A client's generators that were dropped half-way end in tasks of their own, whenever they are collected.
+            gc.collect()
+            await asyncio.sleep(0)
             await here.quiet()
     finally:
         await runner.cleanup()

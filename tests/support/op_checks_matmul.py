@@ -8,13 +8,17 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.models.spec import Activation
 from luce.ops import matmul_many
+from luce.ops.activation import gated_activation, quantised_gated_activation
 from luce.ops.matmul import FEW_ROWS, matmul
 from luce.ops.matmul_many import halves
+from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.quant_blocks import decoded, random_tensor
+from tests.support.quantised import quantised, seen
 
 Matrix = NDArray[np.float32]
 
@@ -55,9 +59,10 @@ def check_product(device: Device, name: str, rows: int, cols: int, n: int) -> No
     actual = _product(device, x, [tensor])
     assert actual.dtype == np.float32
     assert actual.shape == (n, rows)
-    error = np.abs(actual - x.astype(np.float64) @ w.T)
+    met = seen(device, name, x)
+    error = np.abs(actual - met @ w.T)
     assert (error <= limit).all(), f"{(error / limit).max():.1f} times the limit"
-    reference = _product(HostDevice(), x, [tensor])
+    reference = _product(HostDevice(), met.astype(np.float32), [tensor])
     assert (np.abs(actual - reference.astype(np.float64)) <= 2 * limit).all()
 
 
@@ -141,6 +146,55 @@ def check_outliers(device: Device, n: int) -> None:
     assert (error <= product_limit(x, w, halves=True)).all()
 
 
+def check_same_everywhere(devices: Sequence[Device], name: str, rows: int, cols: int, n: int) -> None:
+    """Sums of bytes have the same bits on devices with tensor cores and without, of 32 and of 64 lanes."""
+    tensor = random_tensor(name, rows, cols, seed=15)
+    x = _x(n, cols, seed=16)
+    first, *others = (_product(device, x, [tensor]) for device in devices)
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+def check_quantise(device: Device, n: int, cols: int) -> None:
+    """The bytes, scales and sums of the definition; rows that are room only are zeros."""
+    wide = _x(n, cols + 5, seed=17) * np.float32(2.0) ** np.random.default_rng(3).integers(-30, 30, (n, 1))
+    wide = wide.astype(np.float32)
+    wide[0, 3 : 3 + 32] = 0
+    wide[-1, 3 : 3 + 32] *= np.float32(1e-38)
+    made = quantise(device, device.upload(wide)[:, 3 : 3 + cols])
+    values, scales = quantised(wide[:, 3 : 3 + cols])
+    sums = scales * values.sum(axis=2, dtype=np.int32).astype(np.float32)
+    actual, factors = device.download(made.values), device.download(made.scales)
+    assert made.shape == (n, cols)
+    np.testing.assert_array_equal(actual[:, :n].swapaxes(0, 1), values)
+    np.testing.assert_array_equal(factors[:, :n, 0].T, scales)
+    np.testing.assert_array_equal(factors[:, :n, 1].T, sums)
+    assert not actual[:, n:].any()
+    assert not factors[:, n:].any()
+
+
+def check_nan_in_bytes(device: Device, name: str) -> None:
+    """An infinity or a NaN makes NaN of its own row's results, and of no other's."""
+    tensor = random_tensor(name, 5, 256, seed=18)
+    x = _x(4, 256, seed=19)
+    clean = _product(device, x, [tensor])
+    x[1, 77], x[2, 255] = np.inf, np.nan
+    actual = _product(device, x, [tensor])
+    assert np.isnan(actual[1:3]).all()
+    np.testing.assert_array_equal(actual[[0, 3]], clean[[0, 3]])
+
+
+def check_quantised_gate(device: Device, activation: Activation, n: int, cols: int) -> None:
+    """In bytes what quantise makes of the gated activation; rows that are room only are zeros."""
+    both = device.upload(_x(n, 2 * cols + 3, seed=33))
+    gate, up = both[:, 1 : 1 + cols], both[:, cols + 3 :]
+    made = quantised_gated_activation(device, gate, up, activation)
+    again = quantise(device, gated_activation(device, gate, up, activation))
+    assert made.shape == (n, cols)
+    np.testing.assert_array_equal(device.download(made.values), device.download(again.values))
+    np.testing.assert_array_equal(device.download(made.scales), device.download(again.scales))
+
+
 def check_slices(device: Device, n: int, features: int) -> None:
     """Parts of several formats, F32 among them, with room for the unpacked weights of `features` features."""
     names = {"Q4_K": 7, "F16": 1, "F32": 3, "Q8_0": 130, "Q6_K": 12}
@@ -202,5 +256,5 @@ def check_empty(device: Device) -> None:
 
 
 def each_few() -> list[int]:
-    """The row counts that matmul_vec serves."""
+    """The row counts that kernels for few rows serve."""
     return list(range(1, FEW_ROWS + 1))

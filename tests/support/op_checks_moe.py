@@ -9,10 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.ops.moe import Gating, Routing, combine, expert_matmul, group, route
-from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts
+from luce.ops.moe_bytes import expert_mlp, expert_weights
+from luce.ops.quantise import quantise
+from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Device
 from tests.support.op_checks_matmul import product_limit, rounds_to_halves
 from tests.support.quant_blocks import decoded, random_tensor
+from tests.support.quantised import quantised, seen
 
 Floats = NDArray[np.float32]
 #: how each family routes; bare probabilities; everything at once, with negative scores. A bias is drawn from a few
@@ -325,3 +328,88 @@ def check_far_expert(device: Device, n: int) -> None:
     limit = product_limit(x, w, halves=rounds_to_halves(device, "Q8_0", n))
     assert (np.abs(actual[:, 0] - x.astype(np.float64) @ w.T) <= limit).all()
     assert not actual[:, 1].any()
+
+
+def _mlp(rng: np.random.Generator, name: str, down: str, experts: int, inner: int, cols: int) -> list[RawTensor]:
+    """Gates, ups and downs of experts, of a size that keeps results near 1."""
+    seeds = rng.integers(1000, size=3)
+    return [
+        random_tensor(name, experts * inner, cols, int(seeds[0])),
+        random_tensor(name, experts * inner, cols, int(seeds[1])),
+        random_tensor(down, experts * cols, inner, int(seeds[2])),
+    ]
+
+
+def _one_mlp(tensors: Sequence[RawTensor], expert: int, row: NDArray[np.float64]) -> NDArray[np.float64]:
+    """One expert's float64 result for a row of floats that its bytes stand for, its inner row quantised."""
+    inner = tensors[2].cols
+    gate, up = (decoded(t)[expert * inner : (expert + 1) * inner].astype(np.float64) @ row for t in tensors[:2])
+    values, scales = quantised((gate / (1 + np.exp(-gate)) * up)[None])
+    middle = (values * scales[..., None].astype(np.float64)).reshape(-1)
+    down = decoded(tensors[2])[expert * len(row) : (expert + 1) * len(row)].astype(np.float64)
+    result: NDArray[np.float64] = down @ middle
+    return result
+
+
+def check_expert_mlp(
+    device: Device,
+    types: tuple[str, str],
+    n: int,
+    k: int,
+    *,
+    experts: int,
+    inner: int,
+    cols: int,
+    shared: str,
+    together: bool = False,
+) -> None:
+    """Chosen experts and a shared one ("": none, "plain", "gated") against the formula in float64, and each row alone.
+
+    `together`: gates and ups are one tensor, as some files have them.
+    """
+    rng = np.random.default_rng(n + cols)
+    chosen, other = _mlp(rng, *types, experts, inner, cols), _mlp(rng, *types, 1, inner, cols)
+    x = rng.standard_normal((n, cols)).astype(np.float32) / 4
+    ids, weights = random_ids(n, k, experts), rng.random((n, k)).astype(np.float32)
+    gate = rng.standard_normal((n, 3)).astype(np.float32)
+    first = chosen[:2]
+    if together:
+        both = [t.raw.reshape(experts, inner, -1) for t in first]
+        first = [RawTensor("both", np.concatenate(both, axis=1).reshape(2 * experts * inner, -1), first[0].type, cols)]
+    placed = expert_weights(
+        upload_experts(device, first, experts), upload_experts(device, chosen[2:], experts), experts
+    )
+    beside = expert_weights(upload_weight(device, other[:2]), upload_weight(device, other[2:]), 1)
+    assert placed is not None
+    assert beside is not None
+    assert placed.joins(beside)
+
+    def work(rows: slice) -> Floats:
+        return device.download(
+            expert_mlp(
+                device,
+                quantise(device, device.upload(x[rows])),
+                device.upload(ids[rows]),
+                device.upload(weights[rows]),
+                placed,
+                "silu",
+                beside if shared else None,
+                device.upload(gate[rows])[:, 1:2] if shared == "gated" else None,
+            )
+        )
+
+    actual = work(slice(None))
+    assert actual.shape == (n, cols)
+    rows = seen(device, types[0], x)
+    expected = np.zeros((n, cols))
+    for row in range(n):
+        for slot in range(k):
+            expected[row] += weights[row, slot].astype(np.float64) * _one_mlp(chosen, ids[row, slot], rows[row])
+        if shared:
+            share = 1 / (1 + np.exp(-gate[row, 1].astype(np.float64))) if shared == "gated" else 1.0
+            expected[row] += share * _one_mlp(other, 0, rows[row])
+    # A value of the inner row that lies between two bytes may fall to either side: 1/127 of its block's largest.
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-3 * np.abs(expected).max())
+    assert np.median(np.abs(actual - expected)) <= 3e-5 * np.abs(expected).max()
+    for row in range(n):
+        np.testing.assert_array_equal(work(slice(row, row + 1))[0], actual[row])

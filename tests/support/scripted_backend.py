@@ -8,7 +8,8 @@ kept in `broken`, as the engine turns errors into events.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,8 @@ class ScriptedBackend:
     delay     seconds that each step takes
     script    the tokens to say (their logit is 30 above the hash's, which are in [0, 4))
     hook      called at the start of every forward: may wait, or raise to make the step fail
+    recurrent whether a slot's history is a state that has to be saved and restored, not only in the pages
+    resumes   whether sequences may be resumed behind pages alone, so that the pages tell what a slot's history is
     """
 
     def __init__(
@@ -57,7 +60,11 @@ class ScriptedBackend:
         delay: float = 0.0,
         script: Script | None = None,
         hook: Callable[[Step], None] | None = None,
+        recurrent: bool = False,
+        resumes: bool = False,
     ) -> None:
+        self.recurrent = recurrent
+        self.resumes = resumes
         self.vocab = vocab
         self.context = context
         self.slots = slots
@@ -67,6 +74,8 @@ class ScriptedBackend:
         self.delay = delay
         self.script = script
         self.hook = hook
+        #: a shard for each page group, and one for the recurrent state
+        self.layers = tuple(range(i, i + 1) for i in range(len(self.pages) + 1))
         #: the first violation of a contract
         self.broken: str | None = None
         #: (rows, spans) of every step that ran
@@ -94,6 +103,25 @@ class ScriptedBackend:
             raise
         self.steps.append((step.rows, len(step.spans)))
         return output
+
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        saved: dict[str, NDArray[np.generic]] = {
+            f"blk.{group}.k": self._rows[group][_rows_of(numbers)].copy()
+            for group, numbers in enumerate(pages)
+            if numbers
+        }
+        if slot is not None:
+            saved[f"blk.{len(self.pages)}.memory"] = np.array(self._seen[slot], np.int64)
+        return saved
+
+    def restore(
+        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
+    ) -> None:
+        for group, numbers in enumerate(pages):
+            if numbers:
+                self._rows[group][_rows_of(numbers)] = tensors[f"blk.{group}.k"]
+        if slot is not None:
+            self._seen[slot] = tensors[f"blk.{len(self.pages)}.memory"].tolist()
 
     def close(self) -> None:
         self.closed = True
@@ -161,24 +189,31 @@ class ScriptedBackend:
             for array in (view.table, view.first, view.count, view.dest):
                 assert array.dtype == np.int32, "views are int32"
             assert view.table.shape == view.first.shape and len(view.count) == len(view.table) == len(step.spans)
-            owner: dict[int, int] = {}
+            seen_by: Counter[int] = Counter()
+            written: set[int] = set()
             for index, span in enumerate(step.spans):
                 count = int(view.count[index])
                 pages, first = view.table[index, :count].tolist(), view.first[index, :count]
                 assert all(0 <= page < total for page in pages), "page outside the pool"
                 assert (np.diff(first) > 0).all(), "view is not sorted by position"
                 assert (first % PAGE == 0).all(), "page at a position between pages"
-                for page in pages:
-                    assert owner.setdefault(page, index) == index, f"page {page} is shared"
                 assert len(set(pages)) == count, "a page twice in one view"
-                dest = view.dest[span.start : span.start + span.rows]
-                assert {int(d) // PAGE for d in dest} <= set(pages), "row written to a page of someone else"
+                seen_by.update(pages)
+                dest = {int(d) // PAGE for d in view.dest[span.start : span.start + span.rows]}
+                assert dest <= set(pages), "row written to a page of someone else"
+                written |= dest
+            assert all(seen_by[page] == 1 for page in written), "row written to a shared page"
 
     def _write(self, step: Step, span: Span) -> None:
         own = slice(span.start, span.start + span.rows)
         seen = self._seen[span.slot]
         if span.position == 0:
             seen.clear()
+        elif self.resumes:
+            full = self.windows.index(None)
+            view, index = step.views[full], step.spans.index(span)
+            numbers = view.table[index, : view.count[index]].tolist()
+            seen[:] = self._rows[full][_rows_of(numbers), 0][: span.position].tolist()
         assert span.position == len(seen), f"slot {span.slot} has {len(seen)} positions, the span begins elsewhere"
         seen += step.tokens[own].tolist()
         for group, view in enumerate(step.views):
@@ -197,3 +232,7 @@ class ScriptedBackend:
         held = self._rows[group][place[visible]]
         assert (held[:, 1] == at[visible]).all(), f"a page of slot {span.slot} was written by someone else"
         assert (held[:, 0] == np.array(self._seen[span.slot][low:])).all(), f"slot {span.slot} lost its tokens"
+
+
+def _rows_of(pages: Sequence[int]) -> NDArray[np.int64]:
+    return (np.asarray(pages, np.int64)[:, None] * PAGE + np.arange(PAGE)).ravel()

@@ -114,6 +114,7 @@ class ScriptedModel:
         self.name = config.alias[0] if config.alias else "scripted"
         self.path = Path("scripted.gguf")
         self.context = context
+        self.chunk = config.chunk or 512
         self.fingerprint = "0123abcd"
         self.tokenizer_id = "default"
         self.spec = ModelSpec("scripted", 64, VOCAB, context, 1e-6, (), tied_head=True, dialect=Dialect(MARKERS))
@@ -125,8 +126,9 @@ class ScriptedModel:
             vocab=VOCAB,
             context=context,
             slots=config.parallel,
-            chunk=config.chunk,
+            chunk=self.chunk,
             script=saying(REPLY) if script is None else script,
+            resumes=True,
             **backend,
         )
         self.shard_times: tuple[ShardTimes, ...] = ()
@@ -134,13 +136,15 @@ class ScriptedModel:
             self.backend,
             eos=self.tokenizer.eos_ids,
             max_queue=config.max_queue,
-            chunk=config.chunk,
+            chunk=self.chunk,
             max_queue_seconds=config.max_queue_seconds,
             timeout=config.timeout,
+            cache_bytes=config.cache_ram << 20,
+            cache_interval=config.cache_interval,
         )
 
-    def reply_text(self, stops: Sequence[str] = ()) -> ReplyText:
-        return ReplyText(self.tokenizer, stops)
+    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> ReplyText:
+        return ReplyText(self.tokenizer, stops, lambda reply: self.chat.remember(prompt, reply))
 
     def detokenize(self, ids: Iterable[int]) -> str:
         decoder = Detokenizer(self.tokenizer)

@@ -69,7 +69,8 @@ def test_experts_are_read_as_far_as_rows_choose_them() -> None:
     for block in spec.blocks:
         if isinstance(block.mixer, GatedDeltaNet):
             net = block.mixer
-            state += 4 * (net.value_heads * net.head_dim**2 + (net.conv_kernel - 1) * net.channels)
+            # The matrix of each value head, and the inputs before the convolution of the q, k and v that it reads.
+            state += 4 * net.value_heads * (net.head_dim**2 + 3 * (net.conv_kernel - 1) * net.head_dim)
         else:
             keys += block.mixer.kv_heads * (block.mixer.head_dim // 32 * 34 + 2 * block.mixer.head_dim)
     for rows in (1, 2, 500):

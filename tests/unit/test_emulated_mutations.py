@@ -54,6 +54,7 @@ def _reduce(device: Device) -> None:
 def _norm(device: Device) -> None:
     op_checks_norm.check_rms_norm(device, 2, 1000)
     op_checks_norm.check_add_rms_norm(device, 2, 1000)
+    op_checks_norm.check_quantised_norm(device, 3, 992, adding=True)
     op_checks_norm.check_add_rms_norm(device, 2, 8203)
     op_checks_norm.check_head_rms_norm(device, 2, 5, 80)
 
@@ -67,13 +68,13 @@ def _attention(device: Device) -> None:
 
 def _attention_mma(device: Device) -> None:
     op_checks_attention.check_shape(device, 6, 2, 48, [(63, 3), (250, 20)])
-    op_checks_attention.check_shape(device, 1, 1, 16, [(4093, 6)])  # splits of two lengths
     op_checks_attention.check_missing_pages(device)
 
 
 def _attention_wgmma(device: Device) -> None:
     device.products |= {"WGMMA"}
     _attention_mma(device)
+    op_checks_attention.check_shape(device, 6, 1, 16, [(4093, 6)])  # splits of two lengths
 
 
 def _deltanet(device: Device) -> None:
@@ -87,7 +88,17 @@ def _deltanet_chunk(device: Device) -> None:
 
 
 def _matmul_vec(device: Device) -> None:
-    op_checks_matmul.check_product(device, "Q8_0", rows=9, cols=4096, n=3)
+    op_checks_matmul.check_product(device, "F16", rows=9, cols=4096, n=3)
+
+
+def _dot_s8(device: Device) -> None:
+    for n in (1, 3):
+        op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=2560, n=n)
+
+
+def _moe_s8(device: Device) -> None:
+    # So many slots that they take turns.
+    op_checks_moe.check_expert_mlp(device, ("Q8_0", "Q8_0"), 1, 16, experts=20, inner=64, cols=64, shared="gated")
 
 
 def _matmul_tile(device: Device) -> None:
@@ -118,16 +129,19 @@ def _moe_matmul(device: Device) -> None:
 #: per source what its mutations must fail
 CHECKS: dict[str, Callable[[Device], None]] = {
     "attention.cu": _attention,
-    "attention_mma.cu": _attention_mma,
+    "attention_mma.cu": _attention_wgmma,
     "attention_sync.h": _attention_mma,
     "attention_tile.h": _attention_mma,
     "attention_wgmma.h": _attention_wgmma,
     "deltanet.cu": _deltanet,
     "deltanet_chunk.cu": _deltanet_chunk,
     "matmul_tile.cu": _matmul_tile,
+    "dot.h": _matmul_vec,
+    "dot_s8.h": _dot_s8,
     "matmul_vec.cu": _matmul_vec,
     "moe.cu": _moe,
     "moe_matmul.cu": _moe_matmul,
+    "moe_s8.cu": _moe_s8,
     "norm.cu": _norm,
     "reduce.h": _reduce,
     "half.cu": lambda device: op_checks_matmul.check_halves(device, (3, 2100), slots=False),

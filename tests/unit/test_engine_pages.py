@@ -123,3 +123,65 @@ def test_a_reservation_that_fails_in_one_group_takes_nothing_of_the_others() -> 
     assert not pages.reserve(1, 640)
     pages.release(0)
     assert pages.reserve(1, 640)
+
+
+def test_a_shared_page_is_free_when_the_last_of_its_holders_is_gone() -> None:
+    pages = Pages((8,), (None,), slots=2, context=8 * PAGE, chunk=CHUNK)
+    (group,) = pages.groups
+    assert pages.reserve(0, 3 * PAGE) and pages.reserve(1, 3 * PAGE)
+    pages.extend(0, 0, 2 * PAGE)
+    shared = group.held(0)
+    for page in shared:
+        group.keep(page)
+    group.resume(1, 2 * PAGE + 1, [shared[0], None])
+    held = group.held(1)
+    assert held[0] == shared[0] and len(set(held) | set(shared)) == 4
+    pages.release(0)
+    assert (pages.used, group.free, group.spare) == (3, 4, 1)
+    assert group.idle(shared[1]) and not group.idle(shared[0])
+    group.drop(shared[0])
+    assert group.free == 4
+    pages.release(1)
+    assert (pages.used, group.free, group.spare) == (0, 7, 1)
+    group.drop(shared[1])
+    assert (group.free, group.spare) == (8, 0)
+
+
+def test_spare_pages_are_reclaimed_when_promised_ones_are_taken() -> None:
+    pages = Pages((4,), (None,), slots=1, context=4 * PAGE, chunk=CHUNK)
+    (group,) = pages.groups
+    asked = []
+
+    def reclaim(count: int) -> None:
+        asked.append(count)
+        while group.free < count:
+            group.drop(kept.pop())
+
+    group.reclaim = reclaim
+    assert pages.reserve(0, 4 * PAGE)
+    pages.extend(0, 0, 3 * PAGE)
+    kept = group.held(0)
+    for page in kept:
+        group.keep(page)
+    pages.release(0)
+    assert pages.reserve(0, 4 * PAGE)
+    pages.extend(0, 0, PAGE)
+    assert asked == []
+    pages.extend(0, PAGE, 2 * PAGE)
+    assert asked == [2] and len(kept) == 1
+    pages.yield_all(0)
+    assert (pages.used, group.spare, group.free) == (0, 1, 3)
+    assert not pages.reserve(0, 5 * PAGE)
+
+
+@pytest.mark.parametrize("window", [1, 40, 64, 65, 130])
+def test_a_resumed_window_holds_what_the_next_row_sees(window: int) -> None:
+    for length in range(1, 400, 7):
+        pages = Pages((20,), (window,), slots=1, context=CONTEXT, chunk=CHUNK)
+        (group,) = pages.groups
+        assert pages.reserve(0, CONTEXT)
+        group.resume(0, length)
+        seen = {p // PAGE for p in range(max(0, length - window + 1), length + 1)}
+        assert pages.used == len(seen & set(range(-(-length // PAGE))))
+        pages.extend(0, length, 1)
+        assert pages.used == len(seen)

@@ -41,6 +41,7 @@ def test_heads_of_all_sizes(emulated: Device, heads: int, kv_heads: int, d: int)
         [(300, 1)],
         [(500, 1), (0, 20), (257, 3), (600, 1)],
         [(255, 2), (0, 1)],
+        [(4093, 6)],
     ],
 )
 def test_spans_of_all_lengths(emulated: Device, lengths: Sequence[tuple[int, int]]) -> None:

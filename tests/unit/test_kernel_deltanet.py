@@ -14,7 +14,7 @@ def test_formula(emulated: Device, lengths: tuple[int, ...], decay: checks.Decay
     checks.check_formula(emulated, lengths, key_heads=1, heads=2, d=64, decay=decay)
 
 
-@pytest.mark.parametrize(("key_heads", "heads", "d"), [(2, 6, 64), (3, 3, 64), (1, 2, 128)])
+@pytest.mark.parametrize(("key_heads", "heads", "d"), [(2, 6, 64), (3, 3, 64), (1, 5, 64), (1, 2, 128)])
 def test_shapes(emulated: Device, key_heads: int, heads: int, d: int) -> None:
     checks.check_formula(emulated, (3, 70), key_heads=key_heads, heads=heads, d=d)
 

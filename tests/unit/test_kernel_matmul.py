@@ -1,13 +1,16 @@
-"""matmul_vec.cu, matmul_tile.cu, half.cu and dequant.cu of kernels/ on the emulated device."""
+"""matmul_vec, matmul_s8, quantise, matmul_tile, half and dequant of kernels/ on the emulated device."""
 
 from __future__ import annotations
 
 import pytest
 
+from luce.models.spec import Activation
 from luce.ops.matmul_many import BLAS_ROWS
 from luce.runtime.device import Device
 from tests.support import op_checks_matmul as checks
+from tests.support.emulated import EmulatedDevice
 from tests.support.quant_blocks import FORMATS, PLAIN, block_cols
+from tests.support.quantised import BYTES
 
 # Row counts one below, at and above what a variant of matmul_vec holds would compile them all for every format; each
 # format meets one variant here, and one format meets all of them below.
@@ -37,12 +40,41 @@ def test_tiles_of_every_shape(emulated: Device, rows: int, n: int) -> None:
     checks.check_product(emulated, "Q8_0", rows=rows, cols=96, n=n)
 
 
-def test_company_of_few_rows_does_not_matter(emulated: Device) -> None:
-    checks.check_company(emulated, "Q4_K", rows=11, cols=1280, counts=checks.each_few())
+@pytest.mark.parametrize(("name", "cols"), [("F16", 1280), ("Q5_1", 320)])
+def test_company_of_few_rows_does_not_matter(emulated: Device, name: str, cols: int) -> None:
+    checks.check_company(emulated, name, rows=11, cols=cols, counts=checks.each_few())
 
 
-def test_company_of_many_rows_does_not_matter(emulated: Device) -> None:
-    checks.check_company(emulated, "Q8_0", rows=5, cols=160, counts=[17, 64, 65, 70])
+@pytest.mark.parametrize(
+    ("name", "rows", "cols"),
+    [("Q4_K", 37, 1280), ("Q5_K", 9, 768), ("Q6_K", 21, 1280), ("Q8_0", 19, 1312), ("Q4_0", 7, 96)],
+)
+def test_company_in_bytes_does_not_matter(emulated: Device, name: str, rows: int, cols: int) -> None:
+    checks.check_company(emulated, name, rows, cols, counts=[1, 2, 3, 8, 9, 16])
+
+
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("n", [1, 7, 16])
+def test_bytes_are_the_same_on_all_devices(name: str, n: int) -> None:
+    devices = [EmulatedDevice(32), EmulatedDevice(64)]
+    for rows, cols in ((18, 5 * block_cols(name)), (3, block_cols(name))):
+        checks.check_same_everywhere(devices, name, rows, cols, n)
+
+
+@pytest.mark.parametrize(("n", "cols"), [(1, 32), (2, 512), (5, 320), (16, 96)])
+def test_quantise(emulated: Device, n: int, cols: int) -> None:
+    checks.check_quantise(emulated, n, cols)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_nan_stays_in_its_row(emulated: Device, name: str) -> None:
+    checks.check_nan_in_bytes(emulated, name)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize(("n", "cols"), [(1, 32), (3, 352)])
+def test_quantised_gate(emulated: Device, activation: Activation, n: int, cols: int) -> None:
+    checks.check_quantised_gate(emulated, activation, n, cols)
 
 
 @pytest.mark.parametrize("n", [2, 17])

@@ -1,4 +1,4 @@
-"""kernels/moe.cu and kernels/moe_matmul.cu on the emulated device."""
+"""moe, moe_matmul and moe_s8 of kernels/ on the emulated device."""
 
 from __future__ import annotations
 
@@ -106,3 +106,18 @@ def test_block(emulated: Device, family: str, n: int) -> None:
 
 def test_empty(emulated: Device) -> None:
     checks.check_empty(emulated)
+
+
+@pytest.mark.parametrize(("types", "n", "k", "inner", "cols", "shared"), [
+    (("Q4_K", "Q6_K"), 2, 3, 256, 256, "gated"), (("Q4_K", "Q4_K"), 1, 2, 512, 512, ""),
+    (("Q8_0", "Q8_0"), 3, 2, 96, 160, "plain"), (("Q4_0", "Q8_0"), 1, 8, 32, 64, "gated"),
+    (("Q5_K", "Q5_K"), 1, 1, 256, 256, "plain"),
+])  # fmt: skip
+def test_expert_mlp(
+    emulated: Device, types: tuple[str, str], n: int, k: int, inner: int, cols: int, shared: str
+) -> None:
+    checks.check_expert_mlp(emulated, types, n, k, experts=9, inner=inner, cols=cols, shared=shared)
+
+
+def test_experts_with_gates_and_ups_in_one_tensor(emulated: Device) -> None:
+    checks.check_expert_mlp(emulated, ("Q8_0", "Q4_0"), 2, 2, experts=4, inner=64, cols=128, shared="", together=True)

@@ -31,3 +31,9 @@ def test_rows_do_not_depend_on_their_neighbours(emulated: Device) -> None:
 
 def test_no_rows(emulated: Device) -> None:
     checks.check_no_rows(emulated)
+
+
+@pytest.mark.parametrize("adding", [False, True])
+@pytest.mark.parametrize(("n", "d"), [(1, 32), (3, 992), (9, 64), (2, 8704)])
+def test_quantised_norm(emulated: Device, n: int, d: int, adding: bool) -> None:
+    checks.check_quantised_norm(emulated, n, d, adding=adding)

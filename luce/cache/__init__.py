@@ -1,0 +1,13 @@
+"""What past sequences leave for later ones: prompts that begin alike are computed once.
+
+    tree         pure: token prefixes, in blocks of one page, and the points at which a sequence can be resumed
+    prefix       PrefixCache: blocks on the devices or in host memory, points with their states, eviction by bytes
+    disk         the disk behind it: the thread that writes, reading ahead of the devices
+    store        a directory of snapshots: find, write, read, give up (FORMAT.md)
+    manifest     what a snapshot is of, and which files hold it
+    part         one file of tensors: compressed and checked frames
+    fingerprint  which model a snapshot is of
+
+Not here: which positions are worth a point (luce.engine decides when, luce.text finds chat boundaries). Called by
+luce.engine on its thread; calls luce.backend through its Backend protocol.
+"""

@@ -1,0 +1,433 @@
+"""The disk behind the prefix cache: a thread that writes snapshots, and reading them ahead of the devices.
+
+The engine's thread hands over a few pages at a time, only while little waits to be written, so that neither memory nor
+any token's time goes to saving. Whatever the disk does, serving goes on: what cannot be written is skipped, what cannot
+be read is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.cache.part import DamagedError, Frame, PartReader
+from luce.cache.store import Entry, Reader, Store, StoreFullError, Writer, verify
+from luce.cache.tree import Tensors
+from luce.errors import LuceError
+from luce.runtime.step import PAGE, Int32
+
+_log = logging.getLogger(__name__)
+
+#: pieces that may wait to be written
+_WAITING = 2
+#: pages that are read together, and so many times that ahead of the devices
+_BATCH, _AHEAD = 16, 4
+_WORKERS = min(16, os.cpu_count() or 1)
+#: after so many failures in a row, nothing is written for a while
+_FAILURES, _PAUSE_SECONDS = 3, 60.0
+_WARN_SECONDS = 60.0
+#: how long the first request waits for the directory, which is read at the start
+_PATIENCE = 5.0
+#: what the piece of work that is under way gets when all ends
+_LEAST_SECONDS = 1.0
+
+
+@dataclass
+class DiskStats:
+    """Counters since the start, beside the state at one moment. Seconds are of work, not of waiting."""
+
+    bytes: int = 0
+    budget: int = 0
+    entries: int = 0
+    hits: int = 0
+    tokens: int = 0
+    saves: int = 0
+    skipped: int = 0
+    failures: int = 0
+    evictions: int = 0
+    quarantines: int = 0
+    written: int = 0
+    raw: int = 0
+    save_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """A length at which sequences can be resumed, for people.
+
+    `tier`: ram or disk. `age` and `idle` in seconds since it was made and since it was of use; None in memory, where
+    only the order is known. `unusable` says why a snapshot on the disk is not used.
+    """
+
+    id: str
+    tier: str
+    tokens: int
+    bytes: int
+    age: float | None = None
+    idle: float | None = None
+    unusable: str = ""
+
+
+class DiskTier:
+    """Snapshots of one model under `directory`.
+
+    identify  gives the model's id; may take long, so it is called on the writing thread
+    known     whether it takes no time; a request then waits for the directory
+    layers    of each shard: a file for each
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        budget: int,
+        identify: Callable[[], str],
+        known: bool,
+        layers: Sequence[range],
+        on_open: Callable[[Store], None] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.stats = DiskStats(budget=budget)
+        #: called after each piece of work that the writing thread has done
+        self.wake: Callable[[], object] = lambda: None
+        self._layers = tuple(layers)
+        self._identify = identify
+        self._known = known
+        self._on_open = on_open
+        self._budget = budget
+        self._store: Store | None = None
+        self._opened = threading.Event()
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._waiting = 0
+        self._count = threading.Lock()
+        self._row = 0
+        self._paused = self._warned = 0.0
+        self._unfinished: Save | None = None
+        self._workers = ThreadPoolExecutor(_WORKERS, "luce-cache")
+        self._thread = threading.Thread(target=self._main, name="luce-cache-write", daemon=True)
+        self._thread.start()
+
+    @property
+    def store(self) -> Store | None:
+        """The directory; None until it is read, and if it cannot be."""
+        return self._store
+
+    @property
+    def works(self) -> bool:
+        """Whether something can be written, now or soon."""
+        if self._known:
+            self._opened.wait(_PATIENCE)
+        return self._store is not None and time.monotonic() >= self._paused
+
+    @property
+    def room(self) -> bool:
+        """Whether another piece may be handed over now."""
+        return self._store is not None and self._waiting < _WAITING and time.monotonic() >= self._paused
+
+    def snapshot_stats(self) -> DiskStats:
+        """The counters, with the state of now. Any thread may ask."""
+        store = self._store
+        if store is not None:
+            self.stats.bytes, self.stats.entries = store.nbytes, len(store.entries)
+            self.stats.evictions, self.stats.quarantines = store.evictions, store.quarantines
+        return self.stats
+
+    def contents(self) -> list[CachedPrefix]:
+        """The snapshots of this model that can be resumed, what was of use last first."""
+        store, now = self._store, time.time()
+        entries = [] if store is None else [e for e in store.entries if e.manifest.model == store.model]
+        return [
+            CachedPrefix(
+                id=entry.manifest.id,
+                tier="disk",
+                tokens=entry.manifest.length,
+                bytes=entry.manifest.nbytes,
+                age=now - entry.manifest.created,
+                idle=now - entry.used,
+                unusable=entry.unusable,
+            )
+            for entry in sorted(entries, key=lambda entry: -entry.used)
+            if entry.manifest.point
+        ]
+
+    def forget(self) -> None:
+        """Give up all snapshots of this model, behind what is being written."""
+        store = self._store
+        if store is not None:
+            self._post(lambda: store.clear(store.model))
+
+    def close(self, seconds: float) -> None:
+        """Write what was handed over, for so long at most, and stop."""
+        self._post(None)
+        self._thread.join(seconds + _LEAST_SECONDS)
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    # --- for the engine's thread: reading
+
+    def find(self, ids: Int32, beyond: int) -> list[Entry]:
+        """Snapshots of prefixes of `ids` of more than `beyond` tokens, longest first."""
+        if self._known:
+            self._opened.wait(_PATIENCE)
+        return [] if self._store is None else self._store.find(ids, beyond)
+
+    def open(self, entry: Entry) -> Reader:
+        """Opens a snapshot. Raises DamagedError or OSError."""
+        assert self._store is not None
+        return self._store.reader(entry)
+
+    def stream(self, reader: Reader, low: int, high: int) -> Iterator[tuple[int, int, Tensors]]:
+        """(first, count, tensors) of the pages [low, high) of a snapshot, decoded ahead. Raises DamagedError."""
+        ahead: deque[tuple[int, int, dict[str, Future[NDArray[np.generic]]]]] = deque()
+        at = low
+        try:
+            for first, count, named in _batches(reader, low, high):
+                if first != at:
+                    break
+                at += count
+                ahead.append((first, count, {n: self._workers.submit(_decode, f) for n, f in named.items()}))
+                if len(ahead) >= _AHEAD:
+                    yield _result(ahead.popleft())
+            if at != high:
+                raise DamagedError(f"{reader.manifest.id}: page {at} is missing")
+            while ahead:
+                yield _result(ahead.popleft())
+        finally:
+            for _, _, futures in ahead:
+                for future in futures.values():
+                    future.cancel()
+
+    def state(self, reader: Reader) -> tuple[Tensors, NDArray[np.float32] | None]:
+        """(state, logits) of a snapshot's point. Raises DamagedError."""
+        futures = {frame.name: self._workers.submit(part.read, frame) for part, frame in reader.state_frames()}
+        return {name: future.result() for name, future in futures.items()}, reader.logits()
+
+    def loaded(self, entry: Entry, seconds: float) -> None:
+        """A snapshot was of use."""
+        self.stats.hits += 1
+        self.stats.tokens += entry.manifest.length
+        self.stats.load_seconds += seconds
+        assert self._store is not None
+        store = self._store
+        self._post(lambda: store.touch(entry))
+
+    def failed(self, entry: Entry, error: Exception) -> None:
+        """A snapshot could not be read or restored: it is left alone, and looked at behind the scenes."""
+        _log.warning("snapshot %s is not used: %s", entry.manifest.id, error)
+        entry.unusable = str(error)
+        if isinstance(error, DamagedError | OSError):
+            self._post(lambda: self._check(entry))
+
+    # --- for the engine's thread: writing
+
+    def missing(self, ids: Int32) -> tuple[Entry | None, int] | None:
+        """See Store.missing."""
+        assert self._store is not None
+        return self._store.missing(ids)
+
+    def save(self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool) -> Save:
+        """Begin to write a snapshot of about `raw` bytes."""
+        return Save(self, ids, parent, first, raw, passing)
+
+    # --- for Save
+
+    def post(self, task: Callable[[], object], save: Save) -> None:
+        """Let the writing thread do a piece of a snapshot; a failure ends the snapshot."""
+
+        def run() -> None:
+            if save.over:
+                return
+            self._unfinished = save
+            started = time.monotonic()
+            try:
+                task()
+                self.stats.save_seconds += time.monotonic() - started
+            except Exception as error:
+                save.end()
+                self._fail(error)
+
+        self._post(run)
+
+    def written(self, raw: int, stored: int) -> None:
+        """A snapshot is complete."""
+        self.stats.saves += 1
+        self.stats.raw += raw
+        self.stats.written += stored
+        self._row = 0
+        self._unfinished = None
+
+    def writer(self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool) -> Writer:
+        """See Store.writer."""
+        assert self._store is not None
+        self._store.rescan()
+        return self._store.writer(ids, parent, first, raw, passing=passing, spread=self._workers.map)
+
+    @property
+    def layers(self) -> tuple[range, ...]:
+        """Of each shard."""
+        return self._layers
+
+    # --- the writing thread
+
+    def _post(self, task: Callable[[], object] | None) -> None:
+        with self._count:
+            self._waiting += 1
+        self._tasks.put(task)
+
+    def _main(self) -> None:
+        try:
+            self._store = Store(self.directory, self._identify(), self._budget)
+            if self._on_open is not None:
+                self._on_open(self._store)
+        except Exception as error:
+            advice = "--kv-cache-dir names another directory, or off"
+            known = isinstance(error, OSError | LuceError)
+            _log.warning("prompts are not kept across restarts: %s (%s)", error, advice, exc_info=not known)
+        self._opened.set()
+        self.wake()
+        self._work()
+        if self._unfinished is not None:
+            self._unfinished.end()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception as error:
+                self._fail(error)
+            with self._count:
+                self._waiting -= 1
+            self.wake()
+
+    def _check(self, entry: Entry) -> None:
+        """Find out which part of a snapshot is damaged, if any."""
+        store = self._store
+        assert store is not None
+        try:
+            for part in store.chain(entry):
+                try:
+                    verify(part)
+                except DamagedError as error:
+                    store.quarantine(part, error)
+                    return
+            entry.unusable = ""
+        except (DamagedError, OSError):
+            # Removed by another server, or a disk that cannot be read now.
+            store.rescan()
+            entry.unusable = ""
+
+    def _fail(self, error: Exception) -> None:
+        self.stats.failures += 1
+        self._row += 1
+        if self._row >= _FAILURES:
+            self._row, self._paused = 0, time.monotonic() + _PAUSE_SECONDS
+        if not isinstance(error, OSError | LuceError):
+            _log.error("a snapshot could not be written", exc_info=error)
+        elif time.monotonic() >= self._warned:
+            self._warned = time.monotonic() + _WARN_SECONDS
+            advice = (
+                "raise --kv-cache-budget or free space" if isinstance(error, StoreFullError) else "look at the disk"
+            )
+            _log.warning("a snapshot was not written: %s; %s, or name another --kv-cache-dir", error, advice)
+
+
+class Save:
+    """One snapshot that is being written. Methods only hand over; what was handed over must not change."""
+
+    def __init__(self, tier: DiskTier, ids: Int32, parent: Entry | None, first: int, raw: int, passing: bool) -> None:
+        self._tier = tier
+        self._writer: Writer | None = None
+        #: whether it is written, failed or given up
+        self.over = False
+
+        def begin() -> None:
+            self._writer = tier.writer(ids, parent, first, raw, passing=passing)
+
+        tier.post(begin, self)
+
+    def pages(self, first: int, tensors: Tensors) -> None:
+        """Whole pages from number `first` on."""
+
+        def write() -> None:
+            assert self._writer is not None
+            self._writer.pages(first, tensors, self._tier.layers)
+
+        self._tier.post(write, self)
+
+    def finish(self, state: Tensors, logits: NDArray[np.float32] | None) -> None:
+        """The rest: what the point has beside pages."""
+
+        def write() -> None:
+            assert self._writer is not None
+            self._writer.state(state, logits, self._tier.layers)
+            manifest = self._writer.finish().manifest
+            self.over = True
+            self._tier.written(manifest.raw, manifest.nbytes)
+
+        self._tier.post(write, self)
+
+    def abort(self) -> None:
+        """Give up."""
+        self._tier.post(self.end, self)
+
+    def end(self) -> None:
+        """On the writing thread: nothing of it stays."""
+        self.over = True
+        if self._writer is not None:
+            self._writer.abort()
+
+
+def _batches(
+    reader: Reader, low: int, high: int
+) -> Iterator[tuple[int, int, dict[str, list[tuple[PartReader, Frame, slice]]]]]:
+    """Runs of pages joined to batches: (first, count, per tensor the frames and the rows of each that count)."""
+    first, count = low, 0
+    named: dict[str, list[tuple[PartReader, Frame, slice]]] = {}
+    for start, pages, frames in reader.runs:
+        begin, end = max(start, low), min(start + pages, high)
+        if begin >= end:
+            continue
+        if count and (count + end - begin > _BATCH or begin != first + count):
+            yield first, count, named
+            count, named = 0, {}
+        if not count:
+            first = begin
+        count += end - begin
+        for part, frame in frames:
+            rows = slice((begin - start) * PAGE, (end - start) * PAGE)
+            named.setdefault(frame.name, []).append((part, frame, rows))
+    if count:
+        yield first, count, named
+
+
+def _decode(frames: list[tuple[PartReader, Frame, slice]]) -> NDArray[np.generic]:
+    """The rows of several frames, one behind the other."""
+    _, model, _ = frames[0]
+    joined = np.empty((sum(rows.stop - rows.start for _, _, rows in frames), *model.shape[1:]), np.dtype(model.dtype))
+    at = 0
+    for part, frame, rows in frames:
+        count = rows.stop - rows.start
+        if count == frame.shape[0]:
+            part.read(frame, joined[at : at + count])
+        else:
+            joined[at : at + count] = part.read(frame)[rows]
+        at += count
+    return joined
+
+
+def _result(
+    batch: tuple[int, int, dict[str, Future[NDArray[np.generic]]]],
+) -> tuple[int, int, Tensors]:
+    first, count, futures = batch
+    return first, count, {name: future.result() for name, future in futures.items()}

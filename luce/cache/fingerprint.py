@@ -1,0 +1,73 @@
+"""Which model a snapshot is of: a digest of the files' contents and of whatever else gives its bytes their meaning."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_CHUNK = 32 << 20
+_THREADS = 4
+_REMEMBERED = 64
+
+
+def model_id(contents: str, meaning: Iterable[str]) -> str:
+    """32 hex digits from a content digest and, in order, the other things that count."""
+    hashed = hashlib.blake2b(contents.encode(), digest_size=16)
+    for text in meaning:
+        hashed.update(len(text.encode()).to_bytes(8, "little") + text.encode())
+    return hashed.hexdigest()
+
+
+def remembered(paths: Sequence[Path], record: Path) -> str | None:
+    """The content digest of files if `content_digest` noted it in `record` and they did not change since."""
+    try:
+        known = json.loads(record.read_text())
+        digest = known.get(_identity(paths))
+    except (OSError, ValueError, AttributeError):
+        return None
+    return digest if isinstance(digest, str) else None
+
+
+def content_digest(paths: Sequence[Path], record: Path) -> str:
+    """A digest of the bytes of files, wherever they lie. Reads all of them, and notes the result in `record`.
+
+    Raises OSError if a file cannot be read; a record that cannot be written is left out.
+    """
+    identity = _identity(paths)
+    hashed = hashlib.blake2b(digest_size=32)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for path in paths:
+            size = path.stat().st_size
+            hashed.update(size.to_bytes(8, "little"))
+            for part in pool.map(lambda at, path=path: _digest(path, at), range(0, size, _CHUNK)):
+                hashed.update(part)
+    digest = hashed.hexdigest()
+    with contextlib.suppress(OSError):
+        _note(record, identity, digest)
+    return digest
+
+
+def _digest(path: Path, at: int) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.blake2b(os.pread(file.fileno(), _CHUNK, at), digest_size=32).digest()
+
+
+def _identity(paths: Sequence[Path]) -> str:
+    facts = [os.stat(path) for path in paths]
+    return ";".join(f"{f.st_dev}:{f.st_ino}:{f.st_size}:{f.st_mtime_ns}" for f in facts)
+
+
+def _note(record: Path, identity: str, digest: str) -> None:
+    try:
+        known = json.loads(record.read_text())
+        entries = [(str(k), str(v)) for k, v in known.items() if k != identity][-_REMEMBERED:]
+    except (OSError, ValueError, AttributeError):
+        entries = []
+    new = record.with_name(f"{record.name}.{os.getpid()}")
+    new.write_text(json.dumps(dict([*entries, (identity, digest)])))
+    new.replace(record)

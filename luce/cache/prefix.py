@@ -1,0 +1,496 @@
+"""PrefixCache: what sequences computed, kept for those that begin alike.
+
+The pages of full attention stay where they are, in the devices' pools: a later sequence shares them, and writes behind
+them only, so nobody ever writes to a shared page. They take up no room of their own, as a sequence is promised pages
+long before it takes them; when the pool runs dry, the pages that were of no use for longest move to host memory. What
+cannot be shared is copied to the host when it is kept, and into the new sequence's own slot and pages when it is used:
+recurrent states, the pages of windowed groups (the last window of them), and the page that is not full yet.
+
+Host memory has a budget in bytes; when it is reached, the coldest points go, and their pages with them. Points that
+are worth it are written to the disk behind the replies (luce.cache.disk), and come back from there.
+Everything here runs on the engine's thread, which is the one that may call the backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.backend.backend import Backend
+from luce.cache.disk import CachedPrefix, DiskStats, DiskTier
+from luce.cache.manifest import keys, snapshot_id
+from luce.cache.part import DamagedError
+from luce.cache.store import Entry
+from luce.cache.tree import Block, Point, Segment, Tensors, Tree, tensor_bytes
+from luce.errors import LuceError
+from luce.runtime.step import PAGE, Int32
+
+_log = logging.getLogger(__name__)
+
+# Pages in one copy between host and devices: bounds what lies twice in host memory meanwhile.
+_BATCH = 16
+# Pages that are handed to the disk at a time: a millisecond or two of a GPU's time.
+_EXPORT = 4
+# Points that may wait for the disk; the oldest is skipped.
+_OFFERED = 16
+# Tokens that the disk must know beyond what memory does.
+_WORTH = 64
+
+
+class PagePool(Protocol):
+    """The account of one page group, as far as the cache takes part in it. See luce.engine.pages.GroupPages."""
+
+    window: int | None
+    free: int
+
+    def keep(self, page: int) -> None:
+        """The cache keeps a page beside the sequences that hold it."""
+
+    def drop(self, page: int) -> None:
+        """It does not any longer."""
+
+    def idle(self, page: int) -> bool:
+        """Whether nobody but the cache has the page."""
+
+    def seen_from(self, length: int) -> int:
+        """The first table entry that a sequence of `length` positions still sees."""
+
+    def entries(self, slot: int, low: int, high: int) -> list[int]:
+        """The pages in entries [low, high) of a slot."""
+
+    def resume(self, slot: int, length: int, shared: Sequence[int | None]) -> None:
+        """Let a slot hold what a sequence of `length` positions holds: shared pages, new ones where there are none."""
+
+    def yield_all(self, slot: int) -> None:
+        """Give back what a slot holds."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Where a prompt is resumed: `length` positions are there, the last point among them is `point`.
+
+    tier   "ram" or "disk", "none" if nothing was found
+    known  tokens of the prompt that lie in whole blocks of others, whether it could be resumed behind them or not
+    """
+
+    length: int
+    point: Point | None
+    tier: str
+    known: int
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A place in memory to resume at."""
+
+    length: int
+    blocks: tuple[Block, ...]
+    point: Point | None
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Numbers at one moment; counters since the start. `bytes` of host memory, `pages` on the devices."""
+
+    bytes: int = 0
+    budget: int = 0
+    points: int = 0
+    pages: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    tokens: int = 0
+    disk: DiskStats | None = None
+
+
+class PrefixCache:
+    """Over the pools of `backend`, one per page group.
+
+    `budget` in bytes of host memory. Points of less than `least` tokens are not written to `disk`.
+    """
+
+    def __init__(
+        self, backend: Backend, pools: Sequence[PagePool], budget: int, disk: DiskTier | None = None, least: int = 0
+    ) -> None:
+        self._backend = backend
+        self._pools = tuple(pools)
+        self._full = next((i for i, pool in enumerate(pools) if pool.window is None), None)
+        self._budget = budget
+        self._bytes = self._pages = 0
+        self._hits = self._misses = self._evictions = self._tokens = 0
+        self.tree = Tree()
+        self.disk = disk
+        self._least = least
+        self._offered: deque[Point] = deque()
+        self._export: Iterator[None] | None = None
+        #: whether a sequence can be resumed at points only, not behind any block
+        self.exact = backend.recurrent or any(pool.window is not None for pool in pools)
+
+    def stats(self) -> CacheStats:
+        """Numbers for people. Any thread may ask."""
+        return CacheStats(
+            bytes=self._bytes,
+            budget=self._budget,
+            points=len(self.tree.points),
+            pages=self._pages,
+            hits=self._hits,
+            misses=self._misses,
+            evictions=self._evictions,
+            tokens=self._tokens,
+            disk=None if self.disk is None else self.disk.snapshot_stats(),
+        )
+
+    def resume(self, prompt: Int32, slot: int) -> Hit:
+        """Put the longest prefix of a prompt that is known into a slot that holds nothing yet.
+
+        A whole prompt needs the logits of its last token, so it is resumed only at a point that has them.
+        """
+        found, known = self._find(prompt)
+        for entry in self._stored(prompt, 0 if found is None else found.length + _WORTH):
+            point = self._load(prompt, entry, slot)
+            if point is not None:
+                return Hit(point.length, point, "disk", max(known, point.length // PAGE * PAGE))
+            # Pages were taken and given back: what was found may be gone.
+            found, known = self._find(prompt)
+        if found is None or not self._share(found, slot):
+            self._misses += 1
+            return Hit(0, None, "none", known)
+        self._hits += 1
+        self._tokens += found.length
+        return Hit(found.length, found.point, "ram", known)
+
+    def keep(
+        self,
+        slot: int,
+        ids: Int32,
+        logits: NDArray[np.float32] | None = None,
+        *,
+        passing: bool,
+        after: Point | None = None,
+        save: bool = True,
+    ) -> Point | None:
+        """Keep what a slot holds: the state after exactly `ids`. None if that failed.
+
+        `after`: the point of the same sequence that this one follows; it becomes stale if it is a passing one. `save`:
+        whether it is worth writing to the disk.
+        """
+        state: Tensors = {}
+        if self.tree.find(ids) is None:
+            try:
+                state = self._backend.save(self._state_slot(slot), self._state_pages(slot, len(ids)))
+            except LuceError as error:
+                _log.warning("a prefix could not be kept: %s", error)
+                return None
+        point = self._admit(slot, ids, state, logits, passing=passing)
+        point.passing &= passing
+        point.stale = False
+        if after is not None and after is not point:
+            after.stale = after.passing
+        if save and self.disk is not None and point.length >= self._least:
+            self._offered.append(point)
+            if len(self._offered) > _OFFERED:
+                self._offered.popleft()
+                self.disk.stats.skipped += 1
+        return point
+
+    def contents(self) -> list[CachedPrefix]:
+        """What is kept, in memory and on the disk, what was of use last first."""
+        points = sorted(self.tree.points, key=lambda point: -point.used)
+        found = []
+        for point in points:
+            ((length, key),) = keys(self.tree.ids(point), [point.length])
+            found.append(CachedPrefix(snapshot_id(key, length), "ram", length, point.nbytes))
+        return found + ([] if self.disk is None else self.disk.contents())
+
+    def forget(self) -> list[CachedPrefix]:
+        """Give up all of it; returns what there was."""
+        found = self.contents()
+        self._offered.clear()
+        self.clear()
+        if self.disk is not None:
+            self.disk.forget()
+        return found
+
+    @property
+    def pending(self) -> bool:
+        """Whether `pump` has something to do now."""
+        return self.disk is not None and self.disk.room and bool(self._export or self._offered)
+
+    def pump(self) -> None:
+        """Hand a few pages to the disk, if some wait for it and it has room."""
+        if not self.pending:
+            return
+        if self._export is None:
+            self._export = self._exported(self._offered.popleft())
+        try:
+            next(self._export)
+        except StopIteration:
+            self._export = None
+
+    def flush(self, seconds: float) -> None:
+        """Write what waits to be written, for so long at most, and stop writing."""
+        if self.disk is None:
+            return
+        end = time.monotonic() + seconds
+        while (self._export or self._offered) and time.monotonic() < end and self.disk.works:
+            self.pump()
+            if not self.disk.room:
+                time.sleep(0.002)
+        self.disk.close(max(0.0, end - time.monotonic()))
+
+    def reclaim(self, count: int) -> None:
+        """Give up pages of full attention until `count` are free. There must be as many free or idle ones."""
+        assert self._full is not None
+        pool = self._pools[self._full]
+        while pool.free < count:
+            idle = (block for block in self.tree.blocks if block.page is not None and pool.idle(block.page))
+            coldest = nsmallest(min(count - pool.free, _BATCH), idle, key=lambda block: (block.used, -block.index))
+            for block in coldest:
+                if block.data is not None:
+                    self._displace(block)
+            lacking = sorted((block for block in coldest if block.data is None), key=lambda block: block.index)
+            if lacking and not self._spill(lacking):
+                self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        while self.tree.points:
+            self._evict(next(iter(self.tree.points)))
+
+    # What follows moves data.
+
+    def _find(self, prompt: Int32) -> tuple[_Found | None, int]:
+        """Where in memory a prompt can be resumed, and how many of its tokens lie in whole blocks."""
+        blocks, points = self.tree.match(prompt)
+        usable = [p for p in points if p.length < len(prompt) or p.logits is not None]
+        point = usable[-1] if usable else None
+        length = 0 if point is None else point.length
+        known = len(blocks) * PAGE
+        free = min(known, (len(prompt) - 1) // PAGE * PAGE)
+        if not self.exact and free > length:
+            return _Found(free, tuple(blocks[: free // PAGE]), None), known
+        if point is None:
+            return None, known
+        return _Found(length, tuple(blocks[: length // PAGE]), point), known
+
+    def _stored(self, prompt: Int32, beyond: int) -> list[Entry]:
+        return [] if self.disk is None else self.disk.find(prompt, beyond)
+
+    def _share(self, found: _Found, slot: int) -> bool:
+        """Put what was found in memory into a slot. False, and the slot holds nothing, if that failed."""
+        try:
+            self._hold(found.blocks, found.length, slot)
+            if found.point is not None:
+                pages = self._state_pages(slot, found.length)
+                self._backend.restore(self._state_slot(slot), pages, found.point.state)
+                found.point.stale = False
+        except LuceError as error:
+            _log.warning("a cached prefix could not be restored: %s", error)
+            self._yield_all(slot)
+            return False
+        return True
+
+    def _hold(self, blocks: Sequence[Block], length: int, slot: int) -> None:
+        """Let a slot hold the pages of `length` positions, with the contents of `blocks` in the first ones."""
+        # What is read below must not go when pages are taken for it.
+        absent = [(i, block, block.data) for i, block in enumerate(blocks) if block.page is None]
+        for group, pool in enumerate(self._pools):
+            pool.resume(slot, length, [block.page for block in blocks] if group == self._full else ())
+        if self._full is None:
+            return
+        pages = self._pools[self._full].entries(slot, 0, len(blocks))
+        for first, segment, at, count in _together(absent):
+            self._backend.restore(None, self._only(pages[first : first + count]), segment.rows(at, count))
+        for i, block, _ in absent:
+            if block.alive:
+                self._place(block, pages[i])
+
+    def _load(self, prompt: Int32, entry: Entry, slot: int) -> Point | None:
+        """Put a snapshot into a slot and into the tree. None, and the slot holds nothing, if that failed."""
+        assert self.disk is not None
+        started, length = time.monotonic(), entry.manifest.length
+        ids, whole = prompt[:length], length // PAGE
+        try:
+            with contextlib.closing(self.disk.open(entry)) as reader:
+                if not np.array_equal(reader.tokens(), ids[reader.manifest.first * PAGE :]):
+                    raise DamagedError("its tokens are others")
+                blocks, _ = self.tree.match(ids)
+                self._hold(blocks, length, slot)
+                if self._full is not None:
+                    pages = self._pools[self._full].entries(slot, 0, whole)
+                    for first, count, tensors in self.disk.stream(reader, len(blocks), whole):
+                        self._backend.restore(None, self._only(pages[first : first + count]), tensors)
+                state, logits = self.disk.state(reader)
+                self._backend.restore(self._state_slot(slot), self._state_pages(slot, length), state)
+        except (LuceError, OSError) as error:
+            self.disk.failed(entry, error)
+            self._yield_all(slot)
+            return None
+        point = self._admit(slot, ids, state, logits, passing=entry.manifest.passing)
+        self.disk.loaded(entry, time.monotonic() - started)
+        return point
+
+    def _admit(
+        self, slot: int, ids: Int32, state: Tensors, logits: NDArray[np.float32] | None, *, passing: bool
+    ) -> Point:
+        """The point at `ids`, new if there is none, with the pages that a slot holds."""
+        point = self.tree.find(ids)
+        if point is None:
+            point = self.tree.add(ids, state, None, passing=passing)
+            self._bytes += point.nbytes
+        if point.logits is None and logits is not None:
+            point.logits = logits
+            self._bytes += logits.nbytes
+        if self._full is not None:
+            trail = self.tree.trail(point)
+            for block, page in zip(trail, self._pools[self._full].entries(slot, 0, len(trail)), strict=True):
+                if block.page is None:
+                    self._place(block, page)
+        self._make_room(0)
+        return point
+
+    def _exported(self, point: Point) -> Iterator[None]:
+        """Hands a point to the disk; each turn is a bounded piece of work."""
+        assert self.disk is not None
+        ids = self.tree.ids(point)
+        missing = self.disk.missing(ids) if point in self.tree.points else None
+        if missing is None:
+            return
+        parent, first = missing
+        trail = self.tree.trail(point)[first:] if self._full is not None else []
+        save = None
+        for begin in range(0, len(trail), _EXPORT):
+            batch = trail[begin : begin + _EXPORT]
+            try:
+                tensors = self._read(batch) if all(block.alive for block in batch) else None
+            except LuceError as error:
+                _log.warning("a prefix could not be saved: %s", error)
+                tensors = None
+            if tensors is None:
+                if save is not None:
+                    save.abort()
+                return
+            if save is None:
+                raw = tensor_bytes(tensors) * len(trail) // len(batch) + point.nbytes
+                save = self.disk.save(ids, parent, first, raw, passing=point.passing)
+            save.pages(batch[0].index, tensors)
+            self._copied(batch, tensors)
+            yield
+        if save is None:
+            save = self.disk.save(ids, parent, first, point.nbytes, passing=point.passing)
+        save.finish(point.state, point.logits)
+
+    def _copied(self, blocks: Sequence[Block], tensors: Tensors) -> None:
+        """Blocks are in host memory as well: as long as there is room, they need not be copied again to leave it to
+        others on the devices."""
+        if self._bytes + tensor_bytes(tensors) <= self._budget and not any(block.data for block in blocks):
+            segment = Segment(tensors, len(blocks))
+            self._bytes += segment.page_bytes * len(blocks)
+            for index, block in enumerate(blocks):
+                block.data = segment, index
+
+    def _read(self, blocks: Sequence[Block]) -> Tensors:
+        """The contents of blocks, one behind the other."""
+        here = [block for block in blocks if block.page is not None]
+        tensors = self._backend.save(None, self._only([block.page for block in here if block.page is not None]))
+        if len(here) == len(blocks):
+            return tensors
+        saved, pieces = Segment(tensors, max(1, len(here))), []
+        for block in blocks:
+            segment, at = block.data or (saved, here.index(block))
+            pieces.append(segment.rows(at, 1))
+        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+    def _yield_all(self, slot: int) -> None:
+        for pool in self._pools:
+            pool.yield_all(slot)
+
+    def _state_slot(self, slot: int) -> int | None:
+        return slot if self._backend.recurrent else None
+
+    def _state_pages(self, slot: int, length: int) -> list[list[int]]:
+        """The pages of each group that belong to a point's state."""
+        end, whole = -(-length // PAGE), length // PAGE
+        return [
+            pool.entries(slot, whole if pool.window is None else pool.seen_from(length), end) for pool in self._pools
+        ]
+
+    def _only(self, pages: list[int]) -> list[list[int]]:
+        """Pages of full attention, and none of the other groups."""
+        return [pages if i == self._full else [] for i in range(len(self._pools))]
+
+    def _spill(self, blocks: list[Block]) -> bool:
+        """Move blocks to host memory, or give them up if there can be no room for them. False if the copy failed."""
+        assert self._full is not None
+        try:
+            tensors = self._backend.save(None, self._only([b.page for b in blocks if b.page is not None]))
+        except LuceError as error:
+            _log.warning("the prefix cache is dropped: %s", error)
+            return False
+        segment = Segment(tensors, len(blocks))
+        self._make_room(tensor_bytes(tensors))
+        for index, block in enumerate(blocks):
+            if block.alive:
+                block.data = segment, index
+                self._bytes += segment.page_bytes
+                self._displace(block)
+        return True
+
+    def _place(self, block: Block, page: int) -> None:
+        assert self._full is not None
+        block.page = page
+        self._pools[self._full].keep(page)
+        self._pages += 1
+
+    def _displace(self, block: Block) -> None:
+        assert self._full is not None and block.page is not None
+        self._pools[self._full].drop(block.page)
+        block.page = None
+        self._pages -= 1
+
+    def _make_room(self, size: int) -> None:
+        """Give up points until `size` more bytes fit, copies of what is on the devices before anything else."""
+        if self._bytes + size <= self._budget:
+            return
+        twice = [block for block in self.tree.blocks if block.data is not None and block.page is not None]
+        for block in sorted(twice, key=lambda block: block.used):
+            if self._bytes + size > self._budget and block.data is not None:
+                self._bytes -= block.data[0].page_bytes
+                block.data = None
+        while self._bytes + size > self._budget and (coldest := self.tree.coldest()) is not None:
+            self._evict(coldest)
+            self._evictions += 1
+
+    def _evict(self, point: Point) -> None:
+        self._bytes -= point.nbytes
+        for block in self.tree.remove(point):
+            if block.page is not None:
+                self._displace(block)
+            if block.data is not None:
+                self._bytes -= block.data[0].page_bytes
+                block.data = None
+
+
+def _together(
+    absent: Sequence[tuple[int, Block, tuple[Segment, int] | None]],
+) -> Iterator[tuple[int, Segment, int, int]]:
+    """(first entry, segment, its first page, pages) of what lies side by side both in a sequence and in a segment."""
+    begin = 0
+    for end in range(1, len(absent) + 1):
+        index, _, data = absent[end - 1]
+        assert data is not None
+        if end < len(absent) and absent[end][0] == index + 1 and absent[end][2] == (data[0], data[1] + 1):
+            continue
+        first, _, start = absent[begin]
+        assert start is not None
+        yield first, start[0], start[1], end - begin
+        begin = end

@@ -1,0 +1,177 @@
+"""Token prefixes as a tree. Pure: ids in, nodes out.
+
+A block is one page of tokens behind its parent's. A point marks a length at which something was kept: it hangs below
+the last whole block and adds the tokens of a page that is not full. Blocks live as long as a point lies behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.runtime.step import PAGE, Int32
+
+#: a shard's tensors by name, as luce.backend.shard saves them
+Tensors = Mapping[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Consecutive pages in host memory: tensors [pages * PAGE, ...]. Its blocks take up an equal share each."""
+
+    tensors: Tensors
+    pages: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return tensor_bytes(self.tensors) // self.pages
+
+    def rows(self, begin: int, count: int) -> Tensors:
+        """Some of the pages, without a copy."""
+        return {name: tensor[begin * PAGE : (begin + count) * PAGE] for name, tensor in self.tensors.items()}
+
+
+@dataclass(eq=False)
+class Block:
+    """PAGE tokens at positions [index * PAGE, (index + 1) * PAGE).
+
+    page    where their keys and values lie on the devices, in the page group of full attention
+    data    the same in host memory: a segment, and which of its pages
+    used    the tree's tick when it was last of use
+    alive   whether it is in the tree
+    """
+
+    parent: Block | None
+    tokens: bytes
+    index: int
+    page: int | None = None
+    data: tuple[Segment, int] | None = None
+    used: int = 0
+    alive: bool = True
+    children: dict[bytes, Block] = field(default_factory=dict)
+    points: dict[bytes, Point] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Point:
+    """What a sequence of `length` tokens needs beside its whole blocks.
+
+    tail     tokens behind the last whole block
+    state    recurrent states, pages of windowed groups, and the page that is not full
+    logits   float32 [vocab] of the last token, None if nobody asked for them
+    passing  whether a longer point of the same conversation makes it dispensable: `stale` then
+    """
+
+    block: Block
+    tail: bytes
+    length: int
+    state: Tensors
+    logits: NDArray[np.float32] | None
+    passing: bool
+    stale: bool = False
+    used: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return tensor_bytes(self.state) + (0 if self.logits is None else self.logits.nbytes)
+
+
+class Tree:
+    """All blocks and points."""
+
+    def __init__(self) -> None:
+        self._root = Block(None, b"", -1)
+        #: every block and every point, in order of arrival
+        self.blocks: dict[Block, None] = {}
+        self.points: dict[Point, None] = {}
+        self._tick = 0
+
+    def match(self, ids: Int32) -> tuple[list[Block], list[Point]]:
+        """The blocks that `ids` begin with, and all points at prefixes of `ids`, shorter ones first: of use now."""
+        self._tick += 1
+        blocks: list[Block] = []
+        points: list[Point] = []
+        block = self._root
+        while True:
+            rest = ids[(block.index + 1) * PAGE :]
+            tail = rest[:PAGE].tobytes()
+            found = [p for p in block.points.values() if tail.startswith(p.tail)]
+            points += sorted(found, key=lambda point: point.length)
+            child = block.children.get(tail)
+            if child is None:
+                break
+            blocks.append(child)
+            block = child
+        for node in blocks:
+            node.used = self._tick
+        for point in points:
+            point.used = self._tick
+        return blocks, points
+
+    def find(self, ids: Int32) -> Point | None:
+        """The point at exactly `ids`."""
+        block = self._root
+        for begin in range(0, len(ids) - PAGE + 1, PAGE):
+            child = block.children.get(ids[begin : begin + PAGE].tobytes())
+            if child is None:
+                return None
+            block = child
+        return block.points.get(_tail(ids))
+
+    def add(self, ids: Int32, state: Tensors, logits: NDArray[np.float32] | None, *, passing: bool) -> Point:
+        """A new point at `ids`, and the blocks that it needs."""
+        self._tick += 1
+        block = self._root
+        for begin in range(0, len(ids) - PAGE + 1, PAGE):
+            tokens = ids[begin : begin + PAGE].tobytes()
+            child = block.children.get(tokens)
+            if child is None:
+                child = block.children[tokens] = Block(block, tokens, block.index + 1)
+                self.blocks[child] = None
+            child.used = self._tick
+            block = child
+        point = Point(block, _tail(ids), len(ids), state, logits, passing, used=self._tick)
+        block.points[point.tail] = point
+        self.points[point] = None
+        return point
+
+    def remove(self, point: Point) -> list[Block]:
+        """Take a point away, and the blocks that no other point needs; returns these."""
+        del self.points[point], point.block.points[point.tail]
+        gone, block = [], point.block
+        while block.parent is not None and not block.children and not block.points:
+            del block.parent.children[block.tokens], self.blocks[block]
+            block.alive = False
+            gone.append(block)
+            block = block.parent
+        return gone
+
+    def coldest(self) -> Point | None:
+        """The point to give up first: stale ones, then the one that was of no use for longest."""
+        return min(self.points, key=lambda p: (not p.stale, p.used, -p.length), default=None)
+
+    def trail(self, point: Point) -> list[Block]:
+        """The blocks before a point, in order of position."""
+        trail, block = [], point.block
+        while block.parent is not None:
+            trail.append(block)
+            block = block.parent
+        return trail[::-1]
+
+    def ids(self, point: Point) -> Int32:
+        """The tokens of a point: int32 [length]."""
+        return np.frombuffer(b"".join([*(block.tokens for block in self.trail(point)), point.tail]), np.int32)
+
+
+def tensor_bytes(tensors: Tensors) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _tail(ids: Int32) -> bytes:
+    return ids[len(ids) // PAGE * PAGE :].tobytes()

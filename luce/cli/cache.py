@@ -1,0 +1,135 @@
+"""`luce cache`: the snapshots of prompts on the disk. A server that uses the same directory goes on meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from luce import config
+from luce.cache.part import DamagedError
+from luce.cache.store import LAYOUT, Entry, Store, verify
+from luce.cli.main import settings
+from luce.errors import UsageError
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what is asked. The exit status of `verify` is 1 if a snapshot is damaged."""
+    given = settings(arguments)
+    directory = config.cache_directory(given)
+    if directory is None:
+        raise UsageError("--kv-cache-dir off: there is no directory to look at", param="kv_cache_dir")
+    if not (directory / LAYOUT).is_dir():
+        print(f"luce: no snapshots in {directory}", file=sys.stderr)
+        return 0
+    try:
+        store = Store(directory, "", given.kv_cache_budget << 20)
+        actions: dict[str, Callable[[], int]] = {
+            "ls": lambda: _list(store, as_json=arguments.json),
+            "show": lambda: _show(_named(store, arguments.ids)),
+            "verify": lambda: _verify(store, _named(store, arguments.ids) if arguments.ids else store.entries),
+            "rm": lambda: _remove(store, arguments.ids, everything=arguments.all),
+            "gc": lambda: _collect(store),
+        }
+        return actions[arguments.action]()
+    except OSError as error:
+        raise UsageError(f"--kv-cache-dir {directory}: {error}", param="kv_cache_dir") from None
+
+
+def _named(store: Store, ids: list[str]) -> list[Entry]:
+    """The snapshots whose ids begin with these. Raises UsageError for one that is unknown, or short of being one."""
+    if not ids:
+        raise UsageError("luce cache: name a snapshot; `luce cache ls` lists them", param="ids")
+    found = []
+    for id in ids:
+        matching = [entry for entry in store.entries if entry.manifest.id.startswith(id)]
+        if len(matching) != 1:
+            raise UsageError(f"{id}: {len(matching) or 'no'} snapshots have an id that begins so", param="ids")
+        found += matching
+    return found
+
+
+def _list(store: Store, *, as_json: bool) -> int:
+    entries = sorted(store.entries, key=lambda entry: -entry.used)
+    if as_json:
+        print(json.dumps([_facts(entry) for entry in entries], indent=2))
+        return 0
+    table = Table("id", "tokens", "bytes", "age", "last use", "continues", "model", box=None, padding=(0, 2, 0, 0))
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    now = time.time()
+    for entry in entries:
+        manifest = entry.manifest
+        table.add_row(
+            manifest.id if manifest.point else f"{manifest.id} (pages only)",
+            f"{manifest.length:,}",
+            f"{manifest.nbytes:,}",
+            _span(now - manifest.created),
+            _span(now - entry.used),
+            "" if manifest.parent is None else manifest.parent[:8],
+            manifest.model[:8],
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"{len(entries)} snapshots, {store.nbytes:,} bytes in {store.root}", soft_wrap=True)
+    return 0
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    return {**msgspec.to_builtins(entry.manifest), "bytes": entry.manifest.nbytes, "used": entry.used}
+
+
+def _show(entries: list[Entry]) -> int:
+    for entry in entries:
+        print(json.dumps({"path": str(entry.path), **_facts(entry)}, indent=2))
+    return 0
+
+
+def _verify(store: Store, entries: list[Entry]) -> int:
+    damaged = 0
+    for entry in entries:
+        try:
+            verify(entry)
+            store.chain(entry)
+            print(f"{entry.manifest.id}: ok")
+        except (DamagedError, OSError) as error:
+            damaged += 1
+            print(f"{entry.manifest.id}: damaged: {error}")
+    return 1 if damaged or store.quarantines else 0
+
+
+def _remove(store: Store, ids: list[str], *, everything: bool) -> int:
+    if everything:
+        print(f"{store.clear()} snapshots removed")
+        return 0
+    for entry in _named(store, ids):
+        store.give_up(entry)
+        print(f"{entry.manifest.id}: removed" + (", but for the pages that others continue" if entry.children else ""))
+    return 0
+
+
+def _collect(store: Store) -> int:
+    before = _size(store.root)
+    store.collect()
+    print(f"{before - _size(store.root):,} bytes freed, {store.nbytes:,} bytes in {len(store.entries)} snapshots")
+    return 0
+
+
+def _size(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def _span(seconds: float) -> str:
+    """A time in its largest whole unit."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

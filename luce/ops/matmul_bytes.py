@@ -1,0 +1,85 @@
+"""Integer products of few quantised rows with weights in block formats (kernels/dot_s8.h).
+
+Weights stay as the file has them and become signed bytes as they are multiplied; x is quantised (quantise.py). The sum
+of a group's products is exact, and all other sums have an order that the columns alone decide: a row has the same bits
+for any number of rows, alone or among others, on every device with kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from luce.ops.quantise import Quantised
+from luce.ops.weight import WeightPart
+from luce.runtime.device import Array, Device
+
+_T = GGMLQuantizationType
+#: what kernels/quants_s8.h reads
+BYTE_TYPES = frozenset({_T.Q4_0, _T.Q8_0, _T.Q4_K, _T.Q5_K, _T.Q6_K})
+# The constants of dot_s8.h: rows of a tile, threads of a worker, columns of a unit, and units in flight per chain.
+_TILE, _WORKER, _UNIT_COLS, _STAGES = 16, 32, 256, 2
+_MOST_DOT, _PARTIAL_PAD = 2, 4
+_ROWS = (1, 16)
+#: what every supported GPU gives a block
+MOST_SHARED = 65536
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a block goes about its tiles of weight rows: log2 of the chains per row, threads, bytes of shared memory."""
+
+    chain_bits: int
+    threads: int
+    shared: int
+
+
+def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Array) -> None:
+    """One part's columns of out [n, rows] = x W^T: x of n <= 16 rows, the part of a type in BYTE_TYPES."""
+    shape = _shape(part.type, cols, x.space, device.lanes)
+    sizes = (x.count, part.rows, cols, shape.chain_bits, out.strides[0] // 4, part.first)
+    device.launch(
+        "matmul_s8",
+        "matmul_s8",
+        (-(-part.rows // _TILE),),
+        (shape.threads,),
+        (part.data, x.values, x.scales, out, *(np.int32(size) for size in sizes)),
+        defines={"QTYPE": part.type.name, "ROWS": x.space},
+        shared=shape.shared,
+    )
+
+
+@lru_cache(1024)
+def _shape(type: GGMLQuantizationType, cols: int, space: int, lanes: int) -> Shape:
+    """The block of a dense product. Chains come from type and columns alone.
+
+    Eight chains read faster than four (H200, Q4_K 5120 x 17408: 17.3 us and 19.7) unless a tenth or more of them idles
+    in the last of their steps, or there is one step only (Q5_K 10240 x 5120, 20 units: 15.8 us and 12.3).
+    """
+    units = -(-cols // _UNIT_COLS)
+    steps = -(-units // 8)
+    bits = most_chains(type, cols, 1, 3 if steps > 1 and 8 * steps <= 1.1 * units else 2)
+    return block_shape(type, cols, space, 1, bits, lanes)
+
+
+def most_chains(type: GGMLQuantizationType, cols: int, tiles: int, bits: int) -> int:
+    """log2 of the chains of `tiles` tiles: `bits`, or less where there are fewer units, or not enough shared memory."""
+    bits = min(bits, (-(-cols // _UNIT_COLS)).bit_length() - 1)
+    while bits and max(block_shape(type, cols, space, tiles, bits, 32).shared for space in _ROWS) > MOST_SHARED:
+        bits -= 1
+    return bits
+
+
+def block_shape(type: GGMLQuantizationType, cols: int, space: int, tiles: int, bits: int, lanes: int) -> Shape:
+    """The block of block_sums for `tiles` tiles and 1 << bits chains."""
+    chains = 1 << bits
+    elements, size = GGML_QUANT_SIZES[type]
+    odd = size % 16 != 0
+    run = -(-(chains * (_UNIT_COLS // elements) * size + (18 if odd else 0)) // 16) * 16
+    if not odd:
+        run = -(-(run - 32) // 64) * 64 + 32 if space > _MOST_DOT else -(-(run - 16) // 32) * 32 + 16
+    shared = max(_STAGES * _TILE * tiles * run, 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))
+    return Shape(bits, -(-_WORKER * tiles * chains // lanes) * lanes, shared)

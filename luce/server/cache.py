@@ -1,0 +1,41 @@
+"""/v1/cache: what the prefix cache holds, and emptying it. No token of a prompt is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from aiohttp import web
+
+from luce.api import Model
+from luce.server.state import SERVER
+from luce.server.status import json_response
+
+
+async def listing(request: web.Request) -> web.Response:
+    """GET /v1/cache: every length at which a sequence can be resumed, and the counters of both tiers."""
+    server = request.app[SERVER]
+    server.keys.check_admin(request.headers, request.remote or "")
+    return json_response(await server.work(_listing, server.ready_model()))
+
+
+async def purge(request: web.Request) -> web.Response:
+    """DELETE /v1/cache: forget all of it."""
+    server = request.app[SERVER]
+    server.keys.check_admin(request.headers, request.remote or "")
+    removed = await server.work(server.ready_model().engine.forget)
+    return json_response({"object": "cache.deleted", "deleted": True, "removed": removed})
+
+
+def _listing(model: Model) -> dict[str, Any]:
+    entries = model.engine.cached()
+    stats = dataclasses.asdict(model.engine.stats().cache)
+    disk = stats.pop("disk")
+    return {
+        "object": "list",
+        "data": [
+            {"object": "cache.prefix", **{k: v for k, v in dataclasses.asdict(entry).items() if v not in (None, "")}}
+            for entry in entries
+        ],
+        "tiers": {"ram": stats, **({} if disk is None else {"disk": disk})},
+    }

@@ -1,0 +1,264 @@
+"""A directory of snapshots: chains, giving up, budgets, strangers, and several who use it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from luce.cache import store as stores
+from luce.cache.manifest import keys
+from luce.cache.store import Store, StoreFullError
+from luce.runtime.step import PAGE, Int32
+from tests.support.snapshots import MODEL, check, sound, write
+
+
+def ids(n: int, seed: int = 0) -> Int32:
+    return np.random.default_rng(seed).integers(0, 1000, n).astype(np.int32)
+
+
+def turns(count: int, step: int = 100, seed: int = 0) -> list[Int32]:
+    """A conversation: each turn begins with the one before."""
+    whole = ids(count * step, seed)
+    return [whole[: (i + 1) * step] for i in range(count)]
+
+
+def test_keys_are_those_of_the_prefixes() -> None:
+    prompt = ids(300)
+    for length, key in keys(prompt, [1, 64, 65, 300]):
+        assert dict(keys(prompt[:length], [length])) == {length: key}
+
+
+def test_the_longest_prefix_comes_first(tmp_path: Path) -> None:
+    store, conversation = Store(tmp_path, MODEL, 0), turns(3)
+    entries = [write(store, turn) for turn in conversation]
+    prompt = np.concatenate([conversation[2], ids(5, seed=9)])
+    assert store.find(prompt) == entries[::-1]
+    assert store.find(prompt, beyond=100) == entries[:0:-1]
+    assert store.find(conversation[1]) == entries[1::-1]
+    assert store.find(conversation[0][:-1]) == []
+    assert Store(tmp_path, "f" * 32, 0).find(prompt) == []
+
+
+def test_a_turn_stores_its_own_pages_only(tmp_path: Path) -> None:
+    store, conversation = Store(tmp_path, MODEL, 0), turns(6)
+    sizes = []
+    for turn in conversation:
+        entry = write(store, turn)
+        assert entry is not None
+        sizes.append(entry.manifest.nbytes)
+        assert write(store, turn) is None
+    assert max(sizes[1:]) < 1.5 * min(sizes[1:])
+    for turn in conversation:
+        check(store, store.find(turn)[0], turn)
+        assert (store.tokens(store.find(turn)[0]) == turn).all()
+    assert sound(tmp_path, conversation) == 6
+
+
+def test_children_stay_readable_when_their_parents_go(tmp_path: Path) -> None:
+    store, conversation = Store(tmp_path, MODEL, 0), turns(4)
+    for turn in conversation:
+        write(store, turn)
+    before = store.nbytes
+    for turn in conversation[:3]:
+        store.give_up(store.find(turn)[0])
+    assert store.nbytes < before
+    assert [e.manifest.length for e in store.find(conversation[3])] == [400]
+    assert sound(tmp_path, conversation) == 1
+    # One of them comes back, without writing its pages again.
+    assert store.missing(conversation[1]) == (store.chain(store.find(conversation[3])[0])[0], 200 // PAGE)
+    write(store, conversation[1])
+    assert sound(tmp_path, conversation) == 2
+    for turn in (conversation[3], conversation[1]):
+        store.give_up(store.find(turn)[0])
+    assert store.nbytes == 0 and not store.entries
+    assert not list((store.root / MODEL).iterdir())
+
+
+def test_the_budget_takes_what_was_of_no_use_for_longest(tmp_path: Path) -> None:
+    store = Store(tmp_path, MODEL, 0)
+    prompts = [ids(150, seed) for seed in range(5)]
+    for prompt in prompts:
+        entry = write(store, prompt)
+        assert entry is not None
+    store.budget = store.nbytes + 100
+    for age, i in enumerate((3, 0, 4, 1, 2)):
+        store.find(prompts[i])[0].used = 1e9 + age
+    write(store, ids(150, seed=7))
+    assert store.nbytes <= store.budget and store.evictions >= 1
+    left = [i for i in range(5) if store.find(prompts[i])]
+    assert left == sorted((3, 0, 4, 1, 2)[store.evictions :])
+
+
+def test_of_one_conversation_the_newest_stays(tmp_path: Path) -> None:
+    store = Store(tmp_path, MODEL, 0)
+    other, conversation = ids(150, seed=5), turns(5)
+    write(store, other)
+    for turn in conversation:
+        write(store, turn, passing=True)
+    store.budget = store.nbytes
+    write(store, ids(100, seed=6))
+    assert store.find(other)
+    assert store.find(conversation[4])[0].manifest.length == 500
+    assert len(store.find(conversation[4])) < 5
+
+
+def test_what_exceeds_the_budget_alone_is_not_written(tmp_path: Path) -> None:
+    store = Store(tmp_path, MODEL, 3000)
+    with pytest.raises(StoreFullError):
+        write(store, ids(300))
+    assert not list((store.root / "tmp").iterdir())
+
+
+def test_the_file_system_keeps_some_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, MODEL, 0)
+    write(store, ids(100))
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda path: disk._replace(free=0))
+    with pytest.raises(StoreFullError):
+        write(store, ids(100, seed=1))
+    # It tried: what was there is gone.
+    assert store.evictions == 1
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "tokens.part", "pages-000-001.part", "state-002-003.part"])
+@pytest.mark.parametrize("size", ["none", "one", "half", "almost"])
+def test_a_file_cut_short_is_put_aside(file: str, size: str, tmp_path: Path) -> None:
+    store, conversation = Store(tmp_path, MODEL, 0), turns(3, step=150)
+    for turn in conversation:
+        write(store, turn)
+    path = store.find(conversation[1])[0].path / file
+    data = path.read_bytes()
+    path.write_bytes(data[: {"none": 0, "one": 1, "half": len(data) // 2, "almost": len(data) - 1}[size]])
+    again = Store(tmp_path, MODEL, 0)
+    # What continues it is of no use without it.
+    assert [e.manifest.length for e in again.find(conversation[2])] == [150]
+    assert again.quarantines == 1
+    assert sound(tmp_path, conversation) == 1
+
+
+def test_only_the_last_damaged_ones_are_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path, MODEL, 0)
+    for seed in range(6):
+        entry = write(store, ids(100, seed))
+        assert entry is not None
+        store.quarantine(entry, "a test")
+    assert len(list((store.root / "trash").iterdir())) == 3
+
+
+def test_strangers_are_left_alone_or_put_aside(tmp_path: Path) -> None:
+    store = Store(tmp_path, MODEL, 0)
+    write(store, ids(100))
+    (tmp_path / "old.dkv").write_bytes(b"DKVC")
+    (tmp_path / "photos").mkdir()
+    (store.root / MODEL / "notes.txt").write_text("mine")
+    (store.root / MODEL / "letters").mkdir()
+    again = Store(tmp_path, MODEL, 0)
+    assert len(again.entries) == 1
+    assert (tmp_path / "old.dkv").exists() and (tmp_path / "photos").exists()
+    assert (store.root / MODEL / "notes.txt").exists()
+    assert not (store.root / MODEL / "letters").exists() and again.quarantines == 1
+
+
+def test_garbage_of_writers_that_ended_is_removed(tmp_path: Path) -> None:
+    store = Store(tmp_path, MODEL, 0)
+    tmp = store.root / "tmp"
+    old = time.time() - 7200
+    for name in (f"{os.getpid()}-aa", f"{os.getpid()}-bb", "4194303-cc", "nobody"):
+        (tmp / name).mkdir()
+        (tmp / name / "part").write_bytes(b"x")
+    os.utime(tmp / f"{os.getpid()}-bb", (old, old))
+    Store(tmp_path, MODEL, 0)
+    assert [path.name for path in tmp.iterdir()] == [f"{os.getpid()}-aa"]
+
+
+def test_another_server_sees_what_the_first_one_wrote_and_removed(tmp_path: Path) -> None:
+    one, two = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0)
+    conversation = turns(2)
+    write(one, conversation[0])
+    two.rescan()
+    write(two, conversation[1])
+    assert two.find(conversation[1])[0].manifest.parent == two.find(conversation[0])[0].manifest.id
+    one.rescan()
+    check(one, one.find(conversation[1])[0], conversation[1])
+    two.clear()
+    one.rescan()
+    assert not one.entries
+    # Both write the same.
+    written = [write(store, conversation[0]) for store in (one, two)]
+    assert all(written)
+    assert sound(tmp_path, conversation) == 1
+
+
+def test_only_one_server_makes_room_at_a_time(tmp_path: Path) -> None:
+    one, two = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0)
+    write(one, ids(100))
+    one.budget = 2 * one.nbytes
+    with two._exclusive() as held, pytest.raises(StoreFullError):
+        assert held
+        write(one, ids(100, seed=1))
+    assert len(one.entries) == 1
+    write(one, ids(100, seed=1))
+    assert one.evictions == 1
+
+
+def test_two_servers_and_a_reader_at_once(tmp_path: Path) -> None:
+    conversations = [turns(4, seed=seed) for seed in range(4)]
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def serve(seed: int) -> None:
+        try:
+            store, rng = Store(tmp_path, MODEL, 60_000), np.random.default_rng(seed)
+            for _ in range(60):
+                turn = conversations[rng.integers(4)][rng.integers(4)]
+                store.rescan()
+                try:
+                    write(store, turn)
+                except StoreFullError:
+                    continue
+        except BaseException as error:
+            errors.append(error)
+
+    def read() -> None:
+        from luce.cache.part import DamagedError
+
+        store = Store(tmp_path, MODEL, 0)
+        while not over.is_set():
+            store.rescan()
+            for conversation in conversations:
+                for entry in store.find(conversation[3]):
+                    try:
+                        check(store, entry, conversation[entry.manifest.length // 100 - 1])
+                    except (OSError, DamagedError):
+                        # Removed meanwhile; what can be read is right.
+                        continue
+                    except BaseException as error:
+                        errors.append(error)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in (1, 2)]
+    reader = threading.Thread(target=read)
+    for thread in (*threads, reader):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    over.set()
+    reader.join()
+    assert not errors, errors
+    sound(tmp_path, [turn for conversation in conversations for turn in conversation])
+
+
+def test_many_snapshots_are_found_at_once(tmp_path: Path) -> None:
+    store = Store(tmp_path, MODEL, 0)
+    entry = write(store, ids(70))
+    assert entry is not None
+    for seed in range(40):
+        write(store, ids(10, seed=seed + 1))
+    again = Store(tmp_path, MODEL, 0)
+    assert len(again.entries) == 41
+    assert again.find(ids(70))[0].manifest == entry.manifest

@@ -1,0 +1,98 @@
+"""`luce cache` over a directory of snapshots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from luce.cache.store import Store
+from luce.cli.main import main
+from tests.support.snapshots import MODEL, sound, write
+from tests.unit.test_cache_store import turns
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """Three turns of a conversation."""
+    store = Store(tmp_path, MODEL, 0)
+    for turn in turns(3):
+        write(store, turn)
+    return tmp_path
+
+
+def cache(directory: Path, *arguments: str) -> int:
+    return main(["cache", *arguments, "--kv-cache-dir", str(directory)])
+
+
+def test_ls(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cache(filled, "ls") == 0
+    shown = capsys.readouterr().out
+    assert shown.count(MODEL[:8]) == 3 and "3 snapshots" in shown
+    assert cache(filled, "ls", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert sorted(entry["length"] for entry in listed) == [100, 200, 300]
+
+
+def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = Store(filled, MODEL, 0).find(turns(3)[1])[0]
+    assert cache(filled, "show", entry.manifest.id[:12]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["key"] == entry.manifest.key and shown["path"] == str(entry.path)
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("rm", "nobody"), ("rm",), ("show", "")])
+def test_a_snapshot_has_to_be_named(
+    arguments: tuple[str, ...], filled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cache(filled, *arguments) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_verify_finds_a_flipped_bit(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cache(filled, "verify") == 0
+    assert capsys.readouterr().out.count(": ok") == 3
+    entry = Store(filled, MODEL, 0).find(turns(3)[0])[0]
+    path = entry.path / entry.manifest.state[0].name
+    data = bytearray(path.read_bytes())
+    data[40] ^= 4
+    path.write_bytes(data)
+    assert cache(filled, "verify") == 1
+    shown = capsys.readouterr().out
+    assert shown.count(": ok") == 2 and f"{entry.manifest.id}: damaged: " in shown
+    assert cache(filled, "verify", entry.manifest.id) == 1
+
+
+def test_rm_leaves_what_others_need(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = turns(3)
+    first = Store(filled, MODEL, 0).find(conversation[0])[0].manifest.id
+    assert cache(filled, "rm", first) == 0
+    assert "but for the pages" in capsys.readouterr().out
+    assert sound(filled, conversation) == 2
+    assert cache(filled, "rm", "--all") == 0
+    assert not Store(filled, MODEL, 0).entries
+
+
+def test_gc_removes_what_was_put_aside_and_keeps_to_the_budget(filled: Path) -> None:
+    store = Store(filled, MODEL, 0)
+    other = write(store, np.arange(500, 900, dtype=np.int32))
+    assert other is not None
+    store.quarantine(other, "a test")
+    assert list((store.root / "trash").iterdir())
+    assert cache(filled, "gc") == 0
+    assert not list((store.root / "trash").iterdir())
+    assert sound(filled, turns(3)) == 3
+    for _ in range(300):
+        write(store, np.random.default_rng(_).integers(0, 1000, 200).astype(np.int32))
+    assert store.nbytes > 1 << 20
+    assert cache(filled, "gc", "--kv-cache-budget", "1") == 0
+    assert Store(filled, MODEL, 0).nbytes <= 1 << 20
+
+
+def test_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cache(tmp_path / "nothing", "ls") == 0
+    assert "no snapshots" in capsys.readouterr().err
+    assert not (tmp_path / "nothing").exists()
+    assert main(["cache", "ls", "--kv-cache-dir", "off"]) == 2

@@ -1,0 +1,290 @@
+"""The engine with a prefix cache on the disk, over the scripted backend: restarts, damage, disks that fail."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from luce.cache import part, store
+from luce.cache.disk import DiskTier
+from luce.engine.loop import Engine
+from luce.errors import BackendError
+from tests.support.scripted_backend import ScriptedBackend
+from tests.unit.test_engine_cache import EXACT, FREE, Rig, finish, ids
+
+MODEL = "0123456789abcdef"
+each = pytest.mark.parametrize("kind", [FREE, *EXACT], ids=["free", "recurrent", "windowed", "both"])
+
+
+@contextmanager
+def rig(directory: Path, *, budget: int = 0, known: bool = True, model: str = MODEL, **backend: Any) -> Iterator[Rig]:
+    """An engine that starts anew over a directory; all is written when it ends."""
+    scripted = ScriptedBackend(context=512, chunk=32, slots=2, **backend)
+    scripted.resumes = not scripted.recurrent
+    disk = DiskTier(directory, budget=budget, identify=lambda: model, known=known, layers=scripted.layers)
+    engine = Engine(scripted, eos=frozenset(), max_queue=64, chunk=32, cache_bytes=1 << 22, disk=disk, disk_tokens=1)
+    try:
+        yield Rig(engine, scripted)
+    finally:
+        engine.close()
+    assert scripted.broken is None, scripted.broken
+
+
+def tier(r: Rig) -> DiskTier:
+    assert r.engine.cache is not None and r.engine.cache.disk is not None
+    return r.engine.cache.disk
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file() and "trash" not in path.parts)
+
+
+@each
+def test_a_conversation_goes_on_after_restarts(kind: dict[str, Any], tmp_path: Path) -> None:
+    history, known = ids(100), 0
+    for turn in range(5):
+        with rig(tmp_path, **kind) as r:
+            expected = r.backend.reply(history, 10)
+            assert r.ask(history, 10, [70]) == (expected, known)
+            assert tier(r).stats.hits == (turn > 0)
+        known = len(history) + 9
+        history += [*expected, *ids(30, seed=turn + 1)]
+
+
+@each
+def test_a_repeated_prompt_needs_no_step_after_a_restart(kind: dict[str, Any], tmp_path: Path) -> None:
+    prompt = ids(150)
+    with rig(tmp_path, **kind) as r:
+        expected, _ = r.ask(prompt, 3)
+    with rig(tmp_path, **kind) as r:
+        assert r.ask(prompt, 1) == (expected[:1], 150)
+        assert not r.backend.steps
+
+
+def test_it_is_written_behind_the_reply(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        r.ask(ids(200), 3)
+        while tier(r).stats.saves < 2:
+            pass
+        assert r.engine.stats().cache.disk is not None
+    with rig(tmp_path) as r:
+        r.ask([*ids(200), 3, 4], 1)
+        assert tier(r).stats.hits == 1
+
+
+def test_what_the_host_holds_is_written_as_well(tmp_path: Path) -> None:
+    # The pool is too small for both; the first one's pages leave the devices before they are written.
+    prompts = [ids(400, seed=i) for i in range(3)]
+    with rig(tmp_path, pages=(8,)) as r:
+        running = [r.start(prompt, 4) for prompt in prompts]
+        for events in running:
+            finish(events)
+    with rig(tmp_path, pages=(8,)) as r:
+        for prompt in prompts:
+            assert r.ask(prompt, 4) == (r.backend.reply(prompt, 4), 400)
+
+
+def test_another_model_finds_nothing(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        r.ask(ids(100), 3)
+    with rig(tmp_path, model="fedcba9876543210") as r:
+        assert r.ask(ids(100), 3)[1] == 0
+
+
+def test_short_prompts_are_not_written(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        assert r.engine.cache is not None
+        r.engine.cache._least = 100
+        r.ask(ids(90, seed=1), 3)
+        r.ask(ids(110), 3)
+    with rig(tmp_path) as r:
+        assert [r.ask(ids(90, seed=1), 3)[1], r.ask(ids(110), 3)[1]] == [0, 110]
+
+
+def test_another_layout_is_a_miss_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with rig(tmp_path, recurrent=True) as r:
+        expected, _ = r.ask(ids(100), 3)
+    before = files(tmp_path)
+    with rig(tmp_path, recurrent=True) as r:
+
+        def refuse(*given: object) -> None:
+            raise BackendError("tensor blk.0.k has another shape")
+
+        r.backend.restore = refuse  # type: ignore[method-assign]
+        assert r.ask(ids(100), 3) == (expected, 0)
+        assert "blk.0.k" in caplog.text
+    assert set(files(tmp_path)) >= set(before)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damage_is_a_miss(data: st.DataObject, tmp_path: Path) -> None:
+    """Any file, any byte: never a wrong token, never an error, and the next start is clean."""
+    kind: dict[str, Any] = data.draw(st.sampled_from([FREE, *EXACT]))
+    shutil.rmtree(tmp_path)
+    history = ids(150)
+    with rig(tmp_path, **kind) as r:
+        reply, _ = r.ask(history, 5)
+        turn = [*history, *reply, *ids(90, seed=1)]
+        r.ask(turn, 5)
+    paths = [path for path in files(tmp_path) if path.name != "lock"]
+    # Shares, not numbers: how many files there are, and their sizes, may differ from run to run.
+    share = st.floats(0, 1, exclude_max=True)
+    path = paths[int(data.draw(share) * len(paths))]
+    content = bytearray(path.read_bytes())
+    place = int(data.draw(share) * len(content))
+    if data.draw(st.booleans()):
+        content[place] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del content[place:]
+    path.write_bytes(content)
+    for _ in range(2):
+        with rig(tmp_path, **kind) as r:
+            for prompt in (turn, history, [*turn, 1, 2]):
+                assert r.ask(prompt, 5)[0] == r.backend.reply(prompt, 5)
+            assert r.engine.stats().pages_used == 0
+
+
+def failing(error: int) -> Any:
+    def fail(*given: object, **more: object) -> Any:
+        raise OSError(error, os.strerror(error))
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("call", ["mkdir", "fsync", "rename", "open"])
+def test_a_disk_that_fails_costs_nothing_but_the_snapshot(
+    call: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rig(tmp_path) as r:
+        r.ask(ids(80), 2)
+        while tier(r).stats.saves < 2:
+            pass
+        with monkeypatch.context() as patch:
+            if call == "mkdir":
+                patch.setattr(Path, "mkdir", failing(error))
+            else:
+                patch.setattr(store.os, call, failing(error))
+            for seed in range(1, 6):
+                prompt = ids(100, seed)
+                assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 0)
+                assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 100)
+            while not tier(r).stats.failures:
+                pass
+        warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(warnings) == 1 and "--kv-cache-dir" in warnings[0].getMessage()
+    with rig(tmp_path) as r:
+        assert r.ask(ids(80), 2) == (r.backend.reply(ids(80), 2), 80)
+        # Where no file can be opened, none can be removed either.
+        assert call == "open" or not list((tmp_path / store.LAYOUT / "tmp").iterdir())
+
+
+def test_after_failures_in_a_row_nothing_is_tried_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig(tmp_path) as r:
+        r.ask(ids(80), 2)
+        while tier(r).stats.saves < 2:
+            pass
+        monkeypatch.setattr(part.os, "fsync", failing(errno.EIO))
+        for seed in range(1, 9):
+            r.ask(ids(100, seed), 3)
+        while tier(r).stats.failures < 3:
+            pass
+        assert not tier(r).room
+        assert r.ask(ids(100, 9), 3)[0] == r.backend.reply(ids(100, 9), 3)
+    assert tier(r).stats.failures == 3
+
+
+@pytest.mark.parametrize("how", ["file", "readonly"])
+def test_a_directory_that_cannot_be_used_is_one_warning(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "cache"
+    if how == "file":
+        directory.write_text("no directory")
+    else:
+        monkeypatch.setattr(Path, "mkdir", failing(errno.EROFS))
+    with rig(directory) as r:
+        for _ in range(2):
+            assert r.ask(ids(100), 3)[0] == r.backend.reply(ids(100), 3)
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "--kv-cache-dir" in warning.getMessage()
+
+
+def test_a_directory_that_vanishes_is_no_harm(tmp_path: Path) -> None:
+    with rig(tmp_path / "cache") as r:
+        r.ask(ids(100), 3)
+    with rig(tmp_path / "cache") as r:
+        while tier(r).store is None:
+            pass
+        shutil.rmtree(tmp_path / "cache")
+        for prompt in (ids(100), ids(120, seed=1)):
+            assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 0)
+        assert r.ask(ids(100), 3) == (r.backend.reply(ids(100), 3), 100)
+
+
+def test_a_small_budget_holds(tmp_path: Path) -> None:
+    budget = 60_000
+    with rig(tmp_path, budget=budget, recurrent=True) as r:
+        for seed in range(10):
+            prompt = ids(200, seed)
+            r.ask(prompt, 3)
+        stats = r.engine.stats().cache.disk
+    total = sum(path.stat().st_size for path in files(tmp_path))
+    assert stats is not None and total <= 1.1 * budget
+    with rig(tmp_path, budget=budget, recurrent=True) as r:
+        assert r.ask([*prompt, *r.backend.reply(prompt, 3), 5], 3)[1] == 202
+
+
+def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    sync = os.fsync
+
+    def slow(fd: int) -> None:
+        gate.wait(30)
+        sync(fd)
+
+    with rig(tmp_path) as r:
+        while tier(r).store is None:
+            pass
+        monkeypatch.setattr(part.os, "fsync", slow)
+        for seed in range(12):
+            prompt = ids(100, seed)
+            assert r.ask(prompt, 3)[0] == r.backend.reply(prompt, 3)
+        assert tier(r).stats.saves == 0
+        # Little waits in memory; what was too much is skipped.
+        assert tier(r)._waiting <= 4 and tier(r).stats.skipped > 0
+        gate.set()
+
+
+def test_text_that_is_unknown_at_the_start_is_found_when_the_directory_is_read(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        r.ask(ids(100), 3)
+    with rig(tmp_path, known=False) as r:
+        while tier(r).store is None:
+            pass
+        assert r.ask(ids(100), 3)[1] == 100
+
+
+def test_bytes_written_grow_with_what_is_new(tmp_path: Path) -> None:
+    history = ids(60)
+    written = []
+    for turn in range(6):
+        with rig(tmp_path) as r:
+            reply, _ = r.ask(history, 5)
+        history = [*history, *reply, *ids(59, seed=turn)]
+        written.append(sum(path.stat().st_size for path in files(tmp_path)))
+    grown = np.diff(written)
+    assert grown.max() < 1.5 * grown.min()
