@@ -2,7 +2,7 @@
 
 The packages in the order in which a request flows down them; imports point the same way, and a test holds them to it:
 
-    cli       one file per verb: serve, chat, run, inspect, bench, cache, pull, doctor
+    cli       one file per verb: serve, chat, run, inspect, bench, cache, pull, shard, doctor
     server    HTTP: routes, request checks, OpenAI shapes, streams, metrics
     bench     how fast a model runs here, beside the measured limits of its devices
     api       `luce.load(...)`: the same engine as a Python object
@@ -12,6 +12,7 @@ The packages in the order in which a request flows down them; imports point the 
     backend   which layers run where; a shard is consecutive layers on one device
     layers    a family's spec turned into layers with weights and state
     ops       one file per kernel topic: checks, launch shape, NumPy reference
+    remote    devices of other processes: messages, shared memory, the daemons' lives
     runtime   devices: CuPy (CUDA and HIP) or NumPy; the driver's few calls by ctypes; kernel builds; a step's arrays
     kernels/  CUDA and HIP sources, compiled at run time by the vendor's own compiler
 

@@ -41,8 +41,8 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import Markers, ModelSpec
 from luce.ops.kvtype import KVTypes
+from luce.remote.open import open_placement
 from luce.runtime.device import Device
-from luce.runtime.open import open_devices
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText
@@ -76,7 +76,7 @@ def open_model(path: Path, config: Config) -> Model:
         chat = _chat_format(file, tokenizer, spec.dialect.reasoning, config)
         if chat.template is not None:
             opened.callback(chat.template.close)
-        backend = open_backend(opened, file, spec, open_devices(config), config)
+        backend = open_backend(opened, file, spec, open_placement(config), config)
         disk = _disk(file, backend, chat, config)
         return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk)
 
@@ -191,13 +191,13 @@ class Model:
         """device, layers (first, last), bytes of weights and of state, and bytes per token handed on, of each shard."""
         return [
             {
-                "device": shard.info.device,
-                "layers": [shard.info.layers.start, shard.info.layers.stop - 1],
-                "weights": shard.info.weights,
-                "state": shard.info.state,
-                "handed_on": handed_on(self.spec, shard.info.layers.stop),
+                "device": part.device,
+                "layers": [part.layers.start, part.layers.stop - 1],
+                "weights": part.weights,
+                "state": part.state,
+                "handed_on": handed_on(self.spec, part.layers.stop),
             }
-            for shard in self._backend.shards
+            for part in self._backend.parts
         ]
 
     def times(self) -> tuple[ShardTimes, ...]:

@@ -97,7 +97,7 @@ def _names(text: str) -> tuple[str, ...]:
     return parts
 
 
-_DEVICE = re.compile(r"(auto|cuda|hip|cpu):(0|[1-9][0-9]*)", re.ASCII)
+_DEVICE = re.compile(r"(auto|(?:tcp://[^/,\s]+:[0-9]{1,5}/)?(?:cuda|hip|cpu)):(0|[1-9][0-9]*)", re.ASCII)
 _LAST_INDEX = 2**31 - 1
 
 
@@ -119,6 +119,28 @@ def _devices(text: str) -> tuple[str, ...]:
             "expected backend:index[,backend:index...] (auto:N, cuda:N, hip:N, cpu:N), or auto for all GPUs"
         )
     return parts
+
+
+def _interpreters(text: str) -> tuple[tuple[str, Path], ...]:
+    """A path for all backends, as kind "", or a path for each of some."""
+    if "=" not in text:
+        return (("", _path(text)),)
+    parts = [part.partition("=") for part in text.split(",")]
+    kinds = [kind for kind, _, _ in parts]
+    if not set(kinds) <= {"cuda", "hip", "cpu"} or len(set(kinds)) < len(kinds) or not all(p for _, _, p in parts):
+        raise ValueError("expected a path, or backend=PATH[,backend=PATH...] with cuda, hip or cpu")
+    return tuple((kind, _path(path)) for kind, _, path in parts)
+
+
+_VARIABLE = re.compile(r"(cuda|hip|cpu):([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.ASCII | re.DOTALL)
+
+
+def _variables(text: str) -> tuple[str, ...]:
+    # A repeated flag arrives joined by commas, which values may have too.
+    parts = re.split(r",(?=[a-z]+:[A-Za-z0-9_]+=)", text)
+    if not all(map(_VARIABLE.fullmatch, parts)):
+        raise ValueError("expected backend:NAME=VALUE with cuda, hip or cpu")
+    return tuple(parts)
 
 
 _WEIGHT = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+([eE][+-]?[0-9]+)?", re.ASCII)
@@ -150,6 +172,11 @@ def user_state_directory() -> Path:
     return Path(os.environ.get("STATE_DIRECTORY") or platformdirs.user_state_dir("luce"))
 
 
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for a child process: with these variables, without settings of Luce."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("LUCE_")} | dict(variables)
+
+
 def environment(name: str) -> str | None:
     """A variable that the operating system or systemd hands over (NOTIFY_SOCKET, EDITOR, ...), not a Luce setting."""
     return os.environ.get(name) or None
@@ -172,7 +199,8 @@ class Config:
     target_devices: tuple[str, ...] = _setting(
         (),
         _devices,
-        "devices that hold the model's layers, in order: cuda:N, hip:N, cpu:N, or auto for all GPUs",
+        "devices that hold the model's layers, in order: cuda:N, hip:N, cpu:N, tcp://HOST:PORT/cuda:N, or auto for all "
+        "GPUs",
         flags=("devices",),
         metavar="DEVICE[,DEVICE...]",
         group="placement",
@@ -184,6 +212,50 @@ class Config:
         flags=("layer-split",),
         metavar="WEIGHT[,WEIGHT...]",
         group="placement",
+    )
+    target_shard_ipc_bin: tuple[tuple[str, Path], ...] = _setting(
+        (),
+        _interpreters,
+        "Python interpreter, or virtual environment, that runs daemons for the GPUs of the vendor that this one does "
+        "not drive; where there are none, for all devices but the first. backend=PATH: for all devices of the backend",
+        flags=("shard-python",),
+        metavar="PATH",
+        group="remote",
+    )
+    isolate_shards: bool = _setting(
+        False, _text, "a daemon for each device, not one for devices of a backend side by side", group="remote"
+    )
+    shard_env: tuple[str, ...] = _setting(
+        (),
+        _variables,
+        "variable that daemons of a backend get, such as hip:HSA_OVERRIDE_GFX_VERSION=11.0.0 (repeatable)",
+        metavar="BACKEND:NAME=VALUE",
+        group="remote",
+    )
+    shard_transport: str = _setting(
+        "auto",
+        _choice("auto", "shared", "stream"),
+        "how activations reach daemons: in shared memory, in the messages themselves, or auto (shared where possible)",
+        flags=("target-shard-ipc-transport",),
+        metavar="WAY",
+        group="remote",
+    )
+    shard_key_file: Path | None = _setting(
+        None,
+        _path,
+        "key and certificate of the network daemons at tcp://host:port/backend:index",
+        metavar="FILE",
+        group="remote",
+    )
+    shard_timeout: float = _setting(
+        60.0,
+        _number(0.1, 86400),
+        "time that a daemon has for a request, beside 0.1 s for each row of it",
+        metavar="SECONDS",
+        group="remote",
+    )
+    shard_start_timeout: float = _setting(
+        600.0, _number(1, 86400), "time that a daemon has to start and to load", metavar="SECONDS", group="remote"
     )
     max_ctx: int = _setting(
         0,

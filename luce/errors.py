@@ -9,6 +9,7 @@
     │   └── OutOfMemoryError   a device cannot hold what was asked
     ├── ListenError            the address to listen on is taken                exit 5
     ├── BackendError           a shard failed while a step ran                  HTTP 500, exit 6
+    │   └── ShardLostError     a shard's process is gone, and all that it kept
     └── RequestError           a client's mistake                               HTTP 400
         ├── ContextError       the prompt does not fit the context
         ├── AuthError          missing or wrong key                             HTTP 401
@@ -81,6 +82,10 @@ class BackendError(LuceError):
 
     code = "engine_error"
     exit_code = 6
+
+
+class ShardLostError(BackendError):
+    """The process of a shard is gone, and with it what every sequence kept there."""
 
 
 class RequestError(LuceError):

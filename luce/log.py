@@ -29,11 +29,25 @@ def event(logger: logging.Logger, name: str, /, level: int = logging.INFO, **fie
     logger.log(level, name, extra={"fields": {key: value for key, value in fields.items() if value is not None}})
 
 
-def configure(level: str, *, as_json: bool = False, stream: TextIO | None = None) -> logging.handlers.QueueListener:
-    """Send the log of Luce and of its libraries to `stream` (stderr). `stop()` of the result writes what is left."""
+def split_priority(line: str) -> tuple[int, str]:
+    """Level and text of a line with `<6>` in front; warning for a line without, which nobody meant as a message."""
+    if len(line) > 2 and line[0] == "<" and line[2] == ">":
+        for level, priority in _PRIORITY.items():
+            if line[1] == str(priority):
+                return level, line[3:]
+    return logging.WARNING, line
+
+
+def configure(
+    level: str, *, as_json: bool = False, journal: bool = False, stream: TextIO | None = None
+) -> logging.handlers.QueueListener:
+    """Send the log of Luce and of its libraries to `stream` (stderr). `stop()` of the result writes what is left.
+
+    `journal`: with priorities, as for the journal, wherever the stream goes.
+    """
     stream = sys.stderr if stream is None else stream
     writer = logging.StreamHandler(stream)
-    writer.setFormatter(_JsonLines() if as_json else _Lines(journal=_is_journal(stream)))
+    writer.setFormatter(_JsonLines() if as_json else _Lines(journal=journal or _is_journal(stream)))
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     sender = _Sender(records)
     root = logging.getLogger()

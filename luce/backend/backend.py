@@ -42,8 +42,14 @@ class Backend(Protocol):
     def layers(self) -> tuple[range, ...]:
         """The layers of each shard. They cover all layers, in order."""
 
+    def lost(self) -> bool:
+        """Whether all that sequences keep in the backend has been lost since the last call."""
+
     def forward(self, step: Step) -> Output:
-        """Run one step. Raises BackendError or DeviceError: the step's sequences are lost, later steps work."""
+        """Run one step. Raises BackendError or DeviceError: the step's sequences are lost, later steps work.
+
+        ShardLostError: so is every other sequence that has run a step, and steps fail until `lost` has told.
+        """
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         """Copies of the recurrent states of a slot, if one is named, and of the given pages of each page group.

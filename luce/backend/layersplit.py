@@ -10,21 +10,24 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from typing import TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.chain import Chain
 from luce.backend.local import LocalShard
 from luce.backend.pieces import cut, largest_piece
 from luce.backend.placement import ShardPlan, plan_shards
 from luce.backend.plan import handed_on, pages_for, state_bytes
-from luce.backend.shard import Pending, Shard
-from luce.backend.timing import Clock, ShardTimes
-from luce.errors import BackendError, DeviceError, OutOfMemoryError
+from luce.backend.remote import RemoteShard
+from luce.backend.shard import Pending, Shard, ShardInfo
+from luce.backend.timing import ShardTimes
+from luce.errors import BackendError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
+from luce.remote.device import RemoteDevice
 from luce.runtime.device import Device, Event
 from luce.runtime.step import PAGE, Output, Step
 from luce.runtime.transfer import Link, Passage
@@ -70,61 +73,82 @@ class LayerSplitBackend:
         self.recurrent = spec.recurrent
         self.windows = tuple(group.window for group in spec.page_groups)
         self.pages = tuple(slots * pages_for(window, context, chunk) for window in self.windows)
-        self._shards: list[Shard] = []
-        self._links: list[Link] = []
         self._queued: deque[Event] = deque()
+        self._chain = Chain(peer=peer)
         plan = plan_shards(file, spec, devices, weights=weights, slots=slots, context=context, chunk=chunk, kv=kv)
         self._check_memory(plan, devices)
-        self._names = [shard.device for shard in plan]
-        self._work = [Clock() for _ in plan]
-        self._copies = [Clock() for _ in plan[1:]]
+        rows = largest_piece(piece)
+        groups = _groups(devices)
+        remote: dict[int, RemoteShard] = {}
         try:
-            for number, (shard, device) in enumerate(zip(plan, devices, strict=True)):
-                with _naming(number, shard):
-                    self._shards.append(
-                        LocalShard(file, spec, shard.layers, device, pages=self.pages, slots=slots, kv=kv)
+            # Daemons read their weights while this process reads its own.
+            for number, group in groups:
+                if _remote(group):
+                    layers = [shard.layers for shard in plan[number : number + len(group)]]
+                    name = f"shard {number} ({','.join(str(device.name) for device in group)})"
+                    remote[number] = RemoteShard(
+                        name, file, spec, layers, group, pages=self.pages, slots=slots, kv=kv, rows=rows, peer=peer
                     )
-            for number, (source, target) in enumerate(pairwise(devices)):
-                with _naming(number + 1, plan[number + 1]):
-                    size = largest_piece(piece) * handed_on(spec, plan[number].layers.stop) // 4
-                    self._links.append(Link(source, target, size, peer=peer, watch=self._copies[number].add))
+            for number, group in groups:
+                shard: Shard
+                with _naming(number, plan[number]):
+                    if number in remote:
+                        shard = remote[number]
+                        shard.pin([*devices[max(0, number - 1) : number], *devices[number + len(group) :][:1]])
+                    else:
+                        shard = LocalShard(
+                            file, spec, plan[number].layers, group[0], pages=self.pages, slots=slots, kv=kv
+                        )
+                    self._chain.add(f"shard {number}", ",".join(str(device.name) for device in group), shard)
+                    if number:
+                        self._chain.link(rows * handed_on(spec, plan[number].layers.start) // 4)
+            for number, shard in remote.items():
+                with _naming(number, plan[number]):
+                    shard.wait_loaded()
         except BaseException:
+            for shard in remote.values():
+                shard.close()
             self.close()
             raise
-        # In each round GPUs get their work before hosts, which do theirs at once.
-        self._order = sorted(range(len(plan)), key=lambda number: devices[number].host)
+        # In each round GPUs get their work before daemons, for whose input this process waits, and these before hosts,
+        # which do theirs at once.
+        ends = [shard.device for shard in self._chain.shards]
+        self._order = sorted(range(len(ends)), key=lambda i: (ends[i].host and not ends[i].shared, ends[i].shared))
 
     @property
     def shards(self) -> tuple[Shard, ...]:
         """The shards in the order of their layers."""
-        return tuple(self._shards)
+        return tuple(self._chain.shards)
 
     @property
     def layers(self) -> tuple[range, ...]:
-        return tuple(shard.info.layers for shard in self._shards)
+        return tuple(shard.info.layers for shard in self._chain.shards)
 
     @property
     def links(self) -> tuple[Link, ...]:
         """The ways from each shard to the next."""
-        return tuple(self._links)
+        return tuple(self._chain.links)
+
+    @property
+    def parts(self) -> tuple[ShardInfo, ...]:
+        """What lies on each device."""
+        return tuple(part for shard in self._chain.shards for part in shard.parts)
+
+    def lost(self) -> bool:
+        return sum(shard.lost() for shard in self._chain.shards) > 0
 
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the start. Any thread may ask."""
-        copies = [*(clock.durations() for clock in self._copies), None]
-        return tuple(
-            ShardTimes(device, work.durations(), copied)
-            for device, work, copied in zip(self._names, self._work, copies, strict=True)
-        )
+        return self._chain.times()
 
     def forward(self, step: Step) -> Output:
-        if not self._shards:
+        if not self._chain.shards:
             raise BackendError("the backend is closed")
         try:
-            pieces = cut(step, self._piece) if self._links else [step]
+            pieces = cut(step, self._piece) if self._chain.links else [step]
             results = self._queue(pieces)
             outputs = [result() for result, piece in zip(results, pieces, strict=True) if len(piece.wanted)]
-            for clock in (*self._work, *self._copies):
-                clock.look()
+            self._chain.look()
         except BaseException:
             self._settle()
             raise
@@ -133,26 +157,23 @@ class LayerSplitBackend:
         return Output.joined([Output(np.empty(0, np.int32), np.empty((0, self.vocab), np.float32)), *outputs])
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        return {name: tensor for shard in self._shards for name, tensor in shard.save(slot, pages).items()}
+        return {name: tensor for shard in self._chain.shards for name, tensor in shard.save(slot, pages).items()}
 
     def restore(
         self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
     ) -> None:
-        for shard in self._shards:
+        for shard in self._chain.shards:
             shard.restore(slot, pages, tensors)
 
     def close(self) -> None:
-        self._settle()
-        self._links.clear()
-        for shard in reversed(self._shards):
-            shard.close()
-        self._shards.clear()
+        self._queued.clear()
+        self._chain.close()
 
     def _queue(self, pieces: Sequence[Step]) -> list[Pending]:
         """Queue the pieces in rounds: in each, every shard gets the piece that the shard before it got in the last."""
         handed: list[Passage | None] = [None] * len(pieces)
         results: list[Pending] = []
-        for number in range(len(pieces) + len(self._shards) - 1):
+        for number in range(len(pieces) + len(self._chain.shards) - 1):
             for shard in self._order:
                 index = number - shard
                 if 0 <= index < len(pieces):
@@ -164,38 +185,19 @@ class LayerSplitBackend:
         return results
 
     def _run(self, number: int, step: Step, handed: Passage | None) -> Passage | Pending:
-        """Queue a shard's work and the copy of what it hands on."""
-        shard = self._shards[number]
-        device = shard.device
-        try:
-            arrays = None if handed is None else handed.receive()
-            start = device.record(timing=True)
-            result = shard.forward(step, arrays)
-            end = device.record(timing=True)
-            self._work[number].add(start, end)
-            if isinstance(result, tuple):
-                passage = self._links[number].send(result, end)
-                if handed is not None:
-                    # What is handed on may lie in what was handed over.
-                    handed.release(passage.taken)
-                return passage
-            if handed is not None:
-                handed.release(end)
+        """Queue a shard's work, and the copy of what it hands on."""
+        result, end = self._chain.run(number, step, handed)
+        if not isinstance(result, Passage):
+            assert not isinstance(result, tuple), "the last shard hands on"
             self._queued.append(end)
-            if len(self._queued) > _AHEAD * len(self._shards):
+            if len(self._queued) > _AHEAD * len(self._chain.shards):
                 self._queued.popleft().wait()
-            return result
-        except DeviceError as error:
-            raise BackendError(f"shard {number}: {error}") from error
+        return result
 
     def _settle(self) -> None:
         """Wait until nothing runs, whether it fails or not."""
         self._queued.clear()
-        for waiting in (*(shard.device.synchronize for shard in self._shards), *(link.settle for link in self._links)):
-            with contextlib.suppress(DeviceError):
-                waiting()
-        for clock in (*self._work, *self._copies):
-            clock.forget()
+        self._chain.settle()
 
     def _check_memory(self, plan: Sequence[ShardPlan], devices: Sequence[Device]) -> None:
         """Refuse before anything is allocated; the message says what would fit."""
@@ -214,6 +216,22 @@ class LayerSplitBackend:
                 f"{shard.state} of context state), {shard.free} are free; {advice}",
                 param="max_ctx",
             )
+
+
+def _groups(devices: Sequence[Device]) -> list[tuple[int, list[Device]]]:
+    """The devices of each shard, with the place of the first: one, or all that a daemon has side by side."""
+    groups: list[tuple[int, list[Device]]] = []
+    for number, device in enumerate(devices):
+        before = devices[number - 1] if number else None
+        if isinstance(device, RemoteDevice) and isinstance(before, RemoteDevice) and device.daemon is before.daemon:
+            groups[-1][1].append(device)
+        else:
+            groups.append((number, [device]))
+    return groups
+
+
+def _remote(group: list[Device]) -> TypeGuard[list[RemoteDevice]]:
+    return isinstance(group[0], RemoteDevice)
 
 
 def _name(number: int, shard: ShardPlan) -> str:

@@ -66,6 +66,16 @@ class LocalShard:
         device.rehearse(lambda: self._rehearse(spec, slots))
         device.synchronize()
 
+    @property
+    def parts(self) -> tuple[ShardInfo, ...]:
+        return (self.info,)
+
+    def lost(self) -> bool:
+        return False
+
+    def announce(self, step: Step) -> None:
+        pass
+
     def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
         if handed is None and self._embedding is None:
             raise BackendError(f"shard {self.info.layers} on {self.info.device}: no activation was handed over")

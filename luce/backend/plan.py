@@ -130,14 +130,22 @@ def fill_layers(rooms: Sequence[Room], donors: Sequence[int | None]) -> tuple[ra
 def handed_on(spec: ModelSpec, boundary: int) -> int:
     """Bytes per token that pass the boundary between layers boundary - 1 and boundary, 0 at the end of the model.
 
-    The residual stream in float32; with per-layer embeddings the token's embedding too; the keys and values of donors
-    before the boundary that layers behind it read.
+    The float32 values of handed_widths.
     """
-    if boundary == len(spec.blocks):
-        return 0
+    return 4 * sum(handed_widths(spec, boundary))
+
+
+def handed_widths(spec: ModelSpec, boundary: int) -> tuple[int, ...]:
+    """Columns of each array of the Activation that passes a boundary; none at either end of the model.
+
+    The residual stream; with per-layer embeddings the token's embedding too; the keys and values of donors before the
+    boundary that layers behind it read.
+    """
+    if boundary in (0, len(spec.blocks)):
+        return ()
     mixers = [spec.blocks[donor].mixer for donor in spec.lent(boundary)]
-    rows = sum(2 * mixer.kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, Attention))
-    return 4 * (spec.hidden * (2 if spec.per_layer else 1) + rows)
+    rows = [2 * mixer.kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, Attention)]
+    return (*[spec.hidden] * (2 if spec.per_layer else 1), *rows)
 
 
 def mirrored(spec: ModelSpec, layers: range) -> tuple[int, ...]:

@@ -33,15 +33,28 @@ class ShardInfo:
 
 
 class Shard(Protocol):
-    """Loaded when constructed. One thread calls it; a failed call leaves it usable unless it says otherwise."""
+    """Loaded when constructed. One thread calls it; a failed call leaves it usable.
+
+    Raises BackendError or DeviceError; ShardLostError if the state of all sequences is gone, until `lost` has told.
+    """
 
     @property
     def info(self) -> ShardInfo:
-        """Facts for /props, inspect and logs."""
+        """Facts for /props, inspect and logs: of all its devices together."""
+
+    @property
+    def parts(self) -> tuple[ShardInfo, ...]:
+        """The same for each device; a daemon's shard may have several."""
+
+    def lost(self) -> bool:
+        """Whether all that sequences keep here has been lost since the last call."""
 
     @property
     def device(self) -> Device:
         """Where what is handed over must lie."""
+
+    def announce(self, step: Step) -> None:
+        """The step of the next `forward`, before what is handed over is there."""
 
     def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
         """Queue the layers' work on a step's rows. None is handed to the first shard.

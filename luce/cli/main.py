@@ -23,15 +23,16 @@ class Verb:
     model: bool = True
 
 
-RUNTIME = ("placement", "engine", "cache", "limits", "text")
+RUNTIME = ("placement", "remote", "engine", "cache", "limits", "text")
 VERBS = {
     "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),
     "run": Verb("answer one prompt and exit", (*RUNTIME, "sampling")),
-    "inspect": Verb("show what a model file holds and where its layers would go", ("placement", "engine")),
+    "inspect": Verb("show what a model file holds and where its layers would go", ("placement", "remote", "engine")),
     "bench": Verb("measure how fast a model runs on this machine", ("placement", "engine")),
     "cache": Verb("show and clean the directory that keeps prompts across restarts", ("cache",), model=False),
     "pull": Verb("download a model"),
+    "shard": Verb("hold layers for a server in another process", model=False),
     "doctor": Verb("show drivers, devices and kernel builds of this machine", model=False),
 }
 _CACHE_ACTIONS = {
@@ -64,6 +65,11 @@ def parser() -> argparse.ArgumentParser:
         if name == "chat":
             sub.add_argument("-s", "--system", metavar="TEXT", help="system message")
             sub.add_argument("--plain", action="store_true", help="no colours, no Markdown (also with NO_COLOR)")
+        if name == "shard":
+            sub.add_argument("model", metavar="MODEL", nargs="?", help="this machine's copy of the server's file")
+            sub.add_argument("--listen", metavar="HOST:PORT", help="address for servers of other machines")
+            sub.add_argument("--key-file", metavar="FILE", help="key and certificate that servers must have too")
+            sub.add_argument("--fds", metavar="N,N", help=argparse.SUPPRESS)
         if name == "inspect":
             sub.add_argument("--layers", action="store_true", help="a table of all layers (--json has it anyway)")
         if name == "bench":

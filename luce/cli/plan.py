@@ -24,8 +24,8 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
+from luce.remote.open import open_placement
 from luce.runtime.device import Device
-from luce.runtime.open import open_devices
 from luce.runtime.step import PAGE
 
 _MIB = 1 << 20
@@ -53,7 +53,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[Opened]:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open_gguf(fetch(arguments.model)))
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
-        devices = open_devices(config)
+        devices = open_placement(config)
         for device in devices:
             stack.callback(device.close)
         yield Opened(config, file, spec, devices)

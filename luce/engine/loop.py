@@ -45,7 +45,15 @@ from luce.engine.sequence import (
     Token,
     Tokens,
 )
-from luce.errors import BackendError, ContextError, LuceError, QueueFullError, RequestError, UnavailableError
+from luce.errors import (
+    BackendError,
+    ContextError,
+    LuceError,
+    QueueFullError,
+    RequestError,
+    ShardLostError,
+    UnavailableError,
+)
 from luce.runtime.step import Int32, Output
 
 _log = logging.getLogger(__name__)
@@ -398,6 +406,8 @@ class Engine:
         self._work_off_inbox()
         if self._closing:
             return False
+        if self._backend.lost():
+            self._forget()
         now = time.monotonic()
         expired, overdue = self._scheduler.late(now)
         for sequence in expired:
@@ -416,6 +426,15 @@ class Engine:
         if self.cache is not None:
             self.cache.pump()
         return True
+
+    def _forget(self) -> None:
+        """The backend has forgotten everything: so do those who build on it."""
+        if self.cache is not None:
+            self.cache.clear()
+        for sequence in self._scheduler.running:
+            if sequence.done:
+                error = ShardLostError("a shard was lost, and with it what the reply stands on")
+                self._fail(self._runs[sequence], error)
 
     def _work_off_inbox(self) -> None:
         while self._inbox:

@@ -27,9 +27,16 @@ class DeviceName:
 
     kind: DeviceKind
     index: int
+    #: `tcp://host:port/` for a device of another machine
+    place: str = ""
+
+    @property
+    def local(self) -> DeviceName:
+        """The device as its own machine names it."""
+        return DeviceName(self.kind, self.index)
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.index}"
+        return f"{self.place}{self.kind}:{self.index}"
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,8 @@ class Device(ABC):
     kv_dtype: np.dtype[Any]
     #: whether ops run their NumPy reference here instead of launching kernels
     host: bool
+    #: whether this stands for devices of another process: `zeros` here is memory that both processes see
+    shared = False
     #: whether `capture` may be called
     captures = False
     #: whether `gemm` can be called: a BLAS library is at hand
@@ -189,6 +198,13 @@ class Device(ABC):
     @abstractmethod
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Host memory that this device's copy streams reach without stopping the host: uint8 [size]."""
+
+    def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
+        """Let this device's copy streams reach memory that somebody else made, without stopping the host.
+
+        Returns what undoes it. Raises DeviceError. By default there is nothing to do.
+        """
+        return lambda: None
 
     def reaches(self, other: Device) -> bool:
         """Whether a copy stream of this device can write to `other`'s memory. May open the way the first time."""

@@ -354,6 +354,13 @@ class GpuDevice(Device):
             memory = self._cupy.cuda.alloc_pinned_memory(size)
         return np.frombuffer(memory, np.uint8, size)
 
+    def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
+        self._activate()
+        self._driver.use(self.name.index)
+        address = memory.ctypes.data
+        self._driver.register_host(address, memory.nbytes)
+        return lambda: self._driver.unregister_host(address)
+
     def reaches(self, other: Device) -> bool:
         """As in the interface; both directions are opened, and tried: some boards grant access and deliver garbage."""
         if not isinstance(other, GpuDevice) or other.name.kind != self.name.kind:
@@ -436,6 +443,15 @@ def _products(arch: str) -> frozenset[str]:
 def _address(array: Array) -> int:
     """Where an array begins, on a device or on the host."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def cupy_vendor() -> Vendor | None:
+    """The vendor whose GPUs this environment's CuPy drives, None without CuPy."""
+    try:
+        import cupy
+    except ImportError:
+        return None
+    return "hip" if cupy.cuda.runtime.is_hip else "cuda"
 
 
 def _import_cupy(name: DeviceName, kind: Vendor) -> Any:

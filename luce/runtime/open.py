@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -53,10 +53,14 @@ def open_devices(config: Config) -> list[Device]:
     """
     if not config.target_devices and config.target_device == "auto":
         return [_automatic()]
-    names = _names(config.target_devices or (config.target_device,))
+    field = "target_devices" if config.target_devices else "target_device"
+    return open_all(named(config.target_devices or (config.target_device,)), field)
+
+
+def open_all(names: Sequence[DeviceName], field: str) -> list[Device]:
+    """Devices of this process in order. Raises as open_devices; `field` is the setting that names them."""
     problems = list(_problems(names))
     if problems:
-        field = "target_devices" if config.target_devices else "target_device"
         raise UsageError("; ".join(f"{flag(field)} {problem}" for problem in problems), param=field)
     devices = []
     with contextlib.ExitStack() as opened:
@@ -68,7 +72,7 @@ def open_devices(config: Config) -> list[Device]:
     return devices
 
 
-def _names(items: tuple[str, ...]) -> list[DeviceName]:
+def named(items: Sequence[str]) -> list[DeviceName]:
     """The devices that checked items mean. This process's own backend is looked for only if one asks for it."""
     own: DeviceKind = "cpu"
     if any(item.startswith("auto") for item in items):
@@ -76,17 +80,20 @@ def _names(items: tuple[str, ...]) -> list[DeviceName]:
             own = device.name.kind
     names = []
     for item in items:
-        kind, _, index = item.partition(":")
+        place, slash, local = item.rpartition("/")
+        kind, _, index = local.partition(":")
         indices = [int(index)] if index else range(1 if own == "cpu" else _count(own))
-        names += [DeviceName(own if kind == "auto" else cast(DeviceKind, kind), i) for i in indices]
+        names += [DeviceName(own if kind == "auto" else cast(DeviceKind, kind), i, place + slash) for i in indices]
     return names
 
 
-def _problems(names: list[DeviceName]) -> Iterator[str]:
+def _problems(names: Sequence[DeviceName]) -> Iterator[str]:
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield f"{name}: named twice"
-        if name.kind == "cpu":
+        if name.place:
+            yield f"{name}: is no device of this machine"
+        if name.kind == "cpu" or name.place:
             continue
         count = _count(name.kind)
         if not count:

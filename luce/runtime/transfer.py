@@ -1,5 +1,8 @@
 """From one device to the next: directly where the devices reach each other, else through pinned host memory.
 
+Memory that is shared with another process is such host memory: a device copies into it or out of it, and nothing else
+is needed on the way.
+
 Copies run on streams of their own beside the devices' work, and nobody waits for them but by events. Memory that two
 streams use needs an event in each direction: a copy waits for the work that writes its source, and whoever writes the
 source or the target again waits for the copy, or for the reader, before.
@@ -17,7 +20,7 @@ from luce.runtime.device import Array, CopyStream, Device, Event
 _log = logging.getLogger(__name__)
 
 #: Sends whose memory is apart: one is copied while the other is read.
-_DEPTH = 2
+DEPTH = 2
 
 
 class Passage:
@@ -67,19 +70,24 @@ class Link:
         self._watch = watch
         #: whether copies go from device to device without host memory in between
         self.direct = peer and source.reaches(target)
-        if peer and not (self.direct or source.host or target.host):
+        staged = not (self.direct or source.host or target.host or source.shared or target.shared)
+        if peer and staged:
             _log.info("%s and %s do not reach each other: copies go through host memory", source.name, target.name)
         self._off = source.copy_stream()
         self._on = target.copy_stream()
-        self._passages = [self._passage(size) for _ in range(_DEPTH)]
+        #: the stream of copies that need no memory on the way
+        self._once = self._on if source.shared and not target.shared else self._off
+        self._passages = [self._passage(size) for _ in range(DEPTH)]
         self._sends = 0
 
     def _passage(self, size: int) -> Passage:
         source, target = self._source, self._target
+        if target.shared:
+            return Passage(target, target.zeros(size), None)
         if target.host:
             return Passage(target, source.pinned(4 * size).view(np.float32), None)
         staging = None
-        if not self.direct:
+        if not (self.direct or source.shared):
             staging = (target if source.host else source).pinned(4 * size).view(np.float32)
         return Passage(target, target.zeros(size), staging)
 
@@ -89,18 +97,19 @@ class Link:
         Nothing may write to them until the passage's `taken`; the memory of arrays that are dropped after this call is
         not used again by then.
         """
-        passage = self._passages[self._sends % _DEPTH]
+        passage = self._passages[self._sends % DEPTH]
         self._sends += 1
         # The arrays sent from here before are dropped now: their memory is free for the source's next work, and that
         # must come after the copy.
         _wait(self._source, passage.taken)
         passage.sent = arrays
         passage.arrays = _views(passage.landing, arrays)
-        self._off.wait_for(ready)
         if passage.staging is None:
-            _wait(self._off, passage.released)
-            passage.taken = passage.landed = self._copy(self._off, passage.arrays, arrays)
+            self._once.wait_for(ready)
+            _wait(self._once, passage.released)
+            passage.taken = passage.landed = self._copy(self._once, passage.arrays, arrays)
             return passage
+        self._off.wait_for(ready)
         staged = _views(passage.staging, arrays)
         _wait(self._off, passage.cleared)
         passage.taken = self._copy(self._off, staged, arrays)
@@ -110,10 +119,12 @@ class Link:
         return passage
 
     def settle(self) -> None:
-        """Wait until no copy runs. Raises DeviceError if one failed."""
+        """Wait until no copy runs, and forget those that were: nothing else may run. Raises LuceError if one failed."""
         for passage in self._passages:
-            if passage.landed is not None:
-                passage.landed.wait()
+            landed = passage.landed
+            passage.taken = passage.cleared = passage.landed = passage.released = None
+            if landed is not None:
+                landed.wait()
 
     def _copy(self, stream: CopyStream, targets: Sequence[Array], sources: Sequence[Array]) -> Event:
         start = stream.record(timing=True)

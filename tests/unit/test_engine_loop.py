@@ -34,6 +34,7 @@ from luce.errors import (
     LuceError,
     QueueFullError,
     RequestError,
+    ShardLostError,
     UnavailableError,
 )
 from luce.runtime.step import Step
@@ -441,6 +442,26 @@ def test_a_failed_step_fails_its_sequences_only(error: Exception) -> None:
         later.finished()
     assert waits.ids == backend.reply([70, 71], 6)
     assert later.ids == backend.reply([20, 21, 22], 6)
+
+
+def test_a_backend_that_lost_its_state_fails_what_has_begun() -> None:
+    gate = Gate()
+    backend = ScriptedBackend(slots=2, hook=gate)
+    with engine(backend, eos=frozenset()) as made:
+        begun = [submit(made)[0] for _ in range(2)]
+        gate.wait()
+        waits, _ = submit(made, [70, 71])
+
+        def lose(step: Step) -> None:
+            if len(step.spans) == 2:
+                backend.hook, backend.gone = None, True
+
+        backend.hook = lose
+        gate.open.set()
+        for reply in begun:
+            assert isinstance(reply.failed(), ShardLostError)
+        waits.finished()
+    assert waits.ids == backend.reply([70, 71], 6)
 
 
 @pytest.mark.parametrize("kind", [Started, Progress, Tokens, Finished])

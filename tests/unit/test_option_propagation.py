@@ -18,14 +18,15 @@ from luce.ops.kvtype import KVTypes
 from tests.support.reference import Reference
 
 PACKAGE = Path(luce.__file__).parent
-BELOW = ("api.py", "text", "engine", "backend", "layers", "ops", "runtime")
+BELOW = ("api.py", "config.py", "text", "engine", "cache", "backend", "layers", "ops", "remote", "runtime")
 #: the parts of the package that a verb's settings can reach; all start from a Config
 REACHED = {
     "serve": ("cli/serve.py", "cli/main.py", "server", "log.py", *BELOW),
     "chat": ("cli/chat.py", "cli/main.py", *BELOW),
     "run": ("cli/run.py", "cli/main.py", *BELOW),
-    "inspect": ("cli/inspect.py", "cli/plan.py", "backend", "runtime"),
+    "inspect": ("cli/inspect.py", "cli/plan.py", "backend", "remote", "runtime"),
     "bench": ("cli/bench.py", "api.py", "backend", "runtime"),
+    "cache": ("cli/cache.py", "config.py"),
 }
 
 

@@ -1,0 +1,442 @@
+"""The daemon's side: shards on the devices of this process, served to one other process.
+
+Steps are queued on the devices as they come, and answered in their order when their work is done, so the next step is
+on its way while one runs. Nothing that the server sends ends the daemon but the end of its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import threadpoolctl
+from numpy.typing import NDArray
+
+from luce import __version__, log
+from luce import config as settings
+from luce.backend.chain import Chain
+from luce.backend.local import LocalShard
+from luce.backend.plan import handed_on, handed_widths
+from luce.backend.remote import arena_size
+from luce.backend.shard import Activation
+from luce.errors import BackendError, DeviceError, LuceError, ModelError
+from luce.gguf.fingerprint import fingerprint
+from luce.gguf.reader import open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.models.spec import ModelSpec
+from luce.ops.kvtype import KVTypes
+from luce.remote.arena import Arena
+from luce.remote.channel import Channel, ChannelError, GoneError, receive_descriptor
+from luce.remote.messages import (
+    PROTOCOL,
+    Announce,
+    DeviceFacts,
+    Done,
+    Failed,
+    Forward,
+    Hello,
+    Load,
+    Loaded,
+    Open,
+    Part,
+    Ping,
+    Pong,
+    Reply,
+    Request,
+    Restore,
+    Save,
+    Saved,
+)
+from luce.runtime.device import Device, Event
+from luce.runtime.host import HostDevice, HostEvent
+from luce.runtime.open import open_devices
+from luce.runtime.step import PAGE, Step
+from luce.runtime.transfer import DEPTH, Link, Passage
+
+_log = logging.getLogger(__name__)
+
+#: seconds that a server gets to take an answer
+_SEND = 60.0
+#: seconds that the main thread gets to end after the server has gone
+_GRACE = 5.0
+#: seconds to look for a message without sleeping, with a GPU: the work of the other shards in a decode step
+_SPIN = 10e-3
+#: what a frame may hold beside the tensors of a Restore
+_LARGEST = 1 << 28
+
+
+def serve(
+    requests: socket.socket,
+    watch: socket.socket,
+    *,
+    shares: bool,
+    silence: float | None = None,
+    path: Path | None = None,
+) -> None:
+    """Serve one server until it closes its end. `shares`: whether it can share memory.
+
+    `silence`: seconds without a sign of life after which it counts as gone, None where the kernel tells. `path`: the
+    model, if it is not where the server has it.
+    """
+    with contextlib.ExitStack() as opened:
+        signs: Channel[Ping] = Channel(watch, Ping)
+        opened.callback(signs.close)
+        threading.Thread(target=_answer_pings, args=(signs, requests, silence), name="luce-pings", daemon=True).start()
+        channel: Channel[Request] = Channel(requests, Request)
+        opened.callback(channel.close)
+        _Session(channel, shares, path, opened).run()
+
+
+def _answer_pings(watch: Channel[Ping], requests: socket.socket, silence: float | None) -> None:
+    """Give signs of life, whatever the main thread does; when the server is gone the process does not outlive it."""
+    try:
+        while True:
+            number, _ = watch.receive(timeout=silence)
+            watch.send(number, Pong(), timeout=_SEND)
+    except ChannelError:
+        with contextlib.suppress(OSError):
+            requests.shutdown(socket.SHUT_RDWR)
+        if silence is None:
+            time.sleep(_GRACE)
+            os._exit(1)
+
+
+@dataclass
+class _Running:
+    """A Forward whose work is queued: its answer follows when `event` has happened."""
+
+    number: int
+    event: Event
+    answer: Callable[[], Done]
+
+
+class _SharedMemory(HostDevice):
+    """The arena as the place that activations come from."""
+
+    shared = True
+
+
+class _Model:
+    """The layers that one Load names, on their devices."""
+
+    def __init__(
+        self, path: Path, load: Load, devices: Sequence[Device], arena: Arena, opened: contextlib.ExitStack
+    ) -> None:
+        file = opened.enter_context(open_gguf(path))
+        if fingerprint(file) != load.fingerprint:
+            raise ModelError(f"{path}: the daemon's file is not the server's: their contents differ")
+        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+        layers = _layers(load, len(devices), spec)
+        self.spec = spec
+        self.load = load
+        self.devices = devices
+        self.arena = arena
+        self.takes = handed_widths(spec, layers[0].start)
+        self.gives = handed_widths(spec, layers[-1].stop)
+        self.chain = Chain(peer=load.peer)
+        opened.callback(self.chain.close)
+        opened.callback(arena.close)
+        if load.arena != arena_size(load.rows, self.takes, self.gives):
+            raise BackendError(f"{load.arena} bytes of shared memory do not suit steps of {load.rows} rows")
+        for problem in arena.pin(devices):
+            _log.warning("shared memory is not pinned, copies are slower: %s", problem)
+        for number, (device, part) in enumerate(zip(devices, layers, strict=True)):
+            log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
+            kv = KVTypes(*load.kv)
+            shard = LocalShard(file, spec, part, device, pages=load.pages, slots=load.slots, kv=kv)
+            self.chain.add(str(device.name), str(device.name), shard)
+            if number:
+                self.chain.link(load.rows * handed_on(spec, part.start) // 4)
+        self._entry = None
+        if self.takes:
+            size = load.rows * sum(self.takes)
+            self._entry = Link(_SharedMemory(), devices[0], size, peer=False, watch=lambda start, end: None)
+        self._exit = devices[-1].copy_stream()
+        #: what was handed on, until the copies are done
+        self._sent: deque[tuple[Activation, Event]] = deque()
+        self._counted = 0.0
+
+    def loaded(self) -> Loaded:
+        parts = (part for shard in self.chain.shards for part in shard.parts)
+        shown = (Part(p.device, (p.layers.start, p.layers.stop), p.weights, p.state) for p in parts)
+        return Loaded(tuple(shown), self.takes, self.gives, self.spec.vocab)
+
+    def forward(self, number: int, step: Step, source: int, target: int) -> _Running:
+        """Queue a step."""
+        handed: Passage | None = None
+        if self._entry is not None:
+            arrays = self.arena.floats(source, step.rows, self.takes)
+            handed = self._entry.send(arrays, HostEvent())
+        result, end = self.chain.run(0, step, handed)
+        for following in range(1, len(self.devices)):
+            assert isinstance(result, Passage)
+            handed = result
+            result, end = self.chain.run(following, step, handed)
+        if not isinstance(result, tuple):
+            assert not isinstance(result, Passage)
+            pending = result
+            return _Running(number, end, lambda: Done(self._seconds(), pending()))
+        if len(self._sent) == DEPTH:
+            # Memory of what was handed on is used again from here on.
+            _, taken = self._sent.popleft()
+            self.devices[-1].wait_for(taken)
+        self._exit.wait_for(end)
+        for place, array in zip(self.arena.floats(target, step.rows, self.gives), result, strict=True):
+            self._exit.copy(place, array)
+        copied = self._exit.record()
+        if handed is not None:
+            # What is handed on may lie in what was handed over.
+            handed.release(copied)
+        self._sent.append((result, copied))
+        return _Running(number, copied, lambda: Done(self._seconds(), None, self._apart(target, step.rows)))
+
+    def _apart(self, at: int, rows: int) -> NDArray[np.uint8] | None:
+        return None if self.load.shared else self.arena.memory[at : at + 4 * rows * sum(self.gives)]
+
+    def _seconds(self) -> float:
+        """What the devices have worked since the last answer."""
+        self.chain.look()
+        total = sum(times.work.total for times in self.chain.times())
+        seconds, self._counted = total - self._counted, total
+        return seconds
+
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        self._check(slot, pages)
+        return {name: tensor for shard in self.chain.shards for name, tensor in shard.save(slot, pages).items()}
+
+    def restore(self, message: Restore) -> None:
+        self._check(message.slot, message.pages)
+        for shard in self.chain.shards:
+            shard.restore(message.slot, message.pages, message.tensors)
+
+    def _check(self, slot: int | None, pages: Sequence[Sequence[int]]) -> None:
+        if slot is not None and not 0 <= slot < self.load.slots:
+            raise BackendError(f"slot {slot} is outside 0..{self.load.slots - 1}")
+        if len(pages) != len(self.load.pages):
+            raise BackendError(f"pages of {len(pages)} groups, the model has {len(self.load.pages)}")
+        for own, count in zip(pages, self.load.pages, strict=True):
+            if not all(0 <= page < count for page in own):
+                raise BackendError(f"a page is outside 0..{count - 1}")
+
+    def settle(self) -> None:
+        """Wait until nothing runs, whether it fails or not."""
+        self._sent.clear()
+        self.chain.settle()
+        if self._entry is not None:
+            with contextlib.suppress(DeviceError):
+                self._entry.settle()
+
+
+class _Session:
+    """What one server says, and the answers."""
+
+    def __init__(
+        self, channel: Channel[Request], shares: bool, path: Path | None, opened: contextlib.ExitStack
+    ) -> None:
+        self._channel = channel
+        self._shares = shares
+        self._path = path
+        self._opened = opened
+        self._devices: list[Device] = []
+        self._model: _Model | None = None
+        self._announced: Step | None = None
+        self._running: deque[_Running] = deque()
+
+    def run(self) -> None:
+        """Until the server is gone."""
+        try:
+            while True:
+                self._answer_finished()
+                number, message = self._channel.receive(timeout=None, limit=_LARGEST + self._held())
+                try:
+                    reply = self._handle(number, message)
+                except Exception as error:
+                    if self._model is not None:
+                        self._model.settle()
+                    reply = _failed(error)
+                if reply is not None:
+                    self._finish_all()
+                    self._channel.send(number, reply, timeout=_SEND)
+        except GoneError:
+            return
+        except ChannelError as error:
+            _log.error("the server's connection is closed: %s", error)
+
+    def _held(self) -> int:
+        """Bytes that a Restore may bring."""
+        return 0 if self._model is None else sum(shard.info.state for shard in self._model.chain.shards) * 2
+
+    def _answer_finished(self) -> None:
+        """Answer what is done until a message is there, or nothing runs."""
+        while self._running and not self._channel.ready():
+            if _over(self._running[0]):
+                self._answer(self._running.popleft())
+
+    def _finish_all(self) -> None:
+        """Answers keep the order of the requests."""
+        while self._running:
+            self._answer(self._running.popleft())
+
+    def _answer(self, running: _Running) -> None:
+        reply: Reply
+        try:
+            running.event.wait()
+            reply = running.answer()
+        except Exception as error:
+            reply = _failed(error)
+        self._channel.send(running.number, reply, timeout=_SEND)
+
+    def _handle(self, number: int, message: Request) -> Reply | None:
+        """The answer, unless it comes later or never. Raises what becomes Failed."""
+        if isinstance(message, Open):
+            return self._open(message)
+        if isinstance(message, Load):
+            return self._load(message)
+        model = self._model
+        if model is None:
+            raise BackendError("nothing is loaded")
+        if isinstance(message, Announce):
+            self._announced = message.step
+            return None
+        if isinstance(message, Forward):
+            step, self._announced = self._announced, None
+            if step is None:
+                raise BackendError("a step was not announced")
+            check_step(step, model.spec.vocab, model.load)
+            self._place(model, message, step.rows)
+            self._running.append(model.forward(number, step, message.source, message.target))
+            return None
+        if isinstance(message, Save):
+            return Saved(model.save(message.slot, message.pages))
+        model.restore(message)
+        return Done()
+
+    def _open(self, message: Open) -> Reply:
+        if (message.protocol, message.luce) != (PROTOCOL, __version__):
+            raise BackendError(
+                f"the server is Luce {message.luce} with protocol {message.protocol}, "
+                f"the daemon Luce {__version__} with protocol {PROTOCOL}"
+            )
+        if self._devices:
+            raise BackendError("devices are open already")
+        given = {"target_devices": message.devices, "threads": message.threads, "log_level": message.log_level}
+        config = settings.resolve(given, env={})
+        logging.getLogger("luce").setLevel(config.log_level.upper())
+        if config.threads:
+            threadpoolctl.threadpool_limits(config.threads, user_api="blas")
+        self._devices = open_devices(config)
+        facts = []
+        for device in self._devices:
+            self._opened.callback(device.close)
+            memory = device.memory()
+            name, kv = str(device.name), device.kv_dtype.str
+            facts.append(DeviceFacts(name, device.host, device.lanes, kv, memory.free, memory.total, device.describe()))
+        if not all(device.host for device in self._devices):
+            self._channel.spin = _SPIN
+        return Hello(PROTOCOL, __version__, os.getpid(), tuple(facts))
+
+    def _load(self, message: Load) -> Reply:
+        fd = receive_descriptor(self._channel, timeout=_SEND) if message.shared and self._shares else None
+        if self._model is not None or not self._devices:
+            raise BackendError("no devices are open" if not self._devices else "layers are loaded already")
+        if message.shared and not self._shares:
+            raise BackendError("memory cannot be shared over this connection")
+        if fd is not None:
+            _check_descriptor(fd, message.arena)
+        path = self._path or Path(message.path)
+        self._model = _Model(path, message, self._devices, Arena(message.arena, fd), self._opened)
+        return self._model.loaded()
+
+    @staticmethod
+    def _place(model: _Model, message: Forward, rows: int) -> None:
+        """Check the places of input and output, and put the input there if it came along."""
+        if rows > model.load.rows and (model.takes or model.gives):
+            raise BackendError(f"a step of {rows} rows, at most {model.load.rows} were agreed on")
+        memory = model.arena.memory
+        for at, widths in ((message.source, model.takes), (message.target, model.gives)):
+            inside = 0 <= at <= len(memory) - 4 * rows * sum(widths) and at % 4 == 0
+            if not inside if widths else at != -1:
+                raise BackendError(f"place {at} is none for an activation of {rows} rows")
+        if (message.data is None) != (model.load.shared or not model.takes):
+            raise BackendError("an activation came by the wrong way")
+        if message.data is not None:
+            size = 4 * rows * sum(model.takes)
+            if message.data.shape != (size,):
+                raise BackendError(f"an activation of {message.data.shape} bytes, expected {size}")
+            memory[message.source : message.source + size] = message.data
+
+
+def check_step(step: Step, vocab: int, load: Load) -> None:
+    """Raises BackendError unless all that a step refers to exists: kernels look at nothing twice."""
+    rows = len(step.tokens)
+    shapes = [step.tokens.shape == step.positions.shape == (rows,), rows > 0, step.wanted.ndim == 1]
+    shapes += [step.top is None or step.top.shape == step.wanted.shape]
+    shapes += [step.full.shape == step.wanted.shape, len(step.views) == len(load.pages)]
+    at = 0
+    for span in step.spans:
+        shapes += [span.start == at, span.rows > 0, span.position >= 0, 0 <= span.slot < load.slots]
+        at += span.rows
+    if not all(shapes) or at != rows:
+        raise BackendError("a step whose parts do not fit each other")
+    inside = [_within(step.tokens, vocab), _within(step.wanted, rows), bool((step.positions >= 0).all())]
+    for view, pages in zip(step.views, load.pages, strict=True):
+        spans, width = len(step.spans), view.table.shape[-1] if view.table.ndim == 2 else -1
+        if view.table.shape != (spans, width) or view.first.shape != (spans, width):
+            raise BackendError(f"a page table of {view.table.shape} for {spans} spans")
+        if view.count.shape != (spans,) or view.dest.shape != (rows,):
+            raise BackendError("a page table whose parts do not fit each other")
+        inside += [_within(view.table, pages), _within(view.dest, pages * PAGE), _within(view.count, width + 1)]
+    if not all(inside):
+        raise BackendError("a step refers to something that does not exist")
+
+
+def _within(values: NDArray[np.int32], end: int) -> bool:
+    return not values.size or (int(values.min()) >= 0 and int(values.max()) < end)
+
+
+def _layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
+    layers = [range(begin, end) for begin, end in load.layers]
+    tiled = all(before.stop == after.start for before, after in pairwise(layers))
+    if len(layers) != devices or not tiled or not all(layers) or layers[-1].stop > len(spec.blocks):
+        raise BackendError(f"layers {load.layers} for {devices} devices and a model of {len(spec.blocks)} layers")
+    if layers[0].start < 0 or not 0 < load.slots <= 1 << 16 or len(load.pages) != len(spec.page_groups):
+        raise BackendError("a load whose parts do not fit the model")
+    if not all(0 < pages < 1 << 24 for pages in load.pages) or not 0 < load.rows <= 1 << 20:
+        raise BackendError("a load whose parts do not fit the model")
+    return layers
+
+
+def _check_descriptor(fd: int, size: int) -> None:
+    """A file that shrinks would end this process when it looks at the memory."""
+    seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    if os.fstat(fd).st_size < size or not seals & fcntl.F_SEAL_SHRINK:
+        os.close(fd)
+        raise BackendError("the shared memory is too small, or can become so")
+
+
+def _over(running: _Running) -> bool:
+    """Whether there is an answer, which may be that the work failed."""
+    try:
+        return running.event.happened()
+    except LuceError:
+        return True
+
+
+def _failed(error: Exception) -> Failed:
+    if isinstance(error, LuceError):
+        return Failed(type(error).__name__, str(error))
+    _log.exception("a request failed")
+    kind = "OutOfMemoryError" if isinstance(error, MemoryError) else "BackendError"
+    return Failed(kind, f"{type(error).__name__}: {error}")

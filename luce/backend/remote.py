@@ -1,0 +1,347 @@
+"""A shard in another process: what the verbs of a shard become on the wire."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.backend.plan import handed_widths, mirrored
+from luce.backend.shard import Activation, Pending, ShardInfo
+from luce.errors import BackendError, LuceError, ShardLostError
+from luce.gguf.fingerprint import fingerprint
+from luce.gguf.reader import GGUFFile
+from luce.models.spec import ModelSpec
+from luce.ops.kvtype import KVTypes
+from luce.remote.arena import Arena, room, shared_arena
+from luce.remote.channel import SMALL, Channel, ChannelError, GarbageError
+from luce.remote.device import RemoteDevice
+from luce.remote.messages import Announce, Done, Failed, Forward, Load, Reply, Restore, Save, Saved
+from luce.remote.supervisor import Supervisor, failure
+from luce.runtime.device import Device, Event
+from luce.runtime.host import HostEvent
+from luce.runtime.step import Output, Step
+from luce.runtime.transfer import DEPTH
+
+_log = logging.getLogger(__name__)
+
+#: Places for what is handed on. One more than a link has: when a step is asked for, the copy of what the one before the
+#: last handed on may still run.
+OUTPUTS = DEPTH + 1
+#: seconds that a request may take for each row, and for each byte, beside the limit of all requests
+_PER_ROW = 0.1
+_PER_BYTE = 1e-7
+
+
+def arena_size(rows: int, takes: Sequence[int], gives: Sequence[int]) -> int:
+    """Bytes of shared memory for steps of `rows` rows, whose activations have so many columns."""
+    return DEPTH * room(4 * rows * sum(takes)) + OUTPUTS * room(4 * rows * sum(gives))
+
+
+class RemoteShard:
+    """Layers of a file on the devices of one daemon, a range for each. It loads in the background: `wait_loaded`.
+
+    `rows`: most rows of a step if something is handed over or on; `name` stands in errors. Raises OutOfMemoryError for
+    the shared memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        file: GGUFFile,
+        spec: ModelSpec,
+        layers: Sequence[range],
+        devices: Sequence[RemoteDevice],
+        *,
+        pages: Sequence[int],
+        slots: int,
+        kv: KVTypes,
+        rows: int,
+        peer: bool,
+    ) -> None:
+        self.device = devices[0]
+        self.layers = range(layers[0].start, layers[-1].stop)
+        self._name = name
+        self._daemon: Supervisor = devices[0].daemon
+        self._vocab = spec.vocab
+        self._mirrored = mirrored(spec, self.layers)
+        self._takes, self._gives = handed_widths(spec, self.layers.start), handed_widths(spec, self.layers.stop)
+        self._last = self.layers.stop == len(spec.blocks)
+        size = arena_size(rows, self._takes, self._gives)
+        self._arena = shared_arena(size) if self._daemon.shares else Arena(size, None)
+        self._outputs = [self._arena.take(4 * rows * sum(self._gives)) for _ in range(OUTPUTS)]
+        self._asked: deque[_Request] = deque()
+        self._newest: _Request | None = None
+        self._announced: tuple[Channel[Reply], Step] | None = None
+        self._numbers = 0
+        #: the daemon's life in which sequences have state here
+        self._generation = 0
+        self._forwards = 0
+        for device in devices:
+            device.arena, device.moment = self._arena, self._moment
+        self._load = Load(
+            path=str(file.paths[0].resolve()),
+            fingerprint=fingerprint(file),
+            layers=tuple((part.start, part.stop) for part in layers),
+            pages=tuple(pages),
+            slots=slots,
+            kv=(kv.k, kv.v),
+            rows=rows,
+            peer=peer,
+            arena=size,
+            shared=self._daemon.shares,
+        )
+        self._expected = tuple(
+            (str(device.name.local), (part.start, part.stop)) for device, part in zip(devices, layers, strict=True)
+        )
+        self._parts = tuple(ShardInfo(str(d.name), part, 0, 0) for d, part in zip(devices, layers, strict=True))
+        self._daemon.begin_load(self._load, self._arena)
+
+    def wait_loaded(self) -> None:
+        """Raises LuceError if the daemon cannot load its layers."""
+        loaded = self._daemon.loaded()
+        if tuple((part.device, part.layers) for part in loaded.parts) != self._expected:
+            raise BackendError(f"{self._name}: the daemon has loaded other layers than it was asked to")
+        theirs, ours = (loaded.takes, loaded.gives, loaded.vocab), (self._takes, self._gives, self._vocab)
+        if theirs != ours:
+            raise BackendError(f"{self._name}: the daemon sees a model of dimensions {theirs}, this process {ours}")
+        self._parts = tuple(
+            ShardInfo(mine.device, mine.layers, part.weights, part.state)
+            for mine, part in zip(self._parts, loaded.parts, strict=True)
+        )
+
+    def pin(self, devices: Iterable[Device]) -> None:
+        """Let the copies of neighbouring devices reach the shared memory directly."""
+        for problem in self._arena.pin(devices):
+            _log.warning("%s: shared memory is not pinned, copies are slower: %s", self._name, problem)
+
+    @property
+    def info(self) -> ShardInfo:
+        parts = self._parts
+        return ShardInfo(
+            ",".join(part.device for part in parts),
+            self.layers,
+            sum(part.weights for part in parts),
+            sum(part.state for part in parts),
+        )
+
+    @property
+    def parts(self) -> tuple[ShardInfo, ...]:
+        return self._parts
+
+    def lost(self) -> bool:
+        known, self._generation = self._generation, self._daemon.generation
+        return known != self._generation
+
+    def announce(self, step: Step) -> None:
+        channel = self._channel()
+        self._send(channel, Announce(step))
+        self._announced = channel, step
+
+    def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
+        channel = self._channel()
+        if self._announced is None or self._announced[0] is not channel or self._announced[1] is not step:
+            self.announce(step)
+        self._announced = None
+        source = -1 if handed is None else self._arena.place(handed[0])
+        target = self._outputs[self._forwards % OUTPUTS] if self._gives else -1
+        self._forwards += 1
+        data = None if source < 0 else self._apart(source, step.rows, self._takes)
+        rows = len(step.wanted)
+        request = self._ask(
+            channel,
+            Forward(source, target, data),
+            seconds=_PER_ROW * step.rows,
+            # Ids and whole logits, and as much again for what else an output may have.
+            limit=SMALL + 4 * (2 * rows * self._vocab + step.rows * sum(self._gives)),
+            take=lambda done: self._take(done, step, target),
+        )
+        if self._gives:
+            return self._arena.floats(target, step.rows, self._gives)
+        return request.output
+
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+        state = self.info.state
+        saved: dict[str, NDArray[np.generic]] = {}
+
+        def take(reply: Reply) -> None:
+            if not isinstance(reply, Saved) or any(self._layer(name) not in self.layers for name in reply.tensors):
+                raise GarbageError("it saved something else than its layers")
+            saved.update(reply.tensors)
+
+        message = Save(slot, tuple(tuple(map(int, group)) for group in pages))
+        self._ask(self._channel(), message, seconds=_PER_BYTE * state, limit=SMALL + state, take=take).wait()
+        return saved
+
+    def restore(
+        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
+    ) -> None:
+        own = {n: t for n, t in tensors.items() if self._layer(n) in self.layers or self._layer(n) in self._mirrored}
+        message = Restore(slot, tuple(tuple(map(int, group)) for group in pages), own)
+        seconds = _PER_BYTE * sum(tensor.nbytes for tensor in own.values())
+        self._ask(self._channel(), message, seconds=seconds, limit=SMALL, take=_done).wait()
+
+    def close(self) -> None:
+        """Idempotent. The daemon ends with its devices."""
+        self._arena.close()
+
+    @staticmethod
+    def _layer(name: str) -> int:
+        match = re.match(r"blk\.(\d{1,6})\.", name)
+        return -1 if match is None else int(match[1])
+
+    def _apart(self, at: int, rows: int, widths: Sequence[int]) -> NDArray[np.uint8] | None:
+        """What lies at a place, for a peer that does not see it."""
+        return None if self._daemon.shares else self._arena.memory[at : at + 4 * rows * sum(widths)]
+
+    def _take(self, reply: Reply, step: Step, target: int) -> None:
+        """Check the answer to a Forward, and put what came with it where it belongs."""
+        _done(reply)
+        assert isinstance(reply, Done)
+        expected = self._apart(target, step.rows, self._gives) if self._gives else None
+        if (expected is None) != (reply.data is None) or (reply.output is None) == self._last:
+            raise GarbageError("it answered with something else than was asked for")
+        if expected is not None and reply.data is not None:
+            if reply.data.shape != expected.shape:
+                raise GarbageError(f"it handed on {reply.data.shape} bytes, expected {expected.shape}")
+            expected[...] = reply.data
+        if reply.output is not None and len(step.wanted):
+            ids, logits = reply.output.ids, reply.output.logits
+            if ids.shape != step.wanted.shape or logits.shape != (np.count_nonzero(step.full), self._vocab):
+                raise GarbageError(f"it returned ids {ids.shape} and logits {logits.shape} for {len(step.wanted)} rows")
+            top, asked = reply.output.top, 0 if step.top is None else np.count_nonzero(step.top)
+            if top is not None and (len(top.ids) != asked or top.ids.shape != top.logits.shape or top.ids.ndim != 2):
+                raise GarbageError(f"it returned candidates {top.ids.shape} for {asked} rows")
+            if bool(asked) != (top is not None):
+                raise GarbageError("it returned other candidates than were asked for")
+            for found in (ids, *([] if top is None else [top.ids])):
+                if found.min(initial=0) < 0 or found.max(initial=0) >= self._vocab:
+                    raise GarbageError(f"it returned ids outside 0..{self._vocab - 1}")
+
+    def _channel(self) -> Channel[Reply]:
+        try:
+            return self._daemon.channel(self._generation)
+        except ShardLostError as error:
+            raise self._named(error) from None
+
+    def _moment(self) -> Event:
+        """When all that has been asked for is done."""
+        return self._newest or HostEvent()
+
+    def _send(self, channel: Channel[Reply], message: msgspec.Struct) -> None:
+        self._numbers += 1
+        try:
+            channel.send(self._numbers, message, timeout=self._daemon.limits.request)
+        except ChannelError as error:
+            self._lost(channel, error)
+
+    def _ask(
+        self,
+        channel: Channel[Reply],
+        message: msgspec.Struct,
+        *,
+        seconds: float,
+        limit: int,
+        take: Callable[[Reply], None],
+    ) -> _Request:
+        self._send(channel, message)
+        request = _Request(self, channel, self._numbers, self._daemon.limits.request + seconds, limit, take)
+        self._asked.append(request)
+        self._newest = request
+        return request
+
+    def pump(self, request: _Request, *, wait: bool) -> None:
+        """Receive answers until the one to a request, or all that are there without waiting."""
+        while not request.over and (wait or request.channel.ready()):
+            head = self._asked[0]
+            try:
+                number, reply = head.channel.receive(timeout=head.seconds, limit=head.limit)
+                if number != head.number:
+                    raise GarbageError(f"it answered request {number} instead of {head.number}")
+                head.finish(reply, self._name)
+                self._asked.popleft()
+            except ChannelError as error:
+                self._lost(head.channel, error)
+
+    def _lost(self, channel: Channel[Reply], why: ChannelError) -> NoReturn:
+        """The daemon's death is the answer to all that was asked."""
+        error = self._named(self._daemon.lost(channel, why))
+        for request in self._asked:
+            request.error = error
+        self._asked.clear()
+        self._newest = None
+        raise error
+
+    def _named(self, error: ShardLostError) -> ShardLostError:
+        return ShardLostError(f"{self._name}: {error}")
+
+
+class _Request(Event):
+    """Something that the daemon was asked for; the event is its answer."""
+
+    def __init__(
+        self,
+        shard: RemoteShard,
+        channel: Channel[Reply],
+        number: int,
+        seconds: float,
+        limit: int,
+        take: Callable[[Reply], None],
+    ) -> None:
+        self._shard = shard
+        self.channel = channel
+        self.number = number
+        self.seconds = seconds
+        self.limit = limit
+        self._take = take
+        self._work = 0.0
+        self._output: Output | None = None
+        self._done = False
+        self.error: LuceError | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the answer has come, or will never come."""
+        return self._done or self.error is not None
+
+    def finish(self, reply: Reply, name: str) -> None:
+        """The answer. Raises GarbageError if it is none."""
+        if isinstance(reply, Failed):
+            self.error = failure(name, reply)
+            return
+        self._take(reply)
+        self._done = True
+        if isinstance(reply, Done):
+            self._work, self._output = reply.seconds, reply.output
+
+    def output(self) -> Output:
+        """What the last shard returns; waits for it."""
+        self.wait()
+        assert self._output is not None
+        return self._output
+
+    def happened(self) -> bool:
+        self._shard.pump(self, wait=False)
+        if self.error is not None:
+            raise self.error
+        return self._done
+
+    def wait(self) -> None:
+        self._shard.pump(self, wait=True)
+        if self.error is not None:
+            raise self.error
+
+    def seconds_since(self, start: Event) -> float:
+        """The daemon's own measure: between the answers lies what it waited for as well."""
+        return self._work
+
+
+def _done(reply: Reply) -> None:
+    if not isinstance(reply, Done):
+        raise GarbageError(f"it sent {type(reply).__name__} instead of Done")

@@ -1,0 +1,48 @@
+"""`luce shard`: hold layers for a server in another process, which starts it (`--fds`) or connects (`--listen`)."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from pathlib import Path
+
+from luce import log
+from luce.backend.daemon import serve
+from luce.cli.pull import fetch
+from luce.errors import UsageError
+from luce.remote.child import descriptors, die_with_parent
+from luce.remote.tcp import SILENCE, listening, sessions, tls
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until the server is gone; over a network one server after another, until a signal."""
+    writer = log.configure("info", journal=arguments.fds is not None)
+    try:
+        if arguments.fds is not None:
+            _serve_parent(arguments.fds)
+        else:
+            _serve_network(arguments)
+    finally:
+        writer.stop()
+    return 0
+
+
+def _serve_parent(fds: str) -> None:
+    die_with_parent()
+    try:
+        requests, watch = (socket.socket(fileno=fd) for fd in descriptors(fds))
+    except (ValueError, OSError):
+        raise UsageError(f"--fds {fds}: expected two descriptors of sockets", param="fds") from None
+    serve(requests, watch, shares=True)
+
+
+def _serve_network(arguments: argparse.Namespace) -> None:
+    if arguments.model is None or arguments.listen is None or arguments.key_file is None:
+        raise UsageError("luce shard needs MODEL, --listen and --key-file", param="listen")
+    path = fetch(arguments.model)
+    context = tls(Path(arguments.key_file), "--key-file", server=True)
+    with listening(arguments.listen) as listener:
+        host, port = listener.getsockname()[:2]
+        print(f"listening on {host}:{port}", flush=True)
+        for requests, watch in sessions(listener, context):
+            serve(requests, watch, shares=False, silence=SILENCE, path=path)

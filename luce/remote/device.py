@@ -1,0 +1,57 @@
+"""A device of another process, as the server sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from luce.remote.arena import Arena
+from luce.remote.messages import DeviceFacts
+from luce.remote.supervisor import Supervisor
+from luce.runtime.device import Array, DeviceName, Event, Memory
+from luce.runtime.host import HostDevice, HostEvent
+
+
+class RemoteDevice(HostDevice):
+    """Stands for a device while layers are planned, and for the memory that its process shares while steps run.
+
+    Arrays are NumPy arrays here; `zeros` takes them from the arena, once the shard has made one. Its work is what the
+    shard has asked the daemon for. Closing it ends the daemon.
+    """
+
+    shared = True
+
+    def __init__(self, name: DeviceName, daemon: Supervisor, facts: DeviceFacts) -> None:
+        super().__init__(name.index)
+        self.name = name
+        self.daemon = daemon
+        self.host = facts.host
+        self.lanes = facts.lanes
+        self.kv_dtype = np.dtype(facts.kv_dtype)
+        self._facts = facts
+        self.arena: Arena | None = None
+        #: the moment when all that was asked for is done; the shard's
+        self.moment: Callable[[], Event] = HostEvent
+
+    def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+        assert self.arena is not None and isinstance(shape, int)
+        size = shape * np.dtype(dtype).itemsize
+        at = self.arena.take(size)
+        return self.arena.memory[at : at + size].view(dtype)
+
+    def record(self, *, timing: bool = False) -> Event:
+        return self.moment()
+
+    def synchronize(self) -> None:
+        self.moment().wait()
+
+    def memory(self) -> Memory:
+        return Memory(self._facts.free, self._facts.total)
+
+    def describe(self) -> dict[str, str | int]:
+        return self._facts.facts
+
+    def close(self) -> None:
+        self.daemon.close()

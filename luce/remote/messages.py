@@ -1,0 +1,153 @@
+"""What a server and a daemon say to each other. The server asks, and gets one answer to each request, in order.
+
+    Open     -> Hello     which devices; their facts
+    Load     -> Loaded    which layers of which file; what they take
+    Announce              no answer: the step of the next Forward, while its input is still computed
+    Forward  -> Done      input and output lie in shared memory at the places named, or in the messages
+    Save     -> Saved     a sequence's state as named tensors
+    Restore  -> Done
+
+Any other request may be answered by Failed instead. The end of the connection ends the daemon. A Step and an Output
+travel field by field as they are declared, so what a later version adds to them needs no new message. On a second
+channel the server sends Ping and gets Pong, whatever the daemon is at.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.runtime.step import Output, Step
+
+#: changes with every message that an older peer would not understand
+PROTOCOL = 1
+
+
+class Open(msgspec.Struct, tag=True):
+    """The first message. `luce` is the version; `threads` as --threads."""
+
+    protocol: int
+    luce: str
+    devices: tuple[str, ...]
+    log_level: str
+    threads: int
+
+
+class DeviceFacts(msgspec.Struct):
+    """A device as the server plans with it. Memory in bytes; `facts` are for people."""
+
+    name: str
+    host: bool
+    lanes: int
+    kv_dtype: str
+    free: int
+    total: int
+    facts: dict[str, str | int]
+
+
+class Hello(msgspec.Struct, tag=True):
+    """The answer to Open."""
+
+    protocol: int
+    luce: str
+    pid: int
+    devices: tuple[DeviceFacts, ...]
+
+
+class Load(msgspec.Struct, tag=True):
+    """Layers [begin, end) of a file for each device; `fingerprint` of the file as the server sees it.
+
+    rows: most rows of a Forward. arena: bytes of the shared memory, whose descriptor follows if `shared`.
+    """
+
+    path: str
+    fingerprint: str
+    layers: tuple[tuple[int, int], ...]
+    pages: tuple[int, ...]
+    slots: int
+    kv: tuple[str, str]
+    rows: int
+    peer: bool
+    arena: int
+    shared: bool
+
+
+class Part(msgspec.Struct):
+    """What lies on one device, in bytes."""
+
+    device: str
+    layers: tuple[int, int]
+    weights: int
+    state: int
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """The answer to Load. Columns of each array that is taken and handed on; entries of the vocabulary."""
+
+    parts: tuple[Part, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    vocab: int
+
+
+class Announce(msgspec.Struct, tag=True):
+    """The step that the next Forward runs."""
+
+    step: Step
+
+
+class Forward(msgspec.Struct, tag=True):
+    """Run the announced step. Places are offsets in the arena, -1 for none; `data`: the input, if it is not shared."""
+
+    source: int
+    target: int
+    data: NDArray[np.uint8] | None = None
+
+
+class Done(msgspec.Struct, tag=True):
+    """A Forward or Restore is done. `data`: what is handed on, if it is not shared; `seconds`: what the work took."""
+
+    seconds: float = 0.0
+    output: Output | None = None
+    data: NDArray[np.uint8] | None = None
+
+
+class Save(msgspec.Struct, tag=True):
+    """Copy a sequence's state: the slot's, if there is one, and these pages of each page group."""
+
+    slot: int | None
+    pages: tuple[tuple[int, ...], ...]
+
+
+class Saved(msgspec.Struct, tag=True):
+    """The answer to Save."""
+
+    tensors: dict[str, np.ndarray]
+
+
+class Restore(msgspec.Struct, tag=True):
+    """The reverse of Save."""
+
+    slot: int | None
+    pages: tuple[tuple[int, ...], ...]
+    tensors: dict[str, np.ndarray]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A request could not be done. `error`: the name of a class of luce.errors."""
+
+    error: str
+    message: str
+
+
+class Ping(msgspec.Struct, tag=True):
+    """Are you there?"""
+
+
+class Pong(msgspec.Struct, tag=True):
+    """Yes."""
+
+
+Request = Open | Load | Announce | Forward | Save | Restore
+Reply = Hello | Loaded | Done | Saved | Failed

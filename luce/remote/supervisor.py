@@ -1,0 +1,325 @@
+"""Keeps one daemon alive: starts it, lets it load its layers, asks it for signs of life, starts it anew when it dies.
+
+A thread of its own does all of that. The engine's thread only sends requests and waits for answers on the channel of a
+daemon that is ready; when that fails it says so (`lost`) and learns here why the daemon is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from luce import __version__, errors, log
+from luce.errors import BackendError, DeviceError, LuceError, ShardLostError
+from luce.remote.arena import Arena
+from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError, send_descriptor
+from luce.remote.messages import PROTOCOL, Failed, Hello, Load, Loaded, Open, Ping, Pong, Reply
+
+_log = logging.getLogger(__name__)
+
+#: seconds between signs of life, and without any until a daemon counts as lost
+_BEAT = 1.0
+_SILENCE = 15.0
+#: seconds that a daemon gets to take what it is sent
+_SEND = 30.0
+#: restarts within a time, both at most so many; seconds before each
+_RESTARTS, _WITHIN = 5, 600.0
+_DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)
+#: how long `lost` waits to learn the reason: longer than a daemon gets to end
+_VERDICT = 20.0
+#: seconds to look for an answer of a GPU's daemon without sleeping
+_SPIN = 1e-3
+
+Answer = TypeVar("Answer", Hello, Loaded)
+
+
+class Peer(Protocol):
+    """A daemon that has just been started or connected to."""
+
+    requests: socket.socket
+    watch: socket.socket
+
+    def kill(self) -> None:
+        """End it, or the connection to it, at once."""
+
+    def end(self) -> str:
+        """Wait for the end, which comes in bounded time once the sockets are shut down, and say how it came."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: until a daemon has loaded; for a request, beside what it takes in proportion to its rows."""
+
+    start: float
+    request: float
+
+
+class Supervisor:
+    """One daemon, called `name` in messages. `connect` runs in the supervisor's thread, for each life of the daemon.
+
+    `shares`: whether daemon and server can have memory in common.
+    """
+
+    def __init__(
+        self, name: str, connect: Callable[[], Peer], opening: Open, limits: Limits, *, shares: bool = True
+    ) -> None:
+        self.name = name
+        self.limits = limits
+        self.shares = shares
+        self._connect = connect
+        self._opening = opening
+        self._changed = threading.Condition()
+        self._hello: Hello | None = None
+        self._load: tuple[Load, Arena] | None = None
+        self._loaded: Loaded | None = None
+        self._channel: Channel[Reply] | None = None
+        self._peer: Peer | None = None
+        self._ever_ready = False
+        self._closing = False
+        #: why the daemon's last life ended, and that there will be no other one
+        self._error: LuceError | None = None
+        self._ended = False
+        #: why the daemon was lost when it was last ready: attempts to start it anew may have failed since
+        self._loss: LuceError | None = None
+        #: what the engine saw of the daemon's death
+        self._suspicion: ChannelError | None = None
+        #: how often a daemon that was ready died
+        self.generation = 0
+        self._thread = threading.Thread(target=self._main, name=f"luce-{name}", daemon=True)
+        self._thread.start()
+
+    def hello(self) -> Hello:
+        """What the daemon is. Waits for it. Raises LuceError if it did not start."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._hello is not None or self._ended)
+            if self._hello is None:
+                raise self._error or DeviceError(f"{self.name}: closed")
+            return self._hello
+
+    def begin_load(self, load: Load, arena: Arena) -> None:
+        """Let this life of the daemon, and all later ones, load layers. The arena stays the caller's."""
+        with self._changed:
+            self._load = load, arena
+            self._changed.notify_all()
+
+    def loaded(self) -> Loaded:
+        """What the daemon has loaded. Waits for it. Raises LuceError if it could not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._loaded is not None or self._ended)
+            if self._loaded is None:
+                raise self._error or DeviceError(f"{self.name}: closed")
+            return self._loaded
+
+    def channel(self, generation: int) -> Channel[Reply]:
+        """The way to a daemon that is ready, for the engine's thread alone; waits while one starts anew.
+
+        Raises ShardLostError if there is none and will be none, and if it is not the one of this generation.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._channel or self._ended or self.generation != generation)
+            if self.generation != generation:
+                raise ShardLostError(str(self._loss))
+            if self._channel is None:
+                raise ShardLostError(f"{self._error or self.name + ': closed'}")
+            return self._channel
+
+    def lost(self, channel: Channel[Reply], suspicion: ChannelError) -> ShardLostError:
+        """The error for a daemon whose channel failed. It is ended, if it is not dead yet."""
+        with self._changed:
+            if self._channel is channel:
+                generation, self._suspicion = self.generation, suspicion
+                _shut_down(self._peer)
+                self._changed.wait_for(lambda: self.generation > generation or self._ended, _VERDICT)
+            return ShardLostError(str(self._loss or f"{self.name}: {suspicion}"))
+
+    def close(self) -> None:
+        """End the daemon and wait for its end, which comes in bounded time. Idempotent."""
+        with self._changed:
+            self._closing = True
+            _shut_down(self._peer)
+            self._changed.notify_all()
+        self._thread.join()
+
+    # What follows runs on the supervisor's thread.
+
+    def _main(self) -> None:
+        try:
+            self._keep()
+        except Exception as error:
+            _log.exception("the supervisor of %s stopped", self.name)
+            with self._changed:
+                self._error = BackendError(f"{self.name}: {type(error).__name__}: {error}")
+                self._channel, self._ended = None, True
+                self._changed.notify_all()
+
+    def _keep(self) -> None:
+        deaths: deque[float] = deque(maxlen=_RESTARTS)
+        while True:
+            error = self._live()
+            with self._changed:
+                was_ready = self._channel is not None
+                self._channel = self._peer = self._suspicion = None
+                self.generation += was_ready
+                self._error = error
+                self._loss = error if was_ready else self._loss
+                now = time.monotonic()
+                while deaths and now - deaths[0] > _WITHIN:
+                    deaths.popleft()
+                if self._closing or not self._ever_ready or len(deaths) == _RESTARTS:
+                    if not self._closing:
+                        _log.error("%s", error)
+                    self._ended = True
+                    self._changed.notify_all()
+                    return
+                delay = _DELAYS[len(deaths)]
+                deaths.append(now)
+                self._changed.notify_all()
+                _log.warning("%s; starting it anew%s", error, f" in {delay:g} s" if delay else "")
+                self._changed.wait_for(lambda: self._closing, delay)
+
+    def _live(self) -> LuceError:
+        """One life of the daemon, from its start to its end; why it ended."""
+        try:
+            peer = self._connect()
+        except LuceError as error:
+            return error
+        suspicion: ChannelError | LuceError
+        channel: Channel[Reply] = Channel(peer.requests, Reply)
+        watch: Channel[Pong] = Channel(peer.watch, Pong)
+        with contextlib.closing(channel), contextlib.closing(watch):
+            try:
+                with self._changed:
+                    self._peer = peer
+                    if self._closing:
+                        _shut_down(peer)
+                beat = _Heartbeat(watch)
+                self._start(channel, beat)
+                suspicion = self._attend(beat)
+            except (ChannelError, LuceError) as error:
+                suspicion = error
+            with self._changed:
+                suspicion = self._suspicion or suspicion
+            gone = isinstance(suspicion, GoneError)
+            if not gone:
+                peer.kill()
+            # A daemon ends by itself when its connections do.
+            _shut_down(peer)
+            how = peer.end()
+        if isinstance(suspicion, LuceError):
+            return suspicion
+        kind = ShardLostError if self._ever_ready else DeviceError
+        return kind(f"{self.name}: the daemon is lost: {how if gone else suspicion}")
+
+    def _start(self, channel: Channel[Reply], beat: _Heartbeat) -> None:
+        """Hello and load."""
+        deadline = time.monotonic() + self.limits.start
+        began = time.monotonic()
+        hello = self._ask(channel, beat, self._opening, Hello, deadline)
+        self._check(hello)
+        with self._changed:
+            self._hello = self._hello or hello
+            self._changed.notify_all()
+        while (given := self._given_load()) is None:
+            beat.wait(None)
+        load, arena = given
+        loaded = self._ask(channel, beat, load, Loaded, deadline, arena.fd)
+        if self._loaded is not None and loaded != self._loaded:
+            raise BackendError(f"{self.name}: the daemon does not load what it loaded before")
+        channel.spin = 0.0 if all(device.host for device in hello.devices) else _SPIN
+        log.event(_log, "shard ready", shard=self.name, pid=hello.pid, seconds=time.monotonic() - began)
+        with self._changed:
+            self._loaded, self._channel, self._ever_ready = loaded, channel, True
+            self._changed.notify_all()
+
+    def _given_load(self) -> tuple[Load, Arena] | None:
+        with self._changed:
+            return self._load
+
+    def _check(self, hello: Hello) -> None:
+        if (hello.protocol, hello.luce) != (PROTOCOL, __version__):
+            raise DeviceError(
+                f"{self.name}: the daemon is Luce {hello.luce} with protocol {hello.protocol}, "
+                f"this is Luce {__version__} with protocol {PROTOCOL}"
+            )
+        if tuple(device.name for device in hello.devices) != self._opening.devices:
+            raise DeviceError(f"{self.name}: the daemon opened other devices than it was asked to")
+
+    def _ask(
+        self,
+        channel: Channel[Reply],
+        beat: _Heartbeat,
+        request: Open | Load,
+        answer: type[Answer],
+        deadline: float,
+        fd: int | None = None,
+    ) -> Answer:
+        """The answer to a request, while the daemon gives signs of life."""
+        channel.send(0, request, timeout=_SEND)
+        if fd is not None:
+            send_descriptor(channel, fd)
+        while not beat.wait(channel):
+            if time.monotonic() > deadline:
+                raise LateError(f"it has not started within {self.limits.start:g} s (--shard-start-timeout)")
+        _, reply = channel.receive(timeout=_SEND)
+        if isinstance(reply, Failed):
+            raise failure(self.name, reply)
+        if not isinstance(reply, answer):
+            raise GarbageError(f"it sent {type(reply).__name__} instead of {answer.__name__}")
+        return reply
+
+    def _attend(self, beat: _Heartbeat) -> ChannelError:
+        """Ask for signs of life until there are none."""
+        try:
+            while True:
+                beat.wait(None)
+        except ChannelError as error:
+            return error
+
+
+class _Heartbeat:
+    """Pings a daemon and counts the silence."""
+
+    def __init__(self, watch: Channel[Pong]) -> None:
+        self._watch = watch
+        self._next = self._heard = time.monotonic()
+
+    def wait(self, other: Channel[Reply] | None) -> bool:
+        """Whether something has come on the other channel within a beat. Raises ChannelError if the daemon is lost."""
+        now = time.monotonic()
+        if now - self._heard > _SILENCE:
+            raise LateError(f"it has given no sign of life for {_SILENCE:g} s")
+        if now >= self._next:
+            self._next = now + _BEAT
+            self._watch.send(0, Ping(), timeout=_SILENCE)
+        poller = select.poll()
+        for channel in (self._watch, other):
+            if channel is not None:
+                poller.register(channel.socket, select.POLLIN)
+        poller.poll(max(0, 1000 * (self._next - now)))
+        if self._watch.ready():
+            self._watch.receive(timeout=_SILENCE)
+            self._heard = time.monotonic()
+        return other is not None and other.ready()
+
+
+def failure(name: str, failed: Failed) -> LuceError:
+    """The error that a daemon reports, as this side raises it."""
+    kind = getattr(errors, failed.error, None)
+    if not (isinstance(kind, type) and issubclass(kind, LuceError)):
+        kind = BackendError
+    return kind(f"{name}: {failed.message}")
+
+
+def _shut_down(peer: Peer | None) -> None:
+    """End both connections, which wakes whoever waits on them, here and in the daemon."""
+    for sock in () if peer is None else (peer.watch, peer.requests):
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,140 @@
+"""Daemons of other machines: the same two channels over TLS, where each side proves that it has the key file.
+
+The key file is PEM: one private key and its self-signed certificate, the same file on both sides. Each shows this
+certificate and accepts no other one, so nobody without the key gets as far as a first message.
+
+    openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 -subj /CN=luce -keyout k -out c
+    cat k c > FILE && chmod 600 FILE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+from luce.errors import DeviceError, ListenError, UsageError
+
+_log = logging.getLogger(__name__)
+
+#: seconds for a connection, its handshake and its greeting
+_PATIENCE = 10.0
+#: seconds without a sign of life after which a server counts as gone; it gives one each second
+SILENCE = 30.0
+_TOKEN = 16
+_REQUESTS, _WATCH = b"R", b"W"
+
+
+def tls(key_file: Path, flag: str, *, server: bool) -> ssl.SSLContext:
+    """Raises UsageError, with the flag that named the file, if it is not a key with its certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # The certificate is known as a whole; names in it mean nothing.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if server:
+        # Records that are no data would look like a frame that begins.
+        context.num_tickets = 0
+    try:
+        context.load_cert_chain(key_file)
+        context.load_verify_locations(key_file)
+    except OSError as error:
+        raise UsageError(f"{flag} {key_file}: no private key with its certificate: {error}", param="key_file") from None
+    return context
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of `host:port`, `[::1]:port` for IPv6. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError("expected HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+class Connection:
+    """A daemon of another machine, connected to. Raises DeviceError naming it."""
+
+    def __init__(self, name: str, where: str, context: ssl.SSLContext) -> None:
+        self.requests: socket.socket
+        self.watch: socket.socket
+        token = secrets.token_bytes(_TOKEN)
+        with contextlib.ExitStack() as opened:
+            try:
+                self.requests = opened.enter_context(_connect(where, context, _REQUESTS + token))
+                self.watch = opened.enter_context(_connect(where, context, _WATCH + token))
+            except (OSError, ValueError) as error:
+                raise DeviceError(f"{name}: cannot connect to {where}: {error}") from error
+            opened.pop_all()
+
+    def kill(self) -> None:
+        """The connection ends with its sockets."""
+
+    def end(self) -> str:
+        """As in Peer."""
+        return "its connection has ended"
+
+
+def _connect(where: str, context: ssl.SSLContext, greeting: bytes) -> ssl.SSLSocket:
+    plain = socket.create_connection(address(where), timeout=_PATIENCE)
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(plain)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock = opened.enter_context(context.wrap_socket(plain))
+        sock.sendall(greeting)
+        opened.pop_all()
+    return sock
+
+
+def listening(where: str) -> socket.socket:
+    """A listening socket. Raises UsageError or ListenError naming the address."""
+    try:
+        host, port = address(where)
+    except ValueError as error:
+        raise UsageError(f"--listen {where}: {error}", param="listen") from None
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ListenError(f"--listen {where}: {error.strerror or error}") from error
+
+
+def sessions(listener: socket.socket, context: ssl.SSLContext) -> Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]:
+    """The two connections of each server that comes, one server after the other. The caller closes them."""
+    waiting: tuple[bytes, ssl.SSLSocket] | None = None
+    while True:
+        plain, peer = listener.accept()
+        sock: ssl.SSLSocket | None = None
+        try:
+            plain.settimeout(_PATIENCE)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = context.wrap_socket(plain, server_side=True)
+            role, token = _exactly(sock, 1), _exactly(sock, _TOKEN)
+        except OSError as error:
+            _log.warning("a connection from %s is refused: %s", peer[0], error)
+            (plain if sock is None else sock).close()
+            continue
+        if role == _WATCH and waiting is not None and secrets.compare_digest(token, waiting[0]):
+            requests, waiting = waiting[1], None
+            yield requests, sock
+            continue
+        if waiting is not None:
+            waiting[1].close()
+            waiting = None
+        if role == _REQUESTS:
+            waiting = token, sock
+        else:
+            sock.close()
+
+
+def _exactly(sock: ssl.SSLSocket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            raise ConnectionError("it closed the connection")
+        data += part
+    return data

@@ -1,0 +1,69 @@
+"""Every reference file gives the same bits through daemons as in one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.runtime.host import HostDevice
+from tests.golden.conftest import MakeDriver
+from tests.support.daemons import HERE, devices
+from tests.support.drive import Driver
+from tests.support.reference import Reference, references
+
+#: devices, and settings that put them into daemons
+PLACEMENTS: dict[str, tuple[str, dict[str, object]]] = {
+    "a device and a daemon": ("cpu:0,cpu:1", {}),
+    "three daemons": ("cpu:0,cpu:1,cpu:2", {"target_shard_ipc_bin": (("cpu", HERE),), "isolate_shards": True}),
+    "a daemon of two devices": ("cpu:0,cpu:1,cpu:2", {}),
+}
+#: the same steps in one process: NumPy's products of 64 rows have other bits than those of 135
+LOCAL = [HostDevice(0), HostDevice(1)]
+
+
+def results(driver: Driver, reference: Reference) -> NDArray[np.float32]:
+    """A prompt in two steps, of which the first has several pieces; decode rows beside another sequence; a restore."""
+    prompt = reference.expected["prompt_long"]
+    sequence, other, again = driver.start(), driver.start(), driver.start()
+    driver.feed((sequence, prompt[:5]), wanted=False)
+    parts = [driver.feed((sequence, part))[0] for part in (prompt[5:140], prompt[140:-2])]
+    driver.feed((other, prompt[:9]))
+    parts += [driver.feed((other, prompt[:1]), (sequence, token))[1] for token in prompt[-2:, None]]
+    saved = driver.save(sequence)
+    parts.append(driver.feed((sequence, prompt[:1]))[0])
+    driver.feed((again, prompt[::-1]))
+    driver.restore(again, saved)
+    parts.append(driver.feed((again, prompt[:1]))[0])
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+def test_daemons_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
+    expected = results(make_driver(reference, LOCAL, piece=64), reference)
+    for placement, settings in PLACEMENTS.values():
+        with devices(placement, **settings) as opened:
+            driver = make_driver(reference, opened, piece=64)
+            found = results(driver, reference)
+            driver.backend.close()
+        assert (found == expected).all()
+
+
+def test_a_daemon_between_two_local_devices(make_driver: MakeDriver) -> None:
+    reference = Reference("gemma4-e-Q4_0")
+    expected = results(make_driver(reference, LOCAL, piece=64), reference)
+    with devices("cpu:0,cpu:1") as opened:
+        driver = make_driver(reference, [*opened, HostDevice(2)], piece=64)
+        assert (results(driver, reference) == expected).all()
+        driver.backend.close()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_activations_in_messages(placement: str, make_driver: MakeDriver) -> None:
+    reference = Reference("gemma4-e-Q4_0")
+    expected = results(make_driver(reference, LOCAL, piece=64), reference)
+    names, settings = PLACEMENTS[placement]
+    with devices(names, **settings, shard_transport="stream") as opened:
+        driver = make_driver(reference, opened, piece=64)
+        assert (results(driver, reference) == expected).all()
+        driver.backend.close()

@@ -1,0 +1,208 @@
+"""Daemons that die, stop or never start: the error names the shard and the reason, and the next request works."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import luce
+from luce.api import Model
+from luce.errors import DeviceError, LuceError, ShardLostError
+from luce.remote import supervisor
+from tests.support.daemons import HERE, children, descriptors, within
+from tests.support.reference import Reference
+
+REFERENCE = Reference("gemma4-e-Q4_0")
+PROMPT = REFERENCE.expected["prompt_17"].tolist()
+LONG = REFERENCE.expected["prompt_long"].tolist()
+EXPECTED = REFERENCE.expected["greedy_17"][:8].tolist()
+
+
+def load(**settings: Any) -> Model:
+    given = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": HERE, "max_ctx": 2048, "shard_timeout": 2}
+    return luce.load(REFERENCE.path, **{**given, **settings})
+
+
+def reply(model: Model) -> list[int]:
+    return [token.id for token in model.generate(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No process, no descriptor and no thread outlives a test."""
+    # The first daemon of a process makes what stays.
+    load().close()
+    gc.collect()
+    open_before, threads = descriptors(), threading.active_count()
+    yield
+    # Errors hold frames, and frames hold the memory that was shared.
+    gc.collect()
+    assert not children()
+    assert descriptors() == open_before and threading.active_count() == threads
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+def test_death_while_generating(number: signal.Signals) -> None:
+    with load(parallel=2) as model:
+        (pid,) = children()
+        running = model.generate(PROMPT, max_tokens=1000, temperature=0, ignore_eos=True)
+        beside = model.generate(LONG, max_tokens=1000, temperature=0, ignore_eos=True)
+        for _ in range(3):
+            next(running)
+            next(beside)
+        os.kill(pid, number)
+        began = time.monotonic()
+        errors = []
+        for generation in (running, beside):
+            with pytest.raises(ShardLostError) as caught:
+                list(generation)
+            errors.append(str(caught.value))
+        assert time.monotonic() - began < 10
+        reason = "does not answer" if number == signal.SIGSTOP else f"ended by {number.name}"
+        assert errors[0].startswith("shard 1 (cpu:1): cpu:1: the daemon is lost: it ") and reason in errors[0]
+        assert reply(model) == EXPECTED
+        assert children() != {pid} and len(children()) == 1
+
+
+def test_death_while_reading_a_prompt() -> None:
+    with load(parallel=2, chunk=16) as model:
+        (pid,) = children()
+        seen = threading.Event()
+        errors: list[LuceError] = []
+
+        def read() -> None:
+            try:
+                list(model.generate(LONG * 10, max_tokens=1, temperature=0, on_progress=lambda done, total: seen.set()))
+            except LuceError as error:
+                errors.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert seen.wait(30)
+        os.kill(pid, signal.SIGKILL)
+        reader.join(30)
+        assert isinstance(errors[0], ShardLostError)
+        assert reply(model) == EXPECTED
+
+
+def test_death_of_an_idle_daemon_fails_nothing() -> None:
+    with load() as model:
+        for _ in range(2):
+            (pid,) = children()
+            os.kill(pid, signal.SIGKILL)
+            assert within(20, lambda: bool(children()) and children() != {pid})  # noqa: B023
+            assert reply(model) == EXPECTED
+
+
+def test_one_of_three_daemons_dies() -> None:
+    settings = {"target_devices": "cpu:0,cpu:1,cpu:2", "target_shard_ipc_bin": f"cpu={HERE}", "isolate_shards": True}
+    with load(**settings) as model:
+        before = children()
+        assert len(before) == 3 and reply(model) == EXPECTED
+        os.kill(sorted(before)[1], signal.SIGKILL)
+        assert within(20, lambda: len(children() & before) == 2)
+        assert reply(model) == EXPECTED
+        assert len(children()) == 3
+
+
+def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_RESTARTS", 1)
+    with load() as model:
+        (first,) = children()
+        os.kill(first, signal.SIGKILL)
+        assert within(20, lambda: bool(children()) and children() != {first})
+        assert reply(model) == EXPECTED
+        os.kill(children().pop(), signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(ShardLostError, match=r"^shard 1 \(cpu:1\): .*SIGKILL"):
+                reply(model)
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!{sys.executable}\nimport os, socket, sys, time\n{text}")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+SOCKET = "s = socket.socket(fileno=int(sys.argv[-1].split(',')[0])); "
+#: what stands for the interpreter, and how the start fails
+STARTS = {
+    "exits": ("print('no such luck'); sys.exit(3)", "it ended with status 3; its last words: no such luck"),
+    "garbage": (
+        SOCKET + "s.sendall(b'GET / HTTP/1.1 and so on...'); s.recv(1 << 20)",
+        "it sent something that is no frame",
+    ),
+    "truncated": (
+        SOCKET + "s.sendall(b'LUC1' + bytes(9)); s.close()",
+        "it ended with status 0",
+    ),
+    "silent": ("time.sleep(100)", "it has not started within 1 s"),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_daemon_that_does_not_start(name: str, tmp_path: Path) -> None:
+    text, reason = STARTS[name]
+    with pytest.raises(DeviceError) as caught:
+        load(target_shard_ipc_bin=script(tmp_path / "python", text), shard_start_timeout=1)
+    assert (
+        str(caught.value) == f"cpu:1: the daemon is lost: {reason}" if name != "silent" else reason in str(caught.value)
+    )
+
+
+def test_variables_of_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUCE_MAX_CTX", "77")
+    show = script(tmp_path / "python", "print({k: v for k, v in os.environ.items() if k[:4] in ('LUCE', 'HSA_')})")
+    with pytest.raises(DeviceError) as caught:
+        load(target_shard_ipc_bin=show, shard_env=["cpu:HSA_A=1,2", "hip:HSA_B=3", "cpu:HSA_C=cuda:4=5"])
+    assert str(caught.value).endswith("its last words: {'HSA_A': '1,2', 'HSA_C': 'cuda:4=5'}")
+
+
+def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match=r"^cpu:1: cannot run .*/bin/python: No such file"):
+        load(target_shard_ipc_bin=tmp_path)
+
+
+def test_a_device_that_the_daemon_does_not_have() -> None:
+    with pytest.raises(LuceError, match=r"^cuda:9: --target-devices cuda:9: ") as caught:
+        load(target_devices="cpu:0,cuda:9")
+    assert caught.value.exit_code == 2
+
+
+def test_no_daemon_outlives_a_killed_server() -> None:
+    code = (
+        "import luce, sys, time\n"
+        f"path, python = {str(REFERENCE.path)!r}, sys.executable\n"
+        "model = luce.load(path, target_devices='cpu:0,cpu:1', target_shard_ipc_bin=python)\n"
+        "from tests.support.daemons import children\n"
+        "print(*children(), flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    for stop in (False, True):
+        server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert server.stdout is not None
+        with server.stdout:
+            pid = int(server.stdout.readline())
+        if stop:
+            os.kill(pid, signal.SIGSTOP)
+        server.kill()
+        server.wait()
+        assert within(10, lambda: not Path(f"/proc/{pid}").exists() or "Z" in state(pid))  # noqa: B023
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2]
+    except OSError:
+        return "Z"

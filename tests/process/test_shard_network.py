@@ -1,0 +1,124 @@
+"""Daemons over TCP: the same tokens, the daemon's own file, and nobody without the key."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import luce
+from luce.cli.main import main
+from luce.errors import DeviceError, ModelError, ShardLostError, UsageError
+from tests.support.reference import Reference
+
+REFERENCE = Reference("gemma4-e-Q4_0")
+PROMPT = REFERENCE.expected["prompt_17"].tolist()
+EXPECTED = REFERENCE.expected["greedy_17"][:8].tolist()
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two key files."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make keys")
+    folder, made = tmp_path_factory.mktemp("keys"), []
+    for name in ("one", "other"):
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+        key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
+        command += ["-subj", "/CN=luce", "-keyout", str(key), "-out", str(certificate)]
+        subprocess.run(command, check=True, capture_output=True)
+        made.append(folder / name)
+        made[-1].write_text(key.read_text() + certificate.read_text())
+    return made
+
+
+@contextmanager
+def daemon(key: Path, path: Path = REFERENCE.path, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """A listening `luce shard`, and its port."""
+    command = [sys.executable, "-m", "luce", "shard", str(path), "--listen", f"127.0.0.1:{port}"]
+    process = subprocess.Popen([*command, "--key-file", str(key)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        with process.stdout:
+            yield int(process.stdout.readline().rpartition(":")[2]), process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def load(port: int, key: Path) -> luce.Model:
+    devices = f"cpu:0,tcp://127.0.0.1:{port}/cpu:0,tcp://127.0.0.1:{port}/cpu:1"
+    return luce.load(REFERENCE.path, target_devices=devices, shard_key_file=key, max_ctx=1024, shard_timeout=5)
+
+
+def reply(model: luce.Model) -> list[int]:
+    return [token.id for token in model.generate(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)]
+
+
+def test_one_server_after_another(keys: list[Path], tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere.gguf"
+    shutil.copy(REFERENCE.path, copy)
+    with daemon(keys[0], copy) as (port, _):
+        for _ in range(2):
+            with load(port, keys[0]) as model:
+                assert reply(model) == EXPECTED
+                assert model.placement[2]["device"] == f"tcp://127.0.0.1:{port}/cpu:1"
+
+
+def test_a_daemon_that_comes_back(keys: list[Path]) -> None:
+    with daemon(keys[0]) as (port, process):
+        model = load(port, keys[0])
+        with model:
+            running = model.generate(PROMPT, max_tokens=900, temperature=0, ignore_eos=True)
+            next(running)
+            process.kill()
+            process.wait()
+            with pytest.raises(ShardLostError, match=r"^shard 1 \(tcp://127.0.0.1:.*its connection has ended"):
+                list(running)
+            with daemon(keys[0], port=port):
+                assert reply(model) == EXPECTED
+
+
+def test_another_file(keys: list[Path]) -> None:
+    with (
+        daemon(keys[0], Reference("gemma4-e-F32").path) as (port, _),
+        pytest.raises(ModelError, match=r"^tcp://.*gemma4-e-F32.gguf: the daemon's file is not the server's"),
+    ):
+        load(port, keys[0])
+
+
+def test_another_key(keys: list[Path]) -> None:
+    with daemon(keys[0]) as (port, _):
+        with pytest.raises(DeviceError, match=r"^tcp://127.0.0.1:\d+/cpu:0,.*: "):
+            load(port, keys[1])
+        # What is no TLS, and what never speaks, do not keep others out.
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        began = time.monotonic()
+        with socket.create_connection(("127.0.0.1", port)), load(port, keys[0]) as model:
+            assert reply(model) == EXPECTED
+        assert time.monotonic() - began < 30
+
+
+def test_settings(keys: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="require --shard-key-file"):
+        luce.load(REFERENCE.path, target_devices="cpu:0,tcp://127.0.0.1:1/cpu:0")
+    nothing = tmp_path / "nothing"
+    nothing.write_text("x")
+    with pytest.raises(UsageError, match=f"--shard-key-file {nothing}"):
+        luce.load(REFERENCE.path, target_devices="cpu:0,tcp://127.0.0.1:1/cpu:0", shard_key_file=nothing)
+    with pytest.raises(DeviceError, match=r"cannot connect to 127.0.0.1:1"):
+        load(1, keys[0])
+    torn = "tcp://127.0.0.1:1/cpu:0,cpu:0,tcp://127.0.0.1:1/cpu:1"
+    with pytest.raises(UsageError, match="side by side"):
+        luce.load(REFERENCE.path, target_devices=torn, shard_key_file=keys[0])
+    assert main(["shard", str(REFERENCE.path), "--listen", "0.0.0.0:0"]) == 2
+    assert main(["shard", str(REFERENCE.path), "--listen", "nowhere", "--key-file", str(keys[0])]) == 2
+    assert "--key-file" in capsys.readouterr().err

@@ -1,0 +1,238 @@
+"""What a daemon answers to requests that cannot be done: it says why, and goes on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from luce import __version__
+from luce.backend.daemon import serve
+from luce.backend.plan import handed_widths
+from luce.backend.remote import arena_size
+from luce.gguf.fingerprint import fingerprint
+from luce.gguf.reader import open_gguf
+from luce.remote.arena import shared_arena
+from luce.remote.channel import Channel, send_descriptor
+from luce.remote.messages import (
+    PROTOCOL,
+    Announce,
+    Done,
+    Failed,
+    Forward,
+    Hello,
+    Load,
+    Loaded,
+    Open,
+    Reply,
+    Restore,
+    Save,
+    Saved,
+)
+from luce.runtime.step import PageView, Span, Step
+from tests.support.reference import Reference
+
+REFERENCE = Reference("qwen3-a-F32")
+ROWS = 8
+OPEN = Open(PROTOCOL, __version__, ("cpu:0",), "info", 0)
+
+
+class Server:
+    """The server's end of a daemon in a thread of this process."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.watch, their_watch = socket.socketpair()
+        self.channel: Channel[Reply] = Channel(ours, Reply)
+        self._number = 0
+        arguments = {"shares": True, "silence": 60.0}
+        self.thread = threading.Thread(target=serve, args=(theirs, their_watch), kwargs=arguments)
+        self.thread.start()
+
+    def ask(self, message: Any, fd: int | None = None) -> Reply:
+        self._number += 1
+        self.channel.send(self._number, message, timeout=5)
+        if fd is not None:
+            send_descriptor(self.channel, fd)
+        number, reply = self.channel.receive(timeout=20, limit=1 << 26)
+        assert number == self._number
+        return reply
+
+    def refused(self, message: Any, why: str, error: str = "BackendError") -> None:
+        reply = self.ask(message)
+        assert isinstance(reply, Failed) and reply.error == error and why in reply.message, reply
+
+    def close(self) -> None:
+        self.channel.close()
+        self.watch.close()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+def load_of(begin: int, end: int) -> Load:
+    spec = REFERENCE.spec
+    size = arena_size(ROWS, handed_widths(spec, begin), handed_widths(spec, end))
+    with open_gguf(REFERENCE.path) as file:
+        mark = fingerprint(file)
+    pages = (4,) * len(spec.page_groups)
+    return Load(str(REFERENCE.path), mark, ((begin, end),), pages, 2, ("auto", "auto"), ROWS, True, size, False)
+
+
+def changed(message: Load, **fields: Any) -> Load:
+    values = {name: getattr(message, name) for name in message.__struct_fields__}
+    return Load(**{**values, **fields})
+
+
+LAYERS = len(REFERENCE.spec.blocks)
+WHOLE = load_of(0, LAYERS)
+STEP = Step(
+    tokens=np.array([1, 2, 3], np.int32),
+    positions=np.arange(3, dtype=np.int32),
+    spans=(Span(1, 0, 3, 0),),
+    views=(PageView(np.array([[2]], np.int32), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
+                    np.arange(128, 131, dtype=np.int32)),),
+    wanted=np.array([2], np.int32),
+    full=np.ones(1, np.bool_),
+)  # fmt: skip
+
+
+def test_opening(server: Server) -> None:
+    server.refused(Open(PROTOCOL + 1, __version__, ("cpu:0",), "info", 0), f"protocol {PROTOCOL + 1}")
+    server.refused(Open(PROTOCOL, "0.0.0", ("cpu:0",), "info", 0), "Luce 0.0.0")
+    server.refused(Open(PROTOCOL, __version__, ("frob:0",), "info", 0), "frob:0", "UsageError")
+    server.refused(Open(PROTOCOL, __version__, ("cuda:77",), "info", 0), "cuda:77", "UsageError")
+    server.refused(WHOLE, "no devices are open")
+    server.refused(Forward(-1, -1), "nothing is loaded")
+    hello = server.ask(OPEN)
+    assert isinstance(hello, Hello) and hello.devices[0].host and hello.pid == os.getpid()
+    server.refused(OPEN, "already")
+
+
+LOADS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "another file": ({"fingerprint": "0" * 32}, "contents differ", "ModelError"),
+    "no file": ({"path": "/no/such.gguf"}, "/no/such.gguf", "ModelError"),
+    "layers": ({"layers": ((0, LAYERS + 1),)}, "layers", "BackendError"),
+    "no layers": ({"layers": ((1, 1),)}, "layers", "BackendError"),
+    "holes": ({"layers": ((0, 1), (2, 3))}, "layers", "BackendError"),
+    "slots": ({"slots": 0}, "do not fit", "BackendError"),
+    "groups": ({"pages": (4, 4, 4)}, "do not fit", "BackendError"),
+    "pages": ({"pages": (1 << 40,)}, "do not fit", "BackendError"),
+    "arena": ({"arena": 1 << 45}, "shared memory", "OutOfMemoryError"),
+    "other arena": ({"arena": 4096}, "shared memory", "BackendError"),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_loads(server: Server, name: str) -> None:
+    fields, why, error = LOADS[name]
+    server.ask(OPEN)
+    base = load_of(1, LAYERS) if name == "other arena" else WHOLE
+    server.refused(changed(base, **fields), why, error)
+    assert isinstance(server.ask(WHOLE), Loaded)
+    server.refused(WHOLE, "already")
+
+
+def test_shared_memory_that_could_shrink(server: Server) -> None:
+    server.ask(OPEN)
+    load = changed(load_of(1, LAYERS), shared=True)
+    fd = os.memfd_create("loose")
+    os.ftruncate(fd, load.arena)
+    reply = server.ask(load, fd)
+    os.close(fd)
+    assert isinstance(reply, Failed) and "too small" in reply.message
+    arena = shared_arena(load.arena)
+    with pytest.raises(OSError):
+        os.ftruncate(arena.fd or -1, 0)
+    assert isinstance(server.ask(load, arena.fd), Loaded)
+    arena.close()
+
+
+def view(**fields: Any) -> dict[str, Any]:
+    return {"views": (replace(STEP.views[0], **fields),)}
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "token": {"tokens": np.array([1, 2, 1 << 30], np.int32)},
+    "negative token": {"tokens": np.array([1, 2, -1], np.int32)},
+    "positions": {"positions": np.arange(2, dtype=np.int32)},
+    "slot": {"spans": (Span(2, 0, 3, 0),)},
+    "rows": {"spans": (Span(1, 0, 4, 0),)},
+    "overlap": {"spans": (Span(1, 0, 2, 0), Span(0, 1, 2, 0))},
+    "wanted": {"wanted": np.array([3], np.int32)},
+    "full": {"full": np.ones(2, np.bool_)},
+    "no views": {"views": ()},
+    "page": view(table=np.array([[4]], np.int32)),
+    "table": view(table=np.zeros((2, 1), np.int32)),
+    "count": view(count=np.array([2], np.int32)),
+    "dest": view(dest=np.array([0, 1, 256], np.int32)),
+    "no rows": {"tokens": np.empty(0, np.int32), "positions": np.empty(0, np.int32), "spans": ()},
+}
+
+
+def test_steps(server: Server) -> None:
+    server.ask(OPEN)
+    server.ask(WHOLE)
+
+    def output() -> Done:
+        server.channel.send(0, Announce(STEP), timeout=5)
+        reply = server.ask(Forward(-1, -1))
+        assert isinstance(reply, Done) and reply.output is not None
+        return reply
+
+    expected = output().output
+    assert expected is not None
+    server.refused(Forward(-1, -1), "not announced")
+    for fields in STEPS.values():
+        server.channel.send(0, Announce(replace(STEP, **fields)), timeout=5)
+        server.refused(Forward(-1, -1), "")
+    for places in ((0, -1), (-1, 0), (4, 4)):
+        server.channel.send(0, Announce(STEP), timeout=5)
+        server.refused(Forward(*places), "place")
+    for message in (Save(2, ((0,),)), Save(0, ((4,),)), Save(0, ()), Restore(0, ((0,),), {})):
+        server.refused(message, "")
+    saved = server.ask(Save(1, ((2,),)))
+    assert isinstance(saved, Saved) and f"blk.{LAYERS - 1}.k" in saved.tensors
+    assert isinstance(server.ask(Restore(1, ((3,),), saved.tensors)), Done)
+    again = output().output
+    assert again is not None and (again.logits == expected.logits).all()
+
+
+def test_activations_that_do_not_fit(server: Server) -> None:
+    load = load_of(1, LAYERS - 1)
+    server.ask(OPEN)
+    server.ask(load)
+    width = REFERENCE.spec.hidden
+    good = np.zeros(4 * 3 * width, np.uint8)
+    for message in (
+        Forward(0, 4096, None),
+        Forward(0, 4096, good[4:]),
+        Forward(2, 4096, good),
+        Forward(0, load.arena, good),
+        Forward(-4, 4096, good),
+        Forward(load.arena - 4, 4096, good),
+    ):
+        server.channel.send(0, Announce(STEP), timeout=5)
+        server.refused(message, "a")
+    server.channel.send(0, Announce(STEP), timeout=5)
+    done = server.ask(Forward(0, 8192, good))
+    assert isinstance(done, Done) and done.data is not None and done.data.shape == good.shape
+
+
+def test_garbage_ends_the_session(server: Server) -> None:
+    server.ask(OPEN)
+    server.channel.socket.sendall(b"\0" * 100)
+    server.thread.join(10)
+    assert not server.thread.is_alive()

@@ -1,0 +1,73 @@
+"""Devices in daemons of this machine's Python, and looks at what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from luce.config import Config
+from luce.remote.device import RemoteDevice
+from luce.remote.open import open_placement
+from luce.runtime.device import Device
+
+HERE = Path(sys.executable)
+
+
+@contextmanager
+def devices(names: str, **settings: object) -> Iterator[list[Device]]:
+    """Devices of a placement whose daemons run this interpreter: by default all but the first."""
+    fields = {"target_shard_ipc_bin": (("", HERE),), "shard_start_timeout": 60.0, **settings}
+    with ExitStack() as stack:
+        opened = open_placement(Config(target_devices=tuple(names.split(",")), **fields))
+        for device in opened:
+            stack.callback(device.close)
+        yield opened
+
+
+def remote(opened: Sequence[Device], number: int) -> RemoteDevice:
+    """One of the devices, which is in a daemon."""
+    device = opened[number]
+    assert isinstance(device, RemoteDevice)
+    return device
+
+
+def pid_of(device: RemoteDevice) -> int:
+    """The process that holds a device now: the child process that `remote` devices of its daemon share."""
+    peer = device.daemon._peer
+    assert peer is not None
+    return int(peer.pid)  # type: ignore[attr-defined]
+
+
+def children() -> set[int]:
+    """Daemons that this process has started, zombies too."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= {int(pid) for pid in (task / "children").read_text().split()}
+    # The chat template's renderer is a child process as well; a zombie has no command line.
+    return {pid for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes().count(b"renderer.main") == 0}
+
+
+def descriptors() -> list[str]:
+    """What this process has open."""
+    names = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            # The descriptor of this very look.
+            continue
+    return sorted(names)
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    """Whether a condition comes true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

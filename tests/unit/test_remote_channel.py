@@ -1,0 +1,182 @@
+"""Frames: arrays come out as they went in, and nothing that a peer sends does more than end the channel."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.remote.channel import Channel, GarbageError, GoneError, LateError, receive_descriptor, send_descriptor
+from luce.remote.messages import Announce, Done, Failed, Ping, Reply, Request, Restore, Saved
+from luce.runtime.step import Candidates, Output, PageView, Span, Step
+
+Pair = tuple[Channel[Any], Channel[Any]]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Channel(ours, Request | Reply | Ping), Channel(theirs, Request | Reply | Ping)
+
+
+def step(rows: int) -> Step:
+    numbers = np.arange(rows, dtype=np.int32)
+    view = PageView(numbers[None], numbers[None], numbers[:1], numbers)
+    return Step(numbers, numbers, (Span(0, 0, rows, 3),), (view, view), numbers[:2], numbers[:2] > 0)
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, tuple):
+        return isinstance(other, tuple) and len(one) == len(other) and all(map(same, one, other))
+    if hasattr(one, "__dataclass_fields__") or isinstance(one, msgspec.Struct):
+        names = getattr(one, "__dataclass_fields__", None) or one.__struct_fields__  # type: ignore[attr-defined]
+        return type(one) is type(other) and all(same(getattr(one, n), getattr(other, n)) for n in names)
+    return one == other
+
+
+RNG = np.random.default_rng(0)
+MESSAGES: list[msgspec.Struct] = [
+    Ping(),
+    Failed("BackendError", "é"),
+    Announce(step(3)),
+    Announce(step(4000)),
+    Done(1.5, Output(np.arange(2, dtype=np.int32), RNG.random((1, 5000), np.float32))),
+    Done(0.0, Output(np.arange(1, dtype=np.int32), np.empty((0, 7), np.float32),
+                     Candidates(np.arange(4, dtype=np.int32)[None], RNG.random((1, 4), np.float32)))),
+    Done(0.0, None, RNG.integers(0, 256, 1 << 20, np.uint8)),
+    Saved({f"blk.{n}.k": RNG.random((n, 64, 32)).astype(t) for n, t in enumerate((np.float16, np.float32, np.uint8))}),
+    Restore(1, ((1, 2), ()), {"blk.0.v": np.zeros((0, 3), np.uint16)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_round_trip(pair: Pair, message: msgspec.Struct) -> None:
+    ours, theirs = pair
+    sender = threading.Thread(target=ours.send, args=(7, message), kwargs={"timeout": 5})
+    sender.start()
+    number, received = theirs.receive(timeout=5, limit=1 << 26)
+    sender.join()
+    assert number == 7 and same(message, received)
+
+
+def frame(body: bytes, payload: bytes = b"", *, magic: bytes = b"LUC1", length: int | None = None) -> bytes:
+    return magic + struct.pack("<IQQ", len(body) if length is None else length, 1, len(payload)) + body + payload
+
+
+def array(*fields: object) -> bytes:
+    return msgspec.msgpack.encode({"type": "Saved", "tensors": {"x": fields}})
+
+
+BAD: dict[str, bytes] = {
+    "magic": frame(b"", magic=b"HTTP"),
+    "long message": frame(b"", length=1 << 30),
+    "no message": frame(b"\xc1"),
+    "unknown": frame(msgspec.msgpack.encode({"type": "Frob"})),
+    "missing field": frame(msgspec.msgpack.encode({"type": "Failed", "error": "x"})),
+    "wrong type": frame(msgspec.msgpack.encode({"type": "Failed", "error": 1, "message": "x"})),
+    "no dtype": frame(array("<x4", (1,), b"abcd")),
+    "object": frame(array("|O8", (1,), b"abcdefgh")),
+    "not three": frame(array("<f4", (1,))),
+    "negative": frame(array("<f4", (-1, -4), b"abcd")),
+    "fractions": frame(array("<f4", (1.0,), b"abcd")),
+    "short": frame(array("<f4", (2,), b"abcd")),
+    "huge": frame(array("<f4", (1 << 40,), None), b"abcd"),
+    "wrapping": frame(array("<f4", (1 << 32, 1 << 32), None), b"abcd"),
+    "left over": frame(array("<f4", (1,), None), b"abcdefgh"),
+    "dimensions": frame(array("<f4", (1,) * 100, b"abcd")),
+    "other dtype": frame(msgspec.msgpack.encode({"type": "Done", "data": ("<f4", (1,), b"abcd")})),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_garbage(pair: Pair, name: str) -> None:
+    ours, theirs = pair
+    ours.socket.sendall(BAD[name])
+    with pytest.raises(GarbageError, match=r"^it "):
+        theirs.receive(timeout=5)
+
+
+def test_more_than_expected(pair: Pair) -> None:
+    ours, theirs = pair
+    ours.socket.sendall(b"LUC1" + struct.pack("<IQQ", 1, 1, 1001) + bytes(1002))
+    with pytest.raises(GarbageError, match="more than expected"):
+        theirs.receive(timeout=5, limit=1000)
+
+
+def test_any_change_and_any_cut_of_a_frame_is_survived() -> None:
+    whole = []
+    for message in (Announce(step(3)), Saved({"blk.0.k": np.arange(1000, dtype=np.float32)})):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            Channel[Any](ours, Request).send(3, message, timeout=5)
+            whole.append(theirs.recv(1 << 20))
+    random.seed(0)
+    for _ in range(2000):
+        data = bytearray(random.choice(whole))
+        for _ in range(random.randrange(4)):
+            data[random.randrange(len(data))] = random.randrange(256)
+        del data[random.randrange(len(data) * 2) :]
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.sendall(data)
+            ours.shutdown(socket.SHUT_WR)
+            channel: Channel[Any] = Channel(theirs, Request | Reply)
+            try:
+                channel.receive(timeout=5, limit=1 << 20)
+            except (GarbageError, GoneError):
+                continue
+
+
+def test_end_and_silence(pair: Pair) -> None:
+    ours, theirs = pair
+    with pytest.raises(LateError):
+        theirs.receive(timeout=0.05)
+    ours.socket.sendall(frame(b"abc")[:10])
+    with pytest.raises(LateError):
+        theirs.receive(timeout=0.05)
+    ours.close()
+    assert theirs.ready()
+    with pytest.raises(GoneError):
+        theirs.receive(timeout=5)
+    with pytest.raises(GoneError):
+        theirs.send(1, Ping(), timeout=5)
+        theirs.send(1, Ping(), timeout=5)
+
+
+def test_a_peer_that_does_not_read(pair: Pair) -> None:
+    with pytest.raises(LateError):
+        pair[0].send(1, Done(data=np.zeros(1 << 24, np.uint8)), timeout=0.1)
+
+
+def test_a_descriptor(pair: Pair) -> None:
+    ours, theirs = pair
+    source, end = socket.socketpair()
+    with source, end:
+        send_descriptor(ours, source.fileno())
+        with socket.socket(fileno=receive_descriptor(theirs, timeout=5)) as copy:
+            assert not copy.get_inheritable()
+            copy.sendall(b"through")
+            assert end.recv(10) == b"through"
+    ours.socket.sendall(b"f")
+    with pytest.raises(GarbageError, match="descriptor"):
+        receive_descriptor(theirs, timeout=5)
+
+
+def test_only_arrays_and_messages_travel(pair: Pair) -> None:
+    odd: NDArray[Any] = np.array([object()])
+    with pytest.raises((TypeError, NotImplementedError, GarbageError)):
+        pair[0].send(1, Saved({"x": odd}), timeout=1)
+        pair[1].receive(timeout=1)
