@@ -324,7 +324,7 @@ class Config:
         "directory that keeps prompts across restarts (auto: in the user's cache directory, off: none)",
         flags=("cache-dir",),
         metavar="DIR",
-        group="cache",
+        group="disk cache",
     )
     kv_cache_budget: int = _setting(
         20480,
@@ -332,7 +332,7 @@ class Config:
         "MiB that the directory may take up (0: no limit)",
         flags=("cache-disk",),
         metavar="SIZE",
-        group="cache",
+        group="disk cache",
     )
     kv_cache_min_tokens: int = _setting(
         512,

@@ -23,15 +23,15 @@ from luce.errors import UsageError
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what is asked. The exit status of `verify` is 1 if a snapshot is damaged."""
-    given = settings(arguments)
-    directory = config.cache_directory(given)
+    checked = settings(arguments)
+    directory = config.cache_directory(checked)
     if directory is None:
         raise UsageError("--kv-cache-dir off: there is no directory to look at", param="kv_cache_dir")
     if not (directory / LAYOUT).is_dir():
         print(f"luce: no snapshots in {directory}", file=sys.stderr)
         return 0
     try:
-        store = Store(directory, "", given.kv_cache_budget << 20)
+        store = Store(directory, "", checked.kv_cache_budget << 20)
         actions: dict[str, Callable[[], int]] = {
             "ls": lambda: _list(store, as_json=arguments.json),
             "show": lambda: _show(_named(store, arguments.ids)),

@@ -23,14 +23,14 @@ class Verb:
     model: bool = True
 
 
-RUNTIME = ("placement", "remote", "engine", "cache", "limits", "text")
+RUNTIME = ("placement", "remote", "engine", "cache", "disk cache", "limits", "text")
 VERBS = {
     "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),
     "run": Verb("answer one prompt and exit", (*RUNTIME, "sampling")),
     "inspect": Verb("show what a model file holds and where its layers would go", ("placement", "remote", "engine")),
     "bench": Verb("measure how fast a model runs on this machine", ("placement", "engine")),
-    "cache": Verb("show and clean the directory that keeps prompts across restarts", ("cache",), model=False),
+    "cache": Verb("show and clean the directory that keeps prompts across restarts", ("disk cache",), model=False),
     "pull": Verb("download a model"),
     "shard": Verb("hold layers for a server in another process", model=False),
     "doctor": Verb("show drivers, devices and kernel builds of this machine", model=False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -72,13 +73,14 @@ def allocated(device: Device) -> int:
     return int(device.describe()["allocated"])
 
 
-@pytest.mark.parametrize("arrays", [0, 1, 10, 25])
+@pytest.mark.parametrize("arrays", [0, 1, 10, 20])
 def test_memory_that_runs_out_while_loading(file: GGUFFile, spec: ModelSpec, arrays: int) -> None:
     devices = [EmulatedDevice(), Small(arrays), EmulatedDevice()]
     with pytest.raises(
         OutOfMemoryError, match=r"^shard 1 \(cuda:7\): layers 3\.\.3: .* 123 bytes asked, 45 bytes free$"
     ):
         LayerSplitBackend(file, spec, devices, weights=(3, 2, 3), context=256)
+    gc.collect()  # an error's frames may hold on to each other
     assert [allocated(device) for device in devices] == [0, 0, 0]
 
 

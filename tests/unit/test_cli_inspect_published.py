@@ -179,7 +179,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--target-devices cuda:0,cuda:1` gives cards."""
     monkeypatch.setattr(
         plan,
-        "open_devices",
+        "open_placement",
         lambda config: [Card(DeviceName("cuda", i)) for i in range(len(config.target_devices or "1"))],
     )
 
