@@ -63,8 +63,8 @@ def load(path: str | Path, **fields: Any) -> Model:
     return open_model(resolve_model(str(path)), settings.resolve(fields, spell=str))
 
 
-def open_model(path: Path, config: Config) -> Model:
-    """A Model from a file and a checked Config."""
+def open_model(path: Path, config: Config, on_progress: Callable[[float], None] = lambda fraction: None) -> Model:
+    """A Model from a file and a checked Config. `on_progress` gets the share of this process's layers that are read."""
     if config.threads:
         threadpoolctl.threadpool_limits(config.threads, user_api="blas")
     with contextlib.ExitStack() as opened:
@@ -76,15 +76,20 @@ def open_model(path: Path, config: Config) -> Model:
         chat = _chat_format(file, tokenizer, spec.dialect.reasoning, config)
         if chat.template is not None:
             opened.callback(chat.template.close)
-        backend = open_backend(opened, file, spec, open_placement(config), config)
+        backend = open_backend(opened, file, spec, open_placement(config), config, on_progress)
         disk = _disk(file, backend, chat, config)
         return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk)
 
 
 def open_backend(
-    opened: contextlib.ExitStack, file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], config: Config
+    opened: contextlib.ExitStack,
+    file: GGUFFile,
+    spec: ModelSpec,
+    devices: Sequence[Device],
+    config: Config,
+    on_progress: Callable[[float], None] = lambda fraction: None,
 ) -> LayerSplitBackend:
-    """The backend of a Config on `devices`; `opened` closes it, and then them."""
+    """The backend of a Config on `devices`; `opened` closes it, and then them. `on_progress` as in open_model."""
     for device in devices:
         opened.callback(device.close)
     backend = LayerSplitBackend(
@@ -96,6 +101,7 @@ def open_backend(
         context=served_context(spec, config.max_ctx),
         chunk=served_chunk(devices, config.chunk),
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
+        on_progress=on_progress,
     )
     opened.callback(backend.close)
     return backend

@@ -8,8 +8,9 @@ of a long step, the shard before it is at the next. A step of which no output is
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 import numpy as np
@@ -44,6 +45,7 @@ class LayerSplitBackend:
 
     See luce.backend.backend.Backend for the properties. `piece`: rows in which long steps go through several shards.
     `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory.
+    `on_progress` gets the share of this process's layers that are read, after each.
     Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
     bytes and the context that would fit. Nothing stays allocated then.
     The devices stay their owner's: they are closed after the backend.
@@ -62,6 +64,7 @@ class LayerSplitBackend:
         kv: KVTypes = AUTO,
         piece: int = _PIECE,
         peer: bool = True,
+        on_progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
         self.spec = spec
         self._kv = kv
@@ -80,6 +83,7 @@ class LayerSplitBackend:
         rows = largest_piece(piece)
         groups = _groups(devices)
         remote: dict[int, RemoteShard] = {}
+        read, own = itertools.count(1), sum(len(plan[number].layers) for number, group in groups if not _remote(group))
         try:
             # Daemons read their weights while this process reads its own.
             for number, group in groups:
@@ -97,7 +101,14 @@ class LayerSplitBackend:
                         shard.pin([*devices[max(0, number - 1) : number], *devices[number + len(group) :][:1]])
                     else:
                         shard = LocalShard(
-                            file, spec, plan[number].layers, group[0], pages=self.pages, slots=slots, kv=kv
+                            file,
+                            spec,
+                            plan[number].layers,
+                            group[0],
+                            pages=self.pages,
+                            slots=slots,
+                            kv=kv,
+                            on_layer=lambda: on_progress(next(read) / own),
                         )
                     self._chain.add(f"shard {number}", ",".join(str(device.name) for device in group), shard)
                     if number:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from luce.backend.replay import Replayer
 from luce.backend.shard import Activation, Pending, ShardInfo
 from luce.errors import BackendError, DeviceError
 from luce.gguf.reader import GGUFFile
-from luce.layers.block import Residual
+from luce.layers.block import PreNormBlock, Residual, SandwichBlock
 from luce.layers.build import LayerBuilder
 from luce.layers.state import DeltaState, KVPool
 from luce.models.spec import Attention, ModelSpec
@@ -47,14 +47,19 @@ class LocalShard:
         pages: Sequence[int],
         slots: int,
         kv: KVTypes = AUTO,
+        on_layer: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_layer` is called when a layer is read."""
         self.device = device
         self._stream = device.copy_stream()
         builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv)
         self._replayer = Replayer(device, self._run, pages)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}
-        self._blocks = {index: builder.block(index) for index in layers}
+        self._blocks: dict[int, PreNormBlock | SandwichBlock] = {}
+        for index in layers:
+            self._blocks[index] = builder.block(index)
+            on_layer()
         self._per_layer = builder.per_layer() if spec.per_layer else None
         self._borrowing = {index for index in layers if spec.donor(index) is not None}
         self._head = builder.head() if layers.stop == len(spec.blocks) else None

@@ -109,7 +109,7 @@ class _Service:
     def _load_thread(self, loaded: asyncio.Future[Model]) -> None:
         result: Any
         try:
-            model = open_model(resolve_model(self._name), self._config)
+            model = open_model(resolve_model(self._name), self._config, self._progress)
             # The first token pays for what is built on first use; who waits for READY does not.
             start_token = model.tokenizer.bos_id or 0
             for _ in model.generate([start_token], max_tokens=1, temperature=0.0, ignore_eos=True):
@@ -120,6 +120,9 @@ class _Service:
         # The loop is closed when a signal ended the process meanwhile.
         with contextlib.suppress(RuntimeError):
             loaded.get_loop().call_soon_threadsafe(settle, result)
+
+    def _progress(self, share: float) -> None:
+        self._server.progress = share
 
     def _ready(self, model: Model) -> None:
         for shard in model.placement:

@@ -50,6 +50,8 @@ class Server:
         self.host_check = HostCheck(config)
         self.cors = Cors(config, keyed=self.keys.required)
         self.model: Model | None = None
+        #: share of the model that is loaded; the loading thread writes it
+        self.progress = 0.0
         self.metrics = Metrics(self.stats, self.times)
         self.draining = False
         self.started = int(time.time())
@@ -81,7 +83,7 @@ class Server:
             return 503, {"status": "draining"}
         stats = self.stats()
         if stats is None:
-            return 503, {"status": "loading", "progress": 0.0}
+            return 503, {"status": "loading", "progress": round(self.progress, 3)}
         if stats.stalled > STALLED_SECONDS:
             return 503, {"status": "error", "reason": f"no progress for {stats.stalled:.0f} s"}
         return 200, {"status": "ok"}

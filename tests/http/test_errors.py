@@ -297,6 +297,8 @@ async def test_before_the_model_is_loaded() -> None:
     async with running(loaded=False) as here:
         status, body, headers = await here.get("/health")
         assert (status, body) == (503, {"status": "loading", "progress": 0.0}) and headers["Retry-After"]
+        here.server.progress = 0.25
+        assert (await here.get("/health"))[1] == {"status": "loading", "progress": 0.25}
         assert (await here.get("/livez"))[:2] == (200, {"status": "ok"})
         status, body, headers = await here.post(CHAT, HI)
         assert status == 503 and body["error"]["code"] == "loading" and int(headers["Retry-After"]) >= 1

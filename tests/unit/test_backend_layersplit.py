@@ -228,3 +228,11 @@ def test_close_during_a_reply() -> None:
     list(generation)
     assert generation.finish is not None and generation.finish.reason == FinishReason.SHUTDOWN
     model.close()
+
+
+def test_progress_of_loading(file: GGUFFile, spec: ModelSpec) -> None:
+    shares: list[float] = []
+    devices = [HostDevice(0), HostDevice(1)]
+    LayerSplitBackend(file, spec, devices, weights=(1, 3), context=256, on_progress=shares.append).close()
+    layers = len(spec.blocks)
+    assert shares == [(layer + 1) / layers for layer in range(layers)]
