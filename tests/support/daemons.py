@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -46,7 +47,9 @@ def children() -> set[int]:
     """Daemons that this process has started, zombies too."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
+        # A thread may end between the two.
+        with contextlib.suppress(FileNotFoundError):
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
     # The chat template's renderer is a child process as well; a zombie has no command line.
     return {pid for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes().count(b"renderer.main") == 0}
 
