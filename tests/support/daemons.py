@@ -50,8 +50,14 @@ def children() -> set[int]:
         # A thread may end between the two.
         with contextlib.suppress(FileNotFoundError):
             found |= {int(pid) for pid in (task / "children").read_text().split()}
-    # The chat template's renderer is a child process as well; a zombie has no command line.
-    return {pid for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes().count(b"renderer.main") == 0}
+    return {pid for pid in found if _counts(pid)}
+
+
+def _counts(pid: int) -> bool:
+    """Whether a child is there and not the chat template's renderer; a zombie has no command line, and counts."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return b"renderer.main" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def descriptors() -> list[str]:
