@@ -7,9 +7,9 @@
 
 LUCE_FN int element(int e) { return (int)((blockIdx.y * EACH + e) * blockDim.x + threadIdx.x); }
 
-extern "C" __global__ void gated_silu(float* __restrict__ out, const float* __restrict__ gate,
-                                      const i64 gate_stride, const float* __restrict__ up, const i64 up_stride,
-                                      const int f) {
+template <bool GELU>
+LUCE_FN void gated(float* out, const float* gate, const i64 gate_stride, const float* up, const i64 up_stride,
+                   const int f) {
     float g[EACH], u[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
@@ -19,22 +19,19 @@ extern "C" __global__ void gated_silu(float* __restrict__ out, const float* __re
     }
 #pragma unroll
     for (int e = 0; e < EACH; e++)
-        if (element(e) < f) out[(i64)blockIdx.x * f + element(e)] = silu(g[e]) * u[e];
+        if (element(e) < f) out[(i64)blockIdx.x * f + element(e)] = (GELU ? gelu(g[e]) : silu(g[e])) * u[e];
+}
+
+extern "C" __global__ void gated_silu(float* __restrict__ out, const float* __restrict__ gate,
+                                      const i64 gate_stride, const float* __restrict__ up, const i64 up_stride,
+                                      const int f) {
+    gated<false>(out, gate, gate_stride, up, up_stride, f);
 }
 
 extern "C" __global__ void gated_gelu(float* __restrict__ out, const float* __restrict__ gate,
                                       const i64 gate_stride, const float* __restrict__ up, const i64 up_stride,
                                       const int f) {
-    float g[EACH], u[EACH];
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        int i = element(e);
-        g[e] = i < f ? gate[blockIdx.x * gate_stride + i] : 0.0f;
-        u[e] = i < f ? up[blockIdx.x * up_stride + i] : 0.0f;
-    }
-#pragma unroll
-    for (int e = 0; e < EACH; e++)
-        if (element(e) < f) out[(i64)blockIdx.x * f + element(e)] = gelu(g[e]) * u[e];
+    gated<true>(out, gate, gate_stride, up, up_stride, f);
 }
 
 extern "C" __global__ void sigmoid_gate(float* __restrict__ out, const float* __restrict__ x,

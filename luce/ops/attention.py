@@ -19,7 +19,6 @@ from luce.runtime.step import PageView, SpanArrays
 # another order of the sums.
 _HEADS = (32, 64, 128, 256, 512)
 _SPLIT = 4
-_NO_WINDOW = 2**31 - 1
 # Splits go to blocks of their own, and through memory, only where tiles alone do not fill a GPU. Both ways give the
 # same bits.
 _ENOUGH_BLOCKS = 256
@@ -99,23 +98,13 @@ def _launch(
     width = view.table.shape[1]
     splits = (width + 2 * _SPLIT - 2) // _SPLIT
     common = (
-        q,
-        np.int64(q.strides[0] // 4),
-        np.int64(q.strides[1] // 4),
-        k_pool,
-        v_pool,
-        spans.table,
-        np.int32(spans.count),
-        view.table,
-        view.first,
-        view.count,
-        np.int32(width),
+        *attention_mma.what_is_read(q, k_pool, v_pool, spans, view),
         positions,
         np.int32(heads),
         np.int32(kv_heads),
         np.int32(d),
         np.float32(scale),
-        np.int32(_NO_WINDOW if window is None else window),
+        attention_mma.window_limit(window),
     )
     if splits < _MIN_SPLITS or tiles * kv_heads >= _ENOUGH_BLOCKS:
         device.launch("attention", "attention", (tiles, kv_heads), block, (out, *common), defines=defines)

@@ -67,6 +67,18 @@ def tiles(device: Device, k_pool: Array, v_pool: Array, d: int) -> list[Tile]:
     return [tile for tile in found if tile.shared <= device.shared_limit]
 
 
+def what_is_read(q: Array, k_pool: Array, v_pool: Array, spans: SpanArrays, view: PageView) -> tuple[object, ...]:
+    """The arguments that every attention kernel begins its inputs with."""
+    strides = np.int64(q.strides[0] // 4), np.int64(q.strides[1] // 4)
+    pages = view.table, view.first, view.count, np.int32(view.table.shape[1])
+    return q, *strides, k_pool, v_pool, spans.table, np.int32(spans.count), *pages
+
+
+def window_limit(window: int | None) -> np.int32:
+    """A window as the kernels take it."""
+    return np.int32(_NO_WINDOW if window is None else window)
+
+
 def launch(
     device: Device,
     out: Array,
@@ -83,20 +95,10 @@ def launch(
     n, heads, d = q.shape
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
-    limit = np.int32(_NO_WINDOW if window is None else window)
+    limit = window_limit(window)
     types: dict[str, int | str] = {"KTYPE": kernel_type(k_pool, d), "VTYPE": kernel_type(v_pool, d)}
     common = (
-        q,
-        np.int64(q.strides[0] // 4),
-        np.int64(q.strides[1] // 4),
-        k_pool,
-        v_pool,
-        spans.table,
-        np.int32(spans.count),
-        view.table,
-        view.first,
-        view.count,
-        np.int32(view.table.shape[1]),
+        *what_is_read(q, k_pool, v_pool, spans, view),
         np.int32(heads),
         np.int32(kv_heads),
         np.int32(d),

@@ -303,6 +303,7 @@ class GpuDevice(Device):
         try:
             with self._cupy.cuda.using_allocator(self._arena.malloc), graph.capturing():
                 arrays = work()
+        # NotImplementedError is how CuPy refuses what it cannot capture, library calls among them.
         except (NotImplementedError, *self._failures) as error:
             raise DeviceError(f"{self.name}: capture: {error}") from error
         return graph, tuple(map(self._lent, arrays))
