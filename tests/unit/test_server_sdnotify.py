@@ -61,12 +61,12 @@ def test_a_manager_that_is_gone_is_no_error(tmp_path: Path, monkeypatch: pytest.
     notifier.close()
 
 
-@pytest.mark.parametrize("pid, seconds", [(None, 3.0), (str(os.getpid()), 3.0), ("1", 0.0)])
+@pytest.mark.parametrize("pid, seconds", [(None, 3.0), ("own", 3.0), ("1", 0.0)])
 def test_the_watchdog_is_for_one_process(pid: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "3000000")
     monkeypatch.delenv("WATCHDOG_PID", raising=False)
     if pid is not None:
-        monkeypatch.setenv("WATCHDOG_PID", pid)
+        monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()) if pid == "own" else pid)
     notifier = Notifier()
     assert notifier.watchdog == seconds
     notifier.close()
