@@ -9,6 +9,7 @@ The packages in the order in which a request flows down them; imports point the 
     text      tokenizer, detokenizer, stop strings, reasoning, chat template, where prompts part
     engine    sequences, the pure scheduler, KV page accounting, sampling, the engine thread
     cache     what past sequences leave for later ones: a tree of prefixes, their pages and states
+    draft     what guesses the next tokens, for the target to verify several at a time
     backend   which layers run where; a shard is consecutive layers on one device
     layers    a family's spec turned into layers with weights and state
     ops       one file per kernel topic: checks, launch shape, NumPy reference

@@ -44,6 +44,8 @@ from luce.remote.messages import (
     Announce,
     DeviceFacts,
     Done,
+    Embed,
+    Embedded,
     Failed,
     Forward,
     Hello,
@@ -53,6 +55,7 @@ from luce.remote.messages import (
     Part,
     Ping,
     Pong,
+    Project,
     Reply,
     Request,
     Restore,
@@ -62,7 +65,7 @@ from luce.remote.messages import (
 from luce.runtime.device import Device, Event
 from luce.runtime.host import HostDevice, HostEvent
 from luce.runtime.open import open_devices
-from luce.runtime.step import PAGE, Step
+from luce.runtime.step import PAGE, TOP, Int32, Output, Step
 from luce.runtime.transfer import DEPTH, Link, Passage
 
 _log = logging.getLogger(__name__)
@@ -212,6 +215,17 @@ class _Model:
         seconds, self._counted = total - self._counted, total
         return seconds
 
+    def embed(self, tokens: Int32) -> NDArray[np.float32]:
+        if tokens.ndim != 1 or not _within(tokens, self.spec.vocab):
+            raise BackendError("tokens that do not exist")
+        rows: NDArray[np.float32] = self.devices[0].download(self.chain.shards[0].embed(tokens))
+        return rows
+
+    def project(self, message: Project) -> Output:
+        if message.hidden.ndim != 2 or message.hidden.shape[1] != self.spec.hidden or not 0 <= message.top <= TOP:
+            raise BackendError(f"rows of shape {message.hidden.shape} and {message.top} candidates cannot be projected")
+        return self.chain.shards[-1].project(message.hidden, top=message.top, logits=message.logits)()
+
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         self._check(slot, pages)
         return {name: tensor for shard in self.chain.shards for name, tensor in shard.save(slot, pages).items()}
@@ -318,6 +332,10 @@ class _Session:
             self._place(model, message, step.rows)
             self._running.append(model.forward(number, step, message.source, message.target))
             return None
+        if isinstance(message, Embed):
+            return Embedded(model.embed(message.tokens))
+        if isinstance(message, Project):
+            return Done(output=model.project(message))
         if isinstance(message, Save):
             return Saved(model.save(message.slot, message.pages))
         model.restore(message)

@@ -23,9 +23,10 @@ from luce.models.spec import Attention, ModelSpec
 from luce.ops.embedding import take_rows
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.matmul import FEW_ROWS
-from luce.ops.sample import argmax, candidates, top
+from luce.ops.sample import argmax, candidates
+from luce.ops.sample import top as largest
 from luce.runtime.device import Array, Device
-from luce.runtime.step import PAGE, DeviceStep, Output, Step, StepShape
+from luce.runtime.step import PAGE, DeviceStep, Int32, Output, Step, StepShape
 
 # Rows of a short prompt and of a long one, as far as kernels differ between them.
 _PROMPT_ROWS = (64, 512)
@@ -93,10 +94,30 @@ class LocalShard:
         full = self._picked(logits, step.full)
         if step.top is None or not step.top.any():
             return lambda: Output(self.device.download(ids), self.device.download(full))
-        keys = top(self.device, self._picked(logits, step.top))
+        keys = largest(self.device, self._picked(logits, step.top))
         return lambda: Output(
             self.device.download(ids), self.device.download(full), candidates(self.device.download(keys))
         )
+
+    def embed(self, tokens: Int32) -> Array:
+        if self._embedding is None:
+            raise BackendError(f"{self.info.device}: only the first shard embeds, this one has layers {self._shown}")
+        return self._embedding.rows(self.device.upload(tokens))
+
+    def project(self, hidden: Array, *, top: int = 0, logits: bool = False) -> Pending:
+        if self._head is None:
+            raise BackendError(f"{self.info.device}: only the last shard projects, this one has layers {self._shown}")
+        device = self.device
+        rows = self._head.project(device.upload(hidden) if isinstance(hidden, np.ndarray) else hidden)
+        ids, full = argmax(device, rows), rows if logits else rows[:0]
+        keys = largest(device, rows)[:, :top] if top else None
+        return lambda: Output(
+            device.download(ids), device.download(full), None if keys is None else candidates(device.download(keys))
+        )
+
+    @property
+    def _shown(self) -> str:
+        return f"{self.info.layers.start}..{self.info.layers.stop - 1}"
 
     def _picked(self, logits: Array, rows: NDArray[np.bool_]) -> Array:
         if rows.all():

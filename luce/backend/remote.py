@@ -22,11 +22,24 @@ from luce.ops.kvtype import KVTypes
 from luce.remote.arena import Arena, room, shared_arena
 from luce.remote.channel import SMALL, Channel, ChannelError, GarbageError
 from luce.remote.device import RemoteDevice
-from luce.remote.messages import Announce, Done, Failed, Forward, Load, Reply, Restore, Save, Saved
+from luce.remote.messages import (
+    Announce,
+    Done,
+    Embed,
+    Embedded,
+    Failed,
+    Forward,
+    Load,
+    Project,
+    Reply,
+    Restore,
+    Save,
+    Saved,
+)
 from luce.remote.supervisor import Supervisor, failure
-from luce.runtime.device import Device, Event
+from luce.runtime.device import Array, Device, Event
 from luce.runtime.host import HostEvent
-from luce.runtime.step import Output, Step
+from luce.runtime.step import TOP, Int32, Output, Step
 from luce.runtime.transfer import DEPTH
 
 _log = logging.getLogger(__name__)
@@ -69,7 +82,7 @@ class RemoteShard:
         self.layers = range(layers[0].start, layers[-1].stop)
         self._name = name
         self._daemon: Supervisor = devices[0].daemon
-        self._vocab = spec.vocab
+        self._vocab, self._hidden = spec.vocab, spec.hidden
         self._mirrored = mirrored(spec, self.layers)
         self._takes, self._gives = handed_widths(spec, self.layers.start), handed_widths(spec, self.layers.stop)
         self._last = self.layers.stop == len(spec.blocks)
@@ -166,6 +179,33 @@ class RemoteShard:
             return self._arena.floats(target, step.rows, self._gives)
         return request.output
 
+    def embed(self, tokens: Int32) -> Array:
+        shape = (len(tokens), self._hidden)
+        found: list[NDArray[np.float32]] = []
+
+        def take(reply: Reply) -> None:
+            if not isinstance(reply, Embedded) or reply.rows.shape != shape:
+                raise GarbageError("it sent something else than the rows of the tokens")
+            found.append(reply.rows)
+
+        seconds, limit = _PER_ROW * len(tokens), SMALL + 4 * len(tokens) * self._hidden
+        self._ask(self._channel(), Embed(np.asarray(tokens, np.int32)), seconds=seconds, limit=limit, take=take).wait()
+        return found[0]
+
+    def project(self, hidden: Array, *, top: int = 0, logits: bool = False) -> Pending:
+        rows = len(hidden)
+
+        def take(reply: Reply) -> None:
+            _done(reply)
+            assert isinstance(reply, Done)
+            if reply.output is None:
+                raise GarbageError("it projected nothing")
+            self._check_output(reply.output, rows, rows if logits else 0, (rows if top else 0, top))
+
+        seconds, limit = _PER_ROW * rows, SMALL + 4 * rows * self._vocab
+        message = Project(np.asarray(hidden, np.float32), top, logits)
+        return self._ask(self._channel(), message, seconds=seconds, limit=limit, take=take).output
+
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         state = self.info.state
         saved: dict[str, NDArray[np.generic]] = {}
@@ -212,17 +252,20 @@ class RemoteShard:
                 raise GarbageError(f"it handed on {reply.data.shape} bytes, expected {expected.shape}")
             expected[...] = reply.data
         if reply.output is not None and len(step.wanted):
-            ids, logits = reply.output.ids, reply.output.logits
-            if ids.shape != step.wanted.shape or logits.shape != (np.count_nonzero(step.full), self._vocab):
-                raise GarbageError(f"it returned ids {ids.shape} and logits {logits.shape} for {len(step.wanted)} rows")
-            top, asked = reply.output.top, 0 if step.top is None else np.count_nonzero(step.top)
-            if top is not None and (len(top.ids) != asked or top.ids.shape != top.logits.shape or top.ids.ndim != 2):
-                raise GarbageError(f"it returned candidates {top.ids.shape} for {asked} rows")
-            if bool(asked) != (top is not None):
-                raise GarbageError("it returned other candidates than were asked for")
-            for found in (ids, *([] if top is None else [top.ids])):
-                if found.min(initial=0) < 0 or found.max(initial=0) >= self._vocab:
-                    raise GarbageError(f"it returned ids outside 0..{self._vocab - 1}")
+            top = 0 if step.top is None else int(np.count_nonzero(step.top))
+            self._check_output(reply.output, len(step.wanted), int(np.count_nonzero(step.full)), (top, TOP))
+
+    def _check_output(self, output: Output, rows: int, full: int, asked: tuple[int, int]) -> None:
+        """Raises GarbageError unless there are ids of `rows` rows, logits of `full`, and (rows, count) candidates."""
+        ids, logits, top = output.ids, output.logits, output.top
+        shape = asked[0], min(asked[1], self._vocab)
+        if ids.shape != (rows,) or logits.shape != (full, self._vocab):
+            raise GarbageError(f"it returned ids {ids.shape} and logits {logits.shape} for {rows} rows")
+        if (top is None) != (not asked[0]) or (top is not None and not top.ids.shape == top.logits.shape == shape):
+            raise GarbageError("it returned other candidates than were asked for")
+        for found in (ids, *([] if top is None else [top.ids])):
+            if found.min(initial=0) < 0 or found.max(initial=0) >= self._vocab:
+                raise GarbageError(f"it returned ids outside 0..{self._vocab - 1}")
 
     def _channel(self) -> Channel[Reply]:
         try:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.runtime.device import Array, Device
-from luce.runtime.step import Output, Step
+from luce.runtime.step import Int32, Output, Step
 
 #: What a shard hands to the next one, on a device: float32 [rows, H], the residual stream; in models with per-layer
 #: embeddings float32 [rows, H], the scaled token embeddings, which every shard derives its layers' inputs from; for
@@ -61,6 +61,21 @@ class Shard(Protocol):
 
         What is handed over may be overwritten, and the result may lie in it. The last shard returns Pending, the others
         an Activation.
+        """
+
+    def embed(self, tokens: Int32) -> Array:
+        """Rows of the token table as they are, without the model's scale: int32 [n] -> float32 [n, H].
+
+        On this shard's device, of a daemon's shard on the host. For a draft without a table of its own. Raises
+        BackendError if this is not the first shard.
+        """
+
+    def project(self, hidden: Array, *, top: int = 0, logits: bool = False) -> Pending:
+        """Queue the head's product with rows that somebody else has normed: the model's norm and softcap are left out.
+
+        `hidden` is float32 [n, H], on this shard's device or on the host. The output has the rows' ids; the `top`
+        largest logits of each, at most TOP, if `top` is not 0; all logits if asked for, else none. Raises BackendError
+        if this is not the last shard.
         """
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:

@@ -141,10 +141,14 @@ class Embedding:
 
     def __call__(self, step: DeviceStep) -> Array:
         """The rows before block 0: float32 [rows, hidden]."""
-        x = embed(self.device, self.table, step.tokens)
+        x = self.rows(step.tokens)
         if self.scale != 1:
             scale(self.device, x, self.scale)
         return x
+
+    def rows(self, tokens: Array) -> Array:
+        """Plain rows of the table, without the model's scale: int32 [n] -> float32 [n, hidden]."""
+        return embed(self.device, self.table, tokens)
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,11 @@ class Head:
     def __call__(self, stream: Residual, step: DeviceStep) -> Array:
         """float32 [wanted, vocab]."""
         rows = take_rows(self.device, stream.settle(), step.wanted)
-        logits = matmul(self.device, rms_norm(self.device, rows, self.norm, self.eps), self.weight)
+        logits = self.project(rms_norm(self.device, rows, self.norm, self.eps))
         if self.softcap:
             softcap(self.device, logits, self.softcap)
         return logits
+
+    def project(self, rows: Array) -> Array:
+        """The product alone, without the model's norm and softcap: float32 [n, hidden] -> [n, vocab]."""
+        return matmul(self.device, rows, self.weight)

@@ -4,6 +4,8 @@
     Load     -> Loaded    which layers of which file; what they take
     Announce              no answer: the step of the next Forward, while its input is still computed
     Forward  -> Done      input and output lie in shared memory at the places named, or in the messages
+    Embed    -> Embedded  rows of the token table
+    Project  -> Done      the head's product with rows
     Save     -> Saved     a sequence's state as named tensors
     Restore  -> Done
 
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from luce.runtime.step import Output, Step
 
 #: changes with every message that an older peer would not understand
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Open(msgspec.Struct, tag=True):
@@ -105,8 +107,31 @@ class Forward(msgspec.Struct, tag=True):
     data: NDArray[np.uint8] | None = None
 
 
+class Embed(msgspec.Struct, tag=True):
+    """Rows of the token table; for the first shard."""
+
+    tokens: NDArray[np.int32]
+
+
+class Embedded(msgspec.Struct, tag=True):
+    """The answer to Embed: [tokens, H]."""
+
+    rows: NDArray[np.float32]
+
+
+class Project(msgspec.Struct, tag=True):
+    """The head's product with rows [n, H], as Shard.project; for the last shard."""
+
+    hidden: NDArray[np.float32]
+    top: int
+    logits: bool
+
+
 class Done(msgspec.Struct, tag=True):
-    """A Forward or Restore is done. `data`: what is handed on, if it is not shared; `seconds`: what the work took."""
+    """A Forward, Project or Restore is done.
+
+    `data`: what is handed on, if it is not shared; `seconds`: what the work took.
+    """
 
     seconds: float = 0.0
     output: Output | None = None
@@ -149,5 +174,5 @@ class Pong(msgspec.Struct, tag=True):
     """Yes."""
 
 
-Request = Open | Load | Announce | Forward | Save | Restore
-Reply = Hello | Loaded | Done | Saved | Failed
+Request = Open | Load | Announce | Forward | Embed | Project | Save | Restore
+Reply = Hello | Loaded | Done | Embedded | Saved | Failed

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ import pytest
 import luce
 from luce.cli.main import main
 from luce.errors import DeviceError, ModelError, ShardLostError, UsageError
+from tests.support.daemons import key_file, listener
 from tests.support.reference import Reference
 
 REFERENCE = Reference("gemma4-e-Q4_0")
@@ -26,31 +23,8 @@ EXPECTED = REFERENCE.expected["greedy_17"][:8].tolist()
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two key files."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl to make keys")
-    folder, made = tmp_path_factory.mktemp("keys"), []
-    for name in ("one", "other"):
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-        key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
-        command += ["-subj", "/CN=luce", "-keyout", str(key), "-out", str(certificate)]
-        subprocess.run(command, check=True, capture_output=True)
-        made.append(folder / name)
-        made[-1].write_text(key.read_text() + certificate.read_text())
-    return made
-
-
-@contextmanager
-def daemon(key: Path, path: Path = REFERENCE.path, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """A listening `luce shard`, and its port."""
-    command = [sys.executable, "-m", "luce", "shard", str(path), "--listen", f"127.0.0.1:{port}"]
-    process = subprocess.Popen([*command, "--key-file", str(key)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        with process.stdout:
-            yield int(process.stdout.readline().rpartition(":")[2]), process
-    finally:
-        process.kill()
-        process.wait()
+    folder = tmp_path_factory.mktemp("keys")
+    return [key_file(folder / name) for name in ("one", "other")]
 
 
 def load(port: int, key: Path) -> luce.Model:
@@ -65,7 +39,7 @@ def reply(model: luce.Model) -> list[int]:
 def test_one_server_after_another(keys: list[Path], tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere.gguf"
     shutil.copy(REFERENCE.path, copy)
-    with daemon(keys[0], copy) as (port, _):
+    with listener(copy, keys[0]) as (port, _):
         for _ in range(2):
             with load(port, keys[0]) as model:
                 assert reply(model) == EXPECTED
@@ -73,7 +47,7 @@ def test_one_server_after_another(keys: list[Path], tmp_path: Path) -> None:
 
 
 def test_a_daemon_that_comes_back(keys: list[Path]) -> None:
-    with daemon(keys[0]) as (port, process):
+    with listener(REFERENCE.path, keys[0]) as (port, process):
         model = load(port, keys[0])
         with model:
             running = model.generate(PROMPT, max_tokens=900, temperature=0, ignore_eos=True)
@@ -82,20 +56,20 @@ def test_a_daemon_that_comes_back(keys: list[Path]) -> None:
             process.wait()
             with pytest.raises(ShardLostError, match=r"^shard 1 \(tcp://127.0.0.1:.*its connection has ended"):
                 list(running)
-            with daemon(keys[0], port=port):
+            with listener(REFERENCE.path, keys[0], port):
                 assert reply(model) == EXPECTED
 
 
 def test_another_file(keys: list[Path]) -> None:
     with (
-        daemon(keys[0], Reference("gemma4-e-F32").path) as (port, _),
+        listener(Reference("gemma4-e-F32").path, keys[0]) as (port, _),
         pytest.raises(ModelError, match=r"^tcp://.*gemma4-e-F32.gguf: the daemon's file is not the server's"),
     ):
         load(port, keys[0])
 
 
 def test_another_key(keys: list[Path]) -> None:
-    with daemon(keys[0]) as (port, _):
+    with listener(REFERENCE.path, keys[0]) as (port, _):
         with pytest.raises(DeviceError, match=r"^tcp://127.0.0.1:\d+/cpu:0,.*: "):
             load(port, keys[1])
         # What is no TLS, and what never speaks, do not keep others out.

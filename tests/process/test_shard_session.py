@@ -24,18 +24,20 @@ from luce.remote.messages import (
     PROTOCOL,
     Announce,
     Done,
+    Embed,
     Failed,
     Forward,
     Hello,
     Load,
     Loaded,
     Open,
+    Project,
     Reply,
     Restore,
     Save,
     Saved,
 )
-from luce.runtime.step import PageView, Span, Step
+from luce.runtime.step import TOP, PageView, Span, Step
 from tests.support.reference import Reference
 
 REFERENCE = Reference("qwen3-a-F32")
@@ -201,7 +203,20 @@ def test_steps(server: Server) -> None:
     for places in ((0, -1), (-1, 0), (4, 4)):
         server.channel.send(0, Announce(STEP), timeout=5)
         server.refused(Forward(*places), "place")
-    for message in (Save(2, ((0,),)), Save(0, ((4,),)), Save(0, ()), Restore(0, ((0,),), {})):
+    rows = np.zeros((2, REFERENCE.spec.hidden), np.float32)
+    for message in (
+        Save(2, ((0,),)),
+        Save(0, ((4,),)),
+        Save(0, ()),
+        Restore(0, ((0,),), {}),
+        Embed(np.array([0, REFERENCE.spec.vocab], np.int32)),
+        Embed(np.array([-1], np.int32)),
+        Embed(np.zeros((1, 1), np.int32)),
+        Project(rows[0], 1, False),
+        Project(rows[:, 1:], 1, False),
+        Project(rows, -1, False),
+        Project(rows, TOP + 1, False),
+    ):
         server.refused(message, "")
     saved = server.ask(Save(1, ((2,),)))
     assert isinstance(saved, Saved) and f"blk.{LAYERS - 1}.k" in saved.tensors

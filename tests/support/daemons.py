@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import pytest
 
 from luce.config import Config
 from luce.remote.device import RemoteDevice
@@ -27,6 +31,32 @@ def devices(names: str, **settings: object) -> Iterator[list[Device]]:
         for device in opened:
             stack.callback(device.close)
         yield opened
+
+
+@contextmanager
+def listener(path: Path, key: Path, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """A `luce shard` that listens with a model, and its port."""
+    command = [sys.executable, "-m", "luce", "shard", str(path), "--listen", f"127.0.0.1:{port}"]
+    process = subprocess.Popen([*command, "--key-file", str(key)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        with process.stdout:
+            yield int(process.stdout.readline().rpartition(":")[2]), process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def key_file(path: Path) -> Path:
+    """A new key file for network daemons. Skips the test if nothing here makes keys."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make keys")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    key, certificate = path.with_suffix(".key"), path.with_suffix(".crt")
+    command += ["-subj", "/CN=luce", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    path.write_text(key.read_text() + certificate.read_text())
+    return path
 
 
 def remote(opened: Sequence[Device], number: int) -> RemoteDevice:

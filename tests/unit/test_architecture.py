@@ -14,7 +14,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 #: from top to bottom; a module imports only from its own layer or from below
-FLOW = ["cli", "server", "bench", "api", "text", "engine", "cache", "backend", "layers", "ops", "remote", "runtime"]
+FLOW = [
+    *("cli", "server", "bench", "api", "text", "engine", "cache", "draft", "backend", "layers", "ops", "remote"),
+    "runtime",
+]
 BESIDE = {"models": {"gguf"}, "gguf": set(), "hub": set()}
 UNDER = {"config", "errors", "log"}
 SOURCES = sorted((ROOT / "luce").rglob("*.py"))

@@ -1,0 +1,69 @@
+"""What the engine needs of a drafter: a guess at the tokens that come next. A wrong guess costs time, never a token.
+
+The engine calls it from its own thread: `observe` after every step, `propose` before a step that has rows to spare.
+An exception from either ends drafting for the sequences that run, and the drafter is asked again for later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from luce.runtime.step import Int32, Span
+
+
+@dataclass(frozen=True)
+class Draftable:
+    """A sequence that could take a proposal.
+
+    slot    its place, as in Span; another sequence's from the next `forget` on
+    tokens  int32 [committed + 1], not to be written to: what the target has in its cache, at positions 0.., and behind
+            it the seed, which is chosen but not computed yet
+    most    most tokens that are wanted behind the seed, > 0
+    """
+
+    slot: int
+    tokens: Int32
+    most: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The tokens behind the seed, none if there is no guess.
+
+    chances: the drafter's probability of each token, given that those before it are right; as many as tokens, or empty
+    if it has none to give.
+    """
+
+    tokens: Sequence[int] = ()
+    chances: Sequence[float] = ()
+
+
+class Drafter(Protocol):
+    """Proposes tokens for several sequences at once."""
+
+    @property
+    def block(self) -> int:
+        """Most tokens that it proposes at a time, > 0."""
+
+    def observe(self, spans: Sequence[Span]) -> None:
+        """These rows are in the target's cache, or came back to it from a snapshot: of a drafter that reads the
+        target's features, they are in its ring (luce.layers.features). Rows of a tentative span may be run again with
+        other tokens; what is committed, `propose` tells. A span at a position below one that was told before rewinds.
+        """
+
+    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
+        """A proposal for each."""
+
+    def forget(self, slot: int) -> None:
+        """The sequence in a slot has ended."""
+
+    def idle(self) -> None:
+        """No sequence runs or waits: memory that can be had again may go."""
+
+    def describe(self) -> dict[str, str | int]:
+        """Facts for people: which drafter, its files, devices and limits. Any thread may ask."""
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""

@@ -1,0 +1,114 @@
+"""What a shard promises, of shards in this process, in daemons of this machine, and in daemons over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.backend.layersplit import LayerSplitBackend
+from luce.errors import BackendError
+from luce.gguf.reader import open_gguf
+from luce.runtime.host import HostDevice
+from luce.runtime.step import TOP
+from tests.support.daemons import HERE, devices, key_file, listener
+from tests.support.reference import Reference
+
+#: a sandwich model with a tied, scaled embedding and softcap; a recurrent one with a head of its own, quantised
+REFERENCES = [Reference("gemma4-e-F32"), Reference("qwen35-b-Q4_K_M")]
+PLACES = ["local", "daemon", "stream", "tcp"]
+Make = Callable[[Reference], LayerSplitBackend]
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
+    """Makes the backend of a file on two devices, each of which is a shard of the kind that is tested."""
+    made: dict[str, LayerSplitBackend] = {}
+    with ExitStack() as stack:
+
+        def one(reference: Reference) -> LayerSplitBackend:
+            if reference.name in made:
+                return made[reference.name]
+            file = stack.enter_context(open_gguf(reference.path))
+            if request.param == "local":
+                opened: list[Any] = [HostDevice(0), HostDevice(1)]
+            elif request.param == "tcp":
+                key = key_file(tmp_path_factory.mktemp("keys") / "key")
+                ports = [stack.enter_context(listener(reference.path, key))[0] for _ in range(2)]
+                names = ",".join(f"tcp://127.0.0.1:{port}/cpu:0" for port in ports)
+                opened = stack.enter_context(devices(names, target_shard_ipc_bin=(), shard_key_file=key))
+            else:
+                settings = {"target_shard_ipc_bin": (("cpu", HERE),), "isolate_shards": True}
+                transport = "stream" if request.param == "stream" else "shared"
+                opened = stack.enter_context(devices("cpu:0,cpu:1", **settings, shard_transport=transport))
+            backend = LayerSplitBackend(file, reference.spec, opened, slots=4, context=256, piece=64)
+            stack.callback(backend.close)
+            made[reference.name] = backend
+            return backend
+
+        yield one
+
+
+@pytest.fixture(params=REFERENCES, ids=lambda r: r.name)
+def reference(request: pytest.FixtureRequest) -> Reference:
+    """A file."""
+    chosen: Reference = request.param
+    return chosen
+
+
+@pytest.fixture
+def backend(make: Make, reference: Reference) -> LayerSplitBackend:
+    """Its two shards."""
+    return make(reference)
+
+
+def weights(reference: Reference, *names: str) -> NDArray[np.float32]:
+    """The first of these tensors that the file has, by the gguf package: float32 [rows, cols]."""
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(reference.path).tensors}
+    tensor = next(tensors[name] for name in names if name in tensors)
+    return np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
+
+
+def test_facts(backend: LayerSplitBackend, reference: Reference) -> None:
+    first, last = backend.shards
+    assert first.info.layers.start == 0 and first.info.layers.stop == last.info.layers.start
+    assert last.info.layers.stop == len(reference.spec.blocks)
+    for shard in (first, last):
+        assert shard.info.weights > 0 and shard.info.state > 0 and not shard.lost()
+        assert shard.parts == (shard.info,)
+
+
+def test_embed(backend: LayerSplitBackend, reference: Reference) -> None:
+    first, last = backend.shards
+    table = weights(reference, "token_embd.weight")
+    tokens = np.array([3, 0, len(table) - 1, 3], np.int32)
+    rows = np.asarray(first.embed(tokens))
+    assert rows.dtype == np.float32 and np.array_equal(rows, table[tokens])
+    with pytest.raises(BackendError, match="only the first shard embeds"):
+        last.embed(tokens)
+    assert np.array_equal(first.embed(tokens[:1]), table[tokens[:1]])
+
+
+def test_project(backend: LayerSplitBackend, reference: Reference) -> None:
+    first, last = backend.shards
+    head = weights(reference, "output.weight", "token_embd.weight")
+    rows = np.random.default_rng(5).standard_normal((5, head.shape[1])).astype(np.float32)
+    expected = rows.astype(np.float64) @ head.T.astype(np.float64)
+    output = last.project(rows, top=7, logits=True)()
+    assert np.abs(output.logits - expected).max() < 1e-5 * np.abs(expected).max()
+    assert (output.ids == output.logits.argmax(axis=1)).all()
+    order = np.argsort(-output.logits, axis=1, kind="stable")[:, :7]
+    assert output.top is not None and (output.top.ids == order).all()
+    assert (output.top.logits == np.take_along_axis(output.logits, order, axis=1)).all()
+    few = last.project(rows[:1])()
+    assert few.ids.tolist() == output.ids[:1].tolist() and few.logits.shape == (0, len(head)) and few.top is None
+    most = last.project(rows[:2], top=TOP)()
+    assert most.top is not None and most.top.ids.shape == (2, TOP)
+    with pytest.raises(BackendError, match="only the last shard projects"):
+        first.project(rows)()
+    assert last.project(rows)().ids.tolist() == output.ids.tolist()
