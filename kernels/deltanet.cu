@@ -30,73 +30,49 @@ LUCE_FN float column_sum(const float (&value)[COLUMNS], int part) {
 // A vector's input `index` rows after a span's first one; before it, what the state kept. Null where there is nothing.
 struct Window {
     const float* row;   // of the span's first row
-    const float* kept;  // the oldest of the taps - 1 inputs before; null if there were none
+    const float* past;  // the oldest of the taps - 1 inputs before all that is pending; null if there were none
+    const float* kept;  // of the first of the `accepted` rows between
     i64 stride;
-    int taps;
+    int taps, accepted;
 
     __device__ __forceinline__ const float* at(int index) const {
-        const float* before = kept ? kept + (index + taps - 1) * VECTORS * HEAD : nullptr;
-        return index >= 0 ? row + index * stride : before;
+        if (index >= 0) return row + index * stride;
+        if (index + accepted >= 0) return kept + (index + accepted) * VECTORS * HEAD;
+        return past ? past + (index + accepted + taps - 1) * VECTORS * HEAD : nullptr;
     }
 };
 
-// Spans of up to MOST rows; grid (value heads, spans), THREADS threads. x float32 [rows, `stride`] as Layout says; filter
-// [channels, taps]; norm [HEAD]; past [slots, value heads, taps - 1, VECTORS, HEAD]: each head has the past of its own
-// vectors, so that no block reads what another one overwrites; memory [slots, value heads, HEAD values, HEAD keys]; out
-// [rows, value heads * HEAD].
-template <int MOST>
-LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
-                   const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
-                   float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
-                   int key_heads, int taps, float eps) {
+// What a block knows of the rows that it works on: queries and keys before they become unit vectors, the scales that make
+// them so, values, gates times the norm's weight, the state's answers, and what a row multiplies the state and adds by.
+template <int MOST> struct Rows {
+    __align__(16) float vectors[MOST][VECTORS][HEAD];
+    float squares[MOST][VECTORS][ELEMENTS], scale[MOST][VECTORS];
+    float gate[MOST][HEAD], answer[MOST][HEAD], fade[MOST], rate[MOST];
+};
+
+// Fills vectors, squares and gates of `rows` rows, the kinds [FIRST, LAST): a wave has as many elements of the queries,
+// keys, values or gates as it has lanes, from the first row to the last. `source(kind)` is a Window of the inputs.
+template <int FIRST, int LAST, int MOST, typename Source>
+LUCE_FN void convolve(Rows<MOST>& r, int rows, const Layout& layout, int head, const float* __restrict__ filter,
+                      const float* __restrict__ norm, int taps, const Source& source) {
     // Rows whose inputs are loaded at once.
     constexpr int BATCH = MOST < 4 ? MOST : 4;
-    // Queries and keys before they become unit vectors, and the scales that make them so.
-    __shared__ __align__(16) float vectors[MOST][VECTORS][HEAD];
-    __shared__ float squares[MOST][VECTORS][ELEMENTS], scale[MOST][VECTORS];
-    __shared__ float gate[MOST][HEAD], answer[MOST][HEAD], fade[MOST], rate[MOST];
-    const Span span = span_at(spans, blockIdx.y);
-    if (span.rows > MOST) return;
-    const int rows = MOST == 1 ? 1 : span.rows;
-    const int head = (int)blockIdx.x, heads = (int)gridDim.x;
-    const Layout layout = {key_heads, heads};
-    const int thread = luce_thread(), lane = luce_lane();
-    const int part = thread % PARTS, column = thread / PARTS * COLUMNS, own = column + part % COLUMNS;
-    const i64 slot_head = (i64)span.slot * heads + head;
-    x += span.start * stride;
-    memory += (slot_head * HEAD + column) * HEAD + part * 4;
-    past += slot_head * (taps - 1) * VECTORS * HEAD;
-    const float* before = span.position ? past : nullptr;
-
-    // Key elements 4 part ... 4 part + 3, and the same HEAD / 2 later.
-    float s[COLUMNS][2][4] = {};
-    if (span.position) {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) get4(s[c][half], memory + c * HEAD + half * (HEAD / 2));
-    }
-    if (thread < rows) {
-        const float* row = x + thread * stride;
-        fade[thread] = expf(log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]));
-        rate[thread] = sigmoid(row[layout.beta(head)]);
-    }
-    // A wave has as many elements of the queries, keys, values or gates as it has lanes, from the first row to the last.
-    for (int item = luce_wave(); item < (VECTORS + 1) * ELEMENTS; item += WAVES) {
+    const int lane = luce_lane();
+    for (int item = FIRST * ELEMENTS + luce_wave(); item < LAST * ELEMENTS; item += WAVES) {
         const int kind = item / ELEMENTS, own_part = item % ELEMENTS, i = own_part * LUCE_LANES + lane;
-        const int channel = kind == VECTORS ? layout.gate(head) : layout.vector(kind, head);
-        const Window window = {x + channel, before ? before + kind * HEAD : nullptr, stride, taps};
+        const Window window = source(kind);
         float input[TAPS - 1 + BATCH] = {}, weight[TAPS] = {};
         if (kind == VECTORS) {
             weight[0] = norm[i];
         } else {
             // The last tap meets the row itself.
+            const int channel = layout.vector(kind, head);
 #pragma unroll
             for (int tap = 0; tap < TAPS; tap++)
                 if (tap >= TAPS - taps) weight[tap] = filter[(i64)(channel + i) * taps + tap - (TAPS - taps)];
 #pragma unroll
             for (int tap = 0; tap < TAPS - 1; tap++)
-                if (tap >= TAPS - taps && before) input[tap] = window.at(tap - (TAPS - 1))[i];
+                if (tap >= TAPS - taps && window.past) input[tap] = window.at(tap - (TAPS - 1))[i];
         }
         for (int first = 0; first < rows; first += BATCH) {
 #pragma unroll
@@ -107,47 +83,54 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
                 const int row = first + b;
                 if (row >= rows) break;
                 if (kind == VECTORS) {
-                    gate[row][i] = weight[0] * silu(input[TAPS - 1 + b]);
+                    r.gate[row][i] = weight[0] * silu(input[TAPS - 1 + b]);
                     continue;
                 }
                 float sum = 0.0f;
 #pragma unroll
                 for (int tap = 0; tap < TAPS; tap++) sum = fmaf(input[b + tap], weight[tap], sum);
                 const float value = silu(sum);
-                vectors[row][kind][i] = value;
+                r.vectors[row][kind][i] = value;
                 const float part_squares = luce_lane_sum(value * value);
-                if (lane == 0) squares[row][kind][own_part] = part_squares;
+                if (lane == 0) r.squares[row][kind][own_part] = part_squares;
             }
 #pragma unroll
             for (int tap = 0; tap < TAPS - 1; tap++) input[tap] = input[BATCH + tap];
         }
     }
     luce_sync();
-    if (thread < 2 * rows) {
-        const int row = thread / 2, kind = thread % 2;
+    constexpr int UNITS = VALUE - FIRST;
+    const int thread = luce_thread();
+    if (thread < UNITS * rows) {
+        const int row = thread / UNITS, kind = FIRST + thread % UNITS;
         float sum = 0.0f;
 #pragma unroll
-        for (int e = 0; e < ELEMENTS; e++) sum += squares[row][kind][e];
-        scale[row][kind] = unit_scale(kind, sum);
+        for (int e = 0; e < ELEMENTS; e++) sum += r.squares[row][kind][e];
+        r.scale[row][kind] = unit_scale(kind, sum);
     }
     luce_sync();
+}
 
+// Takes the state's columns through `rows` rows; ANSWERS: with what the queries read of it.
+template <bool ANSWERS, int MOST>
+LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int part, int own) {
+    const int lane = luce_lane();
     for (int row = 0; row < rows; row++) {
         float key[2][4], query[2][4], sum[COLUMNS] = {};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            get4(key[half], &vectors[row][KEY][half * (HEAD / 2) + part * 4]);
-            get4(query[half], &vectors[row][QUERY][half * (HEAD / 2) + part * 4]);
+            get4(key[half], &r.vectors[row][KEY][half * (HEAD / 2) + part * 4]);
+            if (ANSWERS) get4(query[half], &r.vectors[row][QUERY][half * (HEAD / 2) + part * 4]);
         }
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
             for (int e = 0; e < 8; e++) {
-                s[c][e / 4][e % 4] *= fade[row];
+                s[c][e / 4][e % 4] *= r.fade[row];
                 sum[c] = fmaf(s[c][e / 4][e % 4], key[e / 4][e % 4], sum[c]);
             }
-        const float seen = column_sum(sum, part) * scale[row][KEY];
-        const float u = rate[row] * (vectors[row][VALUE][own] - seen) * scale[row][KEY];
+        const float seen = column_sum(sum, part) * r.scale[row][KEY];
+        const float u = r.rate[row] * (r.vectors[row][VALUE][own] - seen) * r.scale[row][KEY];
         float product[COLUMNS] = {};
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
@@ -155,30 +138,98 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 #pragma unroll
             for (int e = 0; e < 8; e++) {
                 s[c][e / 4][e % 4] = fmaf(key[e / 4][e % 4], column_u, s[c][e / 4][e % 4]);
-                product[c] = fmaf(s[c][e / 4][e % 4], query[e / 4][e % 4], product[c]);
+                if (ANSWERS) product[c] = fmaf(s[c][e / 4][e % 4], query[e / 4][e % 4], product[c]);
             }
         }
-        const float o = column_sum(product, part) * scale[row][QUERY];
-        if (part < COLUMNS) answer[row][own] = o;
+        if (!ANSWERS) continue;
+        const float o = column_sum(product, part) * r.scale[row][QUERY];
+        if (part < COLUMNS) r.answer[row][own] = o;
     }
+}
+
+// Spans of up to MOST rows; grid (value heads, spans), THREADS threads. x float32 [rows, `stride`] as Layout says; filter
+// [channels, taps]; norm [HEAD]; past [slots, value heads, taps - 1, VECTORS, HEAD]: each head has the past of its own
+// vectors, so that no block reads what another one overwrites; memory [slots, value heads, HEAD values, HEAD keys]; out
+// [rows, value heads * HEAD].
+//
+// PENDING: spans may be tentative or accept rows, as `pending` [spans, 2] says, and those of more than MOST rows only
+// do that. Inputs of tentative spans are in kept [slots, value heads, most, VECTORS, HEAD], what their alpha and beta
+// become in gates [slots, value heads, most, 2].
+template <int MOST, bool PENDING>
+LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
+                   const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
+                   float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ gates,
+                   const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
+                   int key_heads, int taps, int most, float eps) {
+    __shared__ Rows<MOST> r;
+    const Span span = span_at(spans, blockIdx.y);
+    const int accepted = PENDING ? pending[2 * blockIdx.y] : 0;
+    const bool tentative = PENDING && pending[2 * blockIdx.y + 1];
+    if (span.rows > MOST && !accepted) return;
+    const int rows = MOST == 1 ? 1 : PENDING && span.rows > MOST ? 0 : span.rows;
+    const int head = (int)blockIdx.x, heads = (int)gridDim.x;
+    const Layout layout = {key_heads, heads};
+    const int thread = luce_thread(), lane = luce_lane();
+    const int part = thread % PARTS, column = thread / PARTS * COLUMNS, own = column + part % COLUMNS;
+    const i64 slot_head = (i64)span.slot * heads + head;
+    x += span.start * stride;
+    memory += (slot_head * HEAD + column) * HEAD + part * 4;
+    past += slot_head * (taps - 1) * VECTORS * HEAD;
+    if (PENDING) kept += slot_head * most * VECTORS * HEAD, gates += slot_head * most * 2;
+    const float* before = span.position ? past : nullptr;
+
+    // Key elements 4 part ... 4 part + 3, and the same HEAD / 2 later.
+    float s[COLUMNS][2][4] = {};
+    const auto write = [&] {
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++)
+        for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) put4(memory + c * HEAD + half * (HEAD / 2), s[c][half]);
+            for (int half = 0; half < 2; half++) put4(memory + c * HEAD + half * (HEAD / 2), s[c][half]);
+    };
+    if (span.position) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) get4(s[c][half], memory + c * HEAD + half * (HEAD / 2));
+    }
+    if (PENDING && accepted) {
+        if (thread < accepted) r.fade[thread] = gates[2 * thread], r.rate[thread] = gates[2 * thread + 1];
+        convolve<KEY, VECTORS>(r, accepted, layout, head, filter, norm, taps, [&](int kind) {
+            return Window{kept + kind * HEAD, past + kind * HEAD, nullptr, VECTORS * HEAD, taps, 0};
+        });
+        advance<false>(r, accepted, s, part, own);
+        if (tentative || !rows) write();
+        luce_sync();
+    }
+    if (thread < rows) {
+        const float* row = x + thread * stride;
+        r.fade[thread] = expf(log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]));
+        r.rate[thread] = sigmoid(row[layout.beta(head)]);
+        if (tentative) gates[2 * thread] = r.fade[thread], gates[2 * thread + 1] = r.rate[thread];
+    }
+    const auto inputs = [&](int kind) {
+        const int channel = kind == VECTORS ? layout.gate(head) : layout.vector(kind, head);
+        return Window{x + channel, before ? before + kind * HEAD : nullptr, kept + kind * HEAD, stride, taps, accepted};
+    };
+    convolve<QUERY, VECTORS + 1>(r, rows, layout, head, filter, norm, taps, inputs);
+    advance<true>(r, rows, s, part, own);
+    if (!tentative && rows) write();
 
     // The inputs before the next span's first row; all are read before one is overwritten.
+    const int passed = tentative ? 0 : rows;
     for (int i = thread; i < VECTORS * HEAD; i += THREADS) {
-        const int kind = i / HEAD;
-        const Window window = {x + layout.vector(kind, head), before ? before + kind * HEAD : nullptr, stride, taps};
+        const Window window = inputs(i / HEAD);
         float input[TAPS - 1] = {};
 #pragma unroll
         for (int tap = 0; tap < TAPS - 1; tap++) {
-            const float* from = window.at(rows - (taps - 1) + tap);
+            const float* from = window.at(passed - (taps - 1) + tap);
             if (tap < taps - 1 && from) input[tap] = from[i % HEAD];
         }
 #pragma unroll
         for (int tap = 0; tap < TAPS - 1; tap++)
             if (tap < taps - 1) past[tap * VECTORS * HEAD + i] = input[tap];
+        if (tentative)
+            for (int row = 0; row < rows; row++) kept[row * VECTORS * HEAD + i] = window.at(row)[i % HEAD];
     }
     luce_sync();
 
@@ -186,7 +237,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
         float sum = 0.0f;
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
-            const float value = answer[row][lane + e * LUCE_LANES];
+            const float value = r.answer[row][lane + e * LUCE_LANES];
             sum = fmaf(value, value, sum);
         }
         const float inverse = 1.0f / sqrtf(luce_lane_sum(sum) / (float)HEAD + eps);
@@ -194,7 +245,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
             const int i = lane + e * LUCE_LANES;
-            to[i] = answer[row][i] * inverse * gate[row][i];
+            to[i] = r.answer[row][i] * inverse * r.gate[row][i];
         }
     }
 }
@@ -203,15 +254,29 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     delta_step(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
-               float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
-               int key_heads, int taps, float eps) {
-    steps<1>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps);
+               float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ gates,
+               const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
+               int key_heads, int taps, int most, float eps) {
+    steps<1, false>(x, filter, decay, dt_bias, norm, past, memory, kept, gates, spans, pending, out, stride, key_heads,
+                     taps, most, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     delta_steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                 const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
-                float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
-                int key_heads, int taps, float eps) {
-    steps<STEPS>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps);
+                float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ gates,
+                const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
+                int key_heads, int taps, int most, float eps) {
+    steps<STEPS, false>(x, filter, decay, dt_bias, norm, past, memory, kept, gates, spans, pending, out, stride, key_heads,
+                     taps, most, eps);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    delta_verify(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
+                 const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
+                 float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ gates,
+                 const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
+                 int key_heads, int taps, int most, float eps) {
+    steps<STEPS, true>(x, filter, decay, dt_bias, norm, past, memory, kept, gates, spans, pending, out, stride, key_heads,
+                     taps, most, eps);
 }

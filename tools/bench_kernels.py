@@ -157,21 +157,27 @@ def deltanet(device: Device) -> Iterator[Case]:
         channels = (2 * key_heads + heads) * d
         vectors = (normal(device, size) for size in (heads, heads, d))
         weights = DeltaWeights(normal(device, channels, taps), -abs(next(vectors)), *vectors, 1e-6, key_heads)
-        for spans, rows in ((1, 1), (1, 4), (1, 16), (16, 1), (64, 1), (1, 512), (1, 2048), (1, 8192)):
+        plain = [(spans, rows, 0) for spans, rows in ((1, 1), (1, 4), (1, 16), (16, 1), (64, 1))]
+        # Rows that are accepted of the tentative span before such a one.
+        verify = [(1, 4, 4), (1, 16, 1), (1, 16, 8), (1, 16, 16)]
+        for spans, rows, accepted in (*plain, *verify, (1, 512, 0), (1, 2048, 0), (1, 8192, 0)):
             x = normal(device, spans * rows, channels + heads * (d + 2))
             table = np.array([(slot, slot * rows, rows, 1) for slot in range(spans)], np.int32)
             row_span = np.repeat(np.arange(spans, dtype=np.int32), rows)
-            step = SpanArrays(device.upload(table), device.upload(row_span), spans, rows)
+            pending = device.upload(np.array([[accepted, 1]] * spans, np.int32)) if accepted else None
+            step = SpanArrays(device.upload(table), device.upload(row_span), spans, rows, pending)
             size = 8 * spans * heads * d * (d + 3 * (taps - 1))
             memory, past = normal(device, spans, heads, d, d), normal(device, spans, heads, taps - 1, 3, d)
+            kept = normal(device, spans, heads, RECURRENT_ROWS, 3, d), normal(device, spans, heads, RECURRENT_ROWS, 2)
             calls = [
-                partial(gated_delta_net, device, x, weights, memory.copy(), past.copy(), step)
+                partial(gated_delta_net, device, x, weights, memory.copy(), past.copy(), *kept, step)
                 for _ in range(copies(size + x.nbytes))
             ]
             # Three products with the state per row, and one each with the chunk's rows and with their inverse.
             flops = 2 * spans * rows * heads * d * (3 * d + 2 * 64) if rows > RECURRENT_ROWS else 0
             moved = size + x.nbytes + 4 * spans * rows * heads * d
-            yield Case(f"{heads} heads, {spans} x {rows} rows", calls, moved, flops)
+            behind = f" behind {accepted} accepted" if accepted else ""
+            yield Case(f"{heads} heads, {spans} x {rows} rows{behind}", calls, moved, flops)
 
 
 @family

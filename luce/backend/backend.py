@@ -35,6 +35,10 @@ class Backend(Protocol):
         """Pages that exist in each page group: numbers 0..pages-1."""
 
     @property
+    def verify(self) -> int:
+        """Most rows of a tentative span, 0 if there may be none."""
+
+    @property
     def recurrent(self) -> bool:
         """Whether a slot has a state that cannot be rewound by shortening."""
 
@@ -50,6 +54,10 @@ class Backend(Protocol):
 
         ShardLostError: so is every other sequence that has run a step, and steps fail until `lost` has told.
         """
+
+    def accept(self, slot: int, rows: int) -> None:
+        """The first `rows` > 0 rows of the slot's tentative span count: its next span accepts none, and `save` gives
+        the states behind them."""
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         """Copies of the recurrent states of a slot, if one is named, and of the given pages of each page group.

@@ -36,11 +36,13 @@ from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
+from luce.ops.deltanet import RECURRENT_ROWS
 from luce.ops.kvtype import KVTypes
 from luce.remote.arena import Arena
 from luce.remote.channel import Channel, ChannelError, GoneError, receive_descriptor
 from luce.remote.messages import (
     PROTOCOL,
+    Accept,
     Announce,
     DeviceFacts,
     Done,
@@ -158,7 +160,7 @@ class _Model:
         for number, (device, part) in enumerate(zip(devices, layers, strict=True)):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             kv = KVTypes(*load.kv)
-            shard = LocalShard(file, spec, part, device, pages=load.pages, slots=load.slots, kv=kv)
+            shard = LocalShard(file, spec, part, device, pages=load.pages, slots=load.slots, kv=kv, verify=load.verify)
             self.chain.add(str(device.name), str(device.name), shard)
             if number:
                 self.chain.link(load.rows * handed_on(spec, part.start) // 4)
@@ -225,6 +227,13 @@ class _Model:
         if message.hidden.ndim != 2 or message.hidden.shape[1] != self.spec.hidden or not 0 <= message.top <= TOP:
             raise BackendError(f"rows of shape {message.hidden.shape} and {message.top} candidates cannot be projected")
         return self.chain.shards[-1].project(message.hidden, top=message.top, logits=message.logits)()
+
+    def accept(self, slot: int, rows: int) -> None:
+        self._check(slot, [()] * len(self.load.pages))
+        if not 0 < rows <= self.load.verify:
+            raise BackendError(f"{rows} rows cannot be accepted, tentative spans have up to {self.load.verify}")
+        for shard in self.chain.shards:
+            shard.accept(slot, rows)
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         self._check(slot, pages)
@@ -336,6 +345,9 @@ class _Session:
             return Embedded(model.embed(message.tokens))
         if isinstance(message, Project):
             return Done(output=model.project(message))
+        if isinstance(message, Accept):
+            model.accept(message.slot, message.rows)
+            return Done()
         if isinstance(message, Save):
             return Saved(model.save(message.slot, message.pages))
         model.restore(message)
@@ -405,6 +417,8 @@ def check_step(step: Step, vocab: int, load: Load) -> None:
     at = 0
     for span in step.spans:
         shapes += [span.start == at, span.rows > 0, span.position >= 0, 0 <= span.slot < load.slots]
+        shapes += [0 <= span.accepted <= load.verify, not span.tentative or span.rows <= load.verify]
+        shapes += [span.position > 0 or not (span.accepted or span.tentative)]
         at += span.rows
     if not all(shapes) or at != rows:
         raise BackendError("a step whose parts do not fit each other")
@@ -429,7 +443,12 @@ def _layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
     tiled = all(before.stop == after.start for before, after in pairwise(layers))
     if len(layers) != devices or not tiled or not all(layers) or layers[-1].stop > len(spec.blocks):
         raise BackendError(f"layers {load.layers} for {devices} devices and a model of {len(spec.blocks)} layers")
-    if layers[0].start < 0 or not 0 < load.slots <= 1 << 16 or len(load.pages) != len(spec.page_groups):
+    if (
+        layers[0].start < 0
+        or not 0 < load.slots <= 1 << 16
+        or not 0 <= load.verify <= RECURRENT_ROWS
+        or len(load.pages) != len(spec.page_groups)
+    ):
         raise BackendError("a load whose parts do not fit the model")
     if not all(0 < pages < 1 << 24 for pages in load.pages) or not 0 < load.rows <= 1 << 20:
         raise BackendError("a load whose parts do not fit the model")

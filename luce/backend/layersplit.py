@@ -43,7 +43,8 @@ _AHEAD = 2
 class LayerSplitBackend:
     """`spec`'s layers on `devices`, split by `weights` or by bytes (luce.backend.placement.plan_shards).
 
-    See luce.backend.backend.Backend for the properties. `piece`: rows in which long steps go through several shards.
+    See luce.backend.backend.Backend for the properties. `verify`: most rows of a tentative span. `piece`: rows in
+    which long steps go through several shards.
     `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory.
     `on_progress` gets the share of this process's layers that are read, after each.
     Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
@@ -62,6 +63,7 @@ class LayerSplitBackend:
         context: int = 4096,
         chunk: int = 512,
         kv: KVTypes = AUTO,
+        verify: int = 0,
         piece: int = _PIECE,
         peer: bool = True,
         on_progress: Callable[[float], None] = lambda fraction: None,
@@ -71,6 +73,7 @@ class LayerSplitBackend:
         self._piece = piece
         self.vocab = spec.vocab
         self.slots = slots
+        self.verify = verify
         self.context = context
         self.chunk = chunk
         self.recurrent = spec.recurrent
@@ -78,7 +81,9 @@ class LayerSplitBackend:
         self.pages = tuple(slots * pages_for(window, context, chunk) for window in self.windows)
         self._queued: deque[Event] = deque()
         self._chain = Chain(peer=peer)
-        plan = plan_shards(file, spec, devices, weights=weights, slots=slots, context=context, chunk=chunk, kv=kv)
+        plan = plan_shards(
+            file, spec, devices, weights=weights, slots=slots, context=context, chunk=chunk, kv=kv, verify=verify
+        )
         self._check_memory(plan, devices)
         rows = largest_piece(piece)
         groups = _groups(devices)
@@ -91,7 +96,17 @@ class LayerSplitBackend:
                     layers = [shard.layers for shard in plan[number : number + len(group)]]
                     name = f"shard {number} ({','.join(str(device.name) for device in group)})"
                     remote[number] = RemoteShard(
-                        name, file, spec, layers, group, pages=self.pages, slots=slots, kv=kv, rows=rows, peer=peer
+                        name,
+                        file,
+                        spec,
+                        layers,
+                        group,
+                        pages=self.pages,
+                        slots=slots,
+                        kv=kv,
+                        verify=verify,
+                        rows=rows,
+                        peer=peer,
                     )
             for number, group in groups:
                 shard: Shard
@@ -108,6 +123,7 @@ class LayerSplitBackend:
                             pages=self.pages,
                             slots=slots,
                             kv=kv,
+                            verify=verify,
                             on_layer=lambda: on_progress(next(read) / own),
                         )
                     self._chain.add(f"shard {number}", ",".join(str(device.name) for device in group), shard)
@@ -166,6 +182,10 @@ class LayerSplitBackend:
         if len(outputs) == 1:
             return outputs[0]
         return Output.joined([Output(np.empty(0, np.int32), np.empty((0, self.vocab), np.float32)), *outputs])
+
+    def accept(self, slot: int, rows: int) -> None:
+        for shard in self._chain.shards:
+            shard.accept(slot, rows)
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         return {name: tensor for shard in self._chain.shards for name, tensor in shard.save(slot, pages).items()}

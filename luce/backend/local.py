@@ -18,6 +18,7 @@ from luce.errors import BackendError, DeviceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.block import PreNormBlock, Residual, SandwichBlock
 from luce.layers.build import LayerBuilder
+from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.state import DeltaState, KVPool
 from luce.models.spec import Attention, ModelSpec
 from luce.ops.embedding import take_rows
@@ -26,7 +27,7 @@ from luce.ops.matmul import FEW_ROWS
 from luce.ops.sample import argmax, candidates
 from luce.ops.sample import top as largest
 from luce.runtime.device import Array, Device
-from luce.runtime.step import PAGE, DeviceStep, Int32, Output, Step, StepShape
+from luce.runtime.step import PAGE, DeviceStep, Int32, Output, SpanArrays, Step, StepShape
 
 # Rows of a short prompt and of a long one, as far as kernels differ between them.
 _PROMPT_ROWS = (64, 512)
@@ -48,12 +49,13 @@ class LocalShard:
         pages: Sequence[int],
         slots: int,
         kv: KVTypes = AUTO,
+        verify: int = 0,
         on_layer: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_layer` is called when a layer is read."""
+        """`verify`: most rows of a tentative span. `on_layer` is called when a layer is read."""
         self.device = device
         self._stream = device.copy_stream()
-        builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv)
+        builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv, verify=verify)
         self._replayer = Replayer(device, self._run, pages)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}
@@ -64,7 +66,7 @@ class LocalShard:
         self._per_layer = builder.per_layer() if spec.per_layer else None
         self._borrowing = {index for index in layers if spec.donor(index) is not None}
         self._head = builder.head() if layers.stop == len(spec.blocks) else None
-        sizes = state_bytes(device, spec, layers, kv)
+        sizes = state_bytes(device, spec, layers, kv, verify)
         held = slots * sizes.slot + sum(n * size for n, size in zip(pages, sizes.page, strict=True))
         self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held)
         self._groups = {index: spec.group_of(index) for index in (*self._mirrors, *layers)}
@@ -164,6 +166,14 @@ class LocalShard:
     def replayed(self) -> int:
         """Steps that ran by replaying a captured graph."""
         return self._replayer.replayed
+
+    def accept(self, slot: int, rows: int) -> None:
+        table, pending = np.array([[slot, 0, 0, 1]], np.int32), np.array([[rows, 0]], np.int32)
+        upload = self.device.upload
+        spans = SpanArrays(upload(table), upload(np.empty(0, np.int32)), 1, 0, upload(pending))
+        for block in self._blocks.values():
+            if isinstance(block.mixer, DeltaNetLayer):
+                block.mixer.accept(spans)
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         states = [state for state in self._states(slot, pages) if state.layer not in self._mirrors]

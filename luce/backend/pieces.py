@@ -56,7 +56,8 @@ def _part(step: Step, begin: int, end: int) -> Step:
 
 def _clip(span: Span, begin: int, end: int) -> Span:
     first, last = max(span.start, begin), min(span.start + span.rows, end)
-    return Span(span.slot, first - begin, last - first, span.position + first - span.start)
+    accepted = span.accepted if first == span.start else 0
+    return Span(span.slot, first - begin, last - first, span.position + first - span.start, accepted, span.tentative)
 
 
 def _view(view: PageView, picked: list[int], spans: tuple[Span, ...], begin: int, end: int) -> PageView:

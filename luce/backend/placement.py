@@ -80,16 +80,18 @@ def plan_shards(
     context: int = 4096,
     chunk: int = 512,
     kv: KVTypes = AUTO,
+    verify: int = 0,
 ) -> tuple[ShardPlan, ...]:
     """The shards of a model, one for each device, whether they fit or not.
 
     `weights` decide (plan_layers), or without them bytes and free memory (fill_layers), where the CPU gets only what
     the GPUs cannot hold; the boundary of two devices is aligned if both then hold their part. There is room for `slots`
-    sequences of `context` positions, in steps of up to `chunk` rows. Raises UsageError for more devices than layers,
-    for another number of weights than of devices, and if the heads do not take a type of `kv`.
+    sequences of `context` positions, in steps of up to `chunk` rows and tentative spans of up to `verify`. Raises
+    UsageError for more devices than layers, for another number of weights than of devices, and if the heads do not
+    take a type of `kv`.
     """
     check_devices(len(spec.blocks), len(devices))
-    sizes = _Sizes(file, spec, devices, slots, context, chunk, kv)
+    sizes = _Sizes(file, spec, devices, slots, context, chunk, kv, verify)
     if weights:
         return sizes.shards(plan_layers(spec, len(devices), weights))
     ranges = fill_layers(sizes.rooms(), [spec.donor(layer) for layer in range(len(spec.blocks))])
@@ -113,6 +115,7 @@ class _Sizes:
         context: int,
         chunk: int,
         kv: KVTypes,
+        verify: int,
     ) -> None:
         self._file = file
         self._spec = spec
@@ -120,6 +123,7 @@ class _Sizes:
         self._slots = slots
         self._pages = [slots * pages_for(group.window, context, chunk) for group in spec.page_groups]
         self._kv = kv
+        self._verify = verify
         # One reading of the host's memory: its devices would differ by what other programs do meanwhile.
         host = next((usable(device) for device in devices if device.host), 0)
         self._free = [host if device.host else usable(device) for device in devices]
@@ -156,5 +160,5 @@ class _Sizes:
         return rooms
 
     def _state(self, device: Device, layers: range) -> int:
-        size = state_bytes(device, self._spec, layers, self._kv)
+        size = state_bytes(device, self._spec, layers, self._kv, self._verify)
         return self._slots * size.slot + sum(n * page for n, page in zip(self._pages, size.page, strict=True))

@@ -162,8 +162,11 @@ class StateBytes:
     slot: int
 
 
-def state_bytes(device: Device, spec: ModelSpec, layers: range, kv: KVTypes = AUTO) -> StateBytes:
-    """What the layers of a shard keep on a device. Raises UsageError if their heads do not take a type of `kv`."""
+def state_bytes(device: Device, spec: ModelSpec, layers: range, kv: KVTypes = AUTO, verify: int = 0) -> StateBytes:
+    """What the layers of a shard keep on a device, for tentative spans of up to `verify` rows.
+
+    Raises UsageError if their heads do not take a type of `kv`.
+    """
     page = [0] * len(spec.page_groups)
     slot = 0
     for layer in (*mirrored(spec, layers), *layers):
@@ -173,7 +176,7 @@ def state_bytes(device: Device, spec: ModelSpec, layers: range, kv: KVTypes = AU
         if isinstance(mixer, Attention):
             page[spec.page_groups.index(PageGroup(mixer.window))] += KVPool.page_bytes(device, mixer, kv)
         else:
-            slot += DeltaState.slot_bytes(mixer)
+            slot += DeltaState.slot_bytes(mixer, verify)
     return StateBytes(tuple(page), slot)
 
 

@@ -23,6 +23,7 @@ from luce.remote.arena import Arena, room, shared_arena
 from luce.remote.channel import SMALL, Channel, ChannelError, GarbageError
 from luce.remote.device import RemoteDevice
 from luce.remote.messages import (
+    Accept,
     Announce,
     Done,
     Embed,
@@ -75,6 +76,7 @@ class RemoteShard:
         pages: Sequence[int],
         slots: int,
         kv: KVTypes,
+        verify: int,
         rows: int,
         peer: bool,
     ) -> None:
@@ -105,6 +107,7 @@ class RemoteShard:
             pages=tuple(pages),
             slots=slots,
             kv=(kv.k, kv.v),
+            verify=verify,
             rows=rows,
             peer=peer,
             arena=size,
@@ -205,6 +208,9 @@ class RemoteShard:
         seconds, limit = _PER_ROW * rows, SMALL + 4 * rows * self._vocab
         message = Project(np.asarray(hidden, np.float32), top, logits)
         return self._ask(self._channel(), message, seconds=seconds, limit=limit, take=take).output
+
+    def accept(self, slot: int, rows: int) -> None:
+        self._ask(self._channel(), Accept(slot, rows), seconds=0, limit=SMALL, take=_done)
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         state = self.info.state

@@ -78,6 +78,9 @@ class Shard(Protocol):
         if this is not the last shard.
         """
 
+    def accept(self, slot: int, rows: int) -> None:
+        """Apply the first `rows` rows of the slot's tentative span to its recurrent states."""
+
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         """Copy a sequence's state to the host: the given pages of each page group, and its recurrent states.
 

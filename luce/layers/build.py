@@ -38,7 +38,8 @@ _PER_LAYER_PARTS = {
 
 
 class LayerBuilder:
-    """Builds the layers `layers` of one shard. `pages` per page group, `slots` and the types `kv` size the states."""
+    """Builds the layers `layers` of one shard. `pages` per page group, `slots`, the types `kv` and the rows of
+    tentative spans, `verify`, size the states."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class LayerBuilder:
         pages: Sequence[int],
         slots: int,
         kv: KVTypes = AUTO,
+        verify: int = 0,
     ) -> None:
         self._file = file
         self._spec = spec
@@ -58,6 +60,7 @@ class LayerBuilder:
         self._device = device
         self._pages = pages
         self._slots = slots
+        self._verify = verify
         self._kv = kv
         self._rotaries: dict[Rope, Rotary] = {}
         self._pools: dict[int, KVPool] = {}
@@ -219,7 +222,7 @@ class LayerBuilder:
                 eps=self._spec.norm_eps,
                 key_heads=spec.key_heads,
             ),
-            state=DeltaState.allocate(self._device, spec, self._slots),
+            state=DeltaState.allocate(self._device, spec, self._slots, self._verify),
         )
 
     def _mlp(self, index: int, spec: GatedMLP, suffix: str) -> GatedMLPLayer:

@@ -8,7 +8,7 @@ from luce.ops.matmul import matmul
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
-from luce.runtime.step import DeviceStep
+from luce.runtime.step import DeviceStep, SpanArrays
 
 
 class DeltaNetLayer:
@@ -25,7 +25,13 @@ class DeltaNetLayer:
 
     def __call__(self, y: Array | Quantised, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
-        device, state = self._device, self.state
-        x = matmul(device, y, self.reads)
-        o = gated_delta_net(device, x, self._weights, state.memory, state.past, step.spans)
-        return matmul(device, o, self._out)
+        o = self._mix(matmul(self._device, y, self.reads), step.spans)
+        return matmul(self._device, o, self._out)
+
+    def accept(self, spans: SpanArrays) -> None:
+        """Apply the rows that spans without rows of their own accept."""
+        self._mix(self._device.empty((0, self.reads.rows)), spans)
+
+    def _mix(self, x: Array, spans: SpanArrays) -> Array:
+        state = self.state
+        return gated_delta_net(self._device, x, self._weights, state.memory, state.past, state.kept, state.gates, spans)

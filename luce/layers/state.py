@@ -39,20 +39,27 @@ class KVPool:
 @dataclass(frozen=True)
 class DeltaState:
     """memory: float32 [slots, value_heads, d_v, d_k]; past: float32 [slots, value_heads, K-1, 3, d], the convolution's
-    inputs before: of the q, k and v that a value head reads (luce.ops.deltanet)."""
+    inputs before: of the q, k and v that a value head reads. kept and gates: float32 [slots, value_heads, verify, 3, d]
+    and [slots, value_heads, verify, 2], the rows of a tentative span. See luce.ops.deltanet."""
 
     memory: Array
     past: Array
+    kept: Array
+    gates: Array
 
     @classmethod
-    def allocate(cls, device: Device, spec: GatedDeltaNet, slots: int) -> DeltaState:
-        """States of `slots` sequences."""
+    def allocate(cls, device: Device, spec: GatedDeltaNet, slots: int, verify: int = 0) -> DeltaState:
+        """States of `slots` sequences, whose tentative spans have at most `verify` rows."""
+        heads, d = spec.value_heads, spec.head_dim
         return cls(
-            device.zeros((slots, spec.value_heads, spec.head_dim, spec.head_dim)),
-            device.zeros((slots, spec.value_heads, spec.conv_kernel - 1, 3, spec.head_dim)),
+            device.zeros((slots, heads, d, d)),
+            device.zeros((slots, heads, spec.conv_kernel - 1, 3, d)),
+            device.zeros((slots, heads, verify, 3, d)),
+            device.zeros((slots, heads, verify, 2)),
         )
 
     @staticmethod
-    def slot_bytes(spec: GatedDeltaNet) -> int:
+    def slot_bytes(spec: GatedDeltaNet, verify: int = 0) -> int:
         """Bytes of one sequence's state in one layer."""
-        return 4 * spec.value_heads * spec.head_dim * (spec.head_dim + 3 * (spec.conv_kernel - 1))
+        rows = spec.conv_kernel - 1 + verify
+        return 4 * spec.value_heads * (spec.head_dim * (spec.head_dim + 3 * rows) + 2 * verify)

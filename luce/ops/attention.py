@@ -12,6 +12,7 @@ import numpy as np
 
 from luce.ops import attention_mma
 from luce.ops.kvtype import dequantise, kernel_type, quantise
+from luce.ops.matmul import FEW_ROWS
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PageView, SpanArrays
 
@@ -145,24 +146,24 @@ def _host(
             # Every page is there: keys beyond the last row are simply cut off.
             keys, values = keys[: position + rows], values[: position + rows]
         keys, values = dequantise(keys, d), dequantise(values, d)
+        if rows <= FEW_ROWS:
+            for row in range(rows):
+                end = position + row + 1
+                low = 0 if window is None else max(0, end - window)
+                seen = slice(*((low, end) if at is None else np.searchsorted(at, (low, end))))
+                _host_row(q[start + row], keys[seen], values[seen], scale, out[start + row])
+            continue
         own = slice(start, start + rows)
         query = q[own].reshape(rows, kv_heads, group, d).transpose(1, 2, 0, 3).reshape(kv_heads, group * rows, d)
         query = query * np.float32(scale)
-        if rows == 1:
-            # OpenBLAS takes a tall matrix times a narrow one at twice the speed of its transpose (650 keys: 36, 73 us).
-            scores = np.ascontiguousarray(
-                np.matmul(keys.transpose(1, 0, 2), query.transpose(0, 2, 1)).transpose(0, 2, 1)
-            )
-        else:
-            scores = np.matmul(query, keys.transpose(1, 2, 0))
-        if rows > 1 or at is not None or window is not None:
-            if at is None:
-                at = np.arange(keys.shape[0], dtype=np.int32)
-            here = positions[own, None]
-            hidden = at > here
-            if window is not None:
-                hidden |= at <= here - window
-            scores.reshape(kv_heads, group, rows, -1)[:, :, hidden] = -np.inf
+        scores = np.matmul(query, keys.transpose(1, 2, 0))
+        if at is None:
+            at = np.arange(keys.shape[0], dtype=np.int32)
+        here = positions[own, None]
+        hidden = at > here
+        if window is not None:
+            hidden |= at <= here - window
+        scores.reshape(kv_heads, group, rows, -1)[:, :, hidden] = -np.inf
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         total = scores.sum(axis=-1, keepdims=True)
@@ -170,3 +171,18 @@ def _host(
         mixed /= total
         out[own] = mixed.reshape(kv_heads, group, rows, d).transpose(2, 0, 1, 3).reshape(rows, heads, d)
     return out
+
+
+def _host_row(q: Array, keys: Array, values: Array, scale: float, out: Array) -> None:
+    """One row by itself, so that its bits do not depend on its neighbours: q and out [heads, d], keys and values
+    [n, kv_heads, d], all that it sees."""
+    (heads, d), kv_heads = q.shape, keys.shape[1]
+    query = (q * np.float32(scale)).reshape(kv_heads, heads // kv_heads, d)
+    # OpenBLAS takes a tall matrix times a narrow one at twice the speed of its transpose (650 keys: 36, 73 us).
+    scores = np.ascontiguousarray(np.matmul(keys.transpose(1, 0, 2), query.transpose(0, 2, 1)).transpose(0, 2, 1))
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    total = scores.sum(axis=-1, keepdims=True)
+    mixed = np.matmul(scores, values.transpose(1, 0, 2))
+    mixed /= total
+    out[...] = mixed.reshape(heads, d)

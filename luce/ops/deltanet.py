@@ -45,7 +45,14 @@ class DeltaWeights:
 
 
 def gated_delta_net(
-    device: Device, x: Array, weights: DeltaWeights, memory: Array, past: Array, spans: SpanArrays
+    device: Device,
+    x: Array,
+    weights: DeltaWeights,
+    memory: Array,
+    past: Array,
+    kept: Array,
+    gates: Array,
+    spans: SpanArrays,
 ) -> Array:
     """What the layer does with its input projections, over each span; the slots get the states after its last row.
 
@@ -53,6 +60,11 @@ def gated_delta_net(
     z, alpha, beta. memory float32 [slots, value_heads, d_v, d_k], the state S transposed; past float32
     [slots, value_heads, K-1, 3, d], the last inputs of the convolution: each value head has those of the q, k and v
     that it reads. Both are updated. -> float32 [n, value_heads d].
+
+    A tentative span leaves memory and past as they were before it. Its inputs go to kept float32 [slots, value_heads,
+    most, 3, d], what the device makes of its alpha and beta to gates float32 [slots, value_heads, most, 2]; it has at
+    most `most` <= RECURRENT_ROWS rows. A span that accepts rows takes memory and past through them first, with the
+    arithmetic of a span of these rows; one without rows of its own does only that.
 
         q, k, v <- silu(causal convolution of each channel)
         q <- q / sqrt(sum q^2 + 1e-6) / sqrt(d),  k <- k / sqrt(sum k^2 + 1e-6)
@@ -64,21 +76,23 @@ def gated_delta_net(
     than RECURRENT_ROWS rows go in chunks.
     """
     if device.host:
-        return _host(x, weights, memory, past, spans)
+        return _host(x, weights, memory, past, kept, gates, spans)
     n, heads, d = len(x), memory.shape[1], memory.shape[2]
     out = device.empty((n, heads * d))
-    if not n:
+    if not spans.count:
         return out
-    count, longest, table = spans.count, spans.longest, spans.table
+    count, longest, table, pending = spans.count, spans.longest, spans.table, spans.pending
     stride, key_heads, value_heads = np.int64(x.strides[0] // 4), np.int32(weights.key_heads), np.int32(heads)
-    taps, eps = np.int32(weights.conv.shape[1]), np.float32(weights.eps)
-    gates = (weights.decay, weights.dt_bias)
+    taps, most, eps = np.int32(weights.conv.shape[1]), np.int32(kept.shape[2]), np.float32(weights.eps)
+    rates = (weights.decay, weights.dt_bias)
     defines = {"HEAD": d}
-    # Each form passes over the spans that are the other one's.
-    if longest <= RECURRENT_ROWS or count > 1:
-        steps = (x, weights.conv, *gates, weights.norm, past, memory, table, out, stride, key_heads, taps, eps)
+    # Each form passes over the spans that are the other one's, but the rows that long ones accept.
+    if longest <= RECURRENT_ROWS or count > 1 or pending is not None:
+        # A pointer that is not followed.
+        states = (past, memory, kept, gates, table, table if pending is None else pending)
+        steps = (x, weights.conv, *rates, weights.norm, *states, out, stride, key_heads, taps, most, eps)
         threads = d // _STEP_COLUMNS * (d // _STEP_ELEMENTS)
-        kernel = "delta_step" if longest == 1 else "delta_steps"
+        kernel = "delta_verify" if pending is not None else "delta_step" if longest == 1 else "delta_steps"
         device.launch("deltanet", kernel, (heads, count), (threads,), steps, defines=defines)
     if longest > RECURRENT_ROWS:
         vectors = 2 * weights.key_heads + heads
@@ -89,7 +103,7 @@ def gated_delta_net(
 
         scalars = device.empty((n, heads, 4))
         solve, mix = device.empty((n, heads, CHUNK)), device.empty((n, heads, CHUNK))
-        prepare = (c, x, *gates, table, scalars, solve, mix, stride, value_heads)
+        prepare = (c, x, *rates, table, scalars, solve, mix, stride, value_heads)
         grid = (-(-longest // CHUNK), weights.key_heads, count)
         device.launch("deltanet_chunk", "delta_prepare", grid, (_PREPARE_THREADS,), prepare, defines=defines)
 
@@ -103,22 +117,39 @@ def gated_delta_net(
     return out
 
 
-def _host(x: Array, weights: DeltaWeights, memory: Array, past: Array, spans: SpanArrays) -> Array:
+def _host(
+    x: Array, weights: DeltaWeights, memory: Array, past: Array, kept: Array, gates: Array, spans: SpanArrays
+) -> Array:
     n, heads, d = len(x), memory.shape[1], memory.shape[2]
-    key_heads, channels = weights.key_heads, len(weights.conv)
+    key_heads, channels, before = weights.key_heads, len(weights.conv), weights.conv.shape[1] - 1
     z, alpha, beta = np.split(x[:, channels:], (heads * d, heads * (d + 1)), axis=1)
+    table = spans.table.tolist()
+    pending = [(0, 0)] * len(table) if spans.pending is None else spans.pending.tolist()
+    for (slot, *_), (accepted, _) in zip(table, pending, strict=True):
+        if accepted:
+            inputs = _inputs(np.concatenate((past[slot], kept[slot, :, :accepted]), axis=1), key_heads)
+            c = np.empty((accepted, channels), np.float32)
+            _convolve(inputs[before:], weights, inputs[:before], c)
+            g, b = (gates[slot, :, :accepted, kind].T for kind in (0, 1))
+            _recurrent(*_vectors(c, key_heads, d), g, b, memory[slot].swapaxes(1, 2), None)
+            past[slot] = _of_heads(inputs[accepted:], key_heads, heads)
     c = np.empty((n, channels), np.float32)
-    for slot, start, rows, position in spans.table.tolist():
-        _convolve(x[:, :channels], weights, past[slot], start, rows, position, c)
-    q, k, v = np.split(c, (key_heads * d, 2 * key_heads * d), axis=1)
-    q = _unit(q.reshape(n, key_heads, d)) * np.float32(d**-0.5)
-    k = _unit(k.reshape(n, key_heads, d))
-    v = v.reshape(n, heads, d)
     g = weights.decay * host_softplus(alpha + weights.dt_bias)
     b = host_sigmoid(beta)
+    for (slot, start, rows, position), (_, tentative) in zip(table, pending, strict=True):
+        own = slice(start, start + rows)
+        inputs = _inputs(past[slot], key_heads) if position else np.zeros((before, channels), np.float32)
+        after = _convolve(x[own, :channels], weights, inputs, c[own])
+        if tentative:
+            kept[slot, :, :rows] = _of_heads(x[own, :channels], key_heads, heads)
+            gates[slot, :, :rows, 0], gates[slot, :, :rows, 1] = g[own].T, b[own].T
+        else:
+            past[slot] = _of_heads(after, key_heads, heads)
+    q, k, v = _vectors(c, key_heads, d)
     out = np.empty((n, heads, d), np.float32)
-    for slot, start, rows, position in spans.table.tolist():
-        s = memory[slot].swapaxes(1, 2)
+    for (slot, start, rows, position), (_, tentative) in zip(table, pending, strict=True):
+        state = memory[slot].copy() if tentative else memory[slot]
+        s = state.swapaxes(1, 2)
         if not position:
             s[...] = 0
         if rows <= RECURRENT_ROWS:
@@ -137,23 +168,40 @@ def _host(x: Array, weights: DeltaWeights, memory: Array, past: Array, spans: Sp
     return out
 
 
-def _convolve(x: Array, weights: DeltaWeights, past: Array, start: int, rows: int, position: int, out: Array) -> None:
-    """silu of the convolution of one span's rows into out; past [value_heads, K-1, 3, d] becomes that after them."""
-    heads, kept, _, d = past.shape
-    key_heads = weights.key_heads
-    before = np.zeros((kept, x.shape[1]), np.float32)
-    if position:
-        parts = (past[:key_heads, :, 0], past[:key_heads, :, 1], past[:, :, 2])
-        np.concatenate([part.swapaxes(0, 1).reshape(kept, -1) for part in parts], axis=1, out=before)
-    for at in range(start, start + rows, _HOST_ROWS):
-        own = slice(at, min(at + _HOST_ROWS, start + rows))
+def _inputs(past: Array, key_heads: int) -> Array:
+    """The inputs [rows, channels] of which heads have [value_heads, rows, 3, d]."""
+    rows = past.shape[1]
+    parts = (past[:key_heads, :, 0], past[:key_heads, :, 1], past[:, :, 2])
+    return np.concatenate([part.swapaxes(0, 1).reshape(rows, -1) for part in parts], axis=1)
+
+
+def _of_heads(inputs: Array, key_heads: int, heads: int) -> Array:
+    """The reverse of _inputs."""
+    d = inputs.shape[1] // (2 * key_heads + heads)
+    q, k, v = (
+        part.reshape(len(inputs), part.shape[1] // d, d)
+        for part in np.split(inputs, (key_heads * d, 2 * key_heads * d), axis=1)
+    )
+    reads = np.arange(heads) % key_heads
+    return np.stack([vectors.swapaxes(0, 1) for vectors in (q[:, reads], k[:, reads], v)], axis=2)
+
+
+def _vectors(c: Array, key_heads: int, d: int) -> tuple[Array, Array, Array]:
+    """Unit queries, scaled, and unit keys [rows, key_heads, d], values [rows, value_heads, d]."""
+    parts = np.split(c, (key_heads * d, 2 * key_heads * d), axis=1)
+    q, k, v = (part.reshape(len(c), part.shape[1] // d, d) for part in parts)
+    return _unit(q) * np.float32(d**-0.5), _unit(k), v
+
+
+def _convolve(x: Array, weights: DeltaWeights, before: Array, out: Array) -> Array:
+    """silu of the convolution of rows x behind the K-1 rows `before` into out; the last K-1 of all these rows."""
+    kept = len(before)
+    for at in range(0, len(x), _HOST_ROWS):
+        own = slice(at, min(at + _HOST_ROWS, len(x)))
         window = np.concatenate((before, x[own]))
         before = window[len(window) - kept :]
         _conv_silu(window, weights.conv, out[own])
-    q, k, v = (part.reshape(kept, -1, d) for part in np.split(before, (key_heads * d, 2 * key_heads * d), axis=1))
-    reads = np.arange(heads) % key_heads
-    for kind, vectors in enumerate((q[:, reads], k[:, reads], v)):
-        past[:, :, kind] = vectors.swapaxes(0, 1)
+    return before
 
 
 def _conv_silu(window: Array, weight: Array, out: Array) -> None:
@@ -169,7 +217,7 @@ def _unit(x: Array) -> Array:
     return x / np.sqrt(np.einsum("nhd,nhd->nh", x, x) + np.float32(1e-6))[..., None]
 
 
-def _recurrent(q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: Array) -> None:
+def _recurrent(q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: Array | None) -> None:
     """All heads by rows: q, k [rows, key_heads, d]; v, out [rows, heads, d]; g, b [rows, heads]; s [heads, d, d]."""
     repeat = (s.shape[0] // q.shape[1], 1)
     for t in range(len(q)):
@@ -177,7 +225,8 @@ def _recurrent(q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: 
         s *= np.exp(g[t])[:, None, None]
         u = b[t][:, None] * (v[t] - np.matmul(key[:, None, :], s)[:, 0])
         s += key[:, :, None] * u[:, None, :]
-        out[t] = np.matmul(query[:, None, :], s)[:, 0]
+        if out is not None:
+            out[t] = np.matmul(query[:, None, :], s)[:, 0]
 
 
 def _chunk(q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: Array) -> None:

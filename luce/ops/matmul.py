@@ -26,9 +26,6 @@ from luce.runtime.device import Array, Device
 
 #: rows up to which a row of the product has the same bits, however many there are
 FEW_ROWS = 16
-# One gemv per row beats a skinny gemm of OpenBLAS up to here (2 cores, AVX-512: 41 against 48 ms at 8 rows, 63 against
-# 55 at 16), and keeps the sums of a row independent of its neighbours.
-_HOST_GEMV_ROWS = 8
 # The constant of matmul_vec.cu.
 _WAVES = 4
 
@@ -90,7 +87,9 @@ def _plan(
 
 def _host(x: Array, weight: Weight, out: Array) -> None:
     w = weight.matrix
-    if x.shape[0] <= _HOST_GEMV_ROWS:
+    if x.shape[0] <= FEW_ROWS:
+        # One gemv per row is about as fast as a skinny gemm of OpenBLAS (2 cores, AVX-512: 41 against 48 ms at 8 rows,
+        # 63 against 55 at 16), and keeps the sums of a row independent of its neighbours.
         for row in range(x.shape[0]):
             np.dot(w, x[row], out=out[row])
     else:

@@ -4,7 +4,7 @@ A row has k slots, one per chosen expert. As in matmul, few rows and many rows t
 rows one launch reads each pair's expert in place; more rows are sorted by expert on the device and rounded to halves
 (matmul_many.py), so that an expert's weights are read once per tile of its rows. A result's bits depend neither on the
 other rows nor on who shares its expert, except that they change between FEW_ROWS and FEW_ROWS + 1 rows; on the host
-they may once an expert has more than 8 rows. Nothing waits for the device: grids come from shapes alone.
+they may once an expert has more than FEW_ROWS rows. Nothing waits for the device: grids come from shapes alone.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _host_route(
 
 
 def _host_product(device: Device, x: Array, weight: Weight, ids: Array, out: Array) -> None:
-    """One product per expert over its pairs: up to 8 pairs with one gemv each, which keeps their bits their own."""
+    """One product per expert over its pairs: few with one gemv each, which keeps their bits their own."""
     k, rows = out.shape[1:]
     results = out.reshape(-1, rows)
     flat = ids.reshape(-1)

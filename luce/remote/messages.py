@@ -6,6 +6,7 @@
     Forward  -> Done      input and output lie in shared memory at the places named, or in the messages
     Embed    -> Embedded  rows of the token table
     Project  -> Done      the head's product with rows
+    Accept   -> Done      rows of a tentative span count
     Save     -> Saved     a sequence's state as named tensors
     Restore  -> Done
 
@@ -60,7 +61,8 @@ class Hello(msgspec.Struct, tag=True):
 class Load(msgspec.Struct, tag=True):
     """Layers [begin, end) of a file for each device; `fingerprint` of the file as the server sees it.
 
-    rows: most rows of a Forward. arena: bytes of the shared memory, whose descriptor follows if `shared`.
+    verify: most rows of a tentative span. rows: most rows of a Forward. arena: bytes of the shared memory, whose
+    descriptor follows if `shared`.
     """
 
     path: str
@@ -69,6 +71,7 @@ class Load(msgspec.Struct, tag=True):
     pages: tuple[int, ...]
     slots: int
     kv: tuple[str, str]
+    verify: int
     rows: int
     peer: bool
     arena: int
@@ -128,7 +131,7 @@ class Project(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A Forward, Project or Restore is done.
+    """A Forward, Project, Accept or Restore is done.
 
     `data`: what is handed on, if it is not shared; `seconds`: what the work took.
     """
@@ -136,6 +139,13 @@ class Done(msgspec.Struct, tag=True):
     seconds: float = 0.0
     output: Output | None = None
     data: NDArray[np.uint8] | None = None
+
+
+class Accept(msgspec.Struct, tag=True):
+    """The first `rows` rows of the slot's tentative span count."""
+
+    slot: int
+    rows: int
 
 
 class Save(msgspec.Struct, tag=True):
@@ -174,5 +184,5 @@ class Pong(msgspec.Struct, tag=True):
     """Yes."""
 
 
-Request = Open | Load | Announce | Forward | Embed | Project | Save | Restore
+Request = Open | Load | Announce | Forward | Embed | Project | Accept | Save | Restore
 Reply = Hello | Loaded | Done | Embedded | Saved | Failed

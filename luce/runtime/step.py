@@ -29,12 +29,18 @@ class Span:
     """Consecutive rows of one sequence: rows [start, start + rows) of the step at positions [position, ...).
 
     `slot` is the sequence's place in the recurrent states. A span at position 0 starts from a zero state.
+
+    A tentative span leaves the slot's recurrent states as they were before its first row, and its rows' inputs beside
+    them. The slot's next span, or Backend.accept, says how many of them count: it first applies the first `accepted` of
+    these rows, and its position is behind the last of them. Tentative spans are not at position 0.
     """
 
     slot: int
     start: int
     rows: int
     position: int
+    accepted: int = 0
+    tentative: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,8 @@ class Output:
 class StepShape:
     """What the launches of a step may depend on besides the contents of device memory.
 
-    Numbers of rows, spans and wanted rows; rows of the longest span; width of each view's table.
+    Numbers of rows, spans and wanted rows; rows of the longest span; width of each view's table; whether a span is
+    tentative or accepts rows.
     """
 
     rows: int
@@ -147,13 +154,15 @@ class StepShape:
     longest: int
     wanted: int
     widths: tuple[int, ...]
+    pending: bool = False
 
     @classmethod
     def of(cls, step: Step) -> StepShape:
         """The shape of a step as it is."""
         longest = max((span.rows for span in step.spans), default=0)
         widths = tuple(view.table.shape[1] for view in step.views)
-        return cls(step.rows, len(step.spans), longest, len(step.wanted), widths)
+        pending = any(span.tentative or span.accepted for span in step.spans)
+        return cls(step.rows, len(step.spans), longest, len(step.wanted), widths, pending)
 
     @cached_property
     def size(self) -> int:
@@ -163,7 +172,7 @@ class StepShape:
     @cached_property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         rows, spans = (self.rows,), (self.spans,)
-        shapes = [rows, rows, (self.wanted,), (*spans, 4), rows]
+        shapes = [rows, rows, (self.wanted,), (*spans, 4), (*spans, 2), rows]
         for width in self.widths:
             shapes += [(*spans, width), (*spans, width), spans, rows]
         return tuple(shapes)
@@ -185,12 +194,14 @@ def _padded(size: int) -> int:
 
 @dataclass(frozen=True)
 class SpanArrays:
-    """table int32 [spans, 4] with columns slot, start, rows, position; row_span int32 [rows]; longest in rows."""
+    """table int32 [spans, 4] with columns slot, start, rows, position; row_span int32 [rows]; longest in rows; pending
+    int32 [spans, 2] with columns accepted, tentative, None if they are all zeros."""
 
     table: Array
     row_span: Array
     count: int
     longest: int
+    pending: Array | None = None
 
 
 class DeviceStep:
@@ -205,8 +216,8 @@ class DeviceStep:
         """The arrays of a step of `shape` that are, or will be, in `memory`, int32 [shape.size] on the device."""
         self.device = device
         self.shape = shape
-        self.tokens, self.positions, self.wanted, table, row_span, *views = shape.cut(memory)
-        self.spans = SpanArrays(table, row_span, shape.spans, shape.longest)
+        self.tokens, self.positions, self.wanted, table, pending, row_span, *views = shape.cut(memory)
+        self.spans = SpanArrays(table, row_span, shape.spans, shape.longest, pending if shape.pending else None)
         self.views = tuple(PageView(*views[at : at + 4]) for at in range(0, len(views), 4))
         self.ropes: dict[object, Array] = {}
         self.lent: dict[int, Array] = {}
@@ -228,8 +239,9 @@ class DeviceStep:
 def write_step(step: Step, arrays: Sequence[Int32]) -> None:
     """Write a step to what StepShape.cut made of host memory. The shape's tables may be wider than the step's."""
     table: Int32 = np.array([(s.slot, s.start, s.rows, s.position) for s in step.spans], np.int32).reshape(-1, 4)
+    pending: Int32 = np.array([(s.accepted, s.tentative) for s in step.spans], np.int32).reshape(-1, 2)
     row_span = np.repeat(np.arange(len(table), dtype=np.int32), table[:, 2])
-    values = [step.tokens, step.positions, step.wanted, table, row_span]
+    values = [step.tokens, step.positions, step.wanted, table, pending, row_span]
     for view in step.views:
         values += [view.table, view.first, view.count, view.dest]
     for array, value in zip(arrays, values, strict=True):

@@ -17,6 +17,7 @@ from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
 from luce.runtime.step import TOP
 from tests.support.daemons import HERE, devices, key_file, listener
+from tests.support.drive import Driver
 from tests.support.reference import Reference
 
 #: a sandwich model with a tied, scaled embedding and softcap; a recurrent one with a head of its own, quantised
@@ -46,7 +47,7 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 settings = {"target_shard_ipc_bin": (("cpu", HERE),), "isolate_shards": True}
                 transport = "stream" if request.param == "stream" else "shared"
                 opened = stack.enter_context(devices("cpu:0,cpu:1", **settings, shard_transport=transport))
-            backend = LayerSplitBackend(file, reference.spec, opened, slots=4, context=256, piece=64)
+            backend = LayerSplitBackend(file, reference.spec, opened, slots=4, context=256, piece=64, verify=16)
             stack.callback(backend.close)
             made[reference.name] = backend
             return backend
@@ -112,3 +113,50 @@ def test_project(backend: LayerSplitBackend, reference: Reference) -> None:
     with pytest.raises(BackendError, match="only the last shard projects"):
         first.project(rows)()
     assert last.project(rows)().ids.tolist() == output.ids.tolist()
+
+
+@pytest.mark.parametrize(("rows", "accepted"), [(2, 1), (5, 5), (16, 1), (16, 11), (16, 16)])
+def test_rows_that_do_not_count_leave_no_trace(
+    backend: LayerSplitBackend, reference: Reference, rows: int, accepted: int
+) -> None:
+    """States and logits behind a tentative span are, bit for bit, those of the rows that count, run one by one."""
+    ids = np.random.default_rng(rows).integers(0, reference.spec.vocab, 60).astype(np.int32)
+    driver = Driver(backend)
+    guessed, fresh = driver.start(), driver.start()
+    driver.feed((guessed, ids[:20]), (fresh, ids[:20]))
+    wrong = np.concatenate((ids[20 : 20 + accepted], ids[40 : 40 + rows - accepted]))
+    (tentative,) = driver.verify((guessed, wrong))
+    for row in range(accepted):
+        (logits,) = driver.feed((fresh, ids[20 + row : 21 + row]))
+        np.testing.assert_array_equal(tentative[row], logits[0])
+    driver.accept(guessed, accepted)
+    # Once more behind rows that wait, then with a long span behind them.
+    at = 20 + accepted
+    (again,) = driver.verify((guessed, ids[at : at + 3]))
+    driver.accept(guessed, 2)
+    (logits,) = driver.feed((fresh, ids[at : at + 2]))
+    np.testing.assert_array_equal(again[:2], logits)
+    for rows in (20, 1):
+        at += 2
+        (one,), (two,) = (driver.feed((sequence, ids[at : at + rows])) for sequence in (guessed, fresh))
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("accepted", [1, 6])
+def test_states_are_saved_behind_the_rows_that_count(backend: LayerSplitBackend, accepted: int) -> None:
+    ids = np.arange(40, dtype=np.int32)
+    driver = Driver(backend)
+    guessed, fresh = driver.start(), driver.start()
+    driver.feed((guessed, ids[:20]), (fresh, ids[:20]))
+    driver.verify((guessed, ids[20:26]))
+    driver.accept(guessed, accepted)
+    driver.feed((fresh, ids[20 : 20 + accepted]))
+    kept, expected = driver.save(guessed), driver.save(fresh)
+    assert kept.keys() == expected.keys()
+    rows = 20 + accepted
+    for name, tensor in kept.items():
+        # Rows of a page behind the last that counts may hold anything.
+        own = slice(rows) if name.endswith((".k", ".v")) else slice(None)
+        np.testing.assert_array_equal(tensor[own], expected[name][own], err_msg=name)
+    after = driver.feed((guessed, ids[30:31]), (fresh, ids[30:31]))
+    np.testing.assert_array_equal(*after)

@@ -14,10 +14,12 @@ from luce.runtime.step import PAGE, PageView, Span, Step
 
 @dataclass
 class Sequence:
-    """A sequence as the driver knows it: slot, length, pages of each group in order of position."""
+    """A sequence as the driver knows it: slot, length, pages of each group in order of position, and how many rows of
+    its last span, which was tentative, are part of that length."""
 
     slot: int
     length: int = 0
+    accepted: int = 0
     pages: list[list[int]] = field(default_factory=list)
 
 
@@ -31,7 +33,13 @@ class Driver:
 
     def start(self) -> Sequence:
         """A new sequence."""
-        return Sequence(self._slots.pop(), 0, [[] for _ in self._free])
+        return Sequence(self._slots.pop(), pages=[[] for _ in self._free])
+
+    def end(self, sequence: Sequence) -> None:
+        """Its slot and pages are free."""
+        self._slots.append(sequence.slot)
+        for free, pages in zip(self._free, sequence.pages, strict=True):
+            free += pages
 
     def feed(self, *work: tuple[Sequence, NDArray[np.int32]], wanted: bool = True) -> list[NDArray[np.float32]]:
         """One step with the given tokens of each sequence; float32 [len(tokens), vocab] for each, or nothing."""
@@ -40,12 +48,32 @@ class Driver:
             step = replace(step, wanted=step.wanted[:0], full=step.full[:0])
             assert not len(self.backend.forward(step).ids)
             return []
+        return self._logits(step)
+
+    def verify(self, *work: tuple[Sequence, NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """The same with tentative spans; `accept` tells which of the rows count."""
+        lengths = [sequence.length for sequence, _ in work]
+        step = self.step(*work)
+        for (sequence, _), length in zip(work, lengths, strict=True):
+            sequence.length = length
+        return self._logits(replace(step, spans=tuple(replace(span, tentative=True) for span in step.spans)))
+
+    @staticmethod
+    def accept(sequence: Sequence, rows: int) -> None:
+        """The first `rows` rows of the last span are part of the sequence."""
+        sequence.accepted = rows
+        sequence.length += rows
+
+    def _logits(self, step: Step) -> list[NDArray[np.float32]]:
         output = self.backend.forward(step)
         assert (output.ids == output.logits.argmax(axis=1)).all()
         return [output.logits[s.start : s.start + s.rows] for s in step.spans]
 
     def save(self, sequence: Sequence) -> dict[str, NDArray[np.generic]]:
         """What all shards save of a sequence; no tensor is saved twice."""
+        if sequence.accepted:
+            self.backend.accept(sequence.slot, sequence.accepted)
+            sequence.accepted = 0
         saved: dict[str, NDArray[np.generic]] = {}
         for shard in self.backend.shards:
             tensors = shard.save(sequence.slot, sequence.pages)
@@ -62,7 +90,8 @@ class Driver:
         """The step that `feed` runs; the sequences count its rows as done."""
         spans, tokens, positions = [], [], []
         for sequence, ids in work:
-            spans.append(Span(sequence.slot, len(tokens), len(ids), sequence.length))
+            spans.append(Span(sequence.slot, len(tokens), len(ids), sequence.length, sequence.accepted))
+            sequence.accepted = 0
             tokens += [int(t) for t in ids]
             positions += range(sequence.length, sequence.length + len(ids))
             sequence.length += len(ids)

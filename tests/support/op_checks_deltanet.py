@@ -14,8 +14,10 @@ from luce.runtime.device import Device
 from luce.runtime.step import SpanArrays
 
 Floats = NDArray[np.floating[Any]]
-#: slot, start, rows, position
-SpanRow = tuple[int, int, int, int]
+#: slot, start, rows, position, and where anything is pending: accepted, tentative
+SpanRow = tuple[int, ...]
+#: rows that there is room for in tentative spans
+KEPT = 16
 #: What a token multiplies the state by: a trained model's range; all of it; nearly none; either, row by row.
 Decay = Literal["model", "none", "strong", "mixed"]
 
@@ -26,12 +28,14 @@ EPS = 1e-6
 
 def span_arrays(device: Device, spans: Sequence[SpanRow]) -> SpanArrays:
     """Spans as a step would put them on the device."""
-    table = np.array(spans, np.int32).reshape(-1, 4)
+    table = np.array([span[:4] for span in spans], np.int32).reshape(-1, 4)
+    pending = np.array([span[4:] or (0, 0) for span in spans], np.int32).reshape(-1, 2)
     return SpanArrays(
         table=device.upload(table),
         row_span=device.upload(np.repeat(np.arange(len(table), dtype=np.int32), table[:, 2])),
         count=len(table),
         longest=int(table[:, 2].max(initial=0)),
+        pending=device.upload(pending) if pending.any() else None,
     )
 
 
@@ -52,6 +56,9 @@ class State:
 
     memory: Floats
     past: Floats
+    #: what tentative spans left: [slots, heads, KEPT, 3, d] and [slots, heads, KEPT, 2], None: NaN
+    kept: Floats | None = None
+    gates: Floats | None = None
 
     def __getitem__(self, own: slice) -> State:
         return State(self.memory[own], self.past[own])
@@ -173,7 +180,10 @@ def run(device: Device, case: Case, spans: Sequence[SpanRow], state: State | Non
     """The op's outputs and states after it, on the host; its input is a part of wider rows."""
     state = state or case.state
     wide = np.concatenate((case.m, case.z, case.alpha, case.beta, case.beta[:, :1]), axis=1)
-    memory, past = device.upload(state.memory.copy()), device.upload(state.past.copy())
+    slots, heads, _, _, d = state.past.shape
+    kept = np.full((slots, heads, KEPT, 3, d), np.nan, np.float32) if state.kept is None else state.kept
+    gates = np.full((slots, heads, KEPT, 2), np.nan, np.float32) if state.gates is None else state.gates
+    arrays = [device.upload(array.copy()) for array in (state.memory, state.past, kept, gates)]
     weights = DeltaWeights(
         conv=device.upload(case.conv),
         decay=device.upload(case.decay),
@@ -182,8 +192,8 @@ def run(device: Device, case: Case, spans: Sequence[SpanRow], state: State | Non
         eps=EPS,
         key_heads=case.key_heads,
     )
-    out = gated_delta_net(device, device.upload(wide)[:, :-1], weights, memory, past, span_arrays(device, spans))
-    return device.download(out), State(device.download(memory), device.download(past))
+    out = gated_delta_net(device, device.upload(wide)[:, :-1], weights, *arrays, span_arrays(device, spans))
+    return device.download(out), State(*(device.download(array) for array in arrays))
 
 
 def relative_error(got: Floats, expected: Floats) -> float:
@@ -238,6 +248,37 @@ def check_single_steps(device: Device, rows: int, *, key_heads: int, heads: int,
         np.testing.assert_array_equal(out[0], whole[t])
     np.testing.assert_array_equal(state.memory, after.memory)
     np.testing.assert_array_equal(state.past, after.past)
+
+
+def check_rollback(
+    device: Device, tentative: int, accepted: int, then: int, *, heads: int, d: int, taps: int = 4
+) -> None:
+    """A tentative span, some of whose rows count, and a span behind them: outputs and states of the rows that count.
+
+    Beside it a slot that nothing is pending in. `then` rows may be tentative themselves, or many, or none.
+    """
+    case = make_case(tentative + then + 5, key_heads=1, heads=heads, d=d, taps=taps, slots=2)
+    first, second = case.rows(slice(0, tentative + 2)), case.rows(slice(tentative, tentative + then + 3))
+    out, state = run(device, first, [(1, 0, tentative, 7, 0, 1), (0, tentative, 2, 4)])
+    np.testing.assert_array_equal(state.memory[1], case.state.memory[1])
+    np.testing.assert_array_equal(state.past[1], case.state.past[1])
+    expected, fresh = run(device, first, [(1, 0, tentative, 7), (0, tentative, 2, 4)])
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(state.memory[0], fresh.memory[0])
+
+    _, fresh = run(device, case.rows(slice(0, accepted)), [(1, 0, accepted, 7)])
+    fresh = replace(fresh, memory=np.stack((state.memory[0], fresh.memory[1])))
+    fresh = replace(fresh, past=np.stack((state.past[0], fresh.past[1])))
+    for again in (0, 1) if 0 < then <= RECURRENT_ROWS else (0,):
+        spans = [(0, 0, 3, 6, 0, 0), (1, 3, then, 7 + accepted, accepted, again)]
+        got, behind = run(device, second, spans, state)
+        expected, after = run(device, second, [(slot, start, rows, at) for slot, start, rows, at, *_ in spans], fresh)
+        np.testing.assert_array_equal(got[: 3 + then], expected[: 3 + then])
+        if again:
+            after = replace(after, memory=np.stack((after.memory[0], fresh.memory[1])))
+            after = replace(after, past=np.stack((after.past[0], fresh.past[1])))
+        np.testing.assert_array_equal(behind.memory, after.memory)
+        np.testing.assert_array_equal(behind.past, after.past)
 
 
 def check_company(device: Device, lengths: Sequence[int], *, key_heads: int, heads: int, d: int) -> None:

@@ -30,6 +30,12 @@ def test_single_steps(rows: int) -> None:
     checks.check_single_steps(HostDevice(), rows, key_heads=2, heads=4, d=64)
 
 
+@pytest.mark.parametrize("then", [0, 1, 9, 70])
+@pytest.mark.parametrize(("tentative", "accepted"), [(2, 1), (8, 8), (16, 5), (16, 16)])
+def test_tentative_rows(tentative: int, accepted: int, then: int) -> None:
+    checks.check_rollback(HostDevice(), tentative, accepted, then, heads=4, d=32)
+
+
 @pytest.mark.parametrize("decay", ["none", "mixed"])
 def test_cut_anywhere(decay: checks.Decay) -> None:
     checks.check_cuts(HostDevice(), (1, 30, 16, 100, 7), key_heads=1, heads=2, d=32, decay=decay)
