@@ -1,0 +1,31 @@
+// Hidden states of some layers, kept for a drafter: rounded to bfloat16 where they are made, put in their places later.
+#include "gpu.h"
+
+// out[r, j] = x[r, j], or x[r, j] + delta[r, j] with ADD; rows of `cols` columns, `out_stride` elements apart in out.
+// Grid: x rows, y blocks along a row.
+template <bool ADD>
+LUCE_FN void capture(const float* __restrict__ x, const float* __restrict__ delta, bf16_t* __restrict__ out, int cols,
+                     i64 out_stride) {
+    const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x);
+    if (j >= cols) return;
+    const i64 from = (i64)blockIdx.x * cols + j;
+    out[blockIdx.x * out_stride + j] = luce_bf16(ADD ? x[from] + delta[from] : x[from]);
+}
+
+extern "C" __global__ void capture_rows(const float* __restrict__ x, bf16_t* __restrict__ out, int cols,
+                                        i64 out_stride) {
+    capture<false>(x, nullptr, out, cols, out_stride);
+}
+
+extern "C" __global__ void capture_sums(const float* __restrict__ x, const float* __restrict__ delta,
+                                        bf16_t* __restrict__ out, int cols, i64 out_stride) {
+    capture<true>(x, delta, out, cols, out_stride);
+}
+
+// ring[dest[r], :] = rows[r, :] where dest[r] >= 0, in words of two values; no place is named twice.
+// Grid: x rows, y blocks along a row.
+extern "C" __global__ void put_rows(const u32* __restrict__ rows, u32* __restrict__ ring, const i32* __restrict__ dest,
+                                    int words) {
+    const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x), to = dest[blockIdx.x];
+    if (j < words && to >= 0) ring[(i64)to * words + j] = rows[(i64)blockIdx.x * words + j];
+}

@@ -1,0 +1,41 @@
+"""The target's hidden states as a drafter reads them, on the drafter's device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from luce.ops.features import put_rows
+from luce.runtime.device import Array, Device
+from luce.runtime.step import Step
+
+
+class FeatureRing:
+    """The features of the newest `capacity` positions of each slot.
+
+    layers  the layers whose output is captured, ascending: the residual stream after the block's last addition
+    rows    bfloat16 as uint16 [slots * capacity, len(layers) * hidden]: row slot * capacity + position % capacity has
+            the layers' values side by side
+
+    A row holds what ran last at its position. Rows of positions that did not run since the sequence began in the slot
+    are another sequence's, or zeros.
+    """
+
+    def __init__(self, device: Device, layers: Sequence[int], hidden: int, *, slots: int, capacity: int) -> None:
+        self.device = device
+        self.layers = tuple(layers)
+        self.hidden = hidden
+        self.slots = slots
+        self.capacity = capacity
+        self.rows: Array = device.zeros((slots * capacity, len(self.layers) * hidden), np.uint16)
+
+    def put(self, step: Step, features: Array) -> None:
+        """Queue the storing of a step's features: uint16 [rows, len(layers) * hidden] on the ring's device."""
+        dest = np.full(step.rows, -1, np.int32)
+        for span in step.spans:
+            # Of a long span, what later rows would overwrite is left out.
+            kept = min(span.rows, self.capacity)
+            own = slice(span.start + span.rows - kept, span.start + span.rows)
+            dest[own] = span.slot * self.capacity + step.positions[own] % self.capacity
+        put_rows(self.device, features, self.rows, self.device.upload(dest))

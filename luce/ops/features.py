@@ -1,0 +1,44 @@
+"""Hidden states that a drafter reads: rounded to bfloat16 (uint16 arrays) where they are made, put in their places."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from luce.runtime.device import Array, Device
+
+_THREADS = 256
+
+
+def capture(device: Device, x: Array, delta: Array | None, out: Array) -> None:
+    """out = x + delta, to nearest, ties to even: x, delta float32 [n, hidden] contiguous, out uint16 [n, hidden] (any
+    row stride). What is not a number stays none."""
+    if device.host:
+        out[...] = bfloat16(x if delta is None else x + delta)
+        return
+    n, cols = x.shape
+    if not n:
+        return
+    args = (x, *([] if delta is None else [delta]), out, np.int32(cols), np.int64(out.strides[0] // 2))
+    kernel = "capture_rows" if delta is None else "capture_sums"
+    device.launch("features", kernel, (n, -(-cols // _THREADS)), (_THREADS,), args)
+
+
+def put_rows(device: Device, rows: Array, ring: Array, dest: Array) -> None:
+    """ring[dest[r]] = rows[r] where dest[r] >= 0: rows uint16 [n, width], ring uint16 [m, width], width even, both
+    contiguous; dest int32 [n], its places all different."""
+    if device.host:
+        kept = dest >= 0
+        ring[dest[kept]] = rows[kept]
+        return
+    n, width = rows.shape
+    if n:
+        grid = (n, -(-width // 2 // _THREADS))
+        words = rows.view(np.uint32), ring.view(np.uint32)
+        device.launch("features", "put_rows", grid, (_THREADS,), (*words, dest, np.int32(width // 2)))
+
+
+def bfloat16(x: Array) -> Array:
+    """float32 on the host as bfloat16: uint16, to nearest, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(x), bits >> 16 | 0x40, rounded).astype(np.uint16)

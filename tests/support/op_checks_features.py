@@ -1,0 +1,56 @@
+"""Checks of luce.ops.features and luce.layers.features over any device, against the gguf package's bfloat16."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from luce.layers.features import FeatureRing
+from luce.ops.features import capture
+from luce.runtime.device import Device
+from luce.runtime.step import Span, Step
+
+
+def check_capture(device: Device, rows: int, hidden: int) -> None:
+    """Two layers side by side: one as it is, one with what is still to be added."""
+    rng = np.random.default_rng(rows)
+    x, delta = (rng.standard_normal((rows, hidden)).astype(np.float32) for _ in range(2))
+    x[:, :4] = [0.0, -0.0, np.inf, 3.4e38]
+    x[0, 5] = np.nan
+    delta[:, :4] = 0
+    out = device.zeros((rows, 2 * hidden), np.uint16)
+    given = device.upload(x), device.upload(delta)
+    capture(device, given[0], None, out[:, :hidden])
+    capture(device, *given, out[:, hidden:])
+    for found, values in zip(np.split(device.download(out), 2, axis=1), (x, x + delta), strict=True):
+        expected = gguf.quants.quantize(values, GGMLQuantizationType.BF16).view(np.uint16)
+        numbers = np.isfinite(values)
+        np.testing.assert_array_equal(found[numbers], expected[numbers])
+        floats = (found.astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_array_equal(np.isnan(floats), np.isnan(values))
+        np.testing.assert_array_equal(floats[:, 2], np.inf)
+
+
+def check_ring(device: Device) -> None:
+    """Rows lie where their positions say; what is rejected is overwritten; of a long span the end stays."""
+    ring = FeatureRing(device, (1, 4), 6, slots=3, capacity=8)
+    held = np.zeros((3, 8, 12), np.uint16)
+    position = [0, 0, 0]
+    rng = np.random.default_rng(1)
+    for lengths, counted in (((5, 0, 3), None), ((20, 4, 6), (20, 2, 1)), ((1, 8, 9), None)):
+        spans, tokens, at = [], [], 0
+        for slot, rows in enumerate(lengths):
+            if rows:
+                spans.append(Span(slot, at, rows, position[slot]))
+                tokens.append(np.arange(position[slot], position[slot] + rows))
+            at += rows
+        features = rng.integers(0, 2**16, (at, 12)).astype(np.uint16)
+        positions = np.concatenate(tokens).astype(np.int32)
+        empty = np.empty(0, np.int32)
+        ring.put(Step(positions, positions, tuple(spans), (), empty, empty.astype(np.bool_)), device.upload(features))
+        for span in spans:
+            for row in range(span.rows):
+                held[span.slot, (span.position + row) % 8] = features[span.start + row]
+            position[span.slot] += span.rows if counted is None else counted[span.slot]
+        np.testing.assert_array_equal(device.download(ring.rows).reshape(held.shape), held)
