@@ -27,6 +27,10 @@ LUCE_FN float column_sum(const float (&value)[COLUMNS], int part) {
     return sum;
 }
 
+// What is kept of a row of a tentative span, as vectors of a value head: the convolution's inputs, the key that it made
+// of them, and what the row adds to the state along that key. Its fade is kept apart.
+enum { KEPT_KEY = VECTORS, KEPT_CHANGE, KEPT };
+
 // A vector's input `index` rows after a span's first one; before it, what the state kept. Null where there is nothing.
 struct Window {
     const float* row;   // of the span's first row
@@ -37,7 +41,7 @@ struct Window {
 
     __device__ __forceinline__ const float* at(int index) const {
         if (index >= 0) return row + index * stride;
-        if (index + accepted >= 0) return kept + (index + accepted) * VECTORS * HEAD;
+        if (index + accepted >= 0) return kept + (index + accepted) * KEPT * HEAD;
         return past ? past + (index + accepted + taps - 1) * VECTORS * HEAD : nullptr;
     }
 };
@@ -50,15 +54,15 @@ template <int MOST> struct Rows {
     float gate[MOST][HEAD], answer[MOST][HEAD], fade[MOST], rate[MOST];
 };
 
-// Fills vectors, squares and gates of `rows` rows, the kinds [FIRST, LAST): a wave has as many elements of the queries,
-// keys, values or gates as it has lanes, from the first row to the last. `source(kind)` is a Window of the inputs.
-template <int FIRST, int LAST, int MOST, typename Source>
+// Fills vectors, squares, gates and scales of `rows` rows: a wave has as many elements of the queries, keys, values or
+// gates as it has lanes, from the first row to the last. `source(kind)` is a Window of the inputs.
+template <int MOST, typename Source>
 LUCE_FN void convolve(Rows<MOST>& r, int rows, const Layout& layout, int head, const float* __restrict__ filter,
                       const float* __restrict__ norm, int taps, const Source& source) {
     // Rows whose inputs are loaded at once.
     constexpr int BATCH = MOST < 4 ? MOST : 4;
     const int lane = luce_lane();
-    for (int item = FIRST * ELEMENTS + luce_wave(); item < LAST * ELEMENTS; item += WAVES) {
+    for (int item = luce_wave(); item < (VECTORS + 1) * ELEMENTS; item += WAVES) {
         const int kind = item / ELEMENTS, own_part = item % ELEMENTS, i = own_part * LUCE_LANES + lane;
         const Window window = source(kind);
         float input[TAPS - 1 + BATCH] = {}, weight[TAPS] = {};
@@ -99,10 +103,9 @@ LUCE_FN void convolve(Rows<MOST>& r, int rows, const Layout& layout, int head, c
         }
     }
     luce_sync();
-    constexpr int UNITS = VALUE - FIRST;
     const int thread = luce_thread();
-    if (thread < UNITS * rows) {
-        const int row = thread / UNITS, kind = FIRST + thread % UNITS;
+    if (thread < 2 * rows) {
+        const int row = thread / 2, kind = thread % 2;
         float sum = 0.0f;
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) sum += r.squares[row][kind][e];
@@ -111,16 +114,16 @@ LUCE_FN void convolve(Rows<MOST>& r, int rows, const Layout& layout, int head, c
     luce_sync();
 }
 
-// Takes the state's columns through `rows` rows; ANSWERS: with what the queries read of it.
-template <bool ANSWERS, int MOST>
-LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int part, int own) {
+// Takes the state's columns through `rows` rows. `changes`, if there is any, gets what rows add along their keys.
+template <int MOST>
+LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int part, int own, float* changes) {
     const int lane = luce_lane();
     for (int row = 0; row < rows; row++) {
         float key[2][4], query[2][4], sum[COLUMNS] = {};
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             get4(key[half], &r.vectors[row][KEY][half * (HEAD / 2) + part * 4]);
-            if (ANSWERS) get4(query[half], &r.vectors[row][QUERY][half * (HEAD / 2) + part * 4]);
+            get4(query[half], &r.vectors[row][QUERY][half * (HEAD / 2) + part * 4]);
         }
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
@@ -131,6 +134,7 @@ LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int par
             }
         const float seen = column_sum(sum, part) * r.scale[row][KEY];
         const float u = r.rate[row] * (r.vectors[row][VALUE][own] - seen) * r.scale[row][KEY];
+        if (changes && part < COLUMNS) changes[row * KEPT * HEAD + own] = u;
         float product[COLUMNS] = {};
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
@@ -138,10 +142,9 @@ LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int par
 #pragma unroll
             for (int e = 0; e < 8; e++) {
                 s[c][e / 4][e % 4] = fmaf(key[e / 4][e % 4], column_u, s[c][e / 4][e % 4]);
-                if (ANSWERS) product[c] = fmaf(s[c][e / 4][e % 4], query[e / 4][e % 4], product[c]);
+                product[c] = fmaf(s[c][e / 4][e % 4], query[e / 4][e % 4], product[c]);
             }
         }
-        if (!ANSWERS) continue;
         const float o = column_sum(product, part) * r.scale[row][QUERY];
         if (part < COLUMNS) r.answer[row][own] = o;
     }
@@ -153,12 +156,12 @@ LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int par
 // [rows, value heads * HEAD].
 //
 // PENDING: spans may be tentative or accept rows, as `pending` [spans, 2] says, and those of more than MOST rows only
-// do that. Inputs of tentative spans are in kept [slots, value heads, most, VECTORS, HEAD], what their alpha and beta
-// become in gates [slots, value heads, most, 2].
+// do that. Rows of tentative spans are in kept [slots, value heads, most, KEPT, HEAD], their fades in fades [slots, value
+// heads, most].
 template <int MOST, bool PENDING>
 LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                    const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
-                   float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ gates,
+                   float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                    const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
                    int key_heads, int taps, int most, float eps) {
     __shared__ Rows<MOST> r;
@@ -175,7 +178,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
     x += span.start * stride;
     memory += (slot_head * HEAD + column) * HEAD + part * 4;
     past += slot_head * (taps - 1) * VECTORS * HEAD;
-    if (PENDING) kept += slot_head * most * VECTORS * HEAD, gates += slot_head * most * 2;
+    if (PENDING) kept += slot_head * most * KEPT * HEAD, fades += slot_head * most;
     const float* before = span.position ? past : nullptr;
 
     // Key elements 4 part ... 4 part + 3, and the same HEAD / 2 later.
@@ -193,26 +196,37 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
             for (int half = 0; half < 2; half++) get4(s[c][half], memory + c * HEAD + half * (HEAD / 2));
     }
     if (PENDING && accepted) {
-        if (thread < accepted) r.fade[thread] = gates[2 * thread], r.rate[thread] = gates[2 * thread + 1];
-        convolve<KEY, VECTORS>(r, accepted, layout, head, filter, norm, taps, [&](int kind) {
-            return Window{kept + kind * HEAD, past + kind * HEAD, nullptr, VECTORS * HEAD, taps, 0};
-        });
-        advance<false>(r, accepted, s, part, own);
+        // The sums of `advance`, whose hard part is done.
+#pragma unroll 4
+        for (int row = 0; row < accepted; row++) {
+            const float* from = kept + row * KEPT * HEAD;
+            const float fade = fades[row];
+            float key[2][4], change[COLUMNS];
+#pragma unroll
+            for (int half = 0; half < 2; half++) get4(key[half], from + KEPT_KEY * HEAD + half * (HEAD / 2) + part * 4);
+            get4(change, from + KEPT_CHANGE * HEAD + column);
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    s[c][e / 4][e % 4] = fmaf(key[e / 4][e % 4], change[c], s[c][e / 4][e % 4] * fade);
+        }
         if (tentative || !rows) write();
+        // Before a row is overwritten, or a fade.
         luce_sync();
     }
     if (thread < rows) {
         const float* row = x + thread * stride;
         r.fade[thread] = expf(log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]));
         r.rate[thread] = sigmoid(row[layout.beta(head)]);
-        if (tentative) gates[2 * thread] = r.fade[thread], gates[2 * thread + 1] = r.rate[thread];
+        if (tentative) fades[thread] = r.fade[thread];
     }
     const auto inputs = [&](int kind) {
         const int channel = kind == VECTORS ? layout.gate(head) : layout.vector(kind, head);
         return Window{x + channel, before ? before + kind * HEAD : nullptr, kept + kind * HEAD, stride, taps, accepted};
     };
-    convolve<QUERY, VECTORS + 1>(r, rows, layout, head, filter, norm, taps, inputs);
-    advance<true>(r, rows, s, part, own);
+    convolve(r, rows, layout, head, filter, norm, taps, inputs);
+    advance(r, rows, s, part, own, tentative ? kept + KEPT_CHANGE * HEAD : nullptr);
     if (!tentative && rows) write();
 
     // The inputs before the next span's first row; all are read before one is overwritten.
@@ -229,7 +243,10 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
         for (int tap = 0; tap < TAPS - 1; tap++)
             if (tap < taps - 1) past[tap * VECTORS * HEAD + i] = input[tap];
         if (tentative)
-            for (int row = 0; row < rows; row++) kept[row * VECTORS * HEAD + i] = window.at(row)[i % HEAD];
+            for (int row = 0; row < rows; row++) {
+                kept[row * KEPT * HEAD + i] = window.at(row)[i % HEAD];
+                if (i < HEAD) kept[(row * KEPT + KEPT_KEY) * HEAD + i] = r.vectors[row][KEY][i];
+            }
     }
     luce_sync();
 
@@ -254,29 +271,29 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     delta_step(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
-               float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ gates,
+               float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
                int key_heads, int taps, int most, float eps) {
-    steps<1, false>(x, filter, decay, dt_bias, norm, past, memory, kept, gates, spans, pending, out, stride, key_heads,
+    steps<1, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, out, stride, key_heads,
                      taps, most, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     delta_steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                 const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
-                float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ gates,
+                float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                 const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
                 int key_heads, int taps, int most, float eps) {
-    steps<STEPS, false>(x, filter, decay, dt_bias, norm, past, memory, kept, gates, spans, pending, out, stride, key_heads,
+    steps<STEPS, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, out, stride, key_heads,
                      taps, most, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     delta_verify(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                  const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
-                 float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ gates,
+                 float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                  const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
                  int key_heads, int taps, int most, float eps) {
-    steps<STEPS, true>(x, filter, decay, dt_bias, norm, past, memory, kept, gates, spans, pending, out, stride, key_heads,
+    steps<STEPS, true>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, out, stride, key_heads,
                      taps, most, eps);
 }

@@ -168,7 +168,7 @@ def deltanet(device: Device) -> Iterator[Case]:
             step = SpanArrays(device.upload(table), device.upload(row_span), spans, rows, pending)
             size = 8 * spans * heads * d * (d + 3 * (taps - 1))
             memory, past = normal(device, spans, heads, d, d), normal(device, spans, heads, taps - 1, 3, d)
-            kept = normal(device, spans, heads, RECURRENT_ROWS, 3, d), normal(device, spans, heads, RECURRENT_ROWS, 2)
+            kept = normal(device, spans, heads, RECURRENT_ROWS, 5, d), normal(device, spans, heads, RECURRENT_ROWS)
             calls = [
                 partial(gated_delta_net, device, x, weights, memory.copy(), past.copy(), *kept, step)
                 for _ in range(copies(size + x.nbytes))

@@ -34,4 +34,4 @@ class DeltaNetLayer:
 
     def _mix(self, x: Array, spans: SpanArrays) -> Array:
         state = self.state
-        return gated_delta_net(self._device, x, self._weights, state.memory, state.past, state.kept, state.gates, spans)
+        return gated_delta_net(self._device, x, self._weights, state.memory, state.past, state.kept, state.fades, spans)

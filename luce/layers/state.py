@@ -39,13 +39,13 @@ class KVPool:
 @dataclass(frozen=True)
 class DeltaState:
     """memory: float32 [slots, value_heads, d_v, d_k]; past: float32 [slots, value_heads, K-1, 3, d], the convolution's
-    inputs before: of the q, k and v that a value head reads. kept and gates: float32 [slots, value_heads, verify, 3, d]
-    and [slots, value_heads, verify, 2], the rows of a tentative span. See luce.ops.deltanet."""
+    inputs before: of the q, k and v that a value head reads. kept and fades: float32 [slots, value_heads, verify, 5, d]
+    and [slots, value_heads, verify], the rows of a tentative span. See luce.ops.deltanet."""
 
     memory: Array
     past: Array
     kept: Array
-    gates: Array
+    fades: Array
 
     @classmethod
     def allocate(cls, device: Device, spec: GatedDeltaNet, slots: int, verify: int = 0) -> DeltaState:
@@ -54,12 +54,12 @@ class DeltaState:
         return cls(
             device.zeros((slots, heads, d, d)),
             device.zeros((slots, heads, spec.conv_kernel - 1, 3, d)),
-            device.zeros((slots, heads, verify, 3, d)),
-            device.zeros((slots, heads, verify, 2)),
+            device.zeros((slots, heads, verify, 5, d)),
+            device.zeros((slots, heads, verify)),
         )
 
     @staticmethod
     def slot_bytes(spec: GatedDeltaNet, verify: int = 0) -> int:
         """Bytes of one sequence's state in one layer."""
-        rows = spec.conv_kernel - 1 + verify
-        return 4 * spec.value_heads * (spec.head_dim * (spec.head_dim + 3 * rows) + 2 * verify)
+        vectors = spec.head_dim + 3 * (spec.conv_kernel - 1) + 5 * verify
+        return 4 * spec.value_heads * (spec.head_dim * vectors + verify)

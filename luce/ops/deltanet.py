@@ -51,7 +51,7 @@ def gated_delta_net(
     memory: Array,
     past: Array,
     kept: Array,
-    gates: Array,
+    fades: Array,
     spans: SpanArrays,
 ) -> Array:
     """What the layer does with its input projections, over each span; the slots get the states after its last row.
@@ -61,10 +61,10 @@ def gated_delta_net(
     [slots, value_heads, K-1, 3, d], the last inputs of the convolution: each value head has those of the q, k and v
     that it reads. Both are updated. -> float32 [n, value_heads d].
 
-    A tentative span leaves memory and past as they were before it. Its inputs go to kept float32 [slots, value_heads,
-    most, 3, d], what the device makes of its alpha and beta to gates float32 [slots, value_heads, most, 2]; it has at
-    most `most` <= RECURRENT_ROWS rows. A span that accepts rows takes memory and past through them first, with the
-    arithmetic of a span of these rows; one without rows of its own does only that.
+    A tentative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past as they were before it. To kept
+    float32 [slots, value_heads, most, 5, d] go its rows' inputs, the keys that the device makes of them and the u, to
+    fades float32 [slots, value_heads, most] the e^g. A span that accepts rows takes memory and past through them first,
+    to the same bits as a span of these rows; one without rows of its own does only that.
 
         q, k, v <- silu(causal convolution of each channel)
         q <- q / sqrt(sum q^2 + 1e-6) / sqrt(d),  k <- k / sqrt(sum k^2 + 1e-6)
@@ -76,7 +76,7 @@ def gated_delta_net(
     than RECURRENT_ROWS rows go in chunks.
     """
     if device.host:
-        return _host(x, weights, memory, past, kept, gates, spans)
+        return _host(x, weights, memory, past, kept, fades, spans)
     n, heads, d = len(x), memory.shape[1], memory.shape[2]
     out = device.empty((n, heads * d))
     if not spans.count:
@@ -89,7 +89,7 @@ def gated_delta_net(
     # Each form passes over the spans that are the other one's, but the rows that long ones accept.
     if longest <= RECURRENT_ROWS or count > 1 or pending is not None:
         # A pointer that is not followed.
-        states = (past, memory, kept, gates, table, table if pending is None else pending)
+        states = (past, memory, kept, fades, table, table if pending is None else pending)
         steps = (x, weights.conv, *rates, weights.norm, *states, out, stride, key_heads, taps, most, eps)
         threads = d // _STEP_COLUMNS * (d // _STEP_ELEMENTS)
         kernel = "delta_verify" if pending is not None else "delta_step" if longest == 1 else "delta_steps"
@@ -118,7 +118,7 @@ def gated_delta_net(
 
 
 def _host(
-    x: Array, weights: DeltaWeights, memory: Array, past: Array, kept: Array, gates: Array, spans: SpanArrays
+    x: Array, weights: DeltaWeights, memory: Array, past: Array, kept: Array, fades: Array, spans: SpanArrays
 ) -> Array:
     n, heads, d = len(x), memory.shape[1], memory.shape[2]
     key_heads, channels, before = weights.key_heads, len(weights.conv), weights.conv.shape[1] - 1
@@ -127,12 +127,11 @@ def _host(
     pending = [(0, 0)] * len(table) if spans.pending is None else spans.pending.tolist()
     for (slot, *_), (accepted, _) in zip(table, pending, strict=True):
         if accepted:
-            inputs = _inputs(np.concatenate((past[slot], kept[slot, :, :accepted]), axis=1), key_heads)
-            c = np.empty((accepted, channels), np.float32)
-            _convolve(inputs[before:], weights, inputs[:before], c)
-            g, b = (gates[slot, :, :accepted, kind].T for kind in (0, 1))
-            _recurrent(*_vectors(c, key_heads, d), g, b, memory[slot].swapaxes(1, 2), None)
-            past[slot] = _of_heads(inputs[accepted:], key_heads, heads)
+            rows, s = kept[slot, :, :accepted], memory[slot].swapaxes(1, 2)
+            past[slot] = np.concatenate((past[slot], rows[:, :, :3]), axis=1)[:, accepted:]
+            for row in range(accepted):
+                s *= fades[slot, :, row, None, None]
+                s += rows[:, row, 3, :, None] * rows[:, row, 4, None, :]
     c = np.empty((n, channels), np.float32)
     g = weights.decay * host_softplus(alpha + weights.dt_bias)
     b = host_sigmoid(beta)
@@ -141,8 +140,7 @@ def _host(
         inputs = _inputs(past[slot], key_heads) if position else np.zeros((before, channels), np.float32)
         after = _convolve(x[own, :channels], weights, inputs, c[own])
         if tentative:
-            kept[slot, :, :rows] = _of_heads(x[own, :channels], key_heads, heads)
-            gates[slot, :, :rows, 0], gates[slot, :, :rows, 1] = g[own].T, b[own].T
+            kept[slot, :, :rows, :3] = _of_heads(x[own, :channels], key_heads, heads)
         else:
             past[slot] = _of_heads(after, key_heads, heads)
     q, k, v = _vectors(c, key_heads, d)
@@ -154,7 +152,8 @@ def _host(
             s[...] = 0
         if rows <= RECURRENT_ROWS:
             own = slice(start, start + rows)
-            _recurrent(q[own], k[own], v[own], g[own], b[own], s, out[own])
+            given = q[own], k[own], v[own], g[own], b[own], s, out[own]
+            _recurrent(*given, (kept[slot], fades[slot]) if tentative else None)
             continue
         for at in range(start, start + rows, CHUNK):
             own = slice(at, min(at + CHUNK, start + rows))
@@ -217,16 +216,23 @@ def _unit(x: Array) -> Array:
     return x / np.sqrt(np.einsum("nhd,nhd->nh", x, x) + np.float32(1e-6))[..., None]
 
 
-def _recurrent(q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: Array | None) -> None:
-    """All heads by rows: q, k [rows, key_heads, d]; v, out [rows, heads, d]; g, b [rows, heads]; s [heads, d, d]."""
+def _recurrent(
+    q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: Array, keep: tuple[Array, Array] | None
+) -> None:
+    """All heads by rows: q, k [rows, key_heads, d]; v, out [rows, heads, d]; g, b [rows, heads]; s [heads, d, d].
+
+    `keep`: kept and fades of the slot, to be filled.
+    """
     repeat = (s.shape[0] // q.shape[1], 1)
     for t in range(len(q)):
         key, query = np.tile(k[t], repeat), np.tile(q[t], repeat)
-        s *= np.exp(g[t])[:, None, None]
+        fade = np.exp(g[t])
+        s *= fade[:, None, None]
         u = b[t][:, None] * (v[t] - np.matmul(key[:, None, :], s)[:, 0])
         s += key[:, :, None] * u[:, None, :]
-        if out is not None:
-            out[t] = np.matmul(query[:, None, :], s)[:, 0]
+        out[t] = np.matmul(query[:, None, :], s)[:, 0]
+        if keep is not None:
+            keep[0][:, t, 3], keep[0][:, t, 4], keep[1][:, t] = key, u, fade
 
 
 def _chunk(q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: Array) -> None:

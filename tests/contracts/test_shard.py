@@ -18,6 +18,7 @@ from luce.runtime.host import HostDevice
 from luce.runtime.step import TOP
 from tests.support.daemons import HERE, devices, key_file, listener
 from tests.support.drive import Driver
+from tests.support.golden_checks import check_rollback
 from tests.support.reference import Reference
 
 #: a sandwich model with a tied, scaled embedding and softcap; a recurrent one with a head of its own, quantised
@@ -119,27 +120,7 @@ def test_project(backend: LayerSplitBackend, reference: Reference) -> None:
 def test_rows_that_do_not_count_leave_no_trace(
     backend: LayerSplitBackend, reference: Reference, rows: int, accepted: int
 ) -> None:
-    """States and logits behind a tentative span are, bit for bit, those of the rows that count, run one by one."""
-    ids = np.random.default_rng(rows).integers(0, reference.spec.vocab, 60).astype(np.int32)
-    driver = Driver(backend)
-    guessed, fresh = driver.start(), driver.start()
-    driver.feed((guessed, ids[:20]), (fresh, ids[:20]))
-    wrong = np.concatenate((ids[20 : 20 + accepted], ids[40 : 40 + rows - accepted]))
-    (tentative,) = driver.verify((guessed, wrong))
-    for row in range(accepted):
-        (logits,) = driver.feed((fresh, ids[20 + row : 21 + row]))
-        np.testing.assert_array_equal(tentative[row], logits[0])
-    driver.accept(guessed, accepted)
-    # Once more behind rows that wait, then with a long span behind them.
-    at = 20 + accepted
-    (again,) = driver.verify((guessed, ids[at : at + 3]))
-    driver.accept(guessed, 2)
-    (logits,) = driver.feed((fresh, ids[at : at + 2]))
-    np.testing.assert_array_equal(again[:2], logits)
-    for rows in (20, 1):
-        at += 2
-        (one,), (two,) = (driver.feed((sequence, ids[at : at + rows])) for sequence in (guessed, fresh))
-        np.testing.assert_array_equal(one, two)
+    check_rollback(Driver(backend), reference.spec.vocab, rows, accepted)
 
 
 @pytest.mark.parametrize("accepted", [1, 6])

@@ -18,6 +18,7 @@ from tests.support.golden_checks import (
     check_greedy_tokens,
     check_logits_in_chunks,
     check_replayed,
+    check_rollback,
     greedy,
 )
 from tests.support.reference import Reference, check_greedy, references
@@ -102,3 +103,10 @@ def test_replayed_steps_of_shards(
     driver = make_driver(reference, [gpu, gpu])
     check_replayed(reference, driver, make_driver(reference, [eager]))
     assert all(isinstance(shard, LocalShard) and shard.replayed == 8 for shard in driver.backend.shards)
+
+
+@each_file
+def test_rows_that_do_not_count_leave_no_trace(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
+    driver = make_driver(reference, [gpu, gpu], verify=16)
+    for rows, accepted in ((2, 1), (5, 5), (16, 1), (16, 11), (16, 16)) * 2:
+        check_rollback(driver, reference.spec.vocab, rows, accepted)

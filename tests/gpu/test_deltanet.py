@@ -57,3 +57,9 @@ def test_far_out(gpu: Device, rows: int) -> None:
 
 def test_no_rows(gpu: Device) -> None:
     checks.check_no_rows(gpu)
+
+
+@pytest.mark.parametrize("then", [0, 1, 16, 200])
+@pytest.mark.parametrize(("tentative", "accepted"), [(2, 1), (16, 16), (16, 5)])
+def test_tentative_rows(gpu: Device, tentative: int, accepted: int, then: int) -> None:
+    checks.check_rollback(gpu, tentative, accepted, then, heads=6, d=128)

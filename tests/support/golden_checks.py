@@ -93,3 +93,28 @@ def check_replayed(reference: Reference, driver: Driver, eager: Driver) -> None:
         actual = driver.feed(*((ours[i], ids) for i, ids in step))
         for one, other in zip(actual, expected, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def check_rollback(driver: Driver, vocab: int, rows: int, accepted: int) -> None:
+    """States and logits behind a tentative span are, bit for bit, those of the rows that count, run one by one."""
+    ids = np.random.default_rng(rows).integers(0, vocab, 60).astype(np.int32)
+    guessed, fresh = driver.start(), driver.start()
+    driver.feed((guessed, ids[:20]), (fresh, ids[:20]))
+    wrong = np.concatenate((ids[20 : 20 + accepted], ids[40 : 40 + rows - accepted]))
+    (tentative,) = driver.verify((guessed, wrong))
+    for row in range(accepted):
+        (logits,) = driver.feed((fresh, ids[20 + row : 21 + row]))
+        np.testing.assert_array_equal(tentative[row], logits[0])
+    driver.accept(guessed, accepted)
+    # Once more behind rows that wait, then with a long span behind them.
+    at = 20 + accepted
+    (again,) = driver.verify((guessed, ids[at : at + 3]))
+    driver.accept(guessed, 2)
+    (logits,) = driver.feed((fresh, ids[at : at + 2]))
+    np.testing.assert_array_equal(again[:2], logits)
+    for count in (20, 1):
+        at += 2
+        (one,), (two,) = (driver.feed((sequence, ids[at : at + count])) for sequence in (guessed, fresh))
+        np.testing.assert_array_equal(one, two)
+    driver.end(guessed)
+    driver.end(fresh)

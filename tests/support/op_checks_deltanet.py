@@ -56,9 +56,9 @@ class State:
 
     memory: Floats
     past: Floats
-    #: what tentative spans left: [slots, heads, KEPT, 3, d] and [slots, heads, KEPT, 2], None: NaN
+    #: what tentative spans left: [slots, heads, KEPT, 5, d] and [slots, heads, KEPT], None: NaN
     kept: Floats | None = None
-    gates: Floats | None = None
+    fades: Floats | None = None
 
     def __getitem__(self, own: slice) -> State:
         return State(self.memory[own], self.past[own])
@@ -181,9 +181,9 @@ def run(device: Device, case: Case, spans: Sequence[SpanRow], state: State | Non
     state = state or case.state
     wide = np.concatenate((case.m, case.z, case.alpha, case.beta, case.beta[:, :1]), axis=1)
     slots, heads, _, _, d = state.past.shape
-    kept = np.full((slots, heads, KEPT, 3, d), np.nan, np.float32) if state.kept is None else state.kept
-    gates = np.full((slots, heads, KEPT, 2), np.nan, np.float32) if state.gates is None else state.gates
-    arrays = [device.upload(array.copy()) for array in (state.memory, state.past, kept, gates)]
+    kept = np.full((slots, heads, KEPT, 5, d), np.nan, np.float32) if state.kept is None else state.kept
+    fades = np.full((slots, heads, KEPT), np.nan, np.float32) if state.fades is None else state.fades
+    arrays = [device.upload(array.copy()) for array in (state.memory, state.past, kept, fades)]
     weights = DeltaWeights(
         conv=device.upload(case.conv),
         decay=device.upload(case.decay),
