@@ -23,6 +23,8 @@ from luce.cache import fingerprint, manifest
 from luce.cache.disk import DiskTier
 from luce.cache.store import Store
 from luce.config import Config
+from luce.draft.drafter import Drafter
+from luce.draft.open import open_drafter, verified_rows
 from luce.engine.loop import Engine, Ticket
 from luce.engine.sequence import (
     Event,
@@ -76,9 +78,10 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
         chat = _chat_format(file, tokenizer, spec.dialect.reasoning, config)
         if chat.template is not None:
             opened.callback(chat.template.close)
+        drafter = open_drafter(config)
         backend = open_backend(opened, file, spec, open_placement(config), config, on_progress)
         disk = _disk(file, backend, chat, config)
-        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk)
+        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk, drafter)
 
 
 def open_backend(
@@ -101,6 +104,7 @@ def open_backend(
         context=served_context(spec, config.max_ctx),
         chunk=served_chunk(devices, config.chunk),
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
+        verify=verified_rows(config),
         on_progress=on_progress,
     )
     opened.callback(backend.close)
@@ -164,6 +168,7 @@ class Model:
         config: Config,
         opened: contextlib.ExitStack,
         disk: DiskTier | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._backend = backend
         self._opened = opened
@@ -190,6 +195,8 @@ class Model:
             disk=disk,
             disk_tokens=config.kv_cache_min_tokens,
             flush_seconds=config.kv_cache_flush_timeout,
+            drafter=drafter,
+            verify_width=config.verify_width,
         )
 
     @property

@@ -287,6 +287,22 @@ class Config:
         metavar="TYPE",
         group="engine",
     )
+    draft: str = _setting(
+        "",
+        _text,
+        "what guesses the next tokens, so that several are computed at a time; replies stay what they are. ngram: what "
+        "followed the last time that the text ended as it does",
+        metavar="ngram",
+        group="draft",
+    )
+    verify_width: int = _setting(
+        0,
+        _integer(0, 16),
+        "tokens of a sequence that are computed at a time where some are guessed (0: as many as measured times make "
+        "worthwhile)",
+        metavar="N",
+        group="draft",
+    )
     threads: int = _setting(
         0,
         _integer(0, 4096),

@@ -23,7 +23,7 @@ class Verb:
     model: bool = True
 
 
-RUNTIME = ("placement", "remote", "engine", "cache", "disk cache", "limits", "text")
+RUNTIME = ("placement", "remote", "engine", "draft", "cache", "disk cache", "limits", "text")
 VERBS = {
     "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),

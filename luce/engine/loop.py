@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -26,6 +26,7 @@ from luce.backend.backend import Backend
 from luce.cache.disk import CachedPrefix, DiskTier
 from luce.cache.prefix import CacheStats, PrefixCache
 from luce.cache.tree import Point
+from luce.draft.drafter import Drafter
 from luce.engine.pages import Pages
 from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
 from luce.engine.scheduler import Part, Plan, Scheduler, Sequence
@@ -45,6 +46,7 @@ from luce.engine.sequence import (
     Token,
     Tokens,
 )
+from luce.engine.speculate import DraftStats, Speculator
 from luce.errors import (
     BackendError,
     ContextError,
@@ -54,6 +56,7 @@ from luce.errors import (
     ShardLostError,
     UnavailableError,
 )
+from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import Int32, Output
 
 _log = logging.getLogger(__name__)
@@ -83,6 +86,7 @@ class EngineStats:
     steps: int
     stalled: float
     cache: CacheStats
+    draft: DraftStats | None = None
 
 
 class Ticket:
@@ -138,6 +142,8 @@ class _Run:
         self.point: Point | None = None
         #: whether the prompt has a boundary at which it is kept
         self.bounded = False
+        #: tokens that were proposed and verified, and those of them in the reply
+        self.drafted = self.accepted = 0
 
     def timings(self, now: float) -> Timings:
         started = now if self.started is None else self.started
@@ -150,6 +156,8 @@ class _Run:
             predicted_tokens=len(self.sequence.reply),
             cached_tokens=self.cached,
             cache_tier=self.tier,
+            drafted=self.drafted,
+            accepted=self.accepted,
         )
 
 
@@ -160,7 +168,8 @@ class Engine:
     a step. max_queue_seconds, timeout: longest wait and longest life of a sequence, 0 for no limit. cache_bytes: of
     host memory for the prefix cache, 0 for no cache; cache_interval: prompt tokens between points of a long prompt at
     which a sequence can be resumed, where the model needs such points. disk: where points of at least disk_tokens
-    tokens are written; it is closed with the engine, after flush_seconds at most.
+    tokens are written; it is closed with the engine, after flush_seconds at most. drafter: proposes tokens, and is
+    closed with the engine; verify_width: rows of a sequence that are verified at once, 0 for as many as pay.
     """
 
     def __init__(
@@ -177,6 +186,8 @@ class Engine:
         disk: DiskTier | None = None,
         disk_tokens: int = 512,
         flush_seconds: float = 30,
+        drafter: Drafter | None = None,
+        verify_width: int = 0,
     ) -> None:
         self._backend = backend
         self._eos = eos
@@ -197,6 +208,12 @@ class Engine:
         self._scheduler = Scheduler(
             self._pages, slots=backend.slots, chunk=chunk, scored=max(1, _SCORED_BYTES // (4 * backend.vocab))
         )
+        self._speculator: Speculator | None = None
+        if drafter is not None:
+            # More rows, of all sequences together, would have other bits (luce.ops.matmul).
+            self._speculator = Speculator(
+                drafter, vocab=backend.vocab, rows=FEW_ROWS, verify=min(backend.verify, chunk), width=verify_width
+            )
         self._runs: dict[Sequence, _Run] = {}
         self._by_ticket: dict[Ticket, _Run] = {}
         self._inbox: deque[Callable[[], None]] = deque()
@@ -286,6 +303,7 @@ class Engine:
                 steps=self._steps,
                 stalled=time.monotonic() - self._progress if self._pending or self._broken else 0.0,
                 cache=CacheStats() if self.cache is None else self.cache.stats(),
+                draft=None if self._speculator is None else self._speculator.stats(),
             )
 
     def cached(self) -> list[CachedPrefix]:
@@ -395,12 +413,16 @@ class Engine:
                 self._finish(run, FinishReason.SHUTDOWN)
             else:
                 self._fail(run, error)
+        if self._speculator is not None:
+            self._speculator.close()
         if self.cache is not None:
             self.cache.flush(0 if self._broken else self._flush_seconds)
 
     def _turn(self) -> bool:
         """One round: commands, deadlines, admission, a step. False when the engine is to end."""
         if not self._runs:
+            if self._speculator is not None:
+                self._speculator.idle()
             with self._lock:
                 self._work.wait_for(lambda: self._inbox or self._closing or (self.cache and self.cache.pending))
         self._work_off_inbox()
@@ -420,6 +442,8 @@ class Engine:
             run.started = now
             self._emit(run, Started())
             self._resume(run)
+        if self._speculator is not None:
+            self._speculator.propose(self._scheduler.running)
         plan = self._scheduler.plan()
         if plan is not None:
             self._step(plan)
@@ -459,6 +483,7 @@ class Engine:
             self._finish(self._runs[sequence], FinishReason.SHUTDOWN)
 
     def _step(self, plan: Plan) -> None:
+        begun = time.monotonic()
         try:
             output = self._backend.forward(plan.step)
         except Exception as error:
@@ -471,6 +496,8 @@ class Engine:
         now = self._progress = time.monotonic()
         self._steps += 1
         self._scheduler.advance(plan)
+        if self._speculator is not None:
+            self._speculator.ran(plan, now - begun)
         for part in plan.parts:
             run = self._runs[part.sequence]
             try:
@@ -509,6 +536,13 @@ class Engine:
         sequence = run.sequence
         if self.cache is None or sequence.slot is None or not sequence.done:
             return
+        if sequence.accepted and self._backend.recurrent:
+            try:
+                self._backend.accept(sequence.slot, sequence.accepted)
+            except LuceError as error:
+                _log.warning("a prefix could not be kept: %s", error)
+                return
+            sequence.accepted = 0
         ids = np.concatenate([sequence.prompt, np.array(sequence.reply, np.int32)])[: sequence.done]
         kept = self.cache.keep(sequence.slot, ids, logits, passing=passing, after=run.point, save=save)
         run.point = kept or run.point
@@ -517,9 +551,9 @@ class Engine:
         """Give a sequence its share of a step's output."""
         sequence = run.sequence
         total = len(sequence.prompt)
-        row = _last_row(part, output)
+        rows = _rows(part, output)
         if part.position >= total:
-            self._choose(run, row)
+            self._extend(run, rows, part)
             return
         self._prompt_tokens += part.rows
         run.on_event(Progress(sequence.done, total, run.cached))
@@ -533,6 +567,7 @@ class Engine:
             run.on_event(PromptScores(tuple(run.scores)))
         # A state is large; its end of the prompt is soon followed by the end of the reply.
         alone = self.cache is not None and not (self.cache.exact and run.bounded)
+        row = rows[-1] if rows else _Row(-1)
         self._keep(run, None if row.logits is None else row.logits.copy(), save=alone)
         self._begin_reply(run, row, now)
 
@@ -540,11 +575,33 @@ class Engine:
         """The prompt is read: `row` is what comes behind it."""
         run.read = now
         if run.sequence.room:
-            self._choose(run, row)
+            self._extend(run, [row])
         else:
             self._finish(run, FinishReason.LENGTH)
 
-    def _choose(self, run: _Run, row: _Row) -> None:
+    def _extend(self, run: _Run, rows: Many[_Row], part: Part | None = None) -> None:
+        """The tokens behind the rows of a part that count: all up to the first that is not what was proposed there."""
+        proposal = () if part is None else part.proposal
+        tokens: list[Token] = []
+        matching, reason, stop = 0, None, None
+        for row in rows:
+            token = self._choose(run, row)
+            reason, text, stop = self._judge(run, token.id)
+            tokens.append(replace(token, text=text))
+            matching += token.id == (proposal[matching] if matching < len(proposal) else None)
+            if reason is not None or matching < len(tokens):
+                break
+        if part is not None and proposal:
+            self._scheduler.accept(part, len(tokens))
+            run.drafted += len(proposal)
+            run.accepted += matching
+            assert self._speculator is not None
+            self._speculator.verified(run.sequence, len(proposal), matching, over=reason is not None)
+        run.on_event(Tokens(tuple(tokens)))
+        if reason is not None:
+            self._finish(run, reason, stop)
+
+    def _choose(self, run: _Run, row: _Row) -> Token:
         """The next token: the likeliest, or what the sampler makes of the row."""
         token = row.token
         logprob: float | None = None
@@ -560,10 +617,7 @@ class Engine:
                 logprob, top = score(row.logits, token, run.params.logprobs)
         run.sequence.reply.append(token)
         self._predicted_tokens += 1
-        reason, text, stop = self._judge(run, token)
-        run.on_event(Tokens((Token(token, text, logprob, top),)))
-        if reason is not None:
-            self._finish(run, reason, stop)
+        return Token(token, "", logprob, top)
 
     def _judge(self, run: _Run, token: int) -> tuple[FinishReason | None, str, str | int | None]:
         """Whether the reply's newest token ends it: (reason, text that is certain now, what stopped it)."""
@@ -625,6 +679,8 @@ class Engine:
         run.ticket.over = True
         with self._lock:
             del self._runs[run.sequence], self._by_ticket[run.ticket]
+            if self._speculator is not None:
+                self._speculator.ended(run.sequence)
             self._scheduler.remove(run.sequence)
             self._open -= 1
             if run.started is not None:
@@ -640,12 +696,15 @@ class Engine:
                 self._quiet.notify_all()
 
 
-def _last_row(part: Part, output: Output) -> _Row:
-    """The last row of a sequence's share, if any was wanted."""
-    ids, logits, top = output.ids[part.ids], output.logits[part.logits], None
+def _rows(part: Part, output: Output) -> list[_Row]:
+    """The wanted rows of a sequence's share."""
+    ids, logits, top = output.ids[part.ids].tolist(), output.logits[part.logits], None
     if output.top is not None and part.top.stop > part.top.start:
-        top = output.top.ids[part.top][-1], output.top.logits[part.top][-1]
-    return _Row(int(ids[-1]) if len(ids) else -1, logits[-1] if len(logits) else None, top)
+        top = list(zip(output.top.ids[part.top], output.top.logits[part.top], strict=True))
+    return [
+        _Row(token, logits[row] if len(logits) else None, None if top is None else top[row])
+        for row, token in enumerate(ids)
+    ]
 
 
 def _backend_error(error: Exception) -> BackendError:

@@ -1,9 +1,10 @@
 """Which rows run next. Pure: sequences and step results in, steps out; no clock, no I/O, no threads.
 
-Every step holds the next row of all sequences that decode, and up to `chunk` prompt rows, shared evenly between the
-prompts that are being read: a long prompt slows the others down, but neither stops replies nor keeps a short prompt
-waiting for its end. Sequences wait first in, first out within a session, and the sessions take turns. The one whose
-turn it is waits until a slot and its pages are free, and all others behind it, so that a large one gets its turn too.
+Every step holds the next row of all sequences that decode, with the rows of what was proposed to follow it, and up to
+`chunk` prompt rows, shared evenly between the prompts that are being read: a long prompt slows the others down, but
+neither stops replies nor keeps a short prompt waiting for its end. Sequences wait first in, first out within a session,
+and the sessions take turns. The one whose turn it is waits until a slot and its pages are free, and all others behind
+it, so that a large one gets its turn too.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ class Sequence:
     scored    whether whole logits are wanted at every prompt position
     kept      whether whole logits are wanted behind the prompt, to be kept for later
     cuts      positions, ascending, that a step ends at while the prompt is read
+    proposal  tokens that may follow the reply's last one, to be verified in the next step
     deadline, queue_deadline  in the caller's time: when it is `expired`, and `overdue` if it still waits then
 
-    What the scheduler keeps: `done` positions are in the cache; `slot` is None while it waits; `served` is the number
+    What the scheduler keeps: `done` positions are in the cache, of which the last `accepted` are rows of a tentative
+    span that recurrent states have not been taken through; `slot` is None while it waits; `served` is the number
     of the last turn in which its prompt got on.
     """
 
@@ -49,7 +52,9 @@ class Sequence:
     deadline: float = inf
     queue_deadline: float = inf
     reply: list[int] = field(default_factory=list)
+    proposal: tuple[int, ...] = ()
     done: int = 0
+    accepted: int = 0
     slot: int | None = None
     served: int = -1
 
@@ -66,7 +71,10 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Part:
-    """A sequence's share of a step: rows from `position` on; `ids`, `logits` and `top` are its rows of the Output."""
+    """A sequence's share of a step: rows from `position` on; `ids`, `logits` and `top` are its rows of the Output.
+
+    Behind the row of the reply's last token come those of `proposal`: they count as far as Scheduler.accept says.
+    """
 
     sequence: Sequence
     position: int
@@ -74,6 +82,7 @@ class Part:
     ids: slice
     logits: slice
     top: slice
+    proposal: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,16 +179,23 @@ class Scheduler:
         """
         if not self._running:
             return None
-        shares = [(s, 1) for s in self._running if not s.prompt_left]
+        shares = [(s, 1 + len(s.proposal)) for s in self._running if not s.prompt_left]
         prompts = [s for s in self._running if s.prompt_left]
         if prompts:
             shares += self._share(prompts)
         return self._build(shares)
 
     def advance(self, plan: Plan) -> None:
-        """The step ran: its rows are in the cache."""
+        """The step ran: its rows are in the cache, but for those of proposals until they are accepted."""
         for part in plan.parts:
-            part.sequence.done += part.rows
+            part.sequence.accepted = 0
+            part.sequence.done += 0 if part.proposal else part.rows
+
+    @staticmethod
+    def accept(part: Part, rows: int) -> None:
+        """The first `rows` rows of a part with a proposal, at least one, count."""
+        part.sequence.done += rows
+        part.sequence.accepted = rows
 
     def _share(self, prompts: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Prompt rows for the next step."""
@@ -214,11 +230,15 @@ class Scheduler:
                 positions[start] = position
                 row_slots[start] = slot
             else:
-                tokens[start:end] = sequence.prompt[position : position + n]
+                rows_of_prompt = sequence.prompt[position : position + n]
+                tokens[start:end] = rows_of_prompt if len(rows_of_prompt) else [sequence.reply[-1], *sequence.proposal]
                 positions[start:end] = np.arange(position, position + n)
                 row_slots[start:end] = slot
+            proposal = () if sequence.prompt_left else sequence.proposal
             if sequence.scored and sequence.prompt_left:
                 asked, whole, best = n, True, False
+            elif proposal:
+                asked, whole, best = n, sequence.full, sequence.top
             else:
                 asked = int(sequence.room > 0 and n >= sequence.prompt_left)
                 whole = sequence.full or (sequence.kept and sequence.prompt_left > 0)
@@ -228,10 +248,10 @@ class Scheduler:
             full += [whole] * asked
             top += [best] * asked
             rows_of = slice(logits, logits + asked * whole), slice(tops, tops + asked * best)
-            parts.append(Part(sequence, position, n, ids, *rows_of))
+            parts.append(Part(sequence, position, n, ids, *rows_of, proposal))
             logits += asked * whole
             tops += asked * best
-            spans.append(Span(slot, start, n, position))
+            spans.append(Span(slot, start, n, position, sequence.accepted, bool(proposal)))
             slots.append(slot)
             self._pages.extend(slot, position, n)
             start = end

@@ -71,7 +71,7 @@ class Token:
 @dataclass(frozen=True)
 class Timings:
     """Seconds and token counts of one sequence. `cached_tokens` of the prompt were not computed for it, but came from
-    `cache_tier`: ram, disk, or none."""
+    `cache_tier`: ram, disk, or none. `drafted` tokens were verified, of which `accepted` became part of the reply."""
 
     queued: float = 0.0
     prompt: float = 0.0
@@ -80,6 +80,8 @@ class Timings:
     predicted_tokens: int = 0
     cached_tokens: int = 0
     cache_tier: str = "none"
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from luce.backend.timing import BOUNDS, Durations, ShardTimes
 from luce.cache.disk import DiskStats
 from luce.cache.prefix import CacheStats
 from luce.engine.loop import EngineStats
+from luce.engine.speculate import DraftStats
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -90,9 +91,21 @@ class _EngineCollector(Collector):
         yield from _cache_metrics(stats.cache)
         yield CounterMetricFamily("luce_generated_tokens", "Tokens generated.", stats.predicted_tokens)
         yield CounterMetricFamily("luce_steps", "Forward passes.", stats.steps)
+        if stats.draft is not None:
+            yield from _draft_metrics(stats.draft)
         yield GaugeMetricFamily(
             "luce_stalled_seconds", "Time without progress while there is work to do.", stats.stalled
         )
+
+
+def _draft_metrics(stats: DraftStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "luce_draft_on", "Whether tokens are drafted: 0 after a failure.", float(stats.state == "on")
+    )
+    yield CounterMetricFamily("luce_draft_steps", "Verifications of a sequence's drafted tokens.", stats.steps)
+    yield CounterMetricFamily("luce_draft_tokens", "Drafted tokens that were verified.", stats.proposed)
+    yield CounterMetricFamily("luce_draft_accepted_tokens", "Of these, tokens that replies have.", stats.accepted)
+    yield CounterMetricFamily("luce_draft_seconds", "Time that drafting took.", stats.seconds)
 
 
 def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:

@@ -11,6 +11,7 @@ from aiohttp import web
 from luce import __version__
 from luce.api import Model
 from luce.engine.sequence import SamplingParams
+from luce.engine.speculate import DraftStats
 from luce.server.auth import is_loopback
 from luce.server.schema import Common
 from luce.server.state import ENDPOINTS, SERVER, Server
@@ -29,7 +30,7 @@ async def props(request: web.Request) -> web.Response:
 
 
 def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: bool) -> dict[str, Any]:
-    config, template = model.config, model.chat.template
+    config, template, draft = model.config, model.chat.template, model.engine.stats().draft
     source = "" if template is None else template.source
     return {
         "server": {"name": "luce", "version": __version__, "props_schema": _SCHEMA},
@@ -66,4 +67,17 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             "kv_cache_v": config.cache_type_v,
             "chunk": model.chunk,
         },
+        **({} if draft is None else {"speculative": _speculative(draft)}),
+    }
+
+
+def _speculative(draft: DraftStats) -> dict[str, Any]:
+    return {
+        **draft.facts,
+        "state": draft.state,
+        "steps": draft.steps,
+        "draft_n": draft.proposed,
+        "draft_n_accepted": draft.accepted,
+        "accept_rate": round(draft.accept_rate, 4),
+        "tokens_per_step": round(draft.tokens_per_step, 3),
     }

@@ -432,8 +432,8 @@ def timings(parts: Iterable[Timings]) -> Json:
         "predicted_ms": round(predicted * 1000, 3),
         "predicted_per_second": round(predicted_n / predicted, 3) if predicted > 0 else 0.0,
         "queue_ms": round(sum(part.queued for part in parts) * 1000, 3),
-        "draft_n": 0,
-        "draft_n_accepted": 0,
+        "draft_n": sum(part.drafted for part in parts),
+        "draft_n_accepted": sum(part.accepted for part in parts),
     }
 
 

@@ -62,9 +62,11 @@ class ScriptedBackend:
         hook: Callable[[Step], None] | None = None,
         recurrent: bool = False,
         resumes: bool = False,
+        verify: int = 16,
     ) -> None:
         self.recurrent = recurrent
         self.resumes = resumes
+        self.verify = verify
         self.vocab = vocab
         self.context = context
         self.slots = slots
@@ -86,6 +88,8 @@ class ScriptedBackend:
         # What the cache holds: (token, position) of each row of each group; and per slot the tokens seen, and a hash.
         self._rows = [np.full((n * PAGE, 2), -1, np.int64) for n in self.pages]
         self._seen: list[list[int]] = [[] for _ in range(slots)]
+        # What a tentative span left: tokens of which none counts yet.
+        self._guessed: list[list[int]] = [[] for _ in range(slots)]
 
     def lost(self) -> bool:
         gone, self.gone = self.gone, False
@@ -104,6 +108,11 @@ class ScriptedBackend:
         self.steps.append((step.rows, len(step.spans)))
         return output
 
+    def accept(self, slot: int, rows: int) -> None:
+        assert self.recurrent and 0 < rows <= len(self._guessed[slot]), "rows that were not tentative"
+        self._seen[slot] += self._guessed[slot][:rows]
+        self._guessed[slot] = []
+
     def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
         saved: dict[str, NDArray[np.generic]] = {
             f"blk.{group}.k": self._rows[group][_rows_of(numbers)].copy()
@@ -111,6 +120,7 @@ class ScriptedBackend:
             if numbers
         }
         if slot is not None:
+            assert not self._guessed[slot], "a state is saved before its rows are accepted"
             saved[f"blk.{len(self.pages)}.memory"] = np.array(self._seen[slot], np.int64)
         return saved
 
@@ -121,6 +131,7 @@ class ScriptedBackend:
             if numbers:
                 self._rows[group][_rows_of(numbers)] = tensors[f"blk.{group}.k"]
         if slot is not None:
+            self._guessed[slot] = []
             self._seen[slot] = tensors[f"blk.{len(self.pages)}.memory"].tolist()
 
     def close(self) -> None:
@@ -154,7 +165,8 @@ class ScriptedBackend:
         rows = []
         for row in step.wanted.tolist():
             span = next(s for s in step.spans if s.start <= row < s.start + s.rows)
-            rows.append(self.logits(self._seen[span.slot][: int(step.positions[row]) + 1]))
+            history = self._seen[span.slot] + self._guessed[span.slot]
+            rows.append(self.logits(history[: int(step.positions[row]) + 1]))
         logits = np.array(rows, np.float32).reshape(-1, self.vocab)
         top = None
         if step.top is not None and step.top.any():
@@ -173,11 +185,16 @@ class ScriptedBackend:
         assert (np.diff(step.wanted) > 0).all(), "wanted is not ascending"
         assert not len(step.wanted) or 0 <= step.wanted[0] <= step.wanted[-1] < n, "wanted is outside the step"
         assert ((step.tokens >= 0) & (step.tokens < self.vocab)).all(), "token outside the vocabulary"
-        assert sum(s.rows for s in step.spans if s.rows > 1) <= self.chunk, "more prompt rows than a chunk"
+        prompt = sum(s.rows for s in step.spans if s.rows > 1 and not s.tentative)
+        assert prompt <= self.chunk, "more prompt rows than a chunk"
+        verified = sum(s.rows for s in step.spans if s.tentative)
+        assert verified <= max(16, self.slots), "more rows to verify than products of few rows have"
         assert len({s.slot for s in step.spans}) == len(step.spans), "two spans of one slot"
         start = 0
         for span in step.spans:
             assert 0 <= span.slot < self.slots, f"slot {span.slot}"
+            assert not span.tentative or (span.position and span.rows <= self.verify), "a tentative span out of place"
+            assert span.position or not span.accepted, "rows of another sequence are accepted"
             assert span.start == start and span.rows > 0, "spans do not tile the rows"
             start += span.rows
             expected = np.arange(span.position, span.position + span.rows)
@@ -207,6 +224,8 @@ class ScriptedBackend:
     def _write(self, step: Step, span: Span) -> None:
         own = slice(span.start, span.start + span.rows)
         seen = self._seen[span.slot]
+        guessed, self._guessed[span.slot] = self._guessed[span.slot], []
+        assert span.accepted <= len(guessed), "more rows are accepted than were tentative"
         if span.position == 0:
             seen.clear()
         elif self.resumes:
@@ -214,8 +233,11 @@ class ScriptedBackend:
             view, index = step.views[full], step.spans.index(span)
             numbers = view.table[index, : view.count[index]].tolist()
             seen[:] = self._rows[full][_rows_of(numbers), 0][: span.position].tolist()
+        else:
+            assert span.accepted or not guessed, "not even the seed is accepted"
+            seen += guessed[: span.accepted]
         assert span.position == len(seen), f"slot {span.slot} has {len(seen)} positions, the span begins elsewhere"
-        seen += step.tokens[own].tolist()
+        (self._guessed[span.slot] if span.tentative else seen).extend(step.tokens[own].tolist())
         for group, view in enumerate(step.views):
             self._rows[group][view.dest[own]] = np.stack([step.tokens[own], step.positions[own]], axis=1)
 
@@ -231,7 +253,8 @@ class ScriptedBackend:
         assert (at[visible] == np.arange(low, span.position + span.rows)).all(), "a visible position has no page"
         held = self._rows[group][place[visible]]
         assert (held[:, 1] == at[visible]).all(), f"a page of slot {span.slot} was written by someone else"
-        assert (held[:, 0] == np.array(self._seen[span.slot][low:])).all(), f"slot {span.slot} lost its tokens"
+        seen = self._seen[span.slot] + self._guessed[span.slot]
+        assert (held[:, 0] == np.array(seen[low:])).all(), f"slot {span.slot} lost its tokens"
 
 
 def _rows_of(pages: Sequence[int]) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ from luce.ops.kvtype import KVTypes
 from tests.support.reference import Reference
 
 PACKAGE = Path(luce.__file__).parent
-BELOW = ("api.py", "config.py", "text", "engine", "cache", "backend", "layers", "ops", "remote", "runtime")
+BELOW = ("api.py", "config.py", "text", "engine", "cache", "draft", "backend", "layers", "ops", "remote", "runtime")
 #: the parts of the package that a verb's settings can reach; all start from a Config
 REACHED = {
     "serve": ("cli/serve.py", "cli/main.py", "server", "log.py", *BELOW),

@@ -1,0 +1,92 @@
+"""Every family with a drafter: the tokens are the reference's, on one device, on three, and with a daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import luce
+from luce import api
+from luce.draft.drafter import Drafter
+from tests.support.daemons import HERE
+from tests.support.drafters import ScriptedDrafter, sometimes
+from tests.support.reference import Reference, references
+
+PLACES: dict[str, dict[str, Any]] = {
+    "one": {"target_devices": "cpu:0"},
+    "three": {"target_devices": "cpu:0,cpu:1,cpu:2"},
+    "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE)},
+}
+
+
+def knowing(reference: Reference) -> Drafter:
+    """A drafter that knows the expected replies, but makes mistakes."""
+    texts = [
+        [*reference.expected[f"prompt_{key}"].tolist(), *reference.expected[f"greedy_{key}"].tolist()]
+        for key in ("long", "17")
+    ]
+
+    def known(text: Sequence[int], count: int) -> Sequence[int]:
+        return next((whole[len(text) : len(text) + count] for whole in texts if whole[: len(text)] == list(text)), [])
+
+    return ScriptedDrafter(known, vocab=reference.spec.vocab, wrong=sometimes(0.25, 4))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+def test_greedy(reference: Reference, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "open_drafter", lambda config: knowing(reference))
+    settings = {"max_ctx": 512, "parallel": 2, "chunk": 16, "draft": "ngram", "verify_width": 16, **PLACES[place]}
+    with luce.load(reference.path, **settings) as model:
+        for keys in (("long",), ("long", "17")):
+            # Alone, and beside each other: then they share the rows of a step.
+            generations = {
+                key: model.generate(
+                    reference.expected[f"prompt_{key}"].tolist(), max_tokens=32, temperature=0, ignore_eos=True
+                )
+                for key in keys
+            }
+            for key, generation in generations.items():
+                tokens = [token.id for token in generation if token.id >= 0]
+                assert tokens == reference.expected[f"greedy_{key}"].tolist()
+        stats = model.engine.stats().draft
+    assert stats is not None and stats.accepted > stats.steps
+
+
+@pytest.mark.parametrize("name", ["qwen35-a-F32", "gemma4-e-F32", "qwen3-a-F32"])
+def test_prompt_lookup(name: str) -> None:
+    """Of a few tokens, some combinations soon come again."""
+    reference, replies = Reference(name), []
+    bias = dict.fromkeys((50, 60, 70), 100.0)
+    for draft in ("", "ngram"):
+        with luce.load(reference.path, target_devices="cpu:0", max_ctx=512, draft=draft, verify_width=9) as model:
+            for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5}):
+                prompt = reference.expected["prompt_17"].tolist()
+                generation = model.generate(prompt, max_tokens=150, logit_bias=bias, ignore_eos=True, **sampling)
+                replies.append([token.id for token in generation])
+            stats = model.engine.stats().draft
+    assert replies[:2] == replies[2:]
+    assert stats is not None and stats.accepted > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [0, 5, 16])
+@pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+def test_a_gpu_gives_the_tokens_of_plain_decoding(
+    reference: Reference, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, replies = reference.expected["prompt_17"].tolist(), list[list[int]]()
+
+    def known(text: Sequence[int], count: int) -> Sequence[int]:
+        at = len(text) - len(prompt)
+        return replies[-1][at : at + count]
+
+    for draft in ("", "ngram"):
+        drafter = ScriptedDrafter(known, vocab=reference.spec.vocab, wrong=sometimes(0.25, 4)) if draft else None
+        monkeypatch.setattr(api, "open_drafter", lambda config, drafter=drafter: drafter)
+        with luce.load(reference.path, target_device="auto:0", max_ctx=512, draft=draft, verify_width=width) as model:
+            generation = model.generate(prompt, max_tokens=128, temperature=0, ignore_eos=True)
+            replies.append([token.id for token in generation if token.id >= 0])
+    assert replies[0] == replies[1]
