@@ -1,5 +1,6 @@
 // variants: HEAD=32,64,128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=F16
 // variants: HEAD=128,256 QUERIES=4,16 SPLIT=4 KTYPE=BF16 VTYPE=BF16
+// variants: HEAD=128 QUERIES=16 SPLIT=4 KTYPE=F16 VTYPE=F16 SEEN=1
 // variants for hip: HEAD=512 QUERIES=4,16 SPLIT=4 KTYPE=BF16 VTYPE=BF16
 // variants for hip: HEAD=32,64,128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=Q8_0 VTYPE=Q8_0
 // variants for hip: HEAD=128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=Q4_0 VTYPE=Q4_0
@@ -46,8 +47,13 @@ struct alignas(16) Shared {
     float keep[QUERIES];
     float take[QUERIES];
     int position[QUERIES];
+#ifdef SEEN
+    u64 seen[QUERIES];
+#endif
 };
 
+// With SEEN, spans of which the view says what rows see of each other: a tile reads what the span's last row would with
+// a window that reaches as far back as the first row's.
 struct Tile {
     const KTYPE::Element* k_pool;
     const VTYPE::Element* v_pool;
@@ -59,11 +65,22 @@ struct Tile {
     int skew;     // pages of split 0 that lie before the table
     int low, high;  // positions of the tile's first and last row
     int window;
+#ifdef SEEN
+    int own, own_window;  // where the span's rows begin
+#endif
     int d;
     int queries;  // of QUERIES, those that exist
     i64 out;      // row * heads + head of query 0
     int offset;   // query 0's place in its row's group
 };
+
+#ifdef SEEN
+#define SEEN_ARGUMENTS , const int *__restrict__ seen
+#define SEEN_PASSED , seen
+#else
+#define SEEN_ARGUMENTS
+#define SEEN_PASSED
+#endif
 
 LUCE_FN int split_skew(const int* first) { return first[0] / PAGE % SPLIT; }
 
@@ -88,7 +105,7 @@ LUCE_FN i64 query_index(const Tile& tile, int q, int group, int heads) {
 LUCE_FN bool find_tile(Tile& tile, Shared& shared, const float* q, i64 q_row, i64 q_head,
                        const KTYPE::Element* k_pool, const VTYPE::Element* v_pool, const int* spans, int span_count,
                        const int* table, const int* first, const int* counts, int width, const int* positions,
-                       int heads, int kv_heads, int d, float scale, int window) {
+                       int heads, int kv_heads, int d, float scale, int window SEEN_ARGUMENTS) {
     int group = heads / kv_heads;
     int span = tile_span(spans, span_count, group, QUERIES, blockIdx.x);
     int start = spans[span * 4 + 1], rows = spans[span * 4 + 2];
@@ -109,8 +126,17 @@ LUCE_FN bool find_tile(Tile& tile, Shared& shared, const float* q, i64 q_row, i6
     tile.queries = luce_min(QUERIES, rows * group - query);
     tile.out = (i64)row * heads + (i64)blockIdx.y * group;
     tile.offset = query % group;
+#ifdef SEEN
+    tile.own = spans[span * 4 + 3];
+    tile.own_window = window;
+    tile.low = tile.high = tile.own + rows - 1;
+    tile.window += rows - 1;
+    for (int i = threadIdx.x; i < QUERIES; i += THREADS)
+        shared.seen[i] = i < tile.queries ? seen_rows(seen, row + (tile.offset + i) / group) : 0;
+#else
     tile.low = positions[row];
     tile.high = positions[row + (tile.offset + tile.queries - 1) / group];
+#endif
 
     for (int i = threadIdx.x; i < QUERIES; i += THREADS)
         shared.position[i] = i < tile.queries ? positions[row + (tile.offset + i) / group] : -1;
@@ -166,7 +192,12 @@ LUCE_FN void add_keys(const Tile& tile, Shared& shared, i64 from, int at, float*
     for (int i = 0; i < SCORE_QUERIES; i++) {
         int n = score_group + i * SCORE_GROUPS;
         int position = shared.position[luce_min(n, QUERIES - 1)];
+#ifdef SEEN
+        bool seen = at < tile.own ? at > position - tile.own_window
+                                  : at - tile.own < 64 && shared.seen[luce_min(n, QUERIES - 1)] >> (at - tile.own) & 1;
+#else
         bool seen = at <= position && at > position - tile.window;
+#endif
         float score = seen ? even[i] + odd[i] : -LUCE_INF;
         float next = fmaxf(top[i], luce_lane_max<KEYS>(score));
         float base = softmax_base(next);
@@ -232,10 +263,10 @@ LUCE_FN int split_count(int count, int skew) { return (count + skew + SPLIT - 1)
         const VTYPE::Element *__restrict__ v_pool, const int *__restrict__ spans, const int span_count,              \
         const int *__restrict__ table, const int *__restrict__ first, const int *__restrict__ counts,                \
         const int width, const int *__restrict__ positions, const int heads, const int kv_heads, const int d,        \
-        const float scale, const int window
+        const float scale, const int window SEEN_ARGUMENTS
 #define PASSED                                                                                                       \
     q, q_row, q_head, k_pool, v_pool, spans, span_count, table, first, counts, width, positions, heads, kv_heads, d, \
-        scale, window
+        scale, window SEEN_PASSED
 
 // Grid: tiles, KV heads.
 extern "C" __global__ void __launch_bounds__(THREADS) attention(float* __restrict__ out, ARGUMENTS) {

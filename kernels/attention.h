@@ -25,3 +25,6 @@ LUCE_FN int tile_span(const int* spans, int count, int group, int queries, int t
     }
     return low;
 }
+
+// The rows of its span that a row sees, bit by bit: PageView.seen of luce/runtime/step.py.
+LUCE_FN u64 seen_rows(const int* seen, i64 row) { return (u32)seen[row * 2] | (u64)(u32)seen[row * 2 + 1] << 32; }

@@ -1,5 +1,6 @@
 // variants for cuda: HEAD=64,128 QUERIES=16,64,128 KTYPE=F16 VTYPE=F16
 // variants for cuda: HEAD=256 QUERIES=16,32,64,128 KTYPE=F16 VTYPE=F16
+// variants for cuda: HEAD=128,256 QUERIES=16,64 KTYPE=F16 VTYPE=F16 SEEN=1
 // variants for cuda: HEAD=512 QUERIES=16,64 KTYPE=F16 VTYPE=F16
 // variants for cuda: HEAD=128,256 QUERIES=16,128 KTYPE=Q8_0 VTYPE=Q8_0
 // variants for cuda: HEAD=256 QUERIES=16,128 KTYPE=BF16 VTYPE=BF16
@@ -70,14 +71,27 @@ LUCE_FN void clear(Sums& sums) {
     }
 }
 
-// Hides the keys that a row does not see: it stands `newest` behind the page's first key; `key` is the lane's first.
-LUCE_FN void mask(float (&score)[KEY_TILES][4], int half, int newest, int window, int key) {
+// Hides the keys that row `n_row` of the tile does not see, of a page whose first key stands at `at`; `key` is the
+// lane's first.
+LUCE_FN void mask(const Tile& tile, float (&score)[KEY_TILES][4], int half, int n_row, int at, int key) {
+#ifdef SEEN
+    int row = n_row < tile.queries ? query_row(tile, n_row) : 0;
+    int oldest = tile.positions[row] - tile.own_window - at, own = tile.position - at;
+    u64 seen = seen_rows(tile.seen, row);
+#else
+    int newest = position(tile, n_row) - at;
+#endif
 #pragma unroll
     for (int n = 0; n < KEY_TILES; n++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             int j = key + n * 8 + e;
-            if (j > newest || j <= newest - window) score[n][half * 2 + e] = -LUCE_INF;
+#ifdef SEEN
+            bool hidden = j < own ? j <= oldest : j - own > 63 || !(seen >> (j - own) & 1);
+#else
+            bool hidden = j > newest || j <= newest - tile.window;
+#endif
+            if (hidden) score[n][half * 2 + e] = -LUCE_INF;
         }
 }
 
@@ -121,9 +135,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int4 place = reinterpret_cast<const int4*>(spans)[span];
     if (place.z > few || query >= place.z * (heads / kv_heads)) return;
     Tile tile = make_tile(PASSED, span, place, query);
-    int oldest = oldest_page(tile.low, window), newest = tile.high / PAGE, most = split_pages(tile.high, window);
+    int oldest = oldest_page(tile.low, tile.window), newest = tile.high / PAGE;
+    int most = split_pages(tile.high, tile.window);
     // Rows of one tile may have splits of two lengths: these are done one after the other.
-    for (int pages = split_pages(tile.low, window); pages <= most; pages++) {
+    for (int pages = split_pages(tile.low, tile.window); pages <= most; pages++) {
         int split = split_in(blockIdx.z, oldest, pages);
         if (split * pages > newest) continue;
         int begin = entry_at(tile, luce_max(split * pages, oldest) * PAGE);
@@ -139,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int n = wave_row() + m * 16 + half * 8 + g;
-                if (n >= tile.queries || split_pages(tile.position + query_row(tile, n), window) != pages) continue;
+                if (n >= tile.queries || split_pages(position(tile, n), tile.window) != pages) continue;
                 int row = (span - base) * rows_apart + query_row(tile, n);
                 i64 to = ((i64)row * heads + query_head(tile, n)) * SPLITS + blockIdx.z;
                 if (t == 0 && wave_n() == 0) {
@@ -166,7 +181,12 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     int span = base + blockIdx.x / rows_apart, row = blockIdx.x % rows_apart, thread = threadIdx.x;
     int4 place = reinterpret_cast<const int4*>(spans)[span];
     if (row >= place.z || place.z > few) return;
-    int position = place.w + row, pages = split_pages(position, window), oldest = oldest_page(position, window);
+#ifdef SEEN
+    int position = place.w + place.z - 1, width = window + place.z - 1;
+#else
+    int position = place.w + row, width = window;
+#endif
+    int pages = split_pages(position, width), oldest = oldest_page(position, width);
     i64 query = ((i64)blockIdx.x * gridDim.y + blockIdx.y) * SPLITS;
     // A thread has four columns, and of the splits every LAYERS-th. All loads start before the weights are known.
     const int QUADS = HEAD / 4, LAYERS = FOLD_THREADS / QUADS;
@@ -219,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_many(flo
     int query = (block - first_tile(spans, span, group, QUERIES)) * QUERIES;
     if (place.z <= few || query >= place.z * group) return;
     Tile tile = make_tile(PASSED, span, place, query);
-    int begin = entry_at(tile, oldest_page(tile.low, window) * PAGE);
+    int begin = entry_at(tile, oldest_page(tile.low, tile.window) * PAGE);
     int end = entry_at(tile, (tile.high / PAGE + 1) * PAGE);
     start_pages(tile, shared, begin, end);
     load_queries(tile, shared.q, q, q_row, q_head, scale * LOG2_E);

@@ -77,14 +77,14 @@ LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& 
         float score[ROW_TILES][KEY_TILES][4];
         multiply_keys(shared, score);
         int at = tile.first[entry];
-        bool all_seen = at + PAGE - 1 <= tile.low && at > tile.high - tile.window;
+        bool whole = all_seen(tile, at);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int n_row = row + m * 16 + half * 8;
                 float top = -LUCE_INF;
-                if (!all_seen) mask(score[m], half, position(tile, n_row) - at, tile.window, key);
+                if (!whole) mask(tile, score[m], half, n_row, at, key);
 #pragma unroll
                 for (int n = 0; n < KEY_TILES; n++)
                     top = fmaxf(top, fmaxf(score[m][n][half * 2], score[m][n][half * 2 + 1]));

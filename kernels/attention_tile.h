@@ -37,6 +37,8 @@ typedef Product<VTYPE>::Type Values;
 // different banks.
 LUCE_FN int chunk_at(int rows, int row, int chunk) { return ((chunk / 8 * rows + row) * 8 + ((chunk ^ row) & 7)) * 16; }
 
+// With SEEN, spans of which the view says what rows see of each other: a tile reads what the span's last row would with
+// a window that reaches as far back as the first row's, and `mask` hides what a row does not see of that.
 struct Tile {
     const KTYPE::Element* k_pool;  // at the KV head's columns
     const VTYPE::Element* v_pool;
@@ -51,6 +53,11 @@ struct Tile {
     int start, position;  // of the span: its first row in the step, and that row's position
     int query;            // of the span, query 0
     int queries;          // of QUERIES, those that exist
+#ifdef SEEN
+    int own_window;
+    const int* positions;  // of the step's rows, and the rows of their span that they see
+    const int* seen;
+#endif
 };
 
 // Of a span's pages, the first that stands at `position`, a multiple of PAGE, or behind it.
@@ -110,15 +117,22 @@ template <typename T> LUCE_FN void fetch(u8* to, const typename T::Element* pool
     }
 }
 
+#ifdef SEEN
+#define SEEN_ARGUMENTS , const int *__restrict__ positions, const int *__restrict__ seen
+#define SEEN_PASSED , positions, seen
+#else
+#define SEEN_ARGUMENTS
+#define SEEN_PASSED
+#endif
 #define ARGUMENTS                                                                                                    \
     const float *__restrict__ q, const i64 q_row, const i64 q_head, const KTYPE::Element *__restrict__ k_pool,       \
         const VTYPE::Element *__restrict__ v_pool, const int *__restrict__ spans, const int span_count,              \
         const int *__restrict__ table, const int *__restrict__ first, const int *__restrict__ counts,                \
         const int width, const int heads, const int kv_heads, const int d,        \
-        const float scale, const int window, const int few
+        const float scale, const int window, const int few SEEN_ARGUMENTS
 #define PASSED                                                                                                        \
     q, q_row, q_head, k_pool, v_pool, spans, span_count, table, first, counts, width, heads, kv_heads, d, \
-        scale, window, few
+        scale, window, few SEEN_PASSED
 
 // The tile of the queries from `query` on of a span, whose slot, start, rows and position are `place`.
 LUCE_FN Tile make_tile(ARGUMENTS, const int span, const int4 place, const int query) {
@@ -136,15 +150,36 @@ LUCE_FN Tile make_tile(ARGUMENTS, const int span, const int4 place, const int qu
     tile.position = place.w;
     tile.query = query;
     tile.queries = luce_min(QUERIES, place.z * tile.group - query);
+#ifdef SEEN
+    tile.low = tile.high = place.w + place.z - 1;
+    tile.window += place.z - 1;
+    tile.own_window = window;
+    tile.positions = positions + place.y;
+    tile.seen = seen + place.y * 2;
+#else
     tile.low = place.w + query / tile.group;
     tile.high = place.w + (query + tile.queries - 1) / tile.group;
+#endif
     return tile;
 }
 
 // Of query `q` of the tile the row in the span, its position, and the head. There are more than the tile has.
 LUCE_FN int query_row(const Tile& tile, int q) { return (tile.query + q) / tile.group; }
+#ifdef SEEN
+LUCE_FN int position(const Tile& tile, int q) { return tile.high; }
+#else
 LUCE_FN int position(const Tile& tile, int q) { return tile.position + query_row(tile, q); }
+#endif
 LUCE_FN int query_head(const Tile& tile, int q) { return blockIdx.y * tile.group + (tile.query + q) % tile.group; }
+
+// Whether every row sees every key of the page whose first key stands at `at`.
+LUCE_FN bool all_seen(const Tile& tile, int at) {
+#ifdef SEEN
+    return at + PAGE <= tile.position && at > tile.high - tile.own_window;
+#else
+    return at + PAGE - 1 <= tile.low && at > tile.high - tile.window;
+#endif
+}
 
 LUCE_FN void load_queries(const Tile& tile, u8* to, const float* q, i64 q_row, i64 q_head, float scale) {
 #pragma unroll 2

@@ -47,10 +47,10 @@ LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& 
         }
         luce_wgmma_wait();
         int at = tile.first[entry];
-        bool all_seen = at + PAGE - 1 <= tile.low && at > tile.high - tile.window;
+        bool whole = all_seen(tile, at);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (!all_seen) mask(score, half, position(tile, row + half * 8) - at, tile.window, t * 2);
+            if (!whole) mask(tile, score, half, row + half * 8, at, t * 2);
             float top = sums.top[0][half];
 #pragma unroll
             for (int n = 0; n < KEY_TILES; n++) top = fmaxf(top, fmaxf(score[n][half * 2], score[n][half * 2 + 1]));

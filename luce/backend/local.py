@@ -155,9 +155,9 @@ class LocalShard:
         mixers = [spec.blocks[donor].mixer for donor in self._taken]
         widths = [spec.hidden] * (2 if spec.per_layer else 1)
         widths += [2 * mixer.kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, Attention)]
-        tables = (1,) * len(spec.page_groups)
-        shapes = [StepShape(n, 1, n, 1, tables) for n in _PROMPT_ROWS]
-        shapes += [StepShape(n, n, 1, n, tables) for n in range(1, min(slots, FEW_ROWS) + 1)]
+        tables, seen = (1,) * len(spec.page_groups), (False,) * len(spec.page_groups)
+        shapes = [StepShape(n, 1, n, 1, tables, seen) for n in _PROMPT_ROWS]
+        shapes += [StepShape(n, n, 1, n, tables, seen) for n in range(1, min(slots, FEW_ROWS) + 1)]
         for shape in shapes:
             handed = () if self._embedding is not None else tuple(self.device.empty((shape.rows, w)) for w in widths)
             self._run(DeviceStep(self.device, shape, self.device.empty(shape.size, np.int32)), handed)

@@ -71,4 +71,6 @@ def _view(view: PageView, picked: list[int], spans: tuple[Span, ...], begin: int
         np.ascontiguousarray(first[:, :width]),
         count,
         view.dest[begin:end],
+        # A span of which rows see others is too short to be cut.
+        None if view.seen is None else view.seen[begin:end],
     )

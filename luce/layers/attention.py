@@ -70,20 +70,12 @@ class AttentionLayer:
         if self._norms.query is not None:
             head_rms_norm(device, q, self._norms.query, self._eps)
         view = step.views[self._group]
+        self._rotary(step, q)
         if spec.donor is None:
-            kv = spec.kv_heads * d
-            k = fused[:, split : split + kv].reshape(rows, spec.kv_heads, d)
-            v = fused[:, split + kv : split + 2 * kv].reshape(rows, spec.kv_heads, d)
-            if self._norms.key is not None:
-                head_rms_norm(device, k, self._norms.key, self._eps)
-            if self._norms.value is not None:
-                head_rms_norm(device, v, self._norms.value, self._eps)
-            self._rotary(step, q, k)
-            write_kv(device, k, v, self.state.k, self.state.v, view.dest)
+            kept = fused[:, split : split + 2 * spec.kv_heads * d]
+            self._keep(kept, step, self._rotary)
             if self._lends is not None:
-                step.lent[self._lends] = fused[:, split : split + 2 * kv]
-        else:
-            self._rotary(step, q)
+                step.lent[self._lends] = kept
         mixed = attention(
             device,
             q,
@@ -103,6 +95,26 @@ class AttentionLayer:
         else:
             mixed = mixed.reshape(rows, spec.heads * d)
         return matmul(device, mixed, self._out)
+
+    def remember(self, y: Array | Quantised, step: DeviceStep, rotary: Rotary | None = None) -> None:
+        """Keep keys and values of rows that themselves attend to nothing: y float32 [rows, hidden].
+
+        `rotary`, if given, turns the keys instead of the layer's own.
+        """
+        queries = self._spec.heads * self._spec.head_dim * (2 if self._spec.query_gate else 1)
+        kept = self.reads.cut(range(queries, queries + 2 * self._spec.kv_heads * self._spec.head_dim))
+        self._keep(matmul(self._device, y, kept), step, rotary or self._rotary)
+
+    def _keep(self, kept: Array, step: DeviceStep, rotary: Rotary) -> None:
+        """Norm, turn and write keys and values, float32 [rows, 2 kv_heads head_dim]; they change in place."""
+        device, spec = self._device, self._spec
+        k, v = kept.reshape(len(kept), 2, spec.kv_heads, spec.head_dim).swapaxes(0, 1)
+        if self._norms.key is not None:
+            head_rms_norm(device, k, self._norms.key, self._eps)
+        if self._norms.value is not None:
+            head_rms_norm(device, v, self._norms.value, self._eps)
+        rotary(step, k)
+        write_kv(device, k, v, self.state.k, self.state.v, step.views[self._group].dest)
 
 
 class Mirror:

@@ -51,7 +51,8 @@ class Attention:
     softplus (Laguna); 0 for none. `value_norm`: values are normalised per head, without a weight. `value_from_key`:
     the values are the key projection, before the key's norm and rotation. `donor`: the block whose keys and values this
     one reads, having none of its own.
-    `window`: number of keys visible including the row's own, None for all.
+    `window`: number of keys visible including the row's own, None for all. `bidirectional`: rows that are computed
+    together see each other, later ones too, as far as the window goes either way.
     """
 
     heads: int
@@ -66,6 +67,7 @@ class Attention:
     value_from_key: bool = False
     donor: int | None = None
     window: int | None = None
+    bidirectional: bool = False
 
 
 #: head_dim and conv_kernel of the GatedDeltaNet that kernels/deltanet*.cu are compiled for

@@ -1,14 +1,19 @@
 """Attention over KV pages, and the writing of K and V rows into them.
 
 A pool is [pages * PAGE, kv_heads, n]: head_dim numbers or the bytes of their blocks (luce.ops.kvtype). A span reads the
-pages of its PageView in order; key j of page i stands at position first[i] + j and is visible to a row at position p
-iff p - window < first[i] + j <= p. Page order is position order, so the sum's order does not depend on where pages lie
-or how many rows there are.
+pages of its PageView in order; key j of page i stands at place first[i] + j and is visible to a row at position p iff
+p - window < first[i] + j <= p. Page order is position order, so the sum's order does not depend on where pages lie or
+how many rows there are.
+
+Where the view says which rows of a span are seen, that rule holds for keys before the span only, the position of a row
+is what `positions` say, and its place is the span's position + its number in the span: blocks whose rows see each other
+both ways, and trees, are such spans.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luce.ops import attention_mma
 from luce.ops.kvtype import dequantise, kernel_type, quantise
@@ -56,7 +61,7 @@ def attention(
     scale: float,
     window: int | None,
 ) -> Array:
-    """Causal softmax(scale q k^T) v per head, in float32.
+    """softmax(scale q k^T) v per head over the keys that a row sees, in float32.
 
     q float32 [n, heads, d] (any row and head strides); query head h reads KV head h // (heads / kv_heads)
     -> float32 [n, heads, d] contiguous. K and V of the step's own rows must already be in the pools.
@@ -66,7 +71,7 @@ def attention(
     n, heads, d = q.shape
     out = device.empty((n, heads, d))
     if heads % k_pool.shape[1] == 0 and (tiles := attention_mma.tiles(device, k_pool, v_pool, d)):
-        attention_mma.launch(device, out, q, k_pool, v_pool, spans, view, tiles, scale, window)
+        attention_mma.launch(device, out, q, k_pool, v_pool, spans, view, positions, tiles, scale, window)
         return out
     _launch(device, out, q, k_pool, v_pool, spans, view, positions, scale, window)
     return out
@@ -93,6 +98,9 @@ def _launch(
     queries = 4 if spans.longest * group <= 4 else 16
     defines: dict[str, int | str] = {"HEAD": head, "QUERIES": queries, "SPLIT": _SPLIT}
     defines |= {"KTYPE": kernel_type(k_pool, d), "VTYPE": kernel_type(v_pool, d)}
+    seen = () if view.seen is None else (view.seen,)
+    if seen:
+        defines["SEEN"] = 1
     block = (256 if head == 512 else 128,)
     # Upper bounds that hold wherever spans begin, so that no length is read back from the device.
     tiles = n * group // queries + spans.count
@@ -106,6 +114,7 @@ def _launch(
         np.int32(d),
         np.float32(scale),
         attention_mma.window_limit(window),
+        *seen,
     )
     if splits < _MIN_SPLITS or tiles * kv_heads >= _ENOUGH_BLOCKS:
         device.launch("attention", "attention", (tiles, kv_heads), block, (out, *common), defines=defines)
@@ -146,6 +155,12 @@ def _host(
             # Every page is there: keys beyond the last row are simply cut off.
             keys, values = keys[: position + rows], values[: position + rows]
         keys, values = dequantise(keys, d), dequantise(values, d)
+        if view.seen is not None:
+            at = np.arange(len(keys), dtype=np.int32) if at is None else at
+            for row in range(start, start + rows):
+                own_keys = _sees(view.seen[row], at, position, int(positions[row]), window)
+                _host_row(q[row], keys[own_keys], values[own_keys], scale, out[row])
+            continue
         if rows <= FEW_ROWS:
             for row in range(rows):
                 end = position + row + 1
@@ -186,3 +201,11 @@ def _host_row(q: Array, keys: Array, values: Array, scale: float, out: Array) ->
     mixed = np.matmul(scores, values.transpose(1, 0, 2))
     mixed /= total
     out[...] = mixed.reshape(heads, d)
+
+
+def _sees(seen: Array, at: NDArray[np.int32], own: int, position: int, window: int | None) -> NDArray[np.intp]:
+    """Of keys that stand at `at`, those that a row at `position` of a span at `own` sees: seen int32 [2], its bits."""
+    bits = np.unpackbits(np.ascontiguousarray(seen).view(np.uint8), bitorder="little").astype(np.bool_)
+    past = at < own if window is None else (at < own) & (at > position - window)
+    place = at - own
+    return np.flatnonzero(np.where(place < 0, past, (place < 64) & bits[np.clip(place, 0, 63)]))

@@ -87,6 +87,7 @@ def launch(
     v_pool: Array,
     spans: SpanArrays,
     view: PageView,
+    positions: Array,
     tiles: list[Tile],
     scale: float,
     window: int | None,
@@ -97,6 +98,8 @@ def launch(
     group = heads // kv_heads
     limit = window_limit(window)
     types: dict[str, int | str] = {"KTYPE": kernel_type(k_pool, d), "VTYPE": kernel_type(v_pool, d)}
+    if view.seen is not None:
+        types["SEEN"] = 1
     common = (
         *what_is_read(q, k_pool, v_pool, spans, view),
         np.int32(heads),
@@ -105,6 +108,7 @@ def launch(
         np.float32(scale),
         limit,
         np.int32(FEW_ROWS),
+        *(() if view.seen is None else (positions, view.seen)),
     )
 
     def run(tile: Tile, kernel: str, blocks: tuple[int, ...], *args: object) -> None:

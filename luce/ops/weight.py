@@ -69,6 +69,16 @@ class Weight:
         (part,) = self.parts
         return part.data
 
+    def cut(self, rows: range) -> Weight:
+        """The matrix of some consecutive rows: views of the same memory."""
+        parts, at = [], 0
+        for part in self.parts:
+            low, high = max(rows.start, part.first), min(rows.stop, part.first + part.rows)
+            if low < high:
+                parts.append(WeightPart(part.data[low - part.first : high - part.first], part.type, at, high - low))
+                at += high - low
+        return Weight(at, self.cols, tuple(parts))
+
 
 def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
     """Place tensors of equal `cols`, stacked along the rows, on a device. On the host they are dequantised, once.

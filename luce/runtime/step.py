@@ -6,6 +6,7 @@ that a captured graph can read it from device memory. Nothing derives a position
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,12 +52,15 @@ class PageView:
     first  int32 [spans, width]  position of each page's first row
     count  int32 [spans]         entries of table and first in use
     dest   int32 [rows]          where each row's K and V are written: page * PAGE + row in the page
+    seen   int32 [rows, 2]       64 bits, the lower 32 first: bit j says that the row sees row j of its span, which has
+                                 at most 64 rows and is written at its position + j. None: rows see those before them
     """
 
     table: Int32
     first: Int32
     count: Int32
     dest: Int32
+    seen: Int32 | None = None
 
     @cached_property
     def resident(self) -> tuple[Resident, ...]:
@@ -145,8 +149,8 @@ class Output:
 class StepShape:
     """What the launches of a step may depend on besides the contents of device memory.
 
-    Numbers of rows, spans and wanted rows; rows of the longest span; width of each view's table; whether a span is
-    tentative or accepts rows.
+    Numbers of rows, spans and wanted rows; rows of the longest span; width of each view's table, and whether the view
+    says which rows of a span are seen; whether a span is tentative or accepts rows.
     """
 
     rows: int
@@ -154,6 +158,7 @@ class StepShape:
     longest: int
     wanted: int
     widths: tuple[int, ...]
+    seen: tuple[bool, ...]
     pending: bool = False
 
     @classmethod
@@ -161,8 +166,9 @@ class StepShape:
         """The shape of a step as it is."""
         longest = max((span.rows for span in step.spans), default=0)
         widths = tuple(view.table.shape[1] for view in step.views)
+        seen = tuple(view.seen is not None for view in step.views)
         pending = any(span.tentative or span.accepted for span in step.spans)
-        return cls(step.rows, len(step.spans), longest, len(step.wanted), widths, pending)
+        return cls(step.rows, len(step.spans), longest, len(step.wanted), widths, seen, pending)
 
     @cached_property
     def size(self) -> int:
@@ -173,8 +179,8 @@ class StepShape:
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         rows, spans = (self.rows,), (self.spans,)
         shapes = [rows, rows, (self.wanted,), (*spans, 4), (*spans, 2), rows]
-        for width in self.widths:
-            shapes += [(*spans, width), (*spans, width), spans, rows]
+        for width, seen in zip(self.widths, self.seen, strict=True):
+            shapes += [(*spans, width), (*spans, width), spans, rows, *([(*rows, 2)] if seen else [])]
         return tuple(shapes)
 
     def cut(self, memory: Array) -> list[Array]:
@@ -218,7 +224,8 @@ class DeviceStep:
         self.shape = shape
         self.tokens, self.positions, self.wanted, table, pending, row_span, *views = shape.cut(memory)
         self.spans = SpanArrays(table, row_span, shape.spans, shape.longest, pending if shape.pending else None)
-        self.views = tuple(PageView(*views[at : at + 4]) for at in range(0, len(views), 4))
+        arrays = iter(views)
+        self.views = tuple(PageView(*itertools.islice(arrays, 5 if seen else 4)) for seen in shape.seen)
         self.ropes: dict[object, Array] = {}
         self.lent: dict[int, Array] = {}
 
@@ -243,6 +250,6 @@ def write_step(step: Step, arrays: Sequence[Int32]) -> None:
     row_span = np.repeat(np.arange(len(table), dtype=np.int32), table[:, 2])
     values = [step.tokens, step.positions, step.wanted, table, pending, row_span]
     for view in step.views:
-        values += [view.table, view.first, view.count, view.dest]
+        values += [view.table, view.first, view.count, view.dest, *([] if view.seen is None else [view.seen])]
     for array, value in zip(arrays, values, strict=True):
         array[..., : value.shape[-1]] = value

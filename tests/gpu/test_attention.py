@@ -54,6 +54,22 @@ def test_window(gpu: Device, window: int, position: int, rows: int) -> None:
     checks.check_window(gpu, window, position, rows)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "position", "window"),
+    [
+        (6, 2, 16, 130, None),
+        (4, 4, 64, 63, 20),
+        (32, 8, 128, 4090, None),
+        (24, 4, 256, 5000, 2048),
+        (8, 1, 512, 300, 70),
+    ],
+)
+def test_rows_that_see_each_other(
+    gpu: Device, heads: int, kv_heads: int, d: int, position: int, window: int | None
+) -> None:
+    checks.check_seen(gpu, heads, kv_heads, d, position, window)
+
+
 def test_missing_pages(gpu: Device) -> None:
     checks.check_missing_pages(gpu)
 

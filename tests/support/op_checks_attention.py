@@ -69,12 +69,39 @@ def fill(shape: tuple[int, ...], value: float, dtype: np.dtype[Any]) -> NDArray[
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows [position, position + rows) of a sequence are computed; `missing` pages (by number) are not resident."""
+    """Rows [position, position + rows) of a sequence are computed; `missing` pages (by number) are not resident.
+
+    parents, of a tree: row i sees itself and what row parents[i] < i sees, of the rows before all if that is -1, and
+    stands behind it. `both`: rows see each other if they are less than that apart.
+    """
 
     history: History
     position: int
     rows: int
     missing: frozenset[int] = frozenset()
+    parents: tuple[int, ...] = ()
+    both: int = 0
+
+    @property
+    def seen(self) -> NDArray[np.bool_]:
+        """[rows, rows]: whether a row sees another one."""
+        at = np.arange(self.rows)
+        if self.both:
+            return np.abs(at[:, None] - at) < self.both
+        if not self.parents:
+            return at[:, None] >= at
+        result = np.eye(self.rows, dtype=np.bool_)
+        for row, parent in enumerate(self.parents):
+            if parent >= 0:
+                result[row] |= result[parent]
+        return result
+
+    @property
+    def positions(self) -> NDArray[np.int32]:
+        """Where the rows stand."""
+        if not self.parents:
+            return np.arange(self.position, self.position + self.rows, dtype=np.int32)
+        return (self.position + self.seen.sum(axis=1) - 1).astype(np.int32)
 
 
 def run(
@@ -126,7 +153,11 @@ def run(
     counts = np.array([len(own) for own in tables], np.int32)
     starts = np.cumsum([0, *(chunk.rows for chunk in chunks)])
     spans = np.array([(9 - i, starts[i], c.rows, c.position) for i, c in enumerate(chunks)], np.int32)
-    positions = np.concatenate([np.arange(c.position, c.position + c.rows, dtype=np.int32) for c in chunks])
+    positions = np.concatenate([chunk.positions for chunk in chunks])
+    seen = None
+    if any(chunk.parents or chunk.both for chunk in chunks):
+        bits = [(c.seen * (np.uint64(1) << np.arange(c.rows, dtype=np.uint64))).sum(axis=1) for c in chunks]
+        seen = up_bits(device, np.concatenate(bits))
 
     def fresh(part: str) -> F32:
         return np.concatenate([getattr(c.history, part)[c.position : c.position + c.rows] for c in chunks])
@@ -146,7 +177,7 @@ def run(
             count=len(chunks),
             longest=max(c.rows for c in chunks),
         ),
-        PageView(up(table), up(first), up(counts), up(np.array(dest, np.int32))),
+        PageView(up(table), up(first), up(counts), up(np.array(dest, np.int32)), seen),
         up(positions),
         scale=scale,
         window=window,
@@ -154,6 +185,11 @@ def run(
     result: F32 = device.download(out)
     assert result.dtype == np.float32
     return result
+
+
+def up_bits(device: Device, bits: NDArray[np.uint64]) -> Array:
+    """Bits of rows as PageView.seen."""
+    return device.upload(np.ascontiguousarray(bits).view(np.int32).reshape(-1, 2))
 
 
 def spread_out(device: Device, *parts: F32) -> list[Array]:
@@ -171,13 +207,22 @@ def spread_out(device: Device, *parts: F32) -> list[Array]:
 
 
 def expected(chunks: Sequence[Chunk], *, scale: float, window: int | None) -> NDArray[np.float64]:
-    """softmax(scale q k^T) v over the keys j with p - window < j <= p whose page is resident, in float64."""
+    """softmax(scale q k^T) v over the keys that a row sees and whose page is resident, in float64.
+
+    Of those before the chunk these are the last ones, window - 1 for the first row.
+    """
     rows = []
     for chunk in chunks:
         q, k, v = (x.astype(np.float64) for x in (chunk.history.q, chunk.history.k, chunk.history.v))
         group = q.shape[1] // k.shape[1]
-        for p in range(chunk.position, chunk.position + chunk.rows):
-            seen = [j for j in range(p + 1) if (window is None or j > p - window) and j // PAGE not in chunk.missing]
+        special = chunk.parents or chunk.both
+        for row in range(chunk.rows):
+            p, at = chunk.position + row, int(chunk.positions[row])
+            past = [j for j in range(chunk.position) if window is None or j > at - window]
+            own = [chunk.position + int(j) for j in np.flatnonzero(chunk.seen[row])]
+            if window is not None and not special:
+                own = [j for j in own if j > p - window]
+            seen = [j for j in (*past, *own) if j // PAGE not in chunk.missing]
             heads = []
             for h in range(q.shape[1]):
                 scores = scale * (k[seen, h // group] @ q[p, h])
@@ -275,6 +320,25 @@ def check_window(device: Device, window: int, position: int, rows: int) -> None:
     dropped = run(device, chunks, scale=0.25, window=window, drop=True)
     if not device.host:
         same_bits(whole, dropped)
+
+
+#: trees of 1 to 64 rows: a chain, a bush, a comb
+TREES = ((-1, 0, 1, 2), (-1, 0, 0, 0, 1, 1, 4, 3, 2, 7, 9), tuple(max(-1, i - 1 - i % 3) for i in range(64)))
+
+
+def check_seen(device: Device, heads: int, kv_heads: int, d: int, position: int, window: int | None) -> None:
+    """Rows that see each other both ways, and trees: far apart, at a page's edge, beside each other."""
+    rng = np.random.default_rng(d)
+
+    def chunk(position: int, rows: int, **options: Any) -> Chunk:
+        history = History.random(position + rows, heads, kv_heads, d, int(rng.integers(99)))
+        return Chunk(history, position, rows, **options)
+
+    check(device, [chunk(position, 16, both=99)], window=window)
+    check(device, [chunk(position, 7, both=3), chunk(0, 5, both=9), chunk(60, 9, both=9)], window=window, drop=True)
+    for parents in TREES:
+        check(device, [chunk(position, len(parents), parents=parents)], window=window)
+    check(device, [chunk(position, 11, parents=TREES[1]), chunk(70, 4, parents=TREES[0])], window=window, drop=True)
 
 
 def check_missing_pages(device: Device) -> None:

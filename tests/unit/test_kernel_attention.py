@@ -53,6 +53,16 @@ def test_window(emulated: Device, window: int, position: int, rows: int) -> None
     checks.check_window(emulated, window, position, rows)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "position", "window"),
+    [(6, 2, 16, 130, None), (4, 4, 64, 63, 20), (8, 1, 128, 300, 70)],
+)
+def test_rows_that_see_each_other(
+    emulated: Device, heads: int, kv_heads: int, d: int, position: int, window: int | None
+) -> None:
+    checks.check_seen(emulated, heads, kv_heads, d, position, window)
+
+
 def test_missing_pages(emulated: Device) -> None:
     checks.check_missing_pages(emulated)
 

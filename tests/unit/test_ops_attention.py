@@ -36,6 +36,14 @@ def test_window(window: int, position: int, rows: int) -> None:
     checks.check_window(HostDevice(), window, position, rows)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "position", "window"),
+    [(6, 2, 16, 130, None), (4, 4, 64, 63, 20), (8, 1, 128, 300, 70)],
+)
+def test_rows_that_see_each_other(heads: int, kv_heads: int, d: int, position: int, window: int | None) -> None:
+    checks.check_seen(HostDevice(), heads, kv_heads, d, position, window)
+
+
 def test_missing_pages() -> None:
     checks.check_missing_pages(HostDevice())
 
