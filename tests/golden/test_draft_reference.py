@@ -1,0 +1,139 @@
+"""Every reference draft: features, hidden states, logits and blocks, on the NumPy device and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from luce.draft.spec import DraftSpec
+from luce.gguf.reader import GGUFFile
+from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
+from tests.support.drafts import (
+    F32,
+    Drafting,
+    DraftReference,
+    bfloat16,
+    open_draft,
+    references,
+    spec_of,
+    with_flavour,
+)
+
+each_draft = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+each_prompt = pytest.mark.parametrize("prompt", ["17", "long"])
+
+
+@pytest.fixture(params=["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    found: Device = request.getfixturevalue("gpu") if request.param == "gpu" else HostDevice()
+    return found
+
+
+class Opened:
+    """A reference draft, and drafts of it on a device."""
+
+    def __init__(self, reference: DraftReference, device: Device, file: GGUFFile) -> None:
+        self.reference = reference
+        self.device = device
+        self.file = file
+        self.spec = spec_of(file, reference.path)
+        self.expected = reference.expected
+        self.table, self.head = reference.ends
+
+    def on(self, captured: F32, spec: DraftSpec | None = None, *, floats: bool = False) -> Drafting:
+        """A draft with these captured rows in its ring, rounded unless `floats`."""
+        assert self.spec.mask_token is not None
+        rows = captured if floats else bfloat16(captured)
+        return Drafting(self.file, spec or self.spec, self.device, rows, self.table[self.spec.mask_token])
+
+    def captured(self, prompt: str) -> F32:
+        """The captured rows of a prompt that the reference gives, or where it gives only some, of this target."""
+        given = self.expected[f"captured_{prompt}"]
+        tokens = self.expected[f"prompt_{prompt}"]
+        return given if len(given) == len(tokens) else self.reference.captured(tokens)
+
+    def check_logits(self, z: F32, prompt: str, limit: float) -> None:
+        """Rows behind the seed against the expected logits and tokens."""
+        logits, expected = z @ self.head.T, self.expected[f"draft_logits_{prompt}"]
+        assert ((logits - expected) ** 2).mean() / expected.var() <= limit
+        sure = self.expected[f"draft_margin_{prompt}"] > 5 * np.sqrt(((logits - expected) ** 2).mean())
+        assert sure.mean() > 0.5
+        assert (logits.argmax(axis=1) == self.expected[f"draft_tokens_{prompt}"])[sure].all()
+
+
+@pytest.fixture
+def opened(reference: DraftReference, device: Device) -> Iterator[Opened]:
+    with ExitStack() as stack:
+        yield Opened(reference, device, stack.enter_context(open_draft(reference.path)))
+
+
+@each_draft
+def test_captured_layers(opened: Opened) -> None:
+    assert opened.spec.captured(opened.reference.target.spec) == tuple(opened.expected["target_layer_ids"].tolist())
+
+
+@each_draft
+@each_prompt
+def test_features(opened: Opened, prompt: str) -> None:
+    captured = opened.captured(prompt)
+    features = opened.device.download(opened.on(captured).model.fuse(opened.device.upload(captured.copy())))
+    given = len(opened.expected[f"captured_{prompt}"]) == len(captured)
+    limit = 2e-2 if not opened.device.host else 2e-5 if given else 1e-4
+    assert np.abs(features - opened.expected[f"f_{prompt}"]).max() <= limit
+
+
+@each_draft
+@each_prompt
+@pytest.mark.parametrize("floats", [True, False], ids=["float32", "bfloat16"])
+def test_block(opened: Opened, prompt: str, floats: bool) -> None:
+    drafting = opened.on(opened.captured(prompt), floats=floats)
+    drafting.remember(len(opened.expected[f"prompt_{prompt}"]), piece=50)
+    z = drafting.fill(opened.table[opened.expected[f"seed_{prompt}"]])
+    limits = opened.reference.limits["from_given_captures"]
+    if opened.device.host and floats:
+        assert np.abs(z - opened.expected[f"z_{prompt}"][1:]).max() <= limits["f32"]["z_max_abs"]
+        opened.check_logits(z, prompt, limits["f32"]["logits_nmse"])
+    else:
+        kind = "bf16_features" if opened.device.host else "bf16_features_bf16_products"
+        opened.check_logits(z, prompt, limits[kind]["logits_nmse"])
+
+
+@each_draft
+@each_prompt
+@pytest.mark.parametrize("flavour", ["causal", "bidir"])
+def test_explicit_flag(opened: Opened, prompt: str, flavour: str) -> None:
+    key = f"z_{prompt}_{flavour}"
+    if key not in opened.expected:
+        pytest.skip("the flag changes nothing of this draft")
+    drafting = opened.on(opened.captured(prompt), with_flavour(opened.spec, flavour == "causal"), floats=True)
+    drafting.remember(len(opened.expected[f"prompt_{prompt}"]))
+    z, expected = drafting.fill(opened.table[opened.expected[f"seed_{prompt}"]]), opened.expected[key][1:]
+    if opened.device.host:
+        assert np.abs(z - expected).max() <= opened.reference.limits["from_given_captures"]["f32"]["z_max_abs"]
+    assert ((z - expected) ** 2).mean() / expected.var() <= (1e-9 if opened.device.host else 1e-3)
+
+
+@each_draft
+@each_prompt
+def test_run(opened: Opened, prompt: str) -> None:
+    # The context grows by what each step of the expected run accepted; rows of blocks are overwritten.
+    expected = {name: opened.expected[f"spec_{prompt}_{name}"] for name in ("committed", "seed", "block", "tokens")}
+    text = np.concatenate([opened.expected[f"prompt_{prompt}"], expected["tokens"]])
+    drafting = opened.on(opened.reference.captured(text[: expected["committed"][-1]]), floats=True)
+    kept = dict(
+        zip(opened.expected[f"spec_{prompt}_z_steps"].tolist(), opened.expected[f"spec_{prompt}_z"], strict=True)
+    )
+    margins = opened.expected[f"spec_{prompt}_draft_margin"]
+    for step, (committed, seed) in enumerate(zip(expected["committed"].tolist(), expected["seed"], strict=True)):
+        drafting.remember(committed)
+        z = drafting.fill(opened.table[seed])
+        if step in kept:
+            error = ((z - kept[step][1:]) ** 2).mean() / kept[step].var()
+            assert error <= (1e-7 if opened.device.host else 2e-3)
+        if opened.device.host or margins[step] > 0.2:
+            np.testing.assert_array_equal((z @ opened.head.T).argmax(axis=1), expected["block"][step, 1:])
+    assert step > 10
