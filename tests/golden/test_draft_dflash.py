@@ -1,0 +1,187 @@
+"""The DFlash drafter on reference drafts: blocks of whole runs, holes, rewinds, several sequences, released memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.backend.layersplit import LayerSplitBackend
+from luce.draft.dflash import DFlashDrafter
+from luce.draft.drafter import Draftable
+from luce.draft.ends import Ends
+from luce.draft.model import DraftModel
+from luce.gguf.reader import open_gguf
+from luce.layers.features import FeatureRing
+from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
+from luce.runtime.step import Span
+from tests.support.drafts import F32, DraftReference, bfloat16, open_draft, spec_of
+
+FIT = DraftReference("qwen35-a-draft-fit-F32")
+
+
+class Drafted:
+    """A drafter beside its target, and what is told to it of texts whose captured rows are known."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        reference: DraftReference,
+        device: Device,
+        *,
+        capacity: int = 512,
+        slots: int = 2,
+        keep: bool = True,
+    ) -> None:
+        file = stack.enter_context(open_draft(reference.path))
+        target = stack.enter_context(open_gguf(reference.target.path))
+        backend = LayerSplitBackend(target, reference.target.spec, [HostDevice(0), HostDevice(1)], slots=1, context=64)
+        stack.callback(backend.close)
+        self.spec = spec_of(file, reference.path)
+        self.ring = FeatureRing(
+            device, self.spec.captured(reference.target.spec), self.spec.hidden, slots=slots, capacity=capacity
+        )
+        ends = Ends(device, backend.shards[0], backend.shards[-1])
+        assert self.spec.mask_token is not None
+        mask = ends.embed(np.array([self.spec.mask_token], np.int32))[0]
+        self.loads = 0
+
+        def load() -> DraftModel:
+            self.loads += 1
+            return DraftModel(file, self.spec, device, slots=slots, context=256, rows=self.ring.rows, mask=mask)
+
+        self.drafter = DFlashDrafter(self.spec, load, self.ring, ends, keep=keep)
+        stack.callback(self.drafter.close)
+
+    def tell(self, slot: int, captured: F32, at: int, to: int) -> None:
+        """Rows of a text are in the target's cache, and their features in the ring."""
+        rows = slot * self.ring.capacity + np.arange(at, to) % self.ring.capacity
+        values = self.ring.device.download(self.ring.rows).copy()
+        values[rows[-self.ring.capacity :]] = bfloat16(captured[at:to])[-self.ring.capacity :]
+        self.ring.device.write(self.ring.rows, values)
+        self.drafter.observe([Span(slot, 0, to - at, at)])
+
+    def propose(self, slot: int, tokens: NDArray[np.int32], most: int = 99) -> list[int]:
+        """The tokens behind the last of `tokens`."""
+        (proposal,) = self.drafter.propose([Draftable(slot, tokens, most)])
+        assert len(proposal.chances) == len(proposal.tokens)
+        assert all(0 < chance <= 1 for chance in proposal.chances)
+        return list(proposal.tokens)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def text(reference: DraftReference, prompt: str = "17") -> tuple[NDArray[np.int32], F32]:
+    """Prompt and reply of the reference's run, and the captured rows of all but the last."""
+    expected = reference.expected
+    tokens = np.concatenate([expected[f"prompt_{prompt}"], expected[f"spec_{prompt}_tokens"]])
+    return tokens, reference.captured(tokens[:-1])
+
+
+@pytest.mark.parametrize("name", ["qwen35-a-draft-fit-F32", "qwen35-a-draft-var-F32", "qwen35-b-draft-BF16"])
+@pytest.mark.parametrize("device", ["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_blocks_of_a_run(name: str, device: str, stack: ExitStack, request: pytest.FixtureRequest) -> None:
+    reference = DraftReference(name)
+    own: Device = request.getfixturevalue("gpu") if device == "gpu" else HostDevice(0)
+    drafted, (tokens, captured) = Drafted(stack, reference, own), text(reference)
+    expected = {
+        part: reference.expected[f"spec_17_{part}"] for part in ("committed", "block", "accept", "draft_margin")
+    }
+    told = compared = 0
+    for step, committed in enumerate(expected["committed"].tolist()):
+        # The target computed all rows of the last verification, whether they count or not.
+        drafted.tell(0, captured, told, min(committed + 3, len(captured)))
+        told = committed
+        block = drafted.propose(0, tokens[: committed + 1])
+        if expected["draft_margin"][step] > 0.05:
+            compared += 1
+            assert block == expected["block"][step, 1:].tolist()
+    assert compared > 3
+
+
+def test_most(stack: ExitStack) -> None:
+    drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0)), text(FIT)
+    drafted.tell(0, captured, 0, 17)
+    whole = drafted.propose(0, tokens[:18])
+    assert len(whole) == drafted.drafter.block == 7
+    assert drafted.propose(0, tokens[:18], most=3) == whole[:3]
+
+
+def test_without_features_there_is_no_guess(stack: ExitStack) -> None:
+    drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0)), text(FIT)
+    assert drafted.propose(0, tokens[:18]) == []
+    drafted.tell(0, captured, 0, 16)
+    assert drafted.propose(0, tokens[:18]) == []
+    drafted.tell(0, captured, 16, 17)
+    assert len(drafted.propose(0, tokens[:18])) == 7
+    drafted.drafter.forget(0)
+    assert drafted.propose(0, tokens[:18]) == []
+
+
+def test_a_hole_leaves_what_lies_behind_it(stack: ExitStack) -> None:
+    # Restored without a tail, or drafting was off: what follows is the context, as if the text began there.
+    drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0)), text(FIT)
+    drafted.tell(0, captured, 0, 10)
+    drafted.propose(0, tokens[:11])
+    drafted.tell(0, captured, 20, 40)
+    drafted.tell(1, captured, 20, 40)
+    assert drafted.propose(0, tokens[:41]) == drafted.propose(1, tokens[:41])
+
+
+def test_rewound_and_told_anew(stack: ExitStack) -> None:
+    drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0)), text(FIT)
+    drafted.tell(0, captured, 0, 40)
+    drafted.propose(0, tokens[:41])
+    # Another text from position 12 on.
+    drafted.tell(0, captured[::-1], 12, 30)
+    both = np.concatenate([captured[:12], captured[::-1][12:30]])
+    drafted.tell(1, both, 0, 30)
+    assert drafted.propose(0, tokens[:31]) == drafted.propose(1, tokens[:31])
+
+
+def test_several_sequences_at_once(stack: ExitStack) -> None:
+    drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0)), text(FIT)
+    long = text(FIT, "long")
+    drafted.tell(0, captured, 0, 25)
+    drafted.tell(1, long[1], 0, 160)
+    asked = [Draftable(0, tokens[:26], 9), Draftable(1, long[0][:161], 2)]
+    both = [list(proposal.tokens) for proposal in drafted.drafter.propose(asked)]
+    alone = Drafted(stack, FIT, HostDevice(0))
+    alone.tell(0, captured, 0, 25)
+    alone.tell(1, long[1], 0, 160)
+    assert both == [alone.propose(0, tokens[:26]), alone.propose(1, long[0][:161], 2)]
+
+
+def test_a_ring_shorter_than_the_text(stack: ExitStack) -> None:
+    # Both know the last 64 rows; one was told them in one go, the other as they came.
+    tokens, captured = text(FIT, "long")
+    drafted = Drafted(stack, FIT, HostDevice(0), capacity=64)
+    drafted.tell(0, captured, 0, 160)
+    for at in range(96, 160, 16):
+        drafted.tell(1, captured, at, at + 16)
+    assert drafted.propose(0, tokens[:161]) == drafted.propose(1, tokens[:161])
+
+
+def test_released_when_idle(stack: ExitStack) -> None:
+    drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0), keep=False), text(FIT)
+    drafted.tell(0, captured, 0, 17)
+    first = drafted.propose(0, tokens[:18])
+    assert (drafted.loads, drafted.drafter.describe()["loaded"]) == (1, "yes")
+    drafted.drafter.idle()
+    assert drafted.drafter.describe()["loaded"] == "no"
+    assert drafted.propose(0, tokens[:18]) == first
+    assert drafted.loads == 2
+
+
+def test_kept_when_idle(stack: ExitStack) -> None:
+    drafted = Drafted(stack, FIT, HostDevice(0))
+    drafted.drafter.idle()
+    assert drafted.drafter.describe() == {"kind": "dflash", "block": 8, "device": "cpu:0", "loaded": "yes"}
