@@ -1,0 +1,194 @@
+"""Drafting by the target's own block for multi-token prediction, which Qwen3.5 and Qwen3.6 files carry.
+
+Row t of the block reads the target's state behind position t, after the last norm, and the embedding of the token at
+t + 1; it predicts the token at t + 2. Further tokens come one at a time, from the block's own state and the token
+before (DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437, section 2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from luce.backend.replay import Replayer
+from luce.draft.chances import one_by_one
+from luce.draft.context import Context, Ring
+from luce.draft.drafter import Draftable, Proposal
+from luce.draft.ends import Ends
+from luce.draft.features import Known, Part, batches
+from luce.errors import UnsupportedError
+from luce.gguf.reader import GGUFFile
+from luce.layers.attention import AttentionLayer
+from luce.layers.block import PreNormBlock, Residual
+from luce.layers.build import LayerBuilder
+from luce.layers.features import FeatureRing
+from luce.models.spec import Attention, ModelSpec
+from luce.ops.activation import add
+from luce.ops.embedding import embed
+from luce.ops.matmul import matmul
+from luce.ops.norm import rms_norm
+from luce.ops.weight import Weight, WeightPart
+from luce.runtime.device import Array, Device
+from luce.runtime.step import DeviceStep, Int32, Output, Span
+
+_PIECE = 512
+# Most tokens that are drafted at a time: each takes a pass of the head.
+_BLOCK = 4
+
+
+def captured(spec: ModelSpec) -> tuple[int, ...]:
+    """The layers whose output the block reads: the last one."""
+    return (len(spec.blocks) - 1,)
+
+
+class MTPModel:
+    """The block on a device, for `slots` sequences of which it sees the last `context` positions or somewhat more.
+
+    rows  uint16 [n, hidden], bfloat16: the target's states before its last norm (luce.layers.features)
+
+    Raises UnsupportedError if the file has no such block, or naming the tensor that is missing.
+    """
+
+    def __init__(
+        self, file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int, rows: Array
+    ) -> None:
+        like = next((block for block in spec.blocks if isinstance(block.mixer, Attention)), None)
+        if not spec.skipped_blocks or like is None:
+            raise UnsupportedError(f"{file.paths[0]}: has no block for multi-token prediction")
+        self.device = device
+        self._eps, hidden, index = spec.norm_eps, spec.hidden, len(spec.blocks)
+        self.context = Context([Ring(context, _PIECE)], slots)
+        whole = replace(spec, blocks=(*spec.blocks, like))
+        builder = LayerBuilder(file, whole, range(index, index + 1), device, pages=self.context.pages, slots=slots)
+        weights, name = builder.weights, f"blk.{index}.nextn."
+        self._mix = weights.matrix([f"{name}eh_proj.weight"], 2 * hidden, [hidden])
+        self._token_norm = weights.vector(f"{name}enorm.weight", hidden)
+        self._state_norm = weights.vector(f"{name}hnorm.weight", hidden)
+        self._target_norm = weights.vector("output_norm.weight", hidden)
+        own = f"{name}shared_head_norm.weight"
+        self._head_norm = weights.vector(own if own in file.tensors else "output_norm.weight", hidden)
+        block = builder.block(index)
+        assert isinstance(block, PreNormBlock)
+        self._block = block
+        self._captured = Weight(
+            len(rows), hidden, (WeightPart(rows.view(np.uint8), GGMLQuantizationType.BF16, 0, len(rows)),)
+        )
+        #: bytes on the device
+        self.weights = weights.nbytes
+        self._remembering = Replayer(device, self._keep, self.context.pages)
+        self._predicting = Replayer(device, self._predict, self.context.pages)
+        device.synchronize()
+
+    def states(self, places: Int32) -> Array:
+        """The target's states at places of the ring, after its last norm: float32 [n, hidden]."""
+        rows = embed(self.device, self._captured, self.device.upload(places))
+        return rms_norm(self.device, rows, self._target_norm, self._eps)
+
+    def remember(self, slots: Sequence[int], counts: Sequence[int], tokens: Array, states: Array) -> None:
+        """Append rows to slots, of which nothing is wanted: float32 [sum(counts), hidden], the embeddings of the tokens
+        behind and the states."""
+        step = self.context.step(slots, counts, _none(counts), np.zeros(1, np.int32), sees=False)
+        self._remembering.run(step, (tokens, states))
+        self.context.keep(slots, counts)
+
+    def predict(self, slots: Sequence[int], tokens: Array, states: Array, *, behind: int = 0) -> Array:
+        """One row of each slot, `behind` rows behind what it remembers: its state, float32 [len(slots), hidden], which
+        the head takes as it is and the next row reads. It holds until the device runs the next step."""
+        counts = [1] * len(slots)
+        wanted = np.arange(len(slots), dtype=np.int32)
+        step = self.context.step(slots, counts, _none(counts), wanted, behind=behind, sees=True)
+        (result,) = self._predicting.run(step, (tokens, states))
+        return result
+
+    def close(self) -> None:
+        """Release weights and context. Idempotent."""
+        self._remembering.close()
+        self._predicting.close()
+
+    def _keep(self, step: DeviceStep, handed: tuple[Array, ...]) -> tuple[Array, ...]:
+        y = rms_norm(self.device, self._mixed(*handed), self._block.mixer_norm, self._eps)
+        assert isinstance(self._block.mixer, AttentionLayer)
+        self._block.mixer.remember(y, step)
+        return ()
+
+    def _predict(self, step: DeviceStep, handed: tuple[Array, ...]) -> tuple[Array, ...]:
+        stream = Residual(self.device, self._mixed(*handed))
+        self._block(stream, step)
+        return (rms_norm(self.device, stream.settle(), self._head_norm, self._eps),)
+
+    def _mixed(self, tokens: Array, states: Array) -> Array:
+        device, (rows, hidden) = self.device, tokens.shape
+        both = device.zeros((rows, 2 * hidden))
+        add(device, both[:, :hidden], rms_norm(device, tokens, self._token_norm, self._eps))
+        add(device, both[:, hidden:], rms_norm(device, states, self._state_norm, self._eps))
+        return matmul(device, both, self._mix)
+
+
+class MTPDrafter:
+    """Proposes by an MTPModel that reads `ring`."""
+
+    block = _BLOCK
+
+    def __init__(self, model: MTPModel, ring: FeatureRing, ends: Ends) -> None:
+        self._model = model
+        self._known = Known(ring)
+        self._ends = ends
+
+    def observe(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            self._known.observe(span)
+            # The row before has read the token that stood at this position.
+            self._model.context.rewind(span.slot, max(0, span.position - 1))
+
+    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
+        ready = [one for one in asked if self._known.has(one.slot, len(one.tokens) - 2)]
+        drafted = dict(zip((one.slot for one in ready), self._draft(ready), strict=True)) if ready else {}
+        return [drafted.get(one.slot, Proposal()) for one in asked]
+
+    def forget(self, slot: int) -> None:
+        self._known.forget(slot)
+        self._model.context.forget(slot)
+
+    def idle(self) -> None:
+        pass
+
+    def describe(self) -> dict[str, str | int]:
+        return {"kind": "mtp", "block": self.block, "device": str(self._ends.device.name)}
+
+    def close(self) -> None:
+        self._model.close()
+
+    def _draft(self, asked: Sequence[Draftable]) -> list[Proposal]:
+        model, slots = self._model, [one.slot for one in asked]
+        texts = {one.slot: one.tokens for one in asked}
+        # The row before the seed is the last one that the target has computed.
+        last = [len(one.tokens) - 2 for one in asked]
+        owed = [
+            (slot, range(model.context.resume(slot, self._known.first(slot), end), end))
+            for slot, end in zip(slots, last, strict=True)
+        ]
+        for parts in batches(owed, _PIECE):
+            counts = [len(part.positions) for part in parts]
+            tokens = np.concatenate([texts[part.slot][part.positions + 1] for part in parts])
+            states = model.states(self._known.places(parts))
+            model.remember([part.slot for part in parts], counts, self._ends.embed(tokens), states)
+        states = model.states(
+            self._known.places([Part(slot, np.array([end], np.int32)) for slot, end in zip(slots, last, strict=True)])
+        )
+
+        def run(depth: int, tokens: Int32) -> Output:
+            nonlocal states
+            states = model.predict(slots, self._ends.embed(tokens), states, behind=depth)
+            return self._ends.project(states)
+
+        proposals = one_by_one(asked, self.block, run)
+        # The first row's inputs were the text's own.
+        model.context.keep(slots, [1] * len(slots))
+        return proposals
+
+
+def _none(counts: Sequence[int]) -> Int32:
+    return np.zeros(sum(counts), np.int32)
