@@ -78,8 +78,14 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
         chat = _chat_format(file, tokenizer, spec.dialect.reasoning, config)
         if chat.template is not None:
             opened.callback(chat.template.close)
-        drafter = open_drafter(config)
-        backend = open_backend(opened, file, spec, open_placement(config), config, on_progress)
+        devices = open_placement(config)
+        for device in devices:
+            opened.callback(device.close)
+        prepared = open_drafter(opened, config, file, spec, devices, context=served_context(spec, config.max_ctx))
+        backend = open_backend(opened, file, spec, devices, config, on_progress)
+        drafter = None if prepared is None else prepared.open(backend.shards[0], backend.shards[-1])
+        if drafter is not None:
+            opened.callback(drafter.close)
         disk = _disk(file, backend, chat, config)
         return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk, drafter)
 
@@ -92,9 +98,7 @@ def open_backend(
     config: Config,
     on_progress: Callable[[float], None] = lambda fraction: None,
 ) -> LayerSplitBackend:
-    """The backend of a Config on `devices`; `opened` closes it, and then them. `on_progress` as in open_model."""
-    for device in devices:
-        opened.callback(device.close)
+    """The backend of a Config on `devices`; `opened` closes it. `on_progress` as in open_model."""
     backend = LayerSplitBackend(
         file,
         spec,

@@ -290,10 +290,35 @@ class Config:
     draft: str = _setting(
         "",
         _text,
-        "what guesses the next tokens, so that several are computed at a time; replies stay what they are. ngram: what "
-        "followed the last time that the text ended as it does",
-        metavar="ngram",
+        "what guesses the next tokens, so that several are computed at a time; replies stay what they are. PATH: a "
+        "DFlash draft (GGUF, or a directory of safetensors) or a small model with the same tokens. mtp: the block for "
+        "it in the model's own file. ngram: what followed the last time that the text ended as it does",
+        metavar="PATH|mtp|ngram",
         group="draft",
+    )
+    draft_device: str = _setting(
+        "auto",
+        _device,
+        "device of the draft: auto (the one with the last layers), cuda:N, hip:N, cpu:N",
+        metavar="DEVICE",
+        group="draft",
+    )
+    draft_residency: str = _setting(
+        "auto",
+        _choice("auto", "persistent", "request-scoped"),
+        "when the draft is loaded: persistent (auto: the same), or request-scoped (while requests run)",
+        metavar="WHEN",
+        group="draft",
+    )
+    draft_swa: int = _setting(
+        0,
+        _integer(0),
+        "window of all layers of a DFlash draft but the last, where its file does not tell (0: what the file says)",
+        metavar="N",
+        group="draft",
+    )
+    draft_ctx_max: int = _setting(
+        4096, _integer(64), "tokens before a guess that the draft sees at most", metavar="N", group="draft"
     )
     verify_width: int = _setting(
         0,
@@ -566,7 +591,10 @@ def resolve(
             except UsageError as error:
                 problems.append(str(error))
                 params.append(name)
-    for name, problem in _placement_problems(values, spelled, frozenset(params)):
+    for name, problem in (
+        *_placement_problems(values, spelled, frozenset(params)),
+        *_draft_problems(values, spelled, frozenset(params)),
+    ):
         problems.append(problem)
         params.append(name)
     if problems:
@@ -606,6 +634,21 @@ def _placement_problems(
             "target_layer_split",
             f"{spelled['target_layer_split']}: {len(weights)} weights for {len(devices)} devices",
         )
+
+
+#: settings of drafts that have weights
+_DRAFT = ("draft_device", "draft_residency", "draft_swa", "draft_ctx_max")
+
+
+def _draft_problems(
+    values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Field and message of draft settings that would do nothing. Fields in `wrong` have been reported."""
+    if values.get("draft", "") not in ("", "ngram") or "draft" in wrong:
+        return
+    for name in _DRAFT:
+        if values.get(name, FIELDS[name].default) != FIELDS[name].default:
+            yield name, f"{spelled[name]}: requires {flag('draft')} with a file or mtp"
 
 
 def override(config: Config, given: Mapping[str, Any]) -> Config:

@@ -125,7 +125,10 @@ def _measure(
     tell("loading the model")
     with contextlib.ExitStack() as opened:
         started = time.perf_counter()
-        backend = open_backend(opened, file, spec, open_devices(config), config)
+        devices = open_devices(config)
+        for device in devices:
+            opened.callback(device.close)
+        backend = open_backend(opened, file, spec, devices, config)
         loaded = time.perf_counter() - started
         kv = KVTypes(config.cache_type_k, config.cache_type_v)
         costs = [ShardCost(file, spec, shard.info.layers, shard.device, kv) for shard in backend.shards]

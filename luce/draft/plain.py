@@ -32,10 +32,9 @@ def check_tokens(file: GGUFFile, target: Metadata) -> None:
 class ModelDrafter:
     """Proposes up to `block` tokens by a model on `device`, which sees the last `context` positions or some more."""
 
-    def __init__(
-        self, file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int, block: int = 8
-    ) -> None:
-        self.block = block
+    block = 8
+
+    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> None:
         self._device = device
         self._longest = spec.context_length
         context = min(context, spec.context_length)

@@ -35,7 +35,6 @@ class Drafted:
         *,
         capacity: int = 512,
         slots: int = 2,
-        keep: bool = True,
     ) -> None:
         file = stack.enter_context(open_draft(reference.path))
         target = stack.enter_context(open_gguf(reference.target.path))
@@ -48,13 +47,8 @@ class Drafted:
         ends = Ends(device, backend.shards[0], backend.shards[-1])
         assert self.spec.mask_token is not None
         mask = ends.embed(np.array([self.spec.mask_token], np.int32))[0]
-        self.loads = 0
-
-        def load() -> DraftModel:
-            self.loads += 1
-            return DraftModel(file, self.spec, device, slots=slots, context=256, rows=self.ring.rows, mask=mask)
-
-        self.drafter = DFlashDrafter(self.spec, load, self.ring, ends, keep=keep)
+        self.model = DraftModel(file, self.spec, device, slots=slots, context=256, rows=self.ring.rows, mask=mask)
+        self.drafter = DFlashDrafter(self.model, self.ring, ends)
         stack.callback(self.drafter.close)
 
     def tell(self, slot: int, captured: F32, at: int, to: int) -> None:
@@ -168,20 +162,3 @@ def test_a_ring_shorter_than_the_text(stack: ExitStack) -> None:
     for at in range(96, 160, 16):
         drafted.tell(1, captured, at, at + 16)
     assert drafted.propose(0, tokens[:161]) == drafted.propose(1, tokens[:161])
-
-
-def test_released_when_idle(stack: ExitStack) -> None:
-    drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0), keep=False), text(FIT)
-    drafted.tell(0, captured, 0, 17)
-    first = drafted.propose(0, tokens[:18])
-    assert (drafted.loads, drafted.drafter.describe()["loaded"]) == (1, "yes")
-    drafted.drafter.idle()
-    assert drafted.drafter.describe()["loaded"] == "no"
-    assert drafted.propose(0, tokens[:18]) == first
-    assert drafted.loads == 2
-
-
-def test_kept_when_idle(stack: ExitStack) -> None:
-    drafted = Drafted(stack, FIT, HostDevice(0))
-    drafted.drafter.idle()
-    assert drafted.drafter.describe() == {"kind": "dflash", "block": 8, "device": "cpu:0", "loaded": "yes"}

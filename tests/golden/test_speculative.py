@@ -10,6 +10,7 @@ import pytest
 import luce
 from luce import api
 from luce.draft.drafter import Drafter
+from luce.draft.open import Prepared
 from tests.support.daemons import HERE
 from tests.support.drafters import ScriptedDrafter, sometimes
 from tests.support.reference import Reference, references
@@ -37,7 +38,8 @@ def knowing(reference: Reference) -> Drafter:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
 def test_greedy(reference: Reference, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "open_drafter", lambda config: knowing(reference))
+    scripted = Prepared(None, lambda first, last: knowing(reference))
+    monkeypatch.setattr(api, "open_drafter", lambda *_, **__: scripted)
     settings = {"max_ctx": 512, "parallel": 2, "chunk": 16, "draft": "ngram", "verify_width": 16, **PLACES[place]}
     with luce.load(reference.path, **settings) as model:
         for keys in (("long",), ("long", "17")):

@@ -1,0 +1,209 @@
+"""What --draft and its companions open, and what is refused."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import luce
+from luce.config import resolve
+from luce.draft.drafter import Draftable, Drafter
+from luce.draft.ngram import NgramDrafter
+from luce.draft.open import Prepared, open_drafter
+from luce.draft.resident import ResidentDrafter
+from luce.errors import DeviceError, FormatError, LuceError, ModelError, OutOfMemoryError, UnsupportedError, UsageError
+from luce.gguf.reader import open_gguf
+from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
+from luce.runtime.step import Span
+from tests.support.drafts import DRAFTS
+from tests.support.made_drafts import MadeDraft
+from tests.support.reference import Reference
+
+FIT = DRAFTS / "qwen35-a-draft-fit-F32.gguf"
+TARGET = Reference("qwen35-a-F32")
+
+
+def prepare(
+    stack: ExitStack,
+    draft: str | Path,
+    devices: list[Device] | None = None,
+    reference: Reference = TARGET,
+    **settings: Any,
+) -> Prepared | None:
+    file = stack.enter_context(open_gguf(reference.path))
+    config = resolve({"draft": str(draft), "parallel": 2, **settings}, env={})
+    return open_drafter(stack, config, file, reference.spec, devices or [HostDevice(0)], context=512)
+
+
+@pytest.fixture
+def stack() -> Any:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_nothing(stack: ExitStack) -> None:
+    assert prepare(stack, "") is None
+
+
+def test_prompt_lookup(stack: ExitStack) -> None:
+    prepared = prepare(stack, "ngram")
+    assert prepared is not None and prepared.ring is None
+
+
+@pytest.mark.parametrize("draft", [FIT, DRAFTS / "qwen35-a-draft-hf", DRAFTS / "qwen35-a-draft-hf/model.safetensors"])
+def test_a_draft_reads_the_layers_that_it_names(draft: Path, stack: ExitStack) -> None:
+    prepared = prepare(stack, draft)
+    assert prepared is not None and prepared.ring is not None
+    assert prepared.ring.layers == ((0, 2, 5) if draft == FIT else (1, 3, 6))
+    assert (prepared.ring.slots, prepared.ring.capacity, prepared.ring.hidden) == (2, 512, 64)
+
+
+def test_the_cap_of_its_context(stack: ExitStack) -> None:
+    prepared = prepare(stack, FIT, draft_ctx_max=128)
+    assert prepared is not None and prepared.ring is not None and prepared.ring.capacity == 128
+
+
+def test_the_model_s_own_block(stack: ExitStack) -> None:
+    prepared = prepare(stack, "mtp", reference=Reference("qwen35-b-Q4_K_M"))
+    assert prepared is not None and prepared.ring is not None and prepared.ring.layers == (5,)
+    with pytest.raises(ModelError, match=r"qwen35-a-F32.gguf: --draft mtp: has no block"):
+        prepare(stack, "mtp")
+
+
+def test_devices(stack: ExitStack) -> None:
+    devices: list[Device] = [HostDevice(0), HostDevice(1)]
+    for name, index in (("auto", 1), ("cpu:0", 0), ("cpu:1", 1)):
+        prepared = prepare(stack, FIT, devices, draft_device=name)
+        assert prepared is not None and prepared.ring is not None and prepared.ring.device is devices[index]
+    prepared = prepare(stack, FIT, devices, draft_device="cpu:3")
+    assert prepared is not None and prepared.ring is not None and str(prepared.ring.device.name) == "cpu:3"
+    with pytest.raises(DeviceError, match="cuda:77"):
+        prepare(stack, FIT, devices, draft_device="cuda:77")
+    with pytest.raises(UsageError, match="--draft-device tcp://far:1/cpu:0: expected one device of this machine"):
+        prepare(stack, FIT, devices, draft_device="tcp://far:1/cpu:0")
+
+
+def test_the_window_option(stack: ExitStack) -> None:
+    with pytest.raises(UsageError, match=r"--draft-swa: .*qwen35-a-F32.gguf is no DFlash draft"):
+        prepare(stack, TARGET.path, draft_swa=64)
+
+
+@pytest.mark.parametrize(
+    ("draft", "error", "message"),
+    [
+        ("nowhere.gguf", ModelError, "nowhere.gguf: No such file"),
+        (str(Reference("gemma4-e-F32").path), ModelError, "has other tokens than"),
+        (str(DRAFTS / "qwen35-b-draft-BF16.gguf"), ModelError, "is a draft for rows of 256, the model's have 64"),
+    ],
+)
+def test_files_that_cannot_draft(draft: str, error: type[LuceError], message: str, stack: ExitStack) -> None:
+    with pytest.raises(error, match=message):
+        prepare(stack, draft)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 700}, "is a draft for 700 tokens, the model has 768"),
+        ({"dflash__target_layer_ids": [2, 8]}, "reads layer 8 of the model, which has 8"),
+        ({"dflash__mask_token_id": None}, "dflash.mask_token_id 248070 is no token of the model"),
+        ({"dflash__domino__enabled": 1}, "dflash.domino.enabled is set"),
+        ({"rope__freq_base": None}, "rope.freq_base' is missing"),
+    ],
+)
+def test_a_refused_draft_ends_the_start(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    draft = MadeDraft.random(0, hidden=64, **{"vocab_size": 768, "dflash__mask_token_id": 5, **changes})
+    path = draft.write(tmp_path / "made.gguf")
+    with pytest.raises((ModelError, FormatError, UnsupportedError), match=message) as raised:
+        luce.load(TARGET.path, target_devices="cpu:0", max_ctx=256, draft=str(path))
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"draft_residency": "request-scoped"}, "--draft-residency: requires --draft with a file or mtp"),
+        ({"draft_device": "cpu:1", "draft": "ngram"}, "--draft-device: requires --draft with a file or mtp"),
+        ({"draft_swa": 9}, "--draft-swa: requires --draft"),
+        ({"draft_residency": "sometimes", "draft": "x"}, "--draft-residency: expected auto or persistent"),
+    ],
+)
+def test_options_that_would_do_nothing(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve(settings, env={})
+
+
+class Loads:
+    """A maker of drafters, which counts."""
+
+    def __init__(self, fail: int = 0) -> None:
+        self.made = self.closed = 0
+        self.fail = fail
+
+    def __call__(self) -> Drafter:
+        if self.fail:
+            self.fail -= 1
+            raise OutOfMemoryError("cpu:0: 9 bytes asked")
+        self.made += 1
+        drafter = NgramDrafter(block=3)
+        drafter.close = self.close  # type: ignore[method-assign]
+        return drafter
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+ASKED = [Draftable(0, np.array([1, 2, 3, 1, 2], np.int32), 2)]
+
+
+def test_request_scoped() -> None:
+    loads = Loads()
+    drafter = ResidentDrafter(loads, keep=False, block=3, facts={"file": "x"})
+    assert (loads.made, loads.closed, drafter.describe()) == (1, 1, {"file": "x", "loaded": "no"})
+    drafter.observe([Span(0, 0, 5, 0)])
+    assert list(drafter.propose(ASKED)[0].tokens) == [3, 1]
+    assert (loads.made, loads.closed, drafter.describe()["loaded"]) == (2, 1, "yes")
+    drafter.idle()
+    drafter.idle()
+    drafter.close()
+    assert (loads.made, loads.closed) == (2, 2)
+
+
+def test_persistent() -> None:
+    loads = Loads()
+    drafter = ResidentDrafter(loads, keep=True, block=3)
+    drafter.propose(ASKED)
+    drafter.idle()
+    assert (loads.made, loads.closed) == (1, 0)
+    drafter.close()
+    drafter.close()
+    assert (loads.made, loads.closed) == (1, 1)
+
+
+def test_no_memory_at_first(caplog: pytest.LogCaptureFixture) -> None:
+    loads = Loads(fail=2)
+    drafter = ResidentDrafter(loads, keep=True, block=3)
+    assert "the draft is not loaded: cpu:0: 9 bytes asked" in caplog.text
+    assert drafter.describe() == {"loaded": "no"}
+    with pytest.raises(OutOfMemoryError):
+        drafter.propose(ASKED)
+    assert list(drafter.propose(ASKED)[0].tokens) == [3, 1]
+
+
+def test_a_small_model_drafts(tmp_path: Path) -> None:
+    # The target itself: whatever it proposes is right.
+    expected = TARGET.expected["greedy_17"].tolist()
+    settings = {"target_devices": "cpu:0", "max_ctx": 256, "draft": str(TARGET.path), "verify_width": 5}
+    with luce.load(TARGET.path, **settings) as model:
+        prompt = TARGET.expected["prompt_17"].tolist()
+        reply = model.generate(prompt, max_tokens=32, temperature=0, ignore_eos=True)
+        assert [token.id for token in reply] == expected
+        stats = model.engine.stats().draft
+    assert stats is not None and stats.state == "on"
+    assert stats.facts["kind"] == "model" and stats.facts["file"] == str(TARGET.path)
+    assert stats.accepted == stats.proposed > 15
