@@ -22,10 +22,10 @@ extern "C" __global__ void capture_sums(const float* __restrict__ x, const float
     capture<true>(x, delta, out, cols, out_stride);
 }
 
-// ring[dest[r], :] = rows[r, :] where dest[r] >= 0, in words of two values; no place is named twice.
-// Grid: x rows, y blocks along a row.
+// ring[dest[r], first + j] = rows[r, j] where dest[r] >= 0, in words of two values: `words` in a row, `ring_words` in one
+// of the ring; no place is named twice. Grid: x rows, y blocks along a row.
 extern "C" __global__ void put_rows(const u32* __restrict__ rows, u32* __restrict__ ring, const i32* __restrict__ dest,
-                                    int words) {
+                                    int words, int ring_words, int first) {
     const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x), to = dest[blockIdx.x];
-    if (j < words && to >= 0) ring[(i64)to * words + j] = rows[(i64)blockIdx.x * words + j];
+    if (j < words && to >= 0) ring[(i64)to * ring_words + first + j] = rows[(i64)blockIdx.x * words + j];
 }

@@ -11,6 +11,8 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TypeGuard
 
 import numpy as np
@@ -26,10 +28,11 @@ from luce.backend.shard import Pending, Shard, ShardInfo
 from luce.backend.timing import ShardTimes
 from luce.errors import BackendError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile
+from luce.layers.features import FeatureRing
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.remote.device import RemoteDevice
-from luce.runtime.device import Device, Event
+from luce.runtime.device import Array, Device, Event
 from luce.runtime.step import PAGE, Output, Step
 from luce.runtime.transfer import Link, Passage
 
@@ -43,8 +46,8 @@ _AHEAD = 2
 class LayerSplitBackend:
     """`spec`'s layers on `devices`, split by `weights` or by bytes (luce.backend.placement.plan_shards).
 
-    See luce.backend.backend.Backend for the properties. `verify`: most rows of a tentative span. `piece`: rows in
-    which long steps go through several shards.
+    See luce.backend.backend.Backend for the properties. `verify`: most rows of a tentative span. `ring` gets what its
+    layers compute in every step. `piece`: rows in which long steps go through several shards.
     `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory.
     `on_progress` gets the share of this process's layers that are read, after each.
     Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
@@ -64,11 +67,17 @@ class LayerSplitBackend:
         chunk: int = 512,
         kv: KVTypes = AUTO,
         verify: int = 0,
+        ring: FeatureRing | None = None,
         piece: int = _PIECE,
         peer: bool = True,
         on_progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
+        if ring is not None:
+            spec = replace(spec, captured=ring.layers)
         self.spec = spec
+        self._ring = ring
+        #: what is still to be put into the ring, because somebody else drives its device: on the host
+        self._captured: deque[tuple[Step, list[NDArray[np.uint16]]]] = deque()
         self._kv = kv
         self._piece = piece
         self.vocab = spec.vocab
@@ -124,6 +133,7 @@ class LayerSplitBackend:
                             slots=slots,
                             kv=kv,
                             verify=verify,
+                            on_captured=partial(self._capture, group[0]),
                             on_layer=lambda: on_progress(next(read) / own),
                         )
                     self._chain.add(f"shard {number}", ",".join(str(device.name) for device in group), shard)
@@ -176,6 +186,7 @@ class LayerSplitBackend:
             results = self._queue(pieces)
             outputs = [result() for result, piece in zip(results, pieces, strict=True) if len(piece.wanted)]
             self._chain.look()
+            self._store_captured()
         except BaseException:
             self._settle()
             raise
@@ -225,8 +236,22 @@ class LayerSplitBackend:
                 self._queued.popleft().wait()
         return result
 
+    def _capture(self, device: Device, step: Step, outputs: Sequence[Array]) -> None:
+        """The last shard has these, on `device`."""
+        assert self._ring is not None
+        if device is self._ring.device:
+            self._ring.put(step, outputs)
+        else:
+            self._captured.append((step, [device.download(output) for output in outputs]))
+
+    def _store_captured(self) -> None:
+        while self._ring is not None and self._captured:
+            step, outputs = self._captured.popleft()
+            self._ring.put(step, [self._ring.device.upload(output) for output in outputs])
+
     def _settle(self) -> None:
         """Wait until nothing runs, whether it fails or not."""
+        self._captured.clear()
         self._queued.clear()
         self._chain.settle()
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from luce.backend.plan import mirrored, state_bytes
 from luce.backend.replay import Replayer
-from luce.backend.shard import Activation, Pending, ShardInfo
+from luce.backend.shard import Activation, Captured, Pending, ShardInfo
 from luce.errors import BackendError, DeviceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.block import PreNormBlock, Residual, SandwichBlock
@@ -22,6 +22,7 @@ from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.state import DeltaState, KVPool
 from luce.models.spec import Attention, ModelSpec
 from luce.ops.embedding import take_rows
+from luce.ops.features import capture
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.sample import argmax, candidates
@@ -51,8 +52,10 @@ class LocalShard:
         kv: KVTypes = AUTO,
         verify: int = 0,
         on_layer: Callable[[], None] = lambda: None,
+        on_captured: Captured = lambda step, outputs: None,
     ) -> None:
-        """`verify`: most rows of a tentative span. `on_layer` is called when a layer is read."""
+        """`verify`: most rows of a tentative span. `on_layer` is called when a layer is read, `on_captured` by the last
+        shard where layers are captured."""
         self.device = device
         self._stream = device.copy_stream()
         builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv, verify=verify)
@@ -71,6 +74,8 @@ class LocalShard:
         self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held)
         self._groups = {index: spec.group_of(index) for index in (*self._mirrors, *layers)}
         self._taken, self._lent = spec.lent(layers.start), spec.lent(layers.stop)
+        self._captured, self._on_captured = spec.captured, on_captured
+        self._before = sum(layer < layers.start for layer in spec.captured)
         device.rehearse(lambda: self._rehearse(spec, slots))
         device.synchronize()
 
@@ -90,9 +95,11 @@ class LocalShard:
         left = self._replayer.run(step, handed or ())
         if self._head is None:
             return left
+        if self._captured:
+            self._on_captured(step, [output.view(np.uint16) for output in left[-len(self._captured) :]])
         if not len(step.wanted):
             return lambda: Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
-        ids, logits = left
+        ids, logits, *_ = left
         full = self._picked(logits, step.full)
         if step.top is None or not step.top.any():
             return lambda: Output(self.device.download(ids), self.device.download(full))
@@ -127,7 +134,8 @@ class LocalShard:
         return take_rows(self.device, logits, self.device.upload(np.flatnonzero(rows).astype(np.int32)))
 
     def _run(self, step: DeviceStep, handed: Activation) -> tuple[Array, ...]:
-        """Queue a step's work: what is handed on, or (ids, logits) of the wanted rows if there are any."""
+        """Queue a step's work: what is handed on, or (ids, logits) of the wanted rows if there are any, and what was
+        captured."""
         if self._embedding is not None:
             handed = (self._embedding(step),)
             if self._per_layer is not None:
@@ -138,23 +146,29 @@ class LocalShard:
         embeddings = others[:1] if self._per_layer is not None else []
         if self._per_layer is not None:
             stream.inputs = self._per_layer(embeddings[0], step)
-        step.lent.update(zip(self._taken, others[len(embeddings) :], strict=True))
+        lent, captured = others[len(embeddings) :][: len(self._taken)], others[len(embeddings) + len(self._taken) :]
+        step.lent.update(zip(self._taken, lent, strict=True))
         for mirror in self._mirrors.values():
             mirror(step)
-        for block in self._blocks.values():
+        for index, block in self._blocks.items():
             block(stream, step)
+            if index in self._captured:
+                output = self.device.empty((step.rows, stream.x.shape[1]), np.uint16)
+                capture(self.device, stream.x, stream.delta, output)
+                captured.append(output.view(np.float32))
         if self._head is None:
-            return (stream.settle(), *embeddings, *(step.lent[donor] for donor in self._lent))
+            return (stream.settle(), *embeddings, *(step.lent[donor] for donor in self._lent), *captured)
         if not step.shape.wanted:
-            return ()
+            return tuple(captured)
         logits = self._head(stream, step)
-        return argmax(self.device, logits), logits
+        return argmax(self.device, logits), logits, *captured
 
     def _rehearse(self, spec: ModelSpec, slots: int) -> None:
         """Run prompts, and the next row of one to all sequences."""
         mixers = [spec.blocks[donor].mixer for donor in self._taken]
         widths = [spec.hidden] * (2 if spec.per_layer else 1)
         widths += [2 * mixer.kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, Attention)]
+        widths += [spec.hidden // 2] * self._before
         tables, seen = (1,) * len(spec.page_groups), (False,) * len(spec.page_groups)
         shapes = [StepShape(n, 1, n, 1, tables, seen) for n in _PROMPT_ROWS]
         shapes += [StepShape(n, n, 1, n, tables, seen) for n in range(1, min(slots, FEW_ROWS) + 1)]

@@ -128,7 +128,8 @@ def fill_layers(rooms: Sequence[Room], donors: Sequence[int | None]) -> tuple[ra
 
 
 def handed_on(spec: ModelSpec, boundary: int) -> int:
-    """Bytes per token that pass the boundary between layers boundary - 1 and boundary, 0 at the end of the model.
+    """Bytes per token that pass the boundary between layers boundary - 1 and boundary; at the end of the model what is
+    captured for a drafter.
 
     The float32 values of handed_widths.
     """
@@ -136,16 +137,18 @@ def handed_on(spec: ModelSpec, boundary: int) -> int:
 
 
 def handed_widths(spec: ModelSpec, boundary: int) -> tuple[int, ...]:
-    """Columns of each array of the Activation that passes a boundary; none at either end of the model.
+    """Columns of each array of the Activation that passes a boundary.
 
     The residual stream; with per-layer embeddings the token's embedding too; the keys and values of donors before the
-    boundary that layers behind it read.
+    boundary that layers behind it read: none of these at either end of the model. Of each captured layer before the
+    boundary its output, two values of bfloat16 in a column.
     """
+    captured = [spec.hidden // 2 for layer in spec.captured if layer < boundary]
     if boundary in (0, len(spec.blocks)):
-        return ()
+        return tuple(captured)
     mixers = [spec.blocks[donor].mixer for donor in spec.lent(boundary)]
     rows = [2 * mixer.kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, Attention)]
-    return (*[spec.hidden] * (2 if spec.per_layer else 1), *rows)
+    return (*[spec.hidden] * (2 if spec.per_layer else 1), *rows, *captured)
 
 
 def mirrored(spec: ModelSpec, layers: range) -> tuple[int, ...]:

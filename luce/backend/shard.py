@@ -15,11 +15,16 @@ from luce.runtime.step import Int32, Output, Step
 #: What a shard hands to the next one, on a device: float32 [rows, H], the residual stream; in models with per-layer
 #: embeddings float32 [rows, H], the scaled token embeddings, which every shard derives its layers' inputs from; for
 #: each block of ModelSpec.lent(boundary) float32 [rows, 2 kv_heads head_dim], the rows' keys, normed and rotated, and
-#: then their values. Each row is contiguous.
+#: then their values; of each captured layer so far float32 [rows, H / 2], whose bytes are its output as bfloat16. Each
+#: row is contiguous.
 Activation = tuple[Array, ...]
 
 #: What the last shard returns: waits for the step and fetches its output.
 Pending = Callable[[], Output]
+
+#: Gets a step and the outputs of the captured layers, uint16 [rows, H] each, from the last shard, while its work on the
+#: step is queued: work that is queued on its device now finds them there. Of a daemon's shard they are on the host.
+Captured = Callable[[Step, Sequence[Array]], None]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ class FeatureRing:
     rows    bfloat16 as uint16 [slots * capacity, len(layers) * hidden]: row slot * capacity + position % capacity has
             the layers' values side by side
 
-    A row holds what ran last at its position. Rows of positions that did not run since the sequence began in the slot
-    are another sequence's, or zeros.
+    A row holds what ran last at its position, whether it counted or not: so rows of a tentative span take the places of
+    the oldest positions. Rows of positions that did not run since the sequence began in the slot are another
+    sequence's, or zeros.
     """
 
     def __init__(self, device: Device, layers: Sequence[int], hidden: int, *, slots: int, capacity: int) -> None:
@@ -30,12 +31,14 @@ class FeatureRing:
         self.capacity = capacity
         self.rows: Array = device.zeros((slots * capacity, len(self.layers) * hidden), np.uint16)
 
-    def put(self, step: Step, features: Array) -> None:
-        """Queue the storing of a step's features: uint16 [rows, len(layers) * hidden] on the ring's device."""
+    def put(self, step: Step, outputs: Sequence[Array]) -> None:
+        """Queue the storing of what a step's layers gave: uint16 [rows, hidden] each, on the ring's device."""
         dest = np.full(step.rows, -1, np.int32)
         for span in step.spans:
             # Of a long span, what later rows would overwrite is left out.
             kept = min(span.rows, self.capacity)
             own = slice(span.start + span.rows - kept, span.start + span.rows)
             dest[own] = span.slot * self.capacity + step.positions[own] % self.capacity
-        put_rows(self.device, features, self.rows, self.device.upload(dest))
+        places = self.device.upload(dest)
+        for index, rows in enumerate(outputs):
+            put_rows(self.device, rows, self.rows, index * self.hidden, places)

@@ -180,7 +180,8 @@ class ModelSpec:
     """One model. `eos` are token texts that end a reply beside the file's own eos and eot ids.
 
     `embedding_scale` multiplies token embeddings; `logit_softcap` c > 0 turns logits into c tanh(logits / c);
-    `per_layer` is the width of per-layer embeddings, 0 for none.
+    `per_layer` is the width of per-layer embeddings, 0 for none. `captured`, which no file says, are the layers whose
+    output a drafter reads, ascending.
     """
 
     family: str
@@ -196,6 +197,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     per_layer: int = 0
+    captured: tuple[int, ...] = ()
     dialect: Dialect = Dialect()
 
     @property

@@ -23,18 +23,19 @@ def capture(device: Device, x: Array, delta: Array | None, out: Array) -> None:
     device.launch("features", kernel, (n, -(-cols // _THREADS)), (_THREADS,), args)
 
 
-def put_rows(device: Device, rows: Array, ring: Array, dest: Array) -> None:
-    """ring[dest[r]] = rows[r] where dest[r] >= 0: rows uint16 [n, width], ring uint16 [m, width], width even, both
-    contiguous; dest int32 [n], its places all different."""
+def put_rows(device: Device, rows: Array, ring: Array, first: int, dest: Array) -> None:
+    """ring[dest[r], first : first + width] = rows[r] where dest[r] >= 0: rows uint16 [n, width] and ring uint16
+    [m, columns], both contiguous; width, columns and `first` even; dest int32 [n], its places all different."""
     if device.host:
         kept = dest >= 0
-        ring[dest[kept]] = rows[kept]
+        ring[dest[kept], first : first + rows.shape[1]] = rows[kept]
         return
     n, width = rows.shape
     if n:
         grid = (n, -(-width // 2 // _THREADS))
-        words = rows.view(np.uint32), ring.view(np.uint32)
-        device.launch("features", "put_rows", grid, (_THREADS,), (*words, dest, np.int32(width // 2)))
+        args = (rows.view(np.uint32), ring.view(np.uint32), dest)
+        sizes = (np.int32(width // 2), np.int32(ring.shape[1] // 2), np.int32(first // 2))
+        device.launch("features", "put_rows", grid, (_THREADS,), (*args, *sizes))
 
 
 def bfloat16(x: Array) -> Array:

@@ -1,0 +1,98 @@
+"""What drafters read of every family: the outputs of layers, as bfloat16, wherever layers and drafter are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.layers.features import FeatureRing
+from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
+from tests.golden.conftest import MakeDriver
+from tests.support.drive import Driver
+from tests.support.reference import Reference, references
+
+each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+CAPACITY = 64
+
+
+def make_ring(device: Device, reference: Reference, slots: int = 4) -> FeatureRing:
+    """For the first layer, one in the middle, and the last two."""
+    count = len(reference.spec.blocks)
+    layers = sorted({0, count // 2, count - 2, count - 1})
+    return FeatureRing(device, layers, reference.spec.hidden, slots=slots, capacity=CAPACITY)
+
+
+def held(ring: FeatureRing, slot: int, length: int) -> NDArray[np.uint16]:
+    """What the ring has of the newest positions, in order; rows that did not count took the places of the oldest."""
+    rows = ring.device.download(ring.rows).reshape(ring.slots, CAPACITY, -1)
+    first = max(0, length + 16 - CAPACITY)
+    return np.array(rows[slot, np.arange(first, length) % CAPACITY])
+
+
+def floats(values: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def text(driver: Driver, prompt: NDArray[np.int32], *, guessed: bool = True) -> tuple[int, int]:
+    """A prompt in two chunks beside another sequence, some rows one by one, and a verification: (slot, length)."""
+    sequence, other = driver.start(), driver.start()
+    driver.feed((other, prompt[:7]))
+    driver.feed((other, prompt[7:20]), (sequence, prompt[:90]))
+    driver.feed((sequence, prompt[90:130]), wanted=False)
+    for token in prompt[130:134, None]:
+        driver.feed((sequence, token), (other, token))
+    if guessed:
+        driver.verify((sequence, np.concatenate((prompt[134:137], prompt[:4]))))
+        driver.accept(sequence, 3)
+    for token in () if guessed else prompt[134:137, None]:
+        driver.feed((sequence, token))
+    driver.feed((sequence, prompt[137:139]))
+    return sequence.slot, sequence.length
+
+
+@each_file
+def test_outputs_of_layers(reference: Reference, make_driver: MakeDriver) -> None:
+    host = HostDevice()
+    ring = make_ring(host, reference)
+    driver = make_driver(reference, [host], ring=ring, verify=16)
+    sequence = driver.start()
+    driver.feed((sequence, reference.expected["prompt_17"]))
+    found = np.split(floats(held(ring, sequence.slot, 17)), len(ring.layers), axis=1)
+    for layer, values in zip(ring.layers, found, strict=True):
+        if layer == len(reference.spec.blocks) - 1:
+            # The reference has this one behind the last norm.
+            continue
+        expected = reference.expected["hidden_17"][layer + 1]
+        error = reference.limits("f32")["hidden_max_abs"] + np.abs(expected).max() * 2**-8
+        assert np.abs(values - expected).max() <= error
+
+
+@each_file
+def test_placements_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
+    prompt, results = reference.expected["prompt_long"], []
+    for count, place in ((1, 0), (3, 0), (3, 2), (len(reference.spec.blocks), 1)):
+        devices = [HostDevice(i) for i in range(max(2, count))]
+        ring = make_ring(devices[place], reference)
+        driver = make_driver(reference, devices[:count], ring=ring, verify=16)
+        results.append(held(ring, *text(driver, prompt)))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+    # Rows one by one have the bits that they have in a verification, and rows that do not count are gone.
+    ring = make_ring(HostDevice(), reference)
+    driver = make_driver(reference, [ring.device], ring=ring)
+    np.testing.assert_array_equal(held(ring, *text(driver, prompt, guessed=False)), results[0])
+
+
+@pytest.mark.gpu
+@each_file
+def test_a_gpu_captures_the_same(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
+    prompt, results = reference.expected["prompt_long"], []
+    for devices, place in (([HostDevice()], 0), ([gpu], 0), ([gpu, gpu], 0), ([gpu, HostDevice(1)], 0)):
+        ring = make_ring(devices[place], reference)
+        driver = make_driver(reference, devices, ring=ring, verify=16)
+        results.append(floats(held(ring, *text(driver, prompt))))
+    for result in results[1:]:
+        assert np.abs(result - results[0]).max() < 0.1 * np.abs(results[0]).max()
+    np.testing.assert_array_equal(results[1], results[2])
