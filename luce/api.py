@@ -39,6 +39,7 @@ from luce.engine.sequence import (
 from luce.errors import LuceError, ModelError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub import resolve_model
+from luce.layers.features import FeatureRing
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import Markers, ModelSpec
@@ -82,7 +83,8 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
         for device in devices:
             opened.callback(device.close)
         prepared = open_drafter(opened, config, file, spec, devices, context=served_context(spec, config.max_ctx))
-        backend = open_backend(opened, file, spec, devices, config, on_progress)
+        ring = None if prepared is None else prepared.ring
+        backend = open_backend(opened, file, spec, devices, config, on_progress, ring=ring)
         drafter = None if prepared is None else prepared.open(backend.shards[0], backend.shards[-1])
         if drafter is not None:
             opened.callback(drafter.close)
@@ -97,8 +99,11 @@ def open_backend(
     devices: Sequence[Device],
     config: Config,
     on_progress: Callable[[float], None] = lambda fraction: None,
+    *,
+    ring: FeatureRing | None = None,
 ) -> LayerSplitBackend:
-    """The backend of a Config on `devices`; `opened` closes it. `on_progress` as in open_model."""
+    """The backend of a Config on `devices`; `opened` closes it. `on_progress` as in open_model, `ring` as in
+    LayerSplitBackend."""
     backend = LayerSplitBackend(
         file,
         spec,
@@ -109,6 +114,7 @@ def open_backend(
         chunk=served_chunk(devices, config.chunk),
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
         verify=verified_rows(config),
+        ring=ring,
         on_progress=on_progress,
     )
     opened.callback(backend.close)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,7 +64,7 @@ from luce.remote.messages import (
     Save,
     Saved,
 )
-from luce.runtime.device import Device, Event
+from luce.runtime.device import Array, Device, Event
 from luce.runtime.host import HostDevice, HostEvent
 from luce.runtime.open import open_devices
 from luce.runtime.step import PAGE, TOP, Int32, Output, Step
@@ -144,6 +144,7 @@ class _Model:
             raise ModelError(f"{path}: the daemon's file is not the server's: their contents differ")
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         layers = _layers(load, len(devices), spec)
+        spec = replace(spec, captured=load.captured)
         self.spec = spec
         self.load = load
         self.devices = devices
@@ -160,7 +161,17 @@ class _Model:
         for number, (device, part) in enumerate(zip(devices, layers, strict=True)):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             kv = KVTypes(*load.kv)
-            shard = LocalShard(file, spec, part, device, pages=load.pages, slots=load.slots, kv=kv, verify=load.verify)
+            shard = LocalShard(
+                file,
+                spec,
+                part,
+                device,
+                pages=load.pages,
+                slots=load.slots,
+                kv=kv,
+                verify=load.verify,
+                on_captured=self._hand_captured,
+            )
             self.chain.add(str(device.name), str(device.name), shard)
             if number:
                 self.chain.link(load.rows * handed_on(spec, part.start) // 4)
@@ -172,6 +183,8 @@ class _Model:
         #: what was handed on, until the copies are done
         self._sent: deque[tuple[Activation, Event]] = deque()
         self._counted = 0.0
+        #: where the step that is being queued hands on
+        self._target = -1
 
     def loaded(self) -> Loaded:
         parts = (part for shard in self.chain.shards for part in shard.parts)
@@ -181,6 +194,7 @@ class _Model:
     def forward(self, number: int, step: Step, source: int, target: int) -> _Running:
         """Queue a step."""
         handed: Passage | None = None
+        self._target = target
         if self._entry is not None:
             arrays = self.arena.floats(source, step.rows, self.takes)
             handed = self._entry.send(arrays, HostEvent())
@@ -192,7 +206,8 @@ class _Model:
         if not isinstance(result, tuple):
             assert not isinstance(result, Passage)
             pending = result
-            return _Running(number, end, lambda: Done(self._seconds(), pending()))
+            apart = self._apart(target, step.rows) if self.gives else None
+            return _Running(number, self.devices[-1].record(), lambda: Done(self._seconds(), pending(), apart))
         if len(self._sent) == DEPTH:
             # Memory of what was handed on is used again from here on.
             _, taken = self._sent.popleft()
@@ -206,6 +221,14 @@ class _Model:
             handed.release(copied)
         self._sent.append((result, copied))
         return _Running(number, copied, lambda: Done(self._seconds(), None, self._apart(target, step.rows)))
+
+    def _hand_captured(self, step: Step, outputs: Sequence[Array]) -> None:
+        """What the last shard has captured goes where others hand on."""
+        self._exit.wait_for(self.devices[-1].record())
+        for place, output in zip(self.arena.floats(self._target, step.rows, self.gives), outputs, strict=True):
+            self._exit.copy(place, output.view(np.float32))
+        # Memory of the outputs is used again by the next step, and the answer says that they are there.
+        self.devices[-1].wait_for(self._exit.record())
 
     def _apart(self, at: int, rows: int) -> NDArray[np.uint8] | None:
         return None if self.load.shared else self.arena.memory[at : at + 4 * rows * sum(self.gives)]
@@ -450,6 +473,8 @@ def _layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
         or len(load.pages) != len(spec.page_groups)
     ):
         raise BackendError("a load whose parts do not fit the model")
+    if sorted(set(load.captured)) != list(load.captured) or not set(load.captured) <= set(range(len(spec.blocks))):
+        raise BackendError(f"layers {load.captured} cannot be captured of {len(spec.blocks)}")
     if not all(0 < pages < 1 << 24 for pages in load.pages) or not 0 < load.rows <= 1 << 20:
         raise BackendError("a load whose parts do not fit the model")
     return layers

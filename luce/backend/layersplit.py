@@ -116,6 +116,7 @@ class LayerSplitBackend:
                         verify=verify,
                         rows=rows,
                         peer=peer,
+                        on_captured=partial(self._capture, group[-1]),
                     )
             for number, group in groups:
                 shard: Shard
@@ -237,12 +238,13 @@ class LayerSplitBackend:
         return result
 
     def _capture(self, device: Device, step: Step, outputs: Sequence[Array]) -> None:
-        """The last shard has these, on `device`."""
+        """The last shard has these, on `device`, or on the host if that is a daemon's."""
         assert self._ring is not None
         if device is self._ring.device:
             self._ring.put(step, outputs)
         else:
-            self._captured.append((step, [device.download(output) for output in outputs]))
+            on_host = isinstance(device, RemoteDevice)
+            self._captured.append((step, list(outputs) if on_host else [device.download(o) for o in outputs]))
 
     def _store_captured(self) -> None:
         while self._ring is not None and self._captured:

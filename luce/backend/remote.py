@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.plan import handed_widths, mirrored
-from luce.backend.shard import Activation, Pending, ShardInfo
+from luce.backend.shard import Activation, Captured, Pending, ShardInfo
 from luce.errors import BackendError, LuceError, ShardLostError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile
@@ -61,8 +61,8 @@ def arena_size(rows: int, takes: Sequence[int], gives: Sequence[int]) -> int:
 class RemoteShard:
     """Layers of a file on the devices of one daemon, a range for each. It loads in the background: `wait_loaded`.
 
-    `rows`: most rows of a step if something is handed over or on; `name` stands in errors. Raises OutOfMemoryError for
-    the shared memory.
+    `rows`: most rows of a step if something is handed over or on; `name` stands in errors; `on_captured` as in
+    LocalShard. Raises OutOfMemoryError for the shared memory.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class RemoteShard:
         verify: int,
         rows: int,
         peer: bool,
+        on_captured: Captured = lambda step, outputs: None,
     ) -> None:
         self.device = devices[0]
         self.layers = range(layers[0].start, layers[-1].stop)
@@ -88,6 +89,7 @@ class RemoteShard:
         self._mirrored = mirrored(spec, self.layers)
         self._takes, self._gives = handed_widths(spec, self.layers.start), handed_widths(spec, self.layers.stop)
         self._last = self.layers.stop == len(spec.blocks)
+        self._on_captured = on_captured
         size = arena_size(rows, self._takes, self._gives)
         self._arena = shared_arena(size) if self._daemon.shares else Arena(size, None)
         self._outputs = [self._arena.take(4 * rows * sum(self._gives)) for _ in range(OUTPUTS)]
@@ -108,6 +110,7 @@ class RemoteShard:
             slots=slots,
             kv=(kv.k, kv.v),
             verify=verify,
+            captured=spec.captured,
             rows=rows,
             peer=peer,
             arena=size,
@@ -178,9 +181,7 @@ class RemoteShard:
             limit=SMALL + 4 * (2 * rows * self._vocab + step.rows * sum(self._gives)),
             take=lambda done: self._take(done, step, target),
         )
-        if self._gives:
-            return self._arena.floats(target, step.rows, self._gives)
-        return request.output
+        return request.output if self._last else self._arena.floats(target, step.rows, self._gives)
 
     def embed(self, tokens: Int32) -> Array:
         shape = (len(tokens), self._hidden)
@@ -257,6 +258,9 @@ class RemoteShard:
             if reply.data.shape != expected.shape:
                 raise GarbageError(f"it handed on {reply.data.shape} bytes, expected {expected.shape}")
             expected[...] = reply.data
+        if self._last and self._gives:
+            outputs = self._arena.floats(target, step.rows, self._gives)
+            self._on_captured(step, [output.copy().view(np.uint16) for output in outputs])
         if reply.output is not None and len(step.wanted):
             top = 0 if step.top is None else int(np.count_nonzero(step.top))
             self._check_output(reply.output, len(step.wanted), int(np.count_nonzero(step.full)), (top, TOP))

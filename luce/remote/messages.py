@@ -61,8 +61,8 @@ class Hello(msgspec.Struct, tag=True):
 class Load(msgspec.Struct, tag=True):
     """Layers [begin, end) of a file for each device; `fingerprint` of the file as the server sees it.
 
-    verify: most rows of a tentative span. rows: most rows of a Forward. arena: bytes of the shared memory, whose
-    descriptor follows if `shared`.
+    verify: most rows of a tentative span. captured: layers whose output is handed on, by the last one too. rows: most
+    rows of a Forward. arena: bytes of the shared memory, whose descriptor follows if `shared`.
     """
 
     path: str
@@ -72,6 +72,7 @@ class Load(msgspec.Struct, tag=True):
     slots: int
     kv: tuple[str, str]
     verify: int
+    captured: tuple[int, ...]
     rows: int
     peer: bool
     arena: int

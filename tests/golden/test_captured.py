@@ -10,6 +10,7 @@ from luce.layers.features import FeatureRing
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
+from tests.support.daemons import devices
 from tests.support.drive import Driver
 from tests.support.reference import Reference, references
 
@@ -73,9 +74,9 @@ def test_outputs_of_layers(reference: Reference, make_driver: MakeDriver) -> Non
 def test_placements_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
     prompt, results = reference.expected["prompt_long"], []
     for count, place in ((1, 0), (3, 0), (3, 2), (len(reference.spec.blocks), 1)):
-        devices = [HostDevice(i) for i in range(max(2, count))]
-        ring = make_ring(devices[place], reference)
-        driver = make_driver(reference, devices[:count], ring=ring, verify=16)
+        hosts = [HostDevice(i) for i in range(max(2, count))]
+        ring = make_ring(hosts[place], reference)
+        driver = make_driver(reference, hosts[:count], ring=ring, verify=16)
         results.append(held(ring, *text(driver, prompt)))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
@@ -85,13 +86,32 @@ def test_placements_change_nothing(reference: Reference, make_driver: MakeDriver
     np.testing.assert_array_equal(held(ring, *text(driver, prompt, guessed=False)), results[0])
 
 
+@pytest.mark.parametrize("name", ["qwen35-b-Q4_K_M", "gemma4-e-F32"])
+def test_daemons_change_nothing(name: str, make_driver: MakeDriver) -> None:
+    reference, results = Reference(name), []
+    prompt = reference.expected["prompt_long"]
+    local = [HostDevice(0), HostDevice(1)]
+    ring = make_ring(local[0], reference)
+    expected = held(ring, *text(make_driver(reference, local, ring=ring, verify=16, piece=64), prompt))
+    ways = ({}, True), ({}, False), ({"shard_transport": "stream"}, False), ({"shard_transport": "stream"}, True)
+    for settings, between in ways:
+        with devices("cpu:0,cpu:1", **settings) as (here, daemon):
+            ring = make_ring(here, reference)
+            placed = [daemon, here] if between else [here, daemon]
+            driver = make_driver(reference, placed, ring=ring, verify=16, piece=64)
+            results.append(held(ring, *text(driver, prompt)))
+            driver.backend.close()
+    for result in results:
+        np.testing.assert_array_equal(result, expected)
+
+
 @pytest.mark.gpu
 @each_file
 def test_a_gpu_captures_the_same(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
     prompt, results = reference.expected["prompt_long"], []
-    for devices, place in (([HostDevice()], 0), ([gpu], 0), ([gpu, gpu], 0), ([gpu, HostDevice(1)], 0)):
-        ring = make_ring(devices[place], reference)
-        driver = make_driver(reference, devices, ring=ring, verify=16)
+    for placed in ([HostDevice()], [gpu], [gpu, gpu], [gpu, HostDevice(1)]):
+        ring = make_ring(placed[0], reference)
+        driver = make_driver(reference, placed, ring=ring, verify=16)
         results.append(floats(held(ring, *text(driver, prompt))))
     for result in results[1:]:
         assert np.abs(result - results[0]).max() < 0.1 * np.abs(results[0]).max()
