@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
@@ -31,8 +32,13 @@ _FAILURES = 3
 # Weight of the newest outcome in the rates of a sequence, and in those that new sequences begin with.
 _NEWEST, _NEWEST_OF_ALL = 0.1, 0.02
 # What is believed of a guess without a probability, and how fast rates go back to that while nothing is verified.
-_PRIOR, _FORGETTING = 0.5, 0.02
+_PRIOR, _FORGETTING = 0.5, 0.005
 _BINS = 10
+# Rows of steps that are chosen between, beside all that could be verified: each number needs kernels and graphs of its
+# own, and products take up to the next of these at about the same price.
+_SIZES = (2, 4, 8, 16)
+# Steps of a number of rows that build kernels and capture graphs: their times say nothing about later ones.
+_WARMING = 2
 # Steps without drafting after one that lost more than a trifle: doubled each time, from the first to the last.
 _TRIFLE, _SHORTEST_REST, _LONGEST_REST = 0.02, 4, 64
 
@@ -61,14 +67,22 @@ class DraftStats:
 
 
 class StepSeconds:
-    """Measured seconds of steps without prompt rows, by number of rows; of other numbers by interpolation."""
+    """Measured seconds by number of rows; of other numbers by interpolation, 0 while nothing is known."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
         self._seconds: list[float] = []
+        self._seen: Counter[int] = Counter()
+
+    def known(self, rows: int) -> bool:
+        """Whether steps of so many rows were measured."""
+        return self._seen[rows] > _WARMING
 
     def add(self, rows: int, seconds: float) -> None:
-        """A step took so long. Kernels are built and graphs captured in the first steps of a kind: less counts more."""
+        """A step took so long. What holds up a single one counts less than what lets it be faster."""
+        self._seen[rows] += 1
+        if not self.known(rows):
+            return
         at = bisect_left(self._rows, rows)
         if at == len(self._rows) or self._rows[at] != rows:
             self._rows.insert(at, rows)
@@ -79,11 +93,16 @@ class StepSeconds:
 
     def __call__(self, rows: int) -> float:
         """The nearest measured numbers' beyond the ends, so that what was not tried looks worth trying."""
-        return float(np.interp(rows, self._rows, self._seconds)) if self._rows else 1.0
+        return float(np.interp(rows, self._rows, self._seconds)) if self._rows else 0.0
 
 
 def choose_rows(
-    reaches: Many[Many[float]], room: int, plain: int, seconds: Callable[[int], float], drafting: float
+    reaches: Many[Many[float]],
+    room: int,
+    plain: int,
+    seconds: Callable[[int], float],
+    drafting: float,
+    sizes: Container[int],
 ) -> tuple[list[int], float]:
     """How many proposed rows of each sequence to verify, and how much faster that is than not to draft.
 
@@ -92,12 +111,15 @@ def choose_rows(
     plain     rows of the step without them, each of which gives a token
     seconds   of a step by number of rows
     drafting  seconds that the proposals take
+    sizes     of the whole step, beside `plain` and that with all rows there is room for
     """
     rows = sorted(((-reach, index) for index, chances in enumerate(reaches) for reach in chances))[:room]
     counts, best = [0] * len(reaches), 0
     expected, most = float(plain), plain / (drafting + seconds(plain))
     for count, (reach, _) in enumerate(rows, 1):
         expected -= reach
+        if count < len(rows) and plain + count not in sizes:
+            continue
         rate = expected / (drafting + seconds(plain + count))
         if rate > most:
             most, best = rate, count
@@ -107,10 +129,10 @@ def choose_rows(
 
 
 class _Rates:
-    """How often guesses were right, by the drafter's own probability, or without one by depth."""
+    """How often guesses were right where those before them were, by the drafter's own probability if it has one."""
 
     def __init__(self, like: _Rates | None = None) -> None:
-        self._rates: dict[tuple[bool, int], float] = {} if like is None else dict(like._rates)
+        self._rates: dict[int, float] = {} if like is None else dict(like._rates)
 
     def reaches(self, proposal: Proposal) -> list[float]:
         """The chance that row 1, 2, ... counts."""
@@ -128,21 +150,20 @@ class _Rates:
 
     def forget(self, proposal: Proposal) -> None:
         """Nothing of a proposal was verified: in time it is again."""
-        for depth in range(len(proposal.tokens)):
-            key, prior = _bin(proposal, depth)
+        for key, prior in {_bin(proposal, depth) for depth in range(len(proposal.tokens))}:
             self._move(key, prior, prior, _FORGETTING)
 
-    def _move(self, key: tuple[bool, int], prior: float, to: float, weight: float) -> None:
+    def _move(self, key: int, prior: float, to: float, weight: float) -> None:
         rate = self._rates.get(key, prior)
         self._rates[key] = rate + weight * (to - rate)
 
 
-def _bin(proposal: Proposal, depth: int) -> tuple[tuple[bool, int], float]:
-    """Under which key a guess is counted, and what is believed of it at first."""
+def _bin(proposal: Proposal, depth: int) -> tuple[int, float]:
+    """Where a guess is counted, and what is believed of it at first."""
     if not proposal.chances:
-        return (False, depth), _PRIOR
+        return -1, _PRIOR
     chance = min(max(float(proposal.chances[depth]), 0.0), 1.0)
-    return (True, min(int(chance * _BINS), _BINS - 1)), chance
+    return min(int(chance * _BINS), _BINS - 1), chance
 
 
 @dataclass
@@ -223,6 +244,9 @@ class Speculator:
                 self._rest = self._resting = 0
         room = self._rows - len(decoding)
         if room <= 0 or self._failures >= _FAILURES:
+            return
+        if not self._fixed and not self._seconds.known(len(decoding)):
+            # What steps take without drafting is measured first.
             return
         if self._resting:
             self._resting -= 1
@@ -314,7 +338,7 @@ class Speculator:
         else:
             reaches = [self._sequences[s].rates.reaches(p) for s, p in zip(asked, proposals, strict=True)]
             drafting = self._drafting(len(asked))
-            counts, gain = choose_rows(reaches, room, plain, self._seconds, drafting)
+            counts, gain = choose_rows(reaches, room, plain, self._seconds, drafting, _SIZES)
             self._rest = 0 if gain > 1 - _TRIFLE else min(max(2 * self._rest, _SHORTEST_REST), _LONGEST_REST)
             self._resting = self._rest
         for sequence, proposal, count in zip(asked, proposals, counts, strict=True):
