@@ -114,6 +114,7 @@ LUCE_FN int split_in(int slot, int low, int pages) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_few(float* __restrict__ values, float2* __restrict__ state, const int base, const int rows_apart,
                   ARGUMENTS) {
+    luce_await();
     LUCE_DYNAMIC_SHARED(Shared, all);
     Shared& shared = *all;
     int tiles = (rows_apart * (heads / kv_heads) + QUERIES - 1) / QUERIES;
@@ -161,6 +162,7 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     attention_fold(float* __restrict__ out, const float* __restrict__ values, const float2* __restrict__ state,
                    const int base, const int rows_apart, const int* __restrict__ spans, const int d, const int window,
                    const int few) {
+    luce_await();
     __shared__ float weight[SPLITS];
     __shared__ float4 part[FOLD_THREADS];
     int span = base + blockIdx.x / rows_apart, row = blockIdx.x % rows_apart, thread = threadIdx.x;
@@ -211,6 +213,7 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_many(float* __restrict__ out, ARGUMENTS) {
+    luce_await();
     LUCE_DYNAMIC_SHARED(Shared, all);
     Shared& shared = *all;
     int group = heads / kv_heads, block = gridDim.x - 1 - blockIdx.x;  // late rows see most: they come first

@@ -205,6 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
                int key_heads, int taps, float eps) {
+    luce_await();
     steps<1>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps);
 }
 
@@ -213,5 +214,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                 float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
                 int key_heads, int taps, float eps) {
+    luce_await();
     steps<STEPS>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps);
 }

@@ -64,6 +64,12 @@ LUCE_FN void luce_sync_lanes() {
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
 }
 
+// Every thread of a kernel calls this before it writes to global memory, and before it reads there what another kernel
+// may have written. On CUDA from sm_90 on, a kernel's blocks start as soon as all blocks of the one before have called
+// it (or ended); it returns when that kernel, and so every one before it, has ended. What is fetched of weights, which
+// no kernel writes, before the call is fetched while others work. Elsewhere kernels follow each other anyway.
+LUCE_FN void luce_await() {}
+
 LUCE_FN float luce_f32(f16_t value) { return (float)__builtin_bit_cast(_Float16, value.bits); }
 // To nearest, ties to even; beyond 65504 to infinity.
 LUCE_FN f16_t luce_f16(float value) { return {__builtin_bit_cast(u16, (_Float16)value)}; }
@@ -103,6 +109,12 @@ template <typename T> LUCE_FN T luce_shfl(T value, int lane) { return __shfl_syn
 LUCE_FN u64 luce_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 LUCE_FN void luce_sync() { __syncthreads(); }
 LUCE_FN void luce_sync_lanes() { __syncwarp(); }
+LUCE_FN void luce_await() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 LUCE_FN float luce_f32(f16_t value) {
     float result;

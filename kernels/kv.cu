@@ -9,6 +9,7 @@ extern "C" __global__ void write_kv(KTYPE::Element* __restrict__ k_pool, VTYPE::
                                     const float* __restrict__ k, const i64 k_row, const i64 k_head,
                                     const float* __restrict__ v, const i64 v_row, const i64 v_head,
                                     const int* __restrict__ dest, const int kv_heads, const int d) {
+    luce_await();
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     int head = i / d, column = i % d;
     bool own = i < kv_heads * d;

@@ -15,6 +15,7 @@
 extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
     matmul_vec(const u8* __restrict__ weight, const float* __restrict__ x, float* __restrict__ out, int n, int rows,
                int cols, int x_stride, int out_stride, int first) {
+    luce_await();
     const int feature = ((int)blockIdx.x * WAVES + luce_wave()) * FEATURES;
     if (feature >= rows) return;
     if ((u64)x % 16 == 0 && x_stride % 4 == 0 && cols % UNIT == 0) {

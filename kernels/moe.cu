@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
     route(const float* __restrict__ logits, const float* __restrict__ bias, const float* __restrict__ expert_scale,
           i32* __restrict__ ids, float* __restrict__ weights, int stride, int experts, int top_k, int sigmoid, int biased,
           int normalise, int scaled, float scale) {
+    luce_await();
     const int lane = luce_lane();
     const float* row = logits + (i64)blockIdx.x * stride;
 
@@ -97,6 +98,7 @@ LUCE_FN int ones(u64 mask) { return __popc((u32)mask) + __popc((u32)(mask >> 32)
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     group_pairs(const i32* __restrict__ ids, i32* __restrict__ order, i32* __restrict__ tiles, int pairs, int tile_rows,
                 int most) {
+    luce_await();
     LUCE_DYNAMIC_SHARED(i32, count);
     __shared__ i32 found[GROUP_WAVES];
     const int experts = (int)gridDim.x;
@@ -149,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
 // Grid: (n, ceil(rows / the block's threads)).
 extern "C" __global__ void combine(const float* __restrict__ y, const float* __restrict__ weights,
                                    float* __restrict__ out, int slots, int rows) {
+    luce_await();
     const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x);
     if (j >= rows) return;
     const i64 pair = (i64)blockIdx.x * slots;

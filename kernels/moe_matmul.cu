@@ -20,6 +20,7 @@
 extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
     expert_vec(const u8* __restrict__ weight, const float* __restrict__ x, const i32* __restrict__ ids,
                float* __restrict__ out, int slots, int rows, int cols, int x_row, int x_slot, int out_stride, int first) {
+    luce_await();
     const int feature = ((int)blockIdx.x * WAVES + luce_wave()) * FEATURES;
     if (feature >= rows) return;
     const int pair = (int)blockIdx.y;
@@ -43,6 +44,7 @@ extern "C" __global__ void TILE_BOUNDS
     expert_tile(const u8* __restrict__ weight, const tile_x* __restrict__ x, const float* __restrict__ scale,
                 const i32* __restrict__ order, const i32* __restrict__ tiles, float* __restrict__ out, int share,
                 int rows, int cols, int x_stride, int out_stride, int first) {
+    luce_await();
     __shared__ i32 pairs[TILE_ROWS], sources[TILE_ROWS];
     const int count = tiles[blockIdx.x * 3 + 2];
     if (count == 0) return;

@@ -99,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     rms_norm(float* __restrict__ out, const float* __restrict__ x, const i64 x_stride, const float* __restrict__ weight,
              const int n, const int d, const float eps, const int room, u8* __restrict__ values,
              float* __restrict__ scales) {
+    luce_await();
     const Bytes bytes = {reinterpret_cast<i8*>(values), scales, room};
     if ((int)blockIdx.x >= n) return zero_bytes(bytes, d);
     const float* row = x + blockIdx.x * x_stride;
@@ -114,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm(float* __restrict__ out, float* x, const i64 x_stride, const float* __restrict__ delta,
                  const i64 delta_stride, const float* __restrict__ weight, const int n, const int d, const float eps,
                  const int room, u8* __restrict__ values, float* __restrict__ scales) {
+    luce_await();
     const Bytes bytes = {reinterpret_cast<i8*>(values), scales, room};
     if ((int)blockIdx.x >= n) return zero_bytes(bytes, d);
     float* row = x + blockIdx.x * x_stride;
@@ -128,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 extern "C" __global__ void head_rms_norm(float* __restrict__ x, const i64 row_stride, const i64 head_stride,
                                          const int heads, const float* __restrict__ weight, const int d,
                                          const float eps) {
+    luce_await();
     int head = blockIdx.y * (blockDim.x / LUCE_LANES) + luce_wave();
     if (head >= heads) return;  // whole waves
     float* from = x + blockIdx.x * row_stride + head * head_stride;

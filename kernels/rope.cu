@@ -6,6 +6,7 @@
 extern "C" __global__ void rope_table(float2* __restrict__ table, const int* __restrict__ positions,
                                       const int position_stride, const double* __restrict__ frequencies,
                                       const int* __restrict__ axes, const int half, const float magnitude) {
+    luce_await();
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= half) return;
     // One position per row serves all axes.
@@ -22,6 +23,7 @@ extern "C" __global__ void rope_table(float2* __restrict__ table, const int* __r
 // Pair i of a head is (x[i * step], x[i * step + gap]).
 extern "C" __global__ void rope(float* __restrict__ x, const i64 row_stride, const i64 head_stride, const int heads,
                                 const float2* __restrict__ table, const int half, const int step, const int gap) {
+    luce_await();
     int at = blockIdx.y * blockDim.x + threadIdx.x;
     if (at >= heads * half) return;
     int head = at / half, i = at % half;

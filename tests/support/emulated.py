@@ -5,7 +5,8 @@ cache directory) and runs it in emulator.cpp at once. It raises DeviceError nami
 line for: an access outside of every array argument (the gaps between the rows of a strided view are outside), a write
 through a const argument, a misaligned access, a read of memory that nothing was written to (shared, or of
 `Device.empty`), a race (two threads at one address, one of them writing, and no barrier between: also across blocks),
-barriers and lane operations that not all threads reach, and shuffles from lanes that do not exist.
+barriers and lane operations that not all threads reach, shuffles from lanes that do not exist, a thread that ends
+without luce_await, and before that a write to an array and a read of what a kernel wrote.
 
 Not seen: an access past one shared array into the next, and an order that fences and flags in global memory make. To
 debug a kernel, run the test under gdb and break on the kernel's name, or on `fail` in emulator.cpp.
@@ -148,8 +149,8 @@ class EmulatedDevice(Device):
         return self._allocate(shape, dtype, written=False)
 
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
-        array = self._allocate(shape, dtype, written=True)
-        array[...] = np.zeros((), array.dtype)
+        array = self.empty(shape, dtype)
+        self.write(array, np.zeros(array.shape, array.dtype))
         return array
 
     def upload(self, array: NDArray[Any]) -> Array:
@@ -367,8 +368,12 @@ class _Library:
                 what = f"divergent lanes: {other} {self._elsewhere(report.other_site)}"
             case 10:
                 what = f"shuffle from lane {ctypes.c_int64(report.size).value}, which does not exist"
-            case _:
+            case 11:
                 what = "shuffle or vote in a wave that lacks threads: the block is not a whole number of waves"
+            case 12:
+                what = f"{access} before luce_await ({_nearest(report.address, arrays)})"
+            case _:
+                what = "the thread ended without luce_await"
         return f"{where}: {at}: {what}"
 
     def _elsewhere(self, site: int | None) -> str:
