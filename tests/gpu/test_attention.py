@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from luce.ops.attention import attention, write_kv
+from luce.ops.attention import attention
+from luce.ops.heads import Destination, write_kv
 from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
@@ -138,7 +139,7 @@ def test_pools_of_more_than_2_31_elements(gpu: Device) -> None:
     rng = np.random.default_rng(0)
     k, v = (rng.standard_normal((2, heads, d)).astype(np.float16).astype(np.float32) for _ in range(2))
     dest = gpu.upload(np.array([pages * PAGE - PAGE, pages * PAGE - PAGE + 1], np.int32))
-    write_kv(gpu, gpu.upload(k), gpu.upload(v), k_pool, v_pool, dest)
+    write_kv(gpu, gpu.upload(k), gpu.upload(v), Destination(k_pool, v_pool, dest))
     table = gpu.upload(np.array([[pages - 1]], np.int32))
     out = attention(
         gpu,

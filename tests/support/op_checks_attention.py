@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from luce.ops import attention as op
+from luce.ops.heads import Destination, write_kv
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, PageView, SpanArrays
@@ -134,7 +135,7 @@ def run(
     k_pool, v_pool = map(device.upload, pools)
     up = device.upload
     q, k, v = spread_out(device, fresh("q"), fresh("k"), fresh("v"))
-    op.write_kv(device, k, v, k_pool, v_pool, up(np.array(dest, np.int32)))
+    write_kv(device, k, v, Destination(k_pool, v_pool, up(np.array(dest, np.int32))))
     out = op.attention(
         device,
         q,
@@ -346,7 +347,7 @@ def check_write_kv(device: Device, n: int, kv_heads: int, d: int) -> None:
     dest = rng.permutation(3 * PAGE)[:n].astype(np.int32)
     pools = [device.upload(np.full((3 * PAGE, kv_heads, d), fill, device.kv_dtype)) for fill in (7, 8)]
     k_rows, v_rows = spread_out(device, k, v)
-    op.write_kv(device, k_rows, v_rows, pools[0], pools[1], device.upload(dest))
+    write_kv(device, k_rows, v_rows, Destination(pools[0], pools[1], device.upload(dest)))
     for pool, rows, fill in zip(pools, (k, v), (7, 8), strict=True):
         want = np.full((3 * PAGE, kv_heads, d), fill, device.kv_dtype)
         want[dest] = rows.astype(device.kv_dtype)
@@ -368,7 +369,8 @@ def check_write_types(device: Device, k: str, v: str, n: int, kv_heads: int, d: 
     dest = rng.permutation(3 * PAGE)[:n].astype(np.int32)
     pools = [np.full((3 * PAGE, kv_heads, size), 7, dtype) for dtype, size in KVTypes(k, v).layout(device, d)]
     on_device = [device.upload(pool.copy()) for pool in pools]
-    op.write_kv(device, *spread_out(device, *parts), *on_device, device.upload(dest))
+    k_rows, v_rows = spread_out(device, *parts)
+    write_kv(device, k_rows, v_rows, Destination(on_device[0], on_device[1], device.upload(dest)))
     for pool, rows, type, actual in zip(pools, parts, (k, v), on_device, strict=True):
         pool[dest] = stored(rows, type)
         np.testing.assert_array_equal(device.download(actual).view(np.uint8), pool.view(np.uint8))
