@@ -52,9 +52,6 @@ extern "C" __global__ void sigmoid_gate(float* __restrict__ out, const float* __
         if (element(e) < heads * d) out[(i64)blockIdx.x * heads * d + element(e)] = value[e] / (1.0f + expf(-z[e]));
 }
 
-// log(1 + e^x), x itself where e^x would swamp the 1.
-LUCE_FN float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
 extern "C" __global__ void softplus_gate(float* __restrict__ out, const float* __restrict__ x,
                                          const float* __restrict__ gate, const i64 row_stride, const i64 head_stride,
                                          const int each, const int heads, const int d) {

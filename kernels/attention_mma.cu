@@ -25,6 +25,8 @@
 //
 // Waves of a block: WAVES_M share the rows of queries, WAVES_N the keys of the scores and the columns of the values. A
 // wave's values take ROW_TILES * COLUMN_TILES * 4 registers of each lane, at most 128.
+#include "activation.h"
+#include "quantise.h"
 #include "wgmma.h"
 
 #define GROUPED (LUCE_WGMMA && QUERIES == 128 && HEAD <= 256)
@@ -158,10 +160,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 }
 
+// The splits' sums added and divided, times sigmoid or softplus (gating 1 or 2, 0: no gate) of gate, one of a head
+// (gate_each 1) or one of each of its values (d). Into out or, with room for `room` quantised rows, of which n are the
+// step's, there alone (quantise.h; d is a multiple of 32).
 extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     attention_fold(float* __restrict__ out, const float* __restrict__ values, const float2* __restrict__ state,
                    const int base, const int rows_apart, const int* __restrict__ spans, const int d, const int window,
-                   const int few) {
+                   const int few, const float* __restrict__ gate, const i64 gate_row, const i64 gate_head,
+                   const int gating, const int gate_each, const int n, u8* __restrict__ bytes,
+                   float* __restrict__ scales, const int room) {
     luce_await();
     __shared__ float weight[SPLITS];
     __shared__ float4 part[FOLD_THREADS];
@@ -198,7 +205,10 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     }
     part[thread] = sum;
     luce_sync();
-    if (layer || quad * 4 >= d) return;
+    if (thread >= luce_max(QUADS, LUCE_LANES)) return;  // whole waves
+    const bool inside = thread < QUADS && quad * 4 < d;
+    const int head = blockIdx.y, column = quad * 4;
+    row += place.y;
 #pragma unroll
     for (int i = 1; i < LAYERS; i++) {
         float4 more = part[i * QUADS + quad];
@@ -207,9 +217,23 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
         sum.z += more.z;
         sum.w += more.w;
     }
-    row += place.y;
-    float4* to = reinterpret_cast<float4*>(out + ((i64)row * gridDim.y + blockIdx.y) * d) + quad;
-    *to = make_float4(sum.x / total, sum.y / total, sum.z / total, sum.w / total);
+    float result[4] = {sum.x / total, sum.y / total, sum.z / total, sum.w / total};
+    if (gating && inside) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float z = gate[row * gate_row + head * gate_head + (gate_each == 1 ? 0 : column + e)];
+            result[e] = gating == 1 ? result[e] / (1.0f + expf(-z)) : result[e] * softplus(z);
+        }
+    }
+    if (room) {
+        i8* values8 = reinterpret_cast<i8*>(bytes);
+        quantise_columns(result, inside, head * d + column, row, room, values8, scales);
+        for (int r = n; r < room && blockIdx.x == 0; r++)
+            quantise_nothing(head * d, d, r, room, values8, scales, thread, luce_max(QUADS, LUCE_LANES));
+    } else if (inside) {
+        float4* to = reinterpret_cast<float4*>(out + ((i64)row * gridDim.y + head) * d) + quad;
+        *to = make_float4(result[0], result[1], result[2], result[3]);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_many(float* __restrict__ out, ARGUMENTS) {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from luce.layers.rotary import Rotary
 from luce.layers.state import KVPool
 from luce.models.spec import Attention
-from luce.ops.activation import sigmoid_gate, softplus_gate
-from luce.ops.attention import attention
+from luce.ops.attention import gated_attention
+from luce.ops.attention_mma import Gate
 from luce.ops.heads import Destination, HeadNorms, prepare_heads, prepare_queries, write_kv
-from luce.ops.matmul import matmul
+from luce.ops.matmul import matmul, takes_bytes_alone
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -52,7 +52,12 @@ class AttentionLayer:
         split = spec.heads * width
         fused = matmul(device, y, self.reads)
         q = fused[:, :split].reshape(rows, spec.heads, width)
-        q, gate = q[..., :d], q[..., d:]
+        gate = None
+        if spec.query_gate:
+            q, gate = q[..., :d], Gate(q[..., d:], "sigmoid")
+        elif spec.output_gate:
+            values = fused[:, split + 2 * spec.kv_heads * d :].reshape(rows, spec.heads, spec.output_gate)
+            gate = Gate(values, "softplus")
         view, rotation = step.views[self._group], self._rotary(step)
         if spec.donor is None:
             kv = spec.kv_heads * d
@@ -64,7 +69,7 @@ class AttentionLayer:
                 step.lent[self._lends] = fused[:, split : split + 2 * kv]
         else:
             prepare_queries(device, q, self._norms, rotation)
-        mixed = attention(
+        mixed = gated_attention(
             device,
             q,
             self.state.k,
@@ -74,14 +79,9 @@ class AttentionLayer:
             step.positions,
             scale=spec.scale,
             window=spec.window,
+            gate=gate,
+            in_bytes=takes_bytes_alone(device, rows, self._out),
         )
-        if spec.query_gate:
-            mixed = sigmoid_gate(device, mixed, gate)
-        elif spec.output_gate:
-            gate = fused[:, split + 2 * spec.kv_heads * d :].reshape(rows, spec.heads, spec.output_gate)
-            mixed = softplus_gate(device, mixed, gate)
-        else:
-            mixed = mixed.reshape(rows, spec.heads * d)
         return matmul(device, mixed, self._out)
 
 

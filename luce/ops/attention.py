@@ -11,7 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from luce.ops import attention_mma
+from luce.ops.activation import sigmoid_gate, softplus_gate
+from luce.ops.attention_mma import FEW_ROWS, Gate
 from luce.ops.kvtype import dequantise, kernel_type
+from luce.ops.quantise import BLOCK, Quantised, room, space_for
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PageView, SpanArrays
 
@@ -53,6 +56,37 @@ def attention(
         return out
     _launch(device, out, q, k_pool, v_pool, spans, view, positions, scale, window)
     return out
+
+
+def gated_attention(
+    device: Device,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    spans: SpanArrays,
+    view: PageView,
+    positions: Array,
+    *,
+    scale: float,
+    window: int | None,
+    gate: Gate | None,
+    in_bytes: bool,
+) -> Array | Quantised:
+    """attention, times a gate if there is one: float32 [n, heads * d].
+
+    `in_bytes`, of 0 < n <= 16 rows on a GPU: quantised, if one kernel can do that as well.
+    """
+    n, heads, d = q.shape
+    short = not device.host and n > 0 and spans.longest <= FEW_ROWS and heads % k_pool.shape[1] == 0
+    if short and (tiles := attention_mma.tiles(device, k_pool, v_pool, d)):
+        rows = room(device, n, heads * d, space=space_for(n)) if in_bytes and d % BLOCK == 0 else None
+        out = rows or device.empty((n, heads * d))
+        attention_mma.launch(device, out, q, k_pool, v_pool, spans, view, tiles, scale, window, gate)
+        return out
+    mixed = attention(device, q, k_pool, v_pool, spans, view, positions, scale=scale, window=window)
+    if gate is None:
+        return mixed.reshape(n, heads * d)
+    return (sigmoid_gate if gate.kind == "sigmoid" else softplus_gate)(device, mixed, gate.values)
 
 
 def _launch(

@@ -98,6 +98,14 @@ def test_rows_do_not_depend_on_their_neighbours(
     checks.check_rows_alone(gpu, heads, kv_heads, d, position, window)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "lengths", "each"),
+    [(24, 4, 256, [(1000, 1)], 256), (16, 2, 256, [(3, 2), (65, 5)], 1), (64, 8, 128, [(70, 16)], 128)],
+)
+def test_gated(gpu: Device, heads: int, kv_heads: int, d: int, lengths: list[tuple[int, int]], each: int) -> None:
+    checks.check_gated(gpu, heads, kv_heads, d, lengths, each)
+
+
 @pytest.mark.parametrize(("n", "kv_heads", "d"), [(1, 1, 16), (192, 3, 48), (128, 8, 128), (5, 4, 256)])
 def test_write_kv(gpu: Device, n: int, kv_heads: int, d: int) -> None:
     checks.check_write_kv(gpu, n, kv_heads, d)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -14,8 +15,11 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from luce.ops import attention as op
+from luce.ops.activation import sigmoid_gate, softplus_gate
+from luce.ops.attention_mma import Gate
 from luce.ops.heads import Destination, write_kv
 from luce.ops.kvtype import AUTO, KVTypes
+from luce.ops.quantise import Quantised, quantise
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, PageView, SpanArrays
 
@@ -89,6 +93,7 @@ def run(
     padding: int = 0,
     seed: int = 0,
     kv: KVTypes = AUTO,
+    attend: Callable[..., Array] = op.attention,
 ) -> F32:
     """The step of all chunks: writes their rows into scattered pages, then attends. float32 [rows, heads, d].
 
@@ -136,7 +141,7 @@ def run(
     up = device.upload
     q, k, v = spread_out(device, fresh("q"), fresh("k"), fresh("v"))
     write_kv(device, k, v, Destination(k_pool, v_pool, up(np.array(dest, np.int32))))
-    out = op.attention(
+    out = attend(
         device,
         q,
         k_pool,
@@ -265,6 +270,43 @@ def check_shape(device: Device, heads: int, kv_heads: int, d: int, lengths: Sequ
         for seed, (position, rows) in enumerate(lengths)
     ]
     check(device, chunks, scale=d**-0.5)
+
+
+def check_gated(
+    device: Device, heads: int, kv_heads: int, d: int, lengths: Sequence[tuple[int, int]], each: int
+) -> None:
+    """Times a gate, and in bytes: the bits of attention, of the gate's own op and of quantise."""
+    chunks = [
+        Chunk(History.random(position + rows, heads, kv_heads, d, seed), position, rows)
+        for seed, (position, rows) in enumerate(lengths)
+    ]
+    n = sum(rows for _, rows in lengths)
+    wide = np.random.default_rng(d).standard_normal((n, heads, each + 3)).astype(np.float32)
+    values = device.upload(wide)[..., :each]
+    mixed = device.upload(run(device, chunks, scale=d**-0.5, window=None))
+    made: list[Array | Quantised] = []
+    kinds: list[Literal["sigmoid", "softplus"]] = ["softplus"] if each == 1 else ["sigmoid", "softplus"]
+    for gate, in_bytes in itertools.product((Gate(values, kind) for kind in kinds), (False, True)):
+
+        def attend(*args: Any, gate: Gate = gate, in_bytes: bool = in_bytes, **named: Any) -> Array:
+            made[:] = [op.gated_attention(*args, gate=gate, in_bytes=in_bytes, **named)]
+            return mixed
+
+        run(device, chunks, scale=d**-0.5, window=None, attend=attend)
+        expected = (sigmoid_gate if gate.kind == "sigmoid" else softplus_gate)(device, mixed, values)
+        same_output(device, made[0], expected, in_bytes and d % 32 == 0 and bool(device.products))
+
+
+def same_output(device: Device, actual: Array | Quantised, expected: Array, in_bytes: bool) -> None:
+    """The bits of `expected`, float32 [n, cols], or of what quantise makes of it."""
+    assert isinstance(actual, Quantised) == in_bytes
+    if isinstance(actual, Quantised):
+        bytes = quantise(device, expected)
+        pairs = [(actual.values, bytes.values), (actual.scales, bytes.scales)]
+    else:
+        pairs = [(actual, expected)]
+    for a, b in pairs:
+        np.testing.assert_array_equal(device.download(a).view(np.uint8), device.download(b).view(np.uint8))
 
 
 def check_window(device: Device, window: int, position: int, rows: int) -> None:
