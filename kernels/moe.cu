@@ -34,7 +34,10 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
     }
     if (sigmoid) {
 #pragma unroll
-        for (int i = 0; i < OWN; i++) p[i] = 1.0f / (1.0f + expf(-p[i]));
+        for (int i = 0; i < OWN; i++) {
+            if (i * LUCE_LANES >= experts) break;
+            p[i] = 1.0f / (1.0f + expf(-p[i]));
+        }
     } else {
         float most = -LUCE_INF, sum = 0.0f;
 #pragma unroll
@@ -42,12 +45,16 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
         most = luce_lane_max(most);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
+            if (i * LUCE_LANES >= experts) break;
             p[i] = expf(p[i] - most);
             sum += p[i];
         }
         sum = luce_lane_sum(sum);
 #pragma unroll
-        for (int i = 0; i < OWN; i++) p[i] /= sum;
+        for (int i = 0; i < OWN; i++) {
+            if (i * LUCE_LANES >= experts) break;
+            p[i] /= sum;
+        }
     }
 
     i32 ranks[OWN];
@@ -63,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
         int own = 0;
 #pragma unroll
         for (int i = 1; i < OWN; i++) {
+            if (i * LUCE_LANES >= experts) break;
             if (ranks[i] > best) best = ranks[i], own = i;
         }
         const i32 top = luce_lane_max(best);
@@ -70,6 +78,7 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
         float value = 0.0f;
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
+            if (i * LUCE_LANES >= experts) break;
             if (lane + i * LUCE_LANES == winner) value = p[i], ranks[i] = NOBODY;
         }
         value = luce_shfl(value, winner % LUCE_LANES);
