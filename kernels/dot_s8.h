@@ -285,6 +285,7 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
             add_set(in, x, rows, unit, cols, t, sum);
         }
     }
+    luce_release();
     luce_sync();  // the partial sums take the units' place
 
     float* const partial = reinterpret_cast<float*>(shared);

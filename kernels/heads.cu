@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)
 #pragma unroll
     for (int e = 0; e < EACH; e++)
         if (normed && lane + e * LUCE_LANES < d) factor[e] = norm[lane + e * LUCE_LANES];
+    luce_release();
     luce_await();
     if (!live) return;  // whole waves
 

@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
     route(const float* __restrict__ logits, const float* __restrict__ bias, const float* __restrict__ expert_scale,
           i32* __restrict__ ids, float* __restrict__ weights, int stride, int experts, int top_k, int sigmoid, int biased,
           int normalise, int scaled, float scale) {
+    luce_release();
     luce_await();
     const int lane = luce_lane();
     const float* row = logits + (i64)blockIdx.x * stride;

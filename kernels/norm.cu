@@ -43,6 +43,7 @@ LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, con
         factor[n] = {};
         if (first + n * step < d) factor[n] = *reinterpret_cast<const Unit*>(weight + first + n * step);
     }
+    luce_release();
     luce_await();
 #pragma unroll
     for (int n = 0; n < HELD / WIDTH; n++) {
@@ -91,6 +92,7 @@ LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, con
 
 // A row beyond the last of x, in bytes.
 LUCE_FN void beyond(const Bytes& bytes, int d) {
+    luce_release();
     luce_await();
     quantise_nothing(0, d, (int)blockIdx.x, bytes.stride, bytes.values, bytes.scales, (int)threadIdx.x, (int)blockDim.x);
 }
@@ -130,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 extern "C" __global__ void head_rms_norm(float* __restrict__ x, const i64 row_stride, const i64 head_stride,
                                          const int heads, const float* __restrict__ weight, const int d,
                                          const float eps) {
+    luce_release();
     luce_await();
     int head = blockIdx.y * (blockDim.x / LUCE_LANES) + luce_wave();
     if (head >= heads) return;  // whole waves
