@@ -90,7 +90,7 @@ def _plan(
     defines: dict[str, int | str] = {"QTYPE": GGMLQuantizationType(type).name}
     count = 1 << (n - 1).bit_length()
     features = 4 if count >= 8 else 2
-    return "matmul_vec", (-(-rows // (_WAVES * features)),), (_WAVES * lanes,), sizes, {"ROWS": count, **defines}
+    return "matmul_vec", (-(-rows // features),), (_WAVES * lanes,), sizes, {"ROWS": count, **defines}
 
 
 def _host(x: Array, weight: Weight, out: Array) -> None:
