@@ -59,7 +59,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
     __shared__ float squares[MOST][VECTORS][ELEMENTS], scale[MOST][VECTORS];
     __shared__ float gate[MOST][HEAD], answer[MOST][HEAD], fade[MOST], rate[MOST];
     const Span span = span_at(spans, blockIdx.y);
-    if (span.rows > MOST) return;
+    if (span.rows > MOST) return luce_await();
     const int rows = MOST == 1 ? 1 : span.rows;
     const int head = (int)blockIdx.x, heads = (int)gridDim.x;
     const Layout layout = {key_heads, heads};
@@ -79,6 +79,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 #pragma unroll
             for (int half = 0; half < 2; half++) get4(s[c][half], memory + c * HEAD + half * (HEAD / 2));
     }
+    luce_await();  // until here the spans were read, and the state, which kernels of earlier steps wrote
     if (thread < rows) {
         const float* row = x + thread * stride;
         fade[thread] = expf(log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]));
@@ -164,6 +165,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
         const float o = column_sum(product, part) * scale[row][QUERY];
         if (part < COLUMNS) answer[row][own] = o;
     }
+    luce_release();
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
@@ -215,7 +217,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
                int key_heads, int taps, float eps, int n, u8* __restrict__ values,
                float* __restrict__ scales, int room) {
-    luce_await();
     steps<1>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps, n,
              reinterpret_cast<i8*>(values), scales, room);
 }
@@ -226,7 +227,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
                 int key_heads, int taps, float eps, int n, u8* __restrict__ values,
                 float* __restrict__ scales, int room) {
-    luce_await();
     steps<STEPS>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps, n,
              reinterpret_cast<i8*>(values), scales, room);
 }

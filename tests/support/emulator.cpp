@@ -25,7 +25,7 @@ struct Region {  // the bytes of one array argument: rows of `run` bytes at nest
     u8* base;
     u64 extent, run;
     u64 dims, stride[4], count[4];
-    u8* written;       // a flag per byte: 0 nothing was written, 1 by the host, BY_KERNEL; null: all hold values
+    u8* written;       // a flag per byte: 0 nothing was written, else the launch's `step` at that time; null: all hold values
     u64 constant;      // the kernel cannot write through this argument
     u64 granule;       // bytes of the argument's type: 1, 2 or 4
 };
@@ -39,6 +39,7 @@ struct Launch {
     u64 dynamic;
     u32 grid[3], block[3];
     u32 lanes;
+    u32 step;  // 2 to 255: another one after each copy from the host, before which kernels end
 };
 
 enum Fault : u32 {
@@ -54,11 +55,9 @@ enum Fault : u32 {
     DIVERGED_LANES,  // the same for the lanes of a wave
     NO_LANE,         // a shuffle names a lane outside the wave
     PARTIAL_WAVE,    // a shuffle or vote in a wave that lacks threads
-    EARLY,           // before luce_await: a write to global memory, or a read of what a kernel wrote
+    EARLY,           // before luce_await: a write to global memory, or a read of what a kernel of the step wrote
     UNAWAITED,       // a thread ended without luce_await
 };
-
-constexpr int BY_KERNEL = 2;
 
 enum Access : u32 { READ, WRITE, ATOMIC };
 
@@ -356,9 +355,9 @@ inline void check(void* address, u64 size, Access access, void* site, u64 alignm
     if (!current->awaited && access != READ) return fail_access(EARLY, access, at, size, site);
     if (region->written) {
         u8* written = region->written + (at - region->base);
-        if (!current->awaited && memchr(written, BY_KERNEL, size)) return fail_access(EARLY, access, at, size, site);
+        if (!current->awaited && memchr(written, launch.step, size)) return fail_access(EARLY, access, at, size, site);
         if (access != WRITE && holds_poison(at, size, written)) return fail_access(UNWRITTEN, access, at, size, site);
-        if (access != READ) memset(written, BY_KERNEL, size);
+        if (access != READ) memset(written, launch.step, size);
     }
     if (access != READ && region->constant) {
         // Another argument may be the same memory, and writable.

@@ -474,6 +474,8 @@ def test_work_before_the_kernels_ahead_have_ended(checks: Checks) -> None:
     np.testing.assert_array_equal(device.download(out), 2 * np.arange(64))
     message = checks.fails(*arguments(out, 1, 0, 64))
     assert f"checks.cu:{LINES['early_read']}: read of 4 bytes before luce_await (byte 0 of argument 1" in message
+    device.upload(np.zeros(1, np.float32))
+    checks(*arguments(out, 1, 0, 64))
     message = checks.fails(*arguments(x, 0, 1, 64))
     assert f"checks.cu:{LINES['early_write']}: write of 4 bytes before luce_await (byte 0 of argument 2" in message
     message = checks.fails(*arguments(x, 0, 0, 40))
