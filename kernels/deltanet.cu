@@ -8,6 +8,7 @@
 // COLUMNS columns, of which PARTS adjacent lanes have 8 key elements each. Loads are made before anything waits for one,
 // as latency is most of the time that a single row takes.
 #include "deltanet.h"
+#include "quantise.h"
 
 #define COLUMNS 4
 #define PARTS (HEAD / 8)
@@ -43,12 +44,14 @@ struct Window {
 // Spans of up to MOST rows; grid (value heads, spans), THREADS threads. x float32 [rows, `stride`] as Layout says; filter
 // [channels, taps]; norm [HEAD]; past [slots, value heads, taps - 1, VECTORS, HEAD]: each head has the past of its own
 // vectors, so that no block reads what another one overwrites; memory [slots, value heads, HEAD values, HEAD keys]; out
-// [rows, value heads * HEAD].
+// [rows, value heads * HEAD]. With room for `room` quantised rows, of which n are those of x, the result goes there alone
+// (quantise.h).
 template <int MOST>
 LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                    const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                    float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
-                   int key_heads, int taps, float eps) {
+                   int key_heads, int taps, float eps, int n, i8* __restrict__ values, float* __restrict__ scales,
+                   int room) {
     // Rows whose inputs are loaded at once.
     constexpr int BATCH = MOST < 4 ? MOST : 4;
     // Queries and keys before they become unit vectors, and the scales that make them so.
@@ -56,7 +59,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
     __shared__ float squares[MOST][VECTORS][ELEMENTS], scale[MOST][VECTORS];
     __shared__ float gate[MOST][HEAD], answer[MOST][HEAD], fade[MOST], rate[MOST];
     const Span span = span_at(spans, blockIdx.y);
-    if (span.rows > MOST) return;
+    if (span.rows > MOST) return luce_await();
     const int rows = MOST == 1 ? 1 : span.rows;
     const int head = (int)blockIdx.x, heads = (int)gridDim.x;
     const Layout layout = {key_heads, heads};
@@ -76,6 +79,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 #pragma unroll
             for (int half = 0; half < 2; half++) get4(s[c][half], memory + c * HEAD + half * (HEAD / 2));
     }
+    luce_await();  // until here the spans were read, and the state, which kernels of earlier steps wrote
     if (thread < rows) {
         const float* row = x + thread * stride;
         fade[thread] = expf(log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]));
@@ -161,6 +165,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
         const float o = column_sum(product, part) * scale[row][QUERY];
         if (part < COLUMNS) answer[row][own] = o;
     }
+    luce_release();
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
@@ -194,9 +199,15 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
             const int i = lane + e * LUCE_LANES;
-            to[i] = answer[row][i] * inverse * gate[row][i];
+            const float result[1] = {answer[row][i] * inverse * gate[row][i]};
+            if (room)
+                quantise_columns(result, true, head * HEAD + i, span.start + row, room, values, scales);
+            else
+                to[i] = result[0];
         }
     }
+    for (int row = n; row < room && blockIdx.y == 0; row++)
+        quantise_nothing(head * HEAD, HEAD, row, room, values, scales, thread, THREADS);
 }
 
 // Where all spans have one row: the same arithmetic with fewer registers and less shared memory.
@@ -204,14 +215,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     delta_step(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
-               int key_heads, int taps, float eps) {
-    steps<1>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps);
+               int key_heads, int taps, float eps, int n, u8* __restrict__ values,
+               float* __restrict__ scales, int room) {
+    steps<1>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps, n,
+             reinterpret_cast<i8*>(values), scales, room);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     delta_steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                 const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                 float* __restrict__ memory, const i32* __restrict__ spans, float* __restrict__ out, i64 stride,
-                int key_heads, int taps, float eps) {
-    steps<STEPS>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps);
+                int key_heads, int taps, float eps, int n, u8* __restrict__ values,
+                float* __restrict__ scales, int room) {
+    steps<STEPS>(x, filter, decay, dt_bias, norm, past, memory, spans, out, stride, key_heads, taps, eps, n,
+             reinterpret_cast<i8*>(values), scales, room);
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from luce.layers.state import DeltaState
 from luce.ops.deltanet import DeltaWeights, gated_delta_net
-from luce.ops.matmul import matmul
+from luce.ops.matmul import matmul, takes_bytes_alone
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -27,5 +27,6 @@ class DeltaNetLayer:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         device, state = self._device, self.state
         x = matmul(device, y, self.reads)
-        o = gated_delta_net(device, x, self._weights, state.memory, state.past, step.spans)
+        in_bytes = takes_bytes_alone(device, y.shape[0], self._out)
+        o = gated_delta_net(device, x, self._weights, state.memory, state.past, step.spans, in_bytes=in_bytes)
         return matmul(device, o, self._out)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from luce.ops.activation import host_sigmoid, host_softplus
+from luce.ops.quantise import Quantised, as_arguments, room, space_for
 from luce.runtime.device import Array, Device
 from luce.runtime.step import SpanArrays
 
@@ -45,14 +46,22 @@ class DeltaWeights:
 
 
 def gated_delta_net(
-    device: Device, x: Array, weights: DeltaWeights, memory: Array, past: Array, spans: SpanArrays
-) -> Array:
+    device: Device,
+    x: Array,
+    weights: DeltaWeights,
+    memory: Array,
+    past: Array,
+    spans: SpanArrays,
+    *,
+    in_bytes: bool = False,
+) -> Array | Quantised:
     """What the layer does with its input projections, over each span; the slots get the states after its last row.
 
     x float32 [n, channels + value_heads d + 2 value_heads] (any row stride): q, k and v of all heads, the output gate
     z, alpha, beta. memory float32 [slots, value_heads, d_v, d_k], the state S transposed; past float32
     [slots, value_heads, K-1, 3, d], the last inputs of the convolution: each value head has those of the q, k and v
-    that it reads. Both are updated. -> float32 [n, value_heads d].
+    that it reads. Both are updated. -> float32 [n, value_heads d]; `in_bytes` on a GPU, of n <= 16 rows, the same
+    quantised.
 
         q, k, v <- silu(causal convolution of each channel)
         q <- q / sqrt(sum q^2 + 1e-6) / sqrt(d),  k <- k / sqrt(sum k^2 + 1e-6)
@@ -66,7 +75,8 @@ def gated_delta_net(
     if device.host:
         return _host(x, weights, memory, past, spans)
     n, heads, d = len(x), memory.shape[1], memory.shape[2]
-    out = device.empty((n, heads * d))
+    rows = room(device, n, heads * d, space=space_for(n)) if in_bytes else None
+    out = None if in_bytes else device.empty((n, heads * d))
     if not n:
         return out
     count, longest, table = spans.count, spans.longest, spans.table
@@ -77,9 +87,10 @@ def gated_delta_net(
     # Each form passes over the spans that are the other one's.
     if longest <= RECURRENT_ROWS or count > 1:
         steps = (x, weights.conv, *gates, weights.norm, past, memory, table, out, stride, key_heads, taps, eps)
+        to = (np.int32(n), *as_arguments(rows))
         threads = d // _STEP_COLUMNS * (d // _STEP_ELEMENTS)
         kernel = "delta_step" if longest == 1 else "delta_steps"
-        device.launch("deltanet", kernel, (heads, count), (threads,), steps, defines=defines)
+        device.launch("deltanet", kernel, (heads, count), (threads,), (*steps, *to), defines=defines)
     if longest > RECURRENT_ROWS:
         vectors = 2 * weights.key_heads + heads
         c = device.empty((n, vectors * d))
@@ -100,7 +111,7 @@ def gated_delta_net(
         output = (out, x, weights.norm, table, stride, key_heads, value_heads, eps)
         grid = (-(-longest // _OUTPUT_ROWS), -(-heads // (_OUTPUT_THREADS // device.lanes)), count)
         device.launch("deltanet_chunk", "delta_output", grid, (_OUTPUT_THREADS,), output, defines=defines)
-    return out
+    return out if rows is None else rows
 
 
 def _host(x: Array, weights: DeltaWeights, memory: Array, past: Array, spans: SpanArrays) -> Array:

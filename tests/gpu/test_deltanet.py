@@ -57,3 +57,8 @@ def test_far_out(gpu: Device, rows: int) -> None:
 
 def test_no_rows(gpu: Device) -> None:
     checks.check_no_rows(gpu)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (2, 1), (5, 1, 3), (16,)])
+def test_in_bytes(gpu: Device, lengths: tuple[int, ...]) -> None:
+    checks.check_in_bytes(gpu, lengths, key_heads=16, heads=32, d=128)
