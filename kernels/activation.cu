@@ -25,18 +25,21 @@ LUCE_FN void gated(float* out, const float* gate, const i64 gate_stride, const f
 extern "C" __global__ void gated_silu(float* __restrict__ out, const float* __restrict__ gate,
                                       const i64 gate_stride, const float* __restrict__ up, const i64 up_stride,
                                       const int f) {
+    luce_await();
     gated<false>(out, gate, gate_stride, up, up_stride, f);
 }
 
 extern "C" __global__ void gated_gelu(float* __restrict__ out, const float* __restrict__ gate,
                                       const i64 gate_stride, const float* __restrict__ up, const i64 up_stride,
                                       const int f) {
+    luce_await();
     gated<true>(out, gate, gate_stride, up, up_stride, f);
 }
 
 extern "C" __global__ void sigmoid_gate(float* __restrict__ out, const float* __restrict__ x,
                                         const float* __restrict__ gate, const i64 row_stride, const i64 head_stride,
                                         const int heads, const int d) {
+    luce_await();
     float z[EACH], value[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
@@ -49,12 +52,10 @@ extern "C" __global__ void sigmoid_gate(float* __restrict__ out, const float* __
         if (element(e) < heads * d) out[(i64)blockIdx.x * heads * d + element(e)] = value[e] / (1.0f + expf(-z[e]));
 }
 
-// log(1 + e^x), x itself where e^x would swamp the 1.
-LUCE_FN float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
 extern "C" __global__ void softplus_gate(float* __restrict__ out, const float* __restrict__ x,
                                          const float* __restrict__ gate, const i64 row_stride, const i64 head_stride,
                                          const int each, const int heads, const int d) {
+    luce_await();
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= heads * d) return;
     int element = each == 1 ? 0 : i % d;
@@ -65,6 +66,7 @@ extern "C" __global__ void softplus_gate(float* __restrict__ out, const float* _
 
 extern "C" __global__ void add_gated(float* __restrict__ x, const float* __restrict__ delta,
                                      const float* __restrict__ gate, const i64 gate_stride, const int d) {
+    luce_await();
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= d) return;
     i64 at = (i64)blockIdx.x * d + i;
@@ -72,11 +74,13 @@ extern "C" __global__ void add_gated(float* __restrict__ x, const float* __restr
 }
 
 extern "C" __global__ void scale(float* __restrict__ x, const float factor, const int d) {
+    luce_await();
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i < d) x[(i64)blockIdx.x * d + i] *= factor;
 }
 
 extern "C" __global__ void softcap(float* __restrict__ x, const float cap, const int d) {
+    luce_await();
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= d) return;
     i64 at = (i64)blockIdx.x * d + i;
@@ -85,6 +89,7 @@ extern "C" __global__ void softcap(float* __restrict__ x, const float cap, const
 
 extern "C" __global__ void add(float* __restrict__ x, const i64 x_stride, const float* __restrict__ delta,
                                const i64 delta_stride, const int d) {
+    luce_await();
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i < d) x[blockIdx.x * x_stride + i] += delta[blockIdx.x * delta_stride + i];
 }

@@ -1,4 +1,4 @@
-// The activations of gated feed-forward parts.
+// The activations of gated feed-forward parts, and of the gates of attention.
 #pragma once
 #include "gpu.h"
 
@@ -8,3 +8,6 @@ LUCE_FN float gelu(float x) {
     const float root = 0.7978845608028654f;  // sqrt(2 / pi)
     return 0.5f * x * (1.0f + tanhf(root * (x + 0.044715f * x * x * x)));
 }
+
+// log(1 + e^x), x itself where e^x would swamp the 1.
+LUCE_FN float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }

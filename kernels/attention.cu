@@ -270,6 +270,7 @@ LUCE_FN int split_count(int count, int skew) { return (count + skew + SPLIT - 1)
 
 // Grid: tiles, KV heads.
 extern "C" __global__ void __launch_bounds__(THREADS) attention(float* __restrict__ out, ARGUMENTS) {
+    luce_await();
     __shared__ Shared shared;
     Tile tile;
     if (!find_tile(tile, shared, PASSED)) return;
@@ -333,6 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(float* __restric
 // values [i, z, d] and state [i, z] = (maximum, sum), the sum 0 where the query sees no key of the split.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_split(float* __restrict__ values, float2* __restrict__ state, const int base, ARGUMENTS) {
+    luce_await();
     __shared__ Shared shared;
     Tile tile;
     if (!find_tile(tile, shared, PASSED)) return;
@@ -368,6 +370,7 @@ extern "C" __global__ void __launch_bounds__(PAIRS)
                    const float2* __restrict__ state, const int base, const int splits, const int last,
                    const int* __restrict__ row_span, const int* __restrict__ first, const int* __restrict__ counts,
                    const int width, const int d) {
+    luce_await();
     int column = threadIdx.x * 2;
     int span = row_span[blockIdx.x];
     int end = luce_min(splits, split_count(counts[span], split_skew(first + (i64)span * width)) - base);

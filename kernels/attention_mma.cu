@@ -26,6 +26,8 @@
 //
 // Waves of a block: WAVES_M share the rows of queries, WAVES_N the keys of the scores and the columns of the values. A
 // wave's values take ROW_TILES * COLUMN_TILES * 4 registers of each lane, at most 128.
+#include "activation.h"
+#include "quantise.h"
 #include "wgmma.h"
 
 #define GROUPED (LUCE_WGMMA && QUERIES == 128 && HEAD <= 256)
@@ -125,9 +127,14 @@ LUCE_FN int split_in(int slot, int low, int pages) {
     return split + (slot - split % SPLITS + SPLITS) % SPLITS;
 }
 
+// Whether the row has a split in that place: `first` is its oldest one, `count` how many there are.
+LUCE_FN bool has_split(int slot, int first, int count) { return ((slot - first) & (SPLITS - 1)) < count; }
+static_assert((SPLITS & (SPLITS - 1)) == 0, "a power of two");
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_few(float* __restrict__ values, float2* __restrict__ state, const int base, const int rows_apart,
                   ARGUMENTS) {
+    luce_await();
     LUCE_DYNAMIC_SHARED(Shared, all);
     Shared& shared = *all;
     int tiles = (rows_apart * (heads / kv_heads) + QUERIES - 1) / QUERIES;
@@ -172,43 +179,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 }
 
+// The splits' sums added and divided, times sigmoid or softplus (gating 1 or 2, 0: no gate) of gate, one of a head
+// (gate_each 1) or one of each of its values (d). Into out or, with room for `room` quantised rows, of which n are the
+// step's, there alone (quantise.h; d is a multiple of 32).
 extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     attention_fold(float* __restrict__ out, const float* __restrict__ values, const float2* __restrict__ state,
                    const int base, const int rows_apart, const int* __restrict__ spans, const int d, const int window,
-                   const int few) {
-    __shared__ float weight[SPLITS];
+                   const int few, const float* __restrict__ gate, const i64 gate_row, const i64 gate_head,
+                   const int gating, const int gate_each, const int n, u8* __restrict__ bytes,
+                   float* __restrict__ scales, const int room) {
     __shared__ float4 part[FOLD_THREADS];
     int span = base + blockIdx.x / rows_apart, row = blockIdx.x % rows_apart, thread = threadIdx.x;
     int4 place = reinterpret_cast<const int4*>(spans)[span];
+    luce_release();
+    luce_await();
     if (row >= place.z || place.z > few) return;
 #ifdef SEEN
     int position = place.w + place.z - 1, width = window + place.z - 1;
 #else
     int position = place.w + row, width = window;
 #endif
-    int pages = split_pages(position, width), oldest = oldest_page(position, width);
+    int pages = split_pages(position, width);
+    int first = oldest_page(position, width) / pages, count = position / PAGE / pages + 1 - first;
     i64 query = ((i64)blockIdx.x * gridDim.y + blockIdx.y) * SPLITS;
-    // A thread has four columns, and of the splits every LAYERS-th. All loads start before the weights are known.
-    const int QUADS = HEAD / 4, LAYERS = FOLD_THREADS / QUADS;
+    // A thread has four columns, and of the splits every LAYERS-th; a lane has the weights of OWN splits, and each wave
+    // all. All loads start before anything waits for one.
+    const int QUADS = HEAD / 4, LAYERS = FOLD_THREADS / QUADS, OWN = SPLITS / LUCE_LANES;
     int quad = thread % QUADS, layer = thread / QUADS;
+    float2 own[OWN];
     float4 value[SPLITS / LAYERS];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        int split = luce_lane() + i * LUCE_LANES;
+        own[i] = make_float2(-LUCE_INF, 0.0f);
+        if (has_split(split, first, count)) own[i] = state[query + split];
+    }
 #pragma unroll
     for (int i = 0; i < SPLITS / LAYERS; i++) {
         int split = layer + i * LAYERS;
         value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (quad * 4 < d && split_in(split, oldest, pages) * pages <= position / PAGE)
+        if (quad * 4 < d && has_split(split, first, count))
             value[i] = reinterpret_cast<const float4*>(values + (query + split) * d)[quad];
     }
-    float2 own = make_float2(-LUCE_INF, 0.0f);
-    if (thread < SPLITS && split_in(thread, oldest, pages) * pages <= position / PAGE) own = state[query + thread];
-    float scale = luce_exp2(own.x - softmax_base(luce_block_max(own.x)));
-    float total = luce_block_sum(own.y * scale);
-    if (thread < SPLITS) weight[thread] = scale;
-    luce_sync();
+    float top = own[0].x, total = 0.0f, weight[OWN];
+#pragma unroll
+    for (int i = 1; i < OWN; i++) top = fmaxf(top, own[i].x);
+    float lowest = softmax_base(luce_lane_max(top));
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        weight[i] = luce_exp2(own[i].x - lowest);
+        total = fmaf(own[i].y, weight[i], total);
+    }
+    total = luce_lane_sum(total);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < SPLITS / LAYERS; i++) {
-        float factor = weight[layer + i * LAYERS];
+        int split = layer + i * LAYERS;
+        float factor = 0.0f;
+#pragma unroll
+        for (int j = 0; j < OWN; j++) {
+            // Which of them it is follows from i alone, unless layers are many.
+            if (LAYERS * (i + 1) <= LUCE_LANES * j || LAYERS * i >= LUCE_LANES * (j + 1)) continue;
+            float there = luce_shfl(weight[j], split % LUCE_LANES);
+            if (split / LUCE_LANES == j) factor = there;
+        }
         sum.x = fmaf(factor, value[i].x, sum.x);
         sum.y = fmaf(factor, value[i].y, sum.y);
         sum.z = fmaf(factor, value[i].z, sum.z);
@@ -216,7 +250,10 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     }
     part[thread] = sum;
     luce_sync();
-    if (layer || quad * 4 >= d) return;
+    if (thread >= luce_max(QUADS, LUCE_LANES)) return;  // whole waves
+    const bool inside = thread < QUADS && quad * 4 < d;
+    const int head = blockIdx.y, column = quad * 4;
+    row += place.y;
 #pragma unroll
     for (int i = 1; i < LAYERS; i++) {
         float4 more = part[i * QUADS + quad];
@@ -225,12 +262,27 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
         sum.z += more.z;
         sum.w += more.w;
     }
-    row += place.y;
-    float4* to = reinterpret_cast<float4*>(out + ((i64)row * gridDim.y + blockIdx.y) * d) + quad;
-    *to = make_float4(sum.x / total, sum.y / total, sum.z / total, sum.w / total);
+    float result[4] = {sum.x / total, sum.y / total, sum.z / total, sum.w / total};
+    if (gating && inside) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float z = gate[row * gate_row + head * gate_head + (gate_each == 1 ? 0 : column + e)];
+            result[e] = gating == 1 ? result[e] / (1.0f + expf(-z)) : result[e] * softplus(z);
+        }
+    }
+    if (room) {
+        i8* values8 = reinterpret_cast<i8*>(bytes);
+        quantise_columns(result, inside, head * d + column, row, room, values8, scales);
+        for (int r = n; r < room && blockIdx.x == 0; r++)
+            quantise_nothing(head * d, d, r, room, values8, scales, thread, luce_max(QUADS, LUCE_LANES));
+    } else if (inside) {
+        float4* to = reinterpret_cast<float4*>(out + ((i64)row * gridDim.y + head) * d) + quad;
+        *to = make_float4(result[0], result[1], result[2], result[3]);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_many(float* __restrict__ out, ARGUMENTS) {
+    luce_await();
     LUCE_DYNAMIC_SHARED(Shared, all);
     Shared& shared = *all;
     int group = heads / kv_heads, block = gridDim.x - 1 - blockIdx.x;  // late rows see most: they come first

@@ -8,6 +8,7 @@
 // COLUMNS columns, of which PARTS adjacent lanes have 8 key elements each. Loads are made before anything waits for one,
 // as latency is most of the time that a single row takes.
 #include "deltanet.h"
+#include "quantise.h"
 
 #define COLUMNS 4
 #define PARTS (HEAD / 8)
@@ -153,7 +154,8 @@ LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int par
 // Spans of up to MOST rows; grid (value heads, spans), THREADS threads. x float32 [rows, `stride`] as Layout says; filter
 // [channels, taps]; norm [HEAD]; past [slots, value heads, taps - 1, VECTORS, HEAD]: each head has the past of its own
 // vectors, so that no block reads what another one overwrites; memory [slots, value heads, HEAD values, HEAD keys]; out
-// [rows, value heads * HEAD].
+// [rows, value heads * HEAD]. With room for `room` quantised rows, of which n are those of x, the result goes there alone
+// (quantise.h).
 //
 // PENDING: spans may be tentative or accept rows, as `pending` [spans, 2] says, and those of more than MOST rows only
 // do that. Rows of tentative spans are in kept [slots, value heads, most, KEPT, HEAD], their fades in fades [slots, value
@@ -163,12 +165,13 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
                    const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                    float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                    const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
-                   int key_heads, int taps, int most, float eps) {
+                   int key_heads, int taps, int most, float eps, int n, i8* __restrict__ values,
+                   float* __restrict__ scales, int room) {
     __shared__ Rows<MOST> r;
     const Span span = span_at(spans, blockIdx.y);
     const int accepted = PENDING ? pending[2 * blockIdx.y] : 0;
     const bool tentative = PENDING && pending[2 * blockIdx.y + 1];
-    if (span.rows > MOST && !accepted) return;
+    if (span.rows > MOST && !accepted) return luce_await();
     const int rows = MOST == 1 ? 1 : PENDING && span.rows > MOST ? 0 : span.rows;
     const int head = (int)blockIdx.x, heads = (int)gridDim.x;
     const Layout layout = {key_heads, heads};
@@ -211,6 +214,9 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
                 for (int e = 0; e < 8; e++)
                     s[c][e / 4][e % 4] = fmaf(key[e / 4][e % 4], change[c], s[c][e / 4][e % 4] * fade);
         }
+    }
+    luce_await();  // until here spans were read, and what kernels of earlier steps wrote
+    if (PENDING && accepted) {
         if (tentative || !rows) write();
         // Before a row is overwritten, or a fade.
         luce_sync();
@@ -227,6 +233,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
     };
     convolve(r, rows, layout, head, filter, norm, taps, inputs);
     advance(r, rows, s, part, own, tentative ? kept + KEPT_CHANGE * HEAD : nullptr);
+    luce_release();
     if (!tentative && rows) write();
 
     // The inputs before the next span's first row; all are read before one is overwritten.
@@ -262,9 +269,15 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
             const int i = lane + e * LUCE_LANES;
-            to[i] = r.answer[row][i] * inverse * r.gate[row][i];
+            const float result[1] = {r.answer[row][i] * inverse * r.gate[row][i]};
+            if (room)
+                quantise_columns(result, true, head * HEAD + i, span.start + row, room, values, scales);
+            else
+                to[i] = result[0];
         }
     }
+    for (int row = n; row < room && blockIdx.y == 0; row++)
+        quantise_nothing(head * HEAD, HEAD, row, room, values, scales, thread, THREADS);
 }
 
 // Where all spans have one row: the same arithmetic with fewer registers and less shared memory.
@@ -273,9 +286,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
-               int key_heads, int taps, int most, float eps) {
+               int key_heads, int taps, int most, float eps, int n, u8* __restrict__ values,
+               float* __restrict__ scales, int room) {
     steps<1, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, out, stride, key_heads,
-                     taps, most, eps);
+                     taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -283,9 +297,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                 float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                 const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
-                int key_heads, int taps, int most, float eps) {
+                int key_heads, int taps, int most, float eps, int n, u8* __restrict__ values,
+                float* __restrict__ scales, int room) {
     steps<STEPS, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, out, stride, key_heads,
-                     taps, most, eps);
+                     taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -293,7 +308,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                  const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                  float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                  const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
-                 int key_heads, int taps, int most, float eps) {
+                 int key_heads, int taps, int most, float eps, int n, u8* __restrict__ values,
+                 float* __restrict__ scales, int room) {
     steps<STEPS, true>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, out, stride, key_heads,
-                     taps, most, eps);
+                     taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
 }

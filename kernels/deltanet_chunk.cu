@@ -36,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
     delta_vectors(const float* __restrict__ x, const float* __restrict__ filter, float* __restrict__ past,
                   const i32* __restrict__ spans, float* __restrict__ c, i64 stride, int key_heads, int heads,
                   int taps) {
+    luce_await();
     const Span span = span_at(spans, blockIdx.z);
     const int vector = (int)blockIdx.x * (CONV_THREADS / LUCE_LANES) + luce_wave(), first = (int)blockIdx.y * TILE;
     if (span.rows <= STEPS || first >= span.rows || vector >= 2 * key_heads + heads) return;  // whole waves
@@ -233,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     delta_prepare(const float* __restrict__ c, const float* __restrict__ x, const float* __restrict__ decay,
                   const float* __restrict__ dt_bias, const i32* __restrict__ spans, float* __restrict__ gates,
                   float* __restrict__ solve, float* __restrict__ mix, i64 stride, int heads) {
+    luce_await();
     // Keys and queries, then T and A.
     __shared__ __align__(16) float tile[2][CHUNK * DOWN_PITCH];
     __shared__ float g[GROUPS][CHUNK], rate[GROUPS][CHUNK], total[GROUPS][CHUNK], error[GROUPS][CHUNK];
@@ -351,6 +353,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 2)
     delta_chunks(const float* __restrict__ c, float* __restrict__ memory, const i32* __restrict__ spans,
                  const float* __restrict__ gates, const float* __restrict__ solve, const float* __restrict__ mix,
                  float* __restrict__ out, int key_heads) {
+    luce_await();
     __shared__ __align__(16) float tile[CHUNK * DOWN_PITCH];
     __shared__ __align__(16) float state[COLUMNS * STATE_PITCH];
     __shared__ __align__(16) float fresh[COLUMNS * PITCH];  // by columns: beta (V - e^G (K S)), then V'
@@ -472,6 +475,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 2)
 extern "C" __global__ void __launch_bounds__(OUTPUT_THREADS)
     delta_output(float* __restrict__ out, const float* __restrict__ x, const float* __restrict__ norm,
                  const i32* __restrict__ spans, i64 stride, int key_heads, int heads, float eps) {
+    luce_await();
     const Span span = span_at(spans, blockIdx.z);
     const int first = (int)blockIdx.x * BATCH, head = (int)blockIdx.y * (OUTPUT_THREADS / LUCE_LANES) + luce_wave();
     if (span.rows <= STEPS || first >= span.rows || head >= heads) return;  // whole waves

@@ -12,6 +12,7 @@
 // Grid: one block of THREADS per row.
 extern "C" __global__ void __launch_bounds__(THREADS)
     dequant(const u8* __restrict__ weight, f16_t* __restrict__ half, int cols) {
+    luce_await();
     const u8* row = weight + blockIdx.x * row_bytes(cols);
     f16_t* to = half + (i64)blockIdx.x * cols;
     for (int i = luce_thread(); i < row_units(cols) * EIGHTS; i += THREADS) {

@@ -257,6 +257,7 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
 
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; stage++) copy(stage << bits);
+    luce_await();  // weights alone were fetched so far
     for (int unit0 = 0; unit0 < units; unit0 += chains) {
         const int unit = unit0 + chain;
         SetRow rows[MOST_DOT];
@@ -284,6 +285,7 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
             add_set(in, x, rows, unit, cols, t, sum);
         }
     }
+    luce_release();
     luce_sync();  // the partial sums take the units' place
 
     float* const partial = reinterpret_cast<float*>(shared);

@@ -6,6 +6,8 @@
 // out[i, :] = the dequantised row rows[i]; table [*, cols] in blocks of QTYPE, out float32 [grid, cols].
 extern "C" __global__ void embed(const u8* __restrict__ table, const i32* __restrict__ rows, float* __restrict__ out,
                                  int cols) {
+    luce_release();
+    luce_await();
     const u8* row = table + rows[blockIdx.x] * row_bytes(cols);
     float* to = out + (i64)blockIdx.x * cols;
     for (int unit = luce_thread(); unit < row_units(cols); unit += luce_threads()) {
@@ -23,6 +25,8 @@ extern "C" __global__ void embed(const u8* __restrict__ table, const i32* __rest
 // out[i, :] = x[rows[i], :]; x float32 with `stride` elements from row to row, out float32 [grid, cols].
 extern "C" __global__ void take_rows(const float* __restrict__ x, const i32* __restrict__ rows, float* __restrict__ out,
                                      int cols, int stride) {
+    luce_release();
+    luce_await();
     const float* row = x + (i64)rows[blockIdx.x] * stride;
     float* to = out + (i64)blockIdx.x * cols;
     for (int i = luce_thread(); i < cols; i += luce_threads()) to[i] = row[i];

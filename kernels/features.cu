@@ -7,6 +7,8 @@ template <bool ADD>
 LUCE_FN void capture(const float* __restrict__ x, const float* __restrict__ delta, bf16_t* __restrict__ out, int cols,
                      i64 out_stride) {
     const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x);
+    luce_release();
+    luce_await();
     if (j >= cols) return;
     const i64 from = (i64)blockIdx.x * cols + j;
     out[blockIdx.x * out_stride + j] = luce_bf16(ADD ? x[from] + delta[from] : x[from]);
@@ -27,5 +29,7 @@ extern "C" __global__ void capture_sums(const float* __restrict__ x, const float
 extern "C" __global__ void put_rows(const u32* __restrict__ rows, u32* __restrict__ ring, const i32* __restrict__ dest,
                                     int words, int ring_words, int first) {
     const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x), to = dest[blockIdx.x];
+    luce_release();
+    luce_await();
     if (j < words && to >= 0) ring[(i64)to * ring_words + first + j] = rows[(i64)blockIdx.x * words + j];
 }

@@ -7,6 +7,7 @@ LUCE_FN void put(i32& to, float value) { to = (i32)value; }
 LUCE_FN void put(f16_t& to, float value) { to = luce_f16(value); }
 
 extern "C" __global__ void fill(TYPE* __restrict__ out, const i64 n, const float value) {
+    luce_await();
     i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) put(out[i], value);
 }

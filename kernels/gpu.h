@@ -64,6 +64,15 @@ LUCE_FN void luce_sync_lanes() {
     __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
 }
 
+// Every thread of a kernel calls luce_await before it writes to global memory, and before it reads there what another
+// kernel of the step wrote. On CUDA from sm_90 on, a kernel's blocks may start when all blocks of the one before have
+// called luce_release or ended; luce_await returns when that kernel, and so every one before it, has ended and its writes
+// are seen. What is fetched of weights before the call is fetched while others work. A small kernel releases the next one
+// at once; a large one late, or the next one's blocks would find unevenly filled multiprocessors and stay there.
+// Elsewhere kernels follow each other anyway.
+LUCE_FN void luce_await() {}
+LUCE_FN void luce_release() {}
+
 LUCE_FN float luce_f32(f16_t value) { return (float)__builtin_bit_cast(_Float16, value.bits); }
 // To nearest, ties to even; beyond 65504 to infinity.
 LUCE_FN f16_t luce_f16(float value) { return {__builtin_bit_cast(u16, (_Float16)value)}; }
@@ -103,6 +112,16 @@ template <typename T> LUCE_FN T luce_shfl(T value, int lane) { return __shfl_syn
 LUCE_FN u64 luce_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 LUCE_FN void luce_sync() { __syncthreads(); }
 LUCE_FN void luce_sync_lanes() { __syncwarp(); }
+LUCE_FN void luce_await() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+LUCE_FN void luce_release() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 
 LUCE_FN float luce_f32(f16_t value) {
     float result;

@@ -59,6 +59,7 @@ u64 luce_host_shuffle_xor(u64 bits, int mask);
 u64 luce_host_ballot(bool predicate);
 void luce_host_sync();
 void luce_host_sync_lanes();
+void luce_host_await();
 
 float fabsf(float);
 float fmaf(float, float, float);
@@ -137,6 +138,8 @@ template <typename T> LUCE_FN T luce_shfl(T value, int lane) {
 LUCE_FN u64 luce_ballot(bool predicate) { return luce_host_ballot(predicate); }
 LUCE_FN void luce_sync() { luce_host_sync(); }
 LUCE_FN void luce_sync_lanes() { luce_host_sync_lanes(); }
+LUCE_FN void luce_await() { luce_host_await(); }
+LUCE_FN void luce_release() {}
 
 LUCE_FN float luce_f32(f16_t value) {
     u32 magnitude = (value.bits & 0x7fffu) << 13, sign = (u32)(value.bits & 0x8000u) << 16;

@@ -47,6 +47,7 @@ LUCE_FN float convert(const float* __restrict__ row, f16_t* __restrict__ half, i
 extern "C" __global__ void __launch_bounds__(256)
     half_rows(const float* __restrict__ x, f16_t* __restrict__ half, float* __restrict__ scale, int slots, int cols,
               int padded, i64 x_row, i64 x_slot) {
+    luce_await();
     const int r = (int)blockIdx.x;
     const float* row = x + r / slots * x_row + r % slots * x_slot;
     half += (i64)r * padded;
@@ -62,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // out[r, j] *= scale[r] for j < rows, after a product that knows nothing of scales. Almost every row's scale is 1.
 // Grid: one block per row.
 extern "C" __global__ void rescale_rows(float* __restrict__ out, const float* __restrict__ scale, int rows, i64 stride) {
+    luce_await();
     const float factor = scale[blockIdx.x];
     if (factor == 1.0f) return;
     float* row = out + (i64)blockIdx.x * stride;
@@ -72,6 +74,7 @@ extern "C" __global__ void rescale_rows(float* __restrict__ out, const float* __
 // Grid: (n, ceil(rows / the block's threads)).
 extern "C" __global__ void add_parts(const float* __restrict__ partial, float* __restrict__ out, int parts, int rows,
                                      i64 stride) {
+    luce_await();
     const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x);
     if (j >= rows) return;
     const i64 size = (i64)gridDim.x * rows;

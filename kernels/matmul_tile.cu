@@ -12,6 +12,7 @@
 extern "C" __global__ void TILE_BOUNDS
     matmul_tile(const u8* __restrict__ weight, const tile_x* __restrict__ x, const float* __restrict__ scale,
                 float* __restrict__ out, int n, int rows, int cols, int x_stride, int out_stride, int part_cols) {
+    luce_await();
     __shared__ i32 numbers[TILE_ROWS];
     const int row0 = (int)blockIdx.x * TILE_ROWS;
     if (luce_thread() < TILE_ROWS) numbers[luce_thread()] = luce_min(row0 + luce_thread(), n - 1);

@@ -22,6 +22,8 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
     route(const float* __restrict__ logits, const float* __restrict__ bias, const float* __restrict__ expert_scale,
           i32* __restrict__ ids, float* __restrict__ weights, int stride, int experts, int top_k, int sigmoid, int biased,
           int normalise, int scaled, float scale) {
+    luce_release();
+    luce_await();
     const int lane = luce_lane();
     const float* row = logits + (i64)blockIdx.x * stride;
 
@@ -33,7 +35,10 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
     }
     if (sigmoid) {
 #pragma unroll
-        for (int i = 0; i < OWN; i++) p[i] = 1.0f / (1.0f + expf(-p[i]));
+        for (int i = 0; i < OWN; i++) {
+            if (i * LUCE_LANES >= experts) break;
+            p[i] = 1.0f / (1.0f + expf(-p[i]));
+        }
     } else {
         float most = -LUCE_INF, sum = 0.0f;
 #pragma unroll
@@ -41,12 +46,16 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
         most = luce_lane_max(most);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
+            if (i * LUCE_LANES >= experts) break;
             p[i] = expf(p[i] - most);
             sum += p[i];
         }
         sum = luce_lane_sum(sum);
 #pragma unroll
-        for (int i = 0; i < OWN; i++) p[i] /= sum;
+        for (int i = 0; i < OWN; i++) {
+            if (i * LUCE_LANES >= experts) break;
+            p[i] /= sum;
+        }
     }
 
     i32 ranks[OWN];
@@ -62,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
         int own = 0;
 #pragma unroll
         for (int i = 1; i < OWN; i++) {
+            if (i * LUCE_LANES >= experts) break;
             if (ranks[i] > best) best = ranks[i], own = i;
         }
         const i32 top = luce_lane_max(best);
@@ -69,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
         float value = 0.0f;
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
+            if (i * LUCE_LANES >= experts) break;
             if (lane + i * LUCE_LANES == winner) value = p[i], ranks[i] = NOBODY;
         }
         value = luce_shfl(value, winner % LUCE_LANES);
@@ -97,6 +108,7 @@ LUCE_FN int ones(u64 mask) { return __popc((u32)mask) + __popc((u32)(mask >> 32)
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     group_pairs(const i32* __restrict__ ids, i32* __restrict__ order, i32* __restrict__ tiles, int pairs, int tile_rows,
                 int most) {
+    luce_await();
     LUCE_DYNAMIC_SHARED(i32, count);
     __shared__ i32 found[GROUP_WAVES];
     const int experts = (int)gridDim.x;
@@ -149,6 +161,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
 // Grid: (n, ceil(rows / the block's threads)).
 extern "C" __global__ void combine(const float* __restrict__ y, const float* __restrict__ weights,
                                    float* __restrict__ out, int slots, int rows) {
+    luce_await();
     const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x);
     if (j >= rows) return;
     const i64 pair = (i64)blockIdx.x * slots;

@@ -8,7 +8,7 @@
 #include "dot.h"
 #include "tile.h"
 
-// --- few rows: a wave owns FEATURES rows of one pair's expert
+// --- few rows: a block owns FEATURES rows of one pair's expert
 
 #define WAVES 4
 #define FEATURES 2
@@ -16,20 +16,20 @@
 // out[pair, first + j] = sum over c of x[pair, c] * weight[ids[pair], j, c], for j < rows.
 // weight [experts, rows, cols] in blocks of QTYPE; x float32 with x_row elements from row to row and x_slot from slot to
 // slot (0: the slots share the row); out float32 with out_stride elements from pair to pair.
-// Grid: (ceil(rows / (WAVES * FEATURES)), pairs) blocks of WAVES waves.
+// Grid: (ceil(rows / FEATURES), pairs) blocks of WAVES waves.
 extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
     expert_vec(const u8* __restrict__ weight, const float* __restrict__ x, const i32* __restrict__ ids,
                float* __restrict__ out, int slots, int rows, int cols, int x_row, int x_slot, int out_stride, int first) {
-    const int feature = ((int)blockIdx.x * WAVES + luce_wave()) * FEATURES;
-    if (feature >= rows) return;
+    luce_await();
+    const int feature = (int)blockIdx.x * FEATURES;
     const int pair = (int)blockIdx.y;
     const u8* expert = weight + (i64)ids[pair] * rows * row_bytes(cols);
     const float* from = x + (i64)(pair / slots) * x_row + (i64)(pair % slots) * x_slot;
     float* to = out + (i64)pair * out_stride + first;
     if ((u64)from % 16 == 0 && cols % UNIT == 0) {
-        products<FEATURES, 1, true>(expert, from, to, 1, rows, cols, 0, 0, feature);
+        products<WAVES, FEATURES, 1, true>(expert, from, to, 1, rows, cols, 0, 0, feature);
     } else {
-        products<FEATURES, 1, false>(expert, from, to, 1, rows, cols, 0, 0, feature);
+        products<WAVES, FEATURES, 1, false>(expert, from, to, 1, rows, cols, 0, 0, feature);
     }
 }
 
@@ -43,6 +43,7 @@ extern "C" __global__ void TILE_BOUNDS
     expert_tile(const u8* __restrict__ weight, const tile_x* __restrict__ x, const float* __restrict__ scale,
                 const i32* __restrict__ order, const i32* __restrict__ tiles, float* __restrict__ out, int share,
                 int rows, int cols, int x_stride, int out_stride, int first) {
+    luce_await();
     __shared__ i32 pairs[TILE_ROWS], sources[TILE_ROWS];
     const int count = tiles[blockIdx.x * 3 + 2];
     if (count == 0) return;

@@ -17,6 +17,7 @@ extern "C" __global__ void __launch_bounds__(256)
                     const float* __restrict__ scales, i8* __restrict__ out_values, float* __restrict__ out_scales,
                     const int x_stride, const int experts, const int expert_rows, const int k, const int half,
                     const int cols, const int chain_bits, const int gelu_gate) {
+    luce_await();
     LUCE_DYNAMIC_SHARED(u8, shared);
     const int feature0 = (int)blockIdx.x * 32;
     const int slot = (int)blockIdx.y, row = (int)blockIdx.z, slots = (int)gridDim.y;
@@ -53,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(640)
                    const i8* __restrict__ values, const float* __restrict__ scales, float* __restrict__ out,
                    const int experts, const int k, const int slots, const int at_once, const int rows, const int cols,
                    const int chain_bits, const int gated, const int gate_stride, const int sums_bytes) {
+    luce_await();
     LUCE_DYNAMIC_SHARED(u8, shared);
     float* results = reinterpret_cast<float*>(shared + sums_bytes);
     const int feature0 = (int)blockIdx.x * 16, row = (int)blockIdx.y, pairs = (int)gridDim.y * slots;

@@ -40,12 +40,18 @@ LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, con
     Unit held[HELD / WIDTH], factor[HELD / WIDTH], added[HELD / WIDTH];
 #pragma unroll
     for (int n = 0; n < HELD / WIDTH; n++) {
-        held[n] = factor[n] = added[n] = {};
+        factor[n] = {};
+        if (first + n * step < d) factor[n] = *reinterpret_cast<const Unit*>(weight + first + n * step);
+    }
+    luce_release();
+    luce_await();
+#pragma unroll
+    for (int n = 0; n < HELD / WIDTH; n++) {
+        held[n] = added[n] = {};
         const int i = first + n * step;
         if (i >= d) continue;
         held[n] = *reinterpret_cast<const Unit*>(row + i);
         if (more) added[n] = *reinterpret_cast<const Unit*>(more + i);
-        factor[n] = *reinterpret_cast<const Unit*>(weight + i);
     }
     float sum = 0.0f;
 #pragma unroll
@@ -84,13 +90,11 @@ LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, con
     }
 }
 
-// Rows beyond the last of x, in bytes: zeros. d is a multiple of 32.
-LUCE_FN void zero_bytes(const Bytes& bytes, int d) {
-    for (int i = (int)threadIdx.x * 4; i < d; i += (int)blockDim.x * 4) {
-        const i64 place = (i64)(i / 32) * bytes.stride + blockIdx.x;
-        *reinterpret_cast<u32*>(bytes.values + place * 32 + i % 32) = 0;
-        if (i % 32 < 8) bytes.scales[place * 2 + i % 32 / 4] = 0.0f;
-    }
+// A row beyond the last of x, in bytes.
+LUCE_FN void beyond(const Bytes& bytes, int d) {
+    luce_release();
+    luce_await();
+    quantise_nothing(0, d, (int)blockIdx.x, bytes.stride, bytes.values, bytes.scales, (int)threadIdx.x, (int)blockDim.x);
 }
 
 // The norm of n rows of x [n, d]; with room for `room` quantised rows, in bytes too, and then d is a multiple of 32.
@@ -100,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(1024)
              const int n, const int d, const float eps, const int room, u8* __restrict__ values,
              float* __restrict__ scales) {
     const Bytes bytes = {reinterpret_cast<i8*>(values), scales, room};
-    if ((int)blockIdx.x >= n) return zero_bytes(bytes, d);
+    if ((int)blockIdx.x >= n) return beyond(bytes, d);
     const float* row = x + blockIdx.x * x_stride;
     float* to = out + (i64)blockIdx.x * d;
     if (aligned(x, x_stride) && d % 4 == 0)
@@ -115,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(1024)
                  const i64 delta_stride, const float* __restrict__ weight, const int n, const int d, const float eps,
                  const int room, u8* __restrict__ values, float* __restrict__ scales) {
     const Bytes bytes = {reinterpret_cast<i8*>(values), scales, room};
-    if ((int)blockIdx.x >= n) return zero_bytes(bytes, d);
+    if ((int)blockIdx.x >= n) return beyond(bytes, d);
     float* row = x + blockIdx.x * x_stride;
     const float* more = delta + blockIdx.x * delta_stride;
     float* to = out + (i64)blockIdx.x * d;
@@ -128,6 +132,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 extern "C" __global__ void head_rms_norm(float* __restrict__ x, const i64 row_stride, const i64 head_stride,
                                          const int heads, const float* __restrict__ weight, const int d,
                                          const float eps) {
+    luce_release();
+    luce_await();
     int head = blockIdx.y * (blockDim.x / LUCE_LANES) + luce_wave();
     if (head >= heads) return;  // whole waves
     float* from = x + blockIdx.x * row_stride + head * head_stride;

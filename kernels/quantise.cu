@@ -8,6 +8,8 @@
 extern "C" __global__ void __launch_bounds__(256)
     quantise(const float* __restrict__ x, i8* __restrict__ values, float* __restrict__ scales, const i64 x_stride,
              const int n, const int cols) {
+    luce_release();
+    luce_await();
     const int row = (int)blockIdx.x, column = (int)(blockIdx.y * blockDim.x + threadIdx.x);
     const bool inside = column < cols;
     const float own[1] = {inside && row < n ? x[row * x_stride + column] : 0.0f};
@@ -19,6 +21,8 @@ extern "C" __global__ void __launch_bounds__(256)
     quantise_gated(const float* __restrict__ gate, const i64 gate_stride, const float* __restrict__ up,
                    const i64 up_stride, i8* __restrict__ values, float* __restrict__ scales, const int n,
                    const int cols, const int gelu_gate) {
+    luce_release();
+    luce_await();
     const int row = (int)blockIdx.x, column = (int)(blockIdx.y * blockDim.x + threadIdx.x);
     const bool inside = column < cols;
     float own[1] = {0.0f};

@@ -38,3 +38,13 @@ LUCE_FN void quantise_columns(const float (&x)[COUNT], bool inside, int column, 
         scales[place * 2 + 1] = scale * (float)sum;
     }
 }
+
+// Row `row`, one beyond the last, of `count` columns from `column` on, both multiples of 32: zeros, by `threads` threads.
+LUCE_FN void quantise_nothing(int column, int count, int row, int stride, i8* __restrict__ values,
+                              float* __restrict__ scales, int thread, int threads) {
+    for (int i = column + thread * 4; i < column + count; i += threads * 4) {
+        const i64 place = (i64)(i / 32) * stride + row;
+        *reinterpret_cast<u32*>(values + place * 32 + i % 32) = 0;
+        if (i % 32 < 8) scales[place * 2 + i % 32 / 4] = 0.0f;
+    }
+}

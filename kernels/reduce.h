@@ -25,6 +25,17 @@ template <int WIDTH = LUCE_LANES, typename T, typename Op> LUCE_FN T luce_lane_r
     for (int mask = WIDTH / 2; mask > 0; mask /= 2) value = op(value, luce_shfl_xor(value, mask));
     return value;
 }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+// Integers of a whole wave in one instruction: their order is of no matter.
+template <int WIDTH> LUCE_FN i32 luce_lane_reduce(i32 value, luce_add op) {
+    if (WIDTH == LUCE_LANES) return __reduce_add_sync(0xffffffffu, value);
+    return luce_lane_reduce<WIDTH, i32, luce_add>(value, op);
+}
+template <int WIDTH> LUCE_FN i32 luce_lane_reduce(i32 value, luce_maximum op) {
+    if (WIDTH == LUCE_LANES) return __reduce_max_sync(0xffffffffu, value);
+    return luce_lane_reduce<WIDTH, i32, luce_maximum>(value, op);
+}
+#endif
 template <int WIDTH = LUCE_LANES, typename T> LUCE_FN T luce_lane_sum(T value) {
     return luce_lane_reduce<WIDTH>(value, luce_add());
 }

@@ -1,4 +1,4 @@
-// Rotary position embedding. Grid of both kernels: x rows, y blocks along a row.
+// Angles of the rotary position embedding. Grid: x rows, y blocks along a row.
 #include "gpu.h"
 
 // cos and sin of position * frequency. In double: a float product is off by 0.016 at position 262144. Cards that are
@@ -6,6 +6,7 @@
 extern "C" __global__ void rope_table(float2* __restrict__ table, const int* __restrict__ positions,
                                       const int position_stride, const double* __restrict__ frequencies,
                                       const int* __restrict__ axes, const int half, const float magnitude) {
+    luce_await();
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= half) return;
     // One position per row serves all axes.
@@ -17,17 +18,4 @@ extern "C" __global__ void rope_table(float2* __restrict__ table, const int* __r
     turn.x = (float)(c * magnitude);
     turn.y = (float)(s * magnitude);
     table[(i64)blockIdx.x * half + i] = turn;
-}
-
-// Pair i of a head is (x[i * step], x[i * step + gap]).
-extern "C" __global__ void rope(float* __restrict__ x, const i64 row_stride, const i64 head_stride, const int heads,
-                                const float2* __restrict__ table, const int half, const int step, const int gap) {
-    int at = blockIdx.y * blockDim.x + threadIdx.x;
-    if (at >= heads * half) return;
-    int head = at / half, i = at % half;
-    float2 turn = table[(i64)blockIdx.x * half + i];
-    float* first = x + blockIdx.x * row_stride + head * head_stride + i * step;
-    float a = first[0], b = first[gap];
-    first[0] = a * turn.x - b * turn.y;
-    first[gap] = b * turn.x + a * turn.y;
 }

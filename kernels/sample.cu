@@ -36,6 +36,8 @@ LUCE_FN Candidate block_best(Candidate mine) {
 // float32 [rows, vocab], rows `stride` elements apart.
 extern "C" __global__ void argmax_parts(const float* __restrict__ logits, float* __restrict__ values,
                                         i32* __restrict__ indices, int vocab, int stride, int part) {
+    luce_release();
+    luce_await();
     const float* row = logits + (i64)blockIdx.y * stride;
     const int begin = (int)blockIdx.x * part;
     const int end = luce_min(begin + part, vocab);
@@ -52,6 +54,8 @@ extern "C" __global__ void argmax_parts(const float* __restrict__ logits, float*
 // out[row] = the index of the best of the row's `parts` candidates; one block per row.
 extern "C" __global__ void argmax_join(const float* __restrict__ values, const i32* __restrict__ indices,
                                        i32* __restrict__ out, int parts) {
+    luce_release();
+    luce_await();
     const i64 row = (i64)blockIdx.x * parts;
     Candidate best = none();
     for (int i = luce_thread(); i < parts; i += luce_threads()) best = better(best, {values[row + i], indices[row + i]});

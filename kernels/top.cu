@@ -61,6 +61,7 @@ LUCE_FN void select(u64* keys) {
 // out [rows, gridDim.x, K].
 extern "C" __global__ void __launch_bounds__(THREADS) top_of_logits(const float* __restrict__ logits,
                                                                     u64* __restrict__ out, int vocab, int stride) {
+    luce_await();
     __shared__ u64 keys[PART];
     const float* row = logits + (i64)blockIdx.y * stride;
     for (int i = luce_thread(); i < PART; i += THREADS) {
@@ -76,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_of_logits(const float*
 // The same of keys [rows, count].
 extern "C" __global__ void __launch_bounds__(THREADS) top_of_keys(const u64* __restrict__ in, u64* __restrict__ out,
                                                                   int count) {
+    luce_await();
     __shared__ u64 keys[PART];
     const u64* row = in + (i64)blockIdx.y * count;
     for (int i = luce_thread(); i < PART; i += THREADS) {

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from luce.layers.rotary import Rotary
 from luce.layers.state import KVPool
 from luce.models.spec import Attention
-from luce.ops.activation import sigmoid_gate, softplus_gate
-from luce.ops.attention import attention, write_kv
-from luce.ops.matmul import matmul
-from luce.ops.norm import head_rms_norm
+from luce.ops.attention import gated_attention
+from luce.ops.attention_mma import Gate
+from luce.ops.heads import Destination, HeadNorms, prepare_heads, prepare_keys, prepare_queries, write_kv
+from luce.ops.matmul import matmul, takes_bytes_alone
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
 
 
-@dataclass(frozen=True)
-class HeadNorms:
-    """Weights float32 [head_dim] of the norms of query, key and value heads."""
-
-    query: Array | None = None
-    key: Array | None = None
-    value: Array | None = None
-
-
 class AttentionLayer:
     """out(attention(rope(norm(q)), rope(norm(k)), v)), times a gate where the spec says so.
 
     `inputs` stacks attn_q, attn_k, attn_v and, with an output gate, attn_gate; only attn_q where the spec names a
-    donor, whose pool `pool` then is. `norms` are the query, key and value head norms, each where there is one. `lends`
-    is the block's number if layers on other devices read its keys and values.
+    donor, whose pool `pool` then is. `lends` is the block's number if layers on other devices read its keys and values.
     """
 
     def __init__(
@@ -42,7 +30,6 @@ class AttentionLayer:
         inputs: Weight,
         out: Weight,
         norms: HeadNorms,
-        eps: float,
         rotary: Rotary,
         pool: KVPool,
         group: int,
@@ -53,7 +40,6 @@ class AttentionLayer:
         self.reads = inputs
         self._out = out
         self._norms = norms
-        self._eps = eps
         self._rotary = rotary
         self.state = pool
         self._group = group
@@ -66,17 +52,24 @@ class AttentionLayer:
         split = spec.heads * width
         fused = matmul(device, y, self.reads)
         q = fused[:, :split].reshape(rows, spec.heads, width)
-        q, gate = q[..., :d], q[..., d:]
-        if self._norms.query is not None:
-            head_rms_norm(device, q, self._norms.query, self._eps)
-        view = step.views[self._group]
-        self._rotary(step, q)
+        gate = None
+        if spec.query_gate:
+            q, gate = q[..., :d], Gate(q[..., d:], "sigmoid")
+        elif spec.output_gate:
+            values = fused[:, split + 2 * spec.kv_heads * d :].reshape(rows, spec.heads, spec.output_gate)
+            gate = Gate(values, "softplus")
+        view, rotation = step.views[self._group], self._rotary(step)
         if spec.donor is None:
-            kept = fused[:, split : split + 2 * spec.kv_heads * d]
-            self._keep(kept, step, self._rotary)
+            kv = spec.kv_heads * d
+            k = fused[:, split : split + kv].reshape(rows, spec.kv_heads, d)
+            v = fused[:, split + kv : split + 2 * kv].reshape(rows, spec.kv_heads, d)
+            to = Destination(self.state.k, self.state.v, view.dest)
+            prepare_heads(device, q, k, v, self._norms, rotation, to, keep=self._lends is not None)
             if self._lends is not None:
-                step.lent[self._lends] = kept
-        mixed = attention(
+                step.lent[self._lends] = fused[:, split : split + 2 * kv]
+        else:
+            prepare_queries(device, q, self._norms, rotation)
+        mixed = gated_attention(
             device,
             q,
             self.state.k,
@@ -86,14 +79,9 @@ class AttentionLayer:
             step.positions,
             scale=spec.scale,
             window=spec.window,
+            gate=gate,
+            in_bytes=takes_bytes_alone(device, rows, self._out),
         )
-        if spec.query_gate:
-            mixed = sigmoid_gate(device, mixed, gate)
-        elif spec.output_gate:
-            gate = fused[:, split + 2 * spec.kv_heads * d :].reshape(rows, spec.heads, spec.output_gate)
-            mixed = softplus_gate(device, mixed, gate)
-        else:
-            mixed = mixed.reshape(rows, spec.heads * d)
         return matmul(device, mixed, self._out)
 
     def remember(self, y: Array | Quantised, step: DeviceStep, rotary: Rotary | None = None) -> None:
@@ -101,20 +89,12 @@ class AttentionLayer:
 
         `rotary`, if given, turns the keys instead of the layer's own.
         """
-        queries = self._spec.heads * self._spec.head_dim * (2 if self._spec.query_gate else 1)
-        kept = self.reads.cut(range(queries, queries + 2 * self._spec.kv_heads * self._spec.head_dim))
-        self._keep(matmul(self._device, y, kept), step, rotary or self._rotary)
-
-    def _keep(self, kept: Array, step: DeviceStep, rotary: Rotary) -> None:
-        """Norm, turn and write keys and values, float32 [rows, 2 kv_heads head_dim]; they change in place."""
         device, spec = self._device, self._spec
-        k, v = kept.reshape(len(kept), 2, spec.kv_heads, spec.head_dim).swapaxes(0, 1)
-        if self._norms.key is not None:
-            head_rms_norm(device, k, self._norms.key, self._eps)
-        if self._norms.value is not None:
-            head_rms_norm(device, v, self._norms.value, self._eps)
-        rotary(step, k)
-        write_kv(device, k, v, self.state.k, self.state.v, step.views[self._group].dest)
+        queries = spec.heads * spec.head_dim * (2 if spec.query_gate else 1)
+        fused = matmul(device, y, self.reads.cut(range(queries, queries + 2 * spec.kv_heads * spec.head_dim)))
+        k, v = fused.reshape(len(fused), 2, spec.kv_heads, spec.head_dim).swapaxes(0, 1)
+        to = Destination(self.state.k, self.state.v, step.views[self._group].dest)
+        prepare_keys(device, k, v, self._norms, (rotary or self._rotary)(step), to)
 
 
 class Mirror:
@@ -134,4 +114,4 @@ class Mirror:
         """Write what the donor lends of a step's rows."""
         rows = step.lent[self._donor]
         k, v = rows.reshape(len(rows), 2, self._spec.kv_heads, self._spec.head_dim).swapaxes(0, 1)
-        write_kv(self._device, k, v, self.state.k, self.state.v, step.views[self._group].dest)
+        write_kv(self._device, k, v, Destination(self.state.k, self.state.v, step.views[self._group].dest))

@@ -163,12 +163,13 @@ class Head:
 
     def __call__(self, stream: Residual, step: DeviceStep) -> Array:
         """float32 [wanted, vocab]."""
-        rows = take_rows(self.device, stream.settle(), step.wanted)
-        logits = self.project(rms_norm(self.device, rows, self.norm, self.eps))
+        if step.shape.wanted < step.shape.rows:
+            stream = Residual(self.device, take_rows(self.device, stream.settle(), step.wanted))
+        logits = self.project(stream.norm(self.norm, self.eps, self.weight))
         if self.softcap:
             softcap(self.device, logits, self.softcap)
         return logits
 
-    def project(self, rows: Array) -> Array:
+    def project(self, rows: Array | Quantised) -> Array:
         """The product alone, without the model's norm and softcap: float32 [n, hidden] -> [n, vocab]."""
         return matmul(self.device, rows, self.weight)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from luce.errors import UnsupportedError
 from luce.gguf.quants import block_size
 from luce.gguf.reader import GGUFFile
-from luce.layers.attention import AttentionLayer, HeadNorms, Mirror
+from luce.layers.attention import AttentionLayer, Mirror
 from luce.layers.block import Embedding, Experts, Head, PerLayerMix, PreNormBlock, SandwichBlock
 from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.mlp import GatedMLPLayer
@@ -23,6 +23,7 @@ from luce.layers.weights import WeightLoader
 from luce.models import spec as models
 from luce.models.spec import Attention, Block, GatedDeltaNet, GatedMLP, ModelSpec, MoE, Rope
 from luce.ops.deltanet import DeltaWeights
+from luce.ops.heads import HeadNorms
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.weight import stored_bytes
 from luce.runtime.device import Array, Device
@@ -199,8 +200,7 @@ class LayerBuilder:
             spec,
             inputs=self.weights.matrix(names, hidden, rows),
             out=self.weights.matrix([_name(index, "attn_output")], queries, [hidden]),
-            norms=HeadNorms(query, key, value),
-            eps=self._spec.norm_eps,
+            norms=HeadNorms(query, key, value, self._spec.norm_eps),
             rotary=self._rotary(spec.rope),
             pool=self._pools[index if spec.donor is None else spec.donor],
             group=group,

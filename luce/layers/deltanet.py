@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from luce.layers.state import DeltaState
 from luce.ops.deltanet import DeltaWeights, gated_delta_net
-from luce.ops.matmul import matmul
+from luce.ops.matmul import matmul, takes_bytes_alone
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -25,13 +25,14 @@ class DeltaNetLayer:
 
     def __call__(self, y: Array | Quantised, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
-        o = self._mix(matmul(self._device, y, self.reads), step.spans)
-        return matmul(self._device, o, self._out)
+        device = self._device
+        in_bytes = takes_bytes_alone(device, y.shape[0], self._out)
+        return matmul(device, self._mix(matmul(device, y, self.reads), step.spans, in_bytes=in_bytes), self._out)
 
     def accept(self, spans: SpanArrays) -> None:
         """Apply the rows that spans without rows of their own accept."""
-        self._mix(self._device.empty((0, self.reads.rows)), spans)
+        self._mix(self._device.empty((0, self.reads.rows)), spans, in_bytes=False)
 
-    def _mix(self, x: Array, spans: SpanArrays) -> Array:
-        state = self.state
-        return gated_delta_net(self._device, x, self._weights, state.memory, state.past, state.kept, state.fades, spans)
+    def _mix(self, x: Array, spans: SpanArrays, *, in_bytes: bool) -> Array | Quantised:
+        states = self.state.memory, self.state.past, self.state.kept, self.state.fades
+        return gated_delta_net(self._device, x, self._weights, *states, spans, in_bytes=in_bytes)

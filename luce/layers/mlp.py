@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from luce.models.spec import GatedMLP
 from luce.ops.activation import gated_activation, quantised_gated_activation
-from luce.ops.matmul import matmul, takes_bytes
-from luce.ops.matmul_bytes import BYTE_TYPES
+from luce.ops.matmul import matmul, takes_bytes_alone
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -19,14 +18,13 @@ class GatedMLPLayer:
         self._activation = spec.activation
         self.reads = gate_up
         self.down = down
-        self._down_in_bytes = all(part.type in BYTE_TYPES for part in down.parts)
 
     def __call__(self, y: Array | Quantised) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         gate_up = matmul(self._device, y, self.reads)
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
-        if self._down_in_bytes and takes_bytes(self._device, y.shape[0], self.down):
+        if takes_bytes_alone(self._device, y.shape[0], self.down):
             inner = quantised_gated_activation(self._device, gate, up, self._activation)
         else:
             inner = gated_activation(self._device, gate, up, self._activation)

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.models.spec import Rope, Yarn
-from luce.ops.rope import rope, rope_table
-from luce.runtime.device import Array, Device
+from luce.ops.heads import Rotation
+from luce.ops.rope import rope_table
+from luce.runtime.device import Device
 from luce.runtime.step import DeviceStep
 
 
@@ -45,7 +46,7 @@ def axes(spec: Rope) -> NDArray[np.int32]:
 
 
 class Rotary:
-    """Rotates query and key heads."""
+    """How query and key heads turn."""
 
     def __init__(self, device: Device, spec: Rope, factors: NDArray[np.float32] | None) -> None:
         self._device = device
@@ -54,11 +55,10 @@ class Rotary:
         self._frequencies = device.upload(frequencies(spec, factors))
         self._axes = device.upload(axes(spec))
 
-    def __call__(self, step: DeviceStep, *heads: Array) -> None:
-        """Rotate each float32 [rows, heads, head_dim] in place to the positions of the step's rows."""
+    def __call__(self, step: DeviceStep) -> Rotation:
+        """The rotation to the positions of the step's rows."""
         if self not in step.ropes:
             step.ropes[self] = rope_table(
                 self._device, step.positions, self._frequencies, self._axes, magnitude=self._magnitude
             )
-        for x in heads:
-            rope(self._device, x, step.ropes[self], adjacent=self._adjacent)
+        return Rotation(step.ropes[self], self._adjacent)

@@ -1,4 +1,4 @@
-"""Attention over KV pages, and the writing of K and V rows into them.
+"""Attention over KV pages.
 
 A pool is [pages * PAGE, kv_heads, n]: head_dim numbers or the bytes of their blocks (luce.ops.kvtype). A span reads the
 pages of its PageView in order; key j of page i stands at place first[i] + j and is visible to a row at position p iff
@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.ops import attention_mma
-from luce.ops.kvtype import dequantise, kernel_type, quantise
-from luce.ops.matmul import FEW_ROWS
+from luce.ops.activation import sigmoid_gate, softplus_gate
+from luce.ops.attention_mma import FEW_ROWS, Gate
+from luce.ops.kvtype import dequantise, kernel_type
+from luce.ops.quantise import BLOCK, Quantised, room, space_for
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PageView, SpanArrays
 
@@ -31,22 +33,6 @@ _ENOUGH_BLOCKS = 256
 _MIN_SPLITS = 3
 # float32 values of splits that wait to be folded: 64 MiB.
 _BUFFER = 1 << 24
-
-
-def write_kv(device: Device, k: Array, v: Array, k_pool: Array, v_pool: Array, dest: Array) -> None:
-    """Store rows: k, v float32 [n, kv_heads, d] (any row and head strides) at pool rows dest int32 [n].
-
-    Values are finite, and rounded to the pools' types as the gguf package does it.
-    """
-    if device.host:
-        k_pool[dest] = quantise(k, k_pool)
-        v_pool[dest] = quantise(v, v_pool)
-        return
-    n, kv_heads, d = k.shape
-    strides = [np.int64(s // 4) for s in (*k.strides[:2], *v.strides[:2])]
-    args = (k_pool, v_pool, k, *strides[:2], v, *strides[2:], dest, np.int32(kv_heads), np.int32(d))
-    defines = {"KTYPE": kernel_type(k_pool, d), "VTYPE": kernel_type(v_pool, d)}
-    device.launch("kv", "write_kv", (n, -(-kv_heads * d // 256)), (256,), args, defines=defines)
 
 
 def attention(
@@ -75,6 +61,37 @@ def attention(
         return out
     _launch(device, out, q, k_pool, v_pool, spans, view, positions, scale, window)
     return out
+
+
+def gated_attention(
+    device: Device,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    spans: SpanArrays,
+    view: PageView,
+    positions: Array,
+    *,
+    scale: float,
+    window: int | None,
+    gate: Gate | None,
+    in_bytes: bool,
+) -> Array | Quantised:
+    """attention, times a gate if there is one: float32 [n, heads * d].
+
+    `in_bytes`, of 0 < n <= 16 rows on a GPU: quantised, if one kernel can do that as well.
+    """
+    n, heads, d = q.shape
+    short = not device.host and n > 0 and spans.longest <= FEW_ROWS and heads % k_pool.shape[1] == 0
+    if short and (tiles := attention_mma.tiles(device, k_pool, v_pool, d)):
+        rows = room(device, n, heads * d, space=space_for(n)) if in_bytes and d % BLOCK == 0 else None
+        out = rows or device.empty((n, heads * d))
+        attention_mma.launch(device, out, q, k_pool, v_pool, spans, view, positions, tiles, scale, window, gate)
+        return out
+    mixed = attention(device, q, k_pool, v_pool, spans, view, positions, scale=scale, window=window)
+    if gate is None:
+        return mixed.reshape(n, heads * d)
+    return (sigmoid_gate if gate.kind == "sigmoid" else softplus_gate)(device, mixed, gate.values)
 
 
 def _launch(

@@ -11,10 +11,12 @@ spans' places may change under a captured graph.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from luce.ops.kvtype import kernel_type
+from luce.ops.quantise import Quantised, as_arguments
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, PageView, SpanArrays
 
@@ -28,6 +30,15 @@ _FOLD_THREADS = 256
 _NO_WINDOW = 2**30
 # float32 values of splits that wait to be folded: 128 MiB.
 _BUFFER = 1 << 25
+
+
+@dataclass(frozen=True)
+class Gate:
+    """values float32 [n, heads, d] or [n, heads, 1] (any row and head strides), whose `kind` each result is multiplied
+    by: sigmoid or softplus."""
+
+    values: Array
+    kind: Literal["sigmoid", "softplus"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,7 @@ def window_limit(window: int | None) -> np.int32:
 
 def launch(
     device: Device,
-    out: Array,
+    out: Array | Quantised,
     q: Array,
     k_pool: Array,
     v_pool: Array,
@@ -91,8 +102,12 @@ def launch(
     tiles: list[Tile],
     scale: float,
     window: int | None,
+    gate: Gate | None = None,
 ) -> None:
-    """As luce.ops.attention.attention, into `out`, by one of the device's `tiles`."""
+    """As luce.ops.attention.attention, into `out`, by one of the device's `tiles`.
+
+    If no span has more than FEW_ROWS rows, times a gate, and into quantised rows where there are at most 16.
+    """
     n, heads, d = q.shape
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
@@ -128,9 +143,19 @@ def launch(
     batch = min(spans.count, max(1, _BUFFER // (rows * heads * _SPLITS * d)))
     values = device.empty((batch * rows, heads, _SPLITS, d))
     state = device.empty((batch * rows, heads, _SPLITS, 2))
+    gating = (*_gating(gate), np.int32(n), *as_arguments(out if isinstance(out, Quantised) else None))
     for base in range(0, spans.count, batch):
         count = min(batch, spans.count - base)
         place = np.int32(base), np.int32(rows)
         run(tile, "attention_few", (count * per_span, kv_heads, _SPLITS), values, state, *place, *common)
-        result = (out, values, state, *place, spans.table, np.int32(d), limit, np.int32(FEW_ROWS))
-        run(tile, "attention_fold", (count * rows, heads), *result)
+        result = (None if isinstance(out, Quantised) else out, values, state, *place, spans.table)
+        sizes = (np.int32(d), limit, np.int32(FEW_ROWS))
+        run(tile, "attention_fold", (count * rows, heads), *result, *sizes, *gating)
+
+
+def _gating(gate: Gate | None) -> tuple[object, ...]:
+    if gate is None:
+        return None, np.int64(0), np.int64(0), np.int32(0), np.int32(0)
+    row, head, _ = gate.values.strides
+    kind = np.int32(1 if gate.kind == "sigmoid" else 2)
+    return gate.values, np.int64(row // 4), np.int64(head // 4), kind, np.int32(gate.values.shape[2])

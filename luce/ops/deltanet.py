@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from luce.ops.activation import host_sigmoid, host_softplus
+from luce.ops.quantise import Quantised, as_arguments, room, space_for
 from luce.runtime.device import Array, Device
 from luce.runtime.step import SpanArrays
 
@@ -53,13 +54,16 @@ def gated_delta_net(
     kept: Array,
     fades: Array,
     spans: SpanArrays,
-) -> Array:
+    *,
+    in_bytes: bool = False,
+) -> Array | Quantised:
     """What the layer does with its input projections, over each span; the slots get the states after its last row.
 
     x float32 [n, channels + value_heads d + 2 value_heads] (any row stride): q, k and v of all heads, the output gate
     z, alpha, beta. memory float32 [slots, value_heads, d_v, d_k], the state S transposed; past float32
     [slots, value_heads, K-1, 3, d], the last inputs of the convolution: each value head has those of the q, k and v
-    that it reads. Both are updated. -> float32 [n, value_heads d].
+    that it reads. Both are updated. -> float32 [n, value_heads d]; `in_bytes` on a GPU, of n <= 16 rows, the same
+    quantised.
 
     A tentative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past as they were before it. To kept
     float32 [slots, value_heads, most, 5, d] go its rows' inputs, the keys that the device makes of them and the u, to
@@ -78,7 +82,8 @@ def gated_delta_net(
     if device.host:
         return _host(x, weights, memory, past, kept, fades, spans)
     n, heads, d = len(x), memory.shape[1], memory.shape[2]
-    out = device.empty((n, heads * d))
+    rows = room(device, n, heads * d, space=space_for(n)) if in_bytes else None
+    out = None if in_bytes else device.empty((n, heads * d))
     if not spans.count:
         return out
     count, longest, table, pending = spans.count, spans.longest, spans.table, spans.pending
@@ -91,9 +96,10 @@ def gated_delta_net(
         # A pointer that is not followed.
         states = (past, memory, kept, fades, table, table if pending is None else pending)
         steps = (x, weights.conv, *rates, weights.norm, *states, out, stride, key_heads, taps, most, eps)
+        to = (np.int32(n), *as_arguments(rows))
         threads = d // _STEP_COLUMNS * (d // _STEP_ELEMENTS)
         kernel = "delta_verify" if pending is not None else "delta_step" if longest == 1 else "delta_steps"
-        device.launch("deltanet", kernel, (heads, count), (threads,), steps, defines=defines)
+        device.launch("deltanet", kernel, (heads, count), (threads,), (*steps, *to), defines=defines)
     if longest > RECURRENT_ROWS:
         vectors = 2 * weights.key_heads + heads
         c = device.empty((n, vectors * d))
@@ -114,7 +120,7 @@ def gated_delta_net(
         output = (out, x, weights.norm, table, stride, key_heads, value_heads, eps)
         grid = (-(-longest // _OUTPUT_ROWS), -(-heads // (_OUTPUT_THREADS // device.lanes)), count)
         device.launch("deltanet_chunk", "delta_output", grid, (_OUTPUT_THREADS,), output, defines=defines)
-    return out
+    return out if rows is None else rows
 
 
 def _host(

@@ -53,6 +53,11 @@ def takes_bytes(device: Device, rows: int, weight: Weight) -> bool:
     return not device.host and 0 < rows <= FEW_ROWS and any(part.type in BYTE_TYPES for part in weight.parts)
 
 
+def takes_bytes_alone(device: Device, rows: int, weight: Weight) -> bool:
+    """Whether a product of `rows` rows with the weight wants them quantised and not as floats."""
+    return takes_bytes(device, rows, weight) and all(part.type in BYTE_TYPES for part in weight.parts)
+
+
 def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> None:
     quantised = x if isinstance(x, Quantised) else None
     floats = x.x if isinstance(x, Quantised) else x
@@ -82,7 +87,7 @@ def _plan(
     defines: dict[str, int | str] = {"QTYPE": GGMLQuantizationType(type).name}
     count = 1 << (n - 1).bit_length()
     features = 4 if count >= 8 else 2
-    return "matmul_vec", (-(-rows // (_WAVES * features)),), (_WAVES * lanes,), sizes, {"ROWS": count, **defines}
+    return "matmul_vec", (-(-rows // features),), (_WAVES * lanes,), sizes, {"ROWS": count, **defines}
 
 
 def _host(x: Array, weight: Weight, out: Array) -> None:

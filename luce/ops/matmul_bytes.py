@@ -23,6 +23,8 @@ BYTE_TYPES = frozenset({_T.Q4_0, _T.Q8_0, _T.Q4_K, _T.Q5_K, _T.Q6_K})
 # The constants of dot_s8.h: rows of a tile, threads of a worker, columns of a unit, and units in flight per chain.
 _TILE, _WORKER, _UNIT_COLS, _STAGES = 16, 32, 256, 2
 _MOST_DOT, _PARTIAL_PAD = 2, 4
+# Rows of a weight that take fewer blocks than GPUs of today have multiprocessors.
+_FEW_FEATURES = 1024
 _ROWS = (1, 16)
 #: what every supported GPU gives a block
 MOST_SHARED = 65536
@@ -39,7 +41,7 @@ class Shape:
 
 def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Array) -> None:
     """One part's columns of out [n, rows] = x W^T: x of n <= 16 rows, the part of a type in BYTE_TYPES."""
-    shape = _shape(part.type, cols, x.space, device.lanes)
+    shape = _shape(part.type, part.rows, cols, x.space, device.lanes)
     sizes = (x.count, part.rows, cols, shape.chain_bits, out.strides[0] // 4, part.first)
     device.launch(
         "matmul_s8",
@@ -53,16 +55,17 @@ def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Arr
 
 
 @lru_cache(1024)
-def _shape(type: GGMLQuantizationType, cols: int, space: int, lanes: int) -> Shape:
-    """The block of a dense product. Chains come from type and columns alone.
+def _shape(type: GGMLQuantizationType, rows: int, cols: int, space: int, lanes: int) -> Shape:
+    """The block of a dense product. Chains come from the weight alone.
 
     Eight chains read faster than four (H200, Q4_K 5120 x 17408: 17.3 us and 19.7) unless a tenth or more of them idles
-    in the last of their steps, or there is one step only (Q5_K 10240 x 5120, 20 units: 15.8 us and 12.3).
+    in the last of their steps, or there is one step only (Q5_K 10240 x 5120, 20 units: 15.8 us and 12.3). Where so few
+    rows leave most of a GPU idle, fewer steps are all that counts.
     """
     units = -(-cols // _UNIT_COLS)
     steps = -(-units // 8)
-    bits = most_chains(type, cols, 1, 3 if steps > 1 and 8 * steps <= 1.1 * units else 2)
-    return block_shape(type, cols, space, 1, bits, lanes)
+    most = rows <= _FEW_FEATURES or (steps > 1 and 8 * steps <= 1.1 * units)
+    return block_shape(type, cols, space, 1, most_chains(type, cols, 1, 3 if most else 2), lanes)
 
 
 def most_chains(type: GGMLQuantizationType, cols: int, tiles: int, bits: int) -> int:
@@ -81,5 +84,7 @@ def block_shape(type: GGMLQuantizationType, cols: int, space: int, tiles: int, b
     run = -(-(chains * (_UNIT_COLS // elements) * size + (18 if odd else 0)) // 16) * 16
     if not odd:
         run = -(-(run - 32) // 64) * 64 + 32 if space > _MOST_DOT else -(-(run - 16) // 32) * 32 + 16
-    shared = max(_STAGES * _TILE * tiles * run, 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))
+    # Rows of one step never use more than one stage.
+    stages = 1 if cols <= chains * _UNIT_COLS else _STAGES
+    shared = max(stages * _TILE * tiles * run, 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))
     return Shape(bits, -(-_WORKER * tiles * chains // lanes) * lanes, shared)

@@ -178,7 +178,7 @@ def _plan(
 ) -> tuple[tuple[int, int], tuple[np.int32, ...], dict[str, int | str]]:
     """Grid, scalar arguments and defines of one part's launch of expert_vec."""
     sizes = tuple(np.int32(v) for v in (k, rows, cols, x_row, x_slot, out_stride, first))
-    return (-(-rows // (_WAVES * _FEATURES)), pairs), sizes, {"QTYPE": type.name}
+    return (-(-rows // _FEATURES), pairs), sizes, {"QTYPE": type.name}
 
 
 def _many(device: Device, x: Array, weight: Weight, experts: int, groups: Groups, out: Array) -> None:

@@ -51,6 +51,11 @@ def room(device: Device, count: int, cols: int, *, space: int, x: Array | None =
     return Quantised(count, values, device.empty((cols // BLOCK, space, 2)), x)
 
 
+def as_arguments(rows: Quantised | None) -> tuple[Array | None, Array | None, np.int32]:
+    """Values, scales and room, as kernels take them that write bytes or floats; no room means floats."""
+    return (None, None, np.int32(0)) if rows is None else (rows.values, rows.scales, np.int32(rows.space))
+
+
 def quantise(device: Device, x: Array) -> Quantised:
     """x float32 [n, cols] with 0 < n <= 16 (any row stride) on a GPU; cols is a multiple of 32.
 

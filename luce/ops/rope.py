@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864): angles once per step, rotation in place per layer."""
+"""Angles of the rotary position embedding (Su et al., arXiv 2104.09864), once per step; luce.ops.heads rotates."""
 
 from __future__ import annotations
 
@@ -23,28 +23,3 @@ def rope_table(device: Device, positions: Array, frequencies: Array, axes: Array
     args = (out, positions, axes_per_row, frequencies, axes, np.int32(half), np.float32(magnitude))
     device.launch("rope", "rope_table", (n, -(-half // 64)), (64,), args)
     return out
-
-
-def rope(device: Device, x: Array, table: Array, *, adjacent: bool) -> None:
-    """Rotate the first 2 * half elements of each head in place.
-
-    x float32 [n, heads, d] (any row and head strides), table float32 [n, half, 2]. Pair i is (x[i], x[i + half]), or
-    (x[2i], x[2i + 1]) if adjacent.
-    """
-    if device.host:
-        half = table.shape[1]
-        cos, sin = table[:, None, :, 0], table[:, None, :, 1]
-        if adjacent:
-            a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-        else:
-            a, b = x[..., :half], x[..., half : 2 * half]
-        rotated = a * cos - b * sin
-        b[...] = b * cos + a * sin
-        a[...] = rotated
-        return
-    n, heads, _ = x.shape
-    half = table.shape[1]
-    row, head = np.int64(x.strides[0] // 4), np.int64(x.strides[1] // 4)
-    step, gap = (2, 1) if adjacent else (1, half)
-    args = (x, row, head, np.int32(heads), table, np.int32(half), np.int32(step), np.int32(gap))
-    device.launch("rope", "rope", (n, -(-heads * half // 128)), (128,), args)

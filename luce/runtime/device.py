@@ -162,7 +162,8 @@ class Device(ABC):
     ) -> None:
         """Queue `kernel` of `kernels/<source>.cu`, compiled with `-DNAME=VALUE` for each define.
 
-        `args` are device arrays and NumPy scalars of the exact C type. `shared` is dynamic shared memory in bytes.
+        `args` are device arrays, None for pointers that are not followed, and NumPy scalars of the exact C type.
+        `shared` is dynamic shared memory in bytes.
         Raises DeviceError naming source and kernel.
         """
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -35,8 +36,8 @@ _LIBRARIES: dict[Vendor, tuple[str, ...]] = {
 #: Where ROCm installs itself outside the loader's path.
 _FOLDERS: dict[Vendor, tuple[str, ...]] = {"cuda": (), "hip": ("/opt/rocm/lib",)}
 
-# call: symbol in libcuda (without "cu"), symbol in libamdhip64 (without "hip"), argument types
-_CALLS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+# call: symbol in libcuda (without "cu"), symbol in libamdhip64 (without "hip"), argument types where they are the same
+_CALLS: dict[str, tuple[str, str, tuple[Any, ...] | None]] = {
     "driver_version": ("DriverGetVersion", "DriverGetVersion", (POINTER(c_int),)),
     "device_count": ("DeviceGetCount", "GetDeviceCount", (POINTER(c_int),)),
     "device_name": ("DeviceGetName", "DeviceGetName", (c_char_p, c_int, c_int)),
@@ -67,6 +68,12 @@ _CALLS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
     ),
     "graph_exec_destroy": ("GraphExecDestroy", "GraphExecDestroy", (c_void_p,)),
     "graph_launch": ("GraphLaunch", "GraphLaunch", (c_void_p, c_void_p)),
+    "kernel_launch": ("LaunchKernelEx", "ModuleLaunchKernel", None),
+}
+# The arguments of kernel_launch: configuration or grid, block, shared memory and stream; parameters, and none packed.
+_LAUNCH: dict[Vendor, tuple[Any, ...]] = {
+    "cuda": (c_void_p,) * 4,
+    "hip": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
 }
 
 # attribute: CUdevice_attribute, hipDeviceAttribute_t (the same numbers in ROCm 5, 6 and 7)
@@ -85,6 +92,9 @@ _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING, hipEventDisableTiming
 _RELAXED = 2  # capture mode: neither calls of other threads nor allocations break a capture
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, hipFuncAttribute...
 _PEER_ENABLED = 704  # access was enabled before
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+# CUlaunchConfig: grid, block, shared memory, stream, attributes and their number. CUlaunchAttribute: id, and a value.
+_CONFIG, _ATTRIBUTE = struct.Struct("@7IPPI"), struct.Struct("@I4xI60x")
 
 
 @dataclass(frozen=True)
@@ -117,21 +127,27 @@ class Driver:
             symbol = prefix + str(symbols[column])
             function = getattr(library, symbol, None)
             if function is not None:
-                function.argtypes, function.restype = arguments, c_int
+                function.argtypes, function.restype = arguments or _LAUNCH[vendor], c_int
                 self._functions[call] = symbol, function
         self._contexts: dict[int, c_void_p] = {}
 
-    def _status(self, call: str, *arguments: Any) -> int:
+    def entry(self, call: str) -> tuple[str, Callable[..., int]]:
+        """A call's symbol and function."""
         if call not in self._functions:
             raise DeviceError(f"{self.path} is too old: it has no call for {call}")
-        return self._functions[call][1](*arguments)
+        return self._functions[call]
 
-    def _check(self, symbol: str, status: int) -> None:
+    def check(self, symbol: str, status: int) -> None:
+        """Raise DeviceError unless a call's status is that of success."""
         if status:
             raise DeviceError(f"{self.vendor}: {symbol}: {self.error(status)}")
 
+    def _status(self, call: str, *arguments: Any) -> int:
+        return self.entry(call)[1](*arguments)
+
     def _call(self, call: str, *arguments: Any) -> None:
-        self._check(self._functions[call][0] if call in self._functions else call, self._status(call, *arguments))
+        symbol, function = self.entry(call)
+        self.check(symbol, function(*arguments))
 
     def _read(self, call: str, kind: Any, *arguments: Any) -> Any:
         """The value that a call writes through its first argument."""
@@ -166,7 +182,7 @@ class Driver:
             status = self._status("device_count", byref(value))
         if status in _ABSENT:
             return 0
-        self._check("device count", status)
+        self.check("device count", status)
         return value.value
 
     def properties(self, index: int) -> Properties:
@@ -194,7 +210,7 @@ class Driver:
         """gcnArchName. Its place in the structure differs between ROCm 5, 6 and 7, its spelling does not."""
         buffer = ctypes.create_string_buffer(8192)
         get = getattr(self._library, "hipGetDevicePropertiesR0600", None) or self._library.hipGetDeviceProperties
-        self._check("hipGetDeviceProperties", get(buffer, c_int(index)))
+        self.check("hipGetDeviceProperties", get(buffer, c_int(index)))
         found = re.search(rb"gfx[0-9a-f]+(:[a-z]+[+-])*", buffer.raw)
         if found is None:
             raise DeviceError(f"hip:{index}: {self.path} names no architecture")
@@ -203,17 +219,15 @@ class Driver:
     def use(self, index: int) -> None:
         """Make a device's primary context current on this thread."""
         if self.vendor == "hip":
-            self._check("hipSetDevice", self._library.hipSetDevice(c_int(index)))
+            self.check("hipSetDevice", self._library.hipSetDevice(c_int(index)))
             return
-        self._check("cuCtxSetCurrent", self._library.cuCtxSetCurrent(self._primary(index)))
+        self.check("cuCtxSetCurrent", self._library.cuCtxSetCurrent(self._primary(index)))
 
     def _primary(self, index: int) -> c_void_p:
         """The context that CuPy's runtime API uses as well. Retained once and kept until the process ends."""
         if index not in self._contexts:
             context = c_void_p()
-            self._check(
-                "cuDevicePrimaryCtxRetain", self._library.cuDevicePrimaryCtxRetain(byref(context), c_int(index))
-            )
+            self.check("cuDevicePrimaryCtxRetain", self._library.cuDevicePrimaryCtxRetain(byref(context), c_int(index)))
             self._contexts[index] = context
         return self._contexts[index]
 
@@ -243,7 +257,7 @@ class Driver:
             symbol = "hipDeviceEnablePeerAccess"
             status = self._library.hipDeviceEnablePeerAccess(c_int(peer), c_uint(0))
         if status != _PEER_ENABLED:
-            self._check(symbol, status)
+            self.check(symbol, status)
         return True
 
     def allow_shared(self, function: int, size: int) -> None:
@@ -283,7 +297,7 @@ class Driver:
         status = self._status("event_query", event)
         if status == NOT_READY:
             return False
-        self._check("event query", status)
+        self.check("event query", status)
         return True
 
     def wait_host(self, event: int) -> None:
@@ -308,6 +322,14 @@ class Driver:
             self._call("graph_destroy", graph)
         return int(executable.value or 0)
 
+    def launcher(self, function: int, format: str, *, early: bool) -> Launcher:
+        """What launches a kernel whose parameters are, in the struct module's letters, `format`.
+
+        early: its blocks may start before the kernel before it has ended, and wait for that by luce_await (CUDA from
+        compute capability 9.0 on).
+        """
+        return Launcher(self, function, format, early)
+
     def launch_graph(self, graph: int, stream: int) -> None:
         """Queue an executable graph."""
         self._call("graph_launch", graph, stream)
@@ -315,6 +337,40 @@ class Driver:
     def destroy_graph(self, graph: int) -> None:
         """Release an executable graph."""
         self._call("graph_exec_destroy", graph)
+
+
+class Launcher:
+    """Launches one kernel again and again, by structures that are laid out once. One thread at a time uses it."""
+
+    def __init__(self, driver: Driver, function: int, format: str, early: bool) -> None:
+        self._driver = driver
+        self._function = function
+        self._symbol, self._launch = driver.entry("kernel_launch")
+        parameters = struct.Struct("@" + format)
+        self._pack = parameters.pack_into
+        self._values = ctypes.create_string_buffer(max(1, parameters.size))
+        # A count of zero aligns, and takes no room.
+        offsets = [struct.calcsize(f"@{format[:i]}0{letter}") for i, letter in enumerate(format)]
+        at = ctypes.addressof(self._values)
+        self._pointers = (c_void_p * (len(format) + 1))(*(at + offset for offset in offsets))
+        self._parameters = ctypes.addressof(self._pointers)
+        self._attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC, 1))
+        self._attributes = (ctypes.addressof(self._attribute), 1) if early else (0, 0)
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._config_at = ctypes.addressof(self._config)
+
+    def __call__(
+        self, grid: Sequence[int], block: Sequence[int], shared: int, stream: int, values: Sequence[int | float]
+    ) -> None:
+        """Queue the kernel: grid and block of three sizes each, bytes of dynamic shared memory, the parameters' values
+        (of pointers, addresses). Raises struct.error where they are not as many as there are parameters."""
+        self._pack(self._values, 0, *values)
+        if self._driver.vendor == "cuda":
+            _CONFIG.pack_into(self._config, 0, *grid, *block, shared, stream, *self._attributes)
+            status = self._launch(self._config_at, self._function, self._parameters, None)
+        else:
+            status = self._launch(self._function, *grid, *block, shared, stream, self._parameters, None)
+        self._driver.check(self._symbol, status)
 
 
 def cuda_arch(major: int, minor: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,13 +39,24 @@ _EXTRAS: dict[Vendor, str] = {
 }
 
 
+# What the parameters of kernels may be, besides arrays, in the struct module's letters.
+_SCALARS: dict[type, str] = {np.int32: "i", np.int64: "q", np.float32: "f"}
+
+
 class _Function:
     """A loaded kernel and the dynamic shared memory it may use."""
 
-    __slots__ = ("call", "shared")
+    __slots__ = ("arrays", "at", "launch", "shared")
 
-    def __init__(self, call: Any) -> None:
-        self.call = call
+    def __init__(self, device: GpuDevice, at: int, args: Sequence[Any]) -> None:
+        """`at` is the driver's handle, `args` those of any launch: all have the same types."""
+        self.at = at
+        self.arrays = [i for i, arg in enumerate(args) if type(arg) not in _SCALARS]
+        for i in self.arrays:
+            if not isinstance(args[i], device.array_type | None):
+                raise DeviceError(f"argument {i + 1} is {type(args[i]).__name__}")
+        format = "".join(_SCALARS.get(type(arg), "P") for arg in args)
+        self.launch = device.driver.launcher(at, format, early=device.early)
         self.shared = _UNASKED_SHARED
 
 
@@ -117,8 +129,11 @@ class GpuDevice(Device):
         self.lanes = self.properties.lanes
         self.shared_limit = self.properties.shared_optin
         self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
+        #: whether kernels start before the ones ahead have ended, and wait by luce_await (kernels/gpu.h)
+        self.early = kind == "cuda" and _capability(self.properties.arch) >= 90
         newest = int(found.version.split(".")[0]) if kind == "cuda" else None
         self._cupy = _import_cupy(self.name, kind)
+        self.array_type: type = self._cupy.ndarray
         rtc = compiler.load(kind, newest)
         if rtc is None:
             raise DeviceError(f"{self.name}: no run-time compiler found: install {_EXTRAS[kind]}")
@@ -258,12 +273,14 @@ class GpuDevice(Device):
     def _code(self, build: KernelBuild) -> bytes:
         return compiler.cached(self._compiler, build, self.properties.arch, self.lanes)
 
-    def _function(self, source: str, kernel: str, defines: Mapping[str, int | str] | None) -> _Function:
+    def _function(
+        self, source: str, kernel: str, defines: Mapping[str, int | str] | None, args: Sequence[Any]
+    ) -> _Function:
         build = KernelBuild.of(source, defines)
         self.prepare(build)
         try:
-            return _Function(self._modules[build].get_function(kernel))
-        except self._failures as error:
+            return _Function(self, self._modules[build].get_function(kernel).ptr, args)
+        except (DeviceError, *self._failures) as error:
             raise DeviceError(f"{self.name}: {build}: {kernel}: {error}") from error
 
     def launch(
@@ -288,13 +305,16 @@ class GpuDevice(Device):
         key = (source, kernel, *defines.items()) if defines else (source, kernel)
         function = self._functions.get(key)
         if function is None:
-            function = self._functions[key] = self._function(source, kernel, defines)
+            function = self._functions[key] = self._function(source, kernel, defines, args)
+        values = list(args)
         try:
+            for i in function.arrays:
+                values[i] = 0 if values[i] is None else values[i].data.ptr
             if shared > function.shared:
-                self._driver.allow_shared(function.call.ptr, shared)
+                self._driver.allow_shared(function.at, shared)
                 function.shared = shared
-            function.call(grid, block, args, shared_mem=shared)
-        except (TypeError, DeviceError, *self._failures) as error:
+            function.launch((*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared, self.stream, values)
+        except (AttributeError, TypeError, struct.error, DeviceError) as error:
             raise DeviceError(f"{self.name}: kernels/{source}.cu: {kernel}: {error}") from error
 
     def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
@@ -438,7 +458,12 @@ class GpuDevice(Device):
 def _products(arch: str) -> frozenset[str]:
     """What a CUDA architecture has in hardware: halves since Turing, bfloat16 since Ampere, groups on Hopper alone."""
     groups = ("WGMMA",) if arch == "sm_90a" else ()
-    return frozenset(("F16", "BF16", *groups) if int(arch.strip("sm_a")) >= 80 else ("F16",))
+    return frozenset(("F16", "BF16", *groups) if _capability(arch) >= 80 else ("F16",))
+
+
+def _capability(arch: str) -> int:
+    """90 of `sm_90a`."""
+    return int(arch.strip("sm_a"))
 
 
 def _address(array: Array) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from luce.ops.attention import attention, write_kv
+from luce.ops.attention import attention
+from luce.ops.heads import Destination, write_kv
 from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
@@ -113,6 +114,14 @@ def test_rows_do_not_depend_on_their_neighbours(
     checks.check_rows_alone(gpu, heads, kv_heads, d, position, window)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "lengths", "each"),
+    [(24, 4, 256, [(1000, 1)], 256), (16, 2, 256, [(3, 2), (65, 5)], 1), (64, 8, 128, [(70, 16)], 128)],
+)
+def test_gated(gpu: Device, heads: int, kv_heads: int, d: int, lengths: list[tuple[int, int]], each: int) -> None:
+    checks.check_gated(gpu, heads, kv_heads, d, lengths, each)
+
+
 @pytest.mark.parametrize(("n", "kv_heads", "d"), [(1, 1, 16), (192, 3, 48), (128, 8, 128), (5, 4, 256)])
 def test_write_kv(gpu: Device, n: int, kv_heads: int, d: int) -> None:
     checks.check_write_kv(gpu, n, kv_heads, d)
@@ -154,7 +163,7 @@ def test_pools_of_more_than_2_31_elements(gpu: Device) -> None:
     rng = np.random.default_rng(0)
     k, v = (rng.standard_normal((2, heads, d)).astype(np.float16).astype(np.float32) for _ in range(2))
     dest = gpu.upload(np.array([pages * PAGE - PAGE, pages * PAGE - PAGE + 1], np.int32))
-    write_kv(gpu, gpu.upload(k), gpu.upload(v), k_pool, v_pool, dest)
+    write_kv(gpu, gpu.upload(k), gpu.upload(v), Destination(k_pool, v_pool, dest))
     table = gpu.upload(np.array([[pages - 1]], np.int32))
     out = attention(
         gpu,

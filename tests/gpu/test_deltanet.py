@@ -63,3 +63,8 @@ def test_no_rows(gpu: Device) -> None:
 @pytest.mark.parametrize(("tentative", "accepted"), [(2, 1), (16, 16), (16, 5)])
 def test_tentative_rows(gpu: Device, tentative: int, accepted: int, then: int) -> None:
     checks.check_rollback(gpu, tentative, accepted, then, heads=6, d=128)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (2, 1), (5, 1, 3), (16,)])
+def test_in_bytes(gpu: Device, lengths: tuple[int, ...]) -> None:
+    checks.check_in_bytes(gpu, lengths, key_heads=16, heads=32, d=128)

@@ -25,6 +25,7 @@ SOURCE = r"""
 #include "reduce.h"
 
 extern "C" __global__ void halves(const f16_t* x, float* wide, const float* y, f16_t* narrow, bf16_t* brain, int n) {
+    luce_await();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     wide[i] = luce_f32(x[i]);
@@ -34,6 +35,7 @@ extern "C" __global__ void halves(const f16_t* x, float* wide, const float* y, f
 
 extern "C" __global__ void lanes(const i32* x, i32* xor1, i32* next, u64* votes, double* wide, float* sums,
                                  float* most) {
+    luce_await();
     int t = luce_thread();
     xor1[t] = luce_shfl_xor(x[t], 1);
     next[t] = luce_shfl(x[t], (luce_lane() + 1) % LUCE_LANES);
@@ -44,11 +46,13 @@ extern "C" __global__ void lanes(const i32* x, i32* xor1, i32* next, u64* votes,
 }
 
 extern "C" __global__ void dots(const i32* a, const i32* b, i32* out) {
+    luce_await();
     int t = threadIdx.x;
     out[t] = luce_dot4(a[t], b[t], t);
 }
 
 extern "C" __global__ void block(const float* x, float* sums, float* most, int cols) {
+    luce_await();
     float sum = 0, top = -LUCE_INF;
     for (int i = luce_thread(); i < cols; i += luce_threads()) {
         sum += x[(i64)blockIdx.x * cols + i];
@@ -60,6 +64,7 @@ extern "C" __global__ void block(const float* x, float* sums, float* most, int c
 }
 
 extern "C" __global__ void arithmetic(const float* a, const float* b, float* out) {
+    luce_await();
     int t = threadIdx.x;
     out[4 * t] = a[t] * b[t];
     out[4 * t + 1] = a[t] / b[t];
@@ -68,12 +73,14 @@ extern "C" __global__ void arithmetic(const float* a, const float* b, float* out
 }
 
 extern "C" __global__ void unaligned(const u8* x, u32* words, float* halves) {
+    luce_await();
     int t = threadIdx.x;
     words[t] = luce_u32_at2(x + 18 * t);
     halves[t] = luce_f16_at2(x + 18 * t + 4);
 }
 
 extern "C" __global__ void reverse(const i32* x, i32* out, int n) {
+    luce_await();
     LUCE_DYNAMIC_SHARED(i32, tile);
     for (int i = luce_thread(); i < n; i += luce_threads()) tile[i] = x[i];
     luce_sync();
@@ -81,11 +88,12 @@ extern "C" __global__ void reverse(const i32* x, i32* out, int n) {
 }
 
 extern "C" __global__ void wait(i64 cycles) {
+    luce_await();
     i64 start = clock64();
     while (clock64() - start < cycles) {}
 }
 
-extern "C" __global__ void crash(i32* x) { x[1ll << 40] = 1; }
+extern "C" __global__ void crash(i32* x) { luce_await(); x[1ll << 40] = 1; }
 """
 
 

@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.ops.embedding import embed
+from luce.ops.heads import HeadNorms, Rotation, prepare_queries
 from luce.ops.matmul import FEW_ROWS, matmul
 from luce.ops.norm import add_rms_norm, head_rms_norm, rms_norm
-from luce.ops.rope import rope
 from luce.ops.sample import argmax
 from luce.ops.weight import upload_weight
 from luce.runtime.device import Device
@@ -85,7 +85,7 @@ def test_rope(gpu: Device, twin: Device, adjacent: bool) -> None:
 
     def work(d: Device) -> Result:
         x = d.upload(normal(5, 3, 64))
-        rope(d, x, d.upload(table), adjacent=adjacent)
+        prepare_queries(d, x, HeadNorms(), Rotation(d.upload(table), adjacent))
         return d.download(x)
 
     same_bits(gpu, twin, work)

@@ -5,7 +5,9 @@ cache directory) and runs it in emulator.cpp at once. It raises DeviceError nami
 line for: an access outside of every array argument (the gaps between the rows of a strided view are outside), a write
 through a const argument, a misaligned access, a read of memory that nothing was written to (shared, or of
 `Device.empty`), a race (two threads at one address, one of them writing, and no barrier between: also across blocks),
-barriers and lane operations that not all threads reach, and shuffles from lanes that do not exist.
+barriers and lane operations that not all threads reach, shuffles from lanes that do not exist, a thread that ends
+without luce_await, and before that a write to an array and a read of what a kernel wrote since the last copy from the
+host.
 
 Not seen: an access past one shared array into the next, and an order that fences and flags in global memory make. To
 debug a kernel, run the test under gdb and break on the kernel's name, or on `fail` in emulator.cpp.
@@ -77,6 +79,7 @@ class _Launch(ctypes.Structure):
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("lanes", ctypes.c_uint32),
+        ("step", ctypes.c_uint32),
     )
 
 
@@ -143,16 +146,19 @@ class EmulatedDevice(Device):
         self.kernels = kernels
         self._libraries: dict[tuple[object, ...], _Library] = {}
         self._used = 0
+        # 2 to 255, as emulator.cpp takes it.
+        self._step = 2
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         return self._allocate(shape, dtype, written=False)
 
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
-        array = self._allocate(shape, dtype, written=True)
-        array[...] = np.zeros((), array.dtype)
+        array = self.empty(shape, dtype)
+        self.write(array, np.zeros(array.shape, array.dtype))
         return array
 
     def upload(self, array: NDArray[Any]) -> Array:
+        self._next_step()
         copy = self._allocate(array.shape, array.dtype, written=True)
         copy[...] = array
         return copy
@@ -163,7 +169,12 @@ class EmulatedDevice(Device):
         return np.array(array, subok=False)
 
     def write(self, array: Array, values: NDArray[Any]) -> None:
+        self._next_step()
         array[...] = values
+
+    def _next_step(self) -> None:
+        """Kernels queued before a copy from the host end before those behind it start."""
+        self._step = 2 + (self._step - 1) % 254
 
     def copy(self, target: Array, source: Array) -> None:
         target[...] = source
@@ -188,7 +199,7 @@ class EmulatedDevice(Device):
         grid3, block3 = _dimensions(where, grid, block)
         if not 0 <= shared <= SHARED_LIMIT:
             raise DeviceError(f"{where}: {shared} bytes of dynamic shared memory; a block has at most {SHARED_LIMIT}")
-        library.run(where, kernel, self.lanes, grid3, block3, args, shared)
+        library.run(where, kernel, self.lanes, self._step, grid3, block3, args, shared)
 
     def record(self, *, timing: bool = False) -> Event:
         return HostEvent()
@@ -284,6 +295,7 @@ class _Library:
         where: str,
         name: str,
         lanes: int,
+        step: int,
         grid: tuple[int, ...],
         block: tuple[int, ...],
         args: Sequence[Any],
@@ -320,6 +332,7 @@ class _Library:
             grid=grid,
             block=block,
             lanes=lanes,
+            step=step,
         )
         report = _Report()
         with _RUNNING:
@@ -367,8 +380,12 @@ class _Library:
                 what = f"divergent lanes: {other} {self._elsewhere(report.other_site)}"
             case 10:
                 what = f"shuffle from lane {ctypes.c_int64(report.size).value}, which does not exist"
-            case _:
+            case 11:
                 what = "shuffle or vote in a wave that lacks threads: the block is not a whole number of waves"
+            case 12:
+                what = f"{access} before luce_await ({_nearest(report.address, arrays)})"
+            case _:
+                what = "the thread ended without luce_await"
         return f"{where}: {at}: {what}"
 
     def _elsewhere(self, site: int | None) -> str:

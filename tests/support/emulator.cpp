@@ -25,7 +25,7 @@ struct Region {  // the bytes of one array argument: rows of `run` bytes at nest
     u8* base;
     u64 extent, run;
     u64 dims, stride[4], count[4];
-    u8* written;       // one flag per byte; null: all bytes hold values
+    u8* written;       // a flag per byte: 0 nothing was written, else the launch's `step` at that time; null: all hold values
     u64 constant;      // the kernel cannot write through this argument
     u64 granule;       // bytes of the argument's type: 1, 2 or 4
 };
@@ -39,6 +39,7 @@ struct Launch {
     u64 dynamic;
     u32 grid[3], block[3];
     u32 lanes;
+    u32 step;  // 2 to 255: another one after each copy from the host, before which kernels end
 };
 
 enum Fault : u32 {
@@ -54,6 +55,8 @@ enum Fault : u32 {
     DIVERGED_LANES,  // the same for the lanes of a wave
     NO_LANE,         // a shuffle names a lane outside the wave
     PARTIAL_WAVE,    // a shuffle or vote in a wave that lacks threads
+    EARLY,           // before luce_await: a write to global memory, or a read of what a kernel of the step wrote
+    UNAWAITED,       // a thread ended without luce_await
 };
 
 enum Access : u32 { READ, WRITE, ATOMIC };
@@ -95,6 +98,7 @@ struct Fiber {
     void* site;
     u64 value;
     int source;
+    bool awaited;
     Wait wait;
     LaneOp op;
 };
@@ -169,8 +173,11 @@ luce_switch:
 void to_scheduler() { luce_switch(&current->stack_pointer, scheduler); }
 #endif
 
+void fail(Fault fault, u32 thread, void* site);
+
 void fiber_main() {
     launch.call(launch.arguments);
+    if (!current->awaited) fail(UNAWAITED, current_thread, reinterpret_cast<void*>(launch.call));
     current->wait = ENDED;
     to_scheduler();
 }
@@ -345,10 +352,12 @@ inline void check(void* address, u64 size, Access access, void* site, u64 alignm
         }
         last_region = region;
     }
+    if (!current->awaited && access != READ) return fail_access(EARLY, access, at, size, site);
     if (region->written) {
         u8* written = region->written + (at - region->base);
+        if (!current->awaited && memchr(written, launch.step, size)) return fail_access(EARLY, access, at, size, site);
         if (access != WRITE && holds_poison(at, size, written)) return fail_access(UNWRITTEN, access, at, size, site);
-        if (access != READ) memset(written, 1, size);
+        if (access != READ) memset(written, launch.step, size);
     }
     if (access != READ && region->constant) {
         // Another argument may be the same memory, and writable.
@@ -437,6 +446,7 @@ void run_block() {
             for (u32 x = 0; x < blockDim.x; x++) {
                 fibers[t].index = {x, y, z};
                 fibers[t].site = nullptr;
+                fibers[t].awaited = false;
                 fibers[t++].wait = NEW;
             }
     epoch = 0;
@@ -502,6 +512,7 @@ u64 luce_host_shuffle_xor(u64 bits, int mask) {
     return meet_lanes(SHUFFLE, bits, lane ^ mask, __builtin_return_address(0));
 }
 u64 luce_host_ballot(bool predicate) { return meet_lanes(BALLOT, predicate, 0, __builtin_return_address(0)); }
+void luce_host_await() { current->awaited = true; }
 void luce_host_sync_lanes() { meet_lanes(SYNC_LANES, 0, 0, __builtin_return_address(0)); }
 void luce_host_sync() {
     current->wait = AT_SYNC;

@@ -45,6 +45,35 @@ int cuGraphInstantiateWithFlags(void** executable, void* graph, unsigned long lo
 int cuGraphDestroy(void* graph) { return 0; }
 int cuGraphExecDestroy(void* graph) { return graph == (void*)16 ? graphs--, 0 : 1; }
 int cuGraphLaunch(void* graph, void* stream) { return graph == (void*)16 && stream == (void*)5 ? launches++, 0 : 1; }
+// The last launch, of a kernel (void*, int, long long, float).
+struct {
+    unsigned grid[3], block[3], shared;
+    void* stream;
+    unsigned attributes, attribute, value;
+    void* pointer;
+    int number;
+    long long wide;
+    float real;
+} launched;
+struct Attribute {
+    unsigned id, pad, value, rest[15];
+};
+struct Config {
+    unsigned grid[3], block[3], shared;
+    void* stream;
+    struct Attribute* attributes;
+    unsigned count;
+};
+int cuLaunchKernelEx(const struct Config* config, void* function, void** parameters, void** packed) {
+    if (function != (void*)7 || packed) return 400;
+    memcpy(launched.grid, config->grid, 28);
+    launched.stream = config->stream;
+    launched.attributes = config->count;
+    if (config->count) launched.attribute = config->attributes->id, launched.value = config->attributes->value;
+    launched.pointer = *(void**)parameters[0], launched.number = *(int*)parameters[1];
+    launched.wide = *(long long*)parameters[2], launched.real = *(float*)parameters[3];
+    return 0;
+}
 int cuGetErrorString(int status, const char** text) {
     *text = status == 201 ? "invalid device context" : status == 700 ? "an illegal access"
             : status == 901 ? "capture invalidated" : NULL;

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -14,7 +15,11 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from luce.ops import attention as op
+from luce.ops.activation import sigmoid_gate, softplus_gate
+from luce.ops.attention_mma import Gate
+from luce.ops.heads import Destination, write_kv
 from luce.ops.kvtype import AUTO, KVTypes
+from luce.ops.quantise import Quantised, quantise
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, PageView, SpanArrays
 
@@ -115,6 +120,7 @@ def run(
     padding: int = 0,
     seed: int = 0,
     kv: KVTypes = AUTO,
+    attend: Callable[..., Array] = op.attention,
 ) -> F32:
     """The step of all chunks: writes their rows into scattered pages, then attends. float32 [rows, heads, d].
 
@@ -165,8 +171,8 @@ def run(
     k_pool, v_pool = map(device.upload, pools)
     up = device.upload
     q, k, v = spread_out(device, fresh("q"), fresh("k"), fresh("v"))
-    op.write_kv(device, k, v, k_pool, v_pool, up(np.array(dest, np.int32)))
-    out = op.attention(
+    write_kv(device, k, v, Destination(k_pool, v_pool, up(np.array(dest, np.int32))))
+    out = attend(
         device,
         q,
         k_pool,
@@ -311,6 +317,43 @@ def check_shape(device: Device, heads: int, kv_heads: int, d: int, lengths: Sequ
     check(device, chunks, scale=d**-0.5)
 
 
+def check_gated(
+    device: Device, heads: int, kv_heads: int, d: int, lengths: Sequence[tuple[int, int]], each: int
+) -> None:
+    """Times a gate, and in bytes: the bits of attention, of the gate's own op and of quantise."""
+    chunks = [
+        Chunk(History.random(position + rows, heads, kv_heads, d, seed), position, rows)
+        for seed, (position, rows) in enumerate(lengths)
+    ]
+    n = sum(rows for _, rows in lengths)
+    wide = np.random.default_rng(d).standard_normal((n, heads, each + 3)).astype(np.float32)
+    values = device.upload(wide)[..., :each]
+    mixed = device.upload(run(device, chunks, scale=d**-0.5, window=None))
+    made: list[Array | Quantised] = []
+    kinds: list[Literal["sigmoid", "softplus"]] = ["softplus"] if each == 1 else ["sigmoid", "softplus"]
+    for gate, in_bytes in itertools.product((Gate(values, kind) for kind in kinds), (False, True)):
+
+        def attend(*args: Any, gate: Gate = gate, in_bytes: bool = in_bytes, **named: Any) -> Array:
+            made[:] = [op.gated_attention(*args, gate=gate, in_bytes=in_bytes, **named)]
+            return mixed
+
+        run(device, chunks, scale=d**-0.5, window=None, attend=attend)
+        expected = (sigmoid_gate if gate.kind == "sigmoid" else softplus_gate)(device, mixed, values)
+        same_output(device, made[0], expected, in_bytes and d % 32 == 0 and bool(device.products))
+
+
+def same_output(device: Device, actual: Array | Quantised, expected: Array, in_bytes: bool) -> None:
+    """The bits of `expected`, float32 [n, cols], or of what quantise makes of it."""
+    assert isinstance(actual, Quantised) == in_bytes
+    if isinstance(actual, Quantised):
+        bytes = quantise(device, expected)
+        pairs = [(actual.values, bytes.values), (actual.scales, bytes.scales)]
+    else:
+        pairs = [(actual, expected)]
+    for a, b in pairs:
+        np.testing.assert_array_equal(device.download(a).view(np.uint8), device.download(b).view(np.uint8))
+
+
 def check_window(device: Device, window: int, position: int, rows: int) -> None:
     """Pages before the window are there, or dropped: the formula holds, and the bits are the same."""
     chunks = [Chunk(History.random(position + rows, 6, 2, 16, 5), position, rows)]
@@ -410,7 +453,7 @@ def check_write_kv(device: Device, n: int, kv_heads: int, d: int) -> None:
     dest = rng.permutation(3 * PAGE)[:n].astype(np.int32)
     pools = [device.upload(np.full((3 * PAGE, kv_heads, d), fill, device.kv_dtype)) for fill in (7, 8)]
     k_rows, v_rows = spread_out(device, k, v)
-    op.write_kv(device, k_rows, v_rows, pools[0], pools[1], device.upload(dest))
+    write_kv(device, k_rows, v_rows, Destination(pools[0], pools[1], device.upload(dest)))
     for pool, rows, fill in zip(pools, (k, v), (7, 8), strict=True):
         want = np.full((3 * PAGE, kv_heads, d), fill, device.kv_dtype)
         want[dest] = rows.astype(device.kv_dtype)
@@ -432,7 +475,8 @@ def check_write_types(device: Device, k: str, v: str, n: int, kv_heads: int, d: 
     dest = rng.permutation(3 * PAGE)[:n].astype(np.int32)
     pools = [np.full((3 * PAGE, kv_heads, size), 7, dtype) for dtype, size in KVTypes(k, v).layout(device, d)]
     on_device = [device.upload(pool.copy()) for pool in pools]
-    op.write_kv(device, *spread_out(device, *parts), *on_device, device.upload(dest))
+    k_rows, v_rows = spread_out(device, *parts)
+    write_kv(device, k_rows, v_rows, Destination(on_device[0], on_device[1], device.upload(dest)))
     for pool, rows, type, actual in zip(pools, parts, (k, v), on_device, strict=True):
         pool[dest] = stored(rows, type)
         np.testing.assert_array_equal(device.download(actual).view(np.uint8), pool.view(np.uint8))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, gated_delta_net
 from luce.runtime.device import Device
 from luce.runtime.step import SpanArrays
+from tests.support.op_checks_attention import same_output
 
 Floats = NDArray[np.floating[Any]]
 #: slot, start, rows, position, and where anything is pending: accepted, tentative
@@ -178,6 +179,14 @@ def delta_formula(case: Case, state: State) -> tuple[Floats, State]:
 
 def run(device: Device, case: Case, spans: Sequence[SpanRow], state: State | None = None) -> tuple[Floats, State]:
     """The op's outputs and states after it, on the host; its input is a part of wider rows."""
+    out, after = queue(device, case, spans, state)
+    return device.download(out), after
+
+
+def queue(
+    device: Device, case: Case, spans: Sequence[SpanRow], state: State | None = None, **named: bool
+) -> tuple[Any, State]:
+    """As run, with the outputs as the op leaves them."""
     state = state or case.state
     wide = np.concatenate((case.m, case.z, case.alpha, case.beta, case.beta[:, :1]), axis=1)
     slots, heads, _, _, d = state.past.shape
@@ -192,8 +201,9 @@ def run(device: Device, case: Case, spans: Sequence[SpanRow], state: State | Non
         eps=EPS,
         key_heads=case.key_heads,
     )
-    out = gated_delta_net(device, device.upload(wide)[:, :-1], weights, *arrays, span_arrays(device, spans))
-    return device.download(out), State(*(device.download(array) for array in arrays))
+    x = device.upload(wide)[:, :-1]
+    out = gated_delta_net(device, x, weights, *arrays, span_arrays(device, spans), **named)
+    return out, State(*(device.download(array) for array in arrays))
 
 
 def relative_error(got: Floats, expected: Floats) -> float:
@@ -235,6 +245,16 @@ def check_formula(
         expected, state = delta_formula(case.rows(own), old)
         assert relative_error(out[own], expected) < TOLERANCE, (rows, position)
         agree(State(after.memory[slot], after.past[slot]), state)
+
+
+def check_in_bytes(device: Device, lengths: Sequence[int], *, key_heads: int, heads: int, d: int) -> None:
+    """The bytes that quantise makes of the outputs, and the same states."""
+    case = make_case(sum(lengths), key_heads=key_heads, heads=heads, d=d, slots=len(lengths))
+    spans = spread_spans(len(lengths), lengths)
+    floats, state = queue(device, case, spans)
+    bytes, after = queue(device, case, spans, in_bytes=True)
+    same_output(device, bytes, floats, True)
+    np.testing.assert_array_equal(after.memory, state.memory)
 
 
 def check_single_steps(device: Device, rows: int, *, key_heads: int, heads: int, d: int, taps: int = 4) -> None:

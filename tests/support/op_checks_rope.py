@@ -8,7 +8,8 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.rope import rope, rope_table
+from luce.ops.heads import HeadNorms, Rotation, prepare_queries
+from luce.ops.rope import rope_table
 from luce.runtime.device import Device
 
 # pi to 60 digits, to reduce angles exactly.
@@ -50,7 +51,7 @@ def check_rope(device: Device, n: int, heads: int, d: int, half: int, *, adjacen
     fused[:, : heads * (d + 3)].reshape(n, heads, d + 3)[:, :, :d] = x
     on_device = device.upload(fused)
     view = on_device[:, : heads * (d + 3)].reshape(n, heads, d + 3)[..., :d]
-    rope(device, view, device.upload(table), adjacent=adjacent)
+    prepare_queries(device, view, HeadNorms(), Rotation(device.upload(table), adjacent))
     after = device.download(on_device)
     parts = after[:, : heads * (d + 3)].reshape(n, heads, d + 3)
     turn = table[:, None, :, 0].astype(np.float64) + 1j * table[:, None, :, 1].astype(np.float64)
@@ -73,7 +74,8 @@ def check_rows_alone(device: Device, heads: int, d: int) -> None:
 
     def run(start: int, stop: int) -> NDArray[np.uint32]:
         part = device.upload(x[start:stop].copy())
-        rope(device, part, rope_table(device, device.upload(positions[start:stop]), omega, axes), adjacent=False)
+        table = rope_table(device, device.upload(positions[start:stop]), omega, axes)
+        prepare_queries(device, part, HeadNorms(), Rotation(table, adjacent=False))
         bits: NDArray[np.uint32] = device.download(part).view(np.uint32)
         return bits
 

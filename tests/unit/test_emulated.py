@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from luce.errors import DeviceError
+from luce.runtime.device import Array
 from tests.support.emulated import SHARED_LIMIT, EmulatedDevice
 
 # A line that must be named in a report carries a comment `//! name`.
@@ -18,6 +19,7 @@ SOURCE = r"""
 #include "reduce.h"
 
 extern "C" __global__ void block_sums(const float* __restrict__ x, float* __restrict__ out, const int cols) {
+    luce_await();
     float sum = 0;
     for (int i = luce_thread(); i < cols; i += luce_threads()) sum += x[(i64)blockIdx.x * cols + i];
     sum = luce_block_sum(sum);
@@ -25,6 +27,7 @@ extern "C" __global__ void block_sums(const float* __restrict__ x, float* __rest
 }
 
 extern "C" __global__ void lanes(const int* x, int* xor1, int* first, u64* votes, double* rotated) {
+    luce_await();
     int t = luce_thread();
     xor1[t] = luce_shfl_xor(x[t], 1);
     first[t] = luce_shfl(x[t], 0);
@@ -33,6 +36,7 @@ extern "C" __global__ void lanes(const int* x, int* xor1, int* first, u64* votes
 }
 
 extern "C" __global__ void indices(int* out) {
+    luce_await();
     int thread = luce_thread();
     int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     int* mine = out + (block * luce_threads() + thread) * 4;
@@ -41,6 +45,7 @@ extern "C" __global__ void indices(int* out) {
 
 // The order of the threads is turned round in dynamic shared memory; the block's size need not be whole waves.
 extern "C" __global__ void reverse(const float* x, float* out) {
+    luce_await();
     LUCE_DYNAMIC_SHARED(float, tile);
     int t = luce_thread(), n = luce_threads();
     tile[t] = x[blockIdx.x * n + t];
@@ -49,6 +54,7 @@ extern "C" __global__ void reverse(const float* x, float* out) {
 }
 
 extern "C" __global__ void count(const int* x, int* bins, u32* largest, int n) {
+    luce_await();
     __shared__ int local[4];
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (luce_thread() < 4) local[luce_thread()] = 0;
@@ -62,11 +68,13 @@ extern "C" __global__ void count(const int* x, int* bins, u32* largest, int n) {
 }
 
 extern "C" __global__ void from_halves(const f16_t* x, float* out) {
+    luce_await();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     out[i] = luce_f32(x[i]);
 }
 
 extern "C" __global__ void to_halves(const float* x, f16_t* half, bf16_t* brain, int n) {
+    luce_await();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     half[i] = luce_f16(x[i]);
@@ -75,6 +83,7 @@ extern "C" __global__ void to_halves(const float* x, f16_t* half, bf16_t* brain,
 
 __constant__ int primes[4] = {2, 3, 5, 7};
 extern "C" __global__ void defined(int* out) {
+    luce_await();
     float4 v = make_float4(1, 2, 3, FACTOR);
     int packed = luce_dot4(0x7f80ff01, 0x02030405, 100);
     out[threadIdx.x] = primes[threadIdx.x] * (int)v.w + packed;
@@ -82,6 +91,7 @@ extern "C" __global__ void defined(int* out) {
 
 // Twice the same memory, once through each lane-level and block-level order that there is: no race.
 extern "C" __global__ void ordered(float* x) {
+    luce_await();
     __shared__ float s[1024];
     int t = luce_thread(), wave = t - luce_lane();
     s[t] = t;
@@ -97,24 +107,40 @@ extern "C" __global__ void ordered(float* x) {
 
 // --- faults
 
+// Half of the block ends early; the other half reads and writes before and after it waited, as asked.
+extern "C" __global__ void awaits(const float* x, float* out, int read_early, int write_early, int stay) {
+    int i = luce_thread();
+    float value = 0;
+    if (read_early) value = x[i];         //! early_read
+    if (write_early) out[i] = 1;          //! early_write
+    if (i >= stay) return;
+    luce_await();
+    out[i] = value + x[i];
+}
+
 extern "C" __global__ void reads_at(const float* x, float* out, i64 at) {
+    luce_await();
     out[threadIdx.x] = x[at];  //! reads_at
 }
 
 extern "C" __global__ void writes_at(float* x, int at) {
+    luce_await();
     if (blockIdx.x == 1 && threadIdx.x == 2) x[at] = 1;  //! writes_at
 }
 
 extern "C" __global__ void writes_const(const float* x) {
+    luce_await();
     const_cast<float*>(x)[threadIdx.x] = 1;  //! writes_const
 }
 
 extern "C" __global__ void misaligned(const float* x, float* out) {
+    luce_await();
     float2 pair = *reinterpret_cast<const float2*>(x + 1);  //! misaligned
     out[0] = pair.x + pair.y;
 }
 
 extern "C" __global__ void unwritten_shared(float* out, int skip) {
+    luce_await();
     __shared__ float s[64];
     if (blockIdx.x == 0 || threadIdx.x != skip) s[threadIdx.x] = 1;
     luce_sync();
@@ -122,12 +148,14 @@ extern "C" __global__ void unwritten_shared(float* out, int skip) {
 }
 
 extern "C" __global__ void shared_past_end(float* out) {
+    luce_await();
     LUCE_DYNAMIC_SHARED(float, s);
     s[threadIdx.x] = out[threadIdx.x];  //! shared_past_end
 }
 
 #define MISSING(n) if (BARRIERS & (1 << n)) luce_sync();
 extern "C" __global__ void missing_barrier(const float* x, float* out) {
+    luce_await();
     __shared__ float s[256];
     int t = luce_thread();
     for (int round = 0; round < 2; round++) {
@@ -139,6 +167,7 @@ extern "C" __global__ void missing_barrier(const float* x, float* out) {
 }
 
 extern "C" __global__ void all_read_one_writes(float* out) {
+    luce_await();
     __shared__ float s;
     if (luce_thread() == 0) s = 1;
     luce_sync();
@@ -147,33 +176,39 @@ extern "C" __global__ void all_read_one_writes(float* out) {
 }
 
 extern "C" __global__ void lanes_race(float* out) {
+    luce_await();
     __shared__ float s[LUCE_LANES];
     s[luce_lane()] = luce_lane();
     out[luce_lane()] = s[LUCE_LANES - 1 - luce_lane()];  //! lanes_race
 }
 
 extern "C" __global__ void atomic_race(int* out) {
+    luce_await();
     atomicAdd(out, 1);
     if (threadIdx.x == 3) out[0] = 7;  //! atomic_race
 }
 
 extern "C" __global__ void in_place(float* x) {
+    luce_await();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     x[i] += i ? x[i - 1] : 0;  //! in_place
 }
 
 extern "C" __global__ void shift_blocks(float* x) {
+    luce_await();
     float old = x[luce_min(blockIdx.x + 1, gridDim.x - 1)];
     x[blockIdx.x] = old;  //! shift_blocks
 }
 
 extern "C" __global__ void some_leave(float* out, int stay) {
+    luce_await();
     if (threadIdx.x >= stay) return;
     luce_sync();  //! some_leave
     out[threadIdx.x] = 1;
 }
 
 extern "C" __global__ void two_barriers(float* out) {
+    luce_await();
     if (threadIdx.x < 8) {
         luce_sync();  //! first_barrier
         out[threadIdx.x] = 1;
@@ -184,15 +219,17 @@ extern "C" __global__ void two_barriers(float* out) {
 }
 
 extern "C" __global__ void half_shuffles(float* out) {
+    luce_await();
     float v = threadIdx.x;
     if (luce_lane() < 8) v = luce_lane_sum(v);  //! half_shuffles
     luce_sync();  //! half_waits
     out[threadIdx.x] = v;
 }
 
-extern "C" __global__ void __launch_bounds__((8 + 8) * 2, 1) bounded(int* out) { out[luce_thread()] = 1; }
+extern "C" __global__ void __launch_bounds__((8 + 8) * 2, 1) bounded(int* out) { luce_await(); out[luce_thread()] = 1; }
 
 extern "C" __global__ void fixed_width(float* out) {
+    luce_await();
     out[threadIdx.x] = luce_shfl_xor(1.0f, LUCE_LANES);  //! fixed_width
 }
 """
@@ -426,6 +463,25 @@ def test_missing_barriers(checks: Checks) -> None:
     np.testing.assert_array_equal(device.download(out), np.r_[np.arange(256) // 2, np.arange(256) // 2 + 1])
 
 
+def test_work_before_the_kernels_ahead_have_ended(checks: Checks) -> None:
+    device = checks.device
+    x, out = device.upload(np.arange(64, dtype=np.float32)), device.empty(64)
+
+    def arguments(x: Array, read: int, write: int, stay: int) -> tuple[Any, ...]:
+        return "awaits", (1,), (64,), x, out, np.int32(read), np.int32(write), np.int32(stay)
+
+    checks(*arguments(x, 1, 0, 64))
+    np.testing.assert_array_equal(device.download(out), 2 * np.arange(64))
+    message = checks.fails(*arguments(out, 1, 0, 64))
+    assert f"checks.cu:{LINES['early_read']}: read of 4 bytes before luce_await (byte 0 of argument 1" in message
+    device.upload(np.zeros(1, np.float32))
+    checks(*arguments(out, 1, 0, 64))
+    message = checks.fails(*arguments(x, 0, 1, 64))
+    assert f"checks.cu:{LINES['early_write']}: write of 4 bytes before luce_await (byte 0 of argument 2" in message
+    message = checks.fails(*arguments(x, 0, 0, 40))
+    assert "thread (40, 0, 0)" in message and message.endswith("the thread ended without luce_await")
+
+
 def test_a_write_while_all_read(checks: Checks) -> None:
     for threads in (2, 64, 256):
         message = checks.fails("all_read_one_writes", (1,), (threads,), checks.device.empty(threads))
@@ -524,14 +580,16 @@ def test_launch_bounds(checks: Checks) -> None:
 
 
 def test_a_source_that_does_not_compile(tmp_path: Path) -> None:
-    (tmp_path / "broken.cu").write_text('#include "gpu.h"\nextern "C" __global__ void k(int* x) { *x = nothing; }\n')
+    (tmp_path / "broken.cu").write_text(
+        '#include "gpu.h"\nextern "C" __global__ void k(int* x) { luce_await(); *x = nothing; }\n'
+    )
     with pytest.raises(DeviceError, match="nothing"):
         EmulatedDevice(32, tmp_path).launch("broken", "k", (1,), (1,), [None])
 
 
 def test_an_edited_header_is_compiled_again(tmp_path: Path) -> None:
     (tmp_path / "k.cu").write_text(
-        '#include "gpu.h"\n#include "own.h"\nextern "C" __global__ void k(int* x) { *x = ANSWER; }\n'
+        '#include "gpu.h"\n#include "own.h"\nextern "C" __global__ void k(int* x) { luce_await(); *x = ANSWER; }\n'
     )
     for answer in (1, 2):
         (tmp_path / "own.h").write_text(f"#define ANSWER {answer}\n")

@@ -31,6 +31,7 @@ from tests.support.emulated import KERNELS, EmulatedDevice
 REDUCTIONS = """
 #include "reduce.h"
 extern "C" __global__ void reductions(const float* x, float* out) {
+    luce_await();
     int t = luce_thread();
     out[t] = luce_block_sum(x[t]);
     out[512 + t] = luce_block_sum(2 * x[t]);

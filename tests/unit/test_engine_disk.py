@@ -184,8 +184,8 @@ def test_a_disk_that_fails_costs_nothing_but_the_snapshot(
                 assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 100)
             while not tier(r).stats.failures:
                 pass
-        warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-        assert len(warnings) == 1 and "--kv-cache-dir" in warnings[0].getMessage()
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "--kv-cache-dir" in warnings[0].getMessage()
     with rig(tmp_path) as r:
         assert r.ask(ids(80), 2) == (r.backend.reply(ids(80), 2), 80)
         # Where no file can be opened, none can be removed either.

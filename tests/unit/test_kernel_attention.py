@@ -63,6 +63,21 @@ def test_rows_that_see_each_other(
     checks.check_seen(emulated, heads, kv_heads, d, position, window)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "lengths", "each"),
+    [
+        (4, 2, 64, [(130, 1)], 64),
+        (2, 1, 128, [(3, 2), (65, 1)], 1),
+        (2, 1, 256, [(70, 5)], 256),
+        (2, 2, 48, [(9, 1)], 48),
+    ],
+)
+def test_gated(
+    emulated: Device, heads: int, kv_heads: int, d: int, lengths: Sequence[tuple[int, int]], each: int
+) -> None:
+    checks.check_gated(emulated, heads, kv_heads, d, lengths, each)
+
+
 def test_missing_pages(emulated: Device) -> None:
     checks.check_missing_pages(emulated)
 

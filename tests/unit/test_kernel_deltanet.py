@@ -51,3 +51,8 @@ def test_far_out(emulated: Device, rows: int) -> None:
 
 def test_no_rows(emulated: Device) -> None:
     checks.check_no_rows(emulated)
+
+
+@pytest.mark.parametrize(("lengths", "d"), [((1,), 128), ((2, 1), 64), ((5, 1, 3), 128)])
+def test_in_bytes(emulated: Device, lengths: tuple[int, ...], d: int) -> None:
+    checks.check_in_bytes(emulated, lengths, key_heads=1, heads=2, d=d)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import struct
+from ctypes import Structure, c_float, c_int, c_longlong, c_uint, c_void_p
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,38 @@ def test_events_that_have_not_happened_are_no_errors(fake: Driver) -> None:
 def test_a_library_without_a_call(fake: Driver) -> None:
     with pytest.raises(DeviceError, match=r"libfake_cuda\.so is too old: it has no call for stream_create"):
         fake.stream()
+
+
+class _Launched(Structure):
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_uint),
+        ("attribute", c_uint),
+        ("value", c_uint),
+        ("pointer", c_void_p),
+        ("number", c_int),
+        ("wide", c_longlong),
+        ("real", c_float),
+    )
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_launch(fake: Driver, early: bool) -> None:
+    launch = fake.launcher(7, "Piqf", early=early)
+    for grid, values in (((5, 6, 1), (1 << 60, -3, 1 << 40, 0.5)), ((9, 1, 2), (0, 4, -5, -1.5))):
+        launch(grid, (32, 2, 1), 1024, 99, values)
+        seen = _Launched.in_dll(fake._library, "launched")
+        assert (tuple(seen.grid), tuple(seen.block), seen.shared, seen.stream) == (grid, (32, 2, 1), 1024, 99)
+        assert (seen.pointer or 0, seen.number, seen.wide, seen.real) == values
+        # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed.
+        assert (seen.attributes, seen.attribute, seen.value) == ((1, 6, 1) if early else (0, 0, 0))
+    with pytest.raises(struct.error):
+        launch((1, 1, 1), (1, 1, 1), 0, 99, (0, 1, 2))
+    with pytest.raises(DeviceError, match=r"cuda: cuLaunchKernelEx: unknown error \(400\)"):
+        fake.launcher(8, "Piqf", early=early)((1, 1, 1), (1, 1, 1), 0, 99, (0, 1, 2, 3.0))
 
 
 def test_hip_without_a_gpu(hip: Driver) -> None:

@@ -1,0 +1,152 @@
+"""Query, key and value heads between their product and attention: norms, rotation, and the writing of keys and values
+into the page pools (luce.ops.attention says what these are).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from luce.ops.kvtype import kernel_type, quantise
+from luce.ops.norm import head_rms_norm
+from luce.runtime.device import Array, Device
+
+# As in kernels/heads.cu.
+_WAVES, _MOST = 4, 512
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Weights float32 [d] of the norms of query, key and value heads, each where there is one."""
+
+    query: Array | None = None
+    key: Array | None = None
+    value: Array | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Rotary embedding (Su et al., arXiv 2104.09864) of a head's first 2 * half elements.
+
+    table float32 [n, half, 2] of luce.ops.rope.rope_table. Pair i is (x[i], x[i + half]), or (x[2i], x[2i + 1]) if
+    adjacent.
+    """
+
+    table: Array
+    adjacent: bool
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Row dest[r], int32 [n], of the pools takes row r's keys and values."""
+
+    k_pool: Array
+    v_pool: Array
+    dest: Array
+
+
+_NO_NORMS = HeadNorms()
+
+
+def prepare_queries(device: Device, q: Array, norms: HeadNorms, rotation: Rotation) -> None:
+    """q <- rotated(rms(q) * norms.query) in place, rms as in luce.ops.norm: float32 [n, heads, d] (any row and head
+    strides). Raises ValueError for heads of more than 512 elements."""
+    if device.host:
+        _host(device, q, norms.query, norms.eps, rotation)
+    else:
+        _launch(device, q, None, norms, rotation, None, keep=False)
+
+
+def prepare_heads(
+    device: Device, q: Array, k: Array, v: Array, norms: HeadNorms, rotation: Rotation, to: Destination, *, keep: bool
+) -> None:
+    """prepare_queries, k likewise, v without a rotation; then k and v are written to the pools.
+
+    k, v float32 [n, kv_heads, d] (any row and head strides); what is in place of them then is theirs with `keep` only.
+    """
+    if device.host:
+        _host(device, q, norms.query, norms.eps, rotation)
+        _host(device, k, norms.key, norms.eps, rotation)
+        _host(device, v, norms.value, norms.eps, None)
+        write_kv(device, k, v, to)
+    else:
+        _launch(device, q, (k, v), norms, rotation, to, keep=keep)
+
+
+def prepare_keys(device: Device, k: Array, v: Array, norms: HeadNorms, rotation: Rotation, to: Destination) -> None:
+    """prepare_heads of rows without queries; k and v may hold anything then."""
+    if device.host:
+        _host(device, k, norms.key, norms.eps, rotation)
+        _host(device, v, norms.value, norms.eps, None)
+        write_kv(device, k, v, to)
+    else:
+        _launch(device, None, (k, v), replace(norms, query=None), rotation, to, keep=False)
+
+
+def write_kv(device: Device, k: Array, v: Array, to: Destination) -> None:
+    """Store rows: k, v float32 [n, kv_heads, d] (any row and head strides).
+
+    Values are finite, and rounded to the pools' types as the gguf package does it.
+    """
+    if device.host:
+        to.k_pool[to.dest] = quantise(k, to.k_pool)
+        to.v_pool[to.dest] = quantise(v, to.v_pool)
+    else:
+        _launch(device, None, (k, v), _NO_NORMS, None, to, keep=False)
+
+
+def _launch(
+    device: Device,
+    q: Array | None,
+    kv: tuple[Array, Array] | None,
+    norms: HeadNorms,
+    rotation: Rotation | None,
+    to: Destination | None,
+    *,
+    keep: bool,
+) -> None:
+    some = kv[0] if q is None and kv is not None else q
+    assert some is not None
+    n, _, d = some.shape
+    if d > _MOST:
+        raise ValueError(f"heads of {d} elements: at most {_MOST}")
+    if not n:
+        return
+    args: list[object] = []
+    bits = 0
+    for i, (x, weight) in enumerate(
+        zip((q, *(kv or (None, None))), (norms.query, norms.key, norms.value), strict=True)
+    ):
+        strides = (0, 0) if x is None else (x.strides[0] // 4, x.strides[1] // 4)
+        args += [x, *map(np.int64, strides), weight]
+        bits |= (weight is not None) << i
+    half = 0 if rotation is None else rotation.table.shape[1]
+    step, gap = (2, 1) if rotation is not None and rotation.adjacent else (1, half)
+    table = None if rotation is None else rotation.table
+    args += [np.int32(bits), table, np.int32(half), np.int32(step), np.int32(gap)]
+    args += [None, None, None] if to is None else [to.k_pool, to.v_pool, to.dest]
+    pools = () if to is None else (to.k_pool, to.v_pool)
+    types = [kernel_type(pool, d) for pool in pools] or ["F16", "F16"]
+    heads, kv_heads = 0 if q is None else q.shape[1], 0 if kv is None else kv[0].shape[1]
+    args += [np.int32(keep), np.int32(heads), np.int32(kv_heads), np.int32(d), np.float32(norms.eps)]
+    grid = (n, -(-(heads + 2 * kv_heads) // _WAVES))
+    defines = {"KTYPE": types[0], "VTYPE": types[1]}
+    device.launch("heads", "prepare_heads", grid, (_WAVES * device.lanes,), args, defines=defines)
+
+
+def _host(device: Device, x: Array, weight: Array | None, eps: float, rotation: Rotation | None) -> None:
+    if weight is not None:
+        head_rms_norm(device, x, weight, eps)
+    if rotation is None:
+        return
+    half = rotation.table.shape[1]
+    cos, sin = rotation.table[:, None, :, 0], rotation.table[:, None, :, 1]
+    if rotation.adjacent:
+        a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    else:
+        a, b = x[..., :half], x[..., half : 2 * half]
+    turned = a * cos - b * sin
+    b[...] = b * cos + a * sin
+    a[...] = turned

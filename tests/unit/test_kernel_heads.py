@@ -1,0 +1,30 @@
+"""kernels/heads.cu on the emulated device."""
+
+from __future__ import annotations
+
+import pytest
+
+from luce.runtime.device import Device
+from tests.support import op_checks_heads as checks
+
+
+@pytest.mark.parametrize("adjacent", [False, True])
+@pytest.mark.parametrize(
+    ("n", "heads", "kv_heads", "d", "half", "normed"),
+    [(1, 3, 1, 48, 5, "qk"), (3, 5, 2, 80, 40, ""), (2, 2, 1, 512, 256, "qkv"), (4, 1, 1, 64, 16, "k")],
+)
+def test_prepared(
+    emulated: Device, n: int, heads: int, kv_heads: int, d: int, half: int, normed: str, adjacent: bool
+) -> None:
+    checks.check_prepared(emulated, n, heads, kv_heads, d, half, normed=normed, adjacent=adjacent)
+
+
+@pytest.mark.parametrize(
+    ("k", "v"), [("bf16", "bf16"), ("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"), ("f16", "q8_0")]
+)
+def test_blocks(emulated: Device, k: str, v: str) -> None:
+    checks.check_blocks(emulated, k, v)
+
+
+def test_rows_do_not_depend_on_their_neighbours(emulated: Device) -> None:
+    checks.check_rows_alone(emulated, 3, 32)
