@@ -95,7 +95,7 @@ def _matmul_vec(device: Device) -> None:
 
 def _dot_s8(device: Device) -> None:
     for n in (1, 3):
-        op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=2560, n=n)
+        op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4608, n=n)
 
 
 def _moe_s8(device: Device) -> None:
