@@ -288,21 +288,25 @@ class Speculator:
     def ended(self, sequence: Sequence) -> None:
         """A sequence that had a slot has ended."""
         self._sequences.pop(sequence, None)
-        if sequence.slot is not None:
-            self._drafter.forget(sequence.slot)
+        slot = sequence.slot
+        if slot is not None:
+            self._tell(lambda: self._drafter.forget(slot))
 
     def idle(self) -> None:
         """Nothing runs or waits."""
         if not self._idle:
             self._idle = True
-            try:
-                self._drafter.idle()
-            except Exception as error:
-                self._failed(error)
+            self._tell(self._drafter.idle)
 
     def close(self) -> None:
         """Idempotent."""
-        self._drafter.close()
+        self._tell(self._drafter.close)
+
+    def _tell(self, tell: Callable[[], None]) -> None:
+        try:
+            tell()
+        except Exception as error:
+            self._failed(error)
 
     def _most(self, sequence: Sequence, room: int) -> int:
         """Rows that could be verified behind a sequence's seed."""

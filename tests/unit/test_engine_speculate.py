@@ -213,6 +213,22 @@ def test_a_drafter_that_fails_ends_drafting_only(where: str, error: Exception) -
     assert [reply.ids for reply in (first, second, *replies)] == [backend.reply(PROMPT, 20)] * 11
 
 
+@pytest.mark.parametrize("where", ["forget", "idle", "close"])
+def test_a_drafter_that_fails_to_let_go_fails_nothing_else(where: str) -> None:
+    backend = ScriptedBackend()
+    drafter = oracle(backend)
+
+    def broken(*_: object) -> None:
+        raise DeviceError("lost")
+
+    setattr(drafter, where, broken)
+    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=8) as made:
+        replies = [submit(made, PROMPT, max_tokens=20)[0] for _ in range(3)]
+        for reply in replies:
+            reply.finished()
+    assert [reply.ids for reply in replies] == [backend.reply(PROMPT, 20)] * 3
+
+
 @pytest.mark.parametrize("tokens", [[-1, 5], [5, 10**6], [3] * 40])
 def test_ids_that_are_none_are_not_verified(tokens: list[int]) -> None:
     backend = ScriptedBackend()
