@@ -4,6 +4,7 @@
 |-------------------|-------------------------|-----------------------------------------------------------------|
 | any, on the host  | any                     | float32, by NumPy                                               |
 | 1 .. FEW_ROWS     | Q4_0 Q8_0 Q4_K Q5_K Q6_K | x quantised to bytes, integer products (matmul_bytes.py)        |
+| 1 .. FEW_ROWS     | BF16, on GPUs with such products | 16 bits of x in tiles (matmul_bf16.py)                 |
 | 1 .. FEW_ROWS     | the other formats       | float32 (kernels/matmul_vec.cu)                                 |
 | more              | any                     | x and weights as halves, F32 weights as they are (matmul_many.py) |
 
@@ -18,6 +19,7 @@ from functools import lru_cache
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
 from luce.ops.matmul_bytes import BYTE_TYPES, multiply
 from luce.ops.matmul_many import matmul_many
 from luce.ops.quantise import Quantised, quantise
@@ -61,10 +63,14 @@ def takes_bytes_alone(device: Device, rows: int, weight: Weight) -> bool:
 def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> None:
     quantised = x if isinstance(x, Quantised) else None
     floats = x.x if isinstance(x, Quantised) else x
+    split: Split | None = None
     for part in weight.parts:
         if part.type in BYTE_TYPES:
             quantised = quantised or quantise(device, floats)
             multiply(device, quantised, part, weight.cols, out)
+        elif part.type == GGMLQuantizationType.BF16 and takes_tiles(device, part, weight.cols):
+            split = split or split_rows(device, floats)
+            multiply_bf16(device, split, part, weight.cols, out)
         else:
             _vec(device, floats, part, weight, out)
 

@@ -10,6 +10,7 @@ import pytest
 
 from luce.draft.spec import DraftSpec
 from luce.gguf.reader import GGUFFile
+from luce.ops.matmul_bytes import BYTE_TYPES
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.drafts import (
@@ -43,6 +44,12 @@ class Opened:
         self.spec = spec_of(file, reference.path)
         self.expected = reference.expected
         self.table, self.head = reference.ends
+
+    @property
+    def coarse(self) -> float:
+        """How much further a GPU may be off: rows meet weights in bytes as bytes, of which no reference knows."""
+        types = {tensor.type for tensor in self.file.tensors.values()}
+        return 4.0 if not self.device.host and types & BYTE_TYPES else 1.0
 
     def on(self, captured: F32, spec: DraftSpec | None = None, *, floats: bool = False) -> Drafting:
         """A draft with these captured rows in its ring, rounded unless `floats`."""
@@ -99,7 +106,7 @@ def test_block(opened: Opened, prompt: str, floats: bool) -> None:
         opened.check_logits(z, prompt, limits["f32"]["logits_nmse"])
     else:
         kind = "bf16_features" if opened.device.host else "bf16_features_bf16_products"
-        opened.check_logits(z, prompt, limits[kind]["logits_nmse"])
+        opened.check_logits(z, prompt, limits[kind]["logits_nmse"] * opened.coarse)
 
 
 @each_draft
@@ -114,7 +121,7 @@ def test_explicit_flag(opened: Opened, prompt: str, flavour: str) -> None:
     z, expected = drafting.fill(opened.table[opened.expected[f"seed_{prompt}"]]), opened.expected[key][1:]
     if opened.device.host:
         assert np.abs(z - expected).max() <= opened.reference.limits["from_given_captures"]["f32"]["z_max_abs"]
-    assert ((z - expected) ** 2).mean() / expected.var() <= (1e-9 if opened.device.host else 1e-3)
+    assert ((z - expected) ** 2).mean() / expected.var() <= (1e-9 if opened.device.host else 1e-3 * opened.coarse)
 
 
 @each_draft
@@ -133,7 +140,7 @@ def test_run(opened: Opened, prompt: str) -> None:
         z = drafting.fill(opened.table[seed])
         if step in kept:
             error = ((z - kept[step][1:]) ** 2).mean() / kept[step].var()
-            assert error <= (1e-7 if opened.device.host else 2e-3)
+            assert error <= (1e-7 if opened.device.host else 2e-3 * opened.coarse)
         if opened.device.host or margins[step] > 0.2:
             np.testing.assert_array_equal((z @ opened.head.T).argmax(axis=1), expected["block"][step, 1:])
     assert step > 10

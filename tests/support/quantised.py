@@ -28,7 +28,17 @@ def quantised(x: NDArray[np.floating]) -> tuple[NDArray[np.int8], NDArray[np.flo
 
 def seen(device: Device, name: str, x: NDArray[np.floating]) -> NDArray[np.float64]:
     """The rows [n, cols] as their products with weights in this format see them."""
+    if name == "BF16" and "BF16" in device.products and 0 < len(x) <= FEW_ROWS and x.shape[1] % 32 == 0:
+        high = brain(np.asarray(x, np.float32))
+        return high.astype(np.float64) + brain((x - high).astype(np.float32))
     if not goes_in_bytes(device, name, len(x)):
         return x.astype(np.float64)
     values, scales = quantised(x)
     return (values * scales[..., None].astype(np.float64)).reshape(x.shape)
+
+
+def brain(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Finite values rounded to bfloat16."""
+    bits = x.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) & np.uint64(0xFFFF0000)
+    return rounded.astype(np.uint32).view(np.float32)

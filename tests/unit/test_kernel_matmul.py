@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import pytest
 
 from luce.models.spec import Activation
+from luce.ops.matmul import matmul
 from luce.ops.matmul_many import BLAS_ROWS
+from luce.ops.weight import upload_weight
 from luce.runtime.device import Device
 from tests.support import op_checks_matmul as checks
 from tests.support.emulated import EmulatedDevice
-from tests.support.quant_blocks import FORMATS, PLAIN, block_cols
+from tests.support.quant_blocks import FORMATS, PLAIN, block_cols, decoded, random_tensor
 from tests.support.quantised import BYTES
 
 # Row counts one below, at and above what a variant of matmul_vec holds would compile them all for every format; each
@@ -33,6 +38,32 @@ def test_many_rows(emulated: Device, name: str) -> None:
 @pytest.mark.parametrize("cols", [1, 3, 71])
 def test_rows_of_any_length(emulated: Device, name: str, n: int, cols: int) -> None:
     checks.check_product(emulated, name, rows=3, cols=cols, n=n)
+
+
+@pytest.fixture
+def tiles() -> Iterator[EmulatedDevice]:
+    """A device with products of tiles of bfloat16."""
+    device = EmulatedDevice(32, products=["F16", "BF16"])
+    yield device
+    device.close()
+
+
+@pytest.mark.parametrize("n", [1, 8, 9, 16])
+@pytest.mark.parametrize(("rows", "cols"), [(37, 352), (1, 32), (4099, 32)])
+def test_bfloat16_in_tiles(tiles: Device, rows: int, cols: int, n: int) -> None:
+    checks.check_product(tiles, "BF16", rows=rows, cols=cols, n=n)
+
+
+def test_company_in_tiles_does_not_matter(tiles: Device) -> None:
+    checks.check_company(tiles, "BF16", rows=37, cols=352, counts=[1, 2, 8, 9, 16])
+
+
+def test_infinities_in_tiles(tiles: Device) -> None:
+    tensor, x = random_tensor("BF16", 5, 64, seed=3), np.ones((3, 64), np.float32)
+    x[1, 7], x[2, 9] = np.inf, np.nan
+    actual = tiles.download(matmul(tiles, tiles.upload(x), upload_weight(tiles, [tensor])))
+    assert np.isfinite(actual[0]).all() and np.isnan(actual[2]).all()
+    np.testing.assert_array_equal(actual[1], np.where(decoded(tensor)[:, 7] > 0, np.inf, -np.inf))
 
 
 @pytest.mark.parametrize(("rows", "n"), [(1, 65), (128, 64), (129, 130)])
