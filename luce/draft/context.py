@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from luce.runtime.step import PAGE, Int32, PageView, Span, Step
+from luce.runtime.device import Device
+from luce.runtime.step import PAGE, DeviceStep, Int32, PageView, Span, Step, StepShape
+
+#: numbers of rows for which kernels differ, up to FEW_ROWS of luce.ops.matmul
+KINDS_OF_ROWS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ class Context:
     def pages(self) -> list[int]:
         """Pages of each group."""
         return [len(self._slots) * ring.pages for ring in self._rings]
+
+    @property
+    def slots(self) -> int:
+        """Sequences that there is room for."""
+        return len(self._slots)
 
     @property
     def reach(self) -> int:
@@ -134,6 +143,12 @@ class Context:
             full=np.zeros(len(wanted), np.bool_),
             top=np.ones(len(wanted), np.bool_) if top else None,
         )
+
+    def empty(self, device: Device, rows: int, spans: int, longest: int, wanted: int, *, sees: bool) -> DeviceStep:
+        """A step of this shape, whose arrays are zeros."""
+        both = tuple(sees and ring.both for ring in self._rings)
+        shape = StepShape(rows, spans, longest, wanted, (1,) * len(self._rings), both)
+        return DeviceStep(device, shape, device.zeros(shape.size, np.int32))
 
     def keep(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """The next counts[i] rows behind what slots[i] remembers are written, and remembered from now on."""

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from luce.backend.replay import Replayer
-from luce.draft.context import Context, Ring
+from luce.draft.context import KINDS_OF_ROWS, Context, Ring
 from luce.draft.spec import FINAL_NORM, FUSION, FUSION_NORM, MASK_EMBEDDING, DraftSpec, capture_norm, stored
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile
@@ -101,7 +101,17 @@ class DraftModel:
         self.state = sum(pool.k.nbytes + pool.v.nbytes for pool in pools if isinstance(pool, KVPool))
         self._remembering = Replayer(device, self._keep, pages)
         self._filling = Replayer(device, self._fill, pages)
+        device.rehearse(self.rehearse)
         device.synchronize()
+
+    def rehearse(self) -> None:
+        """Launch what later steps will, with nothing in them."""
+        block = self.spec.block
+        for rows in (*KINDS_OF_ROWS, PIECE):
+            self._keep(self.context.empty(self.device, rows, 1, rows, 1, sees=False), ())
+        for count in range(1, min(self.context.slots, 2) + 1):
+            step = self.context.empty(self.device, count * block, count, block, count * (block - 1), sees=True)
+            self._fill(step, ())
 
     def remember(self, slots: Sequence[int], counts: Sequence[int], rows: Int32) -> None:
         """Append to slots what the target computed for their next positions.

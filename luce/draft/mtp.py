@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 
 from luce.backend.replay import Replayer
 from luce.draft.chances import one_by_one
-from luce.draft.context import Context, Ring
+from luce.draft.context import KINDS_OF_ROWS, Context, Ring
 from luce.draft.drafter import Draftable, Proposal
 from luce.draft.ends import Ends
 from luce.draft.features import Known, Part, batches
@@ -80,7 +80,18 @@ class MTPModel:
         self.weights = weights.nbytes
         self._remembering = Replayer(device, self._keep, self.context.pages)
         self._predicting = Replayer(device, self._predict, self.context.pages)
+        device.rehearse(lambda: self.rehearse(hidden))
         device.synchronize()
+
+    def rehearse(self, hidden: int) -> None:
+        """Launch what later steps will, with nothing in them."""
+        device = self.device
+        for rows in (*KINDS_OF_ROWS, _PIECE):
+            x = self._mixed(*(device.zeros((rows, hidden)) for _ in range(2)))
+            self._keep(self.context.empty(device, rows, 1, rows, 1, sees=False), (x,))
+        for rows in (rows for rows in KINDS_OF_ROWS if rows <= self.context.slots):
+            x = self._mixed(*(device.zeros((rows, hidden)) for _ in range(2)))
+            self._predict(self.context.empty(device, rows, rows, 1, rows, sees=True), (x,))
 
     def states(self, places: Int32) -> Array:
         """The target's states at places of the ring, after its last norm: float32 [n, hidden]."""
@@ -91,7 +102,7 @@ class MTPModel:
         """Append rows to slots, of which nothing is wanted: float32 [sum(counts), hidden], the embeddings of the tokens
         behind and the states."""
         step = self.context.step(slots, counts, _none(counts), np.zeros(1, np.int32), sees=False)
-        self._remembering.run(step, (tokens, states))
+        self._remembering.run(step, (self._mixed(tokens, states),))
         self.context.keep(slots, counts)
 
     def predict(self, slots: Sequence[int], tokens: Array, states: Array, *, behind: int = 0) -> Array:
@@ -100,7 +111,7 @@ class MTPModel:
         counts = [1] * len(slots)
         wanted = np.arange(len(slots), dtype=np.int32)
         step = self.context.step(slots, counts, _none(counts), wanted, behind=behind, sees=True)
-        (result,) = self._predicting.run(step, (tokens, states))
+        (result,) = self._predicting.run(step, (self._mixed(tokens, states),))
         return result
 
     def close(self) -> None:
@@ -109,13 +120,13 @@ class MTPModel:
         self._predicting.close()
 
     def _keep(self, step: DeviceStep, handed: tuple[Array, ...]) -> tuple[Array, ...]:
-        y = rms_norm(self.device, self._mixed(*handed), self._block.mixer_norm, self._eps)
+        y = rms_norm(self.device, handed[0], self._block.mixer_norm, self._eps)
         assert isinstance(self._block.mixer, AttentionLayer)
         self._block.mixer.remember(y, step)
         return ()
 
     def _predict(self, step: DeviceStep, handed: tuple[Array, ...]) -> tuple[Array, ...]:
-        stream = Residual(self.device, self._mixed(*handed))
+        stream = Residual(self.device, handed[0])
         self._block(stream, step)
         return (rms_norm(self.device, stream.settle(), self._head_norm, self._eps),)
 

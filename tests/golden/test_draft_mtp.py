@@ -46,6 +46,9 @@ class Drafted:
         self.model = MTPModel(self.file, spec, device, slots=slots, context=64, rows=self.ring.rows)
         self.drafter = MTPDrafter(self.model, self.ring, self.ends)
         stack.callback(self.drafter.close)
+        # As a GPU does it before the first step: nothing attends, so layers compute with whatever lay in memory.
+        with np.errstate(all="ignore"):
+            self.model.rehearse(spec.hidden)
 
     def row(self, t: int, states: F32) -> F32:
         """Logits of row t of slot 0, after the rows before it."""

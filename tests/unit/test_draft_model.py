@@ -187,6 +187,16 @@ def test_several_slots(tmp_path: Path) -> None:
         np.testing.assert_allclose(own, alone.fill(seed), rtol=0, atol=1e-5)
 
 
+def test_rehearsing_changes_nothing(tmp_path: Path) -> None:
+    made = Made(tmp_path, MadeDraft.random(5, layers=3, **sliding_keys()), 70, slots=3)
+    drafting = made.drafting()
+    # Nothing attends, so layers compute with whatever lay in memory.
+    with np.errstate(all="ignore"):
+        drafting.model.rehearse()
+    drafting.remember(70)
+    np.testing.assert_allclose(drafting.fill(made.seed), made.expected(70), rtol=0, atol=2e-5)
+
+
 def test_unknown_tensor(tmp_path: Path) -> None:
     made = MadeDraft.random(0)
     made.tensors["blk.0.attn_sinks.weight"] = np.zeros(4, np.float32)
