@@ -1,1 +1,18 @@
-"""Drafters: what proposes the tokens that the target verifies several at a time."""
+"""Drafters: what proposes the tokens that the target verifies several at a time.
+
+    drafter       the protocol
+    open          the drafter that settings name
+    resident      a drafter whose memory comes and goes
+    ngram         prompt lookup
+    dflash        block-diffusion drafts, of which model has the forward on a device
+    mtp           the target's own block for multi-token prediction
+    plain         a small model of any family
+    spec          a DFlash draft as data, from metadata; safetensors shows a published checkpoint as such a file
+    context       what a draft remembers of each slot's text: rings of pages
+    features      which of the target's hidden states are in a drafter's ring
+    ends          the target's embedding and head
+    chances       how sure a draft is
+
+Called by luce.api, which opens drafters, and by luce.engine, which asks them. Calls luce.layers, and luce.backend for
+the target's ends and for graphs.
+"""
