@@ -122,6 +122,8 @@ class LocalShard:
     def _picked(self, logits: Array, rows: NDArray[np.bool_]) -> Array:
         if rows.all():
             return logits
+        if not rows.any():
+            return logits[:0]
         return take_rows(self.device, logits, self.device.upload(np.flatnonzero(rows).astype(np.int32)))
 
     def _run(self, step: DeviceStep, handed: Activation) -> tuple[Array, ...]:

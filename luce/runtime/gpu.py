@@ -226,6 +226,8 @@ class GpuDevice(Device):
     def download(self, array: Array) -> NDArray[Any]:
         self._activate()
         self._settle()
+        if not array.nbytes:
+            return np.empty(array.shape, array.dtype)
         pinned = array.nbytes in _PINNED
         out = self.pinned(array.nbytes).view(array.dtype).reshape(array.shape) if pinned else None
         try:
