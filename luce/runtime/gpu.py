@@ -130,15 +130,15 @@ class GpuDevice(Device):
         self.shared_limit = self.properties.shared_optin
         self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
         #: whether kernels start before the ones ahead have ended, and wait by luce_await (kernels/gpu.h)
-        self.early = kind == "cuda" and _capability(self.properties.arch) >= 90
+        self.early = found.starts_early(self.properties.arch)
         newest = int(found.version.split(".")[0]) if kind == "cuda" else None
         self._cupy = _import_cupy(self.name, kind)
-        self.array_type: type = self._cupy.ndarray
         rtc = compiler.load(kind, newest)
         if rtc is None:
             raise DeviceError(f"{self.name}: no run-time compiler found: install {_EXTRAS[kind]}")
         self._compiler = rtc
         cuda = self._cupy.cuda
+        self.array_type: type = self._cupy.ndarray
         self._failures = (cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError)
         self._out_of_memory = cuda.memory.OutOfMemoryError
         self._modules: dict[KernelBuild, Any] = {}
@@ -460,12 +460,7 @@ class GpuDevice(Device):
 def _products(arch: str) -> frozenset[str]:
     """What a CUDA architecture has in hardware: halves since Turing, bfloat16 since Ampere, groups on Hopper alone."""
     groups = ("WGMMA",) if arch == "sm_90a" else ()
-    return frozenset(("F16", "BF16", *groups) if _capability(arch) >= 80 else ("F16",))
-
-
-def _capability(arch: str) -> int:
-    """90 of `sm_90a`."""
-    return int(arch.strip("sm_a"))
+    return frozenset(("F16", "BF16", *groups) if driver.capability(arch) >= 80 else ("F16",))
 
 
 def _address(array: Array) -> int:
