@@ -117,8 +117,9 @@ def test_pieces_keep_order(reference: Reference, make_driver: MakeDriver, open_g
         np.testing.assert_array_equal(split.feed((split.start(), prompt))[0], expected)
 
 
+# The last 40 rows or fewer of each prompt are still too many to be rounded to bytes.
 @each_file
-@pytest.mark.parametrize("chunk", [1000, 50, 1])
+@pytest.mark.parametrize("chunk", [1000, 40, 1])
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_gpus(reference: Reference, make_driver: MakeDriver, open_gpus: Open, count: int, chunk: int) -> None:
     driver = make_driver(reference, open_gpus(range(count)), slots=8, piece=64)
