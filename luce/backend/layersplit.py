@@ -44,9 +44,10 @@ _PIECE = 1024
 class LayerSplitBackend:
     """`spec`'s layers on `devices`, split by `weights` or by bytes (luce.backend.placement.plan_shards).
 
-    See luce.backend.backend.Backend for the properties. `piece`: rows in which long steps go through several shards.
-    `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory.
-    `on_progress` gets the share of this process's layers that are read, after each.
+    See luce.backend.backend.Backend for the properties. `unpack`: GPUs keep matrices unpacked beside their blocks, in
+    what memory can be spared, which makes prompts faster and nothing else. `piece`: rows in which long steps go through
+    several shards. `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host
+    memory. `on_progress` gets the share of this process's layers that are read, after each.
     Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
     bytes and the context that would fit. Nothing stays allocated then.
     The devices stay their owner's: they are closed after the backend.
@@ -63,6 +64,7 @@ class LayerSplitBackend:
         context: int = 4096,
         chunk: int = 512,
         kv: KVTypes = AUTO,
+        unpack: bool = False,
         piece: int = _PIECE,
         peer: bool = True,
         on_progress: Callable[[float], None] = lambda fraction: None,
@@ -82,6 +84,7 @@ class LayerSplitBackend:
         self._unwaited = self._forgotten = False
         plan = plan_shards(file, spec, devices, weights=weights, slots=slots, context=context, chunk=chunk, kv=kv)
         self._check_memory(plan, devices)
+        spare = [shard.spare if unpack else 0 for shard in plan]
         rows = largest_piece(piece)
         groups = _groups(devices)
         remote: dict[int, RemoteShard] = {}
@@ -93,7 +96,17 @@ class LayerSplitBackend:
                     layers = [shard.layers for shard in plan[number : number + len(group)]]
                     name = f"shard {number} ({','.join(str(device.name) for device in group)})"
                     remote[number] = RemoteShard(
-                        name, file, spec, layers, group, pages=self.pages, slots=slots, kv=kv, rows=rows, peer=peer
+                        name,
+                        file,
+                        spec,
+                        layers,
+                        group,
+                        pages=self.pages,
+                        slots=slots,
+                        kv=kv,
+                        spare=spare[number : number + len(group)],
+                        rows=rows,
+                        peer=peer,
                     )
             for number, group in groups:
                 shard: Shard
@@ -110,6 +123,7 @@ class LayerSplitBackend:
                             pages=self.pages,
                             slots=slots,
                             kv=kv,
+                            spare=spare[number],
                             on_layer=lambda: on_progress(next(read) / own),
                         )
                     self._chain.add(f"shard {number}", ",".join(str(device.name) for device in group), shard)

@@ -101,6 +101,20 @@ def test_memory_that_is_too_small_is_refused_before_loading(file: GGUFFile, spec
         LayerSplitBackend(file, spec, devices, weights=(1, 1), context=fits + 64)
 
 
+def test_matrices_stay_unpacked_in_half_of_what_is_left(file: GGUFFile, spec: ModelSpec) -> None:
+    unpacked = []
+    for free in (1 << 40, 2_000_000, 1_000_000):
+        backend = LayerSplitBackend(file, spec, [Small(10**6, free=free)], context=256, unpack=True)
+        (part,) = backend.parts
+        assert 0 < part.unpacked <= (free * 0.94 - part.weights - part.state) / 2
+        unpacked.append(part.unpacked)
+        backend.close()
+    matrices = [
+        t for n, t in file.tensors.items() if n.startswith("blk.") and len(t.shape) == 2 and t.type.name != "F32"
+    ]
+    assert unpacked[0] == sum(2 * t.rows * t.cols for t in matrices) > unpacked[1] > unpacked[2]
+
+
 def test_hosts_share_one_memory(file: GGUFFile, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each half fits alone, and the whole on one device, which has no mirror.
     monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(3_050_000, 1 << 40))
