@@ -36,8 +36,8 @@ from luce.runtime.transfer import Link
 
 _log = logging.getLogger(__name__)
 
-#: Rows of a piece. More make better matrix products, fewer fill and drain the shards sooner. A 27B model on two H200,
-#: pieces of 512, 1024 and 2048: prompts of 2048 at 9700, 10100 and 8900 tok/s, of 8192 at 10600, 12000 and 12400.
+#: Rows of a piece. More take fewer launches, fewer fill and drain the shards sooner. A 27B model on two H200, pieces of
+#: 512, 683 and 1024: prompts of 2048 at 12700, 13100 and 12700 tok/s, of 8192 at 13900, 15300 and 16100.
 _PIECE = 1024
 
 

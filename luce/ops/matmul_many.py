@@ -24,7 +24,7 @@ _T = GGMLQuantizationType
 #: rows from which unpacking the weights for a library pays: on an H200 both ways take as long at 100 to 140 rows
 BLAS_ROWS = 144
 # Bytes of the buffer of unpacked weights. A prompt of 8192 tokens of a 27B model took 901 ms with 128 MB, 893 with 256
-# and 881 with room for whole matrices, which are 350 MB; at 2048 rows, 64 MB cost 5% (H200).
+# and 881 with room for whole matrices, of 350 MB (weights kept, H200); at 2048 rows, 64 MB cost 5%.
 _BUFFER = 256 << 20
 # The library wants rows of whole 16 bytes.
 _BLAS_COLS = 8
