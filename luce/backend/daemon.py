@@ -155,10 +155,10 @@ class _Model:
             raise BackendError(f"{load.arena} bytes of shared memory do not suit steps of {load.rows} rows")
         for problem in arena.pin(devices):
             _log.warning("shared memory is not pinned, copies are slower: %s", problem)
-        for number, (device, part) in enumerate(zip(devices, layers, strict=True)):
+        for number, (device, part, spare) in enumerate(zip(devices, layers, load.spare, strict=True)):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             kv = KVTypes(*load.kv)
-            shard = LocalShard(file, spec, part, device, pages=load.pages, slots=load.slots, kv=kv)
+            shard = LocalShard(file, spec, part, device, pages=load.pages, slots=load.slots, kv=kv, spare=spare)
             self.chain.add(str(device.name), str(device.name), shard)
             if number:
                 self.chain.link(load.rows * handed_on(spec, part.start) // 4)
@@ -173,7 +173,7 @@ class _Model:
 
     def loaded(self) -> Loaded:
         parts = (part for shard in self.chain.shards for part in shard.parts)
-        shown = (Part(p.device, (p.layers.start, p.layers.stop), p.weights, p.state) for p in parts)
+        shown = (Part(p.device, (p.layers.start, p.layers.stop), p.weights, p.state, p.unpacked) for p in parts)
         return Loaded(tuple(shown), self.takes, self.gives, self.spec.vocab)
 
     def forward(self, number: int, step: Step, source: int, target: int) -> _Running:
@@ -429,6 +429,8 @@ def _layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
     tiled = all(before.stop == after.start for before, after in pairwise(layers))
     if len(layers) != devices or not tiled or not all(layers) or layers[-1].stop > len(spec.blocks):
         raise BackendError(f"layers {load.layers} for {devices} devices and a model of {len(spec.blocks)} layers")
+    if len(load.spare) != devices:
+        raise BackendError(f"spare memory of {len(load.spare)} devices, there are {devices}")
     if layers[0].start < 0 or not 0 < load.slots <= 1 << 16 or len(load.pages) != len(spec.page_groups):
         raise BackendError("a load whose parts do not fit the model")
     if not all(0 < pages < 1 << 24 for pages in load.pages) or not 0 < load.rows <= 1 << 20:

@@ -48,9 +48,10 @@ class LocalShard:
         pages: Sequence[int],
         slots: int,
         kv: KVTypes = AUTO,
+        spare: int = 0,
         on_layer: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_layer` is called when a layer is read."""
+        """`spare`: bytes in which matrices may be kept unpacked. `on_layer` is called when a layer is read."""
         self.device = device
         self._stream = device.copy_stream()
         builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv)
@@ -66,10 +67,16 @@ class LocalShard:
         self._head = builder.head() if layers.stop == len(spec.blocks) else None
         sizes = state_bytes(device, spec, layers, kv)
         held = slots * sizes.slot + sum(n * size for n, size in zip(pages, sizes.page, strict=True))
-        self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held)
         self._groups = {index: spec.group_of(index) for index in (*self._mirrors, *layers)}
         self._taken, self._lent = spec.lent(layers.start), spec.lent(layers.stop)
-        device.rehearse(lambda: self._rehearse(spec, slots))
+
+        def rehearse() -> None:
+            builder.weights.keep_halves(spare)
+            self._rehearse(spec, slots)
+
+        device.rehearse(rehearse)
+        unpacked = builder.weights.keep_halves(spare)
+        self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held, unpacked)
         device.synchronize()
 
     @property

@@ -60,8 +60,8 @@ def arena_size(rows: int, takes: Sequence[int], gives: Sequence[int]) -> int:
 class RemoteShard:
     """Layers of a file on the devices of one daemon, a range for each. It loads in the background: `wait_loaded`.
 
-    `rows`: most rows of a step if something is handed over or on; `name` stands in errors. Raises OutOfMemoryError for
-    the shared memory.
+    `name` stands in errors. `spare`: bytes of each device in which matrices may be kept unpacked; `rows`: most rows of
+    a step if something is handed over or on. Raises OutOfMemoryError for the shared memory.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class RemoteShard:
         pages: Sequence[int],
         slots: int,
         kv: KVTypes,
+        spare: Sequence[int],
         rows: int,
         peer: bool,
     ) -> None:
@@ -105,6 +106,7 @@ class RemoteShard:
             pages=tuple(pages),
             slots=slots,
             kv=(kv.k, kv.v),
+            spare=tuple(spare),
             rows=rows,
             peer=peer,
             arena=size,
@@ -113,7 +115,7 @@ class RemoteShard:
         self._expected = tuple(
             (str(device.name.local), (part.start, part.stop)) for device, part in zip(devices, layers, strict=True)
         )
-        self._parts = tuple(ShardInfo(str(d.name), part, 0, 0) for d, part in zip(devices, layers, strict=True))
+        self._parts = tuple(ShardInfo(str(d.name), part, 0, 0, 0) for d, part in zip(devices, layers, strict=True))
         self._daemon.begin_load(self._load, self._arena)
 
     def wait_loaded(self) -> None:
@@ -125,7 +127,7 @@ class RemoteShard:
         if theirs != ours:
             raise BackendError(f"{self._name}: the daemon sees a model of dimensions {theirs}, this process {ours}")
         self._parts = tuple(
-            ShardInfo(mine.device, mine.layers, part.weights, part.state)
+            ShardInfo(mine.device, mine.layers, part.weights, part.state, part.unpacked)
             for mine, part in zip(self._parts, loaded.parts, strict=True)
         )
 
@@ -142,6 +144,7 @@ class RemoteShard:
             self.layers,
             sum(part.weights for part in parts),
             sum(part.state for part in parts),
+            sum(part.unpacked for part in parts),
         )
 
     @property

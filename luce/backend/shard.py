@@ -24,12 +24,14 @@ Pending = Callable[[], Output]
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What a shard reports about itself. `weights` and `state` in bytes on its device."""
+    """What a shard reports about itself. `weights` and `state` in bytes on its device, and beside them `unpacked`:
+    matrices as float16 for products of many rows."""
 
     device: str
     layers: range
     weights: int
     state: int
+    unpacked: int
 
 
 class Shard(Protocol):

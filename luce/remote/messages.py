@@ -60,7 +60,8 @@ class Hello(msgspec.Struct, tag=True):
 class Load(msgspec.Struct, tag=True):
     """Layers [begin, end) of a file for each device; `fingerprint` of the file as the server sees it.
 
-    rows: most rows of a Forward. arena: bytes of the shared memory, whose descriptor follows if `shared`.
+    spare: bytes of each device in which matrices may be kept unpacked. rows: most rows of a Forward. arena: bytes of
+    the shared memory, whose descriptor follows if `shared`.
     """
 
     path: str
@@ -69,6 +70,7 @@ class Load(msgspec.Struct, tag=True):
     pages: tuple[int, ...]
     slots: int
     kv: tuple[str, str]
+    spare: tuple[int, ...]
     rows: int
     peer: bool
     arena: int
@@ -82,6 +84,7 @@ class Part(msgspec.Struct):
     layers: tuple[int, int]
     weights: int
     state: int
+    unpacked: int
 
 
 class Loaded(msgspec.Struct, tag=True):

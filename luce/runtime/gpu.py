@@ -411,6 +411,8 @@ class GpuDevice(Device):
         self._activate()
         if self._blas is None:
             raise DeviceError(f"{self.name}: no BLAS library found")
+        if self._rehearsed is None:
+            self._settle()
         try:
             self._blas.gemm(x, weight, out)
         except (RuntimeError, ValueError, *self._failures) as error:

@@ -90,7 +90,7 @@ def load_of(begin: int, end: int) -> Load:
     with open_gguf(REFERENCE.path) as file:
         mark = fingerprint(file)
     pages = (4,) * len(spec.page_groups)
-    return Load(str(REFERENCE.path), mark, ((begin, end),), pages, 2, ("auto", "auto"), ROWS, True, size, False)
+    return Load(str(REFERENCE.path), mark, ((begin, end),), pages, 2, ("auto", "auto"), (0,), ROWS, True, size, False)
 
 
 def changed(message: Load, **fields: Any) -> Load:
