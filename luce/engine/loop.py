@@ -424,7 +424,7 @@ class Engine:
         if plan is not None:
             self._step(plan)
         if self.cache is not None:
-            self.cache.pump()
+            self.cache.pump(idle=not self._runs)
         return True
 
     def _forget(self) -> None:
