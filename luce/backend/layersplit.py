@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.chain import Chain
+from luce.backend.fill import fill
+from luce.backend.kept import JoinedKept, Kept, Piece
 from luce.backend.local import LocalShard
 from luce.backend.pieces import cut, largest_piece
 from luce.backend.placement import ShardPlan, plan_shards
@@ -194,16 +196,26 @@ class LayerSplitBackend:
             raise
         return self._output(outputs)
 
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> JoinedKept:
         self._wait()
-        return {name: tensor for shard in self._chain.shards for name, tensor in shard.save(slot, pages).items()}
+        return JoinedKept([shard.save(slot, pages, held=held) for shard in self._chain.shards])
 
-    def restore(
-        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
-    ) -> None:
+    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: Kept, first: int = 0) -> None:
+        assert isinstance(kept, JoinedKept)
         self._wait()
-        for shard in self._chain.shards:
-            shard.restore(slot, pages, tensors)
+        shards = zip(self._chain.shards, kept.parts, strict=True)
+        answers = [shard.restore(slot, pages, part, first) for shard, part in shards]
+        for answer in filter(None, answers):
+            answer()
+
+    def landing(self, size: int) -> NDArray[np.uint8]:
+        local = (shard for shard in self._chain.shards if isinstance(shard, LocalShard))
+        best = min(local, key=lambda shard: shard.device.host, default=None)
+        return np.empty(size, np.uint8) if best is None else best.landing(size)
+
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        self._wait()
+        fill(self._chain.shards, pieces)
 
     def close(self) -> None:
         self._chain.close()

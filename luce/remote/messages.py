@@ -6,8 +6,11 @@
     Forward  -> Done      input and output lie in shared memory at the places named, or in the messages
     Embed    -> Embedded  rows of the token table
     Project  -> Done      the head's product with rows
-    Save     -> Saved     a sequence's state as named tensors
+    Save     -> Saved     a sequence's state stays with the daemon, by the number of the request
+    Fetch    -> Fetched   some tensors of it
     Restore  -> Done
+    Drop                  no answer: some of it is of no use any more
+    Fill     -> Done      tensors for slots and pages
 
 Any other request may be answered by Failed instead. The end of the connection ends the daemon. A Step and an Output
 travel field by field as they are declared, so what a later version adds to them needs no new message. On a second
@@ -131,7 +134,7 @@ class Project(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A Forward, Project or Restore is done.
+    """A Forward, Project, Restore or Fill is done.
 
     `data`: what is handed on, if it is not shared; `seconds`: what the work took.
     """
@@ -142,23 +145,64 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Save(msgspec.Struct, tag=True):
-    """Copy a sequence's state: the slot's, if there is one, and these pages of each page group."""
+    """Put aside a slot's state, if there is one, and these pages of each page group. See Shard.save."""
 
     slot: int | None
     pages: tuple[tuple[int, ...], ...]
+    held: bool
+
+
+class Kind(msgspec.Struct):
+    """A tensor that was put aside. `paged`: whether it is made of pages."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    paged: bool
 
 
 class Saved(msgspec.Struct, tag=True):
-    """The answer to Save."""
+    """The answer to Save, when the copies are there: tensors that can be fetched, and the bytes of all there are."""
+
+    kinds: dict[str, Kind]
+    nbytes: int
+
+
+class Fetch(msgspec.Struct, tag=True):
+    """Tensors of what request `kept` put aside; of those that are made of pages, `count` from page `first` on."""
+
+    kept: int
+    names: tuple[str, ...]
+    first: int
+    count: int | None
+
+
+class Fetched(msgspec.Struct, tag=True):
+    """The answer to Fetch."""
 
     tensors: dict[str, np.ndarray]
 
 
 class Restore(msgspec.Struct, tag=True):
-    """The reverse of Save."""
+    """The reverse of Save. See Shard.restore."""
+
+    kept: int
+    slot: int | None
+    pages: tuple[tuple[int, ...], ...]
+    first: int
+
+
+class Drop(msgspec.Struct, tag=True):
+    """What these requests put aside is of no use any more."""
+
+    kept: tuple[int, ...]
+
+
+class Fill(msgspec.Struct, tag=True):
+    """Tensors of layers [begin, end) for a slot and pages. See luce.backend.kept.Piece."""
 
     slot: int | None
     pages: tuple[tuple[int, ...], ...]
+    layers: tuple[int, int]
     tensors: dict[str, np.ndarray]
 
 
@@ -177,5 +221,5 @@ class Pong(msgspec.Struct, tag=True):
     """Yes."""
 
 
-Request = Open | Load | Announce | Forward | Embed | Project | Save | Restore
-Reply = Hello | Loaded | Done | Embedded | Saved | Failed
+Request = Open | Load | Announce | Forward | Embed | Project | Save | Fetch | Restore | Drop | Fill
+Reply = Hello | Loaded | Done | Embedded | Saved | Fetched | Failed

@@ -22,6 +22,7 @@ from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Gr
 from luce.runtime.driver import Vendor
 from luce.runtime.graph import DriverGraph
 from luce.runtime.kernels import KernelBuild
+from luce.runtime.pinned import PinnedPool
 from luce.runtime.staging import Stager
 
 #: Dynamic shared memory that every kernel gets without asking, in bytes.
@@ -150,6 +151,7 @@ class GpuDevice(Device):
         # What captured graphs write to: arrays of eager steps never lie here.
         self._arena = cuda.MemoryPool()
         self._stager: Stager | None = None
+        self._pinned = PinnedPool(self.pin)
         self._rehearsed: dict[KernelBuild, None] | None = None
         self._blas = blas.load(kind)
         self.blas = self._blas is not None
@@ -228,9 +230,11 @@ class GpuDevice(Device):
         self._settle()
         if not array.nbytes:
             return np.empty(array.shape, array.dtype)
-        pinned = array.nbytes in _PINNED
-        out = self.pinned(array.nbytes).view(array.dtype).reshape(array.shape) if pinned else None
+        out = None
         try:
+            if array.nbytes in _PINNED:
+                memory = self._cupy.cuda.alloc_pinned_memory(array.nbytes)
+                out = np.frombuffer(memory, np.uint8, array.nbytes).view(array.dtype).reshape(array.shape)
             result: NDArray[Any] = array.get(out=out)
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes from the device: {error}") from error
@@ -373,9 +377,7 @@ class GpuDevice(Device):
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         self._activate()
-        with self._failing(f"{size} bytes of pinned memory"):
-            memory = self._cupy.cuda.alloc_pinned_memory(size)
-        return np.frombuffer(memory, np.uint8, size)
+        return self._pinned.take(size)
 
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
         self._activate()
@@ -452,6 +454,7 @@ class GpuDevice(Device):
             return
         self._activate()
         self._settle()
+        self._pinned.close()
         self._functions.clear()
         self._modules.clear()
         self._arena.free_all_blocks()

@@ -166,10 +166,12 @@ def test_with_the_host(reference: Reference, make_driver: MakeDriver, open_gpus:
 def test_save_and_restore(reference: Reference, make_driver: MakeDriver, open_gpus: Open) -> None:
     prompt = reference.expected["prompt_long"]
     driver = make_driver(reference, open_gpus([0] * len(reference.spec.blocks)))
-    sequence, other = driver.start(), driver.start()
+    sequence = driver.start()
     driver.feed((sequence, prompt[:90]))
-    saved = driver.save(sequence)
+    kept, saved = driver.keep(sequence), driver.save(sequence)
     expected = driver.feed((sequence, prompt[90:]))[0]
-    driver.feed((other, prompt[5:95]))
-    driver.restore(other, saved)
-    np.testing.assert_array_equal(driver.feed((other, prompt[90:]))[0], expected)
+    for back, what in ((driver.restore, saved), (driver.resume, kept)):
+        other = driver.start()
+        driver.feed((other, prompt[5:95]))
+        back(other, what)
+        np.testing.assert_array_equal(driver.feed((other, prompt[90:]))[0], expected)
