@@ -115,6 +115,7 @@ def open_backend(
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
         verify=verified_rows(config),
         ring=ring,
+        unpack=config.prompt_weights == "auto",
         on_progress=on_progress,
     )
     opened.callback(backend.close)
@@ -211,12 +212,14 @@ class Model:
 
     @property
     def placement(self) -> list[dict[str, Any]]:
-        """device, layers (first, last), bytes of weights and of state, and bytes per token handed on, of each shard."""
+        """device, layers (first, last), bytes of weights, of state, of weights unpacked as well, and bytes per token
+        handed on, of each shard."""
         return [
             {
                 "device": part.device,
                 "layers": [part.layers.start, part.layers.stop - 1],
                 "weights": part.weights,
+                "unpacked": part.unpacked,
                 "state": part.state,
                 "handed_on": handed_on(self.spec, part.layers.stop),
             }

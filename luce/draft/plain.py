@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from luce.backend.kept import Kept
 from luce.backend.local import LocalShard
 from luce.draft.chances import one_by_one
 from luce.draft.context import Context, Ring
@@ -58,7 +58,7 @@ class ModelDrafter:
             counts = [len(part.positions) for part in parts]
             self._run([part.slot for part in parts], counts, tokens, wanted=False)
             self._context.keep([part.slot for part in parts], counts)
-        saved: list[Mapping[str, NDArray[np.generic]]] = []
+        saved: list[Kept] = []
 
         def run(depth: int, tokens: Int32) -> Output:
             output = self._run(slots, [1] * len(slots), tokens, behind=depth)
