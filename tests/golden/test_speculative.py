@@ -11,6 +11,7 @@ import luce
 from luce import api
 from luce.draft.drafter import Drafter
 from luce.draft.open import Prepared
+from luce.runtime.device import Device
 from tests.support.daemons import HERE
 from tests.support.drafters import ScriptedDrafter, sometimes
 from tests.support.reference import Reference, references
@@ -77,7 +78,7 @@ def test_prompt_lookup(name: str) -> None:
 @pytest.mark.parametrize("width", [0, 5, 16])
 @pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
 def test_a_gpu_gives_the_tokens_of_plain_decoding(
-    reference: Reference, width: int, monkeypatch: pytest.MonkeyPatch
+    reference: Reference, width: int, gpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, replies = reference.expected["prompt_17"].tolist(), list[list[int]]()
 
@@ -86,9 +87,11 @@ def test_a_gpu_gives_the_tokens_of_plain_decoding(
         return replies[-1][at : at + count]
 
     for draft in ("", "ngram"):
-        drafter = ScriptedDrafter(known, vocab=reference.spec.vocab, wrong=sometimes(0.25, 4)) if draft else None
-        monkeypatch.setattr(api, "open_drafter", lambda config, drafter=drafter: drafter)
-        with luce.load(reference.path, target_device="auto:0", max_ctx=512, draft=draft, verify_width=width) as model:
+        drafter = ScriptedDrafter(known, vocab=reference.spec.vocab, wrong=sometimes(0.25, 4))
+        prepared = Prepared(None, lambda first, last, drafter=drafter: drafter) if draft else None
+        monkeypatch.setattr(api, "open_drafter", lambda *_, prepared=prepared, **__: prepared)
+        place = str(gpu.name)
+        with luce.load(reference.path, target_device=place, max_ctx=512, draft=draft, verify_width=width) as model:
             generation = model.generate(prompt, max_tokens=128, temperature=0, ignore_eos=True)
             replies.append([token.id for token in generation if token.id >= 0])
     assert replies[0] == replies[1]
