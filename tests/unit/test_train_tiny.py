@@ -1,0 +1,186 @@
+"""The parts of tools/train_tiny that decide whether what it exports is what it trained. Needs PyTorch for most."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+import luce
+from luce.backend.layersplit import LayerSplitBackend
+from luce.gguf.reader import open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.runtime.host import HostDevice
+from tests.support.drive import Driver
+
+torch = pytest.importorskip("torch", reason="torch is what tools/train_tiny trains with and not installed")
+
+from tools.train_tiny import data, delta, draft, drafter, export, layers, target, tasks  # noqa: E402
+
+pytestmark = pytest.mark.oracle
+SOURCES = Path(luce.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def corpus() -> data.Corpus:
+    """A tokenizer of this repository's own text, and that text."""
+    texts = [path.read_text() for path in sorted(SOURCES.rglob("*.py"))]
+    bpe = data.train_tokenizer(iter(texts * 2))
+    ids = np.array([i for text in texts for i in bpe.encode(text, add_special_tokens=False).ids], np.uint16)
+    return data.Corpus(bpe, ids, ids, ids)
+
+
+def logits(path: Path, ids: np.ndarray) -> np.ndarray:
+    """What Luce's CPU backend computes."""
+    with open_gguf(path) as file:
+        spec = read_spec(Source(str(path), file.metadata, file.tensors))
+        backend = LayerSplitBackend(file, spec, [HostDevice()], slots=1, context=256)
+        try:
+            driver = Driver(backend)
+            return driver.feed((driver.start(), ids.astype(np.int32)))[0]
+        finally:
+            backend.close()
+
+
+@pytest.mark.parametrize(("family", "head"), [(target, "output.weight"), (drafter, "token_embd.weight")])
+@pytest.mark.parametrize("matrices", [Type.F32, Type.Q8_0])
+def test_luce_computes_what_was_trained(
+    corpus: data.Corpus, tmp_path: Path, family: Any, head: str, matrices: Type
+) -> None:
+    torch.manual_seed(1)
+    weights = {
+        name: w + 0.2 * torch.randn_like(w) if w.ndim == 1 and "norm" in name else w
+        for name, w in family.fresh().items()
+    }
+    name = "target" if family is target else "drafter"
+    path = tmp_path / "model.gguf"
+    export.WRITERS[name](path, weights, corpus.tokenizer, matrices)
+    read = export.read(path)
+    assert read.keys() == weights.keys()
+    model = (target.Target if family is target else drafter.Drafter)(torch.float32)
+    ids = np.random.default_rng(0).integers(0, 4000, 128)
+    with torch.no_grad():
+        expected = model.head(read, model(read, torch.from_numpy(ids)[None])[0])[0].numpy()
+    found = logits(path, ids)
+    assert np.mean((found - expected) ** 2) / expected.var() < 1e-9
+
+
+def test_the_draft_file_has_every_tensor_and_key(corpus: data.Corpus, tmp_path: Path) -> None:
+    weights = draft.fresh()
+    export.write_draft(tmp_path / "draft.gguf", weights, corpus.tokenizer, Type.F32)
+    read = export.read(tmp_path / "draft.gguf")
+    assert all(torch.equal(read[name], w) for name, w in weights.items())
+    reader = gguf.GGUFReader(tmp_path / "draft.gguf")
+    key = "qwen35-dflash-draft.dflash."
+    assert reader.fields[key + "mask_token_id"].contents() == corpus.tokenizer.token_to_id(data.MASK)
+    assert reader.fields[key + "target_layer_ids"].contents() == list(draft.CAPTURE)
+
+
+def test_q6_k_is_decoded_by_the_gguf_package() -> None:
+    x = np.random.default_rng(0).standard_normal((8, 512)).astype(np.float32)
+    x[1] *= 100
+    x[2] = 0
+    y = gguf.quants.dequantize(export.q6_k(x), Type.Q6_K)
+    error = np.sqrt(np.mean((x - y) ** 2, -1))
+    # A step is 1/32 of the largest of 16 numbers, about 1.8 sigma; a uniform error is step / sqrt(12).
+    assert (error <= 0.03 * x.std(-1)).all()
+    assert (y[2] == 0).all()
+
+
+def test_chunks_equal_the_recurrence_and_so_do_their_gradients() -> None:
+    torch.manual_seed(0)
+    shape = (2, 192, 3)
+    q, k, v = (torch.randn(*shape, 16) for _ in range(3))
+    k = k / k.norm(dim=-1, keepdim=True)
+    k[:, 10:60] = k[:, 10:11]  # equal keys: what a series for the inverse would not survive
+    g, beta = -torch.rand(shape) * 0.3, torch.rand(shape)
+    inputs = [x.requires_grad_() for x in (q, k, v, g, beta)]
+    state, rows = torch.zeros(2, 3, 16, 16), []
+    for t in range(shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        read = (state * k[:, t][..., None]).sum(-2)
+        state = state + k[:, t][..., None] * (beta[:, t][..., None] * (v[:, t] - read))[..., None, :]
+        rows.append((state * q[:, t][..., None]).sum(-2))
+    expected = torch.stack(rows, 1)
+    found, last = delta.Delta(layers.no_compile)(*inputs)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(last, state, atol=2e-5, rtol=0)
+    weight = torch.randn_like(expected)
+    gradients = (
+        torch.autograd.grad((o * weight).sum() + s.sum(), inputs) for o, s in ((found, last), (expected, state))
+    )
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_decoding_continues_a_prompt_as_one_pass_does() -> None:
+    torch.manual_seed(0)
+    w, model = target.fresh(), target.Target(torch.float32)
+    ids = torch.randint(0, 4000, (2, 128))
+    with torch.no_grad():
+        whole, _ = model(w, ids)
+        state = model.empty(2, 128, ids.device)
+        model(w, ids[:, :64], state=state)
+        steps = torch.cat([model.step(w, ids[:, i], state) for i in range(64, 128)], 1)
+    torch.testing.assert_close(steps, whole[:, 64:], atol=1e-4, rtol=0)
+
+
+def test_a_block_sees_the_text_before_its_anchor_and_itself() -> None:
+    mask = draft.visible(torch.tensor([[2, 5]]), 6)[0, 0]
+    assert mask.shape == (2 * draft.BLOCK, 6 + 2 * draft.BLOCK)
+    for row in range(2 * draft.BLOCK):
+        block = row // draft.BLOCK
+        seen = set(mask[row].nonzero()[:, 0].tolist())
+        own = {6 + block * draft.BLOCK + i for i in range(draft.BLOCK)}
+        assert seen == set(range((2, 5)[block])) | own
+
+
+def test_an_exported_file_gives_its_tokenizer_back(corpus: data.Corpus, tmp_path: Path) -> None:
+    export.write_drafter(tmp_path / "drafter.gguf", drafter.fresh(), corpus.tokenizer)
+    again = data.read_tokenizer(tmp_path / "drafter.gguf")
+    text = (SOURCES / "config.py").read_text() + "<|im_end|> \u00e9\u0301 \U0001f600 12345\n\n\t<think>"
+    assert again.encode(text).ids == corpus.tokenizer.encode(text).ids
+    assert again.get_vocab() == corpus.tokenizer.get_vocab()
+
+
+def test_task_text_has_the_ids_that_a_tokenizer_gives_it(corpus: data.Corpus) -> None:
+    made = tasks.Tasks(corpus, 3, filler=corpus.train[:20000])
+    for depth in (0.0, 0.5, 1.0):
+        key = made.key()
+        prompt, answer = made.passkey(300, depth, key)
+        text = corpus.tokenizer.decode([*prompt, *answer], skip_special_tokens=False)
+        assert len(prompt) == 300
+        assert text.endswith(f"The pass key is {key}")
+        assert text.count(key) == 3
+        # without the first newline, which the text before may draw into a token of its own
+        question = len(made.encode(tasks.PASSKEY[1].partition(" {v}")[0])) - 1
+        assert made.encode(text)[-question - len(answer) :].tolist() == [*prompt[-question:], *answer]
+
+
+def test_answers_are_what_was_told_before(corpus: data.Corpus) -> None:
+    made = tasks.Tasks(corpus, 5)
+    for _ in range(40):
+        ids, flags = made.recall(600)
+        assert len(ids) == len(flags) <= 600
+        edges = np.flatnonzero(np.diff(flags, prepend=0, append=0))
+        for begin, end in edges.reshape(-1, 2):
+            value = re.search(r"\d{4,7}", corpus.tokenizer.decode(ids[begin:end]))
+            assert value is not None
+            assert value.group() in corpus.tokenizer.decode(ids[:begin])
+
+
+def test_rows_are_full_and_answers_weigh_more(corpus: data.Corpus) -> None:
+    rows = tasks.Tasks(corpus, 5).rows(4, 512, answer_weight=3.0)
+    assert rows.ids.shape == (4, 513)
+    assert rows.weight.shape == (4, 512)
+    assert set(np.unique(rows.weight)) == {1.0, 3.0}
+    ids, flags = tasks.Tasks(corpus, 6).copy(200)
+    answer = ids[flags == 1].tolist()
+    start = ids.tolist().index(answer[0])
+    assert ids[start : start + len(answer)].tolist() == answer

@@ -1,0 +1,167 @@
+"""`python -m tools.train_tiny STAGE`: see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import data, draft, drafter, evaluate, export, target, train
+from .layers import no_compile
+
+
+def _retry(stage: Callable[[train.Setup, float], Mapping[str, Tensor]], setup: train.Setup, seconds: float) -> Any:
+    """The stage's weights. If it fails it is tried again in what is left of its time, uncompiled, then with half the
+    rows."""
+    end = time.monotonic() + seconds
+    plans = [
+        setup,
+        replace(setup, compile=no_compile),
+        replace(setup, compile=no_compile, rows=setup.rows // 2, tasks=setup.tasks // 2),
+    ]
+    for plan in plans:
+        try:
+            return stage(plan, end - time.monotonic())
+        except Exception:
+            traceback.print_exc()
+            if plan is plans[-1] or time.monotonic() > end - seconds / 4:
+                raise
+            torch.cuda.empty_cache()
+    raise AssertionError
+
+
+def _train(options: argparse.Namespace) -> None:
+    begun = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"== {time.monotonic() - begun:.1f} s: {what}", flush=True)
+
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")
+    corpus = data.load(options.corpus)
+    device = torch.device(options.device)
+    setup = train.Setup(device, no_compile, options.rows, options.tasks, options.length, options.workers)
+    feed = train.Feed(corpus, setup, options.seed)
+    feed.start()
+    say("corpus loaded")
+    setup = replace(setup, compile=train.compiler(device) if options.compile else no_compile)
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: {n: w.to(device) for n, w in read(path).items()}
+        for name in export.WRITERS
+        for suffix, read in ((".gguf", export.read), (".pt", train.load))
+        if (path := ((options.start or out) / name).with_suffix(suffix)).is_file()
+    }
+
+    def check(name: str, model: target.Target | drafter.Drafter) -> None:
+        count = min(32, options.evaluated)
+        evaluate.losses(name, model, weights[name], corpus, setup, count)
+        lengths = tuple(n for n in (1024, 2048, 4096) if n <= setup.length) or (256,)
+        evaluate.passkeys(name, model, weights[name], corpus, setup, lengths, depths=min(20, count))
+
+    if options.target:
+        say("target")
+        start = weights.get("target") or target.fresh()
+
+        def run_target(plan: train.Setup, seconds: float) -> Mapping[str, Tensor]:
+            model = target.Target(plan.dtype, plan.compile)
+            return train.language(model, start, "output.weight", feed, plan, seconds, out / "target.pt", lr=options.lr)
+
+        weights["target"] = _retry(run_target, setup, options.target)
+        check("target", target.Target(setup.dtype))
+    if options.draft:
+        say("draft")
+        start_draft = weights.get("draft") or draft.fresh()
+
+        def run_draft(plan: train.Setup, seconds: float) -> Mapping[str, Tensor]:
+            base, path = weights["target"], out / "draft.pt"
+            return train.draft(base, start_draft, feed, corpus, plan, seconds, path, sequences=options.sequences)
+
+        weights["draft"] = _retry(run_draft, setup, options.draft)
+        model = draft.Draft(setup.dtype, corpus.tokenizer.token_to_id(data.MASK))
+        say("acceptance")
+        evaluate.acceptance(weights["target"], model, weights["draft"], corpus, setup, count=options.evaluated)
+    if options.drafter:
+        say("drafter")
+        start_drafter = weights.get("drafter") or drafter.fresh()
+
+        def run_drafter(plan: train.Setup, seconds: float) -> Mapping[str, Tensor]:
+            model = drafter.Drafter(plan.dtype, plan.compile)
+            path = out / "drafter.pt"
+            return train.language(model, start_drafter, "token_embd.weight", feed, plan, seconds, path, lr=options.lr)
+
+        weights["drafter"] = _retry(run_drafter, setup, options.drafter)
+        small = drafter.Drafter(setup.dtype)
+        check("drafter", small)
+        evaluate.chained(weights["target"], small, weights["drafter"], corpus, setup, count=options.evaluated)
+    feed.close()
+    say("done")
+
+
+def main() -> None:
+    """Run one stage."""
+    parser = argparse.ArgumentParser(prog="train_tiny", description=__doc__)
+    stages = parser.add_subparsers(dest="stage", required=True)
+    fetch = stages.add_parser("fetch", help="download and unpack the Debian packages")
+    fetch.add_argument("packages", type=Path)
+    corpus = stages.add_parser("corpus", help="make the tokenizer and the corpus file; prints what went in")
+    corpus.add_argument("packages", type=Path)
+    corpus.add_argument("out", type=Path)
+    corpus.add_argument("--tokenizer", type=Path, metavar="GGUF", help="keep the tokenizer of this exported file")
+    run = stages.add_parser("train", help="train what has seconds given, and evaluate it")
+    run.add_argument("corpus", type=Path)
+    run.add_argument("out", type=Path, help="where target.pt, drafter.pt and draft.pt are written")
+    run.add_argument(
+        "--start",
+        type=Path,
+        help="folder of .pt or .gguf files to go on from; the draft learns from the target there; default: OUT",
+    )
+    for name in ("target", "drafter", "draft"):
+        run.add_argument(f"--{name}", type=float, default=0.0, metavar="SECONDS")
+    run.add_argument("--device", default="cuda")
+    run.add_argument("--no-compile", dest="compile", action="store_false")
+    run.add_argument("--rows", type=int, default=14, help="sequences a step")
+    run.add_argument("--tasks", type=int, default=5, help="of these, generated tasks")
+    run.add_argument("--length", type=int, default=target.CONTEXT)
+    run.add_argument("--workers", type=int, default=12)
+    run.add_argument("--sequences", type=int, default=16384, help="continuations the draft learns from")
+    run.add_argument("--evaluated", type=int, default=256, help="prompts of each kind that acceptance is measured on")
+    run.add_argument("--lr", type=float, default=4e-3)
+    run.add_argument("--seed", type=int, default=1)
+    write = stages.add_parser("export", help="write quantised GGUF files of the weights that a folder holds")
+    write.add_argument("corpus", type=Path)
+    write.add_argument(
+        "weights", type=Path, help="folder with target.pt, drafter.pt, draft.pt; missing ones are left out"
+    )
+    write.add_argument("out", type=Path)
+    expect = stages.add_parser("expected", help="write what PyTorch's float32 makes of the exported files, for tests")
+    expect.add_argument("corpus", type=Path)
+    expect.add_argument("out", type=Path, help="folder of the GGUF files; expected.json is put beside them")
+    options = parser.parse_args()
+    if options.stage == "fetch":
+        data.fetch(options.packages)
+    elif options.stage == "corpus":
+        bpe = data.read_tokenizer(options.tokenizer) if options.tokenizer else None
+        print(data.build(options.packages, options.out, bpe))
+    elif options.stage == "export":
+        options.out.mkdir(parents=True, exist_ok=True)
+        bpe = data.load(options.corpus).tokenizer
+        for name, writer in export.WRITERS.items():
+            if (path := options.weights / f"{name}.pt").is_file():
+                writer(options.out / f"{name}.gguf", train.load(path), bpe)
+    elif options.stage == "expected":
+        evaluate.expected(options.out, data.load(options.corpus))
+    else:
+        _train(options)
+
+
+if __name__ == "__main__":
+    main()

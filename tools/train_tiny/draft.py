@@ -1,0 +1,138 @@
+"""The DFlash draft (arXiv 2602.06036) of the target: fills a block of masks in one pass, from the target's own hidden
+states of the text so far, with the target's embedding and head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import target
+from .drafter import attention_block, project
+from .layers import Weights, attend, feed_forward, linear, matrix, no_compile, rms
+
+HIDDEN, LAYERS, FFN = target.HIDDEN, 4, 768
+HEADS, KV_HEADS, HEAD = 4, 2, 64
+ROPE_BASE = 1e6
+BLOCK = 16
+#: Layers whose outputs are captured: the later ones know more of the next tokens; not the last, which references norm.
+CAPTURE = (1, 3, 4, 5, 6)
+# Loss weight of row k = 1.. is exp(-(k - 1) / _GAMMA): a block is worth what comes before its first wrong token.
+_GAMMA = 7.0
+
+
+def fresh() -> dict[str, Tensor]:
+    """Initial weights by GGUF name."""
+    weights = {
+        "dflash.fc.weight": matrix(HIDDEN, len(CAPTURE) * HIDDEN),
+        "dflash.hidden_norm.weight": torch.ones(HIDDEN),
+        "output_norm.weight": torch.ones(HIDDEN),
+    }
+    for layer in range(LAYERS):
+        block = attention_block(HIDDEN, FFN, HEADS, KV_HEADS, HEAD, (2 * LAYERS) ** -0.5)
+        weights |= {f"blk.{layer}.{name}": w for name, w in block.items()}
+    return weights
+
+
+def visible(anchors: Tensor, context: int) -> Tensor:
+    """bool [batch, 1, blocks * BLOCK, context + blocks * BLOCK]: the text before a block's anchor, and its own rows."""
+    batch, blocks = anchors.shape
+    device = anchors.device
+    text = torch.arange(context, device=device) < anchors[..., None]
+    own = torch.eye(blocks, dtype=torch.bool, device=device).repeat_interleave(BLOCK, 1).expand(batch, -1, -1)
+    return torch.cat([text, own], -1).repeat_interleave(BLOCK, 1)[:, None]
+
+
+def _fuse(captured: Tensor, fc: Tensor, norm: Tensor, dtype: torch.dtype) -> Tensor:
+    return rms(linear(captured, fc, dtype), norm).to(dtype)
+
+
+def _attention_in(
+    x: Tensor,
+    f: Tensor,
+    norm: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qn: Tensor,
+    kn: Tensor,
+    at: Tensor,
+    text: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = rms(x, norm).to(dtype)
+    both = torch.cat([f, y], 1)
+    positions = torch.cat([text.expand(len(at), -1), at], 1)
+    value = linear(both, v, dtype).unflatten(-1, (KV_HEADS, HEAD))
+    return project(y, q, qn, at, ROPE_BASE, dtype), project(both, k, kn, positions, ROPE_BASE, dtype), value
+
+
+class Draft:
+    """The draft's forward pass."""
+
+    def __init__(self, dtype: torch.dtype, mask_id: int, compile: Any = no_compile) -> None:
+        self.dtype = dtype
+        self.mask_id = mask_id
+        # The one function whose shape does not depend on the text's length, and the one with the most to fuse.
+        self._ffn = compile(feed_forward)
+
+    def __call__(self, w: Weights, base: Weights, captured: Tensor, seeds: Tensor, anchors: Tensor) -> Tensor:
+        """Hidden states z [batch, blocks, BLOCK, HIDDEN] for the target's head.
+
+        captured [batch, T, captures * HIDDEN]; seeds [batch, blocks] are the tokens at positions anchors
+        [batch, blocks]; a block sees the text before its anchor. `base` are the target's weights.
+        """
+        batch, blocks = anchors.shape
+        ids = torch.full((batch, blocks, BLOCK), self.mask_id, device=seeds.device)
+        ids[..., 0] = seeds
+        x = F.embedding(ids, base["token_embd.weight"]).flatten(1, 2)
+        f = _fuse(captured, w["dflash.fc.weight"], w["dflash.hidden_norm.weight"], self.dtype)
+        text = torch.arange(captured.shape[1], device=seeds.device)[None]
+        at = (anchors[..., None] + torch.arange(BLOCK, device=seeds.device)).flatten(1)
+        mask = visible(anchors, captured.shape[1])
+        names = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm")
+        for layer in range(LAYERS):
+            q, k, v = _attention_in(x, f, *(w[f"blk.{layer}.{n}.weight"] for n in names), at, text, self.dtype)
+            o = attend(q, k, v, self.dtype, mask).flatten(-2)
+            x = x + linear(o, w[f"blk.{layer}.attn_output.weight"], self.dtype)
+            parts = (w[f"blk.{layer}.{n}.weight"] for n in ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"))
+            x = self._ffn(x.flatten(0, 1), *parts, self.dtype).view(x.shape)
+        return rms(x, w["output_norm.weight"]).unflatten(1, (blocks, BLOCK))
+
+    def loss(self, w: Weights, base: Weights, captured: Tensor, ids: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """(weighted cross entropy, mean rows right before the first wrong one) of blocks of ids [batch, T'], where
+        every anchor is at most T' - BLOCK."""
+        rows = (anchors[..., None] + torch.arange(BLOCK, device=ids.device)).flatten(1)
+        tokens = ids.gather(1, rows).unflatten(1, (-1, BLOCK))
+        z = self(w, base, captured, tokens[..., 0], anchors)[:, :, 1:]
+        logits = linear(z, base["output.weight"], self.dtype).float()
+        labels = tokens[..., 1:]
+        weight = torch.exp(-torch.arange(BLOCK - 1, device=ids.device) / _GAMMA)
+        losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view(labels.shape)
+        right = (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1).float().mean()
+        return (losses * weight).mean() / weight.mean(), right
+
+    @torch.no_grad()
+    def accepted(
+        self, w: Weights, base: Weights, captured: Tensor, ids: Tensor, prompt: int, budget: int
+    ) -> list[tuple[int, int]]:
+        """(tokens before it, tokens committed by it) of each step of greedy runs of `budget` tokens after `prompt`.
+
+        ids [batch, >= prompt + budget + BLOCK] is the target's greedy text, so verifying is comparing with it.
+        """
+        at = torch.full((len(ids),), prompt, device=ids.device)
+        steps: list[tuple[int, int]] = []
+        while True:
+            live = (at < prompt + budget).nonzero()[:, 0]
+            if not len(live):
+                return steps
+            here = at[live]
+            tokens = ids[live].gather(1, here[:, None] + torch.arange(BLOCK, device=ids.device))
+            z = self(w, base, captured[live], tokens[:, :1], here[:, None])[:, 0, 1:]
+            drafted = linear(z, base["output.weight"], self.dtype).float().argmax(-1)
+            count = 1 + (drafted == tokens[:, 1:]).long().cumprod(-1).sum(-1)
+            count = torch.minimum(count, prompt + budget - here)
+            at[live] += count
+            steps += zip((here - prompt).tolist(), count.tolist(), strict=True)

@@ -1,0 +1,298 @@
+"""The qwen35 target: gated DeltaNet layers with one of gated full attention in every four."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .data import VOCAB
+from .delta import Delta
+from .layers import Weights, attend, feed_forward, linear, matrix, no_compile, rms, rope
+
+HIDDEN, LAYERS, FFN = 256, 8, 768
+INTERVAL = 4
+HEADS, KV_HEADS, HEAD = 4, 2, 64
+ROPE_DIMS, ROPE_BASE = 16, 1e7
+KEY_HEADS, VALUE_HEADS, STATE, TAPS = 2, 4, 64, 4
+CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * STATE
+CONTEXT = 4608
+
+
+def full(layer: int) -> bool:
+    """Whether a layer is one of full attention."""
+    return (layer + 1) % INTERVAL == 0
+
+
+def fresh() -> dict[str, Tensor]:
+    """Initial weights by GGUF name."""
+    out = (2 * LAYERS) ** -0.5
+    weights = {
+        "token_embd.weight": torch.randn(VOCAB, HIDDEN) * 0.5,
+        "output_norm.weight": torch.ones(HIDDEN),
+        "output.weight": matrix(VOCAB, HIDDEN, 0.5),
+    }
+    for layer in range(LAYERS):
+        block = {
+            "attn_norm.weight": torch.ones(HIDDEN),
+            "post_attention_norm.weight": torch.ones(HIDDEN),
+            "ffn_gate.weight": matrix(FFN, HIDDEN),
+            "ffn_up.weight": matrix(FFN, HIDDEN),
+            "ffn_down.weight": matrix(HIDDEN, FFN, out),
+        }
+        if full(layer):
+            block |= {
+                "attn_q.weight": matrix(2 * HEADS * HEAD, HIDDEN),
+                "attn_k.weight": matrix(KV_HEADS * HEAD, HIDDEN),
+                "attn_v.weight": matrix(KV_HEADS * HEAD, HIDDEN),
+                "attn_output.weight": matrix(HIDDEN, HEADS * HEAD, out),
+                "attn_q_norm.weight": torch.ones(HEAD) * 1.5,
+                "attn_k_norm.weight": torch.ones(HEAD) * 1.5,
+            }
+        else:
+            step = torch.exp(torch.empty(VALUE_HEADS).uniform_(-6.9, -2.3))
+            block |= {
+                "attn_qkv.weight": matrix(CHANNELS, HIDDEN),
+                "attn_gate.weight": matrix(VALUE_HEADS * STATE, HIDDEN),
+                "ssm_alpha.weight": matrix(VALUE_HEADS, HIDDEN, 0.1),
+                "ssm_beta.weight": matrix(VALUE_HEADS, HIDDEN, 0.5),
+                # log(-ssm_a): the file holds -exp of it
+                "ssm_a": torch.log(torch.empty(VALUE_HEADS).uniform_(1, 8)),
+                "ssm_dt.bias": step + torch.log(-torch.expm1(-step)),
+                "ssm_conv1d.weight": torch.randn(CHANNELS, TAPS) * 0.3 + torch.eye(TAPS)[-1] * 0.7,
+                "ssm_norm.weight": torch.ones(STATE),
+                "ssm_out.weight": matrix(HIDDEN, VALUE_HEADS * STATE, out),
+            }
+        weights |= {f"blk.{layer}.{name}": w for name, w in block.items()}
+    return weights
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _mix(c: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v [..., VALUE_HEADS, STATE], log decay and beta [..., VALUE_HEADS] out of the convolved channels."""
+    q, k, v = c.split([KEY_HEADS * STATE, KEY_HEADS * STATE, VALUE_HEADS * STATE], -1)
+    q, k = (_unit(x.unflatten(-1, (KEY_HEADS, STATE))) for x in (q, k))
+    # value head h reads key head h mod KEY_HEADS
+    tiled = [1] * (q.ndim - 2) + [VALUE_HEADS // KEY_HEADS, 1]
+    q, k = (q * STATE**-0.5).repeat(tiled), k.repeat(tiled)
+    g = -rate.exp() * F.softplus(a.float() + bias)
+    return q, k, v.unflatten(-1, (VALUE_HEADS, STATE)), g, b.float().sigmoid()
+
+
+def _delta_in(
+    x: Tensor,
+    norm: Tensor,
+    qkv: Tensor,
+    gate: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    conv: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    y = rms(x, norm).to(dtype)
+    m = linear(y, qkv, dtype)
+    rows = F.pad(m.float(), (0, 0, TAPS - 1, 0))
+    c = conv[:, 0] * rows[:, : m.shape[1]]
+    for s in range(1, TAPS):
+        c = c + conv[:, s] * rows[:, s : s + m.shape[1]]
+    mixed = _mix(F.silu(c), linear(y, alpha, dtype), linear(y, beta, dtype), rate, bias)
+    return (*mixed, linear(y, gate, dtype), m)
+
+
+def _delta_out(x: Tensor, o: Tensor, z: Tensor, norm: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    gated = rms(o, norm).flatten(-2) * F.silu(z.float())
+    return x + linear(gated, out, dtype)
+
+
+def _attention_in(
+    x: Tensor,
+    norm: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_norm: Tensor,
+    key_norm: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y = rms(x, norm).to(dtype)
+    q, gate = linear(y, query, dtype).unflatten(-1, (HEADS, 2, HEAD)).unbind(-2)
+    k = linear(y, key, dtype).unflatten(-1, (KV_HEADS, HEAD))
+    v = linear(y, value, dtype).unflatten(-1, (KV_HEADS, HEAD))
+    q = rope(rms(q, query_norm), positions, ROPE_DIMS, ROPE_BASE).to(dtype)
+    k = rope(rms(k, key_norm), positions, ROPE_DIMS, ROPE_BASE).to(dtype)
+    return q, k, v, gate
+
+
+def _attention_out(x: Tensor, o: Tensor, gate: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    return x + linear((o.float() * gate.float().sigmoid()).flatten(-2), out, dtype)
+
+
+def _replay(work: Callable[[], None]) -> Callable[[], None]:
+    """`work`, captured as a CUDA graph if that succeeds. Capturing does not run it."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            work()
+    except RuntimeError as error:
+        print("no CUDA graph:", error, flush=True)
+        return work
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+@dataclass
+class State:
+    """What decoding continues from, all of it changed in place so that a CUDA graph can be replayed.
+
+    `position` int64 [1] of the next token; keys, values [sequences, KV_HEADS, room, HEAD] of the full layers; memory
+    [sequences, VALUE_HEADS, STATE, STATE] and past [sequences, TAPS - 1, CHANNELS] of the others, float32.
+    """
+
+    position: Tensor
+    keys: dict[int, Tensor]
+    values: dict[int, Tensor]
+    memory: dict[int, Tensor]
+    past: dict[int, Tensor]
+
+
+class Target:
+    """The forward pass, for training (`compile` is torch.compile or the identity) and for greedy generation."""
+
+    def __init__(self, dtype: torch.dtype, compile: Any = no_compile) -> None:
+        self.dtype = dtype
+        self._delta = Delta(compile)
+        self._delta_in, self._delta_out = compile(_delta_in), compile(_delta_out)
+        self._attention_in = compile(_attention_in)
+        self._ffn = compile(feed_forward)
+
+    def _ffn_of(self, w: Weights, layer: int, x: Tensor, ffn: Any) -> Tensor:
+        names = ("post_attention_norm", "ffn_gate", "ffn_up", "ffn_down")
+        result: Tensor = ffn(x, *(w[f"blk.{layer}.{name}.weight"] for name in names), self.dtype)
+        return result
+
+    @staticmethod
+    def _delta_weights(w: Weights, layer: int) -> list[Tensor]:
+        names = ("attn_norm.weight", "attn_qkv.weight", "attn_gate.weight", "ssm_alpha.weight", "ssm_beta.weight")
+        return [w[f"blk.{layer}.{n}"] for n in (*names, "ssm_a", "ssm_dt.bias", "ssm_conv1d.weight")]
+
+    @staticmethod
+    def _attention_weights(w: Weights, layer: int) -> list[Tensor]:
+        names = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm")
+        return [w[f"blk.{layer}.{n}.weight"] for n in names]
+
+    def __call__(
+        self, w: Weights, ids: Tensor, *, capture: tuple[int, ...] = (), state: State | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Token ids [batch, T] (T a multiple of 64) -> the last layer's output [batch, T, HIDDEN], float32, before the
+        final norm, and the outputs of the layers in `capture`. Fills `state` if there is one."""
+        x = F.embedding(ids, w["token_embd.weight"])
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        captured = []
+        for layer in range(LAYERS):
+            if full(layer):
+                q, k, v, gate = self._attention_in(x, *self._attention_weights(w, layer), positions, self.dtype)
+                o = attend(q, k, v, self.dtype)
+                x = _attention_out(x, o, gate, w[f"blk.{layer}.attn_output.weight"], self.dtype)
+                if state is not None:
+                    state.keys[layer][:, :, : k.shape[1]] = k.transpose(1, 2)
+                    state.values[layer][:, :, : v.shape[1]] = v.transpose(1, 2)
+            else:
+                q, k, v, g, beta, z, m = self._delta_in(x, *self._delta_weights(w, layer), self.dtype)
+                o, memory = self._delta(q, k, v, g, beta)
+                names = (f"blk.{layer}.ssm_norm.weight", f"blk.{layer}.ssm_out.weight")
+                x = self._delta_out(x, o, z, *(w[n] for n in names), self.dtype)
+                if state is not None:
+                    state.memory[layer].copy_(memory)
+                    state.past[layer].copy_(m[:, 1 - TAPS :])
+            x = self._ffn_of(w, layer, x, self._ffn)
+            if layer in capture:
+                captured.append(x)
+        if state is not None:
+            state.position.fill_(ids.shape[1])
+        return x, captured
+
+    def head(self, w: Weights, x: Tensor) -> Tensor:
+        """Logits, float32, of hidden states before the final norm."""
+        return linear(rms(x, w["output_norm.weight"]), w["output.weight"], self.dtype).float()
+
+    def empty(self, sequences: int, room: int, device: torch.device) -> State:
+        """A state that __call__ fills."""
+
+        def zeros(attention: bool, *shape: int, dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
+            layers = [layer for layer in range(LAYERS) if full(layer) == attention]
+            return {layer: torch.zeros(sequences, *shape, dtype=dtype, device=device) for layer in layers}
+
+        return State(
+            torch.zeros(1, dtype=torch.int64, device=device),
+            zeros(True, KV_HEADS, room, HEAD, dtype=self.dtype),
+            zeros(True, KV_HEADS, room, HEAD, dtype=self.dtype),
+            zeros(False, VALUE_HEADS, STATE, STATE),
+            zeros(False, TAPS - 1, CHANNELS),
+        )
+
+    def step(self, w: Weights, ids: Tensor, state: State) -> Tensor:
+        """One token for each sequence, ids [batch] -> its last hidden state [batch, 1, HIDDEN]; `state` moves on."""
+        x = F.embedding(ids[:, None], w["token_embd.weight"])
+        for layer in range(LAYERS):
+            if full(layer):
+                q, k, v, gate = _attention_in(x, *self._attention_weights(w, layer), state.position[None], self.dtype)
+                keys, values = state.keys[layer], state.values[layer]
+                keys.index_copy_(2, state.position, k.transpose(1, 2))
+                values.index_copy_(2, state.position, v.transpose(1, 2))
+                q = q.unflatten(2, (KV_HEADS, -1))[:, 0]
+                scores = (q @ keys.mT).float() * HEAD**-0.5
+                later = torch.arange(keys.shape[2], device=ids.device) > state.position
+                o = (scores.masked_fill(later, -torch.inf).softmax(-1).to(self.dtype) @ values).flatten(1, 2)
+                x = _attention_out(x, o[:, None], gate, w[f"blk.{layer}.attn_output.weight"], self.dtype)
+            else:
+                norm, qkv, out_gate, alpha, beta_w, rate, bias, conv = self._delta_weights(w, layer)
+                y = rms(x, norm).to(self.dtype)
+                m = linear(y, qkv, self.dtype).float()
+                rows = torch.cat([state.past[layer], m], 1)
+                state.past[layer].copy_(rows[:, 1:])
+                c = F.silu((rows * conv.mT).sum(1))
+                a, b = (linear(y[:, 0], n, self.dtype) for n in (alpha, beta_w))
+                q, k, v, g, beta = _mix(c, a, b, rate, bias)
+                memory = state.memory[layer]
+                memory *= g.exp()[..., None, None]
+                read = (memory * k[..., None]).sum(-2)
+                memory += k[..., None] * (beta[..., None] * (v - read))[..., None, :]
+                o = (memory * q[..., None]).sum(-2)[:, None]
+                z = linear(y, out_gate, self.dtype)
+                names = (f"blk.{layer}.ssm_norm.weight", f"blk.{layer}.ssm_out.weight")
+                x = _delta_out(x, o, z, *(w[n] for n in names), self.dtype)
+            x = self._ffn_of(w, layer, x, feed_forward)
+        state.position += 1
+        return x
+
+    @torch.no_grad()
+    def generate(self, w: Weights, prompts: Tensor, tokens: int) -> Tensor:
+        """Greedy continuations [batch, tokens] of prompts [batch, T] (T a multiple of 64). On CUDA the steps after the
+        first three are replayed from a graph: launching 300 kernels takes longer than running them."""
+        state = self.empty(len(prompts), prompts.shape[1] + tokens, prompts.device)
+        x, _ = self(w, prompts, state=state)
+        latest = self.head(w, x[:, -1:])[:, 0].argmax(-1)
+        del x
+        chosen = prompts.new_empty(len(prompts), tokens)
+
+        def advance() -> None:
+            latest.copy_(self.head(w, self.step(w, latest, state))[:, 0].argmax(-1))
+
+        run: Any = advance
+        for i in range(tokens):
+            chosen[:, i] = latest
+            if i == 3 and prompts.is_cuda:
+                run = _replay(advance)
+            if i + 1 < tokens:
+                run()
+        return chosen

@@ -1,0 +1,292 @@
+"""The training stages. Each ends when its seconds are over, with its weights saved."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from . import draft as draft_model
+from . import drafter as drafter_model
+from . import target as target_model
+from .data import MASK, Corpus
+from .layers import Weights, no_compile, rms, token_loss, trainable
+from .optim import Clock, Optimiser
+from .tasks import Rows, Tasks
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where and how large: `rows` sequences of `length` tokens a step, `tasks` of them made up."""
+
+    device: torch.device
+    compile: Callable[[Any], Any]
+    rows: int
+    tasks: int
+    length: int
+    workers: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that products run in."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+
+def compiler(device: torch.device, seconds: float = 150.0) -> Callable[[Any], Any]:
+    """torch.compile if a small function compiles in time and gives what it gives uncompiled, else the identity."""
+    if device.type != "cuda":
+        return no_compile
+    result: list[bool] = []
+
+    def probe() -> None:
+        try:
+            x = torch.randn(512, 256, device=device)
+
+            def norm(x: Tensor) -> Tensor:
+                return torch.nn.functional.silu(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+            result.append(bool(torch.allclose(torch.compile(norm, dynamic=False)(x), norm(x), atol=1e-5)))
+        except Exception as error:
+            print("torch.compile does not work here:", repr(error)[:300], flush=True)
+
+    thread = threading.Thread(target=probe, daemon=True)
+    start = time.monotonic()
+    thread.start()
+    thread.join(seconds)
+    works = result == [True]
+    print(f"torch.compile: {works} after {time.monotonic() - start:.1f} s", flush=True)
+    return (lambda function: torch.compile(function, dynamic=False)) if works else no_compile
+
+
+_shared: list[Corpus] = []
+
+
+def _make(job: tuple[int, int, int]) -> Rows:
+    seed, count, length = job
+    return Tasks(_shared[0], seed).rows(count, length)
+
+
+class Feed:
+    """Rows of corpus and tasks. Tasks are made by other processes from the start on; rows come back in random order."""
+
+    def __init__(self, corpus: Corpus, setup: Setup, seed: int, *, batches: int = 1500) -> None:
+        _shared[:] = [corpus]
+        self._setup = setup
+        self._pool: list[Rows] = []
+        self._random = np.random.default_rng(seed)
+        context = multiprocessing.get_context("fork")
+        self._workers = context.Pool(setup.workers)
+        jobs = [(seed + 1 + i, 8, setup.length) for i in range(batches)]
+        results = self._workers.imap_unordered(_make, jobs)
+        self._results = results
+        self._train = torch.from_numpy(corpus.train.astype(np.int16))
+
+    def start(self) -> None:
+        """After this the device may be used: the processes that must not see it exist."""
+        self._train = self._train.to(self._setup.device)
+
+        def collect() -> None:
+            for rows in self._results:
+                self._pool.append(rows)
+
+        threading.Thread(target=collect, daemon=True).start()
+        while not self._pool:
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._workers.terminate()
+
+    def windows(self, count: int, length: int) -> Tensor:
+        """int64 [count, length] of the corpus, at random places."""
+        places = self._sent(self._random.integers(0, len(self._train) - length, count))
+        return self._train[places[:, None] + torch.arange(length, device=self._setup.device)].long()
+
+    def episodes(self, count: int) -> tuple[Tensor, Tensor]:
+        """int64 [count, length + 1] and the weights float32 [count, length] of rows of tasks."""
+        picks = [self._pool[self._random.integers(len(self._pool))] for _ in range(count)]
+        rows = [int(self._random.integers(len(p.ids))) for p in picks]
+        ids = np.stack([p.ids[r] for p, r in zip(picks, rows, strict=True)]).astype(np.int64)
+        weight = np.stack([p.weight[r] for p, r in zip(picks, rows, strict=True)]).astype(np.float32)
+        return self._sent(ids), self._sent(weight)
+
+    def _sent(self, values: NDArray[Any]) -> Tensor:
+        """On the device, without waiting for what runs there."""
+        tensor = torch.from_numpy(values)
+        if self._setup.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self._setup.device, non_blocking=True)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """ids [rows, length + 1] and weights [rows, length] of one step."""
+        ids, weight = self.episodes(self._setup.tasks)
+        plain = self.windows(self._setup.rows - self._setup.tasks, self._setup.length + 1)
+        return torch.cat([plain, ids]), torch.cat([torch.ones_like(plain[:, 1:], dtype=torch.float32), weight])
+
+
+def save(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Weights as bfloat16."""
+    torch.save({name: w.detach().to("cpu", torch.bfloat16) for name, w in weights.items()}, path)
+
+
+def load(path: Path) -> dict[str, Tensor]:
+    """What `save` wrote, as float32."""
+    return {name: w.float() for name, w in torch.load(path, weights_only=True).items()}
+
+
+def language(
+    model: target_model.Target | drafter_model.Drafter,
+    weights: Mapping[str, Tensor],
+    head: str,
+    feed: Feed,
+    setup: Setup,
+    seconds: float,
+    out: Path,
+    *,
+    lr: float,
+) -> dict[str, Tensor]:
+    """Train a language model on the feed and save it."""
+    w = trainable(weights, setup.device)
+    optimiser = Optimiser(w, lr=lr, tables=("token_embd", "output."))
+    task_rows = slice(setup.rows - setup.tasks, None)
+    clock = Clock(seconds)
+    started = time.monotonic()
+    step, shown = 0, started
+    count = sum(t.numel() for t in w.values())
+    print(f"{out.stem}: {count / 1e6:.2f} M parameters, {setup.rows * setup.length} tokens a step", flush=True)
+    while clock.progress < 1.0:
+        ids, weight = feed.batch()
+        x, _ = model(w, ids[:, :-1])
+        x = rms(x, w["output_norm.weight"])
+        loss = token_loss(x.flatten(0, 1), w[head], ids[:, 1:].flatten(), weight.flatten(), model.dtype)
+        loss.backward()
+        norm = optimiser.step(clock.factor)
+        step += 1
+        if setup.device.type == "cuda" and (step == 3 or step % 10 == 0):
+            torch.cuda.synchronize()  # the clock must not run ahead of the device
+        if step == 3:  # compiling is over: the schedule covers what is left
+            clock = Clock(seconds - (time.monotonic() - started))
+            print(f"{out.stem}: first steps took {time.monotonic() - started:.1f} s", flush=True)
+        if step % 100 == 0 or clock.progress >= 1.0 or step <= 3:
+            with torch.no_grad():
+                total = float(loss.detach())
+                marked = weight[task_rows] > 1
+                rows = x[task_rows][marked][:4096]
+                right = (rows.to(model.dtype) @ w[head].to(model.dtype).T).argmax(-1) == ids[task_rows, 1:][marked][
+                    :4096
+                ]
+                answers = float(right.float().mean())
+            rate = step * setup.rows * setup.length / (time.monotonic() - started)
+            print(
+                f"{out.stem}: step {step} {clock.progress:.3f} loss {total:.4f} answers {answers:.3f}"
+                f" gradient {float(norm):.2f} {rate / 1e6:.2f} M tokens/s",
+                flush=True,
+            )
+            if not np.isfinite(total):
+                raise SystemExit(f"{out.stem}: the loss is {total}")
+            if time.monotonic() - shown > 60:
+                shown = time.monotonic()
+                save(out, w)
+    save(out, w)
+    return {name: t.detach() for name, t in w.items()}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Greedy text of the target: ids [n, prompt + generated], and captured states [n, prompt + generated, N * HIDDEN],
+    bfloat16. Blocks are drafted from `prompt` on."""
+
+    ids: Tensor
+    captured: Tensor
+    prompt: int
+
+
+def continuations(base: Weights, model: target_model.Target, prompts: Tensor, tokens: int, *, batch: int) -> Run:
+    """Let the target continue the prompts [n, T] (T and tokens multiples of 64) and capture its states."""
+    ids, captured = [], []
+    with torch.no_grad():
+        for part in prompts.split(batch):
+            full = torch.cat([part, model.generate(base, part, tokens)], 1)
+            ids.append(full)
+            for piece in full.split(max(1, batch // 8)):
+                _, states = model(base, piece, capture=draft_model.CAPTURE)
+                captured.append(torch.cat(states, -1).bfloat16())
+    return Run(torch.cat(ids), torch.cat(captured), prompts.shape[1])
+
+
+def prompts(feed: Feed, count: int, length: int) -> Tensor:
+    """Beginnings for the target: three parts of corpus, one of tasks cut anywhere."""
+    made = count // 4
+    ids, _ = feed.episodes(made)
+    places = torch.randint(0, ids.shape[1] - length, (made, 1), device=ids.device)
+    cut = ids.gather(1, places + torch.arange(length, device=ids.device))
+    return torch.cat([feed.windows(count - made, length), cut])
+
+
+def draft(
+    base: Weights,
+    weights: Mapping[str, Tensor],
+    feed: Feed,
+    corpus: Corpus,
+    setup: Setup,
+    seconds: float,
+    out: Path,
+    *,
+    sequences: int,
+    lr: float = 3e-3,
+) -> dict[str, Tensor]:
+    """Train the draft on the target's own greedy continuations and save it."""
+    clock = Clock(seconds)
+    base = {name: w.to(setup.device, torch.float32) for name, w in base.items()}
+    teacher = target_model.Target(setup.dtype)
+    started = time.monotonic()
+    short, long = 256, 64 * max(1, setup.length // 64 // 3)
+    runs = [
+        continuations(base, teacher, prompts(feed, sequences, short), 256, batch=4096),
+        continuations(base, teacher, prompts(feed, max(8, sequences // 16), long), 256, batch=1024),
+    ]
+    print(f"draft: {sequences} continuations took {time.monotonic() - started:.1f} s", flush=True)
+    model = draft_model.Draft(setup.dtype, corpus.tokenizer.token_to_id(MASK), setup.compile)
+    w = trainable(weights, setup.device)
+    optimiser = Optimiser(w, lr=lr)
+    step, shown = 0, time.monotonic()
+    count = sum(t.numel() for t in w.values())
+    print(f"draft: {count / 1e6:.2f} M parameters, shapes {[tuple(r.ids.shape) for r in runs]}", flush=True)
+    budget = setup.rows * setup.length
+    started, clock = time.monotonic(), Clock(max(1.0, seconds - (time.monotonic() - started)))
+    while clock.progress < 1.0:
+        run = runs[step % 8 == 7]
+        # as many drafted rows in every step, so that they are compiled for once
+        size = max(1, budget // run.ids.shape[1])
+        blocks = max(1, budget // 2 // (size * draft_model.BLOCK))
+        pick = torch.randint(0, len(run.ids), (min(size, len(run.ids)),), device=setup.device)
+        last = run.ids.shape[1] - draft_model.BLOCK
+        anchors = torch.randint(run.prompt, last + 1, (len(pick), blocks), device=setup.device)
+        loss, right = model.loss(w, base, run.captured[pick], run.ids[pick], anchors)
+        loss.backward()
+        norm = optimiser.step(clock.factor)
+        step += 1
+        if setup.device.type == "cuda" and step % 10 == 0:
+            torch.cuda.synchronize()
+        if step % 100 == 0 or clock.progress >= 1.0 or step <= 3:
+            print(
+                f"draft: step {step} {clock.progress:.3f} loss {float(loss.detach()):.4f} right {float(right):.3f}"
+                f" gradient {float(norm):.2f} {time.monotonic() - started:.1f} s",
+                flush=True,
+            )
+            if not np.isfinite(float(loss.detach())):
+                raise SystemExit("draft: the loss is not finite")
+            if time.monotonic() - shown > 60:
+                shown = time.monotonic()
+                save(out, w)
+    save(out, w)
+    return {name: t.detach() for name, t in w.items()}
