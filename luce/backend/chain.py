@@ -50,7 +50,7 @@ class Chain:
         shard = self.shards[number]
         device = shard.device
         with self._naming(number):
-            shard.announce(step)
+            shard.announce(step, None if handed is None else tuple(handed.arrays))
             arrays = None if handed is None else handed.receive()
             start = device.record(timing=True)
             result = shard.forward(step, arrays)
@@ -85,6 +85,10 @@ class Chain:
             ShardTimes(device, work.durations(), copied)
             for device, work, copied in zip(self._devices, self._work, copies, strict=True)
         )
+
+    def worked(self) -> float:
+        """Seconds that the shards' work took since the start, as far as it has been counted."""
+        return sum(clock.total for clock in self._work)
 
     def settle(self) -> None:
         """Wait until nothing runs, whether it fails or not."""

@@ -28,7 +28,7 @@ from luce import config as settings
 from luce.backend.chain import Chain
 from luce.backend.local import LocalShard
 from luce.backend.plan import handed_on, handed_widths
-from luce.backend.remote import arena_size
+from luce.backend.remote import shared_size
 from luce.backend.shard import Activation
 from luce.errors import BackendError, DeviceError, LuceError, ModelError
 from luce.gguf.fingerprint import fingerprint
@@ -38,7 +38,7 @@ from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.remote.arena import Arena
-from luce.remote.channel import Channel, ChannelError, GoneError, receive_descriptor
+from luce.remote.channel import Channel, ChannelError, GoneError
 from luce.remote.messages import (
     PROTOCOL,
     Announce,
@@ -62,7 +62,7 @@ from luce.remote.messages import (
     Save,
     Saved,
 )
-from luce.runtime.device import Device, Event
+from luce.runtime.device import Device, Event, Word
 from luce.runtime.host import HostDevice, HostEvent
 from luce.runtime.open import open_devices
 from luce.runtime.step import PAGE, TOP, Int32, Output, Step
@@ -116,13 +116,21 @@ def _answer_pings(watch: Channel[Ping], requests: socket.socket, silence: float 
             os._exit(1)
 
 
-@dataclass
-class _Running:
-    """A Forward whose work is queued: its answer follows when `event` has happened."""
+@dataclass(frozen=True)
+class _Work:
+    """A step whose work is queued: the answer to its Forward follows when `event` has happened."""
 
-    number: int
     event: Event
     answer: Callable[[], Done]
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """A step whose Forward is to come. Its work may be queued and wait for the input, or be what cannot be queued."""
+
+    message: Announce
+    work: _Work | None = None
+    problem: Exception | None = None
 
 
 class _SharedMemory(HostDevice):
@@ -151,10 +159,13 @@ class _Model:
         self.chain = Chain(peer=load.peer)
         opened.callback(self.chain.close)
         opened.callback(arena.close)
-        if load.arena != arena_size(load.rows, self.takes, self.gives):
+        if load.arena != shared_size(load.rows, self.takes, self.gives):
             raise BackendError(f"{load.arena} bytes of shared memory do not suit steps of {load.rows} rows")
-        for problem in arena.pin(devices):
+        problems = arena.pin(devices)
+        for problem in problems:
             _log.warning("shared memory is not pinned, copies are slower: %s", problem)
+        #: whether the first device waits for a step's input by itself
+        self.awaits = bool(self.takes) and load.shared and devices[0].awaits_words and not problems
         for number, (device, part) in enumerate(zip(devices, layers, strict=True)):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             kv = KVTypes(*load.kv)
@@ -176,12 +187,12 @@ class _Model:
         shown = (Part(p.device, (p.layers.start, p.layers.stop), p.weights, p.state) for p in parts)
         return Loaded(tuple(shown), self.takes, self.gives, self.spec.vocab)
 
-    def forward(self, number: int, step: Step, source: int, target: int) -> _Running:
-        """Queue a step."""
+    def forward(self, message: Announce, there: Event) -> _Work:
+        """Queue a step whose input is there when the event has happened."""
+        step, target = message.step, message.target
         handed: Passage | None = None
         if self._entry is not None:
-            arrays = self.arena.floats(source, step.rows, self.takes)
-            handed = self._entry.send(arrays, HostEvent())
+            handed = self._entry.send(self.arena.floats(message.source, step.rows, self.takes), there)
         result, end = self.chain.run(0, step, handed)
         for following in range(1, len(self.devices)):
             assert isinstance(result, Passage)
@@ -190,7 +201,7 @@ class _Model:
         if not isinstance(result, tuple):
             assert not isinstance(result, Passage)
             pending = result
-            return _Running(number, end, lambda: Done(self._seconds(), pending()))
+            return _Work(end, lambda: Done(self._seconds(), pending()))
         if len(self._sent) == DEPTH:
             # Memory of what was handed on is used again from here on.
             _, taken = self._sent.popleft()
@@ -203,7 +214,7 @@ class _Model:
             # What is handed on may lie in what was handed over.
             handed.release(copied)
         self._sent.append((result, copied))
-        return _Running(number, copied, lambda: Done(self._seconds(), None, self._apart(target, step.rows)))
+        return _Work(copied, lambda: Done(self._seconds(), None, self._apart(target, step.rows)))
 
     def _apart(self, at: int, rows: int) -> NDArray[np.uint8] | None:
         return None if self.load.shared else self.arena.memory[at : at + 4 * rows * sum(self.gives)]
@@ -211,7 +222,7 @@ class _Model:
     def _seconds(self) -> float:
         """What the devices have worked since the last answer."""
         self.chain.look()
-        total = sum(times.work.total for times in self.chain.times())
+        total = self.chain.worked()
         seconds, self._counted = total - self._counted, total
         return seconds
 
@@ -263,17 +274,19 @@ class _Session:
         self._shares = shares
         self._path = path
         self._opened = opened
+        self._spin = 0.0
         self._devices: list[Device] = []
         self._model: _Model | None = None
-        self._announced: Step | None = None
-        self._running: deque[_Running] = deque()
+        self._announced: _Announced | None = None
+        #: by request
+        self._running: deque[tuple[int, _Work]] = deque()
 
     def run(self) -> None:
         """Until the server is gone."""
         try:
             while True:
                 self._answer_finished()
-                number, message = self._channel.receive(timeout=None, limit=_LARGEST + self._held())
+                number, message = self._channel.receive(timeout=None, limit=_LARGEST + self._held(), spin=self._spin)
                 try:
                     reply = self._handle(number, message)
                 except Exception as error:
@@ -287,6 +300,14 @@ class _Session:
             return
         except ChannelError as error:
             _log.error("the server's connection is closed: %s", error)
+        finally:
+            if self._model is not None and self._announced is not None and self._announced.work is not None:
+                # Nobody else will, and the device would wait for ever.
+                self._word(self._model, self._announced.message).tell()
+
+    @staticmethod
+    def _word(model: _Model, message: Announce) -> Word:
+        return Word(model.arena.word, message.word or 0)
 
     def _held(self) -> int:
         """Bytes that a Restore may bring."""
@@ -295,22 +316,22 @@ class _Session:
     def _answer_finished(self) -> None:
         """Answer what is done until a message is there, or nothing runs."""
         while self._running and not self._channel.ready():
-            if _over(self._running[0]):
-                self._answer(self._running.popleft())
+            if _over(self._running[0][1]):
+                self._answer(*self._running.popleft())
 
     def _finish_all(self) -> None:
         """Answers keep the order of the requests."""
         while self._running:
-            self._answer(self._running.popleft())
+            self._answer(*self._running.popleft())
 
-    def _answer(self, running: _Running) -> None:
+    def _answer(self, number: int, work: _Work) -> None:
         reply: Reply
         try:
-            running.event.wait()
-            reply = running.answer()
+            work.event.wait()
+            reply = work.answer()
         except Exception as error:
             reply = _failed(error)
-        self._channel.send(running.number, reply, timeout=_SEND)
+        self._channel.send(number, reply, timeout=_SEND)
 
     def _handle(self, number: int, message: Request) -> Reply | None:
         """The answer, unless it comes later or never. Raises what becomes Failed."""
@@ -321,16 +342,14 @@ class _Session:
         model = self._model
         if model is None:
             raise BackendError("nothing is loaded")
+        announced, self._announced = self._announced, None
         if isinstance(message, Announce):
-            self._announced = message.step
+            self._announced = self._announce(model, message)
             return None
         if isinstance(message, Forward):
-            step, self._announced = self._announced, None
-            if step is None:
+            if announced is None:
                 raise BackendError("a step was not announced")
-            check_step(step, model.spec.vocab, model.load)
-            self._place(model, message, step.rows)
-            self._running.append(model.forward(number, step, message.source, message.target))
+            self._running.append((number, self._forward(model, announced, message)))
             return None
         if isinstance(message, Embed):
             return Embedded(model.embed(message.tokens))
@@ -362,11 +381,11 @@ class _Session:
             name, kv = str(device.name), device.kv_dtype.str
             facts.append(DeviceFacts(name, device.host, device.lanes, kv, memory.free, memory.total, device.describe()))
         if not all(device.host for device in self._devices):
-            self._channel.spin = _SPIN
+            self._spin = _SPIN
         return Hello(PROTOCOL, __version__, os.getpid(), tuple(facts))
 
     def _load(self, message: Load) -> Reply:
-        fd = receive_descriptor(self._channel, timeout=_SEND) if message.shared and self._shares else None
+        fd = self._channel.receive_descriptor(timeout=_SEND) if message.shared and self._shares else None
         if self._model is not None or not self._devices:
             raise BackendError("no devices are open" if not self._devices else "layers are loaded already")
         if message.shared and not self._shares:
@@ -377,23 +396,42 @@ class _Session:
         self._model = _Model(path, message, self._devices, Arena(message.arena, fd), self._opened)
         return self._model.loaded()
 
+    def _announce(self, model: _Model, message: Announce) -> _Announced:
+        """Do what can be done before the input is there. What goes wrong is the answer to Forward."""
+        try:
+            check_step(message.step, model.spec.vocab, model.load)
+            self._check_places(model, message)
+            work = None
+            if model.awaits and message.word is not None:
+                work = model.forward(message, self._word(model, message))
+        except Exception as error:
+            return _Announced(message, problem=error)
+        return _Announced(message, work)
+
     @staticmethod
-    def _place(model: _Model, message: Forward, rows: int) -> None:
-        """Check the places of input and output, and put the input there if it came along."""
-        if rows > model.load.rows and (model.takes or model.gives):
-            raise BackendError(f"a step of {rows} rows, at most {model.load.rows} were agreed on")
-        memory = model.arena.memory
-        for at, widths in ((message.source, model.takes), (message.target, model.gives)):
-            inside = 0 <= at <= len(memory) - 4 * rows * sum(widths) and at % 4 == 0
-            if not inside if widths else at != -1:
-                raise BackendError(f"place {at} is none for an activation of {rows} rows")
+    def _forward(model: _Model, announced: _Announced, message: Forward) -> _Work:
+        """The work of an announced step, queued now if it is not yet."""
+        if announced.problem is not None:
+            raise announced.problem
         if (message.data is None) != (model.load.shared or not model.takes):
             raise BackendError("an activation came by the wrong way")
         if message.data is not None:
-            size = 4 * rows * sum(model.takes)
+            size = 4 * announced.message.step.rows * sum(model.takes)
             if message.data.shape != (size,):
                 raise BackendError(f"an activation of {message.data.shape} bytes, expected {size}")
-            memory[message.source : message.source + size] = message.data
+            at = announced.message.source
+            model.arena.memory[at : at + size] = message.data
+        return announced.work or model.forward(announced.message, HostEvent())
+
+    @staticmethod
+    def _check_places(model: _Model, message: Announce) -> None:
+        rows = message.step.rows
+        if rows > model.load.rows and (model.takes or model.gives):
+            raise BackendError(f"a step of {rows} rows, at most {model.load.rows} were agreed on")
+        for at, widths in ((message.source, model.takes), (message.target, model.gives)):
+            inside = 0 <= at <= len(model.arena.memory) - 4 * rows * sum(widths) and at % 4 == 0
+            if not inside if widths else at != -1:
+                raise BackendError(f"place {at} is none for an activation of {rows} rows")
 
 
 def check_step(step: Step, vocab: int, load: Load) -> None:
@@ -444,10 +482,10 @@ def _check_descriptor(fd: int, size: int) -> None:
         raise BackendError("the shared memory is too small, or can become so")
 
 
-def _over(running: _Running) -> bool:
+def _over(work: _Work) -> bool:
     """Whether there is an answer, which may be that the work failed."""
     try:
-        return running.event.happened()
+        return work.event.happened()
     except LuceError:
         return True
 

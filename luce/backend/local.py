@@ -79,7 +79,7 @@ class LocalShard:
     def lost(self) -> bool:
         return False
 
-    def announce(self, step: Step) -> None:
+    def announce(self, step: Step, handed: Activation | None) -> None:
         pass
 
     def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
@@ -93,11 +93,14 @@ class LocalShard:
         ids, logits = left
         full = self._picked(logits, step.full)
         if step.top is None or not step.top.any():
-            return lambda: Output(self.device.download(ids), self.device.download(full))
-        keys = largest(self.device, self._picked(logits, step.top))
-        return lambda: Output(
-            self.device.download(ids), self.device.download(full), candidates(self.device.download(keys))
-        )
+            return self._fetched(ids, full)
+        return self._fetched(ids, full, largest(self.device, self._picked(logits, step.top)))
+
+    def _fetched(self, ids: Array, logits: Array, keys: Array | None = None) -> Pending:
+        """What is returned of these arrays, whose copies to the host are queued here."""
+        best, full = self.device.fetch(ids), self.device.fetch(logits)
+        top = None if keys is None else self.device.fetch(keys)
+        return lambda: Output(best(), full(), None if top is None else candidates(top()))
 
     def embed(self, tokens: Int32) -> Array:
         if self._embedding is None:
@@ -109,11 +112,8 @@ class LocalShard:
             raise BackendError(f"{self.info.device}: only the last shard projects, this one has layers {self._shown}")
         device = self.device
         rows = self._head.project(device.upload(hidden) if isinstance(hidden, np.ndarray) else hidden)
-        ids, full = argmax(device, rows), rows if logits else rows[:0]
         keys = largest(device, rows)[:, :top] if top else None
-        return lambda: Output(
-            device.download(ids), device.download(full), None if keys is None else candidates(device.download(keys))
-        )
+        return self._fetched(argmax(device, rows), rows if logits else rows[:0], keys)
 
     @property
     def _shown(self) -> str:
@@ -122,6 +122,8 @@ class LocalShard:
     def _picked(self, logits: Array, rows: NDArray[np.bool_]) -> Array:
         if rows.all():
             return logits
+        if not rows.any():
+            return logits[:0]
         return take_rows(self.device, logits, self.device.upload(np.flatnonzero(rows).astype(np.int32)))
 
     def _run(self, step: DeviceStep, handed: Activation) -> tuple[Array, ...]:

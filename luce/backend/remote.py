@@ -6,6 +6,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
@@ -19,7 +20,7 @@ from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
-from luce.remote.arena import Arena, room, shared_arena
+from luce.remote.arena import Arena, arena_size, shared_arena
 from luce.remote.channel import SMALL, Channel, ChannelError, GarbageError
 from luce.remote.device import RemoteDevice
 from luce.remote.messages import (
@@ -37,7 +38,7 @@ from luce.remote.messages import (
     Saved,
 )
 from luce.remote.supervisor import Supervisor, failure
-from luce.runtime.device import Array, Device, Event
+from luce.runtime.device import Array, Device, Event, Word
 from luce.runtime.host import HostEvent
 from luce.runtime.step import TOP, Int32, Output, Step
 from luce.runtime.transfer import DEPTH
@@ -50,11 +51,14 @@ OUTPUTS = DEPTH + 1
 #: seconds that a request may take for each row, and for each byte, beside the limit of all requests
 _PER_ROW = 0.1
 _PER_BYTE = 1e-7
+#: Seconds to look for the answer to a step of few rows without sleeping, if a GPU gives it: such a step is over by
+#: then, and a thread that waits in the driver for its own GPU does not sleep either.
+_SPIN, _SPUN_ROWS = 20e-3, 64
 
 
-def arena_size(rows: int, takes: Sequence[int], gives: Sequence[int]) -> int:
+def shared_size(rows: int, takes: Sequence[int], gives: Sequence[int]) -> int:
     """Bytes of shared memory for steps of `rows` rows, whose activations have so many columns."""
-    return DEPTH * room(4 * rows * sum(takes)) + OUTPUTS * room(4 * rows * sum(gives))
+    return arena_size([4 * rows * sum(takes)] * DEPTH + [4 * rows * sum(gives)] * OUTPUTS)
 
 
 class RemoteShard:
@@ -86,12 +90,13 @@ class RemoteShard:
         self._mirrored = mirrored(spec, self.layers)
         self._takes, self._gives = handed_widths(spec, self.layers.start), handed_widths(spec, self.layers.stop)
         self._last = self.layers.stop == len(spec.blocks)
-        size = arena_size(rows, self._takes, self._gives)
+        size = shared_size(rows, self._takes, self._gives)
+        self._spin = 0.0 if all(device.host for device in devices) else _SPIN
         self._arena = shared_arena(size) if self._daemon.shares else Arena(size, None)
         self._outputs = [self._arena.take(4 * rows * sum(self._gives)) for _ in range(OUTPUTS)]
         self._asked: deque[_Request] = deque()
         self._newest: _Request | None = None
-        self._announced: tuple[Channel[Reply], Step] | None = None
+        self._announced: _Announced | None = None
         self._numbers = 0
         #: the daemon's life in which sequences have state here
         self._generation = 0
@@ -152,27 +157,32 @@ class RemoteShard:
         known, self._generation = self._generation, self._daemon.generation
         return known != self._generation
 
-    def announce(self, step: Step) -> None:
+    def announce(self, step: Step, handed: Activation | None) -> None:
         channel = self._channel()
-        self._send(channel, Announce(step))
-        self._announced = channel, step
-
-    def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
-        channel = self._channel()
-        if self._announced is None or self._announced[0] is not channel or self._announced[1] is not step:
-            self.announce(step)
-        self._announced = None
+        self._release()
         source = -1 if handed is None else self._arena.place(handed[0])
         target = self._outputs[self._forwards % OUTPUTS] if self._gives else -1
         self._forwards += 1
-        data = None if source < 0 else self._apart(source, step.rows, self._takes)
+        word = Word(self._arena.word, self._forwards) if handed is not None and self._daemon.shares else None
+        self._send(channel, Announce(step, source, target, None if word is None else word.value))
+        self._announced = _Announced(step, source, target, word)
+
+    def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
+        if self._announced is None or self._announced.step is not step:
+            self.announce(step, handed)
+        announced = self._announced
+        assert announced is not None
+        self._release()
+        channel, target = self._channel(), announced.target
+        data = None if handed is None else self._apart(announced.source, step.rows, self._takes)
         rows = len(step.wanted)
         request = self._ask(
             channel,
-            Forward(source, target, data),
+            Forward(data),
             seconds=_PER_ROW * step.rows,
             # Ids and whole logits, and as much again for what else an output may have.
             limit=SMALL + 4 * (2 * rows * self._vocab + step.rows * sum(self._gives)),
+            spin=self._spin if step.rows <= _SPUN_ROWS else 0.0,
             take=lambda done: self._take(done, step, target),
         )
         if self._gives:
@@ -230,6 +240,12 @@ class RemoteShard:
     def close(self) -> None:
         """Idempotent. The daemon ends with its devices."""
         self._arena.close()
+
+    def _release(self) -> None:
+        """Let work go on that waits for the input of an announced step, or would for ever if that has failed."""
+        if self._announced is not None and self._announced.word is not None:
+            self._announced.word.tell()
+        self._announced = None
 
     @staticmethod
     def _layer(name: str) -> int:
@@ -291,10 +307,12 @@ class RemoteShard:
         *,
         seconds: float,
         limit: int,
+        spin: float = 0.0,
         take: Callable[[Reply], None],
     ) -> _Request:
+        self._release()
         self._send(channel, message)
-        request = _Request(self, channel, self._numbers, self._daemon.limits.request + seconds, limit, take)
+        request = _Request(self, channel, self._numbers, self._daemon.limits.request + seconds, limit, spin, take)
         self._asked.append(request)
         self._newest = request
         return request
@@ -304,7 +322,7 @@ class RemoteShard:
         while not request.over and (wait or request.channel.ready()):
             head = self._asked[0]
             try:
-                number, reply = head.channel.receive(timeout=head.seconds, limit=head.limit)
+                number, reply = head.channel.receive(timeout=head.seconds, limit=head.limit, spin=head.spin)
                 if number != head.number:
                     raise GarbageError(f"it answered request {number} instead of {head.number}")
                 head.finish(reply, self._name)
@@ -325,6 +343,16 @@ class RemoteShard:
         return ShardLostError(f"{self._name}: {error}")
 
 
+@dataclass(frozen=True)
+class _Announced:
+    """A step whose Forward is to come, the places of its input and output, and what tells that the input is there."""
+
+    step: Step
+    source: int
+    target: int
+    word: Word | None
+
+
 class _Request(Event):
     """Something that the daemon was asked for; the event is its answer."""
 
@@ -335,6 +363,7 @@ class _Request(Event):
         number: int,
         seconds: float,
         limit: int,
+        spin: float,
         take: Callable[[Reply], None],
     ) -> None:
         self._shard = shard
@@ -342,6 +371,7 @@ class _Request(Event):
         self.number = number
         self.seconds = seconds
         self.limit = limit
+        self.spin = spin
         self._take = take
         self._work = 0.0
         self._output: Output | None = None

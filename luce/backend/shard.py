@@ -53,8 +53,8 @@ class Shard(Protocol):
     def device(self) -> Device:
         """Where what is handed over must lie."""
 
-    def announce(self, step: Step) -> None:
-        """The step of the next `forward`, before what is handed over is there."""
+    def announce(self, step: Step, handed: Activation | None) -> None:
+        """The step of the next `forward`, and where what is handed over will be, before it is there."""
 
     def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
         """Queue the layers' work on a step's rows. None is handed to the first shard.

@@ -19,13 +19,21 @@ from luce.runtime.device import Device
 _ALIGNED = 4096
 
 
+def arena_size(parts: Iterable[int]) -> int:
+    """Bytes of an arena that arrays of these sizes are taken from."""
+    return _ALIGNED + sum(map(room, parts))
+
+
 def room(size: int) -> int:
     """Bytes that an array of `size` bytes takes in an arena."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
 class Arena:
-    """`memory`: uint8 [size]. `fd`: descriptor of the memory file to hand to the peer, None over a network."""
+    """`memory`: uint8 [size]. `fd`: descriptor of the memory file to hand to the peer, None over a network.
+
+    The first page is for `word`, uint32 [1], by which one side tells the other's GPUs that something is there.
+    """
 
     def __init__(self, size: int, fd: int | None) -> None:
         size = max(size, _ALIGNED)
@@ -35,7 +43,8 @@ class Arena:
             raise OutOfMemoryError(f"{size} bytes of shared memory: {error.strerror}") from error
         self.fd = fd
         self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        self._taken = 0
+        self.word = self.memory[:4].view(np.uint32)
+        self._taken = _ALIGNED
         self._unpin: dict[str, Callable[[], None]] = {}
 
     def take(self, size: int) -> int:

@@ -3,7 +3,7 @@
     Open     -> Hello     which devices; their facts
     Load     -> Loaded    which layers of which file; what they take
     Announce              no answer: the step of the next Forward, while its input is still computed
-    Forward  -> Done      input and output lie in shared memory at the places named, or in the messages
+    Forward  -> Done      its input is there; input and output lie in shared memory, or in the messages
     Embed    -> Embedded  rows of the token table
     Project  -> Done      the head's product with rows
     Save     -> Saved     a sequence's state as named tensors
@@ -94,16 +94,21 @@ class Loaded(msgspec.Struct, tag=True):
 
 
 class Announce(msgspec.Struct, tag=True):
-    """The step that the next Forward runs."""
+    """The step that the next Forward runs. Its input and output have these places in the arena, -1 for none.
+
+    The arena's word reaches `word` when the input is there, so that a GPU can wait for it by itself; None if only
+    Forward tells. The server lets it do so before it asks for anything else.
+    """
 
     step: Step
+    source: int
+    target: int
+    word: int | None = None
 
 
 class Forward(msgspec.Struct, tag=True):
-    """Run the announced step. Places are offsets in the arena, -1 for none; `data`: the input, if it is not shared."""
+    """Run the announced step. `data`: the input, if it is not shared."""
 
-    source: int
-    target: int
     data: NDArray[np.uint8] | None = None
 
 

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 from luce import __version__, errors, log
 from luce.errors import BackendError, DeviceError, LuceError, ShardLostError
 from luce.remote.arena import Arena
-from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError, send_descriptor
+from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError
 from luce.remote.messages import PROTOCOL, Failed, Hello, Load, Loaded, Open, Ping, Pong, Reply
 
 _log = logging.getLogger(__name__)
@@ -35,8 +35,6 @@ _RESTARTS, _WITHIN = 5, 600.0
 _DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)
 #: how long `lost` waits to learn the reason: longer than a daemon gets to end
 _VERDICT = 20.0
-#: seconds to look for an answer of a GPU's daemon without sleeping
-_SPIN = 1e-3
 
 Answer = TypeVar("Answer", Hello, Loaded)
 
@@ -233,7 +231,6 @@ class Supervisor:
         loaded = self._ask(channel, beat, load, Loaded, deadline, arena.fd)
         if self._loaded is not None and loaded != self._loaded:
             raise BackendError(f"{self.name}: the daemon does not load what it loaded before")
-        channel.spin = 0.0 if all(device.host for device in hello.devices) else _SPIN
         log.event(_log, "shard ready", shard=self.name, pid=hello.pid, seconds=time.monotonic() - began)
         with self._changed:
             self._loaded, self._channel, self._ever_ready = loaded, channel, True
@@ -264,7 +261,7 @@ class Supervisor:
         """The answer to a request, while the daemon gives signs of life."""
         channel.send(0, request, timeout=_SEND)
         if fd is not None:
-            send_descriptor(channel, fd)
+            channel.send_descriptor(fd, timeout=_SEND)
         while not beat.wait(channel):
             if time.monotonic() > deadline:
                 raise LateError(f"it has not started within {self.limits.start:g} s (--shard-start-timeout)")

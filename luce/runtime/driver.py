@@ -300,6 +300,16 @@ class Driver:
         self.check("event query", status)
         return True
 
+    @property
+    def awaits_words(self) -> bool:
+        """Whether `wait_word` can be called. HIP asks for memory of its own kind, which no other process sees."""
+        return self.vendor == "cuda" and hasattr(self._library, "cuStreamWaitValue32_v2")
+
+    def wait_word(self, stream: int, address: int, value: int) -> None:
+        """Let the stream's later work wait until a word of pinned memory has reached a value, counting cyclically."""
+        status = self._library.cuStreamWaitValue32_v2(c_void_p(stream), c_ulonglong(address), c_uint(value), c_uint(0))
+        self.check("cuStreamWaitValue32", status)
+
     def wait_host(self, event: int) -> None:
         """Block this thread until the event has happened."""
         self._call("event_synchronize", event)
