@@ -14,8 +14,10 @@ import pytest
 
 from luce import __version__
 from luce.backend.daemon import serve
+from luce.backend.local import LocalShard
 from luce.backend.plan import handed_widths
 from luce.backend.remote import shared_size
+from luce.backend.shard import Activation, Pending
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 from luce.remote.arena import shared_arena
@@ -39,6 +41,7 @@ from luce.remote.messages import (
 )
 from luce.runtime.step import TOP, PageView, Span, Step
 from tests.support.reference import Reference
+from tests.support.values import same
 
 REFERENCE = Reference("qwen3-a-F32")
 ROWS = 8
@@ -228,6 +231,23 @@ def test_steps(server: Server) -> None:
     assert isinstance(server.ask(Restore(1, ((3,),), saved.tensors)), Done)
     again = output().output
     assert again is not None and (again.logits == expected.logits).all()
+
+
+def test_a_shard_gets_the_step_as_it_was_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Step] = []
+    forward = LocalShard.forward
+
+    def watched(self: LocalShard, step: Step, handed: Activation | None) -> Activation | Pending:
+        seen.append(step)
+        return forward(self, step, handed)
+
+    monkeypatch.setattr(LocalShard, "forward", watched)
+    server.ask(OPEN)
+    server.ask(WHOLE)
+    sent = replace(STEP, wanted=np.array([0, 2], np.int32), full=np.array([True, False]), top=np.array([False, True]))
+    server.announce(sent, -1, -1)
+    assert isinstance(server.ask(Forward()), Done)
+    assert len(seen) == 1 and same(seen[0], sent)
 
 
 def test_activations_that_do_not_fit(server: Server) -> None:

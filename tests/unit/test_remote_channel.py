@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from luce.remote.channel import Channel, GarbageError, GoneError, LateError
 from luce.remote.messages import Announce, Done, Failed, Ping, Reply, Request, Restore, Saved
 from luce.runtime.step import Candidates, Output, PageView, Span, Step
+from tests.support.values import same
 
 Pair = tuple[Channel[Any], Channel[Any]]
 
@@ -32,19 +33,6 @@ def step(rows: int) -> Step:
     numbers = np.arange(rows, dtype=np.int32)
     view = PageView(numbers[None], numbers[None], numbers[:1], numbers)
     return Step(numbers, numbers, (Span(0, 0, rows, 3),), (view, view), numbers[:2], numbers[:2] > 0)
-
-
-def same(one: object, other: object) -> bool:
-    if isinstance(one, np.ndarray):
-        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, tuple):
-        return isinstance(other, tuple) and len(one) == len(other) and all(map(same, one, other))
-    if hasattr(one, "__dataclass_fields__") or isinstance(one, msgspec.Struct):
-        names = getattr(one, "__dataclass_fields__", None) or one.__struct_fields__  # type: ignore[attr-defined]
-        return type(one) is type(other) and all(same(getattr(one, n), getattr(other, n)) for n in names)
-    return one == other
 
 
 RNG = np.random.default_rng(0)
