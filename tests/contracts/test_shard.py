@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -15,8 +16,9 @@ from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
-from luce.runtime.step import TOP
+from luce.runtime.step import PAGE, TOP
 from tests.support.daemons import HERE, devices, key_file, listener
+from tests.support.drive import Driver
 from tests.support.reference import Reference
 
 #: a sandwich model with a tied, scaled embedding and softcap; a recurrent one with a head of its own, quantised
@@ -112,3 +114,61 @@ def test_project(backend: LayerSplitBackend, reference: Reference) -> None:
     with pytest.raises(BackendError, match="only the last shard projects"):
         first.project(rows)()
     assert last.project(rows)().ids.tolist() == output.ids.tolist()
+
+
+def test_candidates_and_logits_of_chosen_rows(backend: LayerSplitBackend, reference: Reference) -> None:
+    step = Driver(backend).step((Driver(backend).start(), reference.expected["prompt_17"]))
+    rows = np.array([2, 9, 16], np.int32)
+    full, top = np.array([False, True, False]), np.array([True, True, False])
+    everything = backend.forward(replace(step, wanted=rows, full=np.ones(3, np.bool_)))
+    some = backend.forward(replace(step, wanted=rows, full=full, top=top))
+    assert np.array_equal(some.ids, everything.ids) and np.array_equal(some.logits, everything.logits[full])
+    order = np.argsort(-everything.logits[top], axis=1, kind="stable")[:, :TOP]
+    assert some.top is not None and np.array_equal(some.top.ids, order)
+    nothing = backend.forward(replace(step, wanted=rows[:0], full=full[:0], top=None))
+    assert not len(nothing.ids) and not len(nothing.logits) and nothing.top is None
+
+
+def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> None:
+    driver, prompt = Driver(backend), reference.expected["prompt_long"]
+    sequence, other = driver.start(), driver.start()
+    driver.feed((sequence, prompt[:90]))
+    saved = driver.save(sequence)
+    for shard in backend.shards:
+        own = shard.save(sequence.slot, sequence.pages)
+        assert own and all(int(name.split(".")[1]) in shard.info.layers for name in own)
+        assert all(len(own[name]) == 2 * PAGE for name in own if name.endswith((".k", ".v")))
+        assert all(np.array_equal(saved[name], own[name]) and saved[name].dtype == own[name].dtype for name in own)
+    expected = driver.feed((sequence, prompt[90:]))[0]
+    driver.feed((other, prompt[5:95]))
+    driver.restore(other, saved)
+    assert np.array_equal(driver.feed((other, prompt[90:]))[0], expected)
+
+
+def test_what_cannot_be_restored_changes_nothing(backend: LayerSplitBackend, reference: Reference) -> None:
+    driver, prompt = Driver(backend), reference.expected["prompt_long"]
+    sequence = driver.start()
+    driver.feed((sequence, prompt[:20]))
+    saved = driver.save(sequence)
+    for shard in backend.shards:
+        # A donor's tensors are every shard's business, so one of the shard's own.
+        name = sorted(shard.save(sequence.slot, sequence.pages))[-1]
+        for wrong in (None, saved[name][:-1], saved[name].astype(np.int8), saved[name][..., None]):
+            tensors = {key: np.zeros_like(value) for key, value in saved.items()} | {name: wrong}
+            with pytest.raises(BackendError, match=rf"cannot restore tensor {name}"):
+                shard.restore(sequence.slot, sequence.pages, {k: v for k, v in tensors.items() if v is not None})
+    assert all(np.array_equal(value, driver.save(sequence)[name]) for name, value in saved.items())
+
+
+def test_a_failed_step_leaves_a_shard_usable(backend: LayerSplitBackend, reference: Reference) -> None:
+    driver = Driver(backend)
+    step = driver.step((driver.start(), reference.expected["prompt_17"]))
+    expected = backend.forward(step)
+    with pytest.raises(BackendError):
+        # Nothing is handed to a shard that does not embed.
+        result = backend.shards[-1].forward(step, None)
+        assert callable(result)
+        result()
+    backend.shards[-1].announce(step, None)
+    again = backend.forward(step)
+    assert np.array_equal(again.logits, expected.logits)
