@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,10 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
-def test_death_while_generating(number: signal.Signals) -> None:
-    with load(parallel=2) as model:
+def test_death_while_generating(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A daemon that is gone is noticed by the end of its connection alone, one that stands still by the request's limit.
+    monkeypatch.setattr(supervisor, "_SILENCE", 1000.0)
+    with load(parallel=2, shard_timeout=2 if number == signal.SIGSTOP else 1000) as model:
         (pid,) = children()
         running = model.generate(PROMPT, max_tokens=1000, temperature=0, ignore_eos=True)
         beside = model.generate(LONG, max_tokens=1000, temperature=0, ignore_eos=True)
@@ -63,13 +64,11 @@ def test_death_while_generating(number: signal.Signals) -> None:
             next(running)
             next(beside)
         os.kill(pid, number)
-        began = time.monotonic()
         errors = []
         for generation in (running, beside):
             with pytest.raises(ShardLostError) as caught:
                 list(generation)
             errors.append(str(caught.value))
-        assert time.monotonic() - began < 10
         reason = "does not answer" if number == signal.SIGSTOP else f"ended by {number.name}"
         assert errors[0].startswith("shard 1 (cpu:1): cpu:1: the daemon is lost: it ") and reason in errors[0]
         assert reply(model) == EXPECTED
