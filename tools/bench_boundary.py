@@ -11,7 +11,8 @@ by the devices' events. All figures are medians over the steps of a run, of the 
     message   from the moment when this process sees that the copy out is done until it has told the daemon
     wake-up   until the daemon's device starts to copy in (a GPU waits for that by itself) or the daemon's thread runs
     queue     what the daemon's thread needs to queue the step, as far as that was not done before
-    reply     from the daemon's last work until this process has the tokens: seen, sent, received and read, handed on
+    reply     from the moment when the daemon sees that its work is done until this process has the tokens: by a word
+              of shared memory, or by a message. It may be negative: a word is seen earlier than by the daemon itself
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from luce.backend import daemon as served
+from luce.backend import remote
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.remote import RemoteShard
 from luce.bench.measure import Stepper
 from luce.cli.main import main as luce
 from luce.config import Config
@@ -77,7 +78,7 @@ def serve(out: Path, arguments: Sequence[str]) -> int:
 
     def watched(self: Any, *parts: Any) -> None:
         build(self, *parts)
-        notes["awaits"] = [float(self.awaits)]
+        notes["words"] = [float(self.words)]
         if self._entry is not None:
             self._entry._watch = lambda start, end: events.append((start, end))
         count = self._seconds
@@ -158,7 +159,7 @@ def parts(ours: Notes, theirs: Notes, step: float, steps: int) -> dict[str, floa
     first, _, copy_out = per_step(ours, steps)
     work, copy_in = (statistics.median(theirs[name][-steps:]) for name in ("work", "copy in"))
     inside = work + copy_in
-    if theirs["awaits"][0]:
+    if theirs["words"][0]:
         wake = between((ours, "told"), (theirs, "done")) - inside
         queue, ahead = 0.0, between((theirs, "prepared"), (ours, "told"))
     else:
@@ -170,9 +171,10 @@ def parts(ours: Notes, theirs: Notes, step: float, steps: int) -> dict[str, floa
         "wake-up": wake,
         "queue": queue,
         "copy in": copy_in,
-        "reply: sent": between((theirs, "done"), (theirs, "sent")),
-        "reply: read": between((theirs, "sent"), (ours, "read")),
-        "reply: handed on": between((ours, "read"), (ours, "ended")),
+        "reply: there": between((theirs, "done"), (ours, "seen")),
+        "reply: read": between((ours, "seen"), (ours, "read")),
+        "(handed on, as in one process)": between((ours, "read"), (ours, "ended")),
+        "(the daemon's message sent meanwhile)": between((theirs, "done"), (theirs, "sent")),
         "(step)": step,
         "(first shard's work)": first,
         "(daemon's work)": work,
@@ -208,7 +210,7 @@ def main() -> int:
         with opened(options.model, options.devices, options.prompt, context, settings) as backend:
             ours: Notes = {}
             last = backend.shards[-1]
-            assert isinstance(last, RemoteShard)
+            assert isinstance(last, remote.RemoteShard)
             noted(ours, last, "announce", "announcing", "announced")
             noted(ours, RemoteDevice, "wait_for", "", "there")
             release = last._release
@@ -220,7 +222,16 @@ def main() -> int:
                     ours.setdefault("told", []).append(time.monotonic())
 
             last._release = told  # type: ignore[method-assign]
-            noted(ours, last, "_take", "read", "")
+            output = remote._Request.output
+
+            def read(request: Any) -> Any:
+                request.wait()
+                ours.setdefault("seen", []).append(time.monotonic())
+                result = output(request)
+                ours.setdefault("read", []).append(time.monotonic())
+                return result
+
+            remote._Request.output = read  # type: ignore[method-assign, assignment]
             remote_prompt, remote_step, remote_tokens = measured(backend, options, ours)
         found = parts(ours, json.loads(out.read_text()), remote_step, options.steps)
     print(
@@ -232,6 +243,7 @@ def main() -> int:
         print(f"{name:45}{1e6 * seconds:10.1f} us")
     lines = {
         "the boundary, sum of the parts": sum(seconds for name, seconds in found.items() if name[0] != "("),
+        **{f"one process: work of shard {number}": seconds for number, seconds in enumerate(work)},
         "one process: copy between the devices": copy,
         "one process: step beside its work": beside,
         "a daemon: step beside its work": remote_step - found["(first shard's work)"] - found["(daemon's work)"],

@@ -14,10 +14,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import threadpoolctl
@@ -28,7 +29,7 @@ from luce import config as settings
 from luce.backend.chain import Chain
 from luce.backend.local import LocalShard
 from luce.backend.plan import handed_on, handed_widths
-from luce.backend.remote import shared_size
+from luce.backend.remote import ANSWER, Answer, shared_size
 from luce.backend.shard import Activation
 from luce.errors import BackendError, DeviceError, LuceError, ModelError
 from luce.gguf.fingerprint import fingerprint
@@ -62,7 +63,7 @@ from luce.remote.messages import (
     Save,
     Saved,
 )
-from luce.runtime.device import Device, Event, Word
+from luce.runtime.device import Array, Device, Event, Word
 from luce.runtime.host import HostDevice, HostEvent
 from luce.runtime.open import open_devices
 from luce.runtime.step import PAGE, TOP, Int32, Output, Step
@@ -164,12 +165,14 @@ class _Model:
         problems = arena.pin(devices)
         for problem in problems:
             _log.warning("shared memory is not pinned, copies are slower: %s", problem)
-        #: whether the first device waits for a step's input by itself
-        self.awaits = bool(self.takes) and load.shared and devices[0].awaits_words and not problems
+        #: whether the devices wait for a step's input, and tell its output, by themselves
+        self.words = load.shared and not problems and all(device.uses_words for device in devices) and self._try_words()
+        #: where the output of the step that is being queued goes, if it does not go with the answer
+        self._landing: Iterator[NDArray[Any]] | None = None
         for number, (device, part) in enumerate(zip(devices, layers, strict=True)):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             kv = KVTypes(*load.kv)
-            shard = LocalShard(file, spec, part, device, pages=load.pages, slots=load.slots, kv=kv)
+            shard = LocalShard(file, spec, part, device, pages=load.pages, slots=load.slots, kv=kv, fetch=self._fetch)
             self.chain.add(str(device.name), str(device.name), shard)
             if number:
                 self.chain.link(load.rows * handed_on(spec, part.start) // 4)
@@ -185,10 +188,35 @@ class _Model:
     def loaded(self) -> Loaded:
         parts = (part for shard in self.chain.shards for part in shard.parts)
         shown = (Part(p.device, (p.layers.start, p.layers.stop), p.weights, p.state) for p in parts)
-        return Loaded(tuple(shown), self.takes, self.gives, self.spec.vocab)
+        return Loaded(tuple(shown), self.takes, self.gives, self.spec.vocab, self.words)
+
+    def _try_words(self) -> bool:
+        """Whether the devices do with words what they are asked to."""
+        try:
+            for device in self.devices:
+                device.wait_for(Word(self.arena.given, int(self.arena.given[0])))
+                device.tell(Word(self.arena.told, int(self.arena.told[0])))
+                device.synchronize()
+        except DeviceError as error:
+            _log.warning("the host tells GPUs when to go on, steps are slower: %s", error)
+            return False
+        return True
+
+    def _fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
+        """A device's `fetch`, for outputs."""
+        return self.devices[-1].fetch(array, None if self._landing is None else next(self._landing))
 
     def forward(self, message: Announce, there: Event) -> _Work:
         """Queue a step whose input is there when the event has happened."""
+        if message.told is not None:
+            memory = self.arena.memory[message.answer : message.answer + ANSWER]
+            self._landing = iter(Answer(message.step, self.spec.vocab, memory).parts)
+        try:
+            return self._queue(message, there)
+        finally:
+            self._landing = None
+
+    def _queue(self, message: Announce, there: Event) -> _Work:
         step, target = message.step, message.target
         handed: Passage | None = None
         if self._entry is not None:
@@ -201,6 +229,9 @@ class _Model:
         if not isinstance(result, tuple):
             assert not isinstance(result, Passage)
             pending = result
+            if message.told is not None:
+                self.devices[-1].tell(Word(self.arena.told, message.told))
+                return _Work(self.devices[-1].record(), lambda: Done(self._seconds()))
             return _Work(end, lambda: Done(self._seconds(), pending()))
         if len(self._sent) == DEPTH:
             # Memory of what was handed on is used again from here on.
@@ -303,11 +334,7 @@ class _Session:
         finally:
             if self._model is not None and self._announced is not None and self._announced.work is not None:
                 # Nobody else will, and the device would wait for ever.
-                self._word(self._model, self._announced.message).tell()
-
-    @staticmethod
-    def _word(model: _Model, message: Announce) -> Word:
-        return Word(model.arena.word, message.word or 0)
+                Word(self._model.arena.given, self._announced.message.given or 0).tell()
 
     def _held(self) -> int:
         """Bytes that a Restore may bring."""
@@ -402,8 +429,8 @@ class _Session:
             check_step(message.step, model.spec.vocab, model.load)
             self._check_places(model, message)
             work = None
-            if model.awaits and message.word is not None:
-                work = model.forward(message, self._word(model, message))
+            if message.given is not None:
+                work = model.forward(message, Word(model.arena.given, message.given))
         except Exception as error:
             return _Announced(message, problem=error)
         return _Announced(message, work)
@@ -432,6 +459,11 @@ class _Session:
             inside = 0 <= at <= len(model.arena.memory) - 4 * rows * sum(widths) and at % 4 == 0
             if not inside if widths else at != -1:
                 raise BackendError(f"place {at} is none for an activation of {rows} rows")
+        if message.given is not None and not (model.words and model.takes):
+            raise BackendError("there is no input that a device here could wait for")
+        inside = 0 <= message.answer <= len(model.arena.memory) - ANSWER and message.answer % 64 == 0
+        if message.told is not None and not (model.words and not model.gives and inside and len(message.step.wanted)):
+            raise BackendError(f"place {message.answer} is none for an output, or there is none")
 
 
 def check_step(step: Step, vocab: int, load: Load) -> None:

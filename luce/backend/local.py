@@ -49,9 +49,11 @@ class LocalShard:
         slots: int,
         kv: KVTypes = AUTO,
         on_layer: Callable[[], None] = lambda: None,
+        fetch: Callable[[Array], Callable[[], NDArray[Any]]] | None = None,
     ) -> None:
-        """`on_layer` is called when a layer is read."""
+        """`on_layer` is called when a layer is read. `fetch` takes outputs to the host, as the device's does."""
         self.device = device
+        self._fetch = fetch or device.fetch
         self._stream = device.copy_stream()
         builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv)
         self._replayer = Replayer(device, self._run, pages)
@@ -98,8 +100,8 @@ class LocalShard:
 
     def _fetched(self, ids: Array, logits: Array, keys: Array | None = None) -> Pending:
         """What is returned of these arrays, whose copies to the host are queued here."""
-        best, full = self.device.fetch(ids), self.device.fetch(logits)
-        top = None if keys is None else self.device.fetch(keys)
+        best, full = self._fetch(ids), self._fetch(logits)
+        top = None if keys is None else self._fetch(keys)
         return lambda: Output(best(), full(), None if top is None else candidates(top()))
 
     def embed(self, tokens: Int32) -> Array:

@@ -32,7 +32,8 @@ def room(size: int) -> int:
 class Arena:
     """`memory`: uint8 [size]. `fd`: descriptor of the memory file to hand to the peer, None over a network.
 
-    The first page is for `word`, uint32 [1], by which one side tells the other's GPUs that something is there.
+    The first page is for two words, uint32 [1]: `given` counts the inputs that the server has given, `told` the outputs
+    that the daemon's GPUs have told.
     """
 
     def __init__(self, size: int, fd: int | None) -> None:
@@ -43,7 +44,8 @@ class Arena:
             raise OutOfMemoryError(f"{size} bytes of shared memory: {error.strerror}") from error
         self.fd = fd
         self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        self.word = self.memory[:4].view(np.uint32)
+        # Each in a cache line of its own.
+        self.given, self.told = (self.memory[at : at + 4].view(np.uint32) for at in (0, 64))
         self._taken = _ALIGNED
         self._unpin: dict[str, Callable[[], None]] = {}
 

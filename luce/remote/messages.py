@@ -85,25 +85,32 @@ class Part(msgspec.Struct):
 
 
 class Loaded(msgspec.Struct, tag=True):
-    """The answer to Load. Columns of each array that is taken and handed on; entries of the vocabulary."""
+    """The answer to Load. Columns of each array that is taken and handed on; entries of the vocabulary.
+
+    words: whether the devices wait for the arena's words, and tell them, by themselves.
+    """
 
     parts: tuple[Part, ...]
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     vocab: int
+    words: bool
 
 
 class Announce(msgspec.Struct, tag=True):
-    """The step that the next Forward runs. Its input and output have these places in the arena, -1 for none.
+    """The step that the next Forward runs. What it takes and gives has these places in the arena, -1 for none.
 
-    The arena's word reaches `word` when the input is there, so that a GPU can wait for it by itself; None if only
-    Forward tells. The server lets it do so before it asks for anything else.
+    given: the arena's word of this name reaches it when the input is there, so that a GPU can wait for that by itself;
+    None if only Forward says it. The server lets it happen before it asks for anything else.
+    told: likewise for the output, which lies at `answer` then (luce.backend.remote.Answer); None if Done brings it.
     """
 
     step: Step
     source: int
     target: int
-    word: int | None = None
+    given: int | None = None
+    answer: int = -1
+    told: int | None = None
 
 
 class Forward(msgspec.Struct, tag=True):

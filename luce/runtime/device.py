@@ -128,8 +128,8 @@ class Device(ABC):
     host: bool
     #: whether this stands for devices of another process: `zeros` here is memory that both processes see
     shared = False
-    #: whether its copy streams wait for a Word without stopping the host
-    awaits_words = False
+    #: whether it waits for a Word, and tells one, without stopping the host
+    uses_words = False
     #: whether `capture` may be called
     captures = False
     #: whether `gemm` can be called: a BLAS library is at hand
@@ -168,9 +168,20 @@ class Device(ABC):
     def download(self, array: Array) -> NDArray[Any]:
         """A NumPy array with the values of a device array; waits for the kernels that write it."""
 
-    def fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
-        """Queue the copy of an array to the host: what is returned waits for it, and must be called."""
-        return lambda: self.download(array)
+    def fetch(self, array: Array, to: NDArray[Any] | None = None) -> Callable[[], NDArray[Any]]:
+        """Queue the copy of an array to the host: what is returned waits for it, and must be called.
+
+        `to`, if given, is pinned memory of the same shape and dtype that it goes to.
+        """
+        if to is None:
+            return lambda: self.download(array)
+        to[...] = self.download(array)
+        return lambda: to
+
+    def tell(self, word: Word) -> None:
+        """Let a word happen once all work queued so far is done. Without `uses_words` the host waits for that."""
+        self.synchronize()
+        word.tell()
 
     @abstractmethod
     def write(self, array: Array, values: NDArray[Any]) -> None:

@@ -128,7 +128,7 @@ class GpuDevice(Device):
         self.properties = found.properties(index)
         self.lanes = self.properties.lanes
         self.shared_limit = self.properties.shared_optin
-        self.awaits_words = found.awaits_words
+        self.uses_words = found.uses_words
         self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
         #: whether kernels start before the ones ahead have ended, and wait by luce_await (kernels/gpu.h)
         self.early = kind == "cuda" and _capability(self.properties.arch) >= 90
@@ -235,12 +235,12 @@ class GpuDevice(Device):
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes from the device: {error}") from error
         return result
 
-    def fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
-        if not array.nbytes or array.nbytes >= _PINNED.stop:
+    def fetch(self, array: Array, to: NDArray[Any] | None = None) -> Callable[[], NDArray[Any]]:
+        if not array.nbytes or (to is None and array.nbytes >= _PINNED.stop):
             return super().fetch(array)
         self._activate()
         self._settle()
-        out: NDArray[Any] = self.pinned(array.nbytes).view(array.dtype).reshape(array.shape)
+        out: NDArray[Any] = self.pinned(array.nbytes).view(array.dtype).reshape(array.shape) if to is None else to
         with self._failing(f"copy of {array.nbytes} bytes from the device"):
             array.get(out=out, blocking=False)
         copied = self.record()
@@ -250,6 +250,14 @@ class GpuDevice(Device):
             return out
 
         return wait
+
+    def tell(self, word: Word) -> None:
+        if not self.uses_words:
+            super().tell(word)
+            return
+        self._activate()
+        self._driver.use(self.name.index)
+        self._driver.write_word(self.stream, word.memory.ctypes.data, word.value)
 
     def prepare(self, build: KernelBuild) -> None:
         """Compile a build, or fetch it from the cache, and load it. Raises DeviceError naming the build."""
@@ -370,7 +378,7 @@ class GpuDevice(Device):
     def hold(self, stream: Any, event: Event) -> None:
         """Let a stream of this device wait for an event."""
         self._activate()
-        if isinstance(event, Word) and self.awaits_words:
+        if isinstance(event, Word) and self.uses_words:
             self._driver.use(self.name.index)
             self._driver.wait_word(stream.ptr, event.memory.ctypes.data, event.value)
             return

@@ -17,13 +17,13 @@ from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, TOP
-from tests.support.daemons import HERE, devices, key_file, listener
+from tests.support.daemons import HERE, devices, key_file, listener, with_words
 from tests.support.drive import Driver
 from tests.support.reference import Reference
 
 #: a sandwich model with a tied, scaled embedding and softcap; a recurrent one with a head of its own, quantised
 REFERENCES = [Reference("gemma4-e-F32"), Reference("qwen35-b-Q4_K_M")]
-PLACES = ["local", "daemon", "stream", "tcp"]
+PLACES = ["local", "daemon", "words", "stream", "tcp"]
 Make = Callable[[Reference], LayerSplitBackend]
 
 
@@ -45,7 +45,9 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 names = ",".join(f"tcp://127.0.0.1:{port}/cpu:0" for port in ports)
                 opened = stack.enter_context(devices(names, target_shard_ipc_bin=(), shard_key_file=key))
             else:
-                settings = {"target_shard_ipc_bin": (("cpu", HERE),), "isolate_shards": True}
+                words = request.param == "words"
+                python = with_words(tmp_path_factory.mktemp("words") / "python") if words else HERE
+                settings = {"target_shard_ipc_bin": (("cpu", python),), "isolate_shards": True}
                 transport = "stream" if request.param == "stream" else "shared"
                 opened = stack.enter_context(devices("cpu:0,cpu:1", **settings, shard_transport=transport))
             backend = LayerSplitBackend(file, reference.spec, opened, slots=4, context=256, piece=64)

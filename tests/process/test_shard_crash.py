@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ import luce
 from luce.api import Model
 from luce.errors import DeviceError, LuceError, ShardLostError
 from luce.remote import supervisor
-from tests.support.daemons import HERE, children, descriptors, within
+from tests.support.daemons import HERE, children, descriptors, interpreter, within
 from tests.support.reference import Reference
 
 REFERENCE = Reference("gemma4-e-Q4_0")
@@ -131,12 +130,6 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
                 reply(model)
 
 
-def script(path: Path, text: str) -> Path:
-    path.write_text(f"#!{sys.executable}\nimport os, socket, sys, time\n{text}")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
 SOCKET = "s = socket.socket(fileno=int(sys.argv[-1].split(',')[0])); "
 #: what stands for the interpreter, and how the start fails
 STARTS = {
@@ -157,7 +150,7 @@ STARTS = {
 def test_a_daemon_that_does_not_start(name: str, tmp_path: Path) -> None:
     text, reason = STARTS[name]
     with pytest.raises(DeviceError) as caught:
-        load(target_shard_ipc_bin=script(tmp_path / "python", text), shard_start_timeout=1)
+        load(target_shard_ipc_bin=interpreter(tmp_path / "python", text), shard_start_timeout=1)
     assert (
         str(caught.value) == f"cpu:1: the daemon is lost: {reason}" if name != "silent" else reason in str(caught.value)
     )
@@ -165,7 +158,7 @@ def test_a_daemon_that_does_not_start(name: str, tmp_path: Path) -> None:
 
 def test_variables_of_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUCE_MAX_CTX", "77")
-    show = script(tmp_path / "python", "print({k: v for k, v in os.environ.items() if k[:4] in ('LUCE', 'HSA_')})")
+    show = interpreter(tmp_path / "python", "print({k: v for k, v in os.environ.items() if k[:4] in ('LUCE', 'HSA_')})")
     with pytest.raises(DeviceError) as caught:
         load(target_shard_ipc_bin=show, shard_env=["cpu:HSA_A=1,2", "hip:HSA_B=3", "cpu:HSA_C=cuda:4=5"])
     assert str(caught.value).endswith("its last words: {'HSA_A': '1,2', 'HSA_C': 'cuda:4=5'}")
