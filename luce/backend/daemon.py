@@ -31,7 +31,7 @@ from luce.backend.local import LocalShard
 from luce.backend.plan import handed_on, handed_widths
 from luce.backend.remote import ANSWER, Answer, shared_size
 from luce.backend.shard import Activation
-from luce.errors import BackendError, DeviceError, LuceError, ModelError
+from luce.errors import BackendError, DeviceError, LuceError, ModelError, OutOfMemoryError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
@@ -173,7 +173,8 @@ class _Model:
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             kv = KVTypes(*load.kv)
             shard = LocalShard(file, spec, part, device, pages=load.pages, slots=load.slots, kv=kv, fetch=self._fetch)
-            self.chain.add(str(device.name), str(device.name), shard)
+            # What a device raises names it.
+            self.chain.add(f"layers {part.start}..{part.stop - 1}", str(device.name), shard)
             if number:
                 self.chain.link(load.rows * handed_on(spec, part.start) // 4)
         self._entry = None
@@ -525,6 +526,8 @@ def _over(work: _Work) -> bool:
 def _failed(error: Exception) -> Failed:
     if isinstance(error, LuceError):
         return Failed(type(error).__name__, str(error))
+    if isinstance(error, MemoryError):
+        free = HostDevice().memory().free
+        return Failed(OutOfMemoryError.__name__, f"host memory: {error or 'all is taken'}; {free} bytes free")
     _log.exception("a request failed")
-    kind = "OutOfMemoryError" if isinstance(error, MemoryError) else "BackendError"
-    return Failed(kind, f"{type(error).__name__}: {error}")
+    return Failed(BackendError.__name__, f"{type(error).__name__}: {error}")

@@ -145,8 +145,8 @@ class LayerSplitBackend:
         """What lies on each device."""
         return tuple(part for shard in self._chain.shards for part in shard.parts)
 
-    def lost(self) -> bool:
-        return sum(shard.lost() for shard in self._chain.shards) > 0
+    def lost(self) -> str:
+        return "; ".join(filter(None, [shard.lost() for shard in self._chain.shards]))
 
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the start. Any thread may ask."""

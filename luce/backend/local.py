@@ -78,8 +78,8 @@ class LocalShard:
     def parts(self) -> tuple[ShardInfo, ...]:
         return (self.info,)
 
-    def lost(self) -> bool:
-        return False
+    def lost(self) -> str:
+        return ""
 
     def announce(self, step: Step, handed: Activation | None) -> None:
         pass

@@ -192,9 +192,9 @@ class RemoteShard:
     def parts(self) -> tuple[ShardInfo, ...]:
         return self._parts
 
-    def lost(self) -> bool:
+    def lost(self) -> str:
         known, self._generation = self._generation, self._daemon.generation
-        return known != self._generation
+        return "" if known == self._generation else f"{self._name}: {self._daemon.loss()}"
 
     def announce(self, step: Step, handed: Activation | None) -> None:
         channel = self._channel()

@@ -46,8 +46,8 @@ class Shard(Protocol):
     def parts(self) -> tuple[ShardInfo, ...]:
         """The same for each device; a daemon's shard may have several."""
 
-    def lost(self) -> bool:
-        """Whether all that sequences keep here has been lost since the last call."""
+    def lost(self) -> str:
+        """Why all that sequences keep here has been lost since the last call; empty if it has not."""
 
     @property
     def device(self) -> Device:

@@ -129,6 +129,11 @@ class Supervisor:
                 raise ShardLostError(f"{self._error or self.name + ': closed'}")
             return self._channel
 
+    def loss(self) -> str:
+        """Why the daemon was lost when it was last ready."""
+        with self._changed:
+            return str(self._loss)
+
     def lost(self, channel: Channel[Reply], suspicion: ChannelError) -> ShardLostError:
         """The error for a daemon whose channel failed. It is ended, if it is not dead yet."""
         with self._changed:
