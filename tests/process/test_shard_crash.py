@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import luce
 from luce.api import Model
 from luce.errors import DeviceError, LuceError, ShardLostError
 from luce.remote import supervisor
+from luce.runtime import driver
 from tests.support.daemons import HERE, children, descriptors, interpreter, within
 from tests.support.reference import Reference
 
@@ -173,6 +175,18 @@ def test_a_device_that_the_daemon_does_not_have() -> None:
     with pytest.raises(LuceError, match=r"^cuda:9: --target-devices cuda:9: ") as caught:
         load(target_devices="cpu:0,cuda:9")
     assert caught.value.exit_code == 2
+
+
+def test_a_hip_daemon_without_a_gpu() -> None:
+    """The daemon loads the vendor's library, if there is one, and says what is missing beyond it."""
+    found = driver.load("hip")
+    if found is not None and found.count():
+        pytest.skip("there is an AMD GPU")
+    why = r"libamdhip64\S* is not found: install ROCm" if found is None else rf"{re.escape(found.path)} .*/dev/kfd"
+    for settings in ({"target_shard_ipc_bin": f"hip={HERE}"}, {"target_devices": "hip:0,cpu:0"}):
+        given = {"target_devices": "cpu:0,hip:0", "target_shard_ipc_bin": f"hip={HERE}", **settings}
+        with pytest.raises(LuceError, match=rf"^hip:0: --target-devices hip:0: no hip devices are available: {why}"):
+            load(**given)
 
 
 def test_no_daemon_outlives_a_killed_server() -> None:
