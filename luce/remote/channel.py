@@ -183,7 +183,11 @@ class Channel(Generic[Incoming]):
             raise GoneError(f"it closed the connection ({error.strerror or error})") from error
         left = deadline - time.monotonic()
         poller = select.poll()
-        poller.register(self.socket, event)
+        try:
+            poller.register(self.socket, event)
+        except ValueError:
+            # Another thread has closed this end meanwhile.
+            raise GoneError("it is closed") from None
         if left > 0 and poller.poll(None if left == math.inf else math.ceil(1000 * left)):
             return
         raise LateError("it does not answer" if event == select.POLLIN else "it does not read what it is sent")

@@ -17,8 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from luce import __version__, errors, log
-from luce.errors import BackendError, DeviceError, LuceError, ShardLostError
+from luce import __version__, log
+from luce.errors import (
+    BackendError,
+    DeviceError,
+    FormatError,
+    LuceError,
+    ModelError,
+    OutOfMemoryError,
+    ShardLostError,
+    UnsupportedError,
+    UsageError,
+)
 from luce.remote.arena import Arena
 from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError
 from luce.remote.messages import PROTOCOL, Failed, Hello, Load, Loaded, Open, Ping, Pong, Reply
@@ -272,7 +282,7 @@ class Supervisor:
                 raise LateError(f"it has not started within {self.limits.start:g} s (--shard-start-timeout)")
         _, reply = channel.receive(timeout=_SEND)
         if isinstance(reply, Failed):
-            raise failure(self.name, reply)
+            raise failure(self.name, reply, starting=True)
         if not isinstance(reply, answer):
             raise GarbageError(f"it sent {type(reply).__name__} instead of {answer.__name__}")
         return reply
@@ -312,12 +322,15 @@ class _Heartbeat:
         return other is not None and other.ready()
 
 
-def failure(name: str, failed: Failed) -> LuceError:
+#: what a daemon may report of its start, and of a request
+_OF_STARTS = {kind.__name__: kind for kind in (UsageError, ModelError, FormatError, UnsupportedError)}
+_OF_REQUESTS: dict[str, type[LuceError]] = {kind.__name__: kind for kind in (DeviceError, OutOfMemoryError)}
+
+
+def failure(name: str, failed: Failed, *, starting: bool = False) -> LuceError:
     """The error that a daemon reports, as this side raises it."""
-    kind = getattr(errors, failed.error, None)
-    if not (isinstance(kind, type) and issubclass(kind, LuceError)):
-        kind = BackendError
-    return kind(f"{name}: {failed.message}")
+    kinds = {**_OF_REQUESTS, **_OF_STARTS} if starting else _OF_REQUESTS
+    return kinds.get(failed.error, BackendError)(f"{name}: {failed.message}")
 
 
 def _shut_down(peer: Peer | None) -> None:
