@@ -12,7 +12,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -97,24 +96,37 @@ def serve(
     with contextlib.ExitStack() as opened:
         signs: Channel[Ping] = Channel(watch, Ping)
         opened.callback(signs.close)
-        threading.Thread(target=_answer_pings, args=(signs, requests, silence), name="luce-pings", daemon=True).start()
+        over = threading.Event()
+        arguments = signs, requests, silence, over
+        pings = threading.Thread(target=_answer_pings, args=arguments, name="luce-pings", daemon=True)
+        pings.start()
+        # A descriptor that is closed while a thread waits on it may be another one when the thread wakes.
+        opened.callback(pings.join)
+        opened.callback(_shut_down, watch)
+        opened.callback(over.set)
         channel: Channel[Request] = Channel(requests, Request)
         opened.callback(channel.close)
         _Session(channel, shares, path, opened).run()
 
 
-def _answer_pings(watch: Channel[Ping], requests: socket.socket, silence: float | None) -> None:
+def _answer_pings(watch: Channel[Ping], requests: socket.socket, silence: float | None, over: threading.Event) -> None:
     """Give signs of life, whatever the main thread does; when the server is gone the process does not outlive it."""
     try:
         while True:
             number, _ = watch.receive(timeout=silence)
             watch.send(number, Pong(), timeout=_SEND)
     except ChannelError:
-        with contextlib.suppress(OSError):
-            requests.shutdown(socket.SHUT_RDWR)
-        if silence is None:
-            time.sleep(_GRACE)
+        if over.is_set():
+            return
+        _shut_down(requests)
+        if silence is None and not over.wait(_GRACE):
             os._exit(1)
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """End a connection, which wakes whoever waits on it. Not TLS's own end, which no other thread may send."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True)
