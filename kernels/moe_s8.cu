@@ -7,6 +7,9 @@
 #include "dot_s8.h"
 #include "quantise.h"
 
+// Units of a chain in flight in expert_gated_s8: three where they fit (_SMALL_UNITS of luce/ops/moe_bytes.py).
+#define GATED_STAGES (QTYPE == Q4_0 || QTYPE == Q4_K ? 3 : 2)
+
 // act(gate x) * up x of every pair, as quantised rows of `half` columns, one per pair. gates, ups: `half` rows for each
 // of `experts`, expert_rows apart, and shared_gates, shared_ups [half, cols], all in blocks of QTYPE; half is a
 // multiple of 32. values, scales: x, with room for x_stride rows; ids [n, k].
@@ -31,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(256)
         const u8* matrix = feature < 32 ? gate : up;
         return Meeting{matrix + (first + feature % 32) * row_bytes(cols), matrix + all, x};
     };
-    const float* partial = block_sums<1, 2>(meet, 4, chain_bits, cols, shared);
+    const float* partial = block_sums<1, GATED_STAGES>(meet, 4, chain_bits, cols, shared);
     // The first wave makes the results, and all of its lanes stay for quantise_columns.
     if (luce_thread() >= LUCE_LANES) return;
     const int lane = luce_thread() % 32;

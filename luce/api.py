@@ -101,6 +101,7 @@ def open_backend(
         context=served_context(spec, config.max_ctx),
         chunk=served_chunk(devices, config.chunk),
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
+        unpack=config.prompt_weights == "auto",
         on_progress=on_progress,
     )
     opened.callback(backend.close)
@@ -194,12 +195,14 @@ class Model:
 
     @property
     def placement(self) -> list[dict[str, Any]]:
-        """device, layers (first, last), bytes of weights and of state, and bytes per token handed on, of each shard."""
+        """device, layers (first, last), bytes of weights, of state, of weights unpacked as well, and bytes per token
+        handed on, of each shard."""
         return [
             {
                 "device": part.device,
                 "layers": [part.layers.start, part.layers.stop - 1],
                 "weights": part.weights,
+                "unpacked": part.unpacked,
                 "state": part.state,
                 "handed_on": handed_on(self.spec, part.layers.stop),
             }

@@ -287,6 +287,13 @@ class Config:
         metavar="TYPE",
         group="engine",
     )
+    prompt_weights: str = _setting(
+        "auto",
+        _choice("auto", "packed"),
+        "matrices as GPUs read prompts with them: auto (unpacked to f16 too, in up to half of the memory left), packed",
+        metavar="HOW",
+        group="engine",
+    )
     threads: int = _setting(
         0,
         _integer(0, 4096),

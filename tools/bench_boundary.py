@@ -212,7 +212,9 @@ def main() -> int:
             last = backend.shards[-1]
             assert isinstance(last, remote.RemoteShard)
             noted(ours, last, "announce", "announcing", "announced")
-            noted(ours, RemoteDevice, "wait_for", "", "there")
+            # Requests are waited for by it as well.
+            arrived = "", "there", lambda device, event: not isinstance(event, remote._Request)
+            noted(ours, RemoteDevice, "wait_for", *arrived)
             release = last._release
 
             def told() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.kept import Kept, Piece
 from luce.runtime.step import Output, Step
 
 
@@ -51,17 +52,25 @@ class Backend(Protocol):
         ShardLostError: so is every other sequence that has run a step, and steps fail until `lost` has told.
         """
 
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        """Copies of the recurrent states of a slot, if one is named, and of the given pages of each page group.
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> Kept:
+        """Put aside the recurrent states of a slot, if one is named, and the given pages of each page group.
 
-        Names and shapes as in luce.backend.shard.Shard.save, of all layers.
+        As luce.backend.shard.Shard.save, of all layers. Raises LuceError.
         """
 
-    def restore(
-        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
-    ) -> None:
-        """The reverse of `save`, into any slot and any pages of the same numbers. Raises BackendError naming a tensor
-        that is missing or has another shape or type: what was restored up to there is undefined."""
+    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: Kept, first: int = 0) -> None:
+        """The reverse of `save`, into any slot and any pages of the same numbers; see Shard.restore. Raises LuceError:
+        what was restored up to there is undefined."""
+
+    def landing(self, size: int) -> NDArray[np.uint8]:
+        """Host memory of `size` bytes that `fill` copies from fastest. Raises LuceError."""
+
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        """Copy pieces to where they belong as they come, each shard its own share at its own pace.
+
+        Raises what `pieces` raises, and BackendError naming a tensor that is missing or has another shape or type:
+        what was copied up to there is undefined.
+        """
 
     def close(self) -> None:
         """Release weights and states. Idempotent."""

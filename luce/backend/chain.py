@@ -1,12 +1,18 @@
-"""Shards in the order of their layers, and the copies between them: work is only queued here, nothing is waited for.
+"""Shards in the order of their layers, and the copies between them: work is only queued here.
 
 The backend drives the chain of a whole model, a daemon the chain of its own devices.
+
+A driver takes about a thousand launches before it blocks whoever queues another one, and a host shard works as it is
+told. So that no shard waits because another one's queue is full, each has a thread of its own: `queue` gives a step to
+all of them. One step alone goes through without them (`through`): a thread takes tens of microseconds to wake.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from luce.backend.shard import Activation, Pending, Shard
 from luce.backend.timing import Clock, ShardTimes
@@ -15,9 +21,19 @@ from luce.runtime.device import Event
 from luce.runtime.step import Step
 from luce.runtime.transfer import Link, Passage
 
+#: What a shard makes of a step, and when its work is done.
+Ran = tuple[Passage | Activation | Pending, Event]
+
+#: Steps per shard that may be queued and not done: enough that no shard waits for the host.
+_AHEAD = 2
+
 
 class Chain:
-    """Shards are added in order; each hands on to the next one by a link. `peer` as in Link."""
+    """Shards are added in order; each hands on to the next one by a link. `peer` as in Link.
+
+    One thread uses a chain; any may ask for `times`. While steps are with the shards' threads (not `idle`), only
+    `queue`, `wait`, `settle` and `close` may be called.
+    """
 
     def __init__(self, *, peer: bool) -> None:
         self._peer = peer
@@ -28,6 +44,13 @@ class Chain:
         self._devices: list[str] = []
         self._work: list[Clock] = []
         self._copies: list[Clock] = []
+        self._threads: list[ThreadPoolExecutor] = []
+        #: steps that were given to the threads and may not have come to their end there
+        self._given: deque[Future[Ran]] = deque()
+        #: when the last shard is done with steps
+        self._ends: deque[Event] = deque()
+        #: why the threads drop what they are given, until `settle`
+        self.failure: BaseException | None = None
 
     def add(self, name: str, device: str, shard: Shard) -> None:
         """The next shard; the chain closes it. `name` stands before its device's errors, `device` in `times`."""
@@ -35,6 +58,7 @@ class Chain:
         self._names.append(name)
         self._devices.append(device)
         self._work.append(Clock())
+        self._threads.append(ThreadPoolExecutor(1, f"luce {name}"))
 
     def link(self, size: int) -> None:
         """The way from the shard before the last one to the last one, for `size` float32 values at a time."""
@@ -42,28 +66,77 @@ class Chain:
         self._copies.append(Clock())
         self.links.append(Link(before.device, last.device, size, peer=self._peer, watch=self._copies[-1].add))
 
-    def run(self, number: int, step: Step, handed: Passage | None) -> tuple[Passage | Activation | Pending, Event]:
+    @property
+    def idle(self) -> bool:
+        """Whether no thread has anything to do."""
+        # The last shard comes to a step when all others have been there.
+        return not self._given or self._given[-1].done()
+
+    def queue(self, step: Step) -> Callable[[], Pending]:
+        """Let each shard's thread run a step once the shard before it has. Waits if too many steps are on the way.
+
+        Returns what waits until all have queued their work, and raises what failed. Once a step has failed, those
+        behind it are dropped and fail as well, until `settle`.
+        """
+        before: Future[Ran] | None = None
+        for number, thread in enumerate(self._threads):
+            before = thread.submit(self._follow, number, step, before)
+        assert before is not None
+        self._given.append(before)
+        while len(self._given) > _AHEAD * len(self.shards):
+            self._given.popleft().result()
+        last = before
+        return lambda: _output(last.result())
+
+    def through(self, step: Step) -> Pending:
+        """Run a step through all shards here and now."""
+        ran = self.run(0, step, None)
+        for number in range(1, len(self.shards)):
+            ran = self.run(number, step, _passage(ran))
+        return _output(ran)
+
+    def _follow(self, number: int, step: Step, before: Future[Ran] | None) -> Ran:
+        """On a shard's thread."""
+        handed = None if before is None else _passage(before.result())
+        if self.failure is not None:
+            if handed is not None:
+                handed.release(None)
+            raise self.failure
+        try:
+            return self.run(number, step, handed)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def run(self, number: int, step: Step, handed: Passage | None) -> Ran:
         """Queue a shard's work on a step, and the copy of what it hands on if another shard follows.
 
         Also when the shard's work is done. Raises BackendError naming the shard.
         """
         shard = self.shards[number]
         device = shard.device
-        with self._naming(number):
+        with self._naming(number), contextlib.ExitStack() as failing:
+            if handed is not None:
+                failing.callback(handed.release, None)
             shard.announce(step, None if handed is None else tuple(handed.arrays))
             arrays = None if handed is None else handed.receive()
             start = device.record(timing=True)
             result = shard.forward(step, arrays)
-            end = device.record(timing=True)
+            done = end = device.record(timing=True)
             self._work[number].add(start, end)
+            passage = None
             if isinstance(result, tuple) and number < len(self.links):
                 passage = self.links[number].send(result, end)
-                if handed is not None:
-                    # What is handed on may lie in what was handed over.
-                    handed.release(passage.taken)
-                return passage, end
+                # What is handed on may lie in what was handed over.
+                done = passage.taken or end
+            failing.pop_all()
             if handed is not None:
-                handed.release(end)
+                handed.release(done)
+            if passage is not None:
+                return passage, end
+            self._ends.append(end)
+            if len(self._ends) > _AHEAD * len(self.shards):
+                self._ends.popleft().wait()
             return result, end
 
     @contextlib.contextmanager
@@ -71,7 +144,9 @@ class Chain:
         try:
             yield
         except DeviceError as error:
-            raise BackendError(f"{self._names[number]}: {error}") from error
+            # What another process reports names the shard already.
+            name = "" if self.shards[number].apart else f"{self._names[number]}: "
+            raise BackendError(f"{name}{error}") from error
 
     def look(self) -> None:
         """Count the work that is over. Raises LuceError if some of it failed."""
@@ -90,18 +165,43 @@ class Chain:
         """Seconds that the shards' work took since the start, as far as it has been counted."""
         return sum(clock.total for clock in self._work)
 
+    def wait(self) -> None:
+        """Wait until the threads are idle. Raises what failed there."""
+        if self._given:
+            wait([self._given[-1]])
+            self._given.clear()
+        if self.failure is not None:
+            raise self.failure
+
     def settle(self) -> None:
-        """Wait until nothing runs, whether it fails or not."""
+        """Wait until nothing runs, whether it fails or not. What the threads have not begun is dropped."""
+        self.failure = self.failure or BackendError("dropped")
+        with contextlib.suppress(BaseException):
+            self.wait()
+        self._ends.clear()
         for waiting in (*(shard.device.synchronize for shard in self.shards), *(link.settle for link in self.links)):
             with contextlib.suppress(DeviceError, BackendError):
                 waiting()
         for clock in (*self._work, *self._copies):
             clock.forget()
+        self.failure = None
 
     def close(self) -> None:
         """Release everything. Idempotent."""
         self.settle()
+        for thread in self._threads:
+            thread.shutdown()
         self.links.clear()
         for shard in reversed(self.shards):
             shard.close()
         self.shards.clear()
+
+
+def _passage(ran: Ran) -> Passage:
+    assert isinstance(ran[0], Passage)
+    return ran[0]
+
+
+def _output(ran: Ran) -> Pending:
+    assert callable(ran[0])
+    return ran[0]

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from luce import __version__, log
 from luce import config as settings
 from luce.backend.chain import Chain
+from luce.backend.kept import HostKept, JoinedKept, Piece
 from luce.backend.local import LocalShard
 from luce.backend.plan import handed_on, handed_widths
 from luce.backend.remote import ANSWER, Answer, shared_size
@@ -44,11 +45,16 @@ from luce.remote.messages import (
     Announce,
     DeviceFacts,
     Done,
+    Drop,
     Embed,
     Embedded,
     Failed,
+    Fetch,
+    Fetched,
+    Fill,
     Forward,
     Hello,
+    Kind,
     Load,
     Loaded,
     Open,
@@ -76,7 +82,7 @@ _SEND = 60.0
 _GRACE = 5.0
 #: seconds to look for a message without sleeping, with a GPU: the work of the other shards in a decode step
 _SPIN = 10e-3
-#: what a frame may hold beside the tensors of a Restore
+#: what a frame may hold beside the tensors of a Fill
 _LARGEST = 1 << 28
 
 
@@ -131,10 +137,26 @@ def _shut_down(sock: socket.socket) -> None:
 
 @dataclass(frozen=True)
 class _Work:
-    """A step whose work is queued: the answer to its Forward follows when `event` has happened."""
+    """A Forward or Save whose work is queued: its answer follows when `event` has happened."""
 
     event: Event
-    answer: Callable[[], Done]
+    answer: Callable[[], Reply]
+
+
+class _Copied(Event):
+    """When what was put aside is there."""
+
+    def __init__(self, kept: JoinedKept) -> None:
+        self._kept = kept
+
+    def happened(self) -> bool:
+        return self._kept.ready()
+
+    def wait(self) -> None:
+        self._kept.wait()
+
+    def seconds_since(self, start: Event) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -181,10 +203,19 @@ class _Model:
         self.words = load.shared and not problems and all(device.uses_words for device in devices) and self._try_words()
         #: where the output of the step that is being queued goes, if it does not go with the answer
         self._landing: Iterator[NDArray[Any]] | None = None
-        for number, (device, part) in enumerate(zip(devices, layers, strict=True)):
+        for number, (device, part, spare) in enumerate(zip(devices, layers, load.spare, strict=True)):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
-            kv = KVTypes(*load.kv)
-            shard = LocalShard(file, spec, part, device, pages=load.pages, slots=load.slots, kv=kv, fetch=self._fetch)
+            shard = LocalShard(
+                file,
+                spec,
+                part,
+                device,
+                pages=load.pages,
+                slots=load.slots,
+                kv=KVTypes(*load.kv),
+                spare=spare,
+                fetch=self._fetch,
+            )
             # What a device raises names it.
             self.chain.add(f"layers {part.start}..{part.stop - 1}", str(device.name), shard)
             if number:
@@ -197,10 +228,11 @@ class _Model:
         #: what was handed on, until the copies are done
         self._sent: deque[tuple[Activation, Event]] = deque()
         self._counted = 0.0
+        self._kept: dict[int, JoinedKept] = {}
 
     def loaded(self) -> Loaded:
         parts = (part for shard in self.chain.shards for part in shard.parts)
-        shown = (Part(p.device, (p.layers.start, p.layers.stop), p.weights, p.state) for p in parts)
+        shown = (Part(p.device, (p.layers.start, p.layers.stop), p.weights, p.state, p.unpacked) for p in parts)
         return Loaded(tuple(shown), self.takes, self.gives, self.spec.vocab, self.words)
 
     def _try_words(self) -> bool:
@@ -281,14 +313,40 @@ class _Model:
             raise BackendError(f"rows of shape {message.hidden.shape} and {message.top} candidates cannot be projected")
         return self.chain.shards[-1].project(message.hidden, top=message.top, logits=message.logits)()
 
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        self._check(slot, pages)
-        return {name: tensor for shard in self.chain.shards for name, tensor in shard.save(slot, pages).items()}
+    def save(self, number: int, message: Save) -> _Work:
+        """Queue the copies; what they make is known by the number."""
+        self._check(message.slot, message.pages)
+        shards = self.chain.shards
+        parts = [shard.save(message.slot, message.pages, held=message.held) for shard in shards]
+        kept = self._kept[number] = JoinedKept(parts)
+        return _Work(_Copied(kept), lambda: _saved(kept))
+
+    def fetch(self, message: Fetch) -> Fetched:
+        found: dict[str, NDArray[np.generic]] = {}
+        for part in self._named(message.kept).parts:
+            assert isinstance(part, HostKept)
+            part.wait()
+            found |= part.rows(message.first, message.count, set(message.names) - part.mirrors)
+        return Fetched(found)
 
     def restore(self, message: Restore) -> None:
         self._check(message.slot, message.pages)
+        for shard, part in zip(self.chain.shards, self._named(message.kept).parts, strict=True):
+            shard.restore(message.slot, message.pages, part, message.first)
+
+    def fill(self, message: Fill) -> None:
+        self._check(message.slot, message.pages)
         for shard in self.chain.shards:
-            shard.restore(message.slot, message.pages, message.tensors)
+            shard.fill(Piece(message.slot, message.pages, range(*message.layers), message.tensors))
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._kept.pop(number, None)
+
+    def _named(self, number: int) -> JoinedKept:
+        if number not in self._kept:
+            raise BackendError(f"request {number} has put nothing aside")
+        return self._kept[number]
 
     def _check(self, slot: int | None, pages: Sequence[Sequence[int]]) -> None:
         if slot is not None and not 0 <= slot < self.load.slots:
@@ -350,7 +408,7 @@ class _Session:
                 Word(self._model.arena.given, self._announced.message.given or 0).tell()
 
     def _held(self) -> int:
-        """Bytes that a Restore may bring."""
+        """Bytes that a Fill may bring."""
         return 0 if self._model is None else sum(shard.info.state for shard in self._model.chain.shards) * 2
 
     def _answer_finished(self) -> None:
@@ -382,6 +440,10 @@ class _Session:
         model = self._model
         if model is None:
             raise BackendError("nothing is loaded")
+        if isinstance(message, Drop):
+            # It may come between a step and its Forward.
+            model.drop(message.kept)
+            return None
         announced, self._announced = self._announced, None
         if isinstance(message, Announce):
             self._announced = self._announce(model, message)
@@ -396,8 +458,14 @@ class _Session:
         if isinstance(message, Project):
             return Done(output=model.project(message))
         if isinstance(message, Save):
-            return Saved(model.save(message.slot, message.pages))
-        model.restore(message)
+            self._running.append((number, model.save(number, message)))
+            return None
+        if isinstance(message, Fetch):
+            return model.fetch(message)
+        if isinstance(message, Restore):
+            model.restore(message)
+        else:
+            model.fill(message)
         return Done()
 
     def _open(self, message: Open) -> Reply:
@@ -503,6 +571,16 @@ def check_step(step: Step, vocab: int, load: Load) -> None:
         raise BackendError("a step refers to something that does not exist")
 
 
+def _saved(kept: JoinedKept) -> Saved:
+    kinds = {}
+    for part in kept.parts:
+        assert isinstance(part, HostKept)
+        for name, tensor in part.tensors.items():
+            if name not in part.mirrors:
+                kinds[name] = Kind(tensor.dtype.str, tensor.shape, name in part.paged)
+    return Saved(kinds, kept.nbytes)
+
+
 def _within(values: NDArray[np.int32], end: int) -> bool:
     return not values.size or (int(values.min()) >= 0 and int(values.max()) < end)
 
@@ -512,6 +590,8 @@ def _layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
     tiled = all(before.stop == after.start for before, after in pairwise(layers))
     if len(layers) != devices or not tiled or not all(layers) or layers[-1].stop > len(spec.blocks):
         raise BackendError(f"layers {load.layers} for {devices} devices and a model of {len(spec.blocks)} layers")
+    if len(load.spare) != devices:
+        raise BackendError(f"spare memory of {len(load.spare)} devices, there are {devices}")
     if layers[0].start < 0 or not 0 < load.slots <= 1 << 16 or len(load.pages) != len(spec.page_groups):
         raise BackendError("a load whose parts do not fit the model")
     if not all(0 < pages < 1 << 24 for pages in load.pages) or not 0 < load.rows <= 1 << 20:

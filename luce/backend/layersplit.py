@@ -2,50 +2,54 @@
 
 Devices work on their own once told what to do, so a step is only queued here, shard by shard, with events between the
 devices (luce.runtime.transfer). Nothing is waited for but the output: while a shard works on one step, or on one piece
-of a long step, the shard before it is at the next. A step of which no output is wanted returns at once.
+of a long step, the shard before it is at the next. A step of which no output is wanted returns at once; if it fails,
+the next one does, and all that sequences keep counts as lost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.chain import Chain
+from luce.backend.fill import fill
+from luce.backend.kept import JoinedKept, Kept, Piece
 from luce.backend.local import LocalShard
 from luce.backend.pieces import cut, largest_piece
 from luce.backend.placement import ShardPlan, plan_shards
 from luce.backend.plan import handed_on, pages_for, state_bytes
 from luce.backend.remote import RemoteShard
-from luce.backend.shard import Pending, Shard, ShardInfo
+from luce.backend.shard import Shard, ShardInfo
 from luce.backend.timing import ShardTimes
 from luce.errors import BackendError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.remote.device import RemoteDevice
-from luce.runtime.device import Device, Event
+from luce.runtime.device import Device
 from luce.runtime.step import PAGE, Output, Step
-from luce.runtime.transfer import Link, Passage
+from luce.runtime.transfer import Link
 
-#: Rows of a piece. More make better matrix products, fewer fill and drain the shards sooner. A 27B model on two H200,
-#: pieces of 512, 1024 and 2048: prompts of 2048 at 9700, 10100 and 8900 tok/s, of 8192 at 10600, 12000 and 12400.
+_log = logging.getLogger(__name__)
+
+#: Rows of a piece. More take fewer launches, fewer fill and drain the shards sooner. A 27B model on two H200, pieces of
+#: 512, 683 and 1024: prompts of 2048 at 12700, 13100 and 12700 tok/s, of 8192 at 13900, 15300 and 16100.
 _PIECE = 1024
-#: Pieces per shard that may be queued and not done: enough that no shard waits for the host.
-_AHEAD = 2
 
 
 class LayerSplitBackend:
     """`spec`'s layers on `devices`, split by `weights` or by bytes (luce.backend.placement.plan_shards).
 
-    See luce.backend.backend.Backend for the properties. `piece`: rows in which long steps go through several shards.
-    `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory.
-    `on_progress` gets the share of this process's layers that are read, after each.
+    See luce.backend.backend.Backend for the properties. `unpack`: GPUs keep matrices unpacked beside their blocks, in
+    what memory can be spared, which makes prompts faster and nothing else. `piece`: rows in which long steps go through
+    several shards. `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host
+    memory. `on_progress` gets the share of this process's layers that are read, after each.
     Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
     bytes and the context that would fit. Nothing stays allocated then.
     The devices stay their owner's: they are closed after the backend.
@@ -62,6 +66,7 @@ class LayerSplitBackend:
         context: int = 4096,
         chunk: int = 512,
         kv: KVTypes = AUTO,
+        unpack: bool = False,
         piece: int = _PIECE,
         peer: bool = True,
         on_progress: Callable[[float], None] = lambda fraction: None,
@@ -76,10 +81,12 @@ class LayerSplitBackend:
         self.recurrent = spec.recurrent
         self.windows = tuple(group.window for group in spec.page_groups)
         self.pages = tuple(slots * pages_for(window, context, chunk) for window in self.windows)
-        self._queued: deque[Event] = deque()
         self._chain = Chain(peer=peer)
+        #: whether steps may have failed that nobody has waited for, and why one did
+        self._unwaited, self._forgotten = False, ""
         plan = plan_shards(file, spec, devices, weights=weights, slots=slots, context=context, chunk=chunk, kv=kv)
         self._check_memory(plan, devices)
+        spare = [shard.spare if unpack else 0 for shard in plan]
         rows = largest_piece(piece)
         groups = _groups(devices)
         remote: dict[int, RemoteShard] = {}
@@ -91,7 +98,17 @@ class LayerSplitBackend:
                     layers = [shard.layers for shard in plan[number : number + len(group)]]
                     name = f"shard {number} ({','.join(str(device.name) for device in group)})"
                     remote[number] = RemoteShard(
-                        name, file, spec, layers, group, pages=self.pages, slots=slots, kv=kv, rows=rows, peer=peer
+                        name,
+                        file,
+                        spec,
+                        layers,
+                        group,
+                        pages=self.pages,
+                        slots=slots,
+                        kv=kv,
+                        spare=spare[number : number + len(group)],
+                        rows=rows,
+                        peer=peer,
                     )
             for number, group in groups:
                 shard: Shard
@@ -108,6 +125,7 @@ class LayerSplitBackend:
                             pages=self.pages,
                             slots=slots,
                             kv=kv,
+                            spare=spare[number],
                             on_layer=lambda: on_progress(next(read) / own),
                         )
                     self._chain.add(f"shard {number}", ",".join(str(device.name) for device in group), shard)
@@ -121,10 +139,6 @@ class LayerSplitBackend:
                 shard.close()
             self.close()
             raise
-        # In each round GPUs get their work before daemons, for whose input this process waits, and these before hosts,
-        # which do theirs at once.
-        ends = [shard.device for shard in self._chain.shards]
-        self._order = sorted(range(len(ends)), key=lambda i: (ends[i].host and not ends[i].shared, ends[i].shared))
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -146,7 +160,14 @@ class LayerSplitBackend:
         return tuple(part for shard in self._chain.shards for part in shard.parts)
 
     def lost(self) -> str:
-        return "; ".join(filter(None, [shard.lost() for shard in self._chain.shards]))
+        if self._chain.failure is not None:
+            _log.error("a step failed: %s", self._chain.failure)
+            self._give_up(self._chain.failure)
+        forgotten, self._forgotten = self._forgotten, ""
+        if losses := "; ".join(filter(None, [shard.lost() for shard in self._chain.shards])):
+            self._give_up(None)
+            forgotten, self._forgotten = losses, ""
+        return forgotten
 
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the start. Any thread may ask."""
@@ -155,60 +176,70 @@ class LayerSplitBackend:
     def forward(self, step: Step) -> Output:
         if not self._chain.shards:
             raise BackendError("the backend is closed")
+        chain = self._chain
         try:
-            pieces = cut(step, self._piece) if self._chain.links else [step]
-            results = self._queue(pieces)
+            pieces = cut(step, self._piece) if chain.links else [step]
+            if len(pieces) == 1 and (not chain.links or (len(step.wanted) and chain.idle)):
+                results = [chain.through(step)]
+            else:
+                queued = [chain.queue(piece) for piece in pieces]
+                if not len(step.wanted):
+                    self._unwaited = True
+                    return self._output([])
+                results = [result() for result in queued]
+                chain.wait()
             outputs = [result() for result, piece in zip(results, pieces, strict=True) if len(piece.wanted)]
-            self._chain.look()
-        except BaseException:
-            self._settle()
+            chain.look()
+            self._unwaited = False
+        except BaseException as error:
+            self._give_up(error)
             raise
+        return self._output(outputs)
+
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> JoinedKept:
+        self._wait()
+        return JoinedKept([shard.save(slot, pages, held=held) for shard in self._chain.shards])
+
+    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: Kept, first: int = 0) -> None:
+        assert isinstance(kept, JoinedKept)
+        self._wait()
+        shards = zip(self._chain.shards, kept.parts, strict=True)
+        answers = [shard.restore(slot, pages, part, first) for shard, part in shards]
+        for answer in filter(None, answers):
+            answer()
+
+    def landing(self, size: int) -> NDArray[np.uint8]:
+        local = (shard for shard in self._chain.shards if isinstance(shard, LocalShard))
+        best = min(local, key=lambda shard: shard.device.host, default=None)
+        return np.empty(size, np.uint8) if best is None else best.landing(size)
+
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        self._wait()
+        fill(self._chain.shards, pieces)
+
+    def close(self) -> None:
+        self._chain.close()
+
+    def _output(self, outputs: Sequence[Output]) -> Output:
+        """What pieces gave, together."""
         if len(outputs) == 1:
             return outputs[0]
         return Output.joined([Output(np.empty(0, np.int32), np.empty((0, self.vocab), np.float32)), *outputs])
 
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        return {name: tensor for shard in self._chain.shards for name, tensor in shard.save(slot, pages).items()}
+    def _wait(self) -> None:
+        """Let nothing be queued any more by other threads."""
+        try:
+            self._chain.wait()
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
-    def restore(
-        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
-    ) -> None:
-        for shard in self._chain.shards:
-            shard.restore(slot, pages, tensors)
-
-    def close(self) -> None:
-        self._queued.clear()
-        self._chain.close()
-
-    def _queue(self, pieces: Sequence[Step]) -> list[Pending]:
-        """Queue the pieces in rounds: in each, every shard gets the piece that the shard before it got in the last."""
-        handed: list[Passage | None] = [None] * len(pieces)
-        results: list[Pending] = []
-        for number in range(len(pieces) + len(self._chain.shards) - 1):
-            for shard in self._order:
-                index = number - shard
-                if 0 <= index < len(pieces):
-                    result = self._run(shard, pieces[index], handed[index])
-                    if isinstance(result, Passage):
-                        handed[index] = result
-                    else:
-                        results.append(result)
-        return results
-
-    def _run(self, number: int, step: Step, handed: Passage | None) -> Passage | Pending:
-        """Queue a shard's work, and the copy of what it hands on."""
-        result, end = self._chain.run(number, step, handed)
-        if not isinstance(result, Passage):
-            assert not isinstance(result, tuple), "the last shard hands on"
-            self._queued.append(end)
-            if len(self._queued) > _AHEAD * len(self._chain.shards):
-                self._queued.popleft().wait()
-        return result
-
-    def _settle(self) -> None:
+    def _give_up(self, why: BaseException | None) -> None:
         """Wait until nothing runs, whether it fails or not."""
-        self._queued.clear()
         self._chain.settle()
+        if self._unwaited:
+            self._forgotten = str(why or "a step failed")
+        self._unwaited = False
 
     def _check_memory(self, plan: Sequence[ShardPlan], devices: Sequence[Device]) -> None:
         """Refuse before anything is allocated; the message says what would fit."""

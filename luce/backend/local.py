@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.kept import HostKept, Kept, Piece
 from luce.backend.plan import mirrored, state_bytes
 from luce.backend.replay import Replayer
 from luce.backend.shard import Activation, Pending, ShardInfo
@@ -25,14 +27,15 @@ from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.sample import argmax, candidates
 from luce.ops.sample import top as largest
-from luce.runtime.device import Array, Device
+from luce.runtime.device import Array, Device, Event
 from luce.runtime.step import PAGE, DeviceStep, Int32, Output, Step, StepShape
 
 # Rows of a short prompt and of a long one, as far as kernels differ between them.
 _PROMPT_ROWS = (64, 512)
 
-#: where each saved tensor begins in its memory
-_ALIGNED = 256
+#: saved tensors share pieces of host memory of so many bytes, and begin at multiples of the second number there
+_LANDING, _ALIGNED = 16 << 20, 256
+_NOTHING: NDArray[np.generic] = np.empty(0, np.uint8)
 
 
 class LocalShard:
@@ -48,13 +51,19 @@ class LocalShard:
         pages: Sequence[int],
         slots: int,
         kv: KVTypes = AUTO,
+        spare: int = 0,
         on_layer: Callable[[], None] = lambda: None,
         fetch: Callable[[Array], Callable[[], NDArray[Any]]] | None = None,
     ) -> None:
-        """`on_layer` is called when a layer is read. `fetch` takes outputs to the host, as the device's does."""
+        """`spare`: bytes in which matrices may be kept unpacked. `on_layer` is called when a layer is read.
+
+        `fetch` takes outputs to the host, as the device's does.
+        """
         self.device = device
         self._fetch = fetch or device.fetch
-        self._stream = device.copy_stream()
+        self._out, self._in = device.copy_stream(), device.copy_stream()
+        #: host memory that copies still read or write
+        self._copied: deque[tuple[Event, object]] = deque()
         builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv)
         self._replayer = Replayer(device, self._run, pages)
         self._embedding = builder.embedding() if layers.start == 0 else None
@@ -68,11 +77,19 @@ class LocalShard:
         self._head = builder.head() if layers.stop == len(spec.blocks) else None
         sizes = state_bytes(device, spec, layers, kv)
         held = slots * sizes.slot + sum(n * size for n, size in zip(pages, sizes.page, strict=True))
-        self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held)
         self._groups = {index: spec.group_of(index) for index in (*self._mirrors, *layers)}
         self._taken, self._lent = spec.lent(layers.start), spec.lent(layers.stop)
-        device.rehearse(lambda: self._rehearse(spec, slots))
+
+        def rehearse() -> None:
+            builder.weights.keep_halves(spare)
+            self._rehearse(spec, slots)
+
+        device.rehearse(rehearse)
+        unpacked = builder.weights.keep_halves(spare)
+        self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held, unpacked)
         device.synchronize()
+
+    apart = False
 
     @property
     def parts(self) -> tuple[ShardInfo, ...]:
@@ -169,22 +186,43 @@ class LocalShard:
         """Steps that ran by replaying a captured graph."""
         return self._replayer.replayed
 
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        states = [state for state in self._states(slot, pages) if state.layer not in self._mirrors]
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> HostKept:
+        states = list(self._states(slot, pages))
         saved = self._landing([(state.shape, state.array.dtype) for state in states])
-        self._copy(
-            (into[there], state.array[here])
-            for state, into in zip(states, saved, strict=True)
-            for here, there in state.runs
+        self._out.wait_for(self.device.record())
+        for state, into in zip(states, saved, strict=True):
+            for here, there in state.runs:
+                self._out.copy(into[there], state.array[here])
+        copied = self._out.record()
+        self._hold(copied, saved)
+        if not held:
+            self.device.wait_for(copied)
+        return HostKept(
+            {state.name: into for state, into in zip(states, saved, strict=True)},
+            copied,
+            frozenset(state.name for state in states if state.paged),
+            frozenset(state.name for state in states if state.layer in self._mirrors),
         )
-        return {state.name: into for state, into in zip(states, saved, strict=True)}
 
-    def restore(
-        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
-    ) -> None:
+    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: Kept, first: int = 0) -> None:
+        assert isinstance(kept, HostKept)
+        # The copies out may still run; they are on another stream.
+        self._in.wait_for(kept.copied)
         found = []
         for state in self._states(slot, pages):
-            given = tensors.get(state.name)
+            begin = first * PAGE if state.paged else 0
+            given = kept.tensors.get(state.name, _NOTHING)[begin : begin + state.shape[0]]
+            if given.shape != state.shape:
+                raise BackendError(f"{self.info.device}: {state.name} was saved as {given.shape}, not {state.shape}")
+            found.append((state, given))
+        self._take_in(found)
+
+    def fill(self, piece: Piece) -> None:
+        found = []
+        for state in self._states(piece.slot, piece.pages):
+            if state.layer not in piece.layers:
+                continue
+            given = piece.tensors.get(state.name)
             if given is not None and given.dtype.kind == state.array.dtype.kind == "f":
                 # The device that it was saved on may keep other floats than this one.
                 given = given.astype(state.array.dtype, copy=False)
@@ -193,32 +231,52 @@ class LocalShard:
                     f"{self.info.device}: cannot restore tensor {state.name}: missing, or another shape or type"
                 )
             found.append((state, np.ascontiguousarray(given)))
-        self._copy((state.array[here], given[there]) for state, given in found for here, there in state.runs)
+        self._take_in(found)
 
     def close(self) -> None:
+        with contextlib.suppress(DeviceError):
+            # Host memory must not go while copies use it.
+            for copied, _ in self._copied:
+                copied.wait()
         self._replayer.close()
         self._embedding = self._head = self._per_layer = None
         self._mirrors, self._blocks = {}, {}
+        self._copied.clear()
 
-    def _copy(self, pairs: Iterable[tuple[Array, Array]]) -> None:
-        """Copy (target, source) behind the work that is queued; done when this returns."""
-        self._stream.wait_for(self.device.record())
-        for target, source in pairs:
-            self._stream.copy(target, source)
-        self._stream.record().wait()
+    def _take_in(self, found: Sequence[tuple[_State, NDArray[np.generic]]]) -> None:
+        """Copy to the device behind the work that is queued; work that is queued from now on comes after it."""
+        self._in.wait_for(self.device.record())
+        for state, given in found:
+            for here, there in state.runs:
+                self._in.copy(state.array[here], given[there])
+        done = self._in.record()
+        self.device.wait_for(done)
+        self._hold(done, found)
+
+    def _hold(self, copied: Event, memory: object) -> None:
+        self._copied.append((copied, memory))
+        while self._copied and self._copied[0][0].happened():
+            self._copied.popleft()
 
     def _landing(self, kinds: Sequence[tuple[tuple[int, ...], np.dtype[np.generic]]]) -> list[NDArray[np.generic]]:
-        """Arrays of these shapes and dtypes in one piece of host memory, pinned if the system has so much of it."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
-        begins = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        """Arrays of these shapes and dtypes in host memory, pinned if the system has so much of it."""
+        arrays: list[NDArray[np.generic]] = []
+        sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED for shape, dtype in kinds]
+        memory, at = np.empty(0, np.uint8), 0
+        for index, ((shape, dtype), size) in enumerate(zip(kinds, sizes, strict=True)):
+            if at + size > len(memory):
+                memory, at = self.landing(_together(sizes[index:])), 0
+            end = at + math.prod(shape) * dtype.itemsize
+            arrays.append(memory[at:end].view(dtype).reshape(shape))
+            at += size
+        return arrays
+
+    def landing(self, size: int) -> NDArray[np.uint8]:
+        """Host memory that copies to and from the device are fastest with."""
         try:
-            memory = self.device.pinned(max(1, begins[-1]))
+            return self.device.pinned(size)
         except DeviceError:
-            memory = np.empty(max(1, begins[-1]), np.uint8)
-        return [
-            memory[begin : begin + size].view(dtype).reshape(shape)
-            for (shape, dtype), begin, size in zip(kinds, begins, sizes, strict=False)
-        ]
+            return np.empty(size, np.uint8)
 
     def _states(self, slot: int | None, pages: Sequence[Sequence[int]]) -> Iterator[_State]:
         own = {index: block.mixer for index, block in self._blocks.items() if index not in self._borrowing}
@@ -227,11 +285,12 @@ class LocalShard:
             group, state = self._groups[index], layer.state
             if isinstance(state, DeltaState) and slot is not None:
                 for name, array in (("memory", state.memory), ("past", state.past)):
-                    yield _State(index, f"blk.{index}.{name}", array, array.shape[1:], ((slot, ...),))
+                    yield _State(index, f"blk.{index}.{name}", array, array.shape[1:], ((slot, ...),), paged=False)
             elif isinstance(state, KVPool) and group is not None and pages[group]:
                 rows = len(pages[group]) * PAGE
                 for name, array in (("k", state.k), ("v", state.v)):
-                    yield _State(index, f"blk.{index}.{name}", array, (rows, *array.shape[1:]), runs[group])
+                    shape = (rows, *array.shape[1:])
+                    yield _State(index, f"blk.{index}.{name}", array, shape, runs[group], paged=True)
 
 
 @dataclass(frozen=True)
@@ -243,6 +302,17 @@ class _State:
     array: Array
     shape: tuple[int, ...]
     runs: tuple[tuple[Any, Any], ...]
+    paged: bool
+
+
+def _together(sizes: Sequence[int]) -> int:
+    """Bytes of the first arrays that share a piece of host memory: at least one."""
+    total = 0
+    for size in sizes:
+        if total and total + size > _LANDING:
+            break
+        total += size
+    return total
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:

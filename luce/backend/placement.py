@@ -37,7 +37,8 @@ class ShardPlan:
     """Layers for a device, and bytes.
 
     weights, state: what the layers and the context take there. free: what the device has for both; devices of the host
-    have what those before them leave of its memory. handed_on: per token to the next shard, 0 for the last one.
+    have what those before them leave of its memory. spare: what may be taken of a GPU beyond what is needed: half of
+    what is left, as other programs come later. handed_on: per token to the next shard, 0 for the last one.
     """
 
     device: str
@@ -45,6 +46,7 @@ class ShardPlan:
     weights: int
     state: int
     free: int
+    spare: int
     handed_on: int
 
     @property
@@ -132,9 +134,9 @@ class _Sizes:
             if device.host:
                 free -= on_host
                 on_host += weights + state
-            shards.append(
-                ShardPlan(str(device.name), layers, weights, state, max(0, free), handed_on(self._spec, layers.stop))
-            )
+            spare = 0 if device.host else max(0, free - weights - state) // 2
+            given = handed_on(self._spec, layers.stop)
+            shards.append(ShardPlan(str(device.name), layers, weights, state, max(0, free), spare, given))
         return tuple(shards)
 
     def rooms(self) -> list[Room]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
@@ -15,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.kept import Kept, Piece, Tensors, layer_of
 from luce.backend.plan import handed_widths, mirrored
 from luce.backend.shard import Activation, Pending, ShardInfo
 from luce.errors import BackendError, LuceError, ShardLostError
@@ -29,10 +29,15 @@ from luce.remote.device import RemoteDevice
 from luce.remote.messages import (
     Announce,
     Done,
+    Drop,
     Embed,
     Embedded,
     Failed,
+    Fetch,
+    Fetched,
+    Fill,
     Forward,
+    Kind,
     Load,
     Project,
     Reply,
@@ -43,7 +48,7 @@ from luce.remote.messages import (
 from luce.remote.supervisor import Supervisor, failure
 from luce.runtime.device import Array, Device, Event, Word
 from luce.runtime.host import HostEvent
-from luce.runtime.step import TOP, Int32, Output, Step
+from luce.runtime.step import PAGE, TOP, Int32, Output, Step
 from luce.runtime.transfer import DEPTH
 
 _log = logging.getLogger(__name__)
@@ -64,6 +69,8 @@ _PER_BYTE = 1e-7
 _SPIN, _SPUN_ROWS = 20e-3, 64
 #: answers that may be on their way while their output has been read already
 _BEHIND = 8
+#: bytes of kept tensors that are fetched at a time, or one tensor's
+_WINDOW = 4 << 20
 
 
 def shared_size(rows: int, takes: Sequence[int], gives: Sequence[int]) -> int:
@@ -98,8 +105,8 @@ class Answer:
 class RemoteShard:
     """Layers of a file on the devices of one daemon, a range for each. It loads in the background: `wait_loaded`.
 
-    `rows`: most rows of a step if something is handed over or on; `name` stands in errors. Raises OutOfMemoryError for
-    the shared memory.
+    `name` stands in errors. `spare`: bytes of each device in which matrices may be kept unpacked; `rows`: most rows of
+    a step if something is handed over or on. Raises OutOfMemoryError for the shared memory.
     """
 
     def __init__(
@@ -113,6 +120,7 @@ class RemoteShard:
         pages: Sequence[int],
         slots: int,
         kv: KVTypes,
+        spare: Sequence[int],
         rows: int,
         peer: bool,
     ) -> None:
@@ -130,6 +138,8 @@ class RemoteShard:
         self._answer = self._arena.take(ANSWER)
         self._outputs = [self._arena.take(4 * rows * sum(self._gives)) for _ in range(OUTPUTS)]
         self._asked: deque[_Request] = deque()
+        #: numbers of what was put aside and is of no use any more
+        self._dropped: deque[int] = deque()
         self._newest: _Request | None = None
         self._announced: _Announced | None = None
         #: whose output comes through shared memory, or came last
@@ -148,6 +158,7 @@ class RemoteShard:
             pages=tuple(pages),
             slots=slots,
             kv=(kv.k, kv.v),
+            spare=tuple(spare),
             rows=rows,
             peer=peer,
             arena=size,
@@ -156,7 +167,7 @@ class RemoteShard:
         self._expected = tuple(
             (str(device.name.local), (part.start, part.stop)) for device, part in zip(devices, layers, strict=True)
         )
-        self._parts = tuple(ShardInfo(str(d.name), part, 0, 0) for d, part in zip(devices, layers, strict=True))
+        self._parts = tuple(ShardInfo(str(d.name), part, 0, 0, 0) for d, part in zip(devices, layers, strict=True))
         self._daemon.begin_load(self._load, self._arena)
 
     def wait_loaded(self) -> None:
@@ -169,7 +180,7 @@ class RemoteShard:
             raise BackendError(f"{self._name}: the daemon sees a model of dimensions {theirs}, this process {ours}")
         self._words = loaded.words and self._daemon.shares
         self._parts = tuple(
-            ShardInfo(mine.device, mine.layers, part.weights, part.state)
+            ShardInfo(mine.device, mine.layers, part.weights, part.state, part.unpacked)
             for mine, part in zip(self._parts, loaded.parts, strict=True)
         )
 
@@ -186,7 +197,10 @@ class RemoteShard:
             self.layers,
             sum(part.weights for part in parts),
             sum(part.state for part in parts),
+            sum(part.unpacked for part in parts),
         )
+
+    apart = True
 
     @property
     def parts(self) -> tuple[ShardInfo, ...]:
@@ -279,26 +293,53 @@ class RemoteShard:
         message = Project(np.asarray(hidden, np.float32), top, logits)
         return self._ask(self._channel(), message, seconds=seconds, limit=limit, take=take).output
 
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        state = self.info.state
-        saved: dict[str, NDArray[np.generic]] = {}
-
-        def take(reply: Reply) -> None:
-            if not isinstance(reply, Saved) or any(self._layer(name) not in self.layers for name in reply.tensors):
-                raise GarbageError("it saved something else than its layers")
-            saved.update(reply.tensors)
-
-        message = Save(slot, tuple(tuple(map(int, group)) for group in pages))
-        self._ask(self._channel(), message, seconds=_PER_BYTE * state, limit=SMALL + state, take=take).wait()
-        return saved
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> RemoteKept:
+        kept = RemoteKept(self, self._dropped)
+        message = Save(slot, tuple(tuple(map(int, group)) for group in pages), held)
+        kept.saved = self._ask(self._channel(), message, seconds=self._copying, limit=SMALL, take=kept.take)
+        return kept
 
     def restore(
-        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
-    ) -> None:
-        own = {n: t for n, t in tensors.items() if self._layer(n) in self.layers or self._layer(n) in self._mirrored}
-        message = Restore(slot, tuple(tuple(map(int, group)) for group in pages), own)
+        self, slot: int | None, pages: Sequence[Sequence[int]], kept: Kept, first: int = 0
+    ) -> Callable[[], None] | None:
+        assert isinstance(kept, RemoteKept)
+        kept.wait()
+        message = Restore(kept.number, slot, tuple(tuple(map(int, group)) for group in pages), first)
+        return self._ask(self._channel(), message, seconds=self._copying, limit=SMALL, take=_done).wait
+
+    def fill(self, piece: Piece) -> None:
+        own = {
+            name: tensor
+            for name, tensor in piece.tensors.items()
+            if self._owns(name) or layer_of(name) in self._mirrored
+        }
+        pages = tuple(tuple(map(int, group)) for group in piece.pages)
+        message = Fill(piece.slot, pages, (piece.layers.start, piece.layers.stop), own)
         seconds = _PER_BYTE * sum(tensor.nbytes for tensor in own.values())
         self._ask(self._channel(), message, seconds=seconds, limit=SMALL, take=_done).wait()
+
+    def fetch(self, message: Fetch, kinds: Mapping[str, Kind], size: int) -> Tensors:
+        """Tensors of `kinds`, of together `size` bytes."""
+        found: dict[str, NDArray[np.generic]] = {}
+
+        def take(reply: Reply) -> None:
+            if not isinstance(reply, Fetched) or reply.tensors.keys() != set(message.names):
+                raise GarbageError("it sent other tensors than were asked for")
+            for name, tensor in reply.tensors.items():
+                if (tensor.dtype.str, tensor.nbytes) != (kinds[name].dtype, _size(kinds[name], message.count)):
+                    raise GarbageError(f"it sent {name} of shape {tensor.shape} and type {tensor.dtype}")
+            found.update(reply.tensors)
+
+        self._ask(self._channel(), message, seconds=_PER_BYTE * size, limit=SMALL + size, take=take).wait()
+        return found
+
+    @property
+    def _copying(self) -> float:
+        """Seconds that copies of a sequence's state may take the daemon's devices."""
+        return _PER_BYTE * self.info.state
+
+    def _owns(self, name: str) -> bool:
+        return layer_of(name) in self.layers
 
     def close(self) -> None:
         """Idempotent. The daemon ends with its devices."""
@@ -309,11 +350,6 @@ class RemoteShard:
         if self._announced is not None and self._announced.given is not None:
             self._announced.given.tell()
         self._announced = None
-
-    @staticmethod
-    def _layer(name: str) -> int:
-        match = re.match(r"blk\.(\d{1,6})\.", name)
-        return -1 if match is None else int(match[1])
 
     def _apart(self, at: int, rows: int, widths: Sequence[int]) -> NDArray[np.uint8] | None:
         """What lies at a place, for a peer that does not see it."""
@@ -382,6 +418,9 @@ class RemoteShard:
         take: Callable[[Reply], None],
     ) -> _Request:
         self._release()
+        if self._dropped:
+            # Who keeps the last reference may be on any thread, and may go meanwhile.
+            self._send(channel, Drop(tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
         self._send(channel, message)
         request = _Request(self, channel, self._numbers, self._daemon.limits.request + seconds, limit, spin, take)
         self._asked.append(request)
@@ -528,6 +567,67 @@ class _Request(Event):
     def seconds_since(self, start: Event) -> float:
         """The daemon's own measure: between the answers lies what it waited for as well."""
         return self._work
+
+
+class RemoteKept:
+    """What a daemon has put aside. The daemon is told when the last reference is gone."""
+
+    def __init__(self, shard: RemoteShard, dropped: deque[int]) -> None:
+        self._shard = shard
+        self._dropped = dropped
+        self.saved: _Request | None = None
+        self._kinds: Mapping[str, Kind] = {}
+        self._nbytes = 0
+
+    def __del__(self) -> None:
+        if self.saved is not None:
+            self._dropped.append(self.saved.number)
+
+    @property
+    def number(self) -> int:
+        """How the daemon knows it."""
+        assert self.saved is not None
+        return self.saved.number
+
+    @property
+    def nbytes(self) -> int:
+        self.wait()
+        return self._nbytes
+
+    def take(self, reply: Reply) -> None:
+        """The daemon's answer."""
+        if not isinstance(reply, Saved) or any(layer_of(name) not in self._shard.layers for name in reply.kinds):
+            raise GarbageError("it put aside something else than its layers")
+        if not 0 <= sum(map(_size, reply.kinds.values())) <= reply.nbytes:
+            raise GarbageError("it put aside more than it says")
+        self._kinds, self._nbytes = reply.kinds, reply.nbytes
+
+    def ready(self) -> bool:
+        return self.saved is not None and self.saved.happened()
+
+    def wait(self) -> None:
+        assert self.saved is not None
+        self.saved.wait()
+
+    def windows(self, first: int = 0, count: int | None = None) -> Iterator[Tensors]:
+        self.wait()
+        names: list[str] = []
+        size = 0
+        for name, kind in self._kinds.items():
+            own = _size(kind, count)
+            if names and size + own > _WINDOW:
+                yield self._shard.fetch(Fetch(self.number, tuple(names), first, count), self._kinds, size)
+                names, size = [], 0
+            names.append(name)
+            size += own
+        if names:
+            yield self._shard.fetch(Fetch(self.number, tuple(names), first, count), self._kinds, size)
+
+
+def _size(kind: Kind, count: int | None = None) -> int:
+    """Bytes of a tensor, or of `count` pages of it."""
+    whole = math.prod(kind.shape) * np.dtype(kind.dtype).itemsize
+    return whole if count is None or not kind.paged else whole * count * PAGE // max(1, kind.shape[0])
 
 
 def _done(reply: Reply) -> None:

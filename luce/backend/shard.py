@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from luce.backend.kept import Kept, Piece
 from luce.runtime.device import Array, Device
 from luce.runtime.step import Int32, Output, Step
 
@@ -24,12 +22,14 @@ Pending = Callable[[], Output]
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What a shard reports about itself. `weights` and `state` in bytes on its device."""
+    """What a shard reports about itself. `weights` and `state` in bytes on its device, and beside them `unpacked`:
+    matrices as float16 for products of many rows."""
 
     device: str
     layers: range
     weights: int
     state: int
+    unpacked: int
 
 
 class Shard(Protocol):
@@ -45,6 +45,10 @@ class Shard(Protocol):
     @property
     def parts(self) -> tuple[ShardInfo, ...]:
         """The same for each device; a daemon's shard may have several."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether calls wait for another process."""
 
     def lost(self) -> str:
         """Why all that sequences keep here has been lost since the last call; empty if it has not."""
@@ -78,22 +82,28 @@ class Shard(Protocol):
         if this is not the last shard.
         """
 
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
-        """Copy a sequence's state to the host: the given pages of each page group, and its recurrent states.
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> Kept:
+        """Put a sequence's state aside: the given pages of each page group, and its recurrent states.
 
-        Keys are `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype) and `blk.N.memory`, `.past`. Without a
-        slot the latter are left out, and the former where there are no pages of the layer's group. Mirrors of other
-        shards' keys and values are always left out.
+        Names of tensors are those of luce.backend.kept. Without a slot there are no recurrent states, and of a group
+        without pages nothing. Steps that follow wait for the copy, unless what is copied stays as it is that long
+        (`held`).
         """
 
     def restore(
-        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
-    ) -> None:
+        self, slot: int | None, pages: Sequence[Sequence[int]], kept: Kept, first: int = 0
+    ) -> Callable[[], None] | None:
         """The reverse of `save`, into any slot and any pages of the same number.
 
-        `tensors` are those of all shards: mirrors are filled from their donors' tensors, floats converted to this
-        device's. Raises BackendError naming the tensor if one is missing or has another shape or type; nothing is
-        changed then.
+        `first`: of what was saved without a slot, and of one group, the first page to copy. Returns what waits for the
+        answer, or None where steps that follow come after it by themselves.
+        """
+
+    def fill(self, piece: Piece) -> None:
+        """Copy this shard's share of a piece, which may be of any placement; floats are converted to this device's.
+
+        Called by a thread of its own, while nobody else calls the shard, if `apart`. Raises BackendError naming the
+        tensor if one is missing or has another shape or type; nothing of the piece is copied then.
         """
 
     def close(self) -> None:

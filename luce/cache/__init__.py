@@ -3,7 +3,11 @@
     tree         pure: token prefixes, in blocks of one page, and the points at which a sequence can be resumed
     prefix       PrefixCache: blocks on the devices or in host memory, points with their states, eviction by bytes
     disk         the disk behind it: the thread that writes, reading ahead of the devices
-    store        a directory of snapshots: find, write, read, give up (FORMAT.md)
+    store        a directory of snapshots: what comes and what goes (FORMAT.md)
+    index        which snapshots there are, and which belong to a text
+    writer       one snapshot on its way to the disk
+    reader       one snapshot on its way back
+    files        small steps on the directory
     manifest     what a snapshot is of, and which files hold it
     part         one file of tensors: compressed and checked frames
     fingerprint  which model a snapshot is of

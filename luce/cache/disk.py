@@ -12,28 +12,38 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.cache.part import DamagedError, Frame, PartReader
-from luce.cache.store import Entry, Reader, Store, StoreFullError, Writer, verify
-from luce.cache.tree import Tensors
+from luce.backend.kept import Tensors
+from luce.cache.index import Entry
+from luce.cache.part import DamagedError
+from luce.cache.reader import Reader, Share, verify
+from luce.cache.store import Store, StoreFullError
+from luce.cache.writer import Writer
 from luce.errors import LuceError
-from luce.runtime.step import PAGE, Int32
+from luce.runtime.step import Int32
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 #: pieces that may wait to be written
 _WAITING = 2
-#: pages that are read together, and so many times that ahead of the devices
-_BATCH, _AHEAD = 16, 4
+#: shares that are decoded ahead of the devices
+_AHEAD = 2
+#: where each of their tensors begins
+_ALIGNED = 256
+#: threads that decode while a sequence waits, and that encode while others go on
 _WORKERS = min(16, os.cpu_count() or 1)
+_ENCODERS = min(2, os.cpu_count() or 1)
 #: after so many failures in a row, nothing is written for a while
 _FAILURES, _PAUSE_SECONDS = 3, 60.0
 _WARN_SECONDS = 60.0
@@ -115,7 +125,8 @@ class DiskTier:
         self._row = 0
         self._paused = self._warned = 0.0
         self._unfinished: Save | None = None
-        self._workers = ThreadPoolExecutor(_WORKERS, "luce-cache")
+        self._workers = ThreadPoolExecutor(_WORKERS, "luce-cache-read")
+        self._encoders = ThreadPoolExecutor(_ENCODERS, "luce-cache-encode")
         self._thread = threading.Thread(target=self._main, name="luce-cache-write", daemon=True)
         self._thread.start()
 
@@ -135,6 +146,11 @@ class DiskTier:
     def room(self) -> bool:
         """Whether another piece may be handed over now."""
         return self._store is not None and self._waiting < _WAITING and time.monotonic() >= self._paused
+
+    @property
+    def busy(self) -> bool:
+        """Whether what was handed over is not all written yet."""
+        return self._waiting > 0
 
     def snapshot_stats(self) -> DiskStats:
         """The counters, with the state of now. Any thread may ask."""
@@ -172,7 +188,8 @@ class DiskTier:
         """Write what was handed over, for so long at most, and stop."""
         self._post(None)
         self._thread.join(seconds + _LEAST_SECONDS)
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._workers, self._encoders):
+            workers.shutdown(wait=False, cancel_futures=True)
 
     # --- for the engine's thread: reading
 
@@ -187,31 +204,39 @@ class DiskTier:
         assert self._store is not None
         return self._store.reader(entry)
 
-    def stream(self, reader: Reader, low: int, high: int) -> Iterator[tuple[int, int, Tensors]]:
-        """(first, count, tensors) of the pages [low, high) of a snapshot, decoded ahead. Raises DamagedError."""
-        ahead: deque[tuple[int, int, dict[str, Future[NDArray[np.generic]]]]] = deque()
-        at = low
-        try:
-            for first, count, named in _batches(reader, low, high):
-                if first != at:
-                    break
-                at += count
-                ahead.append((first, count, {n: self._workers.submit(_decode, f) for n, f in named.items()}))
-                if len(ahead) >= _AHEAD:
-                    yield _result(ahead.popleft())
-            if at != high:
-                raise DamagedError(f"{reader.manifest.id}: page {at} is missing")
-            while ahead:
-                yield _result(ahead.popleft())
-        finally:
-            for _, _, futures in ahead:
-                for future in futures.values():
-                    future.cancel()
+    def decoded(
+        self, shares: Iterable[tuple[Share, T]], memory: Callable[[int], NDArray[np.uint8]]
+    ) -> Generator[tuple[Tensors, T]]:
+        """The tensors of shares, each with what came with it, decoded ahead side by side. Raises DamagedError, OSError.
 
-    def state(self, reader: Reader) -> tuple[Tensors, NDArray[np.float32] | None]:
-        """(state, logits) of a snapshot's point. Raises DamagedError."""
-        futures = {frame.name: self._workers.submit(part.read, frame) for part, frame in reader.state_frames()}
-        return {name: future.result() for name, future in futures.items()}, reader.logits()
+        They lie in what `memory` gives for so many bytes.
+        """
+        ahead: deque[tuple[dict[str, Future[NDArray[np.generic]]], T]] = deque()
+        try:
+            for share, with_it in shares:
+                ahead.append((self._begin(share, memory), with_it))
+                if len(ahead) > _AHEAD:
+                    futures, before = ahead.popleft()
+                    yield {name: future.result() for name, future in futures.items()}, before
+            while ahead:
+                futures, before = ahead.popleft()
+                yield {name: future.result() for name, future in futures.items()}, before
+        finally:
+            # The files are closed behind this.
+            left = [future for futures, _ in ahead for future in futures.values()]
+            for future in left:
+                future.cancel()
+            wait(left)
+
+    def _begin(
+        self, share: Share, memory: Callable[[int], NDArray[np.uint8]]
+    ) -> dict[str, Future[NDArray[np.generic]]]:
+        sizes = {name: -(-rows.nbytes // _ALIGNED) * _ALIGNED for name, rows in share.items()}
+        room, at, futures = memory(sum(sizes.values())), 0, {}
+        for name, rows in share.items():
+            futures[name] = self._workers.submit(rows.read, room[at : at + rows.nbytes])
+            at += sizes[name]
+        return futures
 
     def loaded(self, entry: Entry, seconds: float) -> None:
         """A snapshot was of use."""
@@ -271,7 +296,7 @@ class DiskTier:
         """See Store.writer."""
         assert self._store is not None
         self._store.rescan()
-        return self._store.writer(ids, parent, first, raw, passing=passing, spread=self._workers.map)
+        return self._store.writer(ids, parent, first, raw, passing=passing, spread=self._encoders.map)
 
     @property
     def layers(self) -> tuple[range, ...]:
@@ -365,13 +390,21 @@ class Save:
 
         self._tier.post(write, self)
 
-    def finish(self, state: Tensors, logits: NDArray[np.float32] | None) -> None:
-        """The rest: what the point has beside pages."""
+    def state(self, tensors: Tensors) -> None:
+        """Some of what the point has beside pages."""
 
         def write() -> None:
             assert self._writer is not None
-            self._writer.state(state, logits, self._tier.layers)
-            manifest = self._writer.finish().manifest
+            self._writer.state(tensors, self._tier.layers)
+
+        self._tier.post(write, self)
+
+    def finish(self, logits: NDArray[np.float32] | None) -> None:
+        """Everything is handed over but the logits of the last token."""
+
+        def write() -> None:
+            assert self._writer is not None
+            manifest = self._writer.finish(logits).manifest
             self.over = True
             self._tier.written(manifest.raw, manifest.nbytes)
 
@@ -386,48 +419,3 @@ class Save:
         self.over = True
         if self._writer is not None:
             self._writer.abort()
-
-
-def _batches(
-    reader: Reader, low: int, high: int
-) -> Iterator[tuple[int, int, dict[str, list[tuple[PartReader, Frame, slice]]]]]:
-    """Runs of pages joined to batches: (first, count, per tensor the frames and the rows of each that count)."""
-    first, count = low, 0
-    named: dict[str, list[tuple[PartReader, Frame, slice]]] = {}
-    for start, pages, frames in reader.runs:
-        begin, end = max(start, low), min(start + pages, high)
-        if begin >= end:
-            continue
-        if count and (count + end - begin > _BATCH or begin != first + count):
-            yield first, count, named
-            count, named = 0, {}
-        if not count:
-            first = begin
-        count += end - begin
-        for part, frame in frames:
-            rows = slice((begin - start) * PAGE, (end - start) * PAGE)
-            named.setdefault(frame.name, []).append((part, frame, rows))
-    if count:
-        yield first, count, named
-
-
-def _decode(frames: list[tuple[PartReader, Frame, slice]]) -> NDArray[np.generic]:
-    """The rows of several frames, one behind the other."""
-    _, model, _ = frames[0]
-    joined = np.empty((sum(rows.stop - rows.start for _, _, rows in frames), *model.shape[1:]), np.dtype(model.dtype))
-    at = 0
-    for part, frame, rows in frames:
-        count = rows.stop - rows.start
-        if count == frame.shape[0]:
-            part.read(frame, joined[at : at + count])
-        else:
-            joined[at : at + count] = part.read(frame)[rows]
-        at += count
-    return joined
-
-
-def _result(
-    batch: tuple[int, int, dict[str, Future[NDArray[np.generic]]]],
-) -> tuple[int, int, Tensors]:
-    first, count, futures = batch
-    return first, count, {name: future.result() for name, future in futures.items()}

@@ -10,7 +10,9 @@ import msgspec
 from luce.cache.part import DamagedError, PartInfo, digest
 from luce.runtime.step import PAGE, Int32
 
-FORMAT = 1
+FORMAT = 2
+#: the file of a manifest, and the name of the tensor with a point's logits
+MANIFEST, LOGITS = "manifest.json", "logits"
 
 
 class Manifest(msgspec.Struct, frozen=True):

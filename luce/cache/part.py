@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import threading
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -24,6 +26,8 @@ _MAGIC = b"LUCEPART"
 _TRAILER = struct.Struct("<Q16s8s")
 # Level 3 is a third slower than level 1 and no smaller; level -1 leaves half-precision floats as they are.
 _LEVEL = 1
+#: bytes of values that are split into planes
+_PLANES = (2, 4)
 #: largest frame that a reader accepts, uncompressed
 _MOST = 1 << 30
 
@@ -36,19 +40,17 @@ class Frame(msgspec.Struct, frozen=True):
     """One tensor, or some pages of it.
 
     page    number of the first page, -1 where the tensor is not made of a sequence's pages
-    planes  bytes per value: the first bytes of all values lie together, then the second bytes, and so on
-    digest  BLAKE2b-128 of the stored bytes, in hex
+    stored  bytes of the zstd frames that it lies in, one behind the other: a plane each, with its XXH64 at the end
+    crc     CRC-32 of all of them: it finds every flipped bit, also those that mean nothing to the decoder
     """
 
     name: str
     page: int
     dtype: str
     shape: tuple[int, ...]
-    planes: int
-    codec: str
     offset: int
-    stored: int
-    digest: str
+    stored: tuple[int, ...]
+    crc: int
 
 
 class PartInfo(msgspec.Struct, frozen=True):
@@ -66,55 +68,92 @@ def digest(data: bytes | memoryview) -> str:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor as it is stored: see Frame."""
+    """A tensor as it is stored: the zstd frames of its planes. `crc` as in Frame."""
 
-    stored: bytes
-    codec: str
-    planes: int
-    digest: str
+    planes: tuple[bytes, ...]
+    crc: int
+
+
+class _Tools(threading.local):
+    """What a thread uses again: new memory for each frame would cost as much as decoding it."""
+
+    def __init__(self) -> None:
+        self.packer = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
+        self.opener = zstandard.ZstdDecompressor()
+        self._buffers: dict[str, bytearray] = {}
+
+    def buffer(self, use: str, size: int) -> memoryview:
+        """Memory of so many bytes, until the next call for the same use."""
+        if size > len(self._buffers.get(use, b"")):
+            self._buffers[use] = bytearray(size)
+        return memoryview(self._buffers.get(use, b""))[:size]
+
+
+_tools = _Tools()
 
 
 def encode(array: NDArray[np.generic]) -> Encoded:
     """The stored form of an array. Any thread may do it.
 
     The bytes of floats are split into planes: signs and exponents then lie together and shrink, and mantissas, which do
-    not, cost the decoder nothing (f16 from a normal distribution: 1.18 instead of 1.09, read 2.7 times as fast).
+    not, cost neither side much.
     """
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    planes = array.dtype.itemsize if array.dtype.itemsize in (2, 4) else 1
-    if planes > 1:
-        split = np.empty((planes, raw.size // planes), np.uint8)
-        for plane in range(planes):
-            split[plane] = raw[plane::planes]
-        raw = split.reshape(-1)
-    packed = zstandard.ZstdCompressor(level=_LEVEL).compress(raw.data)
-    stored, codec = (packed, "zstd") if len(packed) < raw.size else (raw.tobytes(), "raw")
-    return Encoded(stored, codec, planes, digest(stored))
+    size = array.dtype.itemsize if array.dtype.itemsize in _PLANES else 1
+    planes = (np.ascontiguousarray(raw[plane::size]) for plane in range(size))
+    packed = tuple(_tools.packer.compress(plane.data) for plane in planes)
+    crc = 0
+    for plane in packed:
+        crc = zlib.crc32(plane, crc)
+    return Encoded(packed, crc)
 
 
-def decode(frame: Frame, stored: bytes, into: NDArray[np.generic] | None = None) -> NDArray[np.generic]:
+def decode(frame: Frame, stored: memoryview, into: NDArray[np.generic] | None = None) -> NDArray[np.generic]:
     """The array of a frame, in `into` if that is given: C-contiguous, of its shape and dtype. Raises DamagedError."""
-    if digest(stored) != frame.digest:
+    if zlib.crc32(stored) != frame.crc:
         raise DamagedError(f"{frame.name}: the checksum is wrong")
     try:
         dtype = np.dtype(frame.dtype)
         size = int(np.prod(frame.shape, dtype=np.int64)) * dtype.itemsize
-        if not 0 <= size <= _MOST or dtype.hasobject or frame.planes not in (1, dtype.itemsize):
-            raise ValueError(f"{size} bytes of {dtype}")
-        if frame.codec == "zstd":
-            stored = zstandard.ZstdDecompressor().decompress(stored, max_output_size=size)
-        raw = np.frombuffer(stored, np.uint8)
-        if raw.size != size:
-            raise ValueError(f"{raw.size} bytes instead of {size}")
+        count = len(frame.stored)
+        if not 0 <= size <= _MOST or dtype.hasobject or count not in (1, dtype.itemsize) or count not in (1, *_PLANES):
+            raise ValueError(f"{size} bytes of {dtype} in {count} planes")
         array = np.empty(frame.shape, dtype) if into is None else into
         if (array.shape, array.dtype) != (frame.shape, dtype):
             raise ValueError(f"{frame.shape} of {dtype} instead of {array.shape} of {array.dtype}")
-        joined = array.reshape(-1).view(np.uint8)
-        for plane, values in enumerate(raw.reshape(frame.planes, -1)):
-            joined[plane :: frame.planes] = values
+        room, at = _tools.buffer("planes", size), 0
+        planes = np.frombuffer(room, np.uint8).reshape(count, -1)
+        for plane, length in zip(planes, frame.stored, strict=True):
+            _open(stored[at : at + length], plane.data)
+            at += length
+        _join(planes, array)
         return array
     except (ValueError, TypeError, zstandard.ZstdError) as error:
         raise DamagedError(f"{frame.name}: {error}") from error
+
+
+def _open(stored: memoryview, plane: memoryview) -> None:
+    """Decode a zstd frame that holds exactly a plane. With room for all of it zstd writes there at once."""
+    if zstandard.frame_content_size(stored) != len(plane):
+        raise ValueError(f"a plane of {zstandard.frame_content_size(stored)} bytes instead of {len(plane)}")
+    if not plane:
+        return
+    with _tools.opener.stream_reader(stored) as reader:
+        if reader.readinto(plane) != len(plane):
+            raise ValueError("a plane that ends too early")
+
+
+def _join(planes: NDArray[np.uint8], array: NDArray[np.generic]) -> None:
+    """Put an array together from its planes."""
+    if len(planes) == 2:
+        # Twice as fast as writing every second byte.
+        values = array.reshape(-1).view("<u2")
+        np.left_shift(planes[1], 8, out=values, dtype=np.uint16, casting="unsafe")
+        np.bitwise_or(values, planes[0], out=values)
+        return
+    joined = array.reshape(-1).view(np.uint8)
+    for number, plane in enumerate(planes):
+        joined[number :: len(planes)] = plane
 
 
 class PartWriter:
@@ -129,21 +168,12 @@ class PartWriter:
 
     def add(self, name: str, array: NDArray[np.generic], encoded: Encoded, page: int = -1) -> None:
         """Append a tensor, which `encode` has encoded."""
-        stored = encoded.stored
-        frame = Frame(
-            name=name,
-            page=page,
-            dtype=array.dtype.str,
-            shape=array.shape,
-            planes=encoded.planes,
-            codec=encoded.codec,
-            offset=self.nbytes,
-            stored=len(stored),
-            digest=encoded.digest,
-        )
+        stored = tuple(map(len, encoded.planes))
+        frame = Frame(name, page, array.dtype.str, array.shape, self.nbytes, stored, encoded.crc)
         self._frames.append(frame)
-        self._file.write(stored)
-        self.nbytes += len(stored)
+        for plane in encoded.planes:
+            self._file.write(plane)
+        self.nbytes += sum(stored)
 
     def finish(self) -> PartInfo:
         """Write the index; everything is on the disk when this returns."""
@@ -174,7 +204,10 @@ class PartReader:
 
     def read(self, frame: Frame, into: NDArray[np.generic] | None = None) -> NDArray[np.generic]:
         """The tensor of a frame, in `into` if that is given. Raises DamagedError."""
-        return decode(frame, os.pread(self._file.fileno(), frame.stored, frame.offset), into)
+        stored = _tools.buffer("stored", sum(frame.stored))
+        if os.preadv(self._file.fileno(), [stored], frame.offset) != len(stored):
+            raise DamagedError(f"{frame.name}: the file ends before it")
+        return decode(frame, stored, into)
 
     def close(self) -> None:
         """Idempotent."""

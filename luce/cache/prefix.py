@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Protocol
@@ -26,24 +28,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
-from luce.cache.disk import CachedPrefix, DiskStats, DiskTier
+from luce.backend.kept import Kept, Piece
+from luce.cache.disk import CachedPrefix, DiskStats, DiskTier, Save
+from luce.cache.index import Entry
 from luce.cache.manifest import keys, snapshot_id
 from luce.cache.part import DamagedError
-from luce.cache.store import Entry
-from luce.cache.tree import Block, Point, Segment, Tensors, Tree, tensor_bytes
-from luce.errors import LuceError
+from luce.cache.reader import Reader, Share
+from luce.cache.tree import Block, Point, Segment, Tree
+from luce.errors import LuceError, ShardLostError
 from luce.runtime.step import PAGE, Int32
 
 _log = logging.getLogger(__name__)
 
-# Pages in one copy between host and devices: bounds what lies twice in host memory meanwhile.
-_BATCH = 16
-# Pages that are handed to the disk at a time: a millisecond or two of a GPU's time.
-_EXPORT = 4
+# Pages that are copied to host memory together, and lie in one frame of a file.
+_BATCH = 32
+# Time between two pieces of work for the disk while sequences run, in times of what the first one took.
+_PATIENCE = 100
+# Bytes of host memory that are made ready at the start: what a snapshot of a large model passes through.
+_READY = 768 << 20
 # Points that may wait for the disk; the oldest is skipped.
 _OFFERED = 16
 # Tokens that the disk must know beyond what memory does.
 _WORTH = 64
+
+
+#: where a share of a snapshot belongs: slot, pages of each page group, layers
+_Place = tuple[int | None, list[list[int]], range]
+_ALL = range(sys.maxsize)
 
 
 class PagePool(Protocol):
@@ -60,6 +71,12 @@ class PagePool(Protocol):
 
     def idle(self, page: int) -> bool:
         """Whether nobody but the cache has the page."""
+
+    def share(self, page: int) -> None:
+        """Hold a page as a sequence does."""
+
+    def give(self, page: int) -> None:
+        """Do not hold it any longer."""
 
     def seen_from(self, length: int) -> int:
         """The first table entry that a sequence of `length` positions still sees."""
@@ -99,7 +116,11 @@ class _Found:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Numbers at one moment; counters since the start. `bytes` of host memory, `pages` on the devices."""
+    """Numbers at one moment; counters since the start. `bytes` of host memory, `pages` on the devices.
+
+    `seconds_saved`: what reading the reused tokens would have taken at the speed of the prompts read until then, less
+    what resuming took.
+    """
 
     bytes: int = 0
     budget: int = 0
@@ -109,6 +130,7 @@ class CacheStats:
     misses: int = 0
     evictions: int = 0
     tokens: int = 0
+    seconds_saved: float = 0.0
     disk: DiskStats | None = None
 
 
@@ -127,13 +149,28 @@ class PrefixCache:
         self._budget = budget
         self._bytes = self._pages = 0
         self._hits = self._misses = self._evictions = self._tokens = 0
+        #: prompts that were read: tokens, seconds
+        self._read = (0, 0.0)
+        self._seconds_saved = 0.0
         self.tree = Tree()
         self.disk = disk
         self._least = least
         self._offered: deque[Point] = deque()
-        self._export: Iterator[None] | None = None
+        self._export: Iterator[Kept | None] | None = None
+        self._awaited: Kept | None = None
+        self._saving: Save | None = None
+        #: pages that are held while they are copied, and the copy
+        self._copying: tuple[Kept, list[int]] | None = None
+        #: when `pump` goes on, on time.monotonic's clock
+        self._next = 0.0
         #: whether a sequence can be resumed at points only, not behind any block
         self.exact = backend.recurrent or any(pool.window is not None for pool in pools)
+        threading.Thread(target=self._prepare, name="luce-cache-memory", daemon=True).start()
+
+    def _prepare(self) -> None:
+        """Let memory that copies are fast with be there before the first prompt; pinning takes long."""
+        with contextlib.suppress(LuceError):
+            self._backend.landing(min(self._budget, _READY))
 
     def stats(self) -> CacheStats:
         """Numbers for people. Any thread may ask."""
@@ -146,6 +183,7 @@ class PrefixCache:
             misses=self._misses,
             evictions=self._evictions,
             tokens=self._tokens,
+            seconds_saved=self._seconds_saved,
             disk=None if self.disk is None else self.disk.snapshot_stats(),
         )
 
@@ -154,6 +192,18 @@ class PrefixCache:
 
         A whole prompt needs the logits of its last token, so it is resumed only at a point that has them.
         """
+        started = time.monotonic()
+        hit = self._resumed(prompt, slot)
+        tokens, seconds = self._read
+        if hit.length and tokens:
+            self._seconds_saved += max(0.0, hit.length * seconds / tokens - (time.monotonic() - started))
+        return hit
+
+    def note_read(self, tokens: int, seconds: float) -> None:
+        """Tokens of a prompt were computed in so many seconds."""
+        self._read = self._read[0] + tokens, self._read[1] + seconds
+
+    def _resumed(self, prompt: Int32, slot: int) -> Hit:
         found, known = self._find(prompt)
         for entry in self._stored(prompt, 0 if found is None else found.length + _WORTH):
             point = self._load(prompt, entry, slot)
@@ -183,14 +233,12 @@ class PrefixCache:
         `after`: the point of the same sequence that this one follows; it becomes stale if it is a passing one. `save`:
         whether it is worth writing to the disk.
         """
-        state: Tensors = {}
-        if self.tree.find(ids) is None:
-            try:
-                state = self._backend.save(self._state_slot(slot), self._state_pages(slot, len(ids)))
-            except LuceError as error:
-                _log.warning("a prefix could not be kept: %s", error)
-                return None
-        point = self._admit(slot, ids, state, logits, passing=passing)
+        try:
+            point = self.tree.find(ids) or self._add(slot, ids, passing=passing)
+        except LuceError as error:
+            _log.warning("a prefix could not be kept: %s", error)
+            return None
+        self._admit(point, slot, logits)
         point.passing &= passing
         point.stale = False
         if after is not None and after is not point:
@@ -223,18 +271,38 @@ class PrefixCache:
     @property
     def pending(self) -> bool:
         """Whether `pump` has something to do now."""
-        return self.disk is not None and self.disk.room and bool(self._export or self._offered)
+        if self.disk is None or not self.disk.room:
+            return False
+        # The next point continues the one before, once that is on the disk.
+        return self._export is not None or (bool(self._offered) and (self._saving is None or self._saving.over))
 
-    def pump(self) -> None:
-        """Hand a few pages to the disk, if some wait for it and it has room."""
-        if not self.pending:
+    @property
+    def busy(self) -> bool:
+        """Whether something is to be written, or is being written. Any thread may ask."""
+        return bool(self._export or self._offered) or (self.disk is not None and self.disk.busy)
+
+    def pump(self, *, idle: bool) -> None:
+        """A bounded piece of work for the disk, if there is some and the disk has room.
+
+        `idle`: whether nobody waits for the engine. Otherwise there is time in between, so that it takes no more than a
+        share of _PATIENCE of the engine's thread.
+        """
+        started = time.monotonic()
+        if not self.pending or not (idle or started >= self._next):
             return
         if self._export is None:
             self._export = self._exported(self._offered.popleft())
         try:
-            next(self._export)
+            if idle and self._awaited is not None:
+                self._awaited.wait()
+            self._awaited = next(self._export)
         except StopIteration:
-            self._export = None
+            self._export = self._awaited = None
+        except LuceError as error:
+            _log.warning("a prefix could not be saved: %s", error)
+            self._export = self._awaited = None
+        now = time.monotonic()
+        self._next = now + _PATIENCE * (now - started)
 
     def flush(self, seconds: float) -> None:
         """Write what waits to be written, for so long at most, and stop writing."""
@@ -242,8 +310,8 @@ class PrefixCache:
             return
         end = time.monotonic() + seconds
         while (self._export or self._offered) and time.monotonic() < end and self.disk.works:
-            self.pump()
-            if not self.disk.room:
+            self.pump(idle=True)
+            if not self.pending:
                 time.sleep(0.002)
         self.disk.close(max(0.0, end - time.monotonic()))
 
@@ -252,14 +320,20 @@ class PrefixCache:
         assert self._full is not None
         pool = self._pools[self._full]
         while pool.free < count:
-            idle = (block for block in self.tree.blocks if block.page is not None and pool.idle(block.page))
-            coldest = nsmallest(min(count - pool.free, _BATCH), idle, key=lambda block: (block.used, -block.index))
+            idle = [block for block in self.tree.blocks if block.page is not None and pool.idle(block.page)]
+            if len(idle) < count - pool.free:
+                with contextlib.suppress(LuceError):
+                    self._landed()
+            coldest = nsmallest(count - pool.free, idle, key=lambda block: (block.used, -block.index))
             for block in coldest:
                 if block.data is not None:
                     self._displace(block)
-            lacking = sorted((block for block in coldest if block.data is None), key=lambda block: block.index)
-            if lacking and not self._spill(lacking):
-                self.clear()
+            lacking = sorted((b for b in coldest if b.data is None), key=lambda block: (block.used, block.index))
+            for begin in range(0, len(lacking), _BATCH):
+                batch = [block for block in lacking[begin : begin + _BATCH] if block.alive]
+                if batch and not self._spill(batch):
+                    self.clear()
+                    break
 
     def clear(self) -> None:
         """Forget everything."""
@@ -309,7 +383,7 @@ class PrefixCache:
             return
         pages = self._pools[self._full].entries(slot, 0, len(blocks))
         for first, segment, at, count in _together(absent):
-            self._backend.restore(None, self._only(pages[first : first + count]), segment.rows(at, count))
+            self._backend.restore(None, self._only(pages[first : first + count]), segment.kept, at)
         for i, block, _ in absent:
             if block.alive:
                 self._place(block, pages[i])
@@ -318,35 +392,47 @@ class PrefixCache:
         """Put a snapshot into a slot and into the tree. None, and the slot holds nothing, if that failed."""
         assert self.disk is not None
         started, length = time.monotonic(), entry.manifest.length
-        ids, whole = prompt[:length], length // PAGE
+        ids = prompt[:length]
         try:
             with contextlib.closing(self.disk.open(entry)) as reader:
                 if not np.array_equal(reader.tokens(), ids[reader.manifest.first * PAGE :]):
                     raise DamagedError("its tokens are others")
                 blocks, _ = self.tree.match(ids)
                 self._hold(blocks, length, slot)
-                if self._full is not None:
-                    pages = self._pools[self._full].entries(slot, 0, whole)
-                    for first, count, tensors in self.disk.stream(reader, len(blocks), whole):
-                        self._backend.restore(None, self._only(pages[first : first + count]), tensors)
-                state, logits = self.disk.state(reader)
-                self._backend.restore(self._state_slot(slot), self._state_pages(slot, length), state)
+                shares = self._shares(reader, slot, len(blocks), length)
+                decoded = self.disk.decoded(shares, self._backend.landing)
+                with contextlib.closing(decoded):
+                    self._backend.fill(Piece(*place, tensors) for tensors, place in decoded)
+                logits = reader.logits()
+                point = self.tree.find(ids) or self._add(slot, ids, passing=entry.manifest.passing)
         except (LuceError, OSError) as error:
-            self.disk.failed(entry, error)
             self._yield_all(slot)
+            if isinstance(error, ShardLostError):
+                _log.warning("snapshot %s: %s", entry.manifest.id, error)
+            else:
+                self.disk.failed(entry, error)
             return None
-        point = self._admit(slot, ids, state, logits, passing=entry.manifest.passing)
+        self._admit(point, slot, logits)
         self.disk.loaded(entry, time.monotonic() - started)
         return point
 
-    def _admit(
-        self, slot: int, ids: Int32, state: Tensors, logits: NDArray[np.float32] | None, *, passing: bool
-    ) -> Point:
-        """The point at `ids`, new if there is none, with the pages that a slot holds."""
-        point = self.tree.find(ids)
-        if point is None:
-            point = self.tree.add(ids, state, None, passing=passing)
-            self._bytes += point.nbytes
+    def _shares(self, reader: Reader, slot: int, known: int, length: int) -> Iterator[tuple[Share, _Place]]:
+        """What a snapshot has for a slot that holds its first `known` pages, and where that belongs."""
+        if self._full is not None:
+            pages = self._pools[self._full].entries(slot, 0, length // PAGE)
+            for first, count, share in reader.pages(known, length // PAGE):
+                yield share, (None, self._only(pages[first : first + count]), _ALL)
+        for layers, share in reader.states():
+            yield share, (self._state_slot(slot), self._state_pages(slot, length), layers)
+
+    def _add(self, slot: int, ids: Int32, *, passing: bool) -> Point:
+        """A new point with the state of a slot. Raises LuceError."""
+        state = self._backend.save(self._state_slot(slot), self._state_pages(slot, len(ids)))
+        self._bytes += state.nbytes
+        return self.tree.add(ids, state, None, passing=passing)
+
+    def _admit(self, point: Point, slot: int, logits: NDArray[np.float32] | None) -> None:
+        """Give a point the pages that a slot holds, and logits if it has none; make room for it."""
         if point.logits is None and logits is not None:
             point.logits = logits
             self._bytes += logits.nbytes
@@ -356,10 +442,12 @@ class PrefixCache:
                 if block.page is None:
                     self._place(block, page)
         self._make_room(0)
-        return point
 
-    def _exported(self, point: Point) -> Iterator[None]:
-        """Hands a point to the disk; each turn is a bounded piece of work."""
+    def _exported(self, point: Point) -> Iterator[Kept | None]:
+        """Copies a point's pages to host memory and hands it to the disk, a bounded piece each turn.
+
+        Gives what it waits for, if anything. Raises LuceError.
+        """
         assert self.disk is not None
         ids = self.tree.ids(point)
         missing = self.disk.missing(ids) if point in self.tree.points else None
@@ -367,48 +455,72 @@ class PrefixCache:
             return
         parent, first = missing
         trail = self.tree.trail(point)[first:] if self._full is not None else []
-        save = None
-        for begin in range(0, len(trail), _EXPORT):
-            batch = trail[begin : begin + _EXPORT]
-            try:
-                tensors = self._read(batch) if all(block.alive for block in batch) else None
-            except LuceError as error:
-                _log.warning("a prefix could not be saved: %s", error)
-                tensors = None
-            if tensors is None:
-                if save is not None:
-                    save.abort()
-                return
+        save: Save | None = None
+        complete = False
+        try:
+            while trail:
+                run = _alike(trail)
+                if not all(block.alive for block in run):
+                    return
+                kept, at = yield from self._on_host(run)
+                if save is None:
+                    raw = kept.nbytes // len(run) * len(trail) + point.nbytes
+                    save = self._saving = self.disk.save(ids, parent, first, raw, passing=point.passing)
+                for tensors in kept.windows(at, len(run)):
+                    save.pages(run[0].index, tensors)
+                    yield None
+                trail = trail[len(run) :]
             if save is None:
-                raw = tensor_bytes(tensors) * len(trail) // len(batch) + point.nbytes
-                save = self.disk.save(ids, parent, first, raw, passing=point.passing)
-            save.pages(batch[0].index, tensors)
-            self._copied(batch, tensors)
-            yield
-        if save is None:
-            save = self.disk.save(ids, parent, first, point.nbytes, passing=point.passing)
-        save.finish(point.state, point.logits)
+                save = self._saving = self.disk.save(ids, parent, first, point.nbytes, passing=point.passing)
+            for tensors in point.state.windows():
+                save.state(tensors)
+                yield None
+            save.finish(point.logits)
+            complete = True
+        finally:
+            if save is not None and not complete:
+                save.abort()
 
-    def _copied(self, blocks: Sequence[Block], tensors: Tensors) -> None:
+    def _on_host(self, blocks: Sequence[Block]) -> Generator[Kept, None, tuple[Kept, int]]:
+        """Where blocks that are alike lie in host memory, and which page is the first."""
+        if blocks[0].data is not None:
+            segment, at = blocks[0].data
+            return segment.kept, at
+        assert self._full is not None
+        pages = [block.page for block in blocks if block.page is not None]
+        kept = self._backend.save(None, self._only(pages), held=True)
+        if not kept.ready():
+            for page in pages:
+                self._pools[self._full].share(page)
+            self._copying = kept, pages
+            while self._copying is not None and not kept.ready():
+                yield kept
+            self._landed()
+        self._copied(blocks, kept)
+        return kept, 0
+
+    def _landed(self) -> None:
+        """Wait for pages that are copied, and do not hold them any longer."""
+        if self._copying is None:
+            return
+        assert self._full is not None
+        kept, pages = self._copying
+        self._copying = None
+        try:
+            kept.wait()
+        finally:
+            for page in pages:
+                self._pools[self._full].give(page)
+
+    def _copied(self, blocks: Sequence[Block], kept: Kept) -> None:
         """Blocks are in host memory as well: as long as there is room, they need not be copied again to leave it to
         others on the devices."""
-        if self._bytes + tensor_bytes(tensors) <= self._budget and not any(block.data for block in blocks):
-            segment = Segment(tensors, len(blocks))
+        free = all(block.alive and block.data is None for block in blocks)
+        if free and self._bytes + kept.nbytes <= self._budget:
+            segment = Segment(kept, len(blocks))
             self._bytes += segment.page_bytes * len(blocks)
             for index, block in enumerate(blocks):
                 block.data = segment, index
-
-    def _read(self, blocks: Sequence[Block]) -> Tensors:
-        """The contents of blocks, one behind the other."""
-        here = [block for block in blocks if block.page is not None]
-        tensors = self._backend.save(None, self._only([block.page for block in here if block.page is not None]))
-        if len(here) == len(blocks):
-            return tensors
-        saved, pieces = Segment(tensors, max(1, len(here))), []
-        for block in blocks:
-            segment, at = block.data or (saved, here.index(block))
-            pieces.append(segment.rows(at, 1))
-        return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
     def _yield_all(self, slot: int) -> None:
         for pool in self._pools:
@@ -432,12 +544,12 @@ class PrefixCache:
         """Move blocks to host memory, or give them up if there can be no room for them. False if the copy failed."""
         assert self._full is not None
         try:
-            tensors = self._backend.save(None, self._only([b.page for b in blocks if b.page is not None]))
+            kept = self._backend.save(None, self._only([b.page for b in blocks if b.page is not None]))
+            segment = Segment(kept, len(blocks))
+            self._make_room(kept.nbytes)
         except LuceError as error:
             _log.warning("the prefix cache is dropped: %s", error)
             return False
-        segment = Segment(tensors, len(blocks))
-        self._make_room(tensor_bytes(tensors))
         for index, block in enumerate(blocks):
             if block.alive:
                 block.data = segment, index
@@ -478,6 +590,16 @@ class PrefixCache:
             if block.data is not None:
                 self._bytes -= block.data[0].page_bytes
                 block.data = None
+
+
+def _alike(blocks: Sequence[Block]) -> Sequence[Block]:
+    """The first blocks that lie alike: on the devices only, or side by side in host memory. _BATCH at most."""
+    first = blocks[0]
+    for count, block in enumerate(blocks[:_BATCH]):
+        same = block.data is None if first.data is None else block.data == (first.data[0], first.data[1] + count)
+        if not same:
+            return blocks[:count]
+    return blocks[:_BATCH]
 
 
 def _together(

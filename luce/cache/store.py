@@ -1,4 +1,4 @@
-"""A directory of snapshots: find, write, read, give up. FORMAT.md shows the layout.
+"""A directory of snapshots: what comes, what goes, and in what order that reaches the disk. FORMAT.md shows the layout.
 
 A snapshot is written in a directory of its own under tmp/ and renamed when everything is on the disk, the manifest
 last: a crash leaves a whole snapshot or garbage that the next start sweeps away. What is deleted is renamed first, so a
@@ -19,29 +19,24 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-import luce
 from luce.cache import manifest as manifests
-from luce.cache.manifest import Manifest, keys, snapshot_id
-from luce.cache.part import DamagedError, Encoded, Frame, PartInfo, PartReader, PartWriter, encode
-from luce.cache.tree import Tensors
+from luce.cache.files import alive, read_if_there, sync_directory, write_file
+from luce.cache.index import Entry, Index
+from luce.cache.manifest import MANIFEST, Manifest, keys, snapshot_id
+from luce.cache.part import DamagedError
+from luce.cache.reader import Reader, read_tokens
+from luce.cache.writer import Spread, Writer
 from luce.errors import LuceError
 from luce.runtime.step import PAGE, Int32
 
 _log = logging.getLogger(__name__)
 
-#: `map`, or that of an executor
-Spread = Callable[[Callable[[NDArray[np.generic]], Encoded], Iterable[NDArray[np.generic]]], Iterable[Encoded]]
-
 LAYOUT = "luce-v2"
-_MANIFEST = "manifest.json"
-_LOGITS = "logits"
 #: snapshots of models that were of no use for so long go before all others
 _FORGOTTEN_SECONDS = 30 * 86400.0
 #: garbage in tmp/ older than this has no writer, whatever its process number says
@@ -55,36 +50,18 @@ class StoreFullError(LuceError):
     """There is no room for a snapshot, and none can be made."""
 
 
-@dataclass(eq=False)
-class Entry:
-    """A snapshot that is on the disk. `used` in seconds since the epoch; `unusable` says why it is not found."""
-
-    manifest: Manifest
-    path: Path
-    used: float
-    unusable: str = ""
-    children: set[Entry] = field(default_factory=set)
-
-    @property
-    def dispensable(self) -> bool:
-        """Whether a longer snapshot of the same conversation took its place."""
-        return self.manifest.passing and bool(self.children)
-
-
-class Store:
-    """The snapshots of all models below `root`; those of `model` are found, the others only take room.
+class Store(Index):
+    """The snapshots below `root`.
 
     `budget` in bytes covers everything below `root`; 0 for no limit. Thread-safe. Raises OSError if the directory
     cannot be made.
     """
 
     def __init__(self, root: Path, model: str, budget: int) -> None:
+        super().__init__(model)
         self.root = root / LAYOUT
-        self.model = model
         self.budget = budget
-        self._lock = threading.Lock()
         self._writers = threading.RLock()
-        self._entries: dict[tuple[str, str], Entry] = {}
         self._seen: dict[str, int] = {}
         #: bytes written to tmp/ by this process, and stored bytes per raw byte so far
         self._writing = 0
@@ -109,12 +86,6 @@ class Store:
         with self._lock:
             return self._writing + sum(entry.manifest.nbytes for entry in self._entries.values())
 
-    @property
-    def entries(self) -> list[Entry]:
-        """All snapshots of all models."""
-        with self._lock:
-            return list(self._entries.values())
-
     # --- finding
 
     def rescan(self) -> None:
@@ -134,43 +105,14 @@ class Store:
                     self._forget(self._entries[directory.name, id])
                 for id in names - known:
                     self._admit(directory, id)
-            self._link()
-
-    def find(self, ids: Int32, beyond: int = 0) -> list[Entry]:
-        """The snapshots that `ids` begin with and that can be resumed, of more than `beyond` tokens, longest first.
-
-        A snapshot of all of `ids` needs the logits of the last token.
-        """
-        with self._lock:
-            mine = [e for e in self._entries.values() if e.manifest.model == self.model and e.manifest.point]
-            lengths = sorted({e.manifest.length for e in mine if beyond < e.manifest.length <= len(ids)})
-            found = [self._entries.get((self.model, snapshot_id(key, n))) for n, key in keys(ids, lengths)]
-            usable = (e for e in reversed(found) if e is not None and e.manifest.point and not e.unusable)
-            return [e for e in usable if e.manifest.length < len(ids) or e.manifest.logits]
-
-    def chain(self, entry: Entry) -> list[Entry]:
-        """A snapshot behind those that it continues, the first one first. Raises DamagedError if one is missing."""
-        with self._lock:
-            chain = [entry]
-            while (parent := chain[-1].manifest.parent) is not None:
-                found = self._entries.get((entry.manifest.model, parent))
-                if found is None or found in chain:
-                    raise DamagedError(f"{entry.manifest.id}: its beginning, {parent}, is gone")
-                chain.append(found)
-            return chain[::-1]
+            self._relink()
 
     def touch(self, entry: Entry) -> None:
         """A snapshot was of use."""
         for part in self.chain(entry):
             part.used = time.time()
             with contextlib.suppress(OSError):
-                os.utime(part.path / _MANIFEST)
-
-    def newest(self, count: int) -> list[Entry]:
-        """The snapshots of this model that were of use last and that none continues."""
-        with self._lock:
-            mine = [e for e in self._entries.values() if e.manifest.model == self.model and not e.children]
-            return sorted(mine, key=lambda entry: entry.used)[-count:]
+                os.utime(part.path / MANIFEST)
 
     # --- reading
 
@@ -190,22 +132,6 @@ class Store:
 
     # --- writing
 
-    def missing(self, ids: Int32) -> tuple[Entry | None, int] | None:
-        """What a snapshot of `ids` has to store: (the snapshot that it continues, its first page); None if it is there.
-
-        Where only the tokens and pages of one are left, it is that one's parent, and no page.
-        """
-        with self._lock:
-            mine = [e.manifest for e in self._entries.values() if e.manifest.model == self.model]
-            lengths = sorted({m.length for m in mine if m.length <= len(ids)})
-            found = {n: self._entries.get((self.model, snapshot_id(key, n))) for n, key in keys(ids, lengths)}
-            same = found.pop(len(ids), None)
-            if same is not None:
-                parent = self._entries.get((self.model, same.manifest.parent or ""))
-                return None if same.manifest.point else (parent, len(ids) // PAGE)
-            longest = max((n for n, e in found.items() if e is not None and not e.unusable and n >= PAGE), default=0)
-            return found.get(longest), longest // PAGE
-
     def writer(
         self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool, spread: Spread = map
     ) -> Writer:
@@ -214,7 +140,7 @@ class Store:
         Raises StoreFullError or OSError.
         """
         ((length, key),) = keys(ids, [len(ids)])
-        own = self._entries.get((self.model, snapshot_id(key, length)))
+        own = self._get(self.model, snapshot_id(key, length))
         keep = [*([] if parent is None else self.chain(parent)), *([] if own is None else [own])]
         self.make_room(int(raw * self._ratio), keep)
         path = self._tmp / f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -231,26 +157,25 @@ class Store:
         """Make a directory that is written and synchronised a snapshot. Raises OSError, StoreFullError."""
         with self._writers:
             directory = self.root / self.model
-            old = self._entries.get((self.model, manifest.id))
+            old = self._get(self.model, manifest.id)
             if old is not None:
                 return self._revive(old, path, manifest)
-            parent = self._entries.get((self.model, manifest.parent or ""))
+            parent = self._get(self.model, manifest.parent)
             if manifest.first * PAGE > (0 if parent is None else parent.manifest.length):
                 raise StoreFullError("the snapshot that this one continues is gone")
             if self._renamed(path, directory / manifest.id):
                 sync_directory(directory)
                 entry = Entry(manifest, directory / manifest.id, time.time())
-                with self._lock:
-                    self._entries[self.model, manifest.id] = entry
+                self._put(entry)
                 if manifest.raw:
                     self._ratio += (manifest.nbytes / manifest.raw - self._ratio) / 4
             else:
                 # Another server wrote the same.
                 shutil.rmtree(path, ignore_errors=True)
                 self._admit(directory, manifest.id)
-                if (self.model, manifest.id) not in self._entries:
+                if self._get(self.model, manifest.id) is None:
                     raise StoreFullError(f"{directory / manifest.id} was removed by another server")
-            self._link()
+            self._relink()
             entry = self._entries[self.model, manifest.id]
             with contextlib.suppress(StoreFullError):
                 # It may have become larger than was thought.
@@ -285,7 +210,7 @@ class Store:
             if entry.children:
                 self._retire(entry)
                 return
-            parent = self._entries.get((entry.manifest.model, entry.manifest.parent or ""))
+            parent = self._get(entry.manifest.model, entry.manifest.parent)
             self._remove(entry)
             if parent is not None and not parent.manifest.point and not parent.children:
                 self.give_up(parent)
@@ -295,7 +220,7 @@ class Store:
         with self._writers:
             self._forget(entry)
             self._admit(entry.path.parent, entry.manifest.id)
-            self._link()
+            self._relink()
 
     def quarantine(self, entry: Entry, reason: object) -> None:
         """Put a damaged snapshot aside, and give up those that continue it."""
@@ -365,35 +290,24 @@ class Store:
         problem: Exception | None = None
         seen: bytes | None = None
         # Another server may take the state away while this looks: first the manifest changes, then the files go.
-        while seen != (data := _read_if_there(path / _MANIFEST)):
+        while seen != (data := read_if_there(path / MANIFEST)):
             seen = data
             try:
                 manifest = manifests.decode(data, path.parent.name, path.name)
                 for part in manifest.parts:
                     if (size := (path / part.name).stat().st_size) != part.bytes:
                         raise DamagedError(f"{part.name} has {size} bytes instead of {part.bytes}")
-                entry = Entry(manifest, path, (path / _MANIFEST).stat().st_mtime)
+                entry = Entry(manifest, path, (path / MANIFEST).stat().st_mtime)
             except (DamagedError, FileNotFoundError) as error:
                 problem = error
                 continue
-            with self._lock:
-                self._entries[path.parent.name, path.name] = entry
+            self._put(entry)
             return None
         return problem
 
-    def _link(self) -> None:
+    def _relink(self) -> None:
         """Find out who continues whom; give up what continues nothing that is there."""
-        for entry in self._entries.values():
-            entry.children = set()
-        orphans = []
-        for (model, _), entry in self._entries.items():
-            if entry.manifest.parent is not None:
-                parent = self._entries.get((model, entry.manifest.parent))
-                if parent is None or parent.manifest.length < entry.manifest.first * PAGE:
-                    orphans.append(entry)
-                else:
-                    parent.children.add(entry)
-        for entry in orphans:
+        for entry in self._link():
             self._remove_all(entry)
 
     def _lacking(self, size: int) -> int:
@@ -444,9 +358,9 @@ class Store:
 
     def _rewrite(self, entry: Entry, manifest: Manifest) -> None:
         """Another manifest in the place of a snapshot's own. Two servers may do this at once: each has its own file."""
-        new = entry.path / f"{_MANIFEST}.{secrets.token_hex(4)}"
+        new = entry.path / f"{MANIFEST}.{secrets.token_hex(4)}"
         write_file(new, manifest.encode())
-        os.replace(new, entry.path / _MANIFEST)
+        os.replace(new, entry.path / MANIFEST)
         sync_directory(entry.path)
 
     def _revive(self, entry: Entry, path: Path, manifest: Manifest) -> Entry:
@@ -479,13 +393,6 @@ class Store:
             os.rename(entry.path, trash)
             shutil.rmtree(trash, ignore_errors=True)
 
-    def _forget(self, entry: Entry) -> None:
-        with self._lock:
-            self._entries.pop((entry.manifest.model, entry.manifest.id), None)
-        parent = self._entries.get((entry.manifest.model, entry.manifest.parent or ""))
-        if parent is not None:
-            parent.children.discard(entry)
-
     def _put_aside(self, path: Path) -> None:
         with contextlib.suppress(OSError):
             os.rename(path, self._trash / f"bad-{time.time_ns()}-{path.name}")
@@ -495,7 +402,7 @@ class Store:
         """Remove what ended writers left behind."""
         for path in self._tmp.iterdir():
             with contextlib.suppress(OSError):
-                if not _alive(path.name) or time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                if not alive(path.name) or time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                     shutil.rmtree(path, ignore_errors=True)
         self._empty_trash()
 
@@ -504,227 +411,3 @@ class Store:
         for path in self._trash.iterdir():
             if path.name not in bad[-_QUARANTINED:]:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-class Writer:
-    """One snapshot while it is written. `abort` it, or `finish` it. Methods raise OSError."""
-
-    def __init__(
-        self,
-        store: Store,
-        path: Path,
-        length: int,
-        key: str,
-        parent: Entry | None,
-        first: int,
-        passing: bool,
-        spread: Spread,
-    ) -> None:
-        self._store = store
-        self._path = path
-        self._length = length
-        self._key = key
-        self._parent = parent
-        self._first = first
-        self._spread = spread
-        self._passing = passing
-        self._raw = self._accounted = 0
-        self._open: dict[str, PartWriter] = {}
-        self._logits = False
-
-    def tokens(self, ids: Int32) -> None:
-        """Those from page `first` on."""
-        self._write({"tokens": ids.astype("<i4")}, lambda name: "tokens.part")
-
-    def pages(self, first: int, tensors: Tensors, layers: Sequence[range]) -> None:
-        """Whole pages from number `first` on, in a file for each range of layers."""
-        self._write(tensors, lambda name: _file("pages", name, layers), first)
-
-    def state(self, tensors: Tensors, logits: NDArray[np.float32] | None, layers: Sequence[range]) -> None:
-        """What the point has beside pages."""
-        self._write(tensors, lambda name: _file("state", name, layers))
-        if logits is not None:
-            self._logits = True
-            self._write({_LOGITS: logits}, lambda name: "state-logits.part")
-
-    def finish(self) -> Entry:
-        """Everything is written: make it a snapshot."""
-        parts = {name: part.finish() for name, part in self._open.items()}
-        manifest = Manifest(
-            format=manifests.FORMAT,
-            writer=luce.__version__,
-            model=self._store.model,
-            id=snapshot_id(self._key, self._length),
-            key=self._key,
-            length=self._length,
-            created=time.time(),
-            parent=None if self._parent is None else self._parent.manifest.id,
-            first=self._first,
-            passing=self._passing,
-            point=True,
-            logits=self._logits,
-            tokens=parts["tokens.part"],
-            pages=tuple(part for name, part in parts.items() if name.startswith("pages")),
-            state=tuple(part for name, part in parts.items() if name.startswith("state")),
-            raw=self._raw,
-        )
-        write_file(self._path / _MANIFEST, manifest.encode())
-        sync_directory(self._path)
-        entry = self._store.commit(self._path, manifest)
-        self._settle()
-        return entry
-
-    def abort(self) -> None:
-        """Remove what was written. Idempotent."""
-        for part in self._open.values():
-            with contextlib.suppress(OSError):
-                part.close()
-        shutil.rmtree(self._path, ignore_errors=True)
-        self._settle()
-
-    def _write(self, tensors: Tensors, file: Callable[[str], str], page: int = -1) -> None:
-        for (name, tensor), encoded in zip(tensors.items(), self._spread(encode, tensors.values()), strict=True):
-            part = self._open.get(file(name))
-            if part is None:
-                part = self._open[file(name)] = PartWriter(self._path / file(name))
-            before = part.nbytes
-            part.add(name, tensor, encoded, page)
-            self._raw += tensor.nbytes
-            self._accounted += part.nbytes - before
-            self._store.account(part.nbytes - before)
-
-    def _settle(self) -> None:
-        self._store.account(-self._accounted)
-        self._accounted = 0
-
-
-class Reader:
-    """A snapshot and those that it continues, all files open. Thread-safe; raises DamagedError."""
-
-    def __init__(self, chain: Sequence[Entry]) -> None:
-        self.manifest = chain[-1].manifest
-        self._parts: list[PartReader] = []
-        #: by first page: the frames of a run of pages, and how many pages of them count
-        self.runs: list[tuple[int, int, list[tuple[PartReader, Frame]]]] = []
-        self._state: list[tuple[PartReader, Frame]] = []
-        try:
-            for entry, after in zip(chain, [*chain[1:], None], strict=True):
-                end = entry.manifest.length // PAGE if after is None else after.manifest.first
-                self._open_pages(entry, end)
-            for info in self.manifest.state:
-                part = self._opened(chain[-1].path, info)
-                self._state += [(part, frame) for frame in part.frames]
-            self._tokens = self._opened(chain[-1].path, self.manifest.tokens)
-        except BaseException:
-            self.close()
-            raise
-
-    def tokens(self) -> Int32:
-        """Those that this snapshot stores itself: from page `manifest.first` on."""
-        return _tokens(self._tokens)
-
-    def state_frames(self) -> list[tuple[PartReader, Frame]]:
-        """The frames of the point's state."""
-        return [(part, frame) for part, frame in self._state if frame.name != _LOGITS]
-
-    def logits(self) -> NDArray[np.float32] | None:
-        """Those of the last token, if they are there."""
-        for part, frame in self._state:
-            if frame.name == _LOGITS:
-                return part.read(frame).astype(np.float32, copy=False)
-        return None
-
-    def close(self) -> None:
-        """Idempotent."""
-        for part in self._parts:
-            part.close()
-
-    def _open_pages(self, entry: Entry, end: int) -> None:
-        found: dict[int, list[tuple[PartReader, Frame]]] = {}
-        for info in entry.manifest.pages:
-            part = self._opened(entry.path, info)
-            for frame in part.frames:
-                found.setdefault(frame.page, []).append((part, frame))
-        at = entry.manifest.first
-        for first in sorted(found):
-            counts = {frame.shape[0] // PAGE for _, frame in found[first] if frame.shape}
-            if first != at or len(counts) != 1:
-                raise DamagedError(f"{entry.manifest.id}: page {at} is missing")
-            (count,) = counts
-            if first < end:
-                self.runs.append((first, min(count, end - first), found[first]))
-            at += count
-        if found and at < end:
-            raise DamagedError(f"{entry.manifest.id}: page {at} is missing")
-
-    def _opened(self, directory: Path, info: PartInfo) -> PartReader:
-        self._parts.append(PartReader(directory, info))
-        return self._parts[-1]
-
-
-def read_tokens(entry: Entry) -> Int32:
-    """The tokens that a snapshot stores itself. Raises DamagedError or OSError."""
-    part = PartReader(entry.path, entry.manifest.tokens)
-    try:
-        return _tokens(part)
-    finally:
-        part.close()
-
-
-def verify(entry: Entry) -> None:
-    """Read everything that a snapshot stores itself. Raises DamagedError or OSError."""
-    for info in entry.manifest.parts:
-        part = PartReader(entry.path, info)
-        try:
-            for frame in part.frames:
-                part.read(frame)
-        finally:
-            part.close()
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file; it is on the disk when this returns."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_if_there(path: Path) -> bytes:
-    """A file's bytes, none if there is no such file. Raises OSError if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
-
-
-def sync_directory(path: Path) -> None:
-    """Put a directory's names on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _tokens(part: PartReader) -> Int32:
-    if len(part.frames) != 1:
-        raise DamagedError("not one frame of tokens")
-    return part.read(part.frames[0]).astype(np.int32, copy=False)
-
-
-def _file(kind: str, name: str, layers: Sequence[range]) -> str:
-    """`blk.N.NAME` belongs into the file of the range of layers that has N."""
-    layer = int(name.split(".")[1])
-    own = next(r for r in layers if layer in r)
-    return f"{kind}-{own.start:03d}-{own.stop - 1:03d}.part"
-
-
-def _alive(name: str) -> bool:
-    try:
-        os.kill(int(name.partition("-")[0]), 0)
-    except (ValueError, OverflowError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -6,33 +6,26 @@ the last whole block and adds the tokens of a page that is not full. Blocks live
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.kept import Kept
 from luce.runtime.step import PAGE, Int32
-
-#: a shard's tensors by name, as luce.backend.shard saves them
-Tensors = Mapping[str, NDArray[np.generic]]
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Consecutive pages in host memory: tensors [pages * PAGE, ...]. Its blocks take up an equal share each."""
+    """Consecutive pages in host memory. Its blocks take up an equal share each."""
 
-    tensors: Tensors
+    kept: Kept
     pages: int
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        return tensor_bytes(self.tensors) // self.pages
-
-    def rows(self, begin: int, count: int) -> Tensors:
-        """Some of the pages, without a copy."""
-        return {name: tensor[begin * PAGE : (begin + count) * PAGE] for name, tensor in self.tensors.items()}
+        return self.kept.nbytes // self.pages
 
 
 @dataclass(eq=False)
@@ -69,7 +62,7 @@ class Point:
     block: Block
     tail: bytes
     length: int
-    state: Tensors
+    state: Kept
     logits: NDArray[np.float32] | None
     passing: bool
     stale: bool = False
@@ -78,7 +71,7 @@ class Point:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return tensor_bytes(self.state) + (0 if self.logits is None else self.logits.nbytes)
+        return self.state.nbytes + (0 if self.logits is None else self.logits.nbytes)
 
 
 class Tree:
@@ -123,7 +116,7 @@ class Tree:
             block = child
         return block.points.get(_tail(ids))
 
-    def add(self, ids: Int32, state: Tensors, logits: NDArray[np.float32] | None, *, passing: bool) -> Point:
+    def add(self, ids: Int32, state: Kept, logits: NDArray[np.float32] | None, *, passing: bool) -> Point:
         """A new point at `ids`, and the blocks that it needs."""
         self._tick += 1
         block = self._root
@@ -166,11 +159,6 @@ class Tree:
     def ids(self, point: Point) -> Int32:
         """The tokens of a point: int32 [length]."""
         return np.frombuffer(b"".join([*(block.tokens for block in self.trail(point)), point.tail]), np.int32)
-
-
-def tensor_bytes(tensors: Tensors) -> int:
-    """Bytes of all tensors."""
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _tail(ids: Int32) -> bytes:

@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from luce import config
+from luce.cache.index import Entry
 from luce.cache.part import DamagedError
-from luce.cache.store import LAYOUT, Entry, Store, verify
+from luce.cache.reader import verify
+from luce.cache.store import LAYOUT, Store
 from luce.cli.main import settings
 from luce.errors import UsageError
 

@@ -83,8 +83,8 @@ def plan(model: Opened) -> dict[str, Any]:
 
     served  context: positions of one sequence; parallel: sequences
     plan    per shard: device; layers (first, last); weights, with the embedding and the head; state of all sequences;
-            free; fits; kv_per_token and state_per_sequence, with mirrors of other shards' keys and values; handed_on
-            per token to the next shard
+            unpacked_at_most, for weights that are kept unpacked as well; free; fits; kv_per_token and
+            state_per_sequence, with mirrors of other shards' keys and values; handed_on per token to the next shard
     fits    whether every device holds its part
     """
     config, spec = model.config, model.spec
@@ -108,6 +108,7 @@ def plan(model: Opened) -> dict[str, Any]:
                 "layers": [shard.layers.start, shard.layers.stop - 1],
                 "weights": shard.weights,
                 "state": shard.state,
+                "unpacked_at_most": shard.spare if config.prompt_weights == "auto" else 0,
                 "free": shard.free,
                 "fits": shard.fits,
                 "kv_per_token": sum(unit.page) // PAGE,

@@ -424,7 +424,7 @@ class Engine:
         if plan is not None:
             self._step(plan)
         if self.cache is not None:
-            self.cache.pump()
+            self.cache.pump(idle=not self._runs)
         return True
 
     def _forget(self, loss: str) -> None:
@@ -538,6 +538,9 @@ class Engine:
     def _begin_reply(self, run: _Run, row: _Row, now: float) -> None:
         """The prompt is read: `row` is what comes behind it."""
         run.read = now
+        computed = len(run.sequence.prompt) - run.cached
+        if self.cache is not None and computed and run.started is not None:
+            self.cache.note_read(computed, now - run.started)
         if run.sequence.room:
             self._choose(run, row)
         else:

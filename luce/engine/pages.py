@@ -72,7 +72,7 @@ class GroupPages:
         if self.window is not None:
             low, seen = int(self._low[slot]), self.seen_from(position)
             for index in range(low, min(seen, int(self._high[slot]))):
-                self._give(int(self._table[slot, index]))
+                self.give(int(self._table[slot, index]))
             self._low[slot] = max(low, seen)
         self._hold(slot, -(-(position + rows) // PAGE))
 
@@ -85,7 +85,10 @@ class GroupPages:
         # First those that are there, so that making room for the others cannot take them away.
         for page in shared:
             if page is not None:
-                self._share(page)
+                self.share(page)
+        lacking = sum(page is None for page in shared) + max(0, -(-length // PAGE) - int(low) - len(shared))
+        if lacking > self.free and self.reclaim is not None:
+            self.reclaim(lacking)
         for index, page in enumerate(shared, int(low)):
             self._table[slot, index] = self._next(slot, index) if page is None else page
             self._high[slot] = index + 1
@@ -94,7 +97,7 @@ class GroupPages:
     def yield_all(self, slot: int) -> None:
         """Give back everything that a slot holds; the promise stands."""
         for page in self.held(slot):
-            self._give(page)
+            self.give(page)
         self._low[slot] = self._high[slot] = 0
 
     def release(self, slot: int) -> None:
@@ -122,6 +125,22 @@ class GroupPages:
         if not self._holders[page]:
             self._taken[page] = 0
             self.spare -= 1
+            self.free += 1
+
+    def share(self, page: int) -> None:
+        """Somebody holds a page that another one has already."""
+        self.spare -= not self._holders[page]
+        self._holders[page] += 1
+
+    def give(self, page: int) -> None:
+        """Somebody does not hold a page any longer."""
+        self._holders[page] -= 1
+        if self._holders[page]:
+            return
+        if self._kept[page]:
+            self.spare += 1
+        else:
+            self._taken[page] = 0
             self.free += 1
 
     def idle(self, page: int) -> bool:
@@ -170,20 +189,6 @@ class GroupPages:
         self._taken[page] = self._holders[page] = 1
         self.free -= 1
         return page
-
-    def _share(self, page: int) -> None:
-        self.spare -= not self._holders[page]
-        self._holders[page] += 1
-
-    def _give(self, page: int) -> None:
-        self._holders[page] -= 1
-        if self._holders[page]:
-            return
-        if self._kept[page]:
-            self.spare += 1
-        else:
-            self._taken[page] = 0
-            self.free += 1
 
 
 class Pages:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from luce.errors import UnsupportedError
+from luce.errors import OutOfMemoryError, UnsupportedError
 from luce.gguf.quants import block_size, dequantize, supported
 from luce.gguf.reader import GGUFFile, TensorInfo
+from luce.ops.matmul_many import halves_bytes, keep_halves
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Array, Device
 
@@ -57,6 +58,24 @@ class WeightLoader:
         weight = upload_experts(self._device, tensors, experts)
         self.nbytes += weight.nbytes
         return weight
+
+    def keep_halves(self, spare: int) -> int:
+        """Keep matrices of layers unpacked as well, as many as fit in `spare` bytes; the bytes that they take.
+
+        Called again with the same number, it does the same work in the same memory.
+        """
+        left = spare
+        for names, weight in self._matrices.items():
+            size = halves_bytes(self._device, weight)
+            # What lies at the ends of the model meets few rows.
+            if names[0].startswith("blk.") and 0 < size <= left:
+                try:
+                    keep_halves(self._device, weight)
+                except OutOfMemoryError:
+                    # Somebody else has taken memory meanwhile; it goes without.
+                    break
+                left -= size
+        return spare - left
 
     def vector(self, name: str, size: int) -> Array:
         """A GGUF [size] tensor as float32 [size]."""

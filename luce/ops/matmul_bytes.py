@@ -76,15 +76,17 @@ def most_chains(type: GGMLQuantizationType, cols: int, tiles: int, bits: int) ->
     return bits
 
 
-def block_shape(type: GGMLQuantizationType, cols: int, space: int, tiles: int, bits: int, lanes: int) -> Shape:
-    """The block of block_sums for `tiles` tiles and 1 << bits chains."""
+def block_shape(
+    type: GGMLQuantizationType, cols: int, space: int, tiles: int, bits: int, lanes: int, stages: int = _STAGES
+) -> Shape:
+    """The block of block_sums for `tiles` tiles, 1 << bits chains and up to `stages` units of each in flight."""
     chains = 1 << bits
     elements, size = GGML_QUANT_SIZES[type]
     odd = size % 16 != 0
     run = -(-(chains * (_UNIT_COLS // elements) * size + (18 if odd else 0)) // 16) * 16
     if not odd:
         run = -(-(run - 32) // 64) * 64 + 32 if space > _MOST_DOT else -(-(run - 16) // 32) * 32 + 16
-    # Rows of one step never use more than one stage.
-    stages = 1 if cols <= chains * _UNIT_COLS else _STAGES
+    if cols <= chains * _UNIT_COLS:
+        stages = 1  # one step fills no other
     shared = max(stages * _TILE * tiles * run, 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))
     return Shape(bits, -(-_WORKER * tiles * chains // lanes) * lanes, shared)

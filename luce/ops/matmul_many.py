@@ -6,7 +6,8 @@ mean square (Q4_K, 5120 columns); with bfloat16, which needs no scale, it would 
 
 From BLAS_ROWS rows on, weights are unpacked into a buffer, a slice of features at a time, for the device's BLAS
 library, if it has one: it chooses its algorithm by the shape, so that a row's last bits may change with the number of
-rows. The kernel of tiles unpacks weights as it multiplies, and a row's bits do not depend on the other rows.
+rows. Weights that are kept unpacked (`keep_halves`) are multiplied in the same slices, which gives the same bits. The
+kernel of tiles unpacks weights as it multiplies, and a row's bits do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from luce.runtime.device import Array, Device
 _T = GGMLQuantizationType
 #: rows from which unpacking the weights for a library pays: on an H200 both ways take as long at 100 to 140 rows
 BLAS_ROWS = 144
-# Bytes of the buffer of unpacked weights; 64 MB cost 5% at 2048 rows, room for a whole matrix gains 2% (H200).
-_BUFFER = 128 << 20
+# Bytes of the buffer of unpacked weights. A prompt of 8192 tokens of a 27B model took 901 ms with 128 MB, 893 with 256
+# and 881 with room for whole matrices, of 350 MB (weights kept, H200); at 2048 rows, 64 MB cost 5%.
+_BUFFER = 256 << 20
 # The library wants rows of whole 16 bytes.
 _BLAS_COLS = 8
 #: the constants of kernels/tile.h
@@ -78,7 +80,7 @@ def matmul_many(device: Device, x: Array, weight: Weight, out: Array) -> None:
         else:
             packed.append(part)
     if made is not None and packed:
-        _unpack_and_multiply(device, made, packed, cols, out)
+        _multiply_packed(device, made, packed, weight, out)
 
 
 def _multiply(device: Device, x: Halves, weight: Array, out: Array) -> None:
@@ -89,25 +91,53 @@ def _multiply(device: Device, x: Halves, weight: Array, out: Array) -> None:
     device.launch("half", "rescale_rows", (n,), (_ROW_THREADS,), args)
 
 
-def _unpack_and_multiply(device: Device, x: Halves, parts: list[WeightPart], cols: int, out: Array) -> None:
-    """The parts' results by the BLAS library, from slices of their weights as halves."""
+def _multiply_packed(device: Device, x: Halves, parts: list[WeightPart], weight: Weight, out: Array) -> None:
+    """The results of parts in blocks by the BLAS library, from slices of their weights as halves."""
+    cols = weight.cols
     # Slices that begin at odd features cost the library its fast kernels: 8.5 ms instead of 1.2 (H200, 2048 rows).
     most = max(1, _BUFFER // (2 * cols * TILE_FEATURES)) * TILE_FEATURES
-    buffer = device.empty((min(most, sum(part.rows for part in parts)), cols), np.float16)
-    begin = end = parts[0].first  # features in the buffer
+    kept = weight.halves
+    size = 0 if kept is not None else min(most, sum(part.rows for part in parts))
+    buffer = device.empty((size, cols), np.float16)
+
+    def multiply(begin: int, end: int) -> None:
+        own = buffer[: end - begin] if kept is None else kept[begin:end]
+        _multiply(device, x, own, out[:, begin:end])
+
+    begin = end = parts[0].first  # features of the slice
     for part in parts:
         done = 0
         while done < part.rows:
             if end != part.first + done or end - begin == most:
-                _multiply(device, x, buffer[: end - begin], out[:, begin:end])
+                multiply(begin, end)
                 begin = end = part.first + done
             count = min(most - (end - begin), part.rows - done)
-            args = (part.data[done : done + count], buffer[end - begin : end - begin + count], np.int32(cols))
-            defines = {"QTYPE": part.type.name}
-            device.launch("dequant", "dequant", (count,), (_UNPACK_THREADS,), args, defines=defines)
+            if kept is None:
+                _unpack(device, part.data[done : done + count], part.type, buffer[end - begin : end - begin + count])
             done += count
             end += count
-    _multiply(device, x, buffer[: end - begin], out[:, begin:end])
+    multiply(begin, end)
+
+
+def _unpack(device: Device, data: Array, type: GGMLQuantizationType, to: Array) -> None:
+    """Rows of blocks as halves: to float16 [rows, cols]."""
+    args, defines = (data, to, np.int32(to.shape[1])), {"QTYPE": type.name}
+    device.launch("dequant", "dequant", (len(data),), (_UNPACK_THREADS,), args, defines=defines)
+
+
+def halves_bytes(device: Device, weight: Weight) -> int:
+    """Bytes that `keep_halves` takes; 0 if the weight is never unpacked as a whole."""
+    packed = any(part.type not in (_T.F16, _T.F32) for part in weight.parts)
+    return 2 * weight.rows * weight.cols if packed and device.blas and weight.cols % _BLAS_COLS == 0 else 0
+
+
+def keep_halves(device: Device, weight: Weight) -> None:
+    """Unpack a weight for good: products of many rows then skip that. Raises OutOfMemoryError."""
+    if weight.halves is None:
+        weight.halves = device.empty((weight.rows, weight.cols), np.float16)
+    for part in weight.parts:
+        if part.type not in (_T.F16, _T.F32):
+            _unpack(device, part.data, part.type, weight.halves[part.first : part.first + part.rows])
 
 
 def _tiles(device: Device, x: Array, scale: Array | None, part: WeightPart, cols: int, out: Array) -> None:

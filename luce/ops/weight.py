@@ -50,13 +50,17 @@ class WeightPart:
     rows: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Weight:
-    """A matrix [rows, cols] computing y = W x, possibly of several tensors stacked along the rows (q, k and v, say)."""
+    """A matrix [rows, cols] computing y = W x, possibly of several tensors stacked along the rows (q, k and v, say).
+
+    `halves`: its parts in blocks a second time, as float16 [rows, cols], if they are kept so.
+    """
 
     rows: int
     cols: int
     parts: tuple[WeightPart, ...]
+    halves: Array | None = None
 
     @property
     def nbytes(self) -> int:

@@ -6,8 +6,11 @@
     Forward  -> Done      its input is there; input and output lie in shared memory, or in the messages
     Embed    -> Embedded  rows of the token table
     Project  -> Done      the head's product with rows
-    Save     -> Saved     a sequence's state as named tensors
+    Save     -> Saved     a sequence's state stays with the daemon, by the number of the request
+    Fetch    -> Fetched   some tensors of it
     Restore  -> Done
+    Drop                  no answer: some of it is of no use any more
+    Fill     -> Done      tensors for slots and pages
 
 Any other request may be answered by Failed instead. The end of the connection ends the daemon. A Step and an Output
 travel field by field as they are declared, so what a later version adds to them needs no new message. On a second
@@ -60,7 +63,8 @@ class Hello(msgspec.Struct, tag=True):
 class Load(msgspec.Struct, tag=True):
     """Layers [begin, end) of a file for each device; `fingerprint` of the file as the server sees it.
 
-    rows: most rows of a Forward. arena: bytes of the shared memory, whose descriptor follows if `shared`.
+    spare: bytes of each device in which matrices may be kept unpacked. rows: most rows of a Forward. arena: bytes of
+    the shared memory, whose descriptor follows if `shared`.
     """
 
     path: str
@@ -69,6 +73,7 @@ class Load(msgspec.Struct, tag=True):
     pages: tuple[int, ...]
     slots: int
     kv: tuple[str, str]
+    spare: tuple[int, ...]
     rows: int
     peer: bool
     arena: int
@@ -82,6 +87,7 @@ class Part(msgspec.Struct):
     layers: tuple[int, int]
     weights: int
     state: int
+    unpacked: int
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -140,7 +146,7 @@ class Project(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A Forward, Project or Restore is done.
+    """A Forward, Project, Restore or Fill is done.
 
     `data`: what is handed on, if it is not shared; `seconds`: what the work took.
     """
@@ -151,23 +157,64 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Save(msgspec.Struct, tag=True):
-    """Copy a sequence's state: the slot's, if there is one, and these pages of each page group."""
+    """Put aside a slot's state, if there is one, and these pages of each page group. See Shard.save."""
 
     slot: int | None
     pages: tuple[tuple[int, ...], ...]
+    held: bool
+
+
+class Kind(msgspec.Struct):
+    """A tensor that was put aside. `paged`: whether it is made of pages."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    paged: bool
 
 
 class Saved(msgspec.Struct, tag=True):
-    """The answer to Save."""
+    """The answer to Save, when the copies are there: tensors that can be fetched, and the bytes of all there are."""
+
+    kinds: dict[str, Kind]
+    nbytes: int
+
+
+class Fetch(msgspec.Struct, tag=True):
+    """Tensors of what request `kept` put aside; of those that are made of pages, `count` from page `first` on."""
+
+    kept: int
+    names: tuple[str, ...]
+    first: int
+    count: int | None
+
+
+class Fetched(msgspec.Struct, tag=True):
+    """The answer to Fetch."""
 
     tensors: dict[str, np.ndarray]
 
 
 class Restore(msgspec.Struct, tag=True):
-    """The reverse of Save."""
+    """The reverse of Save. See Shard.restore."""
+
+    kept: int
+    slot: int | None
+    pages: tuple[tuple[int, ...], ...]
+    first: int
+
+
+class Drop(msgspec.Struct, tag=True):
+    """What these requests put aside is of no use any more."""
+
+    kept: tuple[int, ...]
+
+
+class Fill(msgspec.Struct, tag=True):
+    """Tensors of layers [begin, end) for a slot and pages. See luce.backend.kept.Piece."""
 
     slot: int | None
     pages: tuple[tuple[int, ...], ...]
+    layers: tuple[int, int]
     tensors: dict[str, np.ndarray]
 
 
@@ -186,5 +233,5 @@ class Pong(msgspec.Struct, tag=True):
     """Yes."""
 
 
-Request = Open | Load | Announce | Forward | Embed | Project | Save | Restore
-Reply = Hello | Loaded | Done | Embedded | Saved | Failed
+Request = Open | Load | Announce | Forward | Embed | Project | Save | Fetch | Restore | Drop | Fill
+Reply = Hello | Loaded | Done | Embedded | Saved | Fetched | Failed

@@ -344,11 +344,18 @@ class Driver:
             self._call("graph_destroy", graph)
         return int(executable.value or 0)
 
+    def starts_early(self, arch: str) -> bool:
+        """Whether kernels can start before the ones ahead have ended, and graphs can hold that: on `sm_90` and later
+        ones, from CUDA 12.3 on."""
+        if self.vendor != "cuda" or capability(arch) < 90:
+            return False
+        return tuple(map(int, self.version.split(".")[:2])) >= (12, 3)
+
     def launcher(self, function: int, format: str, *, early: bool) -> Launcher:
         """What launches a kernel whose parameters are, in the struct module's letters, `format`.
 
-        early: its blocks may start before the kernel before it has ended, and wait for that by luce_await (CUDA from
-        compute capability 9.0 on).
+        early: its blocks may start before the kernel before it has ended, and wait for that by luce_await; only where
+        `starts_early` says so.
         """
         return Launcher(self, function, format, early)
 
@@ -398,6 +405,11 @@ class Launcher:
 def cuda_arch(major: int, minor: int) -> str:
     """The compiler target of a compute capability. `a` adds the instructions that only this very chip has (wgmma)."""
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def capability(arch: str) -> int:
+    """90 of `sm_90a`."""
+    return int(arch.strip("sm_a"))
 
 
 def open_library(names: tuple[str, ...], folders: tuple[str | Path, ...] = ()) -> tuple[ctypes.CDLL, str] | None:

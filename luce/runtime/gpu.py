@@ -22,6 +22,7 @@ from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Gr
 from luce.runtime.driver import Vendor
 from luce.runtime.graph import DriverGraph
 from luce.runtime.kernels import KernelBuild
+from luce.runtime.pinned import PinnedPool
 from luce.runtime.staging import Stager
 
 #: Dynamic shared memory that every kernel gets without asking, in bytes.
@@ -131,15 +132,15 @@ class GpuDevice(Device):
         self.uses_words = found.uses_words
         self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
         #: whether kernels start before the ones ahead have ended, and wait by luce_await (kernels/gpu.h)
-        self.early = kind == "cuda" and _capability(self.properties.arch) >= 90
+        self.early = found.starts_early(self.properties.arch)
         newest = int(found.version.split(".")[0]) if kind == "cuda" else None
         self._cupy = _import_cupy(self.name, kind)
-        self.array_type: type = self._cupy.ndarray
         rtc = compiler.load(kind, newest)
         if rtc is None:
             raise DeviceError(f"{self.name}: no run-time compiler found: install {_EXTRAS[kind]}")
         self._compiler = rtc
         cuda = self._cupy.cuda
+        self.array_type: type = self._cupy.ndarray
         self._failures = (cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError)
         self._out_of_memory = cuda.memory.OutOfMemoryError
         self._modules: dict[KernelBuild, Any] = {}
@@ -151,6 +152,7 @@ class GpuDevice(Device):
         # What captured graphs write to: arrays of eager steps never lie here.
         self._arena = cuda.MemoryPool()
         self._stager: Stager | None = None
+        self._pinned = PinnedPool(self.pin)
         self._rehearsed: dict[KernelBuild, None] | None = None
         self._blas = blas.load(kind)
         self.blas = self._blas is not None
@@ -227,9 +229,13 @@ class GpuDevice(Device):
     def download(self, array: Array) -> NDArray[Any]:
         self._activate()
         self._settle()
-        pinned = array.nbytes in _PINNED
-        out = self.pinned(array.nbytes).view(array.dtype).reshape(array.shape) if pinned else None
+        if not array.nbytes:
+            return np.empty(array.shape, array.dtype)
+        out = None
         try:
+            if array.nbytes in _PINNED:
+                memory = self._cupy.cuda.alloc_pinned_memory(array.nbytes)
+                out = np.frombuffer(memory, np.uint8, array.nbytes).view(array.dtype).reshape(array.shape)
             result: NDArray[Any] = array.get(out=out)
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes from the device: {error}") from error
@@ -400,9 +406,7 @@ class GpuDevice(Device):
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         self._activate()
-        with self._failing(f"{size} bytes of pinned memory"):
-            memory = self._cupy.cuda.alloc_pinned_memory(size)
-        return np.frombuffer(memory, np.uint8, size)
+        return self._pinned.take(size)
 
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
         self._activate()
@@ -438,6 +442,8 @@ class GpuDevice(Device):
         self._activate()
         if self._blas is None:
             raise DeviceError(f"{self.name}: no BLAS library found")
+        if self._rehearsed is None:
+            self._settle()
         try:
             self._blas.gemm(x, weight, out)
         except (RuntimeError, ValueError, *self._failures) as error:
@@ -477,6 +483,7 @@ class GpuDevice(Device):
             return
         self._activate()
         self._settle()
+        self._pinned.close()
         self._functions.clear()
         self._modules.clear()
         self._arena.free_all_blocks()
@@ -487,12 +494,7 @@ class GpuDevice(Device):
 def _products(arch: str) -> frozenset[str]:
     """What a CUDA architecture has in hardware: halves since Turing, bfloat16 since Ampere, groups on Hopper alone."""
     groups = ("WGMMA",) if arch == "sm_90a" else ()
-    return frozenset(("F16", "BF16", *groups) if _capability(arch) >= 80 else ("F16",))
-
-
-def _capability(arch: str) -> int:
-    """90 of `sm_90a`."""
-    return int(arch.strip("sm_a"))
+    return frozenset(("F16", "BF16", *groups) if driver.capability(arch) >= 80 else ("F16",))
 
 
 def _address(array: Array) -> int:

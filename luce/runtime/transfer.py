@@ -6,11 +6,16 @@ is needed on the way.
 Copies run on streams of their own beside the devices' work, and nobody waits for them but by events. Memory that two
 streams use needs an event in each direction: a copy waits for the work that writes its source, and whoever writes the
 source or the target again waits for the copy, or for the reader, before.
+
+The two ends of a link may be driven by two threads: an event cannot be waited for before it is recorded, so the sender
+blocks until the receiver has let go of what was sent from the same memory before.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,11 +31,16 @@ DEPTH = 2
 class Passage:
     """One array, or several, on the way: made by Link.send, in memory that the next send but one uses again.
 
-    The receiver calls `receive` before and `release` after it queues the work that uses the arrays.
+    The receiver calls `receive` before and `release` after it queues the work that uses the arrays. Until it has called
+    `release`, the next send but one blocks.
     """
 
-    def __init__(self, target: Device, landing: Array, staging: Array | None) -> None:
+    def __init__(self, target: Device, landing: Array, staging: Array | None, held: deque[Passage]) -> None:
         self._target = target
+        #: passages of the link whose `released` the receiver's thread still has to wait for
+        self._held = held
+        self._free = threading.Event()
+        self._free.set()
         #: float32 memory on the target; if that is a host, pinned for the source's copy stream
         self.landing = landing
         #: pinned float32 memory on the way, None if the source's copy stream writes to `landing`
@@ -44,6 +54,11 @@ class Passage:
         self.landed: Event | None = None
         self.released: Event | None = None
 
+    def take(self) -> None:
+        """For the sender: wait until the receiver has let go of what was sent before."""
+        self._free.wait()
+        self._free.clear()
+
     def receive(self) -> tuple[Array, ...]:
         """The arrays on the target, for work that is queued there from now on."""
         assert self.landed is not None
@@ -51,8 +66,27 @@ class Passage:
         return tuple(self.arrays)
 
     def release(self, event: Event | None) -> None:
-        """Nothing uses the arrays once `event` has happened."""
+        """Nothing uses the arrays once `event` has happened; None: nobody will use them."""
         self.released = event
+        if event is None or not self._target.shared:
+            self._free.set()
+            return
+        # Only the receiver's thread can hear from its process, and the sender blocks until it has.
+        self._held.append(self)
+        if len(self._held) == DEPTH:
+            first = self._held.popleft()
+            try:
+                _wait(self._target, first.released)
+            finally:
+                first._free.set()
+
+    def forget(self) -> Event | None:
+        """Nobody sends or receives now; when the copy that was sent last is there."""
+        landed = self.landed
+        self.taken = self.cleared = self.landed = self.released = None
+        self._held.clear()
+        self._free.set()
+        return landed
 
 
 class Link:
@@ -77,19 +111,20 @@ class Link:
         self._on = target.copy_stream()
         #: the stream of copies that need no memory on the way
         self._once = self._on if source.shared and not target.shared else self._off
-        self._passages = [self._passage(size) for _ in range(DEPTH)]
+        held: deque[Passage] = deque()
+        self._passages = [self._passage(size, held) for _ in range(DEPTH)]
         self._sends = 0
 
-    def _passage(self, size: int) -> Passage:
+    def _passage(self, size: int, held: deque[Passage]) -> Passage:
         source, target = self._source, self._target
         if target.shared:
-            return Passage(target, target.zeros(size), None)
+            return Passage(target, target.zeros(size), None, held)
         if target.host:
-            return Passage(target, source.pinned(4 * size).view(np.float32), None)
+            return Passage(target, source.pinned(4 * size).view(np.float32), None, held)
         staging = None
         if not (self.direct or source.shared):
             staging = (target if source.host else source).pinned(4 * size).view(np.float32)
-        return Passage(target, target.zeros(size), staging)
+        return Passage(target, target.zeros(size), staging, held)
 
     def send(self, arrays: Sequence[Array], ready: Event) -> Passage:
         """Queue the copies of float32 arrays [rows, ...] of contiguous rows, which are written when `ready` happens.
@@ -99,6 +134,7 @@ class Link:
         """
         passage = self._passages[self._sends % DEPTH]
         self._sends += 1
+        passage.take()
         # The arrays sent from here before are dropped now: their memory is free for the source's next work, and that
         # must come after the copy.
         _wait(self._source, passage.taken)
@@ -120,9 +156,7 @@ class Link:
 
     def settle(self) -> None:
         """Wait until no copy runs, and forget those that were: nothing else may run. Raises LuceError if one failed."""
-        for passage in self._passages:
-            landed = passage.landed
-            passage.taken = passage.cleared = passage.landed = passage.released = None
+        for landed in [passage.forget() for passage in self._passages]:
             if landed is not None:
                 landed.wait()
 

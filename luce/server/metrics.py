@@ -103,6 +103,8 @@ def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:
     yield _tiers(CounterMetricFamily, "hits", "Sequences that were resumed.", stats.hits, disk.hits)
     yield _tiers(CounterMetricFamily, "evictions", "Lengths given up for room.", stats.evictions, disk.evictions)
     yield CounterMetricFamily("luce_prefix_cache_misses", "Sequences of which no prefix was known.", stats.misses)
+    text = "Time that reading the reused tokens would have taken, less the time that it took to resume."
+    yield CounterMetricFamily("luce_prefix_cache_seconds_saved", text, stats.seconds_saved)
     for name, text, value in (
         ("saves", "Snapshots written.", disk.saves),
         ("save_failures", "Snapshots that could not be written.", disk.failures),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from luce.backend.kept import Piece, gathered
 from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
@@ -133,33 +134,39 @@ def test_candidates_and_logits_of_chosen_rows(backend: LayerSplitBackend, refere
 
 def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> None:
     driver, prompt = Driver(backend), reference.expected["prompt_long"]
-    sequence, other = driver.start(), driver.start()
+    sequence, other, third = driver.start(), driver.start(), driver.start()
     driver.feed((sequence, prompt[:90]))
-    saved = driver.save(sequence)
+    kept = driver.keep(sequence)
+    tensors = gathered(kept)
     for shard in backend.shards:
-        own = shard.save(sequence.slot, sequence.pages)
+        own = gathered(shard.save(sequence.slot, sequence.pages))
         assert own and all(int(name.split(".")[1]) in shard.info.layers for name in own)
         assert all(len(own[name]) == 2 * PAGE for name in own if name.endswith((".k", ".v")))
-        assert all(np.array_equal(saved[name], own[name]) and saved[name].dtype == own[name].dtype for name in own)
+        assert all(np.array_equal(tensors[name], own[name]) and tensors[name].dtype == own[name].dtype for name in own)
     expected = driver.feed((sequence, prompt[90:]))[0]
     driver.feed((other, prompt[5:95]))
-    driver.restore(other, saved)
+    driver.resume(other, kept)
     assert np.array_equal(driver.feed((other, prompt[90:]))[0], expected)
+    driver.feed((third, prompt[3:93]))
+    backend.fill([Piece(third.slot, third.pages, range(len(reference.spec.blocks)), tensors)])
+    assert np.array_equal(driver.feed((third, prompt[90:]))[0], expected)
 
 
-def test_what_cannot_be_restored_changes_nothing(backend: LayerSplitBackend, reference: Reference) -> None:
+def test_what_cannot_be_filled_in_changes_nothing(backend: LayerSplitBackend, reference: Reference) -> None:
     driver, prompt = Driver(backend), reference.expected["prompt_long"]
-    sequence = driver.start()
+    sequence, layers = driver.start(), range(len(reference.spec.blocks))
     driver.feed((sequence, prompt[:20]))
     saved = driver.save(sequence)
     for shard in backend.shards:
         # A donor's tensors are every shard's business, so one of the shard's own.
-        name = sorted(shard.save(sequence.slot, sequence.pages))[-1]
+        name = sorted(gathered(shard.save(sequence.slot, sequence.pages)))[-1]
         for wrong in (None, saved[name][:-1], saved[name].astype(np.int8), saved[name][..., None]):
             tensors = {key: np.zeros_like(value) for key, value in saved.items()} | {name: wrong}
+            given = {key: value for key, value in tensors.items() if value is not None}
             with pytest.raises(BackendError, match=rf"cannot restore tensor {name}"):
-                shard.restore(sequence.slot, sequence.pages, {k: v for k, v in tensors.items() if v is not None})
-    assert all(np.array_equal(value, driver.save(sequence)[name]) for name, value in saved.items())
+                shard.fill(Piece(sequence.slot, sequence.pages, layers, given))
+    again = driver.save(sequence)
+    assert all(np.array_equal(value, again[name]) for name, value in saved.items())
 
 
 def test_a_failed_step_leaves_a_shard_usable(backend: LayerSplitBackend, reference: Reference) -> None:

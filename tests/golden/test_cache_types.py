@@ -7,7 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from luce.backend.kept import Piece, gathered
 from luce.cli.main import main
+from luce.errors import BackendError
 from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
@@ -65,7 +67,7 @@ def test_save_and_restore(types: tuple[str, str], make_driver: MakeDriver) -> No
     (shard,), prompt = driver.backend.shards, reference.expected["prompt_long"]
     sequence = driver.start()
     driver.feed((sequence, prompt[:90]))
-    saved = shard.save(sequence.slot, sequence.pages)
+    saved = gathered(shard.save(sequence.slot, sequence.pages))
     dtype, sizes = (np.uint16, (64, 64)) if types[0] == "bf16" else (np.uint8, (2 * 34, 2 * 18))
     layer = next(i for i in range(len(reference.spec.blocks)) if reference.spec.group_of(i) is not None)
     for part, size in zip("kv", sizes, strict=True):
@@ -74,8 +76,24 @@ def test_save_and_restore(types: tuple[str, str], make_driver: MakeDriver) -> No
     expected = driver.feed((sequence, prompt[90:]))[0]
     other = driver.start()
     driver.feed((other, prompt[5:95]))
-    shard.restore(other.slot, other.pages, saved)
+    driver.restore(other, saved)
     assert (driver.feed((other, prompt[90:]))[0] == expected).all()
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "type"])
+def test_tensors_that_do_not_fit_are_refused_and_change_nothing(fault: str, make_driver: MakeDriver) -> None:
+    reference = Reference("qwen35-a-F32")
+    driver = make_driver(reference, [HostDevice()])
+    prompt, sequence, other = reference.expected["prompt_long"], driver.start(), driver.start()
+    for each in (sequence, other):
+        driver.feed((each, prompt[:90]))
+    name, tensor = list(driver.save(other).items())[-1]
+    wrong = {"missing": {}, "shape": {name: tensor[:-1]}, "type": {name: tensor.astype(np.int32)}}[fault]
+    zeros = {key: np.zeros_like(value) for key, value in driver.save(other).items() if key != name}
+    piece = Piece(sequence.slot, sequence.pages, range(len(reference.spec.blocks)), {**zeros, **wrong})
+    with pytest.raises(BackendError, match=rf"cpu:0: cannot restore tensor {name}"):
+        driver.backend.fill([piece])
+    assert (driver.feed((sequence, prompt[90:]))[0] == driver.feed((other, prompt[90:]))[0]).all()
 
 
 def test_memory_is_that_of_the_types(make_driver: MakeDriver, capsys: pytest.CaptureFixture[str]) -> None:

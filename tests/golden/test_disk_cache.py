@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import luce
 from luce.api import Model
+from luce.backend import remote
+from luce.backend.kept import JoinedKept
+from luce.errors import ShardLostError
+from tests.support.daemons import HERE, key_file, listener
 from tests.support.reference import Reference, references
 
 each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
@@ -67,15 +75,124 @@ def test_any_placement_restores_what_any_other_one_saved(name: str, tmp_path: Pa
                     assert ask(model, prompt, 32) == (expected, known, tier)
 
 
-@pytest.mark.parametrize("types", [("bf16", "bf16"), ("q8_0", "q4_0")], ids="-".join)
-def test_stored_types(types: tuple[str, str], tmp_path: Path) -> None:
+#: shards in this process, in child processes, on another machine, of which a daemon may have two
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "one": {"target_devices": "cpu:0"},
+    "three": {"target_devices": "cpu:0,cpu:1,cpu:2"},
+    "daemons": {"target_devices": "cpu:0,cpu:1,cpu:2", "target_shard_ipc_bin": HERE, "isolate_shards": True},
+    "daemon of two, by stream": {
+        "target_devices": "cpu:0,cpu:1,cpu:2",
+        "target_shard_ipc_bin": HERE,
+        "shard_transport": "stream",
+    },
+    "network": {"target_devices": "cpu:0,{0}cpu:0,{0}cpu:1"},
+}
+
+
+@contextmanager
+def placed(reference: Reference, directory: Path, placement: str, **more: Any) -> Iterator[Model]:
+    fields = {"shard_start_timeout": 60, **PLACEMENTS[placement], **more}
+    with ExitStack() as opened:
+        if placement == "network":
+            key = key_file(directory.parent / "key")
+            port, _ = opened.enter_context(listener(reference.path, key))
+            address = f"tcp://127.0.0.1:{port}/"
+            fields |= {"target_devices": fields["target_devices"].format(address), "shard_key_file": key}
+        yield opened.enter_context(load(reference.path, directory, **fields))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("one", other) for other in PLACEMENTS] + [(other, "one") for other in PLACEMENTS]
+)
+def test_daemons_restore_what_this_process_saved_and_the_reverse(before: str, after: str, tmp_path: Path) -> None:
+    # Its last layers borrow keys and values of others, which their shards mirror; it has windows, too.
+    reference = Reference("gemma4-e-F32")
+    prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
+    with placed(reference, tmp_path / "cache", before) as model:
+        assert ask(model, prompt, 32) == (expected, 0, "none")
+    with placed(reference, tmp_path / "cache", after) as model:
+        assert ask(model, prompt, 32) == (expected, saved(model, prompt), "disk")
+        # Now from where the shards themselves have put it aside, also when others have had the pages.
+        for _ in range(2):
+            assert ask(model, prompt, 32) == (expected, len(prompt), "ram")
+            ask(model, prompt[::-1], 1)
+
+
+@pytest.mark.parametrize("placement", ["daemons", "network"])
+def test_recurrent_states_go_to_daemons_and_come_from_there(placement: str, tmp_path: Path) -> None:
     reference = Reference("qwen35-a-F32")
+    prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
+    for after in (placement, "one", placement):
+        with placed(reference, tmp_path / "cache", after) as model:
+            assert ask(model, prompt, 32)[0] == expected
+    assert len(list((tmp_path / "cache").rglob("state-*-*.part"))) > 1
+
+
+def test_little_of_another_shards_data_is_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, window = Reference("qwen35-a-F32"), 100_000
+    monkeypatch.setattr(remote, "_WINDOW", window)
+    fetched: list[int] = []
+    fetch = remote.RemoteShard.fetch
+
+    def watched(shard: remote.RemoteShard, message: Any, kinds: Any, size: int) -> Any:
+        tensors = fetch(shard, message, kinds, size)
+        fetched.append(sum(tensor.nbytes for tensor in tensors.values()))
+        assert len(tensors) == 1 or fetched[-1] <= window
+        return tensors
+
+    monkeypatch.setattr(remote.RemoteShard, "fetch", watched)
+    prompt = reference.expected["prompt_long"].tolist()
+    with placed(reference, tmp_path / "cache", "daemons") as model:
+        ask(model, prompt, 4)
+        cache = model.engine.cache
+        assert cache is not None
+        # What daemons have put aside is counted here, and nothing of it is here.
+        kept = [part for point in cache.tree.points for part in cast("JoinedKept", point.state).parts[1:]]
+        assert kept and all(isinstance(part, remote.RemoteKept) and part.nbytes for part in kept)
+    assert len(fetched) > 3 and sum(fetched) > 3 * window
+
+
+@pytest.mark.parametrize("verb", ["save", "fetch", "fill"])
+def test_a_daemon_that_ends_costs_the_request_and_not_the_snapshots(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = Reference("qwen35-a-F32")
+    prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
+    with placed(reference, tmp_path / "cache", "one") as model:
+        known = saved(model, prompt)
+        ask(model, prompt, 4)
+    called = getattr(remote.RemoteShard, verb)
+    calls: list[int] = []
+
+    def deadly(shard: Any, *given: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(shard._daemon._peer.pid, signal.SIGKILL)
+        return called(shard, *given, **more)
+
+    monkeypatch.setattr(remote.RemoteShard, verb, deadly)
+    with placed(reference, tmp_path / "cache", "daemons") as model:
+        # Other prompts and this one, until the daemon has ended; then everything is as before.
+        for ids in (prompt[::-1], prompt, prompt[::-1], prompt):
+            with suppress(ShardLostError):
+                ask(model, ids, 4)
+        assert len(calls) > 1
+        assert ask(model, prompt, 32)[0] == expected
+    with placed(reference, tmp_path / "cache", "daemons") as model:
+        assert ask(model, prompt, 32) == (expected, known, "disk")
+
+
+@pytest.mark.parametrize("types", [("bf16", "bf16"), ("q8_0", "q4_0")], ids="-".join)
+@pytest.mark.parametrize("name", ["qwen3-a-F32", "qwen35-a-F32", "qwen35moe-a-F32", "laguna-a-F32", "gemma4-e-F32"])
+def test_stored_types(name: str, types: tuple[str, str], tmp_path: Path) -> None:
+    reference = Reference(name)
     prompt = reference.expected["prompt_long"].tolist()
     kinds = dict(zip(("cache_type_k", "cache_type_v"), types, strict=True))
     with load(reference.path, tmp_path, **kinds) as model:
         expected = ask(model, prompt, 20)
-    with load(reference.path, tmp_path, **kinds) as model:
-        assert ask(model, prompt, 20) == (expected[0], saved(model, prompt), "disk")
+    for devices in ("cpu:0", "cpu:0,cpu:1,cpu:2"):
+        with load(reference.path, tmp_path, target_devices=devices, **kinds) as model:
+            assert ask(model, prompt, 20) == (expected[0], saved(model, prompt), "disk")
     with load(reference.path, tmp_path) as model:
         assert ask(model, prompt, 20)[1:] == (0, "none")
 
@@ -101,19 +218,20 @@ def test_a_copy_of_the_file_is_the_same_model_and_another_file_is_not(tmp_path: 
         assert ask(model, prompt, 1)[1:] == (0, "none")
 
 
-def test_a_chat_of_ten_turns_reads_only_what_is_new_also_after_restarts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["one", "daemons", "network"])
+def test_a_chat_of_ten_turns_reads_only_what_is_new_also_after_restarts(placement: str, tmp_path: Path) -> None:
     # The state of this model is 8 layers' worth whatever the length; its pages grow with the conversation.
     reference = Reference("qwen35-a-F32")
     words = reference.expected["prompt_long"].tolist()
     with luce.load(reference.path, target_devices="cpu:0", max_ctx=1024, cache_ram=0) as plain:
         history, written, known = words[:100], 0, 0
         for turn in range(10):
-            with load(reference.path, tmp_path, max_ctx=1024) as model:
+            with placed(reference, tmp_path / "cache", placement, max_ctx=1024) as model:
                 expected = ask(plain, history, 8)[0]
                 said, cached, tier = ask(model, history, 8)
                 assert (said, cached) == (expected, known)
                 assert tier == ("disk" if turn else "none")
-            stored = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+            stored = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
             if turn == 1:
                 step = stored - written
             elif turn > 1:

@@ -76,9 +76,10 @@ def test_save_and_restore(reference: Reference, make_driver: MakeDriver) -> None
     prompt = reference.expected["prompt_long"]
     sequence = driver.start()
     driver.feed((sequence, prompt[:90]))
-    saved = driver.save(sequence)
+    kept, saved = driver.keep(sequence), driver.save(sequence)
     expected = driver.feed((sequence, prompt[90:]))[0]
-    other = driver.start()
-    driver.feed((other, prompt[5:95]))
-    driver.restore(other, saved)
-    assert (driver.feed((other, prompt[90:]))[0] == expected).all()
+    for back, what in ((driver.restore, saved), (driver.resume, kept)):
+        other = driver.start()
+        driver.feed((other, prompt[5:95]))
+        back(other, what)
+        assert (driver.feed((other, prompt[90:]))[0] == expected).all()

@@ -25,18 +25,20 @@ LOCAL = [HostDevice(0), HostDevice(1)]
 
 
 def results(driver: Driver, reference: Reference) -> NDArray[np.float32]:
-    """A prompt in two steps, of which the first has several pieces; decode rows beside another sequence; a restore."""
+    """A prompt in two steps, of which the first has several pieces; rows beside another sequence; two restores."""
     prompt = reference.expected["prompt_long"]
     sequence, other, again = driver.start(), driver.start(), driver.start()
     driver.feed((sequence, prompt[:5]), wanted=False)
     parts = [driver.feed((sequence, part))[0] for part in (prompt[5:140], prompt[140:-2])]
     driver.feed((other, prompt[:9]))
     parts += [driver.feed((other, prompt[:1]), (sequence, token))[1] for token in prompt[-2:, None]]
-    saved = driver.save(sequence)
+    kept, saved = driver.keep(sequence), driver.save(sequence)
     parts.append(driver.feed((sequence, prompt[:1]))[0])
-    driver.feed((again, prompt[::-1]))
-    driver.restore(again, saved)
-    parts.append(driver.feed((again, prompt[:1]))[0])
+    for back in (lambda: driver.restore(again, saved), lambda: driver.resume(again, kept)):
+        again.length = 0
+        driver.feed((again, prompt[::-1]))
+        back()
+        parts.append(driver.feed((again, prompt[:1]))[0])
     return np.concatenate(parts)
 
 

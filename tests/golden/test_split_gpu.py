@@ -118,7 +118,18 @@ def test_pieces_keep_order(reference: Reference, make_driver: MakeDriver, open_g
 
 
 @each_file
-@pytest.mark.parametrize("chunk", [1000, 50, 1])
+def test_unpacked_weights_change_no_bits(reference: Reference, make_driver: MakeDriver, open_gpus: Open) -> None:
+    prompt = np.tile(reference.expected["prompt_long"], 2)[:250]
+    drivers = [make_driver(reference, open_gpus([0]), unpack=unpack) for unpack in (False, True)]
+    expected, actual = (driver.feed((driver.start(), prompt))[0] for driver in drivers)
+    np.testing.assert_array_equal(actual, expected)
+    unpacked = [driver.backend.parts[0].unpacked for driver in drivers]
+    assert unpacked[0] == 0 and (unpacked[1] > 0 or reference.name.endswith(("F32", "F16")))
+
+
+# The last 40 rows or fewer of each prompt are still too many to be rounded to bytes.
+@each_file
+@pytest.mark.parametrize("chunk", [1000, 40, 1])
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_gpus(reference: Reference, make_driver: MakeDriver, open_gpus: Open, count: int, chunk: int) -> None:
     driver = make_driver(reference, open_gpus(range(count)), slots=8, piece=64)
@@ -155,10 +166,12 @@ def test_with_the_host(reference: Reference, make_driver: MakeDriver, open_gpus:
 def test_save_and_restore(reference: Reference, make_driver: MakeDriver, open_gpus: Open) -> None:
     prompt = reference.expected["prompt_long"]
     driver = make_driver(reference, open_gpus([0] * len(reference.spec.blocks)))
-    sequence, other = driver.start(), driver.start()
+    sequence = driver.start()
     driver.feed((sequence, prompt[:90]))
-    saved = driver.save(sequence)
+    kept, saved = driver.keep(sequence), driver.save(sequence)
     expected = driver.feed((sequence, prompt[90:]))[0]
-    driver.feed((other, prompt[5:95]))
-    driver.restore(other, saved)
-    np.testing.assert_array_equal(driver.feed((other, prompt[90:]))[0], expected)
+    for back, what in ((driver.restore, saved), (driver.resume, kept)):
+        other = driver.start()
+        driver.feed((other, prompt[5:95]))
+        back(other, what)
+        np.testing.assert_array_equal(driver.feed((other, prompt[90:]))[0], expected)

@@ -52,6 +52,21 @@ def test_equal_steps_give_equal_bits(gpu: Device, name: str) -> None:
     assert (results[0] == results[2]).all()
 
 
+def test_a_library_waits_for_weights_on_their_way(gpu: Device) -> None:
+    rng = np.random.default_rng(4)
+    x, matrix = (rng.standard_normal((rows, 8192)).astype(np.float32) for rows in (200, 4096))
+    there, results = gpu.upload(x), []
+    for wait in (lambda: None, gpu.synchronize):
+        weight, out = gpu.load(matrix), gpu.empty((200, 4096))
+        wait()
+        gpu.gemm(there, weight, out)
+        results.append(gpu.download(out))
+        # What the next array finds in this memory.
+        gpu.write(weight, np.zeros_like(matrix))
+        del weight
+    np.testing.assert_array_equal(*results)
+
+
 @pytest.mark.parametrize("n", [19, BLAS_ROWS])
 def test_rows_beyond_the_range_of_halves(gpu: Device, n: int) -> None:
     checks.check_range(gpu, "Q4_K", n)

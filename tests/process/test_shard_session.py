@@ -26,8 +26,12 @@ from luce.remote.messages import (
     PROTOCOL,
     Announce,
     Done,
+    Drop,
     Embed,
     Failed,
+    Fetch,
+    Fetched,
+    Fill,
     Forward,
     Hello,
     Load,
@@ -55,18 +59,21 @@ class Server:
         ours, theirs = socket.socketpair()
         self.watch, their_watch = socket.socketpair()
         self.channel: Channel[Reply] = Channel(ours, Reply)
-        self._number = 0
+        self.number = 0
         arguments = {"shares": True, "silence": 60.0}
         self.thread = threading.Thread(target=serve, args=(theirs, their_watch), kwargs=arguments)
         self.thread.start()
 
+    def send(self, message: Any) -> None:
+        self.number += 1
+        self.channel.send(self.number, message, timeout=5)
+
     def ask(self, message: Any, fd: int | None = None) -> Reply:
-        self._number += 1
-        self.channel.send(self._number, message, timeout=5)
+        self.send(message)
         if fd is not None:
             self.channel.send_descriptor(fd, timeout=5)
         number, reply = self.channel.receive(timeout=20, limit=1 << 26)
-        assert number == self._number
+        assert number == self.number
         return reply
 
     def announce(self, step: Step, source: int, target: int) -> None:
@@ -96,7 +103,7 @@ def load_of(begin: int, end: int) -> Load:
     with open_gguf(REFERENCE.path) as file:
         mark = fingerprint(file)
     pages = (4,) * len(spec.page_groups)
-    return Load(str(REFERENCE.path), mark, ((begin, end),), pages, 2, ("auto", "auto"), ROWS, True, size, False)
+    return Load(str(REFERENCE.path), mark, ((begin, end),), pages, 2, ("auto", "auto"), (0,), ROWS, True, size, False)
 
 
 def changed(message: Load, **fields: Any) -> Load:
@@ -213,10 +220,13 @@ def test_steps(server: Server) -> None:
     output()
     rows = np.zeros((2, REFERENCE.spec.hidden), np.float32)
     for message in (
-        Save(2, ((0,),)),
-        Save(0, ((4,),)),
-        Save(0, ()),
-        Restore(0, ((0,),), {}),
+        Save(2, ((0,),), False),
+        Save(0, ((4,),), False),
+        Save(0, (), False),
+        Fill(0, ((0,),), (0, LAYERS), {}),
+        Fill(0, ((4,),), (0, LAYERS), {}),
+        Fetch(7, (), 0, None),
+        Restore(7, 0, ((0,),), 0),
         Embed(np.array([0, REFERENCE.spec.vocab], np.int32)),
         Embed(np.array([-1], np.int32)),
         Embed(np.zeros((1, 1), np.int32)),
@@ -226,9 +236,17 @@ def test_steps(server: Server) -> None:
         Project(rows, TOP + 1, False),
     ):
         server.refused(message, "")
-    saved = server.ask(Save(1, ((2,),)))
-    assert isinstance(saved, Saved) and f"blk.{LAYERS - 1}.k" in saved.tensors
-    assert isinstance(server.ask(Restore(1, ((3,),), saved.tensors)), Done)
+    saved = server.ask(Save(1, ((2,),), False))
+    assert isinstance(saved, Saved) and f"blk.{LAYERS - 1}.k" in saved.kinds
+    kept = server.number
+    fetched = server.ask(Fetch(kept, tuple(saved.kinds), 0, None))
+    assert isinstance(fetched, Fetched) and fetched.tensors.keys() == saved.kinds.keys()
+    assert sum(tensor.nbytes for tensor in fetched.tensors.values()) == saved.nbytes
+    assert isinstance(server.ask(Restore(kept, 1, ((3,),), 0)), Done)
+    server.refused(Restore(kept, 1, ((1, 3),), 0), "was saved as")
+    assert isinstance(server.ask(Fill(1, ((3,),), (0, LAYERS), fetched.tensors)), Done)
+    server.send(Drop((kept,)))
+    server.refused(Restore(kept, 1, ((3,),), 0), "put nothing aside")
     again = output().output
     assert again is not None and (again.logits == expected.logits).all()
 

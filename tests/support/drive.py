@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.kept import JoinedKept, Piece
 from luce.backend.layersplit import LayerSplitBackend
 from luce.runtime.step import PAGE, PageView, Span, Step
 
@@ -44,19 +45,27 @@ class Driver:
         assert (output.ids == output.logits.argmax(axis=1)).all()
         return [output.logits[s.start : s.start + s.rows] for s in step.spans]
 
+    def keep(self, sequence: Sequence) -> JoinedKept:
+        """What the shards put aside of a sequence."""
+        return self.backend.save(sequence.slot, sequence.pages)
+
+    def resume(self, sequence: Sequence, kept: JoinedKept) -> None:
+        """Give a sequence of the same length what `keep` returned."""
+        self.backend.restore(sequence.slot, sequence.pages, kept)
+
     def save(self, sequence: Sequence) -> dict[str, NDArray[np.generic]]:
-        """What all shards save of a sequence; no tensor is saved twice."""
+        """The same as tensors of this process, of all shards; none is there twice."""
         saved: dict[str, NDArray[np.generic]] = {}
-        for shard in self.backend.shards:
-            tensors = shard.save(sequence.slot, sequence.pages)
+        for tensors in self.keep(sequence).windows():
             assert not saved.keys() & tensors.keys()
             saved |= tensors
         return saved
 
     def restore(self, sequence: Sequence, saved: Mapping[str, NDArray[np.generic]]) -> None:
-        """Give a sequence of the same length what `save` returned."""
-        for shard in self.backend.shards:
-            shard.restore(sequence.slot, sequence.pages, saved)
+        """Give a sequence of the same length what `save` returned, in two pieces."""
+        layers = len(self.backend.spec.blocks)
+        parts = range(layers // 2), range(layers // 2, layers)
+        self.backend.fill(Piece(sequence.slot, sequence.pages, part, saved) for part in parts)
 
     def step(self, *work: tuple[Sequence, NDArray[np.int32]]) -> Step:
         """The step that `feed` runs; the sequences count its rows as done."""

@@ -12,7 +12,7 @@ from luce.models.spec import Activation
 from luce.ops import matmul_many
 from luce.ops.activation import gated_activation, quantised_gated_activation
 from luce.ops.matmul import FEW_ROWS, matmul
-from luce.ops.matmul_many import halves
+from luce.ops.matmul_many import halves, halves_bytes, keep_halves
 from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
@@ -196,12 +196,21 @@ def check_quantised_gate(device: Device, activation: Activation, n: int, cols: i
 
 
 def check_slices(device: Device, n: int, features: int) -> None:
-    """Parts of several formats, F32 among them, with room for the unpacked weights of `features` features."""
+    """Parts of several formats, F32 among them, with room for the unpacked weights of `features` features; and the same
+    bits where the weights are kept unpacked, after which nobody needs their blocks."""
     names = {"Q4_K": 7, "F16": 1, "F32": 3, "Q8_0": 130, "Q6_K": 12}
     tensors = [random_tensor(name, rows, 512, seed) for seed, (name, rows) in enumerate(names.items())]
     x = _x(n, 512, seed=8)
     with mock.patch.object(matmul_many, "_BUFFER", features * 512 * 2):
         actual = _product(device, x, tensors)
+        weight = upload_weight(device, tensors)
+        assert halves_bytes(device, weight) == 2 * weight.rows * weight.cols
+        keep_halves(device, weight)
+        for part in weight.parts:
+            if part.type.name not in ("F16", "F32"):
+                device.write(part.data, np.zeros(part.data.shape, np.uint8))
+        kept = device.download(matmul(device, device.upload(x), weight))
+    np.testing.assert_array_equal(kept, actual)
     w = np.concatenate([decoded(t) for t in tensors])
     error = np.abs(actual - x.astype(np.float64) @ w.astype(np.float64).T)
     assert (error <= product_limit(x, w, halves=True)).all()

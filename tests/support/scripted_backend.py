@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.kept import HostKept, Kept, Piece, Tensors
 from luce.backend.plan import pages_for
+from luce.runtime.host import HostEvent
 from luce.runtime.step import PAGE, TOP, Candidates, Output, Span, Step
 
 #: token that follows a history (prompt and reply so far), None to leave it to the hash
@@ -45,6 +47,8 @@ class ScriptedBackend:
     script    the tokens to say (their logit is 30 above the hash's, which are in [0, 4))
     hook      called at the start of every forward: may wait, or raise to make the step fail
     recurrent whether a slot's history is a state that has to be saved and restored, not only in the pages
+    lag       how often one has to ask for pages that were saved while they are held before they are there: they are
+              read as late as that
     resumes   whether sequences may be resumed behind pages alone, so that the pages tell what a slot's history is
     """
 
@@ -62,7 +66,9 @@ class ScriptedBackend:
         hook: Callable[[Step], None] | None = None,
         recurrent: bool = False,
         resumes: bool = False,
+        lag: int = 0,
     ) -> None:
+        self.lag = lag
         self.recurrent = recurrent
         self.resumes = resumes
         self.vocab = vocab
@@ -104,24 +110,43 @@ class ScriptedBackend:
         self.steps.append((step.rows, len(step.spans)))
         return output
 
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]]) -> dict[str, NDArray[np.generic]]:
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> Kept:
+        if held and self.lag:
+            return _Lagging(lambda: self._saved(slot, pages), self.lag)
+        return self._saved(slot, pages)
+
+    def _saved(self, slot: int | None, pages: Sequence[Sequence[int]]) -> HostKept:
         saved: dict[str, NDArray[np.generic]] = {
             f"blk.{group}.k": self._rows[group][_rows_of(numbers)].copy()
             for group, numbers in enumerate(pages)
             if numbers
         }
+        paged = frozenset(saved)
         if slot is not None:
             saved[f"blk.{len(self.pages)}.memory"] = np.array(self._seen[slot], np.int64)
-        return saved
+        return HostKept(saved, HostEvent(), paged)
 
-    def restore(
-        self, slot: int | None, pages: Sequence[Sequence[int]], tensors: Mapping[str, NDArray[np.generic]]
-    ) -> None:
+    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: Kept, first: int = 0) -> None:
+        if isinstance(kept, _Lagging):
+            kept = kept.landed()
+        assert isinstance(kept, HostKept)
         for group, numbers in enumerate(pages):
             if numbers:
-                self._rows[group][_rows_of(numbers)] = tensors[f"blk.{group}.k"]
+                rows = kept.tensors[f"blk.{group}.k"][first * PAGE : (first + len(numbers)) * PAGE]
+                self._rows[group][_rows_of(numbers)] = rows
         if slot is not None:
-            self._seen[slot] = tensors[f"blk.{len(self.pages)}.memory"].tolist()
+            self._seen[slot] = kept.tensors[f"blk.{len(self.pages)}.memory"].tolist()
+
+    def landing(self, size: int) -> NDArray[np.uint8]:
+        return np.empty(size, np.uint8)
+
+    def fill(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            for group, numbers in enumerate(piece.pages):
+                if numbers and group in piece.layers:
+                    self._rows[group][_rows_of(numbers)] = piece.tensors[f"blk.{group}.k"]
+            if piece.slot is not None and len(self.pages) in piece.layers:
+                self._seen[piece.slot] = piece.tensors[f"blk.{len(self.pages)}.memory"].tolist()
 
     def close(self) -> None:
         self.closed = True
@@ -232,6 +257,34 @@ class ScriptedBackend:
         held = self._rows[group][place[visible]]
         assert (held[:, 1] == at[visible]).all(), f"a page of slot {span.slot} was written by someone else"
         assert (held[:, 0] == np.array(self._seen[span.slot][low:])).all(), f"slot {span.slot} lost its tokens"
+
+
+class _Lagging:
+    """What is copied when somebody has asked for it a few times, or waits."""
+
+    def __init__(self, copy: Callable[[], HostKept], lag: int) -> None:
+        self._copy = copy
+        self._lag = lag
+        self._landed: HostKept | None = None
+        #: what it will be: sizes do not change
+        self.nbytes = copy().nbytes
+
+    def landed(self) -> HostKept:
+        if self._landed is None:
+            self._landed = self._copy()
+        return self._landed
+
+    def ready(self) -> bool:
+        self._lag -= 1
+        if self._lag < 0:
+            self.landed()
+        return self._landed is not None
+
+    def wait(self) -> None:
+        self.landed()
+
+    def windows(self, first: int = 0, count: int | None = None) -> Iterator[Tensors]:
+        yield from self.landed().windows(first, count)
 
 
 def _rows_of(pages: Sequence[int]) -> NDArray[np.int64]:

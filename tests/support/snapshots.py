@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from luce.cache.store import Entry, Store
-from luce.cache.tree import Tensors
+from luce.backend.kept import Tensors
+from luce.cache.index import Entry
+from luce.cache.store import Store
 from luce.runtime.step import PAGE, Int32
 
 LAYERS = (range(2), range(2, 4))
@@ -42,8 +43,8 @@ def write(store: Store, ids: Int32, *, passing: bool = False, batch: int = 2) ->
         for begin in range(first, whole, batch):
             pages = [page(ids[i * PAGE : (i + 1) * PAGE]) for i in range(begin, min(begin + batch, whole))]
             writer.pages(begin, {name: np.concatenate([p[name] for p in pages]) for name in pages[0]}, LAYERS)
-        writer.state(state(ids), logits(ids), LAYERS)
-        return writer.finish()
+        writer.state(state(ids), LAYERS)
+        return writer.finish(logits(ids))
     except BaseException:
         writer.abort()
         raise

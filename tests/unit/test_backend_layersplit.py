@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 import luce
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.pieces import cut
 from luce.engine.sequence import FinishReason
 from luce.errors import BackendError, DeviceError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile, open_gguf
@@ -100,6 +101,20 @@ def test_memory_that_is_too_small_is_refused_before_loading(file: GGUFFile, spec
         LayerSplitBackend(file, spec, devices, weights=(1, 1), context=fits + 64)
 
 
+def test_matrices_stay_unpacked_in_half_of_what_is_left(file: GGUFFile, spec: ModelSpec) -> None:
+    unpacked = []
+    for free in (1 << 40, 2_000_000, 1_000_000):
+        backend = LayerSplitBackend(file, spec, [Small(10**6, free=free)], context=256, unpack=True)
+        (part,) = backend.parts
+        assert 0 < part.unpacked <= (free * 0.94 - part.weights - part.state) / 2
+        unpacked.append(part.unpacked)
+        backend.close()
+    matrices = [
+        t for n, t in file.tensors.items() if n.startswith("blk.") and len(t.shape) == 2 and t.type.name != "F32"
+    ]
+    assert unpacked[0] == sum(2 * t.rows * t.cols for t in matrices) > unpacked[1] > unpacked[2]
+
+
 def test_hosts_share_one_memory(file: GGUFFile, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each half fits alone, and the whole on one device, which has no mirror.
     monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(3_050_000, 1 << 40))
@@ -149,6 +164,74 @@ def test_a_failed_step_leaves_the_backend_usable(file: GGUFFile, spec: ModelSpec
             assert (driver.feed((driver.start(), PROMPT))[0] == expected).all()
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_step_that_fails_when_nobody_waits(file: GGUFFile, spec: ModelSpec, asked: bool) -> None:
+    with ExitStack() as stack:
+        devices = [Failing(0), Failing(1), Failing(2)]
+        backend = LayerSplitBackend(file, spec, devices, slots=8, context=256, piece=64)
+        stack.callback(backend.close)
+        driver = Driver(backend)
+        expected = driver.feed((driver.start(), PROMPT))[0]
+        assert not backend.lost()
+        devices[1].fail = DeviceError("lost its way")
+        driver.feed((driver.start(), PROMPT[:20]), wanted=False)
+        with pytest.raises(BackendError, match=r"^shard 1: lost its way$"):
+            if asked:
+                backend._chain.wait()
+            else:
+                driver.feed((driver.start(), PROMPT))
+        assert [backend.lost(), backend.lost()] == ["shard 1: lost its way", ""]
+        assert (driver.feed((driver.start(), PROMPT))[0] == expected).all()
+        # Whoever waits for a step hears of its end; the others keep what they have.
+        devices[2].fail = DeviceError("lost its way")
+        with pytest.raises(BackendError, match=r"^shard 2: lost its way$"):
+            driver.feed((driver.start(), PROMPT))
+        assert not backend.lost()
+
+
+class Meeting(HostDevice):
+    """A host on which the work on one step begins only when another device's on another step does."""
+
+    def __init__(self, index: int, barrier: threading.Barrier, step: int) -> None:
+        super().__init__(index)
+        self._barrier = barrier
+        self._left = step
+
+    def record(self, *, timing: bool = False) -> Event:
+        # Once before a step's work and once after it.
+        if self._left == 0:
+            self._barrier.wait(30)
+        self._left -= 1
+        return super().record(timing=timing)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_shards_work_side_by_side(file: GGUFFile, spec: ModelSpec, step: int) -> None:
+    with ExitStack() as stack:
+        alone = LayerSplitBackend(file, spec, [HostDevice()], context=256, piece=64)
+        stack.callback(alone.close)
+        barrier = threading.Barrier(2)
+        devices = [Meeting(0, barrier, 2 * step), Meeting(1, barrier, 0)]
+        backend = LayerSplitBackend(file, spec, devices, context=256, piece=64)
+        stack.callback(backend.close)
+        one, two = Driver(alone), Driver(backend)
+        prompt = np.tile(PROMPT, 2)[:250]
+        pieces = cut(one.step((one.start(), prompt)), 64)
+        expected = np.concatenate([alone.forward(piece).logits for piece in pieces])
+        assert (two.feed((two.start(), prompt))[0] == expected).all()
+
+
+def test_close_ends_the_threads(file: GGUFFile, spec: ModelSpec) -> None:
+    before = threading.active_count()
+    backend = LayerSplitBackend(file, spec, [HostDevice(i) for i in range(3)], slots=3, context=256)
+    driver = Driver(backend)
+    for _ in range(3):
+        driver.feed((driver.start(), PROMPT[:60]), wanted=False)
+    assert threading.active_count() == before + 3
+    backend.close()
+    assert threading.active_count() == before
+
+
 class Slow(HostDevice):
     """A host whose events happen only when someone waits for them."""
 
@@ -193,11 +276,13 @@ def test_the_host_runs_ahead_a_little_only(file: GGUFFile, spec: ModelSpec) -> N
     ahead = []
     for at in range(0, 150, 10):
         driver.feed((sequence, PROMPT[at : at + 10]), wanted=False)
+        backend._chain.wait()
         # Two events a step, before and after.
         ahead.append(len(devices[1].open) // 2)
     assert ahead == [1, 2, 3, 4] + [4] * 11
+    driver.feed((sequence, PROMPT[:10]))
     work = backend.times()[1].work
-    assert sum(work.counts) == 11 and work.total > 0
+    assert sum(work.counts) == 12 and work.total > 0
     backend.close()
 
 

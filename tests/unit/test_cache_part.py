@@ -30,7 +30,7 @@ def write(path: Path, arrays: list[np.ndarray]) -> tuple[PartReader, bytes]:  # 
 def test_what_is_written_is_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     arrays = []
     for number in range(data.draw(st.integers(1, 3))):
-        shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
+        shape = tuple(data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=3)))
         dtype = np.dtype(data.draw(DTYPES))
         rng = np.random.default_rng(number)
         values = rng.standard_normal(shape) if data.draw(st.booleans()) else np.zeros(shape)
@@ -51,10 +51,10 @@ def test_floats_from_a_normal_distribution_shrink(tmp_path: Path) -> None:
         assert 0.8 < len(data) / (200_000 * np.dtype(dtype).itemsize) < 0.88
 
 
-def test_noise_is_stored_as_it_is(tmp_path: Path) -> None:
+def test_noise_grows_by_nothing_to_speak_of(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8)
     reader, data = write(tmp_path / "part", [noise])
-    assert reader.frames[0].codec == "raw" and len(data) < 10_400
+    assert len(data) < 10_400
     reader.close()
 
 

@@ -230,7 +230,8 @@ def test_dry_run_is_the_plan_of_inspect_and_of_the_load(capsys: pytest.CaptureFi
             other[name] for name in (*figures, "kv_per_token", "fits")
         ]
     with luce.load(HYBRID, target_devices="cpu:0,cpu:1,cpu:2", max_ctx=300, parallel=2) as model:
-        assert model.placement == [{name: shard[name] for name in figures} for shard in facts["plan"]]
+        planned = [{**{name: shard[name] for name in figures}, "unpacked": 0} for shard in facts["plan"]]
+        assert model.placement == planned
         hidden = model.spec.hidden
     assert [shard["handed_on"] for shard in facts["plan"]] == [4 * hidden, 4 * hidden, 0]
 

@@ -20,6 +20,7 @@ from luce.runtime.device import Device
 from tests.support import (
     op_checks_attention,
     op_checks_deltanet,
+    op_checks_heads,
     op_checks_matmul,
     op_checks_moe,
     op_checks_norm,
@@ -91,11 +92,16 @@ def _deltanet_chunk(device: Device) -> None:
 
 def _matmul_vec(device: Device) -> None:
     op_checks_matmul.check_product(device, "F16", rows=9, cols=4096, n=3)
+    op_checks_matmul.check_product(device, "F32", rows=9, cols=71, n=3)
+
+
+def _heads(device: Device) -> None:
+    op_checks_heads.check_prepared(device, 2, 3, 1, 200, 70, normed="qk")
 
 
 def _dot_s8(device: Device) -> None:
     for n in (1, 3):
-        op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=2560, n=n)
+        op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4608, n=n)
 
 
 def _moe_s8(device: Device) -> None:
@@ -137,6 +143,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "attention_wgmma.h": _attention_wgmma,
     "deltanet.cu": _deltanet,
     "deltanet_chunk.cu": _deltanet_chunk,
+    "heads.cu": _heads,
     "matmul_tile.cu": _matmul_tile,
     "dot.h": _matmul_vec,
     "dot_s8.h": _dot_s8,
@@ -155,10 +162,15 @@ CHECKS: dict[str, Callable[[Device], None]] = {
 #: places whose mutations change nothing, as the text there
 HARMLESS = (
     ("reduce.h", "LUCE_LANES];"),  # an array is only larger than needed
+    ("reduce.h", "LUCE_LANES) return __reduce"),  # for CUDA alone
     ("sample.cu", "LUCE_LANES];"),
     ("deltanet.cu", "LUCE_LANES == 0,"),
     ("moe.cu", "LUCE_LANES)  // experts"),
-    ("attention_mma.cu", "LUCE_LANES * WAVES_N"),  # never launched with 64
+    ("attention_mma.cu", "LUCE_LANES"),  # never launched with 64
+    ("heads.cu", "LUCE_LANES)\n"),  # arrays and loops are only larger than needed
+    ("heads.cu", "LUCE_LANES >= d) break;"),
+    ("heads.cu", "LUCE_LANES < 2 * turned) own["),
+    ("moe.cu", "LUCE_LANES >= experts) break;"),
     ("attention.cu", "luce_sync();\n    return true;"),  # add_keys begins with another one
 )
 SWAPPED = "luce_shfl(value, luce_lane() ^ mask ^ (luce_lane() / 2 == 3))"

@@ -7,8 +7,10 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from luce.cache import part, store
+from luce.cache import part, prefix, store
 from luce.cache.disk import DiskTier
 from luce.engine.loop import Engine
 from luce.errors import BackendError
+from luce.runtime.step import PAGE
 from tests.support.scripted_backend import ScriptedBackend
 from tests.unit.test_engine_cache import EXACT, FREE, Rig, finish, ids
 
@@ -29,12 +32,29 @@ each = pytest.mark.parametrize("kind", [FREE, *EXACT], ids=["free", "recurrent",
 
 
 @contextmanager
-def rig(directory: Path, *, budget: int = 0, known: bool = True, model: str = MODEL, **backend: Any) -> Iterator[Rig]:
+def rig(
+    directory: Path,
+    *,
+    budget: int = 0,
+    known: bool = True,
+    model: str = MODEL,
+    interval: int = 8192,
+    **backend: Any,
+) -> Iterator[Rig]:
     """An engine that starts anew over a directory; all is written when it ends."""
     scripted = ScriptedBackend(context=512, chunk=32, slots=2, **backend)
     scripted.resumes = not scripted.recurrent
     disk = DiskTier(directory, budget=budget, identify=lambda: model, known=known, layers=scripted.layers)
-    engine = Engine(scripted, eos=frozenset(), max_queue=64, chunk=32, cache_bytes=1 << 22, disk=disk, disk_tokens=1)
+    engine = Engine(
+        scripted,
+        eos=frozenset(),
+        max_queue=64,
+        chunk=32,
+        cache_bytes=1 << 22,
+        cache_interval=interval,
+        disk=disk,
+        disk_tokens=1,
+    )
     try:
         yield Rig(engine, scripted)
     finally:
@@ -96,6 +116,70 @@ def test_what_the_host_holds_is_written_as_well(tmp_path: Path) -> None:
             assert r.ask(prompt, 4) == (r.backend.reply(prompt, 4), 400)
 
 
+@pytest.mark.parametrize("pages", [(8,), (14,)])
+def test_pages_stay_as_they_are_while_they_are_copied(pages: tuple[int, ...], tmp_path: Path) -> None:
+    # Others need the pages meanwhile: all of them, or those that are not being copied.
+    prompts = [ids(400, seed=i) for i in range(4)]
+    with rig(tmp_path, pages=pages, lag=20) as r:
+        running = [r.start(prompt, 12) for prompt in prompts]
+        for prompt, events in zip(prompts, running, strict=True):
+            assert finish(events) == (r.backend.reply(prompt, 12), 0)
+    assert not r.engine.stats().pages_used
+    with rig(tmp_path, pages=pages) as r:
+        for prompt in prompts:
+            assert r.ask(prompt, 4) == (r.backend.reply(prompt, 4), 400)
+
+
+def test_no_page_is_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The writer is slower than the engine: each point of a long prompt continues the one before all the same.
+    sync = os.fsync
+
+    def slow(fd: int) -> None:
+        time.sleep(0.01)
+        sync(fd)
+
+    with rig(tmp_path, recurrent=True, interval=100) as r:
+        while tier(r).store is None:
+            pass
+        monkeypatch.setattr(part.os, "fsync", slow)
+        r.ask(ids(400), 5)
+    opened = store.Store(tmp_path, MODEL, 0)
+    entries = sorted(opened.entries, key=lambda entry: entry.manifest.length)
+    assert [entry.manifest.length for entry in entries] == [100, 200, 300, 400, 404]
+    for before, entry in pairwise(entries):
+        assert entry.manifest.parent == before.manifest.id
+        assert entry.manifest.first == before.manifest.length // PAGE
+
+
+def test_while_sequences_run_the_disk_gets_a_small_share_of_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig(tmp_path) as r:
+        r.ask(ids(100), 3)
+        cache = r.engine.cache
+        assert cache is not None
+        while cache.busy:
+            pass
+        now, worked = [time.monotonic() + 1000], list[float]()
+
+        def export(point: object) -> Iterator[None]:
+            for _ in range(5):
+                now[0] += 0.002
+                worked.append(now[0])
+                yield None
+
+        monkeypatch.setattr(prefix.time, "monotonic", lambda: now[0])
+        cache._export = export(None)
+        for _ in range(1000):
+            now[0] += 0.001
+            cache.pump(idle=False)
+        assert len(worked) == 5 and min(np.diff(worked)) > 40 * 0.002
+        cache._export = export(None)
+        for _ in range(5):
+            cache.pump(idle=True)
+        assert len(worked) == 10
+
+
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.ask(ids(100), 3)
@@ -122,7 +206,7 @@ def test_another_layout_is_a_miss_and_stays(tmp_path: Path, caplog: pytest.LogCa
         def refuse(*given: object) -> None:
             raise BackendError("tensor blk.0.k has another shape")
 
-        r.backend.restore = refuse  # type: ignore[method-assign]
+        r.backend.fill = refuse  # type: ignore[method-assign]
         assert r.ask(ids(100), 3) == (expected, 0)
         assert "blk.0.k" in caplog.text
     assert set(files(tmp_path)) >= set(before)

@@ -70,6 +70,7 @@ GIVEN: dict[str, tuple[Any, str, Any]] = {
     "chunk": ("77", "chunk", 77),
     "cache_type_k": ("bf16", "kv", KVTypes("bf16", "auto")),
     "cache_type_v": ("q8_0", "kv", KVTypes("auto", "q8_0")),
+    "prompt_weights": ("packed", "unpack", False),
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.remote.channel import Channel, GarbageError, GoneError, LateError
-from luce.remote.messages import Announce, Done, Failed, Ping, Reply, Request, Restore, Saved
+from luce.remote.messages import Announce, Done, Failed, Fetched, Fill, Kind, Ping, Reply, Request, Saved
 from luce.runtime.step import Candidates, Output, PageView, Span, Step
 from tests.support.values import same
 
@@ -45,8 +45,9 @@ MESSAGES: list[msgspec.Struct] = [
     Done(0.0, Output(np.arange(1, dtype=np.int32), np.empty((0, 7), np.float32),
                      Candidates(np.arange(4, dtype=np.int32)[None], RNG.random((1, 4), np.float32)))),
     Done(0.0, None, RNG.integers(0, 256, 1 << 20, np.uint8)),
-    Saved({f"blk.{n}.k": RNG.random((n, 64, 32)).astype(t) for n, t in enumerate((np.float16, np.float32, np.uint8))}),
-    Restore(1, ((1, 2), ()), {"blk.0.v": np.zeros((0, 3), np.uint16)}),
+    Saved({"blk.0.k": Kind("<f2", (64, 2, 32), True)}, 8192),
+    Fetched({f"blk.{n}.k": RNG.random((n, 64, 32)).astype(t) for n, t in enumerate(("f2", "f4", "u1"))}),
+    Fill(1, ((1, 2), ()), (0, 4), {"blk.0.v": np.zeros((0, 3), np.uint16)}),
 ]  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def frame(body: bytes, payload: bytes = b"", *, magic: bytes = b"LUC1", length: 
 
 
 def array(*fields: object) -> bytes:
-    return msgspec.msgpack.encode({"type": "Saved", "tensors": {"x": fields}})
+    return msgspec.msgpack.encode({"type": "Fetched", "tensors": {"x": fields}})
 
 
 BAD: dict[str, bytes] = {
@@ -106,7 +107,7 @@ def test_more_than_expected(pair: Pair) -> None:
 
 def test_any_change_and_any_cut_of_a_frame_is_survived() -> None:
     whole = []
-    for message in (Announce(step(3), -1, 4096, 7), Saved({"blk.0.k": np.arange(1000, dtype=np.float32)})):
+    for message in (Announce(step(3), -1, 4096, 7), Fetched({"blk.0.k": np.arange(1000, dtype=np.float32)})):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             Channel[Any](ours, Request).send(3, message, timeout=5)
@@ -166,5 +167,5 @@ def test_a_descriptor(pair: Pair) -> None:
 def test_only_arrays_and_messages_travel(pair: Pair) -> None:
     odd: NDArray[Any] = np.array([object()])
     with pytest.raises((TypeError, NotImplementedError, GarbageError)):
-        pair[0].send(1, Saved({"x": odd}), timeout=1)
+        pair[0].send(1, Fetched({"x": odd}), timeout=1)
         pair[1].receive(timeout=1)

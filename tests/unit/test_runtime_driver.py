@@ -110,6 +110,13 @@ def test_a_launch(fake: Driver, early: bool) -> None:
         fake.launcher(8, "Piqf", early=early)((1, 1, 1), (1, 1, 1), 0, 99, (0, 1, 2, 3.0))
 
 
+def test_where_kernels_start_early(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [fake.starts_early(arch) for arch in ("sm_75", "sm_89", "sm_90a", "sm_120a")] == [False, False, True, True]
+    for version, early in (("11.8", False), ("12.2", False), ("12.3", True), ("13.0", True)):
+        monkeypatch.setattr(Driver, "version", version)
+        assert fake.starts_early("sm_90a") is early
+
+
 def test_hip_without_a_gpu(hip: Driver) -> None:
     assert hip.count() == 0
     assert re.fullmatch(r"\d+\.\d+\.\d+", hip.version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.runtime.device import Device, Event
-from luce.runtime.host import HostDevice
+from luce.runtime.host import HostDevice, HostEvent
 from luce.runtime.transfer import Link, Passage
 from tests.support.delayed import DelayedDevice, World
 
@@ -112,6 +113,24 @@ def test_between_gpus_and_hosts(kinds: str) -> None:
 
 def test_between_hosts() -> None:
     check([HostDevice(0), HostDevice(1), HostDevice(2)])
+
+
+def test_the_sender_waits_for_the_receiver() -> None:
+    link = Link(HostDevice(0), HostDevice(1), 4, peer=True, watch=lambda start, end: None)
+    passages: list[Passage] = []
+
+    def send_three() -> None:
+        passages.extend(link.send([np.full(4, number, np.float32)], HostEvent()) for number in range(3))
+
+    sender = threading.Thread(target=send_three)
+    sender.start()
+    sender.join(0.2)
+    # The third has no memory yet.
+    (first,) = link._passages[0].receive()
+    assert sender.is_alive() and (first == 0).all()
+    link._passages[0].release(HostEvent())
+    sender.join()
+    assert (first == 2).all() and (passages[1].receive()[0] == 1).all()
 
 
 def test_direct_only_where_devices_reach_each_other() -> None:

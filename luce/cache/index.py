@@ -1,0 +1,115 @@
+"""Which snapshots there are, and which of them belong to a text. In memory: nothing here waits for the disk."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from luce.cache.manifest import Manifest, keys, snapshot_id
+from luce.cache.part import DamagedError
+from luce.runtime.step import PAGE, Int32
+
+
+@dataclass(eq=False)
+class Entry:
+    """A snapshot that is on the disk. `used` in seconds since the epoch; `unusable` says why it is not found."""
+
+    manifest: Manifest
+    path: Path
+    used: float
+    unusable: str = ""
+    children: set[Entry] = field(default_factory=set)
+
+    @property
+    def dispensable(self) -> bool:
+        """Whether a longer snapshot of the same conversation took its place."""
+        return self.manifest.passing and bool(self.children)
+
+
+class Index:
+    """The snapshots of all models; those of `model` are found, the others only take room. Thread-safe."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[str, str], Entry] = {}
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All snapshots of all models."""
+        with self._lock:
+            return list(self._entries.values())
+
+    def find(self, ids: Int32, beyond: int = 0) -> list[Entry]:
+        """The snapshots that `ids` begin with and that can be resumed, of more than `beyond` tokens, longest first.
+
+        A snapshot of all of `ids` needs the logits of the last token.
+        """
+        with self._lock:
+            mine = [e for e in self._entries.values() if e.manifest.model == self.model and e.manifest.point]
+            lengths = sorted({e.manifest.length for e in mine if beyond < e.manifest.length <= len(ids)})
+            found = [self._entries.get((self.model, snapshot_id(key, n))) for n, key in keys(ids, lengths)]
+            usable = (e for e in reversed(found) if e is not None and e.manifest.point and not e.unusable)
+            return [e for e in usable if e.manifest.length < len(ids) or e.manifest.logits]
+
+    def chain(self, entry: Entry) -> list[Entry]:
+        """A snapshot behind those that it continues, the first one first. Raises DamagedError if one is missing."""
+        with self._lock:
+            chain = [entry]
+            while (parent := chain[-1].manifest.parent) is not None:
+                found = self._entries.get((entry.manifest.model, parent))
+                if found is None or found in chain:
+                    raise DamagedError(f"{entry.manifest.id}: its beginning, {parent}, is gone")
+                chain.append(found)
+            return chain[::-1]
+
+    def newest(self, count: int) -> list[Entry]:
+        """The snapshots of this model that were of use last and that none continues."""
+        with self._lock:
+            mine = [e for e in self._entries.values() if e.manifest.model == self.model and not e.children]
+            return sorted(mine, key=lambda entry: entry.used)[-count:]
+
+    def missing(self, ids: Int32) -> tuple[Entry | None, int] | None:
+        """What a snapshot of `ids` has to store: (the snapshot that it continues, its first page); None if it is there.
+
+        Where only the tokens and pages of one are left, it is that one's parent, and no page.
+        """
+        with self._lock:
+            mine = [e.manifest for e in self._entries.values() if e.manifest.model == self.model]
+            lengths = sorted({m.length for m in mine if m.length <= len(ids)})
+            found = {n: self._entries.get((self.model, snapshot_id(key, n))) for n, key in keys(ids, lengths)}
+            same = found.pop(len(ids), None)
+            if same is not None:
+                parent = self._entries.get((self.model, same.manifest.parent or ""))
+                return None if same.manifest.point else (parent, len(ids) // PAGE)
+            longest = max((n for n, e in found.items() if e is not None and not e.unusable and n >= PAGE), default=0)
+            return found.get(longest), longest // PAGE
+
+    def _get(self, model: str, id: str | None) -> Entry | None:
+        return self._entries.get((model, id or ""))
+
+    def _put(self, entry: Entry) -> None:
+        with self._lock:
+            self._entries[entry.manifest.model, entry.manifest.id] = entry
+
+    def _forget(self, entry: Entry) -> None:
+        with self._lock:
+            self._entries.pop((entry.manifest.model, entry.manifest.id), None)
+        parent = self._get(entry.manifest.model, entry.manifest.parent)
+        if parent is not None:
+            parent.children.discard(entry)
+
+    def _link(self) -> list[Entry]:
+        """Find out who continues whom; returns what continues nothing that is there."""
+        for entry in self._entries.values():
+            entry.children = set()
+        orphans = []
+        for (model, _), entry in self._entries.items():
+            if entry.manifest.parent is not None:
+                parent = self._get(model, entry.manifest.parent)
+                if parent is None or parent.manifest.length < entry.manifest.first * PAGE:
+                    orphans.append(entry)
+                else:
+                    parent.children.add(entry)
+        return orphans
