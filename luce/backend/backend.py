@@ -47,8 +47,8 @@ class Backend(Protocol):
     def layers(self) -> tuple[range, ...]:
         """The layers of each shard. They cover all layers, in order."""
 
-    def lost(self) -> bool:
-        """Whether all that sequences keep in the backend has been lost since the last call."""
+    def lost(self) -> str:
+        """Why all that sequences keep in the backend has been lost since the last call; empty if it has not."""
 
     def forward(self, step: Step) -> Output:
         """Run one step. Raises BackendError or DeviceError: the step's sequences are lost, later steps work.

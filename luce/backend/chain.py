@@ -118,7 +118,7 @@ class Chain:
         with self._naming(number), contextlib.ExitStack() as failing:
             if handed is not None:
                 failing.callback(handed.release, None)
-            shard.announce(step)
+            shard.announce(step, None if handed is None else tuple(handed.arrays))
             arrays = None if handed is None else handed.receive()
             start = device.record(timing=True)
             result = shard.forward(step, arrays)
@@ -144,7 +144,9 @@ class Chain:
         try:
             yield
         except DeviceError as error:
-            raise BackendError(f"{self._names[number]}: {error}") from error
+            # What another process reports names the shard already.
+            name = "" if self.shards[number].apart else f"{self._names[number]}: "
+            raise BackendError(f"{name}{error}") from error
 
     def look(self) -> None:
         """Count the work that is over. Raises LuceError if some of it failed."""
@@ -158,6 +160,10 @@ class Chain:
             ShardTimes(device, work.durations(), copied)
             for device, work, copied in zip(self._devices, self._work, copies, strict=True)
         )
+
+    def worked(self) -> float:
+        """Seconds that the shards' work took since the start, as far as it has been counted."""
+        return sum(clock.total for clock in self._work)
 
     def wait(self) -> None:
         """Wait until the threads are idle. Raises what failed there."""

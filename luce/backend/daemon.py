@@ -12,12 +12,12 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import threadpoolctl
@@ -29,9 +29,9 @@ from luce.backend.chain import Chain
 from luce.backend.kept import HostKept, JoinedKept, Piece
 from luce.backend.local import LocalShard
 from luce.backend.plan import handed_on, handed_widths
-from luce.backend.remote import arena_size
+from luce.backend.remote import ANSWER, Answer, shared_size
 from luce.backend.shard import Activation
-from luce.errors import BackendError, DeviceError, LuceError, ModelError
+from luce.errors import BackendError, DeviceError, LuceError, ModelError, OutOfMemoryError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
@@ -40,7 +40,7 @@ from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
 from luce.ops.kvtype import KVTypes
 from luce.remote.arena import Arena
-from luce.remote.channel import Channel, ChannelError, GoneError, receive_descriptor
+from luce.remote.channel import Channel, ChannelError, GoneError
 from luce.remote.messages import (
     PROTOCOL,
     Accept,
@@ -70,7 +70,7 @@ from luce.remote.messages import (
     Save,
     Saved,
 )
-from luce.runtime.device import Array, Device, Event
+from luce.runtime.device import Array, Device, Event, Word
 from luce.runtime.host import HostDevice, HostEvent
 from luce.runtime.open import open_devices
 from luce.runtime.step import PAGE, TOP, Int32, Output, Step
@@ -104,31 +104,43 @@ def serve(
     with contextlib.ExitStack() as opened:
         signs: Channel[Ping] = Channel(watch, Ping)
         opened.callback(signs.close)
-        threading.Thread(target=_answer_pings, args=(signs, requests, silence), name="luce-pings", daemon=True).start()
+        over = threading.Event()
+        arguments = signs, requests, silence, over
+        pings = threading.Thread(target=_answer_pings, args=arguments, name="luce-pings", daemon=True)
+        pings.start()
+        # A descriptor that is closed while a thread waits on it may be another one when the thread wakes.
+        opened.callback(pings.join)
+        opened.callback(_shut_down, watch)
+        opened.callback(over.set)
         channel: Channel[Request] = Channel(requests, Request)
         opened.callback(channel.close)
         _Session(channel, shares, path, opened).run()
 
 
-def _answer_pings(watch: Channel[Ping], requests: socket.socket, silence: float | None) -> None:
+def _answer_pings(watch: Channel[Ping], requests: socket.socket, silence: float | None, over: threading.Event) -> None:
     """Give signs of life, whatever the main thread does; when the server is gone the process does not outlive it."""
     try:
         while True:
             number, _ = watch.receive(timeout=silence)
             watch.send(number, Pong(), timeout=_SEND)
     except ChannelError:
-        with contextlib.suppress(OSError):
-            requests.shutdown(socket.SHUT_RDWR)
-        if silence is None:
-            time.sleep(_GRACE)
+        if over.is_set():
+            return
+        _shut_down(requests)
+        if silence is None and not over.wait(_GRACE):
             os._exit(1)
 
 
-@dataclass
-class _Running:
+def _shut_down(sock: socket.socket) -> None:
+    """End a connection, which wakes whoever waits on it. Not TLS's own end, which no other thread may send."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True)
+class _Work:
     """A Forward or Save whose work is queued: its answer follows when `event` has happened."""
 
-    number: int
     event: Event
     answer: Callable[[], Reply]
 
@@ -147,6 +159,15 @@ class _Copied(Event):
 
     def seconds_since(self, start: Event) -> float:
         return 0.0
+
+
+@dataclass(frozen=True)
+class _Announced:
+    """A step whose Forward is to come. Its work may be queued and wait for the input, or be what cannot be queued."""
+
+    message: Announce
+    work: _Work | None = None
+    problem: Exception | None = None
 
 
 class _SharedMemory(HostDevice):
@@ -176,13 +197,17 @@ class _Model:
         self.chain = Chain(peer=load.peer)
         opened.callback(self.chain.close)
         opened.callback(arena.close)
-        if load.arena != arena_size(load.rows, self.takes, self.gives):
+        if load.arena != shared_size(load.rows, self.takes, self.gives):
             raise BackendError(f"{load.arena} bytes of shared memory do not suit steps of {load.rows} rows")
-        for problem in arena.pin(devices):
+        problems = arena.pin(devices)
+        for problem in problems:
             _log.warning("shared memory is not pinned, copies are slower: %s", problem)
+        #: whether the devices wait for a step's input, and tell its output, by themselves
+        self.words = load.shared and not problems and all(device.uses_words for device in devices) and self._try_words()
+        #: where the output of the step that is being queued goes, if it does not go with the answer
+        self._landing: Iterator[NDArray[Any]] | None = None
         for number, (device, part, spare) in enumerate(zip(devices, layers, load.spare, strict=True)):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
-            kv = KVTypes(*load.kv)
             shard = LocalShard(
                 file,
                 spec,
@@ -190,12 +215,14 @@ class _Model:
                 device,
                 pages=load.pages,
                 slots=load.slots,
-                kv=kv,
+                kv=KVTypes(*load.kv),
                 verify=load.verify,
                 spare=spare,
+                fetch=self._fetch,
                 on_captured=self._hand_captured,
             )
-            self.chain.add(str(device.name), str(device.name), shard)
+            # What a device raises names it.
+            self.chain.add(f"layers {part.start}..{part.stop - 1}", str(device.name), shard)
             if number:
                 self.chain.link(load.rows * handed_on(spec, part.start) // 4)
         self._entry = None
@@ -213,15 +240,40 @@ class _Model:
     def loaded(self) -> Loaded:
         parts = (part for shard in self.chain.shards for part in shard.parts)
         shown = (Part(p.device, (p.layers.start, p.layers.stop), p.weights, p.state, p.unpacked) for p in parts)
-        return Loaded(tuple(shown), self.takes, self.gives, self.spec.vocab)
+        return Loaded(tuple(shown), self.takes, self.gives, self.spec.vocab, self.words)
 
-    def forward(self, number: int, step: Step, source: int, target: int) -> _Running:
-        """Queue a step."""
+    def _try_words(self) -> bool:
+        """Whether the devices do with words what they are asked to."""
+        try:
+            for device in self.devices:
+                device.wait_for(Word(self.arena.given, int(self.arena.given[0])))
+                device.tell(Word(self.arena.told, int(self.arena.told[0])))
+                device.synchronize()
+        except DeviceError as error:
+            _log.warning("the host tells GPUs when to go on, steps are slower: %s", error)
+            return False
+        return True
+
+    def _fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
+        """A device's `fetch`, for outputs."""
+        return self.devices[-1].fetch(array, None if self._landing is None else next(self._landing))
+
+    def forward(self, message: Announce, there: Event) -> _Work:
+        """Queue a step whose input is there when the event has happened."""
+        if message.told is not None:
+            memory = self.arena.memory[message.answer : message.answer + ANSWER]
+            self._landing = iter(Answer(message.step, self.spec.vocab, memory).parts)
+        try:
+            return self._queue(message, there)
+        finally:
+            self._landing = None
+
+    def _queue(self, message: Announce, there: Event) -> _Work:
+        step, target = message.step, message.target
         handed: Passage | None = None
         self._target = target
         if self._entry is not None:
-            arrays = self.arena.floats(source, step.rows, self.takes)
-            handed = self._entry.send(arrays, HostEvent())
+            handed = self._entry.send(self.arena.floats(message.source, step.rows, self.takes), there)
         result, end = self.chain.run(0, step, handed)
         for following in range(1, len(self.devices)):
             assert isinstance(result, Passage)
@@ -230,8 +282,12 @@ class _Model:
         if not isinstance(result, tuple):
             assert not isinstance(result, Passage)
             pending = result
+            if message.told is not None:
+                self.devices[-1].tell(Word(self.arena.told, message.told))
+                return _Work(self.devices[-1].record(), lambda: Done(self._seconds()))
             apart = self._apart(target, step.rows) if self.gives else None
-            return _Running(number, self.devices[-1].record(), lambda: Done(self._seconds(), pending(), apart))
+            # Behind the copies of what was captured.
+            return _Work(self.devices[-1].record(), lambda: Done(self._seconds(), pending(), apart))
         if len(self._sent) == DEPTH:
             # Memory of what was handed on is used again from here on.
             _, taken = self._sent.popleft()
@@ -244,7 +300,7 @@ class _Model:
             # What is handed on may lie in what was handed over.
             handed.release(copied)
         self._sent.append((result, copied))
-        return _Running(number, copied, lambda: Done(self._seconds(), None, self._apart(target, step.rows)))
+        return _Work(copied, lambda: Done(self._seconds(), None, self._apart(target, step.rows)))
 
     def _hand_captured(self, step: Step, outputs: Sequence[Array]) -> None:
         """What the last shard has captured goes where others hand on."""
@@ -260,7 +316,7 @@ class _Model:
     def _seconds(self) -> float:
         """What the devices have worked since the last answer."""
         self.chain.look()
-        total = sum(times.work.total for times in self.chain.times())
+        total = self.chain.worked()
         seconds, self._counted = total - self._counted, total
         return seconds
 
@@ -282,13 +338,13 @@ class _Model:
         for shard in self.chain.shards:
             shard.accept(slot, rows)
 
-    def save(self, number: int, message: Save) -> _Running:
+    def save(self, number: int, message: Save) -> _Work:
         """Queue the copies; what they make is known by the number."""
         self._check(message.slot, message.pages)
         shards = self.chain.shards
         parts = [shard.save(message.slot, message.pages, held=message.held) for shard in shards]
         kept = self._kept[number] = JoinedKept(parts)
-        return _Running(number, _Copied(kept), lambda: _saved(kept))
+        return _Work(_Copied(kept), lambda: _saved(kept))
 
     def fetch(self, message: Fetch) -> Fetched:
         found: dict[str, NDArray[np.generic]] = {}
@@ -345,17 +401,19 @@ class _Session:
         self._shares = shares
         self._path = path
         self._opened = opened
+        self._spin = 0.0
         self._devices: list[Device] = []
         self._model: _Model | None = None
-        self._announced: Step | None = None
-        self._running: deque[_Running] = deque()
+        self._announced: _Announced | None = None
+        #: by request
+        self._running: deque[tuple[int, _Work]] = deque()
 
     def run(self) -> None:
         """Until the server is gone."""
         try:
             while True:
                 self._answer_finished()
-                number, message = self._channel.receive(timeout=None, limit=_LARGEST + self._held())
+                number, message = self._channel.receive(timeout=None, limit=_LARGEST + self._held(), spin=self._spin)
                 try:
                     reply = self._handle(number, message)
                 except Exception as error:
@@ -369,6 +427,10 @@ class _Session:
             return
         except ChannelError as error:
             _log.error("the server's connection is closed: %s", error)
+        finally:
+            if self._model is not None and self._announced is not None and self._announced.work is not None:
+                # Nobody else will, and the device would wait for ever.
+                Word(self._model.arena.given, self._announced.message.given or 0).tell()
 
     def _held(self) -> int:
         """Bytes that a Fill may bring."""
@@ -377,22 +439,22 @@ class _Session:
     def _answer_finished(self) -> None:
         """Answer what is done until a message is there, or nothing runs."""
         while self._running and not self._channel.ready():
-            if _over(self._running[0]):
-                self._answer(self._running.popleft())
+            if _over(self._running[0][1]):
+                self._answer(*self._running.popleft())
 
     def _finish_all(self) -> None:
         """Answers keep the order of the requests."""
         while self._running:
-            self._answer(self._running.popleft())
+            self._answer(*self._running.popleft())
 
-    def _answer(self, running: _Running) -> None:
+    def _answer(self, number: int, work: _Work) -> None:
         reply: Reply
         try:
-            running.event.wait()
-            reply = running.answer()
+            work.event.wait()
+            reply = work.answer()
         except Exception as error:
             reply = _failed(error)
-        self._channel.send(running.number, reply, timeout=_SEND)
+        self._channel.send(number, reply, timeout=_SEND)
 
     def _handle(self, number: int, message: Request) -> Reply | None:
         """The answer, unless it comes later or never. Raises what becomes Failed."""
@@ -403,16 +465,18 @@ class _Session:
         model = self._model
         if model is None:
             raise BackendError("nothing is loaded")
+        if isinstance(message, Drop):
+            # It may come between a step and its Forward.
+            model.drop(message.kept)
+            return None
+        announced, self._announced = self._announced, None
         if isinstance(message, Announce):
-            self._announced = message.step
+            self._announced = self._announce(model, message)
             return None
         if isinstance(message, Forward):
-            step, self._announced = self._announced, None
-            if step is None:
+            if announced is None:
                 raise BackendError("a step was not announced")
-            check_step(step, model.spec.vocab, model.load)
-            self._place(model, message, step.rows)
-            self._running.append(model.forward(number, step, message.source, message.target))
+            self._running.append((number, self._forward(model, announced, message)))
             return None
         if isinstance(message, Embed):
             return Embedded(model.embed(message.tokens))
@@ -422,13 +486,10 @@ class _Session:
             model.accept(message.slot, message.rows)
             return Done()
         if isinstance(message, Save):
-            self._running.append(model.save(number, message))
+            self._running.append((number, model.save(number, message)))
             return None
         if isinstance(message, Fetch):
             return model.fetch(message)
-        if isinstance(message, Drop):
-            model.drop(message.kept)
-            return None
         if isinstance(message, Restore):
             model.restore(message)
         else:
@@ -456,11 +517,11 @@ class _Session:
             name, kv = str(device.name), device.kv_dtype.str
             facts.append(DeviceFacts(name, device.host, device.lanes, kv, memory.free, memory.total, device.describe()))
         if not all(device.host for device in self._devices):
-            self._channel.spin = _SPIN
+            self._spin = _SPIN
         return Hello(PROTOCOL, __version__, os.getpid(), tuple(facts))
 
     def _load(self, message: Load) -> Reply:
-        fd = receive_descriptor(self._channel, timeout=_SEND) if message.shared and self._shares else None
+        fd = self._channel.receive_descriptor(timeout=_SEND) if message.shared and self._shares else None
         if self._model is not None or not self._devices:
             raise BackendError("no devices are open" if not self._devices else "layers are loaded already")
         if message.shared and not self._shares:
@@ -471,23 +532,47 @@ class _Session:
         self._model = _Model(path, message, self._devices, Arena(message.arena, fd), self._opened)
         return self._model.loaded()
 
+    def _announce(self, model: _Model, message: Announce) -> _Announced:
+        """Do what can be done before the input is there. What goes wrong is the answer to Forward."""
+        try:
+            check_step(message.step, model.spec.vocab, model.load)
+            self._check_places(model, message)
+            work = None
+            if message.given is not None:
+                work = model.forward(message, Word(model.arena.given, message.given))
+        except Exception as error:
+            return _Announced(message, problem=error)
+        return _Announced(message, work)
+
     @staticmethod
-    def _place(model: _Model, message: Forward, rows: int) -> None:
-        """Check the places of input and output, and put the input there if it came along."""
-        if rows > model.load.rows and (model.takes or model.gives):
-            raise BackendError(f"a step of {rows} rows, at most {model.load.rows} were agreed on")
-        memory = model.arena.memory
-        for at, widths in ((message.source, model.takes), (message.target, model.gives)):
-            inside = 0 <= at <= len(memory) - 4 * rows * sum(widths) and at % 4 == 0
-            if not inside if widths else at != -1:
-                raise BackendError(f"place {at} is none for an activation of {rows} rows")
+    def _forward(model: _Model, announced: _Announced, message: Forward) -> _Work:
+        """The work of an announced step, queued now if it is not yet."""
+        if announced.problem is not None:
+            raise announced.problem
         if (message.data is None) != (model.load.shared or not model.takes):
             raise BackendError("an activation came by the wrong way")
         if message.data is not None:
-            size = 4 * rows * sum(model.takes)
+            size = 4 * announced.message.step.rows * sum(model.takes)
             if message.data.shape != (size,):
                 raise BackendError(f"an activation of {message.data.shape} bytes, expected {size}")
-            memory[message.source : message.source + size] = message.data
+            at = announced.message.source
+            model.arena.memory[at : at + size] = message.data
+        return announced.work or model.forward(announced.message, HostEvent())
+
+    @staticmethod
+    def _check_places(model: _Model, message: Announce) -> None:
+        rows = message.step.rows
+        if rows > model.load.rows and (model.takes or model.gives):
+            raise BackendError(f"a step of {rows} rows, at most {model.load.rows} were agreed on")
+        for at, widths in ((message.source, model.takes), (message.target, model.gives)):
+            inside = 0 <= at <= len(model.arena.memory) - 4 * rows * sum(widths) and at % 4 == 0
+            if not inside if widths else at != -1:
+                raise BackendError(f"place {at} is none for an activation of {rows} rows")
+        if message.given is not None and not (model.words and model.takes):
+            raise BackendError("there is no input that a device here could wait for")
+        inside = 0 <= message.answer <= len(model.arena.memory) - ANSWER and message.answer % 64 == 0
+        if message.told is not None and not (model.words and not model.gives and inside and len(message.step.wanted)):
+            raise BackendError(f"place {message.answer} is none for an output, or there is none")
 
 
 def check_step(step: Step, vocab: int, load: Load) -> None:
@@ -559,10 +644,10 @@ def _check_descriptor(fd: int, size: int) -> None:
         raise BackendError("the shared memory is too small, or can become so")
 
 
-def _over(running: _Running) -> bool:
+def _over(work: _Work) -> bool:
     """Whether there is an answer, which may be that the work failed."""
     try:
-        return running.event.happened()
+        return work.event.happened()
     except LuceError:
         return True
 
@@ -570,6 +655,8 @@ def _over(running: _Running) -> bool:
 def _failed(error: Exception) -> Failed:
     if isinstance(error, LuceError):
         return Failed(type(error).__name__, str(error))
+    if isinstance(error, MemoryError):
+        free = HostDevice().memory().free
+        return Failed(OutOfMemoryError.__name__, f"host memory: {error or 'all is taken'}; {free} bytes free")
     _log.exception("a request failed")
-    kind = "OutOfMemoryError" if isinstance(error, MemoryError) else "BackendError"
-    return Failed(kind, f"{type(error).__name__}: {error}")
+    return Failed(BackendError.__name__, f"{type(error).__name__}: {error}")

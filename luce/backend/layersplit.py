@@ -95,8 +95,8 @@ class LayerSplitBackend:
         self.windows = tuple(group.window for group in spec.page_groups)
         self.pages = tuple(slots * pages_for(window, context, chunk) for window in self.windows)
         self._chain = Chain(peer=peer)
-        #: whether steps may have failed that nobody has waited for, and whether one did
-        self._unwaited = self._forgotten = False
+        #: whether steps may have failed that nobody has waited for, and why one did
+        self._unwaited, self._forgotten = False, ""
         plan = plan_shards(
             file, spec, devices, weights=weights, slots=slots, context=context, chunk=chunk, kv=kv, verify=verify
         )
@@ -178,14 +178,14 @@ class LayerSplitBackend:
         """What lies on each device."""
         return tuple(part for shard in self._chain.shards for part in shard.parts)
 
-    def lost(self) -> bool:
+    def lost(self) -> str:
         if self._chain.failure is not None:
             _log.error("a step failed: %s", self._chain.failure)
-            self._give_up()
-        forgotten, self._forgotten = self._forgotten, False
-        if sum(shard.lost() for shard in self._chain.shards):
-            self._give_up()
-            forgotten, self._forgotten = True, False
+            self._give_up(self._chain.failure)
+        forgotten, self._forgotten = self._forgotten, ""
+        if losses := "; ".join(filter(None, [shard.lost() for shard in self._chain.shards])):
+            self._give_up(None)
+            forgotten, self._forgotten = losses, ""
         return forgotten
 
     def times(self) -> tuple[ShardTimes, ...]:
@@ -212,8 +212,8 @@ class LayerSplitBackend:
             chain.look()
             self._store_captured()
             self._unwaited = False
-        except BaseException:
-            self._give_up()
+        except BaseException as error:
+            self._give_up(error)
             raise
         return self._output(outputs)
 
@@ -270,15 +270,16 @@ class LayerSplitBackend:
         """Let nothing be queued any more by other threads."""
         try:
             self._chain.wait()
-        except BaseException:
-            self._give_up()
+        except BaseException as error:
+            self._give_up(error)
             raise
 
-    def _give_up(self) -> None:
+    def _give_up(self, why: BaseException | None) -> None:
         """Wait until nothing runs, whether it fails or not."""
         self._chain.settle()
         self._captured.clear()
-        self._forgotten |= self._unwaited
+        if self._unwaited:
+            self._forgotten = str(why or "a step failed")
         self._unwaited = False
 
     def _check_memory(self, plan: Sequence[ShardPlan], devices: Sequence[Device]) -> None:

@@ -57,10 +57,14 @@ class LocalShard:
         spare: int = 0,
         on_layer: Callable[[], None] = lambda: None,
         on_captured: Captured = lambda step, outputs: None,
+        fetch: Callable[[Array], Callable[[], NDArray[Any]]] | None = None,
     ) -> None:
         """`verify`: most rows of a tentative span. `spare`: bytes in which matrices may be kept unpacked. `on_layer` is
-        called when a layer is read, `on_captured` by the last shard where layers are captured."""
+        called when a layer is read, `on_captured` by the last shard where layers are captured. `fetch` takes outputs to
+        the host, as the device's does.
+        """
         self.device = device
+        self._fetch = fetch or device.fetch
         self._out, self._in = device.copy_stream(), device.copy_stream()
         #: host memory that copies still read or write
         self._copied: deque[tuple[Event, object]] = deque()
@@ -97,10 +101,10 @@ class LocalShard:
     def parts(self) -> tuple[ShardInfo, ...]:
         return (self.info,)
 
-    def lost(self) -> bool:
-        return False
+    def lost(self) -> str:
+        return ""
 
-    def announce(self, step: Step) -> None:
+    def announce(self, step: Step, handed: Activation | None) -> None:
         pass
 
     def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
@@ -116,11 +120,14 @@ class LocalShard:
         ids, logits, *_ = left
         full = self._picked(logits, step.full)
         if step.top is None or not step.top.any():
-            return lambda: Output(self.device.download(ids), self.device.download(full))
-        keys = largest(self.device, self._picked(logits, step.top))
-        return lambda: Output(
-            self.device.download(ids), self.device.download(full), candidates(self.device.download(keys))
-        )
+            return self._fetched(ids, full)
+        return self._fetched(ids, full, largest(self.device, self._picked(logits, step.top)))
+
+    def _fetched(self, ids: Array, logits: Array, keys: Array | None = None) -> Pending:
+        """What is returned of these arrays, whose copies to the host are queued here."""
+        best, full = self._fetch(ids), self._fetch(logits)
+        top = None if keys is None else self._fetch(keys)
+        return lambda: Output(best(), full(), None if top is None else candidates(top()))
 
     def embed(self, tokens: Int32) -> Array:
         if self._embedding is None:
@@ -132,11 +139,8 @@ class LocalShard:
             raise BackendError(f"{self.info.device}: only the last shard projects, this one has layers {self._shown}")
         device = self.device
         rows = self._head.project(device.upload(hidden) if isinstance(hidden, np.ndarray) else hidden)
-        ids, full = argmax(device, rows), rows if logits else rows[:0]
         keys = largest(device, rows)[:, :top] if top else None
-        return lambda: Output(
-            device.download(ids), device.download(full), None if keys is None else candidates(device.download(keys))
-        )
+        return self._fetched(argmax(device, rows), rows if logits else rows[:0], keys)
 
     @property
     def _shown(self) -> str:

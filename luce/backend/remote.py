@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NoReturn
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -20,7 +22,8 @@ from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
-from luce.remote.arena import Arena, room, shared_arena
+from luce.ops.sample import candidates
+from luce.remote.arena import Arena, arena_size, shared_arena
 from luce.remote.channel import SMALL, Channel, ChannelError, GarbageError
 from luce.remote.device import RemoteDevice
 from luce.remote.messages import (
@@ -44,7 +47,7 @@ from luce.remote.messages import (
     Saved,
 )
 from luce.remote.supervisor import Supervisor, failure
-from luce.runtime.device import Array, Device, Event
+from luce.runtime.device import Array, Device, Event, Word
 from luce.runtime.host import HostEvent
 from luce.runtime.step import PAGE, TOP, Int32, Output, Step
 from luce.runtime.transfer import DEPTH
@@ -54,16 +57,50 @@ _log = logging.getLogger(__name__)
 #: Places for what is handed on. One more than a link has: when a step is asked for, the copy of what the one before the
 #: last handed on may still run.
 OUTPUTS = DEPTH + 1
+#: bytes for an output in shared memory: the candidates of many rows, or the logits of one
+ANSWER = 1 << 20
+#: fields of a step that Answer knows: an output has more if a step has others
+_ANSWERED = {"tokens", "positions", "spans", "views", "wanted", "full", "top"}
+_UNANSWERED = [field for field in fields(Step) if field.name not in _ANSWERED]
 #: seconds that a request may take for each row, and for each byte, beside the limit of all requests
 _PER_ROW = 0.1
 _PER_BYTE = 1e-7
+#: Seconds to look for the answer to a step of few rows without sleeping, if a GPU gives it: such a step is over by
+#: then, and a thread that waits in the driver for its own GPU does not sleep either.
+_SPIN, _SPUN_ROWS = 20e-3, 64
+#: answers that may be on their way while their output has been read already
+_BEHIND = 8
 #: bytes of kept tensors that are fetched at a time, or one tensor's
 _WINDOW = 4 << 20
 
 
-def arena_size(rows: int, takes: Sequence[int], gives: Sequence[int]) -> int:
+def shared_size(rows: int, takes: Sequence[int], gives: Sequence[int]) -> int:
     """Bytes of shared memory for steps of `rows` rows, whose activations have so many columns."""
-    return DEPTH * room(4 * rows * sum(takes)) + OUTPUTS * room(4 * rows * sum(gives))
+    return arena_size([4 * rows * sum(takes)] * DEPTH + [4 * rows * sum(gives)] * OUTPUTS + [ANSWER])
+
+
+class Answer:
+    """How the output of a step lies in `memory`, uint8: ids, whole logits, keys of candidates, each in lines of 64."""
+
+    def __init__(self, step: Step, vocab: int, memory: NDArray[np.uint8]) -> None:
+        asked = 0 if step.top is None else int(np.count_nonzero(step.top))
+        self.parts: list[NDArray[Any]] = []
+        at = 0
+        for rows, columns, dtype in (
+            (len(step.wanted), (), np.int32),
+            (int(np.count_nonzero(step.full)), (vocab,), np.float32),
+            *([(asked, (min(TOP, vocab),), np.uint64)] if asked else ()),
+        ):
+            size = rows * math.prod(columns) * np.dtype(dtype).itemsize
+            if at + size > len(memory):
+                raise BackendError(f"the output of {len(step.wanted)} rows does not fit into {len(memory)} bytes")
+            self.parts.append(memory[at : at + size].view(dtype).reshape(rows, *columns))
+            at += -(-size // 64) * 64
+
+    def output(self) -> Output:
+        """What lies there, in fresh arrays."""
+        ids, logits, *keys = self.parts
+        return Output(ids.copy(), logits.copy(), candidates(keys[0]) if keys else None)
 
 
 class RemoteShard:
@@ -100,14 +137,19 @@ class RemoteShard:
         self._takes, self._gives = handed_widths(spec, self.layers.start), handed_widths(spec, self.layers.stop)
         self._last = self.layers.stop == len(spec.blocks)
         self._on_captured = on_captured
-        size = arena_size(rows, self._takes, self._gives)
+        size = shared_size(rows, self._takes, self._gives)
+        self._spin = 0.0 if all(device.host for device in devices) else _SPIN
         self._arena = shared_arena(size) if self._daemon.shares else Arena(size, None)
+        self._answer = self._arena.take(ANSWER)
         self._outputs = [self._arena.take(4 * rows * sum(self._gives)) for _ in range(OUTPUTS)]
         self._asked: deque[_Request] = deque()
         #: numbers of what was put aside and is of no use any more
         self._dropped: deque[int] = deque()
         self._newest: _Request | None = None
-        self._announced: tuple[Channel[Reply], Step] | None = None
+        self._announced: _Announced | None = None
+        #: whose output comes through shared memory, or came last
+        self._reader: _Request | None = None
+        self._words = False
         self._numbers = 0
         #: the daemon's life in which sequences have state here
         self._generation = 0
@@ -143,6 +185,7 @@ class RemoteShard:
         theirs, ours = (loaded.takes, loaded.gives, loaded.vocab), (self._takes, self._gives, self._vocab)
         if theirs != ours:
             raise BackendError(f"{self._name}: the daemon sees a model of dimensions {theirs}, this process {ours}")
+        self._words = loaded.words and self._daemon.shares
         self._parts = tuple(
             ShardInfo(mine.device, mine.layers, part.weights, part.state, part.unpacked)
             for mine, part in zip(self._parts, loaded.parts, strict=True)
@@ -170,33 +213,68 @@ class RemoteShard:
     def parts(self) -> tuple[ShardInfo, ...]:
         return self._parts
 
-    def lost(self) -> bool:
+    def lost(self) -> str:
         known, self._generation = self._generation, self._daemon.generation
-        return known != self._generation
+        return "" if known == self._generation else f"{self._name}: {self._daemon.loss()}"
 
-    def announce(self, step: Step) -> None:
+    def announce(self, step: Step, handed: Activation | None) -> None:
         channel = self._channel()
-        self._send(channel, Announce(step))
-        self._announced = channel, step
-
-    def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
-        channel = self._channel()
-        if self._announced is None or self._announced[0] is not channel or self._announced[1] is not step:
-            self.announce(step)
-        self._announced = None
+        self._release()
+        self._catch_up()
         source = -1 if handed is None else self._arena.place(handed[0])
         target = self._outputs[self._forwards % OUTPUTS] if self._gives else -1
         self._forwards += 1
-        data = None if source < 0 else self._apart(source, step.rows, self._takes)
+        given = told = None
+        if self._words:
+            given = None if handed is None else Word(self._arena.given, self._forwards)
+            told = Word(self._arena.told, self._forwards) if self._answers(step) else None
+        values = (None if word is None else word.value for word in (given, told))
+        self._send(channel, Announce(step, source, target, next(values), self._answer, next(values)))
+        self._announced = _Announced(step, source, target, given, told)
+
+    def _answers(self, step: Step) -> bool:
+        """Whether the output of a step can come through shared memory."""
+        # What was captured comes with Done, and must be there before the output is.
+        if (
+            not self._last
+            or self._gives
+            or not len(step.wanted)
+            or (self._reader is not None and not self._reader.read)
+        ):
+            return False
+        if any(getattr(step, field.name) is not field.default for field in _UNANSWERED):
+            return False
+        try:
+            Answer(step, self._vocab, self._memory())
+        except BackendError:
+            return False
+        return True
+
+    def _memory(self) -> NDArray[np.uint8]:
+        return self._arena.memory[self._answer : self._answer + ANSWER]
+
+    def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
+        if self._announced is None or self._announced.step is not step:
+            self.announce(step, handed)
+        announced = self._announced
+        assert announced is not None
+        self._release()
+        channel, target = self._channel(), announced.target
+        data = None if handed is None else self._apart(announced.source, step.rows, self._takes)
         rows = len(step.wanted)
         request = self._ask(
             channel,
-            Forward(source, target, data),
+            Forward(data),
             seconds=_PER_ROW * step.rows,
             # Ids and whole logits, and as much again for what else an output may have.
             limit=SMALL + 4 * (2 * rows * self._vocab + step.rows * sum(self._gives)),
-            take=lambda done: self._take(done, step, target),
+            spin=self._spin if step.rows <= _SPUN_ROWS else 0.0,
+            take=lambda done: self._take(done, step, announced),
         )
+        if announced.told is not None:
+            answer = Answer(step, self._vocab, self._memory())
+            request.expect(announced.told, lambda: self._checked(answer.output(), step))
+            self._reader = request
         return request.output if self._last else self._arena.floats(target, step.rows, self._gives)
 
     def embed(self, tokens: Int32) -> Array:
@@ -281,27 +359,41 @@ class RemoteShard:
         """Idempotent. The daemon ends with its devices."""
         self._arena.close()
 
+    def _release(self) -> None:
+        """Let work go on that waits for the input of an announced step, or would for ever if that has failed."""
+        if self._announced is not None and self._announced.given is not None:
+            self._announced.given.tell()
+        self._announced = None
+
     def _apart(self, at: int, rows: int, widths: Sequence[int]) -> NDArray[np.uint8] | None:
         """What lies at a place, for a peer that does not see it."""
         return None if self._daemon.shares else self._arena.memory[at : at + 4 * rows * sum(widths)]
 
-    def _take(self, reply: Reply, step: Step, target: int) -> None:
+    def _take(self, reply: Reply, step: Step, announced: _Announced) -> None:
         """Check the answer to a Forward, and put what came with it where it belongs."""
         _done(reply)
         assert isinstance(reply, Done)
-        expected = self._apart(target, step.rows, self._gives) if self._gives else None
-        if (expected is None) != (reply.data is None) or (reply.output is None) == self._last:
+        expected = self._apart(announced.target, step.rows, self._gives) if self._gives else None
+        brings = self._last and announced.told is None
+        if (expected is None) != (reply.data is None) or (reply.output is None) == brings:
             raise GarbageError("it answered with something else than was asked for")
         if expected is not None and reply.data is not None:
             if reply.data.shape != expected.shape:
                 raise GarbageError(f"it handed on {reply.data.shape} bytes, expected {expected.shape}")
             expected[...] = reply.data
         if self._last and self._gives:
-            outputs = self._arena.floats(target, step.rows, self._gives)
+            outputs = self._arena.floats(announced.target, step.rows, self._gives)
             self._on_captured(step, [output.copy().view(np.uint16) for output in outputs])
+        if announced.told is not None and not announced.told.happened():
+            raise GarbageError("it is done without the output")
         if reply.output is not None and len(step.wanted):
-            top = 0 if step.top is None else int(np.count_nonzero(step.top))
-            self._check_output(reply.output, len(step.wanted), int(np.count_nonzero(step.full)), (top, TOP))
+            self._checked(reply.output, step)
+
+    def _checked(self, output: Output, step: Step) -> Output:
+        """Raises GarbageError unless it is an output of the step."""
+        top = 0 if step.top is None else int(np.count_nonzero(step.top))
+        self._check_output(output, len(step.wanted), int(np.count_nonzero(step.full)), (top, TOP))
+        return output
 
     def _check_output(self, output: Output, rows: int, full: int, asked: tuple[int, int]) -> None:
         """Raises GarbageError unless there are ids of `rows` rows, logits of `full`, and (rows, count) candidates."""
@@ -330,7 +422,7 @@ class RemoteShard:
         try:
             channel.send(self._numbers, message, timeout=self._daemon.limits.request)
         except ChannelError as error:
-            self._lost(channel, error)
+            self.lost_by(channel, error)
 
     def _ask(
         self,
@@ -339,13 +431,15 @@ class RemoteShard:
         *,
         seconds: float,
         limit: int,
+        spin: float = 0.0,
         take: Callable[[Reply], None],
     ) -> _Request:
+        self._release()
         if self._dropped:
             # Who keeps the last reference may be on any thread, and may go meanwhile.
             self._send(channel, Drop(tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
         self._send(channel, message)
-        request = _Request(self, channel, self._numbers, self._daemon.limits.request + seconds, limit, take)
+        request = _Request(self, channel, self._numbers, self._daemon.limits.request + seconds, limit, spin, take)
         self._asked.append(request)
         self._newest = request
         return request
@@ -353,17 +447,28 @@ class RemoteShard:
     def pump(self, request: _Request, *, wait: bool) -> None:
         """Receive answers until the one to a request, or all that are there without waiting."""
         while not request.over and (wait or request.channel.ready()):
-            head = self._asked[0]
-            try:
-                number, reply = head.channel.receive(timeout=head.seconds, limit=head.limit)
-                if number != head.number:
-                    raise GarbageError(f"it answered request {number} instead of {head.number}")
-                head.finish(reply, self._name)
-                self._asked.popleft()
-            except ChannelError as error:
-                self._lost(head.channel, error)
+            self._receive()
 
-    def _lost(self, channel: Channel[Reply], why: ChannelError) -> NoReturn:
+    def _receive(self) -> None:
+        head = self._asked[0]
+        try:
+            number, reply = head.channel.receive(timeout=head.seconds, limit=head.limit, spin=head.spin)
+            if number != head.number:
+                raise GarbageError(f"it answered request {number} instead of {head.number}")
+            head.finish(reply, self._name)
+            self._asked.popleft()
+        except ChannelError as error:
+            self.lost_by(head.channel, error)
+
+    def _catch_up(self) -> None:
+        """Receive answers that are there; there may be some to requests whose output was read before."""
+        while self._asked and (self._asked[0].channel.ready() or len(self._asked) > _BEHIND):
+            head = self._asked[0]
+            self._receive()
+            if head.error is not None and head.early:
+                raise head.error
+
+    def lost_by(self, channel: Channel[Reply], why: ChannelError) -> NoReturn:
         """The daemon's death is the answer to all that was asked."""
         error = self._named(self._daemon.lost(channel, why))
         for request in self._asked:
@@ -376,8 +481,19 @@ class RemoteShard:
         return ShardLostError(f"{self._name}: {error}")
 
 
+@dataclass(frozen=True)
+class _Announced:
+    """A step whose Forward is to come, and what went with it, as in the message."""
+
+    step: Step
+    source: int
+    target: int
+    given: Word | None
+    told: Word | None
+
+
 class _Request(Event):
-    """Something that the daemon was asked for; the event is its answer."""
+    """Something that the daemon was asked for; the event is its answer, or the output that is told before it."""
 
     def __init__(
         self,
@@ -386,6 +502,7 @@ class _Request(Event):
         number: int,
         seconds: float,
         limit: int,
+        spin: float,
         take: Callable[[Reply], None],
     ) -> None:
         self._shard = shard
@@ -393,7 +510,10 @@ class _Request(Event):
         self.number = number
         self.seconds = seconds
         self.limit = limit
+        self.spin = spin
         self._take = take
+        self._told: Word | None = None
+        self._read: Callable[[], Output] | None = None
         self._work = 0.0
         self._output: Output | None = None
         self._done = False
@@ -404,20 +524,40 @@ class _Request(Event):
         """Whether the answer has come, or will never come."""
         return self._done or self.error is not None
 
+    @property
+    def read(self) -> bool:
+        """Whether nobody needs any more what lies in shared memory for it."""
+        return self._output is not None or self.error is not None
+
+    @property
+    def early(self) -> bool:
+        """Whether its output was read before the answer came."""
+        return self._output is not None and not self._done
+
+    def expect(self, told: Word, read: Callable[[], Output]) -> None:
+        """The output can be read once the word tells it. `read` raises GarbageError."""
+        self._told, self._read = told, read
+
     def finish(self, reply: Reply, name: str) -> None:
         """The answer. Raises GarbageError if it is none."""
         if isinstance(reply, Failed):
             self.error = failure(name, reply)
             return
         self._take(reply)
-        self._done = True
         if isinstance(reply, Done):
-            self._work, self._output = reply.seconds, reply.output
+            self._work = reply.seconds
+            self._output = self._output or reply.output or (self._read() if self._read is not None else None)
+        self._done = True
 
     def output(self) -> Output:
         """What the last shard returns; waits for it."""
         self.wait()
-        assert self._output is not None
+        if self._output is None:
+            assert self._read is not None
+            try:
+                self._output = self._read()
+            except GarbageError as error:
+                self._shard.lost_by(self.channel, error)
         return self._output
 
     def happened(self) -> bool:
@@ -427,9 +567,19 @@ class _Request(Event):
         return self._done
 
     def wait(self) -> None:
-        self._shard.pump(self, wait=True)
+        if not self._is_told():
+            self._shard.pump(self, wait=True)
         if self.error is not None:
             raise self.error
+
+    def _is_told(self) -> bool:
+        """Whether the output is there. Looks for it without sleeping, as long as the request is to be looked for."""
+        if self._told is None:
+            return False
+        end = time.monotonic() + self.spin
+        while not self._told.happened() and not self.over and time.monotonic() < end:
+            self._shard.pump(self, wait=False)
+        return self._told.happened()
 
     def seconds_since(self, start: Event) -> float:
         """The daemon's own measure: between the answers lies what it waited for as well."""

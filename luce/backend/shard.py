@@ -55,15 +55,15 @@ class Shard(Protocol):
     def apart(self) -> bool:
         """Whether calls wait for another process."""
 
-    def lost(self) -> bool:
-        """Whether all that sequences keep here has been lost since the last call."""
+    def lost(self) -> str:
+        """Why all that sequences keep here has been lost since the last call; empty if it has not."""
 
     @property
     def device(self) -> Device:
         """Where what is handed over must lie."""
 
-    def announce(self, step: Step) -> None:
-        """The step of the next `forward`, before what is handed over is there."""
+    def announce(self, step: Step, handed: Activation | None) -> None:
+        """The step of the next `forward`, and where what is handed over will be, before it is there."""
 
     def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
         """Queue the layers' work on a step's rows. None is handed to the first shard.

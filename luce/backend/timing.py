@@ -38,7 +38,8 @@ class Clock:
     def __init__(self) -> None:
         self._open: deque[tuple[Event, Event]] = deque()
         self._counts = [0] * (len(BOUNDS) + 1)
-        self._total = 0.0
+        #: seconds of all spans that have been counted
+        self.total = 0.0
 
     def add(self, start: Event, end: Event) -> None:
         """A span between two events with timing, which need not have happened yet; in the order of their ends."""
@@ -50,7 +51,7 @@ class Clock:
             start, end = self._open.popleft()
             seconds = end.seconds_since(start)
             self._counts[bisect_left(BOUNDS, seconds)] += 1
-            self._total += seconds
+            self.total += seconds
 
     def forget(self) -> None:
         """Drop the spans that are not counted yet: their work failed."""
@@ -58,4 +59,4 @@ class Clock:
 
     def durations(self) -> Durations:
         """What has been counted so far."""
-        return Durations(tuple(self._counts), self._total)
+        return Durations(tuple(self._counts), self.total)

@@ -428,8 +428,8 @@ class Engine:
         self._work_off_inbox()
         if self._closing:
             return False
-        if self._backend.lost():
-            self._forget()
+        if loss := self._backend.lost():
+            self._forget(loss)
         now = time.monotonic()
         expired, overdue = self._scheduler.late(now)
         for sequence in expired:
@@ -451,14 +451,13 @@ class Engine:
             self.cache.pump(idle=not self._runs)
         return True
 
-    def _forget(self) -> None:
+    def _forget(self, loss: str) -> None:
         """The backend has forgotten everything: so do those who build on it."""
         if self.cache is not None:
             self.cache.clear()
         for sequence in self._scheduler.running:
             if sequence.done:
-                error = ShardLostError("a shard was lost, and with it what the reply stands on")
-                self._fail(self._runs[sequence], error)
+                self._fail(self._runs[sequence], ShardLostError(loss))
 
     def _work_off_inbox(self) -> None:
         while self._inbox:

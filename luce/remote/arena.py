@@ -19,13 +19,22 @@ from luce.runtime.device import Device
 _ALIGNED = 4096
 
 
+def arena_size(parts: Iterable[int]) -> int:
+    """Bytes of an arena that arrays of these sizes are taken from."""
+    return _ALIGNED + sum(map(room, parts))
+
+
 def room(size: int) -> int:
     """Bytes that an array of `size` bytes takes in an arena."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
 class Arena:
-    """`memory`: uint8 [size]. `fd`: descriptor of the memory file to hand to the peer, None over a network."""
+    """`memory`: uint8 [size]. `fd`: descriptor of the memory file to hand to the peer, None over a network.
+
+    The first page is for two words, uint32 [1]: `given` counts the inputs that the server has given, `told` the outputs
+    that the daemon's GPUs have told.
+    """
 
     def __init__(self, size: int, fd: int | None) -> None:
         size = max(size, _ALIGNED)
@@ -35,7 +44,9 @@ class Arena:
             raise OutOfMemoryError(f"{size} bytes of shared memory: {error.strerror}") from error
         self.fd = fd
         self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        self._taken = 0
+        # Each in a cache line of its own.
+        self.given, self.told = (self.memory[at : at + 4].view(np.uint32) for at in (0, 64))
+        self._taken = _ALIGNED
         self._unpin: dict[str, Callable[[], None]] = {}
 
     def take(self, size: int) -> int:

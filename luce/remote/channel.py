@@ -10,6 +10,7 @@ checked against its dtype and shape before memory is taken for it.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import select
@@ -32,7 +33,8 @@ _APART = 2048
 _MESSAGE = 1 << 20
 #: what a frame may hold if its receiver expects no large arrays
 SMALL = 1 << 24
-_KINDS = "biuf"
+#: what arrays may consist of, by its name in messages
+_DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIlLefd"}
 _DIMENSIONS = 8
 
 Incoming = TypeVar("Incoming")
@@ -57,53 +59,53 @@ class GarbageError(ChannelError):
 class Channel(Generic[Incoming]):
     """One end of a connected stream socket, which it owns. Not thread-safe.
 
-    `incoming`: the union of the message types that the peer sends. `spin`: seconds to look for a frame without
-    sleeping, as a sleeping thread takes tens of microseconds to wake.
+    `incoming`: the union of the message types that the peer sends.
     """
 
-    def __init__(self, sock: socket.socket, incoming: Any, *, spin: float = 0.0) -> None:
+    def __init__(self, sock: socket.socket, incoming: Any) -> None:
+        sock.setblocking(False)
         self.socket = sock
-        self.spin = spin
+        self._tls = isinstance(sock, ssl.SSLSocket)
         self._apart: list[NDArray[Any]] = []
         self._expected: list[NDArray[Any]] = []
         self._left = 0
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode)
         self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=self._decode)
-        self._header = bytearray(_HEADER.size)
+        self._header = memoryview(bytearray(_HEADER.size))
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
 
     def send(self, number: int, message: msgspec.Struct, *, timeout: float) -> None:
         """Send a message as, or in answer to, request `number`. Raises ChannelError."""
         self._apart.clear()
-        body = self._encoder.encode(message)
-        size = sum(array.nbytes for array in self._apart)
-        deadline = time.monotonic() + timeout
         try:
-            self.socket.settimeout(timeout)
-            self.socket.sendall(_HEADER.pack(_MAGIC, len(body), number, size) + body)
+            body = self._encoder.encode(message)
+            size = sum(array.nbytes for array in self._apart)
+            deadline = time.monotonic() + timeout
+            self._put(_HEADER.pack(_MAGIC, len(body), number, size) + body, deadline)
             for array in self._apart:
-                self.socket.settimeout(max(1e-3, deadline - time.monotonic()))
-                self.socket.sendall(_bytes(array))
-        except TimeoutError:
-            raise LateError("it does not read what it is sent") from None
-        except OSError as error:
-            raise GoneError(f"it closed the connection ({error.strerror or error})") from error
+                self._put(_bytes(array), deadline)
         finally:
             self._apart.clear()
 
     def ready(self) -> bool:
         """Whether something is there to receive: a frame, a part of one, the end."""
-        if isinstance(self.socket, ssl.SSLSocket) and self.socket.pending():
+        if self._tls and isinstance(self.socket, ssl.SSLSocket) and self.socket.pending():
             return True
         # A closed socket has an end to be received.
         return self.socket.fileno() < 0 or bool(self._poller.poll(0))
 
-    def receive(self, *, timeout: float | None, limit: int = SMALL) -> tuple[int, Incoming]:
-        """The next message and its request's number. Raises ChannelError; the channel is of no use then."""
+    def receive(self, *, timeout: float | None, limit: int = SMALL, spin: float = 0.0) -> tuple[int, Incoming]:
+        """The next message and its request's number. Raises ChannelError; the channel is of no use then.
+
+        `spin`: seconds to look for a frame without sleeping, as a sleeping thread takes tens of microseconds to wake.
+        """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        self._wait(deadline)
-        self._fill(memoryview(self._header), deadline)
+        if spin:
+            end = min(deadline, time.monotonic() + spin)
+            while not self.ready() and time.monotonic() < end:
+                pass
+        self._fill(self._header, deadline)
         magic, length, number, size = _HEADER.unpack(self._header)
         if magic != _MAGIC:
             raise GarbageError("it sent something that is no frame")
@@ -124,32 +126,71 @@ class Channel(Generic[Incoming]):
         self._expected.clear()
         return number, message
 
+    def send_descriptor(self, fd: int, *, timeout: float) -> None:
+        """Hand a descriptor to the peer, behind a message that announces it. Raises ChannelError."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                socket.send_fds(self.socket, [b"f"], [fd])
+                return
+            except OSError as error:
+                self._after(error, select.POLLOUT, deadline)
+
+    def receive_descriptor(self, *, timeout: float) -> int:
+        """The descriptor that the peer hands over, not inherited by child processes. Raises ChannelError."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                _, fds, _, _ = socket.recv_fds(self.socket, 1, 1)
+                break
+            except OSError as error:
+                self._after(error, select.POLLIN, deadline)
+        if not fds:
+            raise GarbageError("it sent no descriptor")
+        os.set_inheritable(fds[0], False)
+        return fds[0]
+
     def close(self) -> None:
         """Close the socket. Idempotent."""
         self.socket.close()
 
-    def _wait(self, deadline: float) -> None:
-        """Until a frame begins."""
-        end = min(deadline, time.monotonic() + self.spin) if self.spin else 0.0
-        while time.monotonic() < end and not self.ready():
-            pass
+    def _put(self, data: bytes | memoryview, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self.socket.send(view) :]
+            except OSError as error:
+                self._after(error, select.POLLOUT, deadline)
 
     def _fill(self, target: memoryview, deadline: float) -> None:
-        at = 0
-        while at < len(target):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise LateError("it does not answer")
+        while target:
             try:
-                self.socket.settimeout(None if left == math.inf else left)
-                count = self.socket.recv_into(target[at:])
-            except TimeoutError:
-                raise LateError("it does not answer") from None
+                count = self.socket.recv_into(target)
             except OSError as error:
-                raise GoneError(f"it closed the connection ({error.strerror or error})") from error
+                self._after(error, select.POLLIN, deadline)
+                continue
             if not count:
                 raise GoneError("it closed the connection")
-            at += count
+            target = target[count:]
+
+    def _after(self, error: OSError, event: int, deadline: float) -> None:
+        """Wait until what failed can go on. Raises what has become of the channel if it never will, or not in time."""
+        if isinstance(error, ssl.SSLWantReadError):
+            event = select.POLLIN
+        elif isinstance(error, ssl.SSLWantWriteError):
+            event = select.POLLOUT
+        elif not isinstance(error, BlockingIOError):
+            raise GoneError(f"it closed the connection ({error.strerror or error})") from error
+        left = deadline - time.monotonic()
+        poller = select.poll()
+        try:
+            poller.register(self.socket, event)
+        except ValueError:
+            # Another thread has closed this end meanwhile.
+            raise GoneError("it is closed") from None
+        if left > 0 and poller.poll(None if left == math.inf else math.ceil(1000 * left)):
+            return
+        raise LateError("it does not answer" if event == select.POLLIN else "it does not read what it is sent")
 
     def _encode(self, value: object) -> tuple[str, tuple[int, ...], bytes | None]:
         if not isinstance(value, np.ndarray):
@@ -162,11 +203,11 @@ class Channel(Generic[Incoming]):
     def _decode(self, expected: Any, value: Any) -> NDArray[Any]:
         """An array of what `_encode` returned. `expected` is ndarray or an alias that names the dtype."""
         name, shape, data = value
-        if not isinstance(name, str) or len(name) > 3 or name[1:2] not in _KINDS:
+        dtype = _DTYPES.get(name)
+        if dtype is None:
             raise ValueError(f"{name!r} is no dtype")
-        dtype = np.dtype(name)
         wanted = _dtype_of(expected)
-        if wanted is not None and dtype != wanted:
+        if wanted is not None and dtype is not wanted:
             raise ValueError(f"an array of {dtype}, expected {wanted}")
         if len(shape) > _DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"{shape} is no shape")
@@ -174,7 +215,7 @@ class Channel(Generic[Incoming]):
         if data is not None:
             if len(data) != size:
                 raise ValueError(f"{len(data)} bytes for {dtype} {shape}")
-            return np.frombuffer(data, dtype).reshape(shape)
+            return np.ndarray(shape, dtype, data)
         if size > self._left:
             raise ValueError(f"{dtype} {shape} has more bytes than the frame")
         self._left -= size
@@ -183,34 +224,12 @@ class Channel(Generic[Incoming]):
         return array
 
 
-def send_descriptor(channel: Channel[Any], fd: int) -> None:
-    """Hand a descriptor to the peer, behind a message that announces it. Raises ChannelError."""
-    try:
-        socket.send_fds(channel.socket, [b"f"], [fd])
-    except OSError as error:
-        raise GoneError(f"it closed the connection ({error.strerror or error})") from error
-
-
-def receive_descriptor(channel: Channel[Any], *, timeout: float) -> int:
-    """The descriptor that the peer hands over, not inherited by child processes. Raises ChannelError."""
-    channel.socket.settimeout(timeout)
-    try:
-        _, fds, _, _ = socket.recv_fds(channel.socket, 1, 1)
-    except TimeoutError:
-        raise LateError("it does not answer") from None
-    except OSError as error:
-        raise GoneError(f"it closed the connection ({error.strerror or error})") from error
-    if not fds:
-        raise GarbageError("it sent no descriptor")
-    os.set_inheritable(fds[0], False)
-    return fds[0]
-
-
 def _bytes(array: NDArray[Any]) -> memoryview:
     """The memory of a C-contiguous array."""
     return array.reshape(-1).view(np.uint8).data
 
 
+@functools.cache
 def _dtype_of(expected: Any) -> np.dtype[Any] | None:
     """The dtype that NDArray[...] names; None if it names none."""
     if not isinstance(expected, types.GenericAlias):

@@ -3,7 +3,7 @@
     Open     -> Hello     which devices; their facts
     Load     -> Loaded    which layers of which file; what they take
     Announce              no answer: the step of the next Forward, while its input is still computed
-    Forward  -> Done      input and output lie in shared memory at the places named, or in the messages
+    Forward  -> Done      its input is there; input and output lie in shared memory, or in the messages
     Embed    -> Embedded  rows of the token table
     Project  -> Done      the head's product with rows
     Accept   -> Done      rows of a tentative span count
@@ -95,25 +95,37 @@ class Part(msgspec.Struct):
 
 
 class Loaded(msgspec.Struct, tag=True):
-    """The answer to Load. Columns of each array that is taken and handed on; entries of the vocabulary."""
+    """The answer to Load. Columns of each array that is taken and handed on; entries of the vocabulary.
+
+    words: whether the devices wait for the arena's words, and tell them, by themselves.
+    """
 
     parts: tuple[Part, ...]
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     vocab: int
+    words: bool
 
 
 class Announce(msgspec.Struct, tag=True):
-    """The step that the next Forward runs."""
+    """The step that the next Forward runs. What it takes and gives has these places in the arena, -1 for none.
+
+    given: the arena's word of this name reaches it when the input is there, so that a GPU can wait for that by itself;
+    None if only Forward says it. The server lets it happen before it asks for anything else.
+    told: likewise for the output, which lies at `answer` then (luce.backend.remote.Answer); None if Done brings it.
+    """
 
     step: Step
+    source: int
+    target: int
+    given: int | None = None
+    answer: int = -1
+    told: int | None = None
 
 
 class Forward(msgspec.Struct, tag=True):
-    """Run the announced step. Places are offsets in the arena, -1 for none; `data`: the input, if it is not shared."""
+    """Run the announced step. `data`: the input, if it is not shared."""
 
-    source: int
-    target: int
     data: NDArray[np.uint8] | None = None
 
 

@@ -17,10 +17,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from luce import __version__, errors, log
-from luce.errors import BackendError, DeviceError, LuceError, ShardLostError
+from luce import __version__, log
+from luce.errors import (
+    BackendError,
+    DeviceError,
+    FormatError,
+    LuceError,
+    ModelError,
+    OutOfMemoryError,
+    ShardLostError,
+    UnsupportedError,
+    UsageError,
+)
 from luce.remote.arena import Arena
-from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError, send_descriptor
+from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError
 from luce.remote.messages import PROTOCOL, Failed, Hello, Load, Loaded, Open, Ping, Pong, Reply
 
 _log = logging.getLogger(__name__)
@@ -35,8 +45,6 @@ _RESTARTS, _WITHIN = 5, 600.0
 _DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)
 #: how long `lost` waits to learn the reason: longer than a daemon gets to end
 _VERDICT = 20.0
-#: seconds to look for an answer of a GPU's daemon without sleeping
-_SPIN = 1e-3
 
 Answer = TypeVar("Answer", Hello, Loaded)
 
@@ -130,6 +138,11 @@ class Supervisor:
             if self._channel is None:
                 raise ShardLostError(f"{self._error or self.name + ': closed'}")
             return self._channel
+
+    def loss(self) -> str:
+        """Why the daemon was lost when it was last ready."""
+        with self._changed:
+            return str(self._loss)
 
     def lost(self, channel: Channel[Reply], suspicion: ChannelError) -> ShardLostError:
         """The error for a daemon whose channel failed. It is ended, if it is not dead yet."""
@@ -233,7 +246,6 @@ class Supervisor:
         loaded = self._ask(channel, beat, load, Loaded, deadline, arena.fd)
         if self._loaded is not None and loaded != self._loaded:
             raise BackendError(f"{self.name}: the daemon does not load what it loaded before")
-        channel.spin = 0.0 if all(device.host for device in hello.devices) else _SPIN
         log.event(_log, "shard ready", shard=self.name, pid=hello.pid, seconds=time.monotonic() - began)
         with self._changed:
             self._loaded, self._channel, self._ever_ready = loaded, channel, True
@@ -264,13 +276,13 @@ class Supervisor:
         """The answer to a request, while the daemon gives signs of life."""
         channel.send(0, request, timeout=_SEND)
         if fd is not None:
-            send_descriptor(channel, fd)
+            channel.send_descriptor(fd, timeout=_SEND)
         while not beat.wait(channel):
             if time.monotonic() > deadline:
                 raise LateError(f"it has not started within {self.limits.start:g} s (--shard-start-timeout)")
         _, reply = channel.receive(timeout=_SEND)
         if isinstance(reply, Failed):
-            raise failure(self.name, reply)
+            raise failure(self.name, reply, starting=True)
         if not isinstance(reply, answer):
             raise GarbageError(f"it sent {type(reply).__name__} instead of {answer.__name__}")
         return reply
@@ -310,12 +322,15 @@ class _Heartbeat:
         return other is not None and other.ready()
 
 
-def failure(name: str, failed: Failed) -> LuceError:
+#: what a daemon may report of its start, and of a request
+_OF_STARTS = {kind.__name__: kind for kind in (UsageError, ModelError, FormatError, UnsupportedError)}
+_OF_REQUESTS: dict[str, type[LuceError]] = {kind.__name__: kind for kind in (DeviceError, OutOfMemoryError)}
+
+
+def failure(name: str, failed: Failed, *, starting: bool = False) -> LuceError:
     """The error that a daemon reports, as this side raises it."""
-    kind = getattr(errors, failed.error, None)
-    if not (isinstance(kind, type) and issubclass(kind, LuceError)):
-        kind = BackendError
-    return kind(f"{name}: {failed.message}")
+    kinds = {**_OF_REQUESTS, **_OF_STARTS} if starting else _OF_REQUESTS
+    return kinds.get(failed.error, BackendError)(f"{name}: {failed.message}")
 
 
 def _shut_down(peer: Peer | None) -> None:

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import secrets
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from luce.errors import DeviceError, ListenError, UsageError
@@ -26,6 +29,8 @@ _PATIENCE = 10.0
 #: seconds without a sign of life after which a server counts as gone; it gives one each second
 SILENCE = 30.0
 _TOKEN = 16
+#: connections that may be about to prove themselves, and connections that may wait for their other half
+_STRANGERS, _HALVES = 64, 8
 _REQUESTS, _WATCH = b"R", b"W"
 
 
@@ -103,31 +108,78 @@ def listening(where: str) -> socket.socket:
 
 
 def sessions(listener: socket.socket, context: ssl.SSLContext) -> Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]:
-    """The two connections of each server that comes, one server after the other. The caller closes them."""
-    waiting: tuple[bytes, ssl.SSLSocket] | None = None
+    """The two connections of each server that comes, one server after the other. The caller closes them.
+
+    Strangers who say nothing keep nobody waiting: each connection proves itself on a thread of its own.
+    """
+    arrivals: queue.SimpleQueue[_Arrival | OSError] = queue.SimpleQueue()
+    arguments = listener, context, arrivals
+    threading.Thread(target=_accept, args=arguments, name="luce-accept", daemon=True).start()
+    return _pairs(arrivals)
+
+
+def _pairs(arrivals: queue.SimpleQueue[_Arrival | OSError]) -> Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]:
+    waiting: dict[bytes, _Arrival] = {}
     while True:
-        plain, peer = listener.accept()
-        sock: ssl.SSLSocket | None = None
+        arrival = arrivals.get()
+        if isinstance(arrival, OSError):
+            raise arrival
+        other = waiting.pop(arrival.token, None)
+        if other is not None and {other.role, arrival.role} == {_REQUESTS, _WATCH}:
+            first, second = (other, arrival) if other.role == _REQUESTS else (arrival, other)
+            yield first.sock, second.sock
+            continue
+        if other is not None:
+            other.sock.close()
+        waiting[arrival.token] = arrival
+        if len(waiting) > _HALVES:
+            waiting.pop(next(iter(waiting))).sock.close()
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A connection whose peer has the key."""
+
+    role: bytes
+    token: bytes
+    sock: ssl.SSLSocket
+
+
+def _accept(listener: socket.socket, context: ssl.SSLContext, arrivals: queue.SimpleQueue[_Arrival | OSError]) -> None:
+    places = threading.Semaphore(_STRANGERS)
+    while True:
         try:
-            plain.settimeout(_PATIENCE)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock = context.wrap_socket(plain, server_side=True)
-            role, token = _exactly(sock, 1), _exactly(sock, _TOKEN)
+            plain, peer = listener.accept()
         except OSError as error:
-            _log.warning("a connection from %s is refused: %s", peer[0], error)
-            (plain if sock is None else sock).close()
+            arrivals.put(error)
+            return
+        if not places.acquire(blocking=False):
+            plain.close()
             continue
-        if role == _WATCH and waiting is not None and secrets.compare_digest(token, waiting[0]):
-            requests, waiting = waiting[1], None
-            yield requests, sock
-            continue
-        if waiting is not None:
-            waiting[1].close()
-            waiting = None
-        if role == _REQUESTS:
-            waiting = token, sock
-        else:
-            sock.close()
+
+        def prove(plain: socket.socket = plain, host: str = peer[0]) -> None:
+            try:
+                arrival = _proven(plain, host, context)
+            finally:
+                places.release()
+            if arrival is not None:
+                arrivals.put(arrival)
+
+        threading.Thread(target=prove, name="luce-greeting", daemon=True).start()
+
+
+def _proven(plain: socket.socket, host: str, context: ssl.SSLContext) -> _Arrival | None:
+    """The connection, if its peer proves in time that it has the key; else it is closed."""
+    sock: ssl.SSLSocket | None = None
+    try:
+        plain.settimeout(_PATIENCE)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock = context.wrap_socket(plain, server_side=True)
+        return _Arrival(_exactly(sock, 1), _exactly(sock, _TOKEN), sock)
+    except OSError as error:
+        _log.warning("a connection from %s is refused: %s", host, error)
+        (plain if sock is None else sock).close()
+        return None
 
 
 def _exactly(sock: ssl.SSLSocket, size: int) -> bytes:

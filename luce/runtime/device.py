@@ -6,6 +6,7 @@ CUDA and HIP. Ops are the only callers of `launch`; they ask `device.host` wheth
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,31 @@ class Event(ABC):
         """Time between two events of one device that were recorded with timing and have happened."""
 
 
+class Word(Event):
+    """A moment that somebody else tells, who may be another process: a word of pinned memory reaches a value.
+
+    `memory` is uint32 [1]. Values count up and wrap, as `<=` of their difference does.
+    """
+
+    def __init__(self, memory: NDArray[np.uint32], value: int) -> None:
+        self.memory = memory
+        self.value = value & 0xFFFFFFFF
+
+    def tell(self) -> None:
+        """Let it happen."""
+        self.memory[0] = self.value
+
+    def happened(self) -> bool:
+        return (int(self.memory[0]) - self.value) & 0xFFFFFFFF < 1 << 31
+
+    def wait(self) -> None:
+        while not self.happened():
+            time.sleep(0)
+
+    def seconds_since(self, start: Event) -> float:
+        raise DeviceError("a word has no time")
+
+
 class CopyStream(ABC):
     """Copies of a device that go on beside its other work, one after another."""
 
@@ -102,6 +128,8 @@ class Device(ABC):
     host: bool
     #: whether this stands for devices of another process: `zeros` here is memory that both processes see
     shared = False
+    #: whether it waits for a Word, and tells one, without stopping the host
+    uses_words = False
     #: whether `capture` may be called
     captures = False
     #: whether `gemm` can be called: a BLAS library is at hand
@@ -139,6 +167,21 @@ class Device(ABC):
     @abstractmethod
     def download(self, array: Array) -> NDArray[Any]:
         """A NumPy array with the values of a device array; waits for the kernels that write it."""
+
+    def fetch(self, array: Array, to: NDArray[Any] | None = None) -> Callable[[], NDArray[Any]]:
+        """Queue the copy of an array to the host: what is returned waits for it, and must be called.
+
+        `to`, if given, is pinned memory of the same shape and dtype that it goes to.
+        """
+        if to is None:
+            return lambda: self.download(array)
+        to[...] = self.download(array)
+        return lambda: to
+
+    def tell(self, word: Word) -> None:
+        """Let a word happen once all work queued so far is done. Without `uses_words` the host waits for that."""
+        self.synchronize()
+        word.tell()
 
     @abstractmethod
     def write(self, array: Array, values: NDArray[Any]) -> None:

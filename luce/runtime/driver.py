@@ -10,6 +10,7 @@ A vendor whose library is absent is a fact, not an error: `load` returns None.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -35,6 +36,12 @@ _LIBRARIES: dict[Vendor, tuple[str, ...]] = {
 }
 #: Where ROCm installs itself outside the loader's path.
 _FOLDERS: dict[Vendor, tuple[str, ...]] = {"cuda": (), "hip": ("/opt/rocm/lib",)}
+
+#: what provides the driver, the file by which programs reach it, who may, and what shows the devices
+_SIGNS: dict[Vendor, tuple[str, str, str, str]] = {
+    "cuda": ("NVIDIA's driver", "/dev/nvidiactl", "see its owner and mode", "nvidia-smi"),
+    "hip": ("ROCm (amdgpu and hip-runtime-amd)", "/dev/kfd", "add it to the groups render and video", "rocminfo"),
+}
 
 # call: symbol in libcuda (without "cu"), symbol in libamdhip64 (without "hip"), argument types where they are the same
 _CALLS: dict[str, tuple[str, str, tuple[Any, ...] | None]] = {
@@ -300,6 +307,21 @@ class Driver:
         self.check("event query", status)
         return True
 
+    @property
+    def uses_words(self) -> bool:
+        """Whether `wait_word` and `write_word` can be called: HIP asks for memory that no other process sees."""
+        return self.vendor == "cuda" and hasattr(self._library, "cuStreamWaitValue32_v2")
+
+    def wait_word(self, stream: int, address: int, value: int) -> None:
+        """Let the stream's later work wait until a word of pinned memory has reached a value, counting cyclically."""
+        status = self._library.cuStreamWaitValue32_v2(c_void_p(stream), c_ulonglong(address), c_uint(value), c_uint(0))
+        self.check("cuStreamWaitValue32", status)
+
+    def write_word(self, stream: int, address: int, value: int) -> None:
+        """Write a word of pinned memory when the stream has done all it holds now."""
+        status = self._library.cuStreamWriteValue32_v2(c_void_p(stream), c_ulonglong(address), c_uint(value), c_uint(0))
+        self.check("cuStreamWriteValue32", status)
+
     def wait_host(self, event: int) -> None:
         """Block this thread until the event has happened."""
         self._call("event_synchronize", event)
@@ -417,3 +439,18 @@ def load(vendor: Vendor) -> Driver | None:
     """A vendor's driver, or None if its library is not installed."""
     found = open_library(_LIBRARIES[vendor], _FOLDERS[vendor])
     return None if found is None else Driver(vendor, *found)
+
+
+def absence(vendor: Vendor) -> str:
+    """Why a vendor has no devices here, and what there is to do about it."""
+    product, node, group, tool = _SIGNS[vendor]
+    found = load(vendor)
+    if found is None:
+        return f"{_LIBRARIES[vendor][0]} is not found: install {product}"
+    if not Path(node).exists():
+        return (
+            f"{found.path} is there, but not {node}: load the kernel driver of {product}, or pass it to the container"
+        )
+    if not os.access(node, os.R_OK | os.W_OK):
+        return f"this user may not open {node}: {group}"
+    return f"{found.path} names none: see what {tool} says"

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime import blas, compiler, driver
-from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Graph, Memory
+from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Graph, Memory, Word
 from luce.runtime.driver import Vendor
 from luce.runtime.graph import DriverGraph
 from luce.runtime.kernels import KernelBuild
@@ -129,6 +129,7 @@ class GpuDevice(Device):
         self.properties = found.properties(index)
         self.lanes = self.properties.lanes
         self.shared_limit = self.properties.shared_optin
+        self.uses_words = found.uses_words
         self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
         #: whether kernels start before the ones ahead have ended, and wait by luce_await (kernels/gpu.h)
         self.early = found.starts_early(self.properties.arch)
@@ -239,6 +240,30 @@ class GpuDevice(Device):
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes from the device: {error}") from error
         return result
+
+    def fetch(self, array: Array, to: NDArray[Any] | None = None) -> Callable[[], NDArray[Any]]:
+        if not array.nbytes or (to is None and array.nbytes >= _PINNED.stop):
+            return super().fetch(array)
+        self._activate()
+        self._settle()
+        out: NDArray[Any] = self.pinned(array.nbytes).view(array.dtype).reshape(array.shape) if to is None else to
+        with self._failing(f"copy of {array.nbytes} bytes from the device"):
+            array.get(out=out, blocking=False)
+        copied = self.record()
+
+        def wait() -> NDArray[Any]:
+            copied.wait()
+            return out
+
+        return wait
+
+    def tell(self, word: Word) -> None:
+        if not self.uses_words:
+            super().tell(word)
+            return
+        self._activate()
+        self._driver.use(self.name.index)
+        self._driver.write_word(self.stream, word.memory.ctypes.data, word.value)
 
     def prepare(self, build: KernelBuild) -> None:
         """Compile a build, or fetch it from the cache, and load it. Raises DeviceError naming the build."""
@@ -359,6 +384,10 @@ class GpuDevice(Device):
     def hold(self, stream: Any, event: Event) -> None:
         """Let a stream of this device wait for an event."""
         self._activate()
+        if isinstance(event, Word) and self.uses_words:
+            self._driver.use(self.name.index)
+            self._driver.wait_word(stream.ptr, event.memory.ctypes.data, event.value)
+            return
         if not isinstance(event, GpuEvent):
             event.wait()
             return

@@ -97,7 +97,7 @@ def _problems(names: Sequence[DeviceName]) -> Iterator[str]:
             continue
         count = _count(name.kind)
         if not count:
-            yield f"{name}: no {name.kind} devices are available (luce doctor tells more)"
+            yield f"{name}: no {name.kind} devices are available: {driver.absence(name.kind)} (luce doctor tells more)"
         elif name.index >= count:
             yield f"{name}: index {name.index} is out of range [0, {count})"
     if {name.kind for name in names} >= set(VENDORS):

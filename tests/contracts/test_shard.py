@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -11,19 +12,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from luce.backend.kept import Piece, gathered
 from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
-from luce.runtime.step import TOP
-from tests.support.daemons import HERE, devices, key_file, listener
+from luce.runtime.step import PAGE, TOP
+from tests.support.daemons import HERE, devices, key_file, listener, with_words
 from tests.support.drive import Driver
 from tests.support.golden_checks import check_rollback
 from tests.support.reference import Reference
 
 #: a sandwich model with a tied, scaled embedding and softcap; a recurrent one with a head of its own, quantised
 REFERENCES = [Reference("gemma4-e-F32"), Reference("qwen35-b-Q4_K_M")]
-PLACES = ["local", "daemon", "stream", "tcp"]
+PLACES = ["local", "daemon", "words", "stream", "tcp"]
 Make = Callable[[Reference], LayerSplitBackend]
 
 
@@ -45,7 +47,9 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 names = ",".join(f"tcp://127.0.0.1:{port}/cpu:0" for port in ports)
                 opened = stack.enter_context(devices(names, target_shard_ipc_bin=(), shard_key_file=key))
             else:
-                settings = {"target_shard_ipc_bin": (("cpu", HERE),), "isolate_shards": True}
+                words = request.param == "words"
+                python = with_words(tmp_path_factory.mktemp("words") / "python") if words else HERE
+                settings = {"target_shard_ipc_bin": (("cpu", python),), "isolate_shards": True}
                 transport = "stream" if request.param == "stream" else "shared"
                 opened = stack.enter_context(devices("cpu:0,cpu:1", **settings, shard_transport=transport))
             backend = LayerSplitBackend(file, reference.spec, opened, slots=4, context=256, piece=64, verify=16)
@@ -141,3 +145,67 @@ def test_states_are_saved_behind_the_rows_that_count(backend: LayerSplitBackend,
         np.testing.assert_array_equal(tensor[own], expected[name][own], err_msg=name)
     after = driver.feed((guessed, ids[30:31]), (fresh, ids[30:31]))
     np.testing.assert_array_equal(*after)
+
+
+def test_candidates_and_logits_of_chosen_rows(backend: LayerSplitBackend, reference: Reference) -> None:
+    step = Driver(backend).step((Driver(backend).start(), reference.expected["prompt_17"]))
+    rows = np.array([2, 9, 16], np.int32)
+    full, top = np.array([False, True, False]), np.array([True, True, False])
+    everything = backend.forward(replace(step, wanted=rows, full=np.ones(3, np.bool_)))
+    some = backend.forward(replace(step, wanted=rows, full=full, top=top))
+    assert np.array_equal(some.ids, everything.ids) and np.array_equal(some.logits, everything.logits[full])
+    order = np.argsort(-everything.logits[top], axis=1, kind="stable")[:, :TOP]
+    assert some.top is not None and np.array_equal(some.top.ids, order)
+    nothing = backend.forward(replace(step, wanted=rows[:0], full=full[:0], top=None))
+    assert not len(nothing.ids) and not len(nothing.logits) and nothing.top is None
+
+
+def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> None:
+    driver, prompt = Driver(backend), reference.expected["prompt_long"]
+    sequence, other, third = driver.start(), driver.start(), driver.start()
+    driver.feed((sequence, prompt[:90]))
+    kept = driver.keep(sequence)
+    tensors = gathered(kept)
+    for shard in backend.shards:
+        own = gathered(shard.save(sequence.slot, sequence.pages))
+        assert own and all(int(name.split(".")[1]) in shard.info.layers for name in own)
+        assert all(len(own[name]) == 2 * PAGE for name in own if name.endswith((".k", ".v")))
+        assert all(np.array_equal(tensors[name], own[name]) and tensors[name].dtype == own[name].dtype for name in own)
+    expected = driver.feed((sequence, prompt[90:]))[0]
+    driver.feed((other, prompt[5:95]))
+    driver.resume(other, kept)
+    assert np.array_equal(driver.feed((other, prompt[90:]))[0], expected)
+    driver.feed((third, prompt[3:93]))
+    backend.fill([Piece(third.slot, third.pages, range(len(reference.spec.blocks)), tensors)])
+    assert np.array_equal(driver.feed((third, prompt[90:]))[0], expected)
+
+
+def test_what_cannot_be_filled_in_changes_nothing(backend: LayerSplitBackend, reference: Reference) -> None:
+    driver, prompt = Driver(backend), reference.expected["prompt_long"]
+    sequence, layers = driver.start(), range(len(reference.spec.blocks))
+    driver.feed((sequence, prompt[:20]))
+    saved = driver.save(sequence)
+    for shard in backend.shards:
+        # A donor's tensors are every shard's business, so one of the shard's own.
+        name = sorted(gathered(shard.save(sequence.slot, sequence.pages)))[-1]
+        for wrong in (None, saved[name][:-1], saved[name].astype(np.int8), saved[name][..., None]):
+            tensors = {key: np.zeros_like(value) for key, value in saved.items()} | {name: wrong}
+            given = {key: value for key, value in tensors.items() if value is not None}
+            with pytest.raises(BackendError, match=rf"cannot restore tensor {name}"):
+                shard.fill(Piece(sequence.slot, sequence.pages, layers, given))
+    again = driver.save(sequence)
+    assert all(np.array_equal(value, again[name]) for name, value in saved.items())
+
+
+def test_a_failed_step_leaves_a_shard_usable(backend: LayerSplitBackend, reference: Reference) -> None:
+    driver = Driver(backend)
+    step = driver.step((driver.start(), reference.expected["prompt_17"]))
+    expected = backend.forward(step)
+    with pytest.raises(BackendError):
+        # Nothing is handed to a shard that does not embed.
+        result = backend.shards[-1].forward(step, None)
+        assert callable(result)
+        result()
+    backend.shards[-1].announce(step, None)
+    again = backend.forward(step)
+    assert np.array_equal(again.logits, expected.logits)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
-from tests.support.daemons import HERE, devices
+from tests.support.daemons import HERE, devices, key_file, listener, with_words
 from tests.support.drive import Driver
 from tests.support.reference import Reference, references
 
@@ -40,15 +42,33 @@ def results(driver: Driver, reference: Reference) -> NDArray[np.float32]:
     return np.concatenate(parts)
 
 
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The key file of daemons over TCP."""
+    return key_file(tmp_path_factory.mktemp("keys") / "key")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, Path], ...]:
+    """The interpreter of daemons whose devices wait for inputs, and tell outputs, by themselves."""
+    return (("", with_words(tmp_path_factory.mktemp("words") / "python")),)
+
+
 @pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
-def test_daemons_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
+def test_daemons_change_nothing(
+    reference: Reference, make_driver: MakeDriver, key: Path, words: tuple[tuple[str, Path], ...]
+) -> None:
     expected = results(make_driver(reference, LOCAL, piece=64), reference)
-    for placement, settings in PLACEMENTS.values():
-        with devices(placement, **settings) as opened:
-            driver = make_driver(reference, opened, piece=64)
-            found = results(driver, reference)
-            driver.backend.close()
-        assert (found == expected).all()
+    with listener(reference.path, key) as (port, _):
+        network = f"cpu:0,tcp://127.0.0.1:{port}/cpu:0,tcp://127.0.0.1:{port}/cpu:1"
+        over_tcp = network, {"target_shard_ipc_bin": (), "shard_key_file": key}
+        by_words = "cpu:0,cpu:1", {"target_shard_ipc_bin": words}
+        for placement, settings in (*PLACEMENTS.values(), over_tcp, by_words):
+            with devices(placement, **settings) as opened:
+                driver = make_driver(reference, opened, piece=64)
+                found = results(driver, reference)
+                driver.backend.close()
+            assert (found == expected).all()
 
 
 def test_a_daemon_between_two_local_devices(make_driver: MakeDriver) -> None:

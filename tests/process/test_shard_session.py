@@ -14,12 +14,14 @@ import pytest
 
 from luce import __version__
 from luce.backend.daemon import serve
+from luce.backend.local import LocalShard
 from luce.backend.plan import handed_widths
-from luce.backend.remote import arena_size
+from luce.backend.remote import shared_size
+from luce.backend.shard import Activation, Pending
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 from luce.remote.arena import shared_arena
-from luce.remote.channel import Channel, send_descriptor
+from luce.remote.channel import Channel
 from luce.remote.messages import (
     PROTOCOL,
     Announce,
@@ -43,6 +45,7 @@ from luce.remote.messages import (
 )
 from luce.runtime.step import TOP, PageView, Span, Step
 from tests.support.reference import Reference
+from tests.support.values import same
 
 REFERENCE = Reference("qwen3-a-F32")
 ROWS = 8
@@ -68,10 +71,13 @@ class Server:
     def ask(self, message: Any, fd: int | None = None) -> Reply:
         self.send(message)
         if fd is not None:
-            send_descriptor(self.channel, fd)
+            self.channel.send_descriptor(fd, timeout=5)
         number, reply = self.channel.receive(timeout=20, limit=1 << 26)
         assert number == self.number
         return reply
+
+    def announce(self, step: Step, source: int, target: int) -> None:
+        self.channel.send(0, Announce(step, source, target), timeout=5)
 
     def refused(self, message: Any, why: str, error: str = "BackendError") -> None:
         reply = self.ask(message)
@@ -93,7 +99,7 @@ def server() -> Iterator[Server]:
 
 def load_of(begin: int, end: int) -> Load:
     spec = REFERENCE.spec
-    size = arena_size(ROWS, handed_widths(spec, begin), handed_widths(spec, end))
+    size = shared_size(ROWS, handed_widths(spec, begin), handed_widths(spec, end))
     with open_gguf(REFERENCE.path) as file:
         mark = fingerprint(file)
     pages = (4,) * len(spec.page_groups)
@@ -125,7 +131,7 @@ def test_opening(server: Server) -> None:
     server.refused(Open(PROTOCOL, __version__, ("frob:0",), "info", 0), "frob:0", "UsageError")
     server.refused(Open(PROTOCOL, __version__, ("cuda:77",), "info", 0), "cuda:77", "UsageError")
     server.refused(WHOLE, "no devices are open")
-    server.refused(Forward(-1, -1), "nothing is loaded")
+    server.refused(Forward(), "nothing is loaded")
     hello = server.ask(OPEN)
     assert isinstance(hello, Hello) and hello.devices[0].host and hello.pid == os.getpid()
     server.refused(OPEN, "already")
@@ -197,20 +203,22 @@ def test_steps(server: Server) -> None:
     server.ask(WHOLE)
 
     def output() -> Done:
-        server.channel.send(0, Announce(STEP), timeout=5)
-        reply = server.ask(Forward(-1, -1))
+        server.announce(STEP, -1, -1)
+        reply = server.ask(Forward())
         assert isinstance(reply, Done) and reply.output is not None
         return reply
 
     expected = output().output
     assert expected is not None
-    server.refused(Forward(-1, -1), "not announced")
+    server.refused(Forward(), "not announced")
     for fields in STEPS.values():
-        server.channel.send(0, Announce(replace(STEP, **fields)), timeout=5)
-        server.refused(Forward(-1, -1), "")
+        server.announce(replace(STEP, **fields), -1, -1)
+        server.refused(Forward(), "")
     for places in ((0, -1), (-1, 0), (4, 4)):
-        server.channel.send(0, Announce(STEP), timeout=5)
-        server.refused(Forward(*places), "place")
+        server.announce(STEP, *places)
+        server.refused(Forward(), "place")
+    server.announce(replace(STEP, **STEPS["token"]), -1, -1)
+    output()
     rows = np.zeros((2, REFERENCE.spec.hidden), np.float32)
     for message in (
         Save(2, ((0,),), False),
@@ -244,29 +252,39 @@ def test_steps(server: Server) -> None:
     assert again is not None and (again.logits == expected.logits).all()
 
 
+def test_a_shard_gets_the_step_as_it_was_sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Step] = []
+    forward = LocalShard.forward
+
+    def watched(self: LocalShard, step: Step, handed: Activation | None) -> Activation | Pending:
+        seen.append(step)
+        return forward(self, step, handed)
+
+    monkeypatch.setattr(LocalShard, "forward", watched)
+    server.ask(OPEN)
+    server.ask(WHOLE)
+    sent = replace(STEP, wanted=np.array([0, 2], np.int32), full=np.array([True, False]), top=np.array([False, True]))
+    server.announce(sent, -1, -1)
+    assert isinstance(server.ask(Forward()), Done)
+    assert len(seen) == 1 and same(seen[0], sent)
+
+
 def test_activations_that_do_not_fit(server: Server) -> None:
     load = load_of(1, LAYERS - 1)
     server.ask(OPEN)
     server.ask(load)
     width = REFERENCE.spec.hidden
     good = np.zeros(4 * 3 * width, np.uint8)
-    for message in (
-        Forward(0, 4096, None),
-        Forward(0, 4096, good[4:]),
-        Forward(2, 4096, good),
-        Forward(0, load.arena, good),
-        Forward(-4, 4096, good),
-        Forward(load.arena - 4, 4096, good),
+    for source, target, data in (
+        (0, 4096, None),
+        (0, 4096, good[4:]),
+        (2, 4096, good),
+        (0, load.arena, good),
+        (-4, 4096, good),
+        (load.arena - 4, 4096, good),
     ):
-        server.channel.send(0, Announce(STEP), timeout=5)
-        server.refused(message, "a")
-    server.channel.send(0, Announce(STEP), timeout=5)
-    done = server.ask(Forward(0, 8192, good))
+        server.announce(STEP, source, target)
+        server.refused(Forward(data), "a")
+    server.announce(STEP, 4096, 8192)
+    done = server.ask(Forward(good))
     assert isinstance(done, Done) and done.data is not None and done.data.shape == good.shape
-
-
-def test_garbage_ends_the_session(server: Server) -> None:
-    server.ask(OPEN)
-    server.channel.socket.sendall(b"\0" * 100)
-    server.thread.join(10)
-    assert not server.thread.is_alive()

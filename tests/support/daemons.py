@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -45,6 +46,24 @@ def listener(path: Path, key: Path, port: int = 0) -> Iterator[tuple[int, subpro
     finally:
         process.kill()
         process.wait()
+
+
+def interpreter(path: Path, text: str) -> Path:
+    """A program that stands for a daemon's interpreter: Python code, with the daemon's command in sys.argv[3:]."""
+    path.write_text(f"#!{sys.executable}\nimport os, socket, sys, time\n{text}")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def with_words(path: Path) -> Path:
+    """An interpreter whose CPU devices wait for the words of shared memory as GPUs do, and tell them."""
+    return interpreter(
+        path,
+        "from luce.cli.main import main\n"
+        "from luce.runtime.host import HostDevice\n"
+        "HostDevice.uses_words = True\n"
+        "sys.exit(main(sys.argv[4:]))\n",
+    )
 
 
 def key_file(path: Path) -> Path:

@@ -89,16 +89,16 @@ class ScriptedBackend:
         #: (rows, spans) of every step that ran
         self.steps: list[tuple[int, int]] = []
         self.closed = False
-        #: whether the next `lost` says so
-        self.gone = False
+        #: what the next `lost` says
+        self.gone = ""
         # What the cache holds: (token, position) of each row of each group; and per slot the tokens seen, and a hash.
         self._rows = [np.full((n * PAGE, 2), -1, np.int64) for n in self.pages]
         self._seen: list[list[int]] = [[] for _ in range(slots)]
         # What a tentative span left: tokens of which none counts yet.
         self._guessed: list[list[int]] = [[] for _ in range(slots)]
 
-    def lost(self) -> bool:
-        gone, self.gone = self.gone, False
+    def lost(self) -> str:
+        gone, self.gone = self.gone, ""
         return gone
 
     def forward(self, step: Step) -> Output:

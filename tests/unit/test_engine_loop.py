@@ -454,12 +454,13 @@ def test_a_backend_that_lost_its_state_fails_what_has_begun() -> None:
 
         def lose(step: Step) -> None:
             if len(step.spans) == 2:
-                backend.hook, backend.gone = None, True
+                backend.hook, backend.gone = None, "shard 1 is gone"
 
         backend.hook = lose
         gate.open.set()
         for reply in begun:
-            assert isinstance(reply.failed(), ShardLostError)
+            found = reply.failed()
+            assert isinstance(found, ShardLostError) and str(found) == "shard 1 is gone"
         waits.finished()
     assert waits.ids == backend.reply([70, 71], 6)
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.remote.channel import Channel, GarbageError, GoneError, LateError, receive_descriptor, send_descriptor
+from luce.remote.channel import Channel, GarbageError, GoneError, LateError
 from luce.remote.messages import Announce, Done, Failed, Fetched, Fill, Kind, Ping, Reply, Request, Saved
 from luce.runtime.step import Candidates, Output, PageView, Span, Step
+from tests.support.values import same
 
 Pair = tuple[Channel[Any], Channel[Any]]
 
@@ -34,25 +35,12 @@ def step(rows: int) -> Step:
     return Step(numbers, numbers, (Span(0, 0, rows, 3),), (view, view), numbers[:2], numbers[:2] > 0)
 
 
-def same(one: object, other: object) -> bool:
-    if isinstance(one, np.ndarray):
-        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, tuple):
-        return isinstance(other, tuple) and len(one) == len(other) and all(map(same, one, other))
-    if hasattr(one, "__dataclass_fields__") or isinstance(one, msgspec.Struct):
-        names = getattr(one, "__dataclass_fields__", None) or one.__struct_fields__  # type: ignore[attr-defined]
-        return type(one) is type(other) and all(same(getattr(one, n), getattr(other, n)) for n in names)
-    return one == other
-
-
 RNG = np.random.default_rng(0)
 MESSAGES: list[msgspec.Struct] = [
     Ping(),
     Failed("BackendError", "é"),
-    Announce(step(3)),
-    Announce(step(4000)),
+    Announce(step(3), -1, 4096, 7),
+    Announce(step(4000), 0, -1),
     Done(1.5, Output(np.arange(2, dtype=np.int32), RNG.random((1, 5000), np.float32))),
     Done(0.0, Output(np.arange(1, dtype=np.int32), np.empty((0, 7), np.float32),
                      Candidates(np.arange(4, dtype=np.int32)[None], RNG.random((1, 4), np.float32)))),
@@ -119,7 +107,7 @@ def test_more_than_expected(pair: Pair) -> None:
 
 def test_any_change_and_any_cut_of_a_frame_is_survived() -> None:
     whole = []
-    for message in (Announce(step(3)), Fetched({"blk.0.k": np.arange(1000, dtype=np.float32)})):
+    for message in (Announce(step(3), -1, 4096, 7), Fetched({"blk.0.k": np.arange(1000, dtype=np.float32)})):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             Channel[Any](ours, Request).send(3, message, timeout=5)
@@ -166,14 +154,14 @@ def test_a_descriptor(pair: Pair) -> None:
     ours, theirs = pair
     source, end = socket.socketpair()
     with source, end:
-        send_descriptor(ours, source.fileno())
-        with socket.socket(fileno=receive_descriptor(theirs, timeout=5)) as copy:
+        ours.send_descriptor(source.fileno(), timeout=5)
+        with socket.socket(fileno=theirs.receive_descriptor(timeout=5)) as copy:
             assert not copy.get_inheritable()
             copy.sendall(b"through")
             assert end.recv(10) == b"through"
     ours.socket.sendall(b"f")
     with pytest.raises(GarbageError, match="descriptor"):
-        receive_descriptor(theirs, timeout=5)
+        theirs.receive_descriptor(timeout=5)
 
 
 def test_only_arrays_and_messages_travel(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 from ctypes import Structure, c_float, c_int, c_longlong, c_uint, c_void_p
@@ -127,6 +128,20 @@ def test_hip_without_a_gpu(hip: Driver) -> None:
         hip.memory()
     with pytest.raises(DeviceError, match="hip: hipSetDevice: hipError"):
         hip.use(0)
+
+
+def test_why_there_are_no_devices(hip: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    node = tmp_path / "kfd"
+    monkeypatch.setitem(driver._SIGNS, "hip", ("ROCm", str(node), "join the club", "rocminfo"))
+    assert driver.absence("hip") == (
+        f"{hip.path} is there, but not {node}: load the kernel driver of ROCm, or pass it to the container"
+    )
+    node.touch()
+    assert driver.absence("hip") == f"{hip.path} names none: see what rocminfo says"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(node))
+    assert driver.absence("hip") == f"this user may not open {node}: join the club"
+    monkeypatch.setattr(driver, "load", lambda vendor: None)
+    assert driver.absence("hip") == "libamdhip64.so.7 is not found: install ROCm"
 
 
 def test_hip_has_every_call(hip: Driver) -> None:

@@ -1,0 +1,164 @@
+"""A daemon that lies: whatever it sends, the server gets a LuceError or a right answer, in bounded time and memory."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from luce import __version__
+from luce.backend import daemon
+from luce.backend.layersplit import LayerSplitBackend
+from luce.errors import LuceError
+from luce.gguf.reader import open_gguf
+from luce.remote import supervisor
+from luce.remote.channel import Channel
+from luce.remote.device import RemoteDevice
+from luce.remote.messages import PROTOCOL, Done, Embedded, Failed, Hello, Loaded, Open, Pong, Saved
+from luce.remote.supervisor import Limits, Supervisor
+from luce.runtime.device import DeviceName
+from luce.runtime.host import HostDevice
+from luce.runtime.step import Candidates, Output
+from tests.support.drive import Driver
+from tests.support.reference import Reference
+
+REFERENCE = Reference("qwen35-a-Q8_0")
+PROMPT = REFERENCE.expected["prompt_17"]
+
+
+class Liar(Channel[Any]):
+    """A daemon's channel that spoils one of the frames it sends, `whole` frames after its start."""
+
+    random: random.Random
+    whole: int
+
+    def send(self, number: int, message: msgspec.Struct, *, timeout: float) -> None:
+        if isinstance(message, Pong):
+            super().send(number, message, timeout=timeout)
+            return
+        Liar.whole -= 1
+        if Liar.whole != 0:
+            super().send(number, message, timeout=timeout)
+        elif self.random.randrange(2):
+            super().send(number, _other(message, self.random), timeout=timeout)
+        elif self.random.randrange(4):
+            self._spoil = True
+            super().send(number, message, timeout=timeout)
+        else:
+            super().send(self.random.randrange(1 << 64), message, timeout=timeout)
+
+    _spoil = False
+
+    def _put(self, data: bytes | memoryview, deadline: float) -> None:
+        spoiled = bytearray(data)
+        if self._spoil:
+            self._spoil = False
+            for _ in range(self.random.randrange(1, 5)):
+                spoiled[self.random.randrange(min(len(spoiled), 400))] = self.random.randrange(256)
+            if not self.random.randrange(3):
+                del spoiled[self.random.randrange(len(spoiled)) :]
+        super()._put(bytes(spoiled), deadline)
+
+
+def _other(message: msgspec.Struct, chance: random.Random) -> msgspec.Struct:
+    """A well-formed message instead of the right one."""
+
+    def array(dtype: Any, *shape: int) -> np.ndarray[Any, Any]:
+        return np.frombuffer(chance.randbytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape)
+
+    some, few = chance.randrange(40), chance.randrange(3)
+    ids, logits = array(np.int32, some), array(np.float32, few, chance.choice([1, REFERENCE.spec.vocab]))
+    top = chance.choice([None, Candidates(array(np.int32, few, 64), array(np.float32, few, some))])
+    output = chance.choice([None, Output(ids, logits, top), Output(np.full(1, 1 << 30, np.int32), logits[:0], top)])
+    saved = {} if not isinstance(message, Saved) else dict(message.tensors)
+    for name in list(saved)[: chance.randrange(3)]:
+        saved[chance.choice([name, "blk.99.k", "", "blk.0.k", "x" * 1000])] = array(np.float16, few, some, 3)
+    return chance.choice(
+        [
+            Done(chance.choice([0.0, -1.0, float("nan"), 1e300]), output, array(np.uint8, some * 1000)),
+            Done(0.0, output, None),
+            Saved(saved),
+            Embedded(array(np.float32, few, some)),
+            Failed(
+                chance.choice(["BackendError", "Exception", "SystemExit", "LuceError", "MethodError", "\0"]),
+                "\n" * some,
+            ),
+            Hello(some, "?", -1, ()),
+            Loaded((), (some,), (), -1, bool(few)),
+        ]
+    )
+
+
+class Thread:
+    """A Peer: a daemon in a thread of this process."""
+
+    def __init__(self) -> None:
+        self.requests, requests = socket.socketpair()
+        self.watch, watch = socket.socketpair()
+        arguments = {"shares": True, "silence": 60.0}
+        self._thread = threading.Thread(target=daemon.serve, args=(requests, watch), kwargs=arguments, daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        pass
+
+    def end(self) -> str:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return "it has lied"
+
+
+@pytest.fixture
+def lying(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Daemons of this process lie."""
+    monkeypatch.setattr(daemon, "Channel", Liar)
+    monkeypatch.setattr(supervisor, "_RESTARTS", 0)
+    monkeypatch.setattr(supervisor, "_SEND", 3.0)
+    yield
+
+
+def converse(whole: int, seed: int, limits: Limits) -> str:
+    """Everything that a server does with a daemon, which lies after so many true frames; how it ended."""
+    Liar.random, Liar.whole = random.Random(seed), whole
+    name = DeviceName("cpu", 1)
+    opening = Open(PROTOCOL, __version__, ("cpu:1",), "error", 0)
+    with ExitStack() as stack:
+        file = stack.enter_context(open_gguf(REFERENCE.path))
+        supervised = Supervisor("cpu:1", Thread, opening, limits)
+        stack.callback(supervised.close)
+        try:
+            device = RemoteDevice(name, supervised, supervised.hello().devices[0])
+            backend = LayerSplitBackend(file, REFERENCE.spec, [HostDevice(0), device], slots=2, context=128, piece=8)
+            stack.callback(backend.close)
+            driver = Driver(backend)
+            sequence = driver.start()
+            logits = driver.feed((sequence, PROMPT))[0]
+            saved = driver.save(sequence)
+            driver.restore(sequence, saved)
+            last = backend.shards[-1]
+            last.project(np.zeros((3, REFERENCE.spec.hidden), np.float32), top=5)()
+            driver.feed((sequence, PROMPT[:1]), wanted=False)
+            driver.feed((sequence, PROMPT[:1]))
+            assert np.isfinite(logits).all()
+        except LuceError as error:
+            assert len(str(error)) < 4000
+            return type(error).__name__
+    return "right"
+
+
+@pytest.mark.usefixtures("lying")
+@pytest.mark.parametrize("whole", range(1, 9))
+def test_no_lie_does_more_than_fail_requests(whole: int) -> None:
+    ends = [converse(whole, 100 * whole + seed, Limits(3, 1)) for seed in range(6)]
+    assert set(ends) - {"right"}, "no lie was noticed"
+
+
+def test_the_truth_is_believed() -> None:
+    assert converse(0, 0, Limits(60, 60)) == "right"

@@ -1,0 +1,103 @@
+"""Who gets as far as a first message, and that nobody else keeps others from it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from luce.errors import DeviceError
+from luce.remote import tcp
+from luce.remote.tcp import Connection, listening, sessions, tls
+from tests.support.daemons import key_file
+
+Listener = tuple[str, Iterator[tuple[socket.socket, socket.socket]]]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two key files."""
+    folder = tmp_path_factory.mktemp("keys")
+    return [key_file(folder / name) for name in ("one", "other")]
+
+
+@pytest.fixture
+def served(keys: list[Path]) -> Iterator[Listener]:
+    """An address, and the servers that come there."""
+    with listening("127.0.0.1:0") as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}", sessions(listener, tls(keys[0], "--key-file", server=True))
+        # Wakes the thread that accepts.
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def connected(where: str, key: Path) -> Connection:
+    return Connection("shard", where, tls(key, "--shard-key-file", server=False))
+
+
+def met(ours: socket.socket, theirs: socket.socket) -> bool:
+    """Whether these are the two ends of one connection."""
+    ours.sendall(b"?")
+    return theirs.recv(1) == b"?"
+
+
+def test_a_silent_stranger_keeps_nobody_waiting(
+    served: Listener, keys: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "_PATIENCE", 1000.0)
+    where, servers = served
+    host, _, port = where.partition(":")
+    with socket.create_connection((host, int(port))) as silent:
+        ours = connected(where, keys[0])
+        requests, watch = next(servers)
+        with ours.requests, ours.watch, requests, watch:
+            assert met(ours.requests, requests) and met(ours.watch, watch)
+            silent.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                silent.recv(1)
+
+
+def test_halves_of_two_servers_do_not_mix(served: Listener, keys: list[Path]) -> None:
+    where, servers = served
+    context = tls(keys[0], "--shard-key-file", server=False)
+    tokens = b"a" * 16, b"b" * 16
+    # Each half arrives before the next one leaves, as the daemon's end of the handshake is over by then.
+    halves = [tcp._connect(where, context, role + token) for role in (b"W", b"R") for token in tokens]
+    for _ in tokens:
+        requests, watch = next(servers)
+        with requests, watch:
+            (number,) = (n for n in range(2) if halves[2 + n].getsockname() == requests.getpeername())
+            assert met(halves[2 + number], requests) and met(halves[number], watch)
+    for half in halves:
+        half.close()
+
+
+def test_halves_without_another_are_dropped(
+    served: Listener, keys: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "_HALVES", 1)
+    where, servers = served
+    context = tls(keys[0], "--shard-key-file", server=False)
+    with tcp._connect(where, context, b"R" + bytes(16)) as alone, tcp._connect(where, context, b"R" + b"1" * 16):
+        ours = connected(where, keys[0])
+        requests, watch = next(servers)
+        with ours.requests, ours.watch, requests, watch:
+            assert alone.recv(1) == b"" and met(ours.requests, requests)
+
+
+def test_another_key_gets_nowhere(served: Listener, keys: list[Path]) -> None:
+    where, servers = served
+    try:
+        stranger = connected(where, keys[1])
+    except DeviceError as error:
+        assert str(error).startswith(f"shard: cannot connect to {where}: ")
+    else:
+        # TLS 1.3 tells a client that it is refused only when it reads.
+        for sock in (stranger.requests, stranger.watch):
+            with sock, pytest.raises(OSError, match=r"certificate|alert|reset"):
+                sock.recv(1)
+    ours = connected(where, keys[0])
+    requests, watch = next(servers)
+    with ours.requests, ours.watch, requests, watch:
+        assert met(ours.requests, requests)

@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""What a boundary to a daemon costs a decode step, part by part, beside the same split in one process.
+
+    tools/bench_boundary.py MODEL --devices cuda:0,cuda:1          two GPUs, the second in a daemon
+    tools/bench_boundary.py MODEL --devices cpu:0,cpu:1 -n 32      the same way without GPUs
+
+The first device is this process's, the others are a daemon's: one boundary. Both processes note the time (one clock for
+the whole machine) where their methods begin and end; the program itself has no notes in it. Work and copies are timed
+by the devices' events. All figures are medians over the steps of a run, of the middle run by its rate.
+
+    message   from the moment when this process sees that the copy out is done until it has told the daemon
+    wake-up   until the daemon's device starts to copy in (a GPU waits for that by itself) or the daemon's thread runs
+    queue     what the daemon's thread needs to queue the step, as far as that was not done before
+    reply     from the moment when the daemon sees that its work is done until this process has the tokens: by a word
+              of shared memory, or by a message. It may be negative: a word is seen earlier than by the daemon itself
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from luce.backend import daemon as served
+from luce.backend import remote
+from luce.backend.layersplit import LayerSplitBackend
+from luce.bench.measure import Stepper
+from luce.cli.main import main as luce
+from luce.config import Config
+from luce.gguf.reader import open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.remote.device import RemoteDevice
+from luce.remote.messages import Forward
+from luce.remote.open import open_placement
+
+Notes = dict[str, list[float]]
+#: steps that are not counted: kernels are compiled and graphs captured
+_FIRST = 12
+
+
+def noted(
+    notes: Notes, owner: Any, method: str, begin: str, end: str, only: Callable[..., bool] = lambda *arguments: True
+) -> None:
+    """Let a method note when it begins and ends, under these names, if `only` holds for its arguments."""
+    inner = getattr(owner, method)
+
+    def outer(*arguments: Any, **options: Any) -> Any:
+        count = only(*arguments)
+        if begin and count:
+            notes.setdefault(begin, []).append(time.monotonic())
+        result = inner(*arguments, **options)
+        if end and count:
+            notes.setdefault(end, []).append(time.monotonic())
+        return result
+
+    setattr(owner, method, outer)
+
+
+def serve(out: Path, arguments: Sequence[str]) -> int:
+    """The daemon: `luce shard` with notes, which are written when it ends."""
+    notes: Notes = {"work": [], "copy in": []}
+    session, model = served._Session, served._Model
+    noted(notes, session, "_announce", "announced", "prepared")
+    noted(notes, session, "_handle", "told", "queued", lambda self, number, message: isinstance(message, Forward))
+    noted(notes, session, "_answer", "done", "sent")
+    events: list[tuple[Any, Any]] = []
+    build = model.__init__
+
+    def watched(self: Any, *parts: Any) -> None:
+        build(self, *parts)
+        notes["words"] = [float(self.words)]
+        if self._entry is not None:
+            self._entry._watch = lambda start, end: events.append((start, end))
+        count = self._seconds
+
+        def seconds() -> float:
+            notes["work"].append(count())
+            while events and events[0][1].happened():
+                start, end = events.pop(0)
+                notes["copy in"].append(end.seconds_since(start))
+            return notes["work"][-1]
+
+        self._seconds = seconds
+
+    model.__init__ = watched  # type: ignore[method-assign, assignment]
+    try:
+        return luce(arguments)
+    finally:
+        out.write_text(json.dumps(notes))
+
+
+@contextlib.contextmanager
+def opened(path: Path, devices: str, rows: int, context: int, settings: dict[str, Any]) -> Iterator[LayerSplitBackend]:
+    """The model in equal parts on devices."""
+    with ExitStack() as stack:
+        file = stack.enter_context(open_gguf(path))
+        spec = read_spec(Source(str(path), file.metadata, file.tensors))
+        placed = open_placement(Config(target_devices=tuple(devices.split(",")), **settings))
+        for device in placed:
+            stack.callback(device.close)
+        backend = LayerSplitBackend(
+            file, spec, placed, weights=(1.0,) * len(placed), context=context, chunk=rows, slots=1
+        )
+        stack.callback(backend.close)
+        yield backend
+
+
+def measured(backend: LayerSplitBackend, options: argparse.Namespace, notes: Notes) -> tuple[float, float, list[int]]:
+    """Prompt tokens per second, seconds of a decode step, its tokens; notes of the decode steps."""
+    stepper = Stepper(backend, options.prompt)
+    prompts = []
+    for _ in range(3):
+        stepper.place(0, 0)
+        began = time.monotonic()
+        stepper.read(0, options.prompt)
+        prompts.append(time.monotonic() - began)
+    tokens = []
+    for number in range(_FIRST + options.steps):
+        if number == _FIRST:
+            notes["before"] = totals(backend)
+        notes.setdefault("begun", []).append(time.monotonic())
+        stepper.decode([0])
+        notes.setdefault("ended", []).append(time.monotonic())
+        tokens.append(int(stepper._next[0]))
+    notes["after"] = totals(backend)
+    steps = zip(notes["begun"][-options.steps :], notes["ended"][-options.steps :], strict=True)
+    return options.prompt / min(prompts), statistics.median(end - begin for begin, end in steps), tokens
+
+
+def totals(backend: LayerSplitBackend) -> list[float]:
+    """Seconds of each shard's work so far, and of the first copy between them."""
+    times = backend.times()
+    copies = times[0].copies
+    return [*(shard.work.total for shard in times), 0.0 if copies is None else copies.total]
+
+
+def per_step(notes: Notes, steps: int) -> list[float]:
+    """What `totals` grew by in a step."""
+    return [(after - before) / steps for before, after in zip(notes["before"], notes["after"], strict=True)]
+
+
+def parts(ours: Notes, theirs: Notes, step: float, steps: int) -> dict[str, float]:
+    """Seconds of each part of a boundary, and of what is beside it."""
+
+    def between(begin: tuple[Notes, str], end: tuple[Notes, str]) -> float:
+        pairs = zip(begin[0][begin[1]][-steps:], end[0][end[1]][-steps:], strict=True)
+        return statistics.median(late - early for early, late in pairs)
+
+    first, _, copy_out = per_step(ours, steps)
+    work, copy_in = (statistics.median(theirs[name][-steps:]) for name in ("work", "copy in"))
+    inside = work + copy_in
+    if theirs["words"][0]:
+        wake = between((ours, "told"), (theirs, "done")) - inside
+        queue, ahead = 0.0, between((theirs, "prepared"), (ours, "told"))
+    else:
+        wake = between((ours, "told"), (theirs, "told"))
+        queue, ahead = between((theirs, "told"), (theirs, "done")) - inside, 0.0
+    return {
+        "copy out": copy_out,
+        "message": between((ours, "there"), (ours, "told")),
+        "wake-up": wake,
+        "queue": queue,
+        "copy in": copy_in,
+        "reply: there": between((theirs, "done"), (ours, "seen")),
+        "reply: read": between((ours, "seen"), (ours, "read")),
+        "(handed on, as in one process)": between((ours, "read"), (ours, "ended")),
+        "(the daemon's message sent meanwhile)": between((theirs, "done"), (theirs, "sent")),
+        "(step)": step,
+        "(first shard's work)": first,
+        "(daemon's work)": work,
+        "(announcing, while the first shard works)": between((ours, "announcing"), (ours, "announced")),
+        "(queueing in the daemon meanwhile)": between((theirs, "announced"), (theirs, "prepared")),
+        "(queued before the input was there by)": ahead,
+    }
+
+
+def main() -> int:
+    """Measure both ways and print the parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--devices", default="cuda:0,cuda:1")
+    parser.add_argument("-n", "--steps", type=int, default=128, help="decode steps")
+    parser.add_argument("-p", "--prompt", type=int, default=2048, help="prompt tokens")
+    parser.add_argument("--transport", default="auto", help="as --shard-transport")
+    options = parser.parse_args()
+    context = options.prompt + options.steps + 64
+    with opened(options.model, options.devices, options.prompt, context, {}) as backend:
+        here: Notes = {}
+        prompt, step, tokens = measured(backend, options, here)
+        *work, copy = per_step(here, options.steps)
+    print(f"one process  prompt {prompt:9.1f} tok/s  decode {1 / step:7.2f} tok/s")
+    beside = step - sum(work)
+    with tempfile.TemporaryDirectory() as folder:
+        out, wrapper = Path(folder) / "notes.json", Path(folder) / "python"
+        command = shlex.join([sys.executable, "-P", str(Path(__file__).resolve()), "serve", str(out)])
+        # The daemon's command is: python -P -m luce shard --fds ...
+        wrapper.write_text(f'#!/bin/sh\nshift 3\nexec {command} "$@"\n')
+        wrapper.chmod(0o700)
+        settings = {"target_shard_ipc_bin": (("", wrapper),), "shard_transport": options.transport}
+        with opened(options.model, options.devices, options.prompt, context, settings) as backend:
+            ours: Notes = {}
+            last = backend.shards[-1]
+            assert isinstance(last, remote.RemoteShard)
+            noted(ours, last, "announce", "announcing", "announced")
+            # Requests are waited for by it as well.
+            arrived = "", "there", lambda device, event: not isinstance(event, remote._Request)
+            noted(ours, RemoteDevice, "wait_for", *arrived)
+            release = last._release
+
+            def told() -> None:
+                waiting = last._announced is not None
+                release()
+                if waiting:
+                    ours.setdefault("told", []).append(time.monotonic())
+
+            last._release = told  # type: ignore[method-assign]
+            output = remote._Request.output
+
+            def read(request: Any) -> Any:
+                request.wait()
+                ours.setdefault("seen", []).append(time.monotonic())
+                result = output(request)
+                ours.setdefault("read", []).append(time.monotonic())
+                return result
+
+            remote._Request.output = read  # type: ignore[method-assign, assignment]
+            remote_prompt, remote_step, remote_tokens = measured(backend, options, ours)
+        found = parts(ours, json.loads(out.read_text()), remote_step, options.steps)
+    print(
+        f"a daemon     prompt {remote_prompt:9.1f} tok/s  decode {1 / remote_step:7.2f} tok/s  "
+        f"(prompt {remote_prompt / prompt:.3f}, decode {step / remote_step:.3f} of one process; "
+        f"tokens {'equal' if tokens == remote_tokens else 'DIFFER'})"
+    )
+    for name, seconds in found.items():
+        print(f"{name:45}{1e6 * seconds:10.1f} us")
+    lines = {
+        "the boundary, sum of the parts": sum(seconds for name, seconds in found.items() if name[0] != "("),
+        **{f"one process: work of shard {number}": seconds for number, seconds in enumerate(work)},
+        "one process: copy between the devices": copy,
+        "one process: step beside its work": beside,
+        "a daemon: step beside its work": remote_step - found["(first shard's work)"] - found["(daemon's work)"],
+        "a daemon: step longer than in one process": remote_step - step,
+    }
+    for name, seconds in lines.items():
+        print(f"{name:45}{1e6 * seconds:10.1f} us")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        raise SystemExit(serve(Path(sys.argv[2]), sys.argv[3:]))
+    raise SystemExit(main())
