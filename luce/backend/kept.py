@@ -6,8 +6,8 @@ Nothing of it moves between processes until somebody asks for a window of it. It
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -89,24 +89,32 @@ class HostKept:
 
 @dataclass(frozen=True, eq=False)
 class JoinedKept:
-    """What several shards have kept, in their order."""
+    """What several shards have kept, in their order. `quiet` waits until nobody else talks to them."""
 
     parts: Sequence[Kept]
+    quiet: Callable[[], None] = field(default=lambda: None)
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
     def ready(self) -> bool:
+        self.quiet()
         return all(part.ready() for part in self.parts)
 
     def wait(self) -> None:
+        self.quiet()
         for part in self.parts:
             part.wait()
 
     def windows(self, first: int = 0, count: int | None = None) -> Iterator[Tensors]:
         for part in self.parts:
-            yield from part.windows(first, count)
+            windows = part.windows(first, count)
+            # Steps may have begun since the last one.
+            self.quiet()
+            while (window := next(windows, None)) is not None:
+                yield window
+                self.quiet()
 
 
 def layer_of(name: str) -> int:

@@ -224,7 +224,9 @@ class LayerSplitBackend:
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> JoinedKept:
         self._wait()
-        return JoinedKept([shard.save(slot, pages, held=held) for shard in self._chain.shards])
+        parts = [shard.save(slot, pages, held=held) for shard in self._chain.shards]
+        # What lies here is read beside the steps.
+        return JoinedKept(parts, self._wait) if any(shard.apart for shard in self._chain.shards) else JoinedKept(parts)
 
     def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: Kept, first: int = 0) -> None:
         assert isinstance(kept, JoinedKept)

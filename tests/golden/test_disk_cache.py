@@ -17,7 +17,9 @@ import luce
 from luce.api import Model
 from luce.backend import remote
 from luce.backend.kept import JoinedKept
+from luce.cache import prefix
 from luce.errors import ShardLostError
+from luce.remote.messages import Forward
 from tests.support.daemons import HERE, key_file, listener
 from tests.support.reference import Reference, references
 
@@ -150,6 +152,27 @@ def test_little_of_another_shards_data_is_in_this_process(tmp_path: Path, monkey
         kept = [part for point in cache.tree.points for part in cast("JoinedKept", point.state).parts[1:]]
         assert kept and all(isinstance(part, remote.RemoteKept) and part.nbytes for part in kept)
     assert len(fetched) > 3 and sum(fetched) > 3 * window
+
+
+def test_nobody_talks_to_a_daemon_while_its_shards_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Steps of which nothing is wanted go on behind the engine's back.
+    reference = Reference("qwen35-a-F32")
+    monkeypatch.setattr(remote, "_WINDOW", 50_000)
+    monkeypatch.setattr(prefix, "_PATIENCE", 0)
+    idle: list[bool] = []
+    ask_daemon = remote.RemoteShard._ask
+
+    def watched(shard: Any, channel: Any, message: Any, **more: Any) -> Any:
+        if not isinstance(message, Forward):
+            idle.append(model._backend._chain.idle)
+        return ask_daemon(shard, channel, message, **more)
+
+    prompt = reference.expected["prompt_long"].tolist()
+    with placed(reference, tmp_path / "cache", "daemons", max_ctx=2048, chunk=16) as model:
+        monkeypatch.setattr(remote.RemoteShard, "_ask", watched)
+        for turn in range(2):
+            ask(model, [turn, *prompt, *prompt[::-1]], 2)
+        assert len(idle) > 20 and all(idle)
 
 
 @pytest.mark.parametrize("verb", ["save", "fetch", "fill"])
