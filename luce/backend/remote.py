@@ -24,7 +24,7 @@ from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.ops.sample import candidates
 from luce.remote.arena import Arena, arena_size, shared_arena
-from luce.remote.channel import SMALL, Channel, ChannelError, GarbageError
+from luce.remote.channel import DTYPES, SMALL, Channel, ChannelError, GarbageError
 from luce.remote.device import RemoteDevice
 from luce.remote.messages import (
     Accept,
@@ -615,6 +615,8 @@ class RemoteKept:
         """The daemon's answer."""
         if not isinstance(reply, Saved) or any(layer_of(name) not in self._shard.layers for name in reply.kinds):
             raise GarbageError("it put aside something else than its layers")
+        if not all(kind.dtype in DTYPES and min(kind.shape, default=0) >= 0 for kind in reply.kinds.values()):
+            raise GarbageError("it put aside what no tensor is")
         if not 0 <= sum(map(_size, reply.kinds.values())) <= reply.nbytes:
             raise GarbageError("it put aside more than it says")
         self._kinds, self._nbytes = reply.kinds, reply.nbytes

@@ -34,7 +34,7 @@ _MESSAGE = 1 << 20
 #: what a frame may hold if its receiver expects no large arrays
 SMALL = 1 << 24
 #: what arrays may consist of, by its name in messages
-_DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIlLefd"}
+DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIlLefd"}
 _DIMENSIONS = 8
 
 Incoming = TypeVar("Incoming")
@@ -203,7 +203,7 @@ class Channel(Generic[Incoming]):
     def _decode(self, expected: Any, value: Any) -> NDArray[Any]:
         """An array of what `_encode` returned. `expected` is ndarray or an alias that names the dtype."""
         name, shape, data = value
-        dtype = _DTYPES.get(name)
+        dtype = DTYPES.get(name)
         if dtype is None:
             raise ValueError(f"{name!r} is no dtype")
         wanted = _dtype_of(expected)

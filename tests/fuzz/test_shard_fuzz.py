@@ -15,13 +15,14 @@ import pytest
 
 from luce import __version__
 from luce.backend import daemon
+from luce.backend.kept import gathered
 from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import LuceError
 from luce.gguf.reader import open_gguf
 from luce.remote import supervisor
 from luce.remote.channel import Channel
 from luce.remote.device import RemoteDevice
-from luce.remote.messages import PROTOCOL, Done, Embedded, Failed, Hello, Loaded, Open, Pong, Saved
+from luce.remote.messages import PROTOCOL, Done, Embedded, Failed, Fetched, Hello, Kind, Loaded, Open, Pong, Saved
 from luce.remote.supervisor import Limits, Supervisor
 from luce.runtime.device import DeviceName
 from luce.runtime.host import HostDevice
@@ -77,14 +78,20 @@ def _other(message: msgspec.Struct, chance: random.Random) -> msgspec.Struct:
     ids, logits = array(np.int32, some), array(np.float32, few, chance.choice([1, REFERENCE.spec.vocab]))
     top = chance.choice([None, Candidates(array(np.int32, few, 64), array(np.float32, few, some))])
     output = chance.choice([None, Output(ids, logits, top), Output(np.full(1, 1 << 30, np.int32), logits[:0], top)])
-    saved = {} if not isinstance(message, Saved) else dict(message.tensors)
-    for name in list(saved)[: chance.randrange(3)]:
-        saved[chance.choice([name, "blk.99.k", "", "blk.0.k", "x" * 1000])] = array(np.float16, few, some, 3)
+    fetched = {} if not isinstance(message, Fetched) else dict(message.tensors)
+    for name in list(fetched)[: chance.randrange(3)]:
+        fetched[chance.choice([name, "blk.99.k", "", "blk.0.k", "x" * 1000])] = array(np.float16, few, some, 3)
+    kinds = {} if not isinstance(message, Saved) else dict(message.kinds)
+    for name in list(kinds)[: 1 + chance.randrange(3)]:
+        shape = chance.choice([(-1, 2), (1 << 40, 1 << 40), (), (some, few), kinds[name].shape])
+        kind = Kind(chance.choice(["<f4", "frob", "|O8", ">f2", kinds[name].dtype]), shape, bool(few))
+        kinds[chance.choice([name, "blk.99.k", "", "blk.0.k"])] = kind
     return chance.choice(
         [
             Done(chance.choice([0.0, -1.0, float("nan"), 1e300]), output, array(np.uint8, some * 1000)),
             Done(0.0, output, None),
-            Saved(saved),
+            Saved(kinds, chance.choice([0, -1, some, 1 << 70 >> 8, 1 << 30])),
+            Fetched(fetched),
             Embedded(array(np.float32, few, some)),
             Failed(
                 chance.choice(["BackendError", "Exception", "SystemExit", "LuceError", "MethodError", "\0"]),
@@ -140,8 +147,9 @@ def converse(whole: int, seed: int, limits: Limits) -> str:
             driver = Driver(backend)
             sequence = driver.start()
             logits = driver.feed((sequence, PROMPT))[0]
-            saved = driver.save(sequence)
-            driver.restore(sequence, saved)
+            kept = driver.keep(sequence)
+            gathered(kept)
+            driver.resume(sequence, kept)
             last = backend.shards[-1]
             last.project(np.zeros((3, REFERENCE.spec.hidden), np.float32), top=5)()
             driver.feed((sequence, PROMPT[:1]), wanted=False)
