@@ -234,8 +234,7 @@ class GpuDevice(Device):
         out = None
         try:
             if array.nbytes in _PINNED:
-                memory = self._cupy.cuda.alloc_pinned_memory(array.nbytes)
-                out = np.frombuffer(memory, np.uint8, array.nbytes).view(array.dtype).reshape(array.shape)
+                out = self._landing(array)
             result: NDArray[Any] = array.get(out=out)
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes from the device: {error}") from error
@@ -246,8 +245,8 @@ class GpuDevice(Device):
             return super().fetch(array)
         self._activate()
         self._settle()
-        out: NDArray[Any] = self.pinned(array.nbytes).view(array.dtype).reshape(array.shape) if to is None else to
         with self._failing(f"copy of {array.nbytes} bytes from the device"):
+            out = self._landing(array) if to is None else to
             array.get(out=out, blocking=False)
         copied = self.record()
 
@@ -256,6 +255,12 @@ class GpuDevice(Device):
             return out
 
         return wait
+
+    def _landing(self, array: Array) -> NDArray[Any]:
+        """Pinned memory for a copy of an array, from the library's pool of small pieces."""
+        memory = self._cupy.cuda.alloc_pinned_memory(array.nbytes)
+        out: NDArray[Any] = np.frombuffer(memory, np.uint8, array.nbytes).view(array.dtype).reshape(array.shape)
+        return out
 
     def tell(self, word: Word) -> None:
         if not self.uses_words:
