@@ -428,9 +428,10 @@ class _Session:
         except ChannelError as error:
             _log.error("the server's connection is closed: %s", error)
         finally:
-            if self._model is not None and self._announced is not None and self._announced.work is not None:
-                # Nobody else will, and the device would wait for ever.
-                Word(self._model.arena.given, self._announced.message.given or 0).tell()
+            given = None if self._announced is None else self._announced.message.given
+            if self._model is not None and given is not None:
+                # Nobody else will, and the device would wait for ever, also if only a part of the work was queued.
+                Word(self._model.arena.given, given).tell()
 
     def _held(self) -> int:
         """Bytes that a Fill may bring."""
