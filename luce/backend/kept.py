@@ -96,6 +96,7 @@ class JoinedKept:
 
     @property
     def nbytes(self) -> int:
+        self.quiet()
         return sum(part.nbytes for part in self.parts)
 
     def ready(self) -> bool:

@@ -184,7 +184,7 @@ class LayerSplitBackend:
             self._give_up(self._chain.failure)
         forgotten, self._forgotten = self._forgotten, ""
         if losses := "; ".join(filter(None, [shard.lost() for shard in self._chain.shards])):
-            self._give_up(None)
+            self._give_up(losses)
             forgotten, self._forgotten = losses, ""
         return forgotten
 
@@ -276,12 +276,12 @@ class LayerSplitBackend:
             self._give_up(error)
             raise
 
-    def _give_up(self, why: BaseException | None) -> None:
+    def _give_up(self, why: object) -> None:
         """Wait until nothing runs, whether it fails or not."""
         self._chain.settle()
         self._captured.clear()
         if self._unwaited:
-            self._forgotten = str(why or "a step failed")
+            self._forgotten = f"a step before this one failed: {why}"
         self._unwaited = False
 
     def _check_memory(self, plan: Sequence[ShardPlan], devices: Sequence[Device]) -> None:

@@ -180,6 +180,24 @@ def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> N
     assert np.array_equal(driver.feed((third, prompt[90:]))[0], expected)
 
 
+def test_what_is_put_aside_is_read_while_steps_run(backend: LayerSplitBackend, reference: Reference) -> None:
+    driver, prompt = Driver(backend), reference.expected["prompt_long"]
+    sequence, other = driver.start(), driver.start()
+    driver.feed((sequence, prompt[:90]))
+    kept, saved = driver.keep(sequence), driver.save(sequence)
+    for _ in range(5):
+        driver.feed((other, prompt[:20]), wanted=False)
+        kept.ready()
+        windows = kept.windows()
+        driver.feed((other, prompt[20:23]), wanted=False)
+        found: dict[str, NDArray[np.generic]] = {}
+        for tensors in windows:
+            found |= tensors
+            driver.feed((other, prompt[23:25]), wanted=False)
+        assert found.keys() == saved.keys() and all(np.array_equal(saved[name], found[name]) for name in saved)
+        other.length = 0
+
+
 def test_what_cannot_be_filled_in_changes_nothing(backend: LayerSplitBackend, reference: Reference) -> None:
     driver, prompt = Driver(backend), reference.expected["prompt_long"]
     sequence, layers = driver.start(), range(len(reference.spec.blocks))

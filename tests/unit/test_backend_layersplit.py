@@ -180,7 +180,7 @@ def test_a_step_that_fails_when_nobody_waits(file: GGUFFile, spec: ModelSpec, as
                 backend._chain.wait()
             else:
                 driver.feed((driver.start(), PROMPT))
-        assert [backend.lost(), backend.lost()] == ["shard 1: lost its way", ""]
+        assert [backend.lost(), backend.lost()] == ["a step before this one failed: shard 1: lost its way", ""]
         assert (driver.feed((driver.start(), PROMPT))[0] == expected).all()
         # Whoever waits for a step hears of its end; the others keep what they have.
         devices[2].fail = DeviceError("lost its way")
