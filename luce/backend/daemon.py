@@ -595,7 +595,8 @@ def check_step(step: Step, vocab: int, load: Load) -> None:
         spans, width = len(step.spans), view.table.shape[-1] if view.table.ndim == 2 else -1
         if view.table.shape != (spans, width) or view.first.shape != (spans, width):
             raise BackendError(f"a page table of {view.table.shape} for {spans} spans")
-        if view.count.shape != (spans,) or view.dest.shape != (rows,):
+        seen = view.seen is None or (view.seen.shape == (rows, 2) and all(span.rows <= 64 for span in step.spans))
+        if view.count.shape != (spans,) or view.dest.shape != (rows,) or not seen:
             raise BackendError("a page table whose parts do not fit each other")
         inside += [_within(view.table, pages), _within(view.dest, pages * PAGE), _within(view.count, width + 1)]
     if not all(inside):

@@ -13,6 +13,7 @@ blocks until the receiver has let go of what was sent from the same memory befor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from luce.errors import LuceError
 from luce.runtime.device import Array, CopyStream, Device, Event
 
 _log = logging.getLogger(__name__)
@@ -68,17 +70,27 @@ class Passage:
     def release(self, event: Event | None) -> None:
         """Nothing uses the arrays once `event` has happened; None: nobody will use them."""
         self.released = event
-        if event is None or not self._target.shared:
+        if not self._target.shared:
             self._free.set()
             return
         # Only the receiver's thread can hear from its process, and the sender blocks until it has.
-        self._held.append(self)
-        if len(self._held) == DEPTH:
-            first = self._held.popleft()
-            try:
-                _wait(self._target, first.released)
-            finally:
-                first._free.set()
+        if event is not None:
+            self._held.append(self)
+            if len(self._held) == DEPTH:
+                self._let_go()
+            return
+        self._free.set()
+        # Nothing may be released after this one, and the sender waits for those before it.
+        while self._held:
+            with contextlib.suppress(LuceError):
+                self._let_go()
+
+    def _let_go(self) -> None:
+        first = self._held.popleft()
+        try:
+            _wait(self._target, first.released)
+        finally:
+            first._free.set()
 
     def forget(self) -> Event | None:
         """Nobody sends or receives now; when the copy that was sent last is there."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -10,7 +14,7 @@ from luce.layers.features import FeatureRing
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
-from tests.support.daemons import devices
+from tests.support.daemons import devices, with_words
 from tests.support.drive import Driver
 from tests.support.reference import Reference, references
 
@@ -87,14 +91,15 @@ def test_placements_change_nothing(reference: Reference, make_driver: MakeDriver
 
 
 @pytest.mark.parametrize("name", ["qwen35-b-Q4_K_M", "gemma4-e-F32"])
-def test_daemons_change_nothing(name: str, make_driver: MakeDriver) -> None:
+def test_daemons_change_nothing(name: str, make_driver: MakeDriver, tmp_path: Path) -> None:
     reference, results = Reference(name), []
     prompt = reference.expected["prompt_long"]
     local = [HostDevice(0), HostDevice(1)]
     ring = make_ring(local[0], reference)
     expected = held(ring, *text(make_driver(reference, local, ring=ring, verify=16, piece=64), prompt))
-    ways = ({}, True), ({}, False), ({"shard_transport": "stream"}, False), ({"shard_transport": "stream"}, True)
-    for settings, between in ways:
+    kinds: list[dict[str, Any]] = [{}, {"shard_transport": "stream"}]
+    kinds.append({"target_shard_ipc_bin": (("", with_words(tmp_path / "python")),)})
+    for settings, between in itertools.product(kinds, (True, False)):
         with devices("cpu:0,cpu:1", **settings) as (here, daemon):
             ring = make_ring(here, reference)
             placed = [daemon, here] if between else [here, daemon]

@@ -194,6 +194,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "table": view(table=np.zeros((2, 1), np.int32)),
     "count": view(count=np.array([2], np.int32)),
     "dest": view(dest=np.array([0, 1, 256], np.int32)),
+    "seen": view(seen=np.zeros((3, 1), np.int32)),
     "no rows": {"tokens": np.empty(0, np.int32), "positions": np.empty(0, np.int32), "spans": ()},
 }
 

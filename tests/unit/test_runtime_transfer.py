@@ -139,3 +139,14 @@ def test_direct_only_where_devices_reach_each_other() -> None:
     assert Link(*near, 4, peer=True, watch=print).direct
     assert not Link(*near, 4, peer=False, watch=print).direct
     assert not Link(near[0], far, 4, peer=True, watch=print).direct
+
+
+def test_a_dropped_passage_lets_go_of_those_before_it() -> None:
+    class Shared(HostDevice):
+        shared = True
+
+    link = Link(HostDevice(0), Shared(1), 8, peer=False, watch=lambda start, end: None)
+    array = np.zeros((2, 4), np.float32)
+    for event in (HostEvent(), None, HostEvent(), None):
+        # Blocks for ever if what was sent from the same memory is still held.
+        link.send([array], HostEvent()).release(event)
