@@ -41,7 +41,8 @@ def split_priority(line: str) -> tuple[int, str]:
 def configure(
     level: str, *, as_json: bool = False, journal: bool = False, stream: TextIO | None = None
 ) -> logging.handlers.QueueListener:
-    """Send the log of Luce and of its libraries to `stream` (stderr). `stop()` of the result writes what is left.
+    """Send the log of Luce and of its libraries to `stream` (stderr). `stop()` of the result writes what is left, and
+    ends that.
 
     `journal`: with priorities, as for the journal, wherever the stream goes.
     """
@@ -54,9 +55,20 @@ def configure(
     root.handlers[:] = [sender]
     root.setLevel(logging.WARNING)
     logging.getLogger("luce").setLevel(level.upper())
-    listener = logging.handlers.QueueListener(records, writer)
+    listener = _Listener(sender, records, writer)
     listener.start()
     return listener
+
+
+class _Listener(logging.handlers.QueueListener):
+    def __init__(self, sender: _Sender, records: queue.SimpleQueue[logging.LogRecord], writer: logging.Handler) -> None:
+        super().__init__(records, writer)
+        self._sender = sender
+
+    def stop(self) -> None:
+        # What is logged from here on would stay in the queue for good, and with it what its records refer to.
+        logging.getLogger().removeHandler(self._sender)
+        super().stop()
 
 
 class _Sender(logging.handlers.QueueHandler):

@@ -74,3 +74,7 @@ def test_lines_for_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         writer.stop()
         file.seek(0)
         assert file.read() == "<6>hello\n<3>two\n<3>lines\n"
+
+
+def test_nothing_gathers_once_the_writer_has_stopped() -> None:
+    assert lines() and not logging.getLogger().handlers
