@@ -36,7 +36,7 @@ def test_shards_hand_on_what_they_replay(make_driver: MakeDriver) -> None:
 
 def test_a_device_that_cannot_capture_runs_on(make_driver: MakeDriver, caplog: pytest.LogCaptureFixture) -> None:
     reference, device = Reference("qwen3-a-MIX"), CapturingDevice(refuses=True)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="luce"):
         check_replayed(reference, make_driver(reference, [device]), make_driver(reference, [EmulatedDevice()]))
     assert device.launched == 0
     first = caplog.messages[0]
