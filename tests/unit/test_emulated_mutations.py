@@ -83,6 +83,7 @@ def _attention_wgmma(device: Device) -> None:
 def _deltanet(device: Device) -> None:
     op_checks_deltanet.check_formula(device, (1, 16, 5), key_heads=1, heads=2, d=128)
     op_checks_deltanet.check_single_steps(device, 3, key_heads=1, heads=2, d=64)
+    op_checks_deltanet.check_rollback(device, 5, 3, 2, heads=2, d=64)
 
 
 def _deltanet_chunk(device: Device) -> None:
