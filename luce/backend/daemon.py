@@ -40,7 +40,7 @@ from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
 from luce.ops.kvtype import KVTypes
 from luce.remote.arena import Arena
-from luce.remote.channel import Channel, ChannelError, GoneError
+from luce.remote.channel import Channel, ChannelError, GoneError, shut_down
 from luce.remote.messages import (
     PROTOCOL,
     Accept,
@@ -103,14 +103,12 @@ def serve(
     """
     with contextlib.ExitStack() as opened:
         signs: Channel[Ping] = Channel(watch, Ping)
-        opened.callback(signs.close)
         over = threading.Event()
         arguments = signs, requests, silence, over
         pings = threading.Thread(target=_answer_pings, args=arguments, name="luce-pings", daemon=True)
         pings.start()
-        # A descriptor that is closed while a thread waits on it may be another one when the thread wakes.
         opened.callback(pings.join)
-        opened.callback(_shut_down, watch)
+        opened.callback(signs.close)
         opened.callback(over.set)
         channel: Channel[Request] = Channel(requests, Request)
         opened.callback(channel.close)
@@ -126,15 +124,9 @@ def _answer_pings(watch: Channel[Ping], requests: socket.socket, silence: float 
     except ChannelError:
         if over.is_set():
             return
-        _shut_down(requests)
+        shut_down(requests)
         if silence is None and not over.wait(_GRACE):
             os._exit(1)
-
-
-def _shut_down(sock: socket.socket) -> None:
-    """End a connection, which wakes whoever waits on it. Not TLS's own end, which no other thread may send."""
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ checked against its dtype and shape before memory is taken for it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -17,6 +18,7 @@ import select
 import socket
 import ssl
 import struct
+import threading
 import time
 import types
 from typing import Any, Generic, TypeVar
@@ -57,7 +59,7 @@ class GarbageError(ChannelError):
 
 
 class Channel(Generic[Incoming]):
-    """One end of a connected stream socket, which it owns. Not thread-safe.
+    """One end of a connected stream socket, which it owns. For one thread; another one may close it meanwhile.
 
     `incoming`: the union of the message types that the peer sends.
     """
@@ -69,6 +71,9 @@ class Channel(Generic[Incoming]):
         self._apart: list[NDArray[Any]] = []
         self._expected: list[NDArray[Any]] = []
         self._left = 0
+        #: Held while the descriptor is in use. A thread that waits for a descriptor which is closed meanwhile waits for
+        #: whatever gets its number next, and reads from it.
+        self._using = threading.Lock()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode)
         self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=self._decode)
         self._header = memoryview(bytearray(_HEADER.size))
@@ -82,18 +87,20 @@ class Channel(Generic[Incoming]):
             body = self._encoder.encode(message)
             size = sum(array.nbytes for array in self._apart)
             deadline = time.monotonic() + timeout
-            self._put(_HEADER.pack(_MAGIC, len(body), number, size) + body, deadline)
-            for array in self._apart:
-                self._put(_bytes(array), deadline)
+            with self._using:
+                self._put(_HEADER.pack(_MAGIC, len(body), number, size) + body, deadline)
+                for array in self._apart:
+                    self._put(_bytes(array), deadline)
         finally:
             self._apart.clear()
 
     def ready(self) -> bool:
         """Whether something is there to receive: a frame, a part of one, the end."""
-        if self._tls and isinstance(self.socket, ssl.SSLSocket) and self.socket.pending():
-            return True
-        # A closed socket has an end to be received.
-        return self.socket.fileno() < 0 or bool(self._poller.poll(0))
+        with self._using:
+            if self._tls and isinstance(self.socket, ssl.SSLSocket) and self.socket.pending():
+                return True
+            # A closed socket has an end to be received.
+            return self.socket.fileno() < 0 or bool(self._poller.poll(0))
 
     def receive(self, *, timeout: float | None, limit: int = SMALL, spin: float = 0.0) -> tuple[int, Incoming]:
         """The next message and its request's number. Raises ChannelError; the channel is of no use then.
@@ -105,6 +112,42 @@ class Channel(Generic[Incoming]):
             end = min(deadline, time.monotonic() + spin)
             while not self.ready() and time.monotonic() < end:
                 pass
+        with self._using:
+            return self._frame(deadline, limit)
+
+    def send_descriptor(self, fd: int, *, timeout: float) -> None:
+        """Hand a descriptor to the peer, behind a message that announces it. Raises ChannelError."""
+        deadline = time.monotonic() + timeout
+        with self._using:
+            while True:
+                try:
+                    socket.send_fds(self.socket, [b"f"], [fd])
+                    return
+                except OSError as error:
+                    self._after(error, select.POLLOUT, deadline)
+
+    def receive_descriptor(self, *, timeout: float) -> int:
+        """The descriptor that the peer hands over, not inherited by child processes. Raises ChannelError."""
+        deadline = time.monotonic() + timeout
+        with self._using:
+            while True:
+                try:
+                    _, fds, _, _ = socket.recv_fds(self.socket, 1, 1)
+                    break
+                except OSError as error:
+                    self._after(error, select.POLLIN, deadline)
+        if not fds:
+            raise GarbageError("it sent no descriptor")
+        os.set_inheritable(fds[0], False)
+        return fds[0]
+
+    def close(self) -> None:
+        """Close the socket, once a thread that waits on it has seen its end. Idempotent."""
+        shut_down(self.socket)
+        with self._using:
+            self.socket.close()
+
+    def _frame(self, deadline: float, limit: int) -> tuple[int, Incoming]:
         self._fill(self._header, deadline)
         magic, length, number, size = _HEADER.unpack(self._header)
         if magic != _MAGIC:
@@ -125,34 +168,6 @@ class Channel(Generic[Incoming]):
             self._fill(_bytes(array), deadline)
         self._expected.clear()
         return number, message
-
-    def send_descriptor(self, fd: int, *, timeout: float) -> None:
-        """Hand a descriptor to the peer, behind a message that announces it. Raises ChannelError."""
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                socket.send_fds(self.socket, [b"f"], [fd])
-                return
-            except OSError as error:
-                self._after(error, select.POLLOUT, deadline)
-
-    def receive_descriptor(self, *, timeout: float) -> int:
-        """The descriptor that the peer hands over, not inherited by child processes. Raises ChannelError."""
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                _, fds, _, _ = socket.recv_fds(self.socket, 1, 1)
-                break
-            except OSError as error:
-                self._after(error, select.POLLIN, deadline)
-        if not fds:
-            raise GarbageError("it sent no descriptor")
-        os.set_inheritable(fds[0], False)
-        return fds[0]
-
-    def close(self) -> None:
-        """Close the socket. Idempotent."""
-        self.socket.close()
 
     def _put(self, data: bytes | memoryview, deadline: float) -> None:
         view = memoryview(data)
@@ -183,11 +198,7 @@ class Channel(Generic[Incoming]):
             raise GoneError(f"it closed the connection ({error.strerror or error})") from error
         left = deadline - time.monotonic()
         poller = select.poll()
-        try:
-            poller.register(self.socket, event)
-        except ValueError:
-            # Another thread has closed this end meanwhile.
-            raise GoneError("it is closed") from None
+        poller.register(self.socket, event)
         if left > 0 and poller.poll(None if left == math.inf else math.ceil(1000 * left)):
             return
         raise LateError("it does not answer" if event == select.POLLIN else "it does not read what it is sent")
@@ -222,6 +233,13 @@ class Channel(Generic[Incoming]):
         array = np.empty(shape, dtype)
         self._expected.append(array)
         return array
+
+
+def shut_down(sock: socket.socket) -> None:
+    """End a connection, which wakes whoever waits on it, at either end. For any thread."""
+    with contextlib.suppress(OSError):
+        # SSLSocket's own would take the TLS session from under the thread that reads.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

@@ -30,7 +30,7 @@ from luce.errors import (
     UsageError,
 )
 from luce.remote.arena import Arena
-from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError
+from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError, shut_down
 from luce.remote.messages import PROTOCOL, Failed, Hello, Load, Loaded, Open, Ping, Pong, Reply
 
 _log = logging.getLogger(__name__)
@@ -336,5 +336,4 @@ def failure(name: str, failed: Failed, *, starting: bool = False) -> LuceError:
 def _shut_down(peer: Peer | None) -> None:
     """End both connections, which wakes whoever waits on them, here and in the daemon."""
     for sock in () if peer is None else (peer.watch, peer.requests):
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+        shut_down(sock)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import select
 import socket
 import struct
 import threading
@@ -169,3 +171,43 @@ def test_only_arrays_and_messages_travel(pair: Pair) -> None:
     with pytest.raises((TypeError, NotImplementedError, GarbageError)):
         pair[0].send(1, Fetched({"x": odd}), timeout=1)
         pair[1].receive(timeout=1)
+
+
+def test_a_descriptor_outlives_the_wait_for_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The kernel looks a descriptor up again when it wakes a poll: closed before that, its number may name another file.
+    ours, _ = pair
+    waiting, woken, go = threading.Event(), threading.Event(), threading.Event()
+
+    class Poll:
+        def __init__(self) -> None:
+            self.poll_object = poll()
+            self.register = self.poll_object.register
+
+        def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
+            waiting.set()
+            found = self.poll_object.poll(timeout)
+            woken.set()
+            go.wait()
+            return found
+
+    poll = select.poll
+    monkeypatch.setattr(select, "poll", Poll)
+    errors: list[GoneError] = []
+
+    def receive() -> None:
+        with pytest.raises(GoneError) as caught:
+            ours.receive(timeout=None)
+        errors.append(caught.value)
+
+    receiver, closer = (threading.Thread(target=call, daemon=True) for call in (receive, ours.close))
+    number = ours.socket.fileno()
+    receiver.start()
+    waiting.wait()
+    closer.start()
+    woken.wait()
+    os.fstat(number)
+    assert closer.is_alive() and ours.socket.fileno() == number
+    go.set()
+    receiver.join()
+    closer.join()
+    assert errors and ours.socket.fileno() < 0
