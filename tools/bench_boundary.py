@@ -30,9 +30,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from luce.backend import daemon as served
-from luce.backend import remote
+from luce.backend import daemon
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.remote import RemoteShard
+from luce.backend.requests import Request
+from luce.backend.served import ServedModel
 from luce.bench.measure import Stepper
 from luce.cli.main import main as luce
 from luce.config import Config
@@ -69,8 +71,8 @@ def noted(
 def serve(out: Path, arguments: Sequence[str]) -> int:
     """The daemon: `luce shard` with notes, which are written when it ends."""
     notes: Notes = {"work": [], "copy in": []}
-    session, model = served._Session, served._Model
-    noted(notes, session, "_announce", "announced", "prepared")
+    session, model = daemon._Session, ServedModel
+    noted(notes, model, "announce", "announced", "prepared")
     noted(notes, session, "_handle", "told", "queued", lambda self, number, message: isinstance(message, Forward))
     noted(notes, session, "_answer", "done", "sent")
     events: list[tuple[Any, Any]] = []
@@ -210,10 +212,10 @@ def main() -> int:
         with opened(options.model, options.devices, options.prompt, context, settings) as backend:
             ours: Notes = {}
             last = backend.shards[-1]
-            assert isinstance(last, remote.RemoteShard)
+            assert isinstance(last, RemoteShard)
             noted(ours, last, "announce", "announcing", "announced")
             # Requests are waited for by it as well.
-            arrived = "", "there", lambda device, event: not isinstance(event, remote._Request)
+            arrived = "", "there", lambda device, event: not isinstance(event, Request)
             noted(ours, RemoteDevice, "wait_for", *arrived)
             release = last._release
 
@@ -224,7 +226,7 @@ def main() -> int:
                     ours.setdefault("told", []).append(time.monotonic())
 
             last._release = told  # type: ignore[method-assign]
-            output = remote._Request.output
+            output = Request.output
 
             def read(request: Any) -> Any:
                 request.wait()
@@ -233,7 +235,7 @@ def main() -> int:
                 ours.setdefault("read", []).append(time.monotonic())
                 return result
 
-            remote._Request.output = read  # type: ignore[method-assign, assignment]
+            Request.output = read  # type: ignore[method-assign, assignment]
             remote_prompt, remote_step, remote_tokens = measured(backend, options, ours)
         found = parts(ours, json.loads(out.read_text()), remote_step, options.steps)
     print(

@@ -16,8 +16,8 @@ from luce import __version__
 from luce.backend.daemon import serve
 from luce.backend.local import LocalShard
 from luce.backend.plan import handed_widths
-from luce.backend.remote import shared_size
 from luce.backend.shard import Activation, Pending
+from luce.backend.shared import shared_size
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 from luce.remote.arena import shared_arena

@@ -29,7 +29,7 @@ EXPECTED = REFERENCE.expected["greedy_17"][:6].tolist()
 GOES_WRONG = """
 from pathlib import Path
 import numpy as np
-from luce.backend import daemon
+from luce.backend import daemon, served
 from luce.cli.main import main
 
 stage, misdeed, lives, always, marker = {stage!r}, {misdeed!r}, {lives!r}, {always!r}, Path({marker!r})
@@ -67,12 +67,12 @@ def watched(self, channel, *rest):
     sockets.append(channel.socket)
     session(self, channel, *rest)
 daemon._Session.__init__ = watched
-build = daemon._Model.__init__
+build = served.ServedModel.__init__
 def built(self, path, load, devices, *rest):
     self.devices = devices
     build(self, path, load, devices, *rest)
-daemon._Model.__init__ = built
-wrap(daemon._Model, *{{
+served.ServedModel.__init__ = built
+wrap(served.ServedModel, *{{
     "load": ("__init__", lambda *_: True),
     "prefill": ("forward", lambda message, *_: message.step.rows > 1),
     "decode": ("forward", lambda message, *_: message.step.rows == 1),
@@ -80,7 +80,7 @@ wrap(daemon._Model, *{{
 }}[stage])
 if stage == "load":
     # The device is there before the model is.
-    daemon._Model.devices = [daemon.HostDevice(1)]
+    served.ServedModel.devices = [served.HostDevice(1)]
 sys.exit(main(sys.argv[4:]))
 """
 STAGES = ["prefill", "decode", "save"]

@@ -1,0 +1,359 @@
+"""The layers that a daemon serves, on the devices of its process.
+
+Work is queued on the devices; `Work` says when it is done, and what the answer is then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce import log
+from luce.backend.chain import Chain
+from luce.backend.checks import check_pages, check_step, load_layers, within
+from luce.backend.kept import HostKept, JoinedKept, Piece
+from luce.backend.local import LocalShard
+from luce.backend.plan import handed_on, handed_widths
+from luce.backend.shard import Activation
+from luce.backend.shared import ANSWER, Answer, shared_size
+from luce.errors import BackendError, DeviceError, ModelError
+from luce.gguf.fingerprint import fingerprint
+from luce.gguf.reader import open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.ops.kvtype import KVTypes
+from luce.remote.arena import Arena
+from luce.remote.messages import (
+    Announce,
+    Done,
+    Fetch,
+    Fetched,
+    Fill,
+    Forward,
+    Kind,
+    Load,
+    Loaded,
+    Part,
+    Project,
+    Reply,
+    Restore,
+    Save,
+    Saved,
+)
+from luce.runtime.device import Array, Device, Event, Word
+from luce.runtime.host import HostDevice, HostEvent
+from luce.runtime.step import TOP, Int32, Output, Step
+from luce.runtime.transfer import DEPTH, Link, Passage
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A Forward or Save whose work is queued: its answer follows when `event` has happened."""
+
+    event: Event
+    answer: Callable[[], Reply]
+
+
+class _Copied(Event):
+    """When what was put aside is there."""
+
+    def __init__(self, kept: JoinedKept) -> None:
+        self._kept = kept
+
+    def happened(self) -> bool:
+        return self._kept.ready()
+
+    def wait(self) -> None:
+        self._kept.wait()
+
+    def seconds_since(self, start: Event) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A step whose Forward is to come. Its work may be queued and wait for the input, or be what cannot be queued."""
+
+    message: Announce
+    work: Work | None = None
+    problem: Exception | None = None
+
+
+class _SharedMemory(HostDevice):
+    """The arena as the place that activations come from."""
+
+    shared = True
+
+
+class ServedModel:
+    """The layers that one Load names, on their devices. Raises LuceError for what a message cannot ask for."""
+
+    def __init__(
+        self, path: Path, load: Load, devices: Sequence[Device], arena: Arena, opened: contextlib.ExitStack
+    ) -> None:
+        file = opened.enter_context(open_gguf(path))
+        if fingerprint(file) != load.fingerprint:
+            raise ModelError(f"{path}: the daemon's file is not the server's: their contents differ")
+        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+        layers = load_layers(load, len(devices), spec)
+        spec = replace(spec, captured=load.captured)
+        self.spec = spec
+        self.load = load
+        self.devices = devices
+        self.arena = arena
+        self.takes = handed_widths(spec, layers[0].start)
+        self.gives = handed_widths(spec, layers[-1].stop)
+        self.chain = Chain(peer=load.peer)
+        opened.callback(self.chain.close)
+        opened.callback(arena.close)
+        if load.arena != shared_size(load.rows, self.takes, self.gives):
+            raise BackendError(f"{load.arena} bytes of shared memory do not suit steps of {load.rows} rows")
+        problems = arena.pin(devices)
+        for problem in problems:
+            _log.warning("shared memory is not pinned, copies are slower: %s", problem)
+        #: whether the devices wait for a step's input, and tell its output, by themselves
+        self.words = load.shared and not problems and all(device.uses_words for device in devices) and self._try_words()
+        #: where the output of the step that is being queued goes, if it does not go with the answer
+        self._landing: Iterator[NDArray[Any]] | None = None
+        for number, (device, part, spare) in enumerate(zip(devices, layers, load.spare, strict=True)):
+            log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
+            shard = LocalShard(
+                file,
+                spec,
+                part,
+                device,
+                pages=load.pages,
+                slots=load.slots,
+                kv=KVTypes(*load.kv),
+                verify=load.verify,
+                spare=spare,
+                fetch=self._fetch,
+                on_captured=self._hand_captured,
+            )
+            # What a device raises names it.
+            self.chain.add(f"layers {part.start}..{part.stop - 1}", str(device.name), shard)
+            if number:
+                self.chain.link(load.rows * handed_on(spec, part.start) // 4)
+        self._entry = None
+        if self.takes:
+            size = load.rows * sum(self.takes)
+            self._entry = Link(_SharedMemory(), devices[0], size, peer=False, watch=lambda start, end: None)
+        self._exit = devices[-1].copy_stream()
+        #: what was handed on, until the copies are done
+        self._sent: deque[tuple[Activation, Event]] = deque()
+        self._counted = 0.0
+        #: where the step that is being queued hands on
+        self._target = -1
+        self._kept: dict[int, JoinedKept] = {}
+
+    def loaded(self) -> Loaded:
+        """What lies on the devices, and the model's dimensions as this process sees them."""
+        parts = (part for shard in self.chain.shards for part in shard.parts)
+        shown = (Part(p.device, (p.layers.start, p.layers.stop), p.weights, p.state, p.unpacked) for p in parts)
+        return Loaded(tuple(shown), self.takes, self.gives, self.spec.vocab, self.words)
+
+    def _try_words(self) -> bool:
+        """Whether the devices do with words what they are asked to."""
+        try:
+            for device in self.devices:
+                device.wait_for(Word(self.arena.given, int(self.arena.given[0])))
+                device.tell(Word(self.arena.told, int(self.arena.told[0])))
+                device.synchronize()
+        except DeviceError as error:
+            _log.warning("the host tells GPUs when to go on, steps are slower: %s", error)
+            return False
+        return True
+
+    def _fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
+        """A device's `fetch`, for outputs."""
+        return self.devices[-1].fetch(array, None if self._landing is None else next(self._landing))
+
+    def announce(self, message: Announce) -> Announced:
+        """Do what can be done before the input is there. What goes wrong is the answer to Forward."""
+        try:
+            check_step(message.step, self.spec.vocab, self.load)
+            self._check_places(message)
+            work = None
+            if message.given is not None:
+                work = self.forward(message, Word(self.arena.given, message.given))
+        except Exception as error:
+            return Announced(message, problem=error)
+        return Announced(message, work)
+
+    def run(self, announced: Announced, message: Forward) -> Work:
+        """The work of an announced step, queued now if it is not yet."""
+        if announced.problem is not None:
+            raise announced.problem
+        if (message.data is None) != (self.load.shared or not self.takes):
+            raise BackendError("an activation came by the wrong way")
+        if message.data is not None:
+            size = 4 * announced.message.step.rows * sum(self.takes)
+            if message.data.shape != (size,):
+                raise BackendError(f"an activation of {message.data.shape} bytes, expected {size}")
+            at = announced.message.source
+            self.arena.memory[at : at + size] = message.data
+        return announced.work or self.forward(announced.message, HostEvent())
+
+    def _check_places(self, message: Announce) -> None:
+        rows = message.step.rows
+        if rows > self.load.rows and (self.takes or self.gives):
+            raise BackendError(f"a step of {rows} rows, at most {self.load.rows} were agreed on")
+        for at, widths in ((message.source, self.takes), (message.target, self.gives)):
+            inside = 0 <= at <= len(self.arena.memory) - 4 * rows * sum(widths) and at % 4 == 0
+            if not inside if widths else at != -1:
+                raise BackendError(f"place {at} is none for an activation of {rows} rows")
+        if message.given is not None and not (self.words and self.takes):
+            raise BackendError("there is no input that a device here could wait for")
+        inside = 0 <= message.answer <= len(self.arena.memory) - ANSWER and message.answer % 64 == 0
+        if message.told is not None and not (self.words and not self.gives and inside and len(message.step.wanted)):
+            raise BackendError(f"place {message.answer} is none for an output, or there is none")
+
+    def forward(self, message: Announce, there: Event) -> Work:
+        """Queue a step whose input is there when the event has happened."""
+        if message.told is not None:
+            memory = self.arena.memory[message.answer : message.answer + ANSWER]
+            self._landing = iter(Answer(message.step, self.spec.vocab, memory).parts)
+        try:
+            return self._queue(message, there)
+        finally:
+            self._landing = None
+
+    def _queue(self, message: Announce, there: Event) -> Work:
+        step, target = message.step, message.target
+        handed: Passage | None = None
+        self._target = target
+        if self._entry is not None:
+            handed = self._entry.send(self.arena.floats(message.source, step.rows, self.takes), there)
+        result, end = self.chain.run(0, step, handed)
+        for following in range(1, len(self.devices)):
+            assert isinstance(result, Passage)
+            handed = result
+            result, end = self.chain.run(following, step, handed)
+        if not isinstance(result, tuple):
+            assert not isinstance(result, Passage)
+            pending = result
+            if message.told is not None:
+                self.devices[-1].tell(Word(self.arena.told, message.told))
+                return Work(self.devices[-1].record(), lambda: Done(self._seconds()))
+            apart = self._apart(target, step.rows) if self.gives else None
+            # Behind the copies of what was captured.
+            return Work(self.devices[-1].record(), lambda: Done(self._seconds(), pending(), apart))
+        if len(self._sent) == DEPTH:
+            # Memory of what was handed on is used again from here on.
+            _, taken = self._sent.popleft()
+            self.devices[-1].wait_for(taken)
+        self._exit.wait_for(end)
+        for place, array in zip(self.arena.floats(target, step.rows, self.gives), result, strict=True):
+            self._exit.copy(place, array)
+        copied = self._exit.record()
+        if handed is not None:
+            # What is handed on may lie in what was handed over.
+            handed.release(copied)
+        self._sent.append((result, copied))
+        return Work(copied, lambda: Done(self._seconds(), None, self._apart(target, step.rows)))
+
+    def _hand_captured(self, step: Step, outputs: Sequence[Array]) -> None:
+        """What the last shard has captured goes where others hand on."""
+        self._exit.wait_for(self.devices[-1].record())
+        for place, output in zip(self.arena.floats(self._target, step.rows, self.gives), outputs, strict=True):
+            self._exit.copy(place, output.view(np.float32))
+        # Memory of the outputs is used again by the next step, and the answer says that they are there.
+        self.devices[-1].wait_for(self._exit.record())
+
+    def _apart(self, at: int, rows: int) -> NDArray[np.uint8] | None:
+        return None if self.load.shared else self.arena.memory[at : at + 4 * rows * sum(self.gives)]
+
+    def _seconds(self) -> float:
+        """What the devices have worked since the last answer."""
+        self.chain.look()
+        total = self.chain.worked()
+        seconds, self._counted = total - self._counted, total
+        return seconds
+
+    def embed(self, tokens: Int32) -> NDArray[np.float32]:
+        """Rows of the token table, [tokens, H]."""
+        if tokens.ndim != 1 or not within(tokens, self.spec.vocab):
+            raise BackendError("tokens that do not exist")
+        rows: NDArray[np.float32] = self.devices[0].download(self.chain.shards[0].embed(tokens))
+        return rows
+
+    def project(self, message: Project) -> Output:
+        """The head's product with rows."""
+        if message.hidden.ndim != 2 or message.hidden.shape[1] != self.spec.hidden or not 0 <= message.top <= TOP:
+            raise BackendError(f"rows of shape {message.hidden.shape} and {message.top} candidates cannot be projected")
+        return self.chain.shards[-1].project(message.hidden, top=message.top, logits=message.logits)()
+
+    def accept(self, slot: int, rows: int) -> None:
+        """The first rows of a tentative span count."""
+        check_pages(self.load, slot)
+        if not 0 < rows <= self.load.verify:
+            raise BackendError(f"{rows} rows cannot be accepted, tentative spans have up to {self.load.verify}")
+        for shard in self.chain.shards:
+            shard.accept(slot, rows)
+
+    def save(self, number: int, message: Save) -> Work:
+        """Queue the copies; what they make is known by the number."""
+        check_pages(self.load, message.slot, message.pages)
+        shards = self.chain.shards
+        parts = [shard.save(message.slot, message.pages, held=message.held) for shard in shards]
+        kept = self._kept[number] = JoinedKept(parts)
+        return Work(_Copied(kept), lambda: _saved(kept))
+
+    def fetch(self, message: Fetch) -> Fetched:
+        """Some of what was put aside, once it is there."""
+        found: dict[str, NDArray[np.generic]] = {}
+        for part in self._named(message.kept).parts:
+            assert isinstance(part, HostKept)
+            part.wait()
+            found |= part.rows(message.first, message.count, set(message.names) - part.mirrors)
+        return Fetched(found)
+
+    def restore(self, message: Restore) -> None:
+        """What was put aside, back into pages and a slot."""
+        check_pages(self.load, message.slot, message.pages)
+        for shard, part in zip(self.chain.shards, self._named(message.kept).parts, strict=True):
+            shard.restore(message.slot, message.pages, part, message.first)
+
+    def fill(self, message: Fill) -> None:
+        """The same from tensors that came with the message."""
+        check_pages(self.load, message.slot, message.pages)
+        for shard in self.chain.shards:
+            shard.fill(Piece(message.slot, message.pages, range(*message.layers), message.tensors))
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """What these requests put aside is of no use any more."""
+        for number in numbers:
+            self._kept.pop(number, None)
+
+    def _named(self, number: int) -> JoinedKept:
+        if number not in self._kept:
+            raise BackendError(f"request {number} has put nothing aside")
+        return self._kept[number]
+
+    def settle(self) -> None:
+        """Wait until nothing runs, whether it fails or not."""
+        self._sent.clear()
+        self.chain.settle()
+        if self._entry is not None:
+            with contextlib.suppress(DeviceError):
+                self._entry.settle()
+
+
+def _saved(kept: JoinedKept) -> Saved:
+    kinds = {}
+    for part in kept.parts:
+        assert isinstance(part, HostKept)
+        for name, tensor in part.tensors.items():
+            if name not in part.mirrors:
+                kinds[name] = Kind(tensor.dtype.str, tensor.shape, name in part.paged)
+    return Saved(kinds, kept.nbytes)
