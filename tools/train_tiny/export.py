@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import draft, drafter, target
-from .data import CHAT_TEMPLATE, END, MASK, SPECIALS, VOCAB
+from .data import CHAT_TEMPLATE, END, MASK, SPECIALS, VOCAB, token_id
 
 Floats = NDArray[np.float32]
 
@@ -29,8 +29,8 @@ def q6_k(values: Floats) -> NDArray[np.uint8]:
     wide = np.where(d == 0, 1, d).astype(np.float32)
     steps = np.clip(np.round(scales / wide[:, None]), -128, 127).astype(np.int8)
     unit = wide[:, None] * steps
-    q = np.round(x / np.where(unit == 0, 1, unit)[..., None])
-    q = (np.clip(q, -32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)  # halves of 128, quarters of 32
+    rounded = np.round(x / np.where(unit == 0, 1, unit)[..., None])
+    q = (np.clip(rounded, -32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)  # halves of 128, quarters of 32
     low = (q[:, :, :2] & 15) | (q[:, :, 2:] & 15) << 4
     high = sum(q[:, :, i] >> 4 << 2 * i for i in range(4))
     parts = (low.reshape(-1, 128), np.asarray(high).reshape(-1, 64), steps.view(np.uint8), d[:, None].view(np.uint8))
@@ -58,16 +58,16 @@ def _tokenizer(writer: gguf.GGUFWriter, bpe: tokenizers.Tokenizer) -> None:
     control = {text for text, flag in SPECIALS.items() if flag}
     kinds = [gguf.TokenType.NORMAL] * VOCAB
     for text in SPECIALS:
-        kinds[bpe.token_to_id(text)] = gguf.TokenType.CONTROL if text in control else gguf.TokenType.USER_DEFINED
+        kinds[token_id(bpe, text)] = gguf.TokenType.CONTROL if text in control else gguf.TokenType.USER_DEFINED
     merges = json.loads(bpe.to_str())["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen35")
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_bos_token_id(bpe.token_to_id(END))
-    writer.add_eos_token_id(bpe.token_to_id("<|im_end|>"))
-    writer.add_pad_token_id(bpe.token_to_id(END))
+    writer.add_bos_token_id(token_id(bpe, END))
+    writer.add_eos_token_id(token_id(bpe, "<|im_end|>"))
+    writer.add_pad_token_id(token_id(bpe, END))
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHAT_TEMPLATE)
 
@@ -165,7 +165,7 @@ def write_draft(
     writer.add_uint32(f"{prefix}.dflash.n_target_layers", len(draft.CAPTURE))
     writer.add_uint32(f"{prefix}.dflash.n_target_features", len(draft.CAPTURE) * draft.HIDDEN)
     writer.add_uint32(f"{prefix}.dflash.block_size", draft.BLOCK)
-    writer.add_uint32(f"{prefix}.dflash.mask_token_id", bpe.token_to_id(MASK))
+    writer.add_uint32(f"{prefix}.dflash.mask_token_id", token_id(bpe, MASK))
     writer.add_array(f"{prefix}.dflash.target_layer_ids", list(draft.CAPTURE))
     _write(writer, _arrays(weights), matrices, ())
 
