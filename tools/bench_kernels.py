@@ -19,7 +19,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,7 +59,7 @@ class Case:
     """
 
     name: str
-    calls: list[Callable[[], object]]
+    calls: Sequence[Callable[[], object]]
     nbytes: int
     flops: int = 0
     captured: bool = True
@@ -155,8 +155,8 @@ def deltanet(device: Device) -> Iterator[Case]:
     key_heads, d, taps = 16, 128, 4
     for heads in (48, 32):
         channels = (2 * key_heads + heads) * d
-        vectors = (normal(device, size) for size in (heads, heads, d))
-        weights = DeltaWeights(normal(device, channels, taps), -abs(next(vectors)), *vectors, 1e-6, key_heads)
+        decay, dt_bias, norm = (normal(device, size) for size in (heads, heads, d))
+        weights = DeltaWeights(normal(device, channels, taps), -abs(decay), dt_bias, norm, 1e-6, key_heads)
         plain = [(spans, rows, 0) for spans, rows in ((1, 1), (1, 4), (1, 16), (16, 1), (64, 1))]
         # Rows that are accepted of the tentative span before such a one.
         verify = [(1, 4, 4), (1, 16, 1), (1, 16, 8), (1, 16, 16)]
@@ -267,7 +267,7 @@ class Timer:
     device: GpuDevice
     repeat: int
 
-    def seconds(self, calls: list[Callable[[], object]], *, captured: bool = True) -> float:
+    def seconds(self, calls: Sequence[Callable[[], object]], *, captured: bool = True) -> float:
         """Median seconds of one call, from graphs of enough calls to fill a few milliseconds, or from queued calls."""
         import cupy
 
@@ -328,7 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = GpuDevice(gpus[0].name.kind, gpus[0].name.index)
     timer = Timer(device, options.repeat)
     rate = copy_rate(device, timer)
-    results = []
+    results: list[dict[str, Any]] = []
     for name in options.family or FAMILIES:
         for case in FAMILIES[name](device):
             if options.only not in case.name:

@@ -86,7 +86,7 @@ def _train(options: argparse.Namespace) -> None:
             return train.draft(base, start_draft, feed, corpus, plan, seconds, path, sequences=options.sequences)
 
         weights["draft"] = _retry(run_draft, setup, options.draft)
-        model = draft.Draft(setup.dtype, corpus.tokenizer.token_to_id(data.MASK))
+        model = draft.Draft(setup.dtype, data.token_id(corpus.tokenizer, data.MASK))
         say("acceptance")
         evaluate.acceptance(weights["target"], model, weights["draft"], corpus, setup, count=options.evaluated)
     if options.drafter:

@@ -16,6 +16,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -213,6 +214,13 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     return _with_specials(_byte_level(models.BPE(words, [tuple(merge.split(" ")) for merge in merges])))
 
 
+def token_id(bpe: tokenizers.Tokenizer, text: str) -> int:
+    """The id of a token that the tokenizer has."""
+    found = bpe.token_to_id(text)
+    assert found is not None, text
+    return found
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Token ids, uint16; documents end with END. `code` and `text` are held-out files."""
@@ -229,7 +237,7 @@ def build(packages: Path, out: Path, bpe: tokenizers.Tokenizer | None = None) ->
     documents_ = list(documents(packages))
     if bpe is None:
         bpe = train_tokenizer(text for i, (_, _, text) in enumerate(documents_) if i % 4 == 0)
-    end = bpe.token_to_id(END)
+    end = token_id(bpe, END)
     parts: dict[str, list[NDArray[np.uint16]]] = {"train": [], "code": [], "text": []}
     rows: dict[str, list[int]] = {}
     for start in range(0, len(documents_), 256):
@@ -244,11 +252,8 @@ def build(packages: Path, out: Path, bpe: tokenizers.Tokenizer | None = None) ->
             row[1] += len(text)
             row[2] += len(one.ids) + 1
     buffer = io.BytesIO()
-    np.savez(
-        buffer,
-        tokenizer=np.frombuffer(bpe.to_str().encode(), np.uint8),
-        **{name: np.concatenate(arrays) for name, arrays in parts.items()},
-    )
+    content: dict[str, Any] = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    np.savez(buffer, tokenizer=np.frombuffer(bpe.to_str().encode(), np.uint8), **content)
     # Two-byte tokens: positions and contexts modulo 2.
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 26, "lc": 0, "lp": 1, "pb": 1}]
     out.write_bytes(lzma.compress(buffer.getvalue(), lzma.FORMAT_XZ, filters=filters))

@@ -94,7 +94,8 @@ class Draft:
         mask = visible(anchors, captured.shape[1])
         names = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm")
         for layer in range(LAYERS):
-            q, k, v = _attention_in(x, f, *(w[f"blk.{layer}.{n}.weight"] for n in names), at, text, self.dtype)
+            norm, wq, wk, wv, q_norm, k_norm = (w[f"blk.{layer}.{n}.weight"] for n in names)
+            q, k, v = _attention_in(x, f, norm, wq, wk, wv, q_norm, k_norm, at, text, self.dtype)
             o = attend(q, k, v, self.dtype, mask).flatten(-2)
             x = x + linear(o, w[f"blk.{layer}.attn_output.weight"], self.dtype)
             parts = (w[f"blk.{layer}.{n}.weight"] for n in ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"))

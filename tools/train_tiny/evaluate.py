@@ -15,7 +15,7 @@ from . import draft as draft_model
 from . import drafter as drafter_model
 from . import export
 from . import target as target_model
-from .data import MASK, Corpus
+from .data import MASK, Corpus, token_id
 from .layers import Weights
 from .tasks import Tasks
 from .train import Setup, continuations
@@ -173,7 +173,7 @@ def expected(folder: Path, corpus: Corpus, tokens: int = 64) -> None:
         name: export.read(folder / f"{name}.gguf") for name in export.WRITERS if (folder / f"{name}.gguf").is_file()
     }
     base, model, small = files["target"], target_model.Target(torch.float32), drafter_model.Drafter(torch.float32)
-    draft = draft_model.Draft(torch.float32, corpus.tokenizer.token_to_id(MASK))
+    draft = draft_model.Draft(torch.float32, token_id(corpus.tokenizer, MASK))
     cases = []
     for prompt in PROMPTS:
         ids = corpus.tokenizer.encode(prompt, add_special_tokens=False).ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import gguf
 import numpy as np
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from . import draft, drafter, target
-from .data import CHAT_TEMPLATE, END, MASK, SPECIALS, VOCAB
+from .data import CHAT_TEMPLATE, END, MASK, SPECIALS, VOCAB, token_id
+from .layers import EPS
 
 Floats = NDArray[np.float32]
 
@@ -29,8 +31,8 @@ def q6_k(values: Floats) -> NDArray[np.uint8]:
     wide = np.where(d == 0, 1, d).astype(np.float32)
     steps = np.clip(np.round(scales / wide[:, None]), -128, 127).astype(np.int8)
     unit = wide[:, None] * steps
-    q = np.round(x / np.where(unit == 0, 1, unit)[..., None])
-    q = (np.clip(q, -32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)  # halves of 128, quarters of 32
+    rounded = np.round(x / np.where(unit == 0, 1, unit)[..., None])
+    q = (np.clip(rounded, -32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)  # halves of 128, quarters of 32
     low = (q[:, :, :2] & 15) | (q[:, :, 2:] & 15) << 4
     high = sum(q[:, :, i] >> 4 << 2 * i for i in range(4))
     parts = (low.reshape(-1, 128), np.asarray(high).reshape(-1, 64), steps.view(np.uint8), d[:, None].view(np.uint8))
@@ -58,16 +60,16 @@ def _tokenizer(writer: gguf.GGUFWriter, bpe: tokenizers.Tokenizer) -> None:
     control = {text for text, flag in SPECIALS.items() if flag}
     kinds = [gguf.TokenType.NORMAL] * VOCAB
     for text in SPECIALS:
-        kinds[bpe.token_to_id(text)] = gguf.TokenType.CONTROL if text in control else gguf.TokenType.USER_DEFINED
+        kinds[token_id(bpe, text)] = gguf.TokenType.CONTROL if text in control else gguf.TokenType.USER_DEFINED
     merges = json.loads(bpe.to_str())["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen35")
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_bos_token_id(bpe.token_to_id(END))
-    writer.add_eos_token_id(bpe.token_to_id("<|im_end|>"))
-    writer.add_pad_token_id(bpe.token_to_id(END))
+    writer.add_bos_token_id(token_id(bpe, END))
+    writer.add_eos_token_id(token_id(bpe, "<|im_end|>"))
+    writer.add_pad_token_id(token_id(bpe, END))
     writer.add_add_bos_token(False)
     writer.add_chat_template(CHAT_TEMPLATE)
 
@@ -85,13 +87,24 @@ def _arrays(weights: Mapping[str, Tensor]) -> dict[str, Floats]:
     return {name: w.float().numpy() for name, w in weights.items()}
 
 
-def _described(path: Path, architecture: str, name: str, matrices: Type) -> gguf.GGUFWriter:
+def _described(path: Path, architecture: str, name: str, sizes: ModuleType, matrices: Type) -> gguf.GGUFWriter:
+    """A file with what all three have: `sizes` is the module of the model."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_type("model")
     writer.add_name(name)
     writer.add_license("apache-2.0")
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if matrices == Type.Q8_0 else gguf.LlamaFileType.ALL_F32)
+    writer.add_context_length(target.CONTEXT)
+    writer.add_block_count(sizes.LAYERS)
+    writer.add_embedding_length(sizes.HIDDEN)
+    writer.add_feed_forward_length(sizes.FFN)
+    writer.add_head_count(sizes.HEADS)
+    writer.add_head_count_kv(sizes.KV_HEADS)
+    writer.add_key_length(sizes.HEAD)
+    writer.add_value_length(sizes.HEAD)
+    writer.add_rope_freq_base(sizes.ROPE_BASE)
+    writer.add_layer_norm_rms_eps(EPS)
     return writer
 
 
@@ -103,17 +116,7 @@ def write_target(
     for name in list(arrays):
         if name.endswith("ssm_a"):
             arrays[name] = -np.exp(arrays[name])
-    writer = _described(path, "qwen35", "luce-tiny", matrices)
-    writer.add_block_count(target.LAYERS)
-    writer.add_context_length(target.CONTEXT)
-    writer.add_embedding_length(target.HIDDEN)
-    writer.add_feed_forward_length(target.FFN)
-    writer.add_head_count(target.HEADS)
-    writer.add_head_count_kv(target.KV_HEADS)
-    writer.add_key_length(target.HEAD)
-    writer.add_value_length(target.HEAD)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(target.ROPE_BASE)
+    writer = _described(path, "qwen35", "luce-tiny", target, matrices)
     writer.add_rope_dimension_count(target.ROPE_DIMS)
     writer.add_rope_dimension_sections([3, 3, 2, 0])
     writer.add_uint32("qwen35.full_attention_interval", target.INTERVAL)
@@ -130,17 +133,7 @@ def write_drafter(
     path: Path, weights: Mapping[str, Tensor], bpe: tokenizers.Tokenizer, matrices: Type = Type.Q8_0
 ) -> None:
     """A qwen3 file with a tied head."""
-    writer = _described(path, "qwen3", "luce-tiny-drafter", matrices)
-    writer.add_block_count(drafter.LAYERS)
-    writer.add_context_length(target.CONTEXT)
-    writer.add_embedding_length(drafter.HIDDEN)
-    writer.add_feed_forward_length(drafter.FFN)
-    writer.add_head_count(drafter.HEADS)
-    writer.add_head_count_kv(drafter.KV_HEADS)
-    writer.add_key_length(drafter.HEAD)
-    writer.add_value_length(drafter.HEAD)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(drafter.ROPE_BASE)
+    writer = _described(path, "qwen3", "luce-tiny-drafter", drafter, matrices)
     _tokenizer(writer, bpe)
     _write(writer, _arrays(weights), matrices, ())
 
@@ -150,22 +143,12 @@ def write_draft(
 ) -> None:
     """A DFlash draft: no tokenizer, table or head of its own."""
     prefix = "qwen35-dflash-draft"
-    writer = _described(path, prefix, "luce-tiny-draft", matrices)
-    writer.add_block_count(draft.LAYERS)
-    writer.add_context_length(target.CONTEXT)
-    writer.add_embedding_length(draft.HIDDEN)
-    writer.add_feed_forward_length(draft.FFN)
+    writer = _described(path, prefix, "luce-tiny-draft", draft, matrices)
     writer.add_vocab_size(VOCAB)
-    writer.add_head_count(draft.HEADS)
-    writer.add_head_count_kv(draft.KV_HEADS)
-    writer.add_key_length(draft.HEAD)
-    writer.add_value_length(draft.HEAD)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(draft.ROPE_BASE)
     writer.add_uint32(f"{prefix}.dflash.n_target_layers", len(draft.CAPTURE))
     writer.add_uint32(f"{prefix}.dflash.n_target_features", len(draft.CAPTURE) * draft.HIDDEN)
     writer.add_uint32(f"{prefix}.dflash.block_size", draft.BLOCK)
-    writer.add_uint32(f"{prefix}.dflash.mask_token_id", bpe.token_to_id(MASK))
+    writer.add_uint32(f"{prefix}.dflash.mask_token_id", token_id(bpe, MASK))
     writer.add_array(f"{prefix}.dflash.target_layer_ids", list(draft.CAPTURE))
     _write(writer, _arrays(weights), matrices, ())
 

@@ -209,8 +209,8 @@ class Target:
             else:
                 q, k, v, g, beta, z, m = self._delta_in(x, *self._delta_weights(w, layer), self.dtype)
                 o, memory = self._delta(q, k, v, g, beta)
-                names = (f"blk.{layer}.ssm_norm.weight", f"blk.{layer}.ssm_out.weight")
-                x = self._delta_out(x, o, z, *(w[n] for n in names), self.dtype)
+                out_norm, out = (w[f"blk.{layer}.{n}.weight"] for n in ("ssm_norm", "ssm_out"))
+                x = self._delta_out(x, o, z, out_norm, out, self.dtype)
                 if state is not None:
                     state.memory[layer].copy_(memory)
                     state.past[layer].copy_(m[:, 1 - TAPS :])
@@ -245,7 +245,9 @@ class Target:
         x = F.embedding(ids[:, None], w["token_embd.weight"])
         for layer in range(LAYERS):
             if full(layer):
-                q, k, v, gate = _attention_in(x, *self._attention_weights(w, layer), state.position[None], self.dtype)
+                norm, wq, wk, wv, q_norm, k_norm = self._attention_weights(w, layer)
+                here = state.position[None]
+                q, k, v, gate = _attention_in(x, norm, wq, wk, wv, q_norm, k_norm, here, self.dtype)
                 keys, values = state.keys[layer], state.values[layer]
                 keys.index_copy_(2, state.position, k.transpose(1, 2))
                 values.index_copy_(2, state.position, v.transpose(1, 2))
@@ -269,8 +271,8 @@ class Target:
                 memory += k[..., None] * (beta[..., None] * (v - read))[..., None, :]
                 o = (memory * q[..., None]).sum(-2)[:, None]
                 z = linear(y, out_gate, self.dtype)
-                names = (f"blk.{layer}.ssm_norm.weight", f"blk.{layer}.ssm_out.weight")
-                x = _delta_out(x, o, z, *(w[n] for n in names), self.dtype)
+                out_norm, out = (w[f"blk.{layer}.{n}.weight"] for n in ("ssm_norm", "ssm_out"))
+                x = _delta_out(x, o, z, out_norm, out, self.dtype)
             x = self._ffn_of(w, layer, x, feed_forward)
         state.position += 1
         return x

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import tokenizers
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from .data import END, Corpus
+from .data import END, Corpus, token_id
 
 Ids = NDArray[np.uint16]
+Flags = NDArray[np.uint8]
 
 #: statement, question, and what comes before the answer; {n} is the thing's name, {v} its value
 PASSKEY = (
@@ -56,9 +56,9 @@ class Tasks:
     """Makes episodes. One generator, so equal seeds give equal rows."""
 
     def __init__(self, corpus: Corpus, seed: int, *, filler: Ids | None = None) -> None:
-        self._bpe: tokenizers.Tokenizer = corpus.tokenizer
+        self._bpe = corpus.tokenizer
         self._filler = corpus.train if filler is None else filler
-        self._end: int = self._bpe.token_to_id(END)
+        self._end = token_id(self._bpe, END)
         self._words = _WORDS.split()
         self._repeated = [self.encode(text) for text in _REPEATED]
         self.random: Generator = np.random.default_rng(seed)
@@ -121,7 +121,7 @@ class Tasks:
             questions.append((before.removesuffix(" "), " " * spaced + value + after))
         return statements, questions
 
-    def recall(self, length: int) -> tuple[Ids, Ids]:
+    def recall(self, length: int) -> tuple[Ids, Flags]:
         """An episode of at most `length` tokens: ids and, for each, whether it is part of an answer."""
         statements, questions = self._statements()
         chat = "? " in questions[0][0] and self.random.random() < 0.4
@@ -150,7 +150,7 @@ class Tasks:
         ids = np.concatenate([part for part, _ in parts])
         return ids, np.concatenate([np.full(len(part), flag, np.uint8) for part, flag in parts])
 
-    def copy(self, length: int) -> tuple[Ids, Ids]:
+    def copy(self, length: int) -> tuple[Ids, Flags]:
         """A snippet and its copy, as text, code or random tokens."""
         size = max(4, length // 2 - 12)
         if self.random.random() < 0.5:
@@ -176,9 +176,9 @@ class Tasks:
                     piece = self.filler(left)
                     flags = np.zeros(left, np.uint8)
                 elif self.random.random() < 0.15:
-                    piece, flags = self.copy(int(min(left, self.random.integers(24, 400))))
+                    piece, flags = self.copy(min(left, int(self.random.integers(24, 400))))
                 else:
-                    size = int(min(left, np.exp(self.random.uniform(np.log(160), np.log(length + 1)))))
+                    size = min(left, int(np.exp(self.random.uniform(np.log(160), np.log(length + 1)))))
                     piece, flags = self.recall(left if left - size < 160 else size)
                 piece, flags = piece[:left], flags[:left]
                 ids[row, at : at + len(piece)] = piece

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import draft as draft_model
 from . import drafter as drafter_model
 from . import target as target_model
-from .data import MASK, Corpus
+from .data import MASK, Corpus, token_id
 from .layers import Weights, no_compile, rms, token_loss, trainable
 from .optim import Clock, Optimiser
 from .tasks import Rows, Tasks
@@ -255,7 +255,7 @@ def draft(
         continuations(base, teacher, prompts(feed, max(8, sequences // 16), long), 256, batch=1024),
     ]
     print(f"draft: {sequences} continuations took {time.monotonic() - started:.1f} s", flush=True)
-    model = draft_model.Draft(setup.dtype, corpus.tokenizer.token_to_id(MASK), setup.compile)
+    model = draft_model.Draft(setup.dtype, token_id(corpus.tokenizer, MASK), setup.compile)
     w = trainable(weights, setup.device)
     optimiser = Optimiser(w, lr=lr)
     step, shown = 0, time.monotonic()
