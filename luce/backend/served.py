@@ -115,7 +115,6 @@ class ServedModel:
         self.gives = handed_widths(spec, layers[-1].stop)
         self.chain = Chain(peer=load.peer)
         opened.callback(self.chain.close)
-        opened.callback(arena.close)
         if load.arena != shared_size(load.rows, self.takes, self.gives):
             raise BackendError(f"{load.arena} bytes of shared memory do not suit steps of {load.rows} rows")
         problems = arena.pin(devices)

@@ -137,6 +137,22 @@ def test_opening(server: Server) -> None:
     server.refused(OPEN, "already")
 
 
+def test_a_refused_load_leaves_no_descriptor(server: Server) -> None:
+    with_memory = changed(WHOLE, shared=True)
+    arena = shared_arena(WHOLE.arena)
+    assert arena.fd is not None
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        reply = server.ask(with_memory, arena.fd)
+        assert isinstance(reply, Failed) and "no devices are open" in reply.message
+    assert len(os.listdir("/proc/self/fd")) == before
+    server.ask(OPEN)
+    reply = server.ask(changed(with_memory, arena=WHOLE.arena + 4096), arena.fd)
+    assert isinstance(reply, Failed) and "too small" in reply.message
+    assert len(os.listdir("/proc/self/fd")) == before
+    arena.close()
+
+
 LOADS: dict[str, tuple[dict[str, Any], str, str]] = {
     "another file": ({"fingerprint": "0" * 32}, "contents differ", "ModelError"),
     "no file": ({"path": "/no/such.gguf"}, "/no/such.gguf", "ModelError"),
