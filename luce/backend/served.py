@@ -113,6 +113,7 @@ class ServedModel:
         self.arena = arena
         self.takes = handed_widths(spec, layers[0].start)
         self.gives = handed_widths(spec, layers[-1].stop)
+        self._last = layers[-1].stop == len(spec.blocks)
         self.chain = Chain(peer=load.peer)
         opened.callback(self.chain.close)
         if load.arena != shared_size(load.rows, self.takes, self.gives):
@@ -214,7 +215,7 @@ class ServedModel:
         if message.given is not None and not (self.words and self.takes):
             raise BackendError("there is no input that a device here could wait for")
         inside = 0 <= message.answer <= len(self.arena.memory) - ANSWER and message.answer % 64 == 0
-        if message.told is not None and not (self.words and not self.gives and inside and len(message.step.wanted)):
+        if message.told is not None and not (self.words and self._last and inside and len(message.step.wanted)):
             raise BackendError(f"place {message.answer} is none for an output, or there is none")
 
     def forward(self, message: Announce, there: Event) -> Work:
