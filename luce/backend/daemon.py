@@ -58,6 +58,8 @@ _SEND = 60.0
 _GRACE = 5.0
 #: seconds to look for a message without sleeping, with a GPU: the work of the other shards in a decode step
 _SPIN = 10e-3
+#: seconds between looks at work that threads of this process are queueing
+_PATIENCE = 1e-3
 #: what a frame may hold beside the tensors of a Fill
 _LARGEST = 1 << 28
 
@@ -153,7 +155,7 @@ class _Session:
 
     def _answer_finished(self) -> None:
         """Answer what is done until a message is there, or nothing runs."""
-        while self._running and not self._channel.ready():
+        while self._running and not self._channel.ready(_PATIENCE if self._running[0][1].patient else 0.0):
             if _over(self._running[0][1]):
                 self._answer(*self._running.popleft())
 
@@ -169,6 +171,9 @@ class _Session:
             reply = work.answer()
         except Exception as error:
             reply = _failed(error)
+            if self._model is not None and self._model.chain.failure is not None:
+                # It is told here; what was queued behind it fails as well.
+                self._model.settle()
         self._channel.send(number, reply, timeout=_SEND)
 
     def _handle(self, number: int, message: Request) -> Reply | None:

@@ -96,13 +96,13 @@ class Channel(Generic[Incoming]):
         finally:
             self._apart.clear()
 
-    def ready(self) -> bool:
-        """Whether something is there to receive: a frame, a part of one, the end."""
+    def ready(self, seconds: float = 0.0) -> bool:
+        """Whether something is there to receive, or comes in so many seconds: a frame, a part of one, the end."""
         with self._using:
             if self._tls and isinstance(self.socket, ssl.SSLSocket) and self.socket.pending():
                 return True
             # A closed socket has an end to be received.
-            return self.socket.fileno() < 0 or bool(self._poller.poll(0))
+            return self.socket.fileno() < 0 or bool(self._poller.poll(1000 * seconds))
 
     def receive(self, *, timeout: float | None, limit: int = SMALL, spin: float = 0.0) -> tuple[int, Incoming]:
         """The next message and its request's number. Raises ChannelError; the channel is of no use then.
