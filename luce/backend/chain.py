@@ -21,8 +21,12 @@ from luce.runtime.device import Event
 from luce.runtime.step import Step
 from luce.runtime.transfer import Link, Passage
 
-#: What a shard makes of a step, and when its work is done.
+#: What a shard makes of a step, and when its work is done; of the last shard, when what `leave` did with it is.
 Ran = tuple[Passage | Activation | Pending, Event]
+#: gives what the first shard is handed of a step, if anything; on that shard's thread
+Enter = Callable[[Step], Passage | None]
+#: gets a step, what the last shard has made of it and when that is there, and says when nothing reads it; on its thread
+Leave = Callable[[Step, Activation | Pending, Event], Event]
 
 #: Steps per shard that may be queued and not done: enough that no shard waits for the host.
 _AHEAD = 2
@@ -32,11 +36,18 @@ class Chain:
     """Shards are added in order; each hands on to the next one by a link. `peer` as in Link.
 
     One thread uses a chain; any may ask for `times`. While steps are with the shards' threads (not `idle`), only
-    `queue`, `wait`, `settle` and `close` may be called.
+    `queue`, `look`, `wait`, `settle` and `close` may be called.
     """
 
-    def __init__(self, *, peer: bool) -> None:
+    def __init__(
+        self,
+        *,
+        peer: bool,
+        enter: Enter = lambda step: None,
+        leave: Leave = lambda step, result, end: end,
+    ) -> None:
         self._peer = peer
+        self._enter, self._leave = enter, leave
         self.shards: list[Shard] = []
         #: from each shard to the next
         self.links: list[Link] = []
@@ -72,11 +83,11 @@ class Chain:
         # The last shard comes to a step when all others have been there.
         return not self._given or self._given[-1].done()
 
-    def queue(self, step: Step) -> Callable[[], Pending]:
+    def queue(self, step: Step) -> Future[Ran]:
         """Let each shard's thread run a step once the shard before it has. Waits if too many steps are on the way.
 
-        Returns what waits until all have queued their work, and raises what failed. Once a step has failed, those
-        behind it are dropped and fail as well, until `settle`.
+        Returns what the last shard will have made of it. Once a step has failed, those behind it are dropped and fail
+        as well, until `settle`.
         """
         before: Future[Ran] | None = None
         for number, thread in enumerate(self._threads):
@@ -85,15 +96,14 @@ class Chain:
         self._given.append(before)
         while len(self._given) > _AHEAD * len(self.shards):
             self._given.popleft().result()
-        last = before
-        return lambda: _output(last.result())
+        return before
 
-    def through(self, step: Step) -> Pending:
+    def through(self, step: Step) -> Ran:
         """Run a step through all shards here and now."""
-        ran = self.run(0, step, None)
+        ran = self._run(0, step, self._enter(step))
         for number in range(1, len(self.shards)):
-            ran = self.run(number, step, _passage(ran))
-        return _output(ran)
+            ran = self._run(number, step, _passage(ran))
+        return ran
 
     def _follow(self, number: int, step: Step, before: Future[Ran] | None) -> Ran:
         """On a shard's thread."""
@@ -103,16 +113,13 @@ class Chain:
                 handed.release(None)
             raise self.failure
         try:
-            return self.run(number, step, handed)
+            return self._run(number, step, self._enter(step) if before is None else handed)
         except BaseException as error:
             self.failure = error
             raise
 
-    def run(self, number: int, step: Step, handed: Passage | None) -> Ran:
-        """Queue a shard's work on a step, and the copy of what it hands on if another shard follows.
-
-        Also when the shard's work is done. Raises BackendError naming the shard.
-        """
+    def _run(self, number: int, step: Step, handed: Passage | None) -> Ran:
+        """Queue a shard's work on a step, and the copy of what it hands on. Raises BackendError naming the shard."""
         shard = self.shards[number]
         device = shard.device
         with self._naming(number), contextlib.ExitStack() as failing:
@@ -122,22 +129,24 @@ class Chain:
             arrays = None if handed is None else handed.receive()
             start = device.record(timing=True)
             result = shard.forward(step, arrays)
-            done = end = device.record(timing=True)
+            end = device.record(timing=True)
             self._work[number].add(start, end)
-            passage = None
-            if isinstance(result, tuple) and number < len(self.links):
-                passage = self.links[number].send(result, end)
-                # What is handed on may lie in what was handed over.
+            ran: Passage | Activation | Pending = result
+            if number < len(self.links):
+                assert isinstance(result, tuple)
+                ran = passage = self.links[number].send(result, end)
                 done = passage.taken or end
+            else:
+                done = self._leave(step, result, end)
             failing.pop_all()
             if handed is not None:
+                # What is handed on may lie in what was handed over.
                 handed.release(done)
-            if passage is not None:
-                return passage, end
-            self._ends.append(end)
-            if len(self._ends) > _AHEAD * len(self.shards):
-                self._ends.popleft().wait()
-            return result, end
+            if number == len(self.links):
+                self._ends.append(done)
+                if len(self._ends) > _AHEAD * len(self.shards):
+                    self._ends.popleft().wait()
+            return ran, done
 
     @contextlib.contextmanager
     def _naming(self, number: int) -> Iterator[None]:
@@ -199,9 +208,4 @@ class Chain:
 
 def _passage(ran: Ran) -> Passage:
     assert isinstance(ran[0], Passage)
-    return ran[0]
-
-
-def _output(ran: Ran) -> Pending:
-    assert callable(ran[0])
     return ran[0]

@@ -85,11 +85,10 @@ def within(values: NDArray[np.int32], end: int) -> bool:
 
 
 def check_descriptor(fd: int, size: int) -> None:
-    """Raises BackendError if the memory of `fd`, which is closed then, has not `size` bytes for good.
+    """Raises BackendError unless the memory of `fd` has `size` bytes for good.
 
     A file that shrinks would end this process when it looks at the memory.
     """
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if os.fstat(fd).st_size < size or not seals & fcntl.F_SEAL_SHRINK:
-        os.close(fd)
         raise BackendError("the shared memory is too small, or can become so")

@@ -22,7 +22,7 @@ from luce.backend.checks import check_descriptor
 from luce.backend.served import Announced, ServedModel, Work
 from luce.errors import BackendError, LuceError, OutOfMemoryError
 from luce.remote.arena import Arena
-from luce.remote.channel import Channel, ChannelError, GoneError, shut_down
+from luce.remote.channel import Channel, ChannelError, GoneError
 from luce.remote.messages import (
     PROTOCOL,
     Accept,
@@ -58,6 +58,8 @@ _SEND = 60.0
 _GRACE = 5.0
 #: seconds to look for a message without sleeping, with a GPU: the work of the other shards in a decode step
 _SPIN = 10e-3
+#: seconds between looks at work that threads of this process are queueing
+_PATIENCE = 1e-3
 #: what a frame may hold beside the tensors of a Fill
 _LARGEST = 1 << 28
 
@@ -77,19 +79,21 @@ def serve(
     """
     with contextlib.ExitStack() as opened:
         signs: Channel[Ping] = Channel(watch, Ping)
+        channel: Channel[Request] = Channel(requests, Request)
         over = threading.Event()
-        arguments = signs, requests, silence, over
+        arguments = signs, channel, silence, over
         pings = threading.Thread(target=_answer_pings, args=arguments, name="luce-pings", daemon=True)
         pings.start()
         opened.callback(pings.join)
         opened.callback(signs.close)
         opened.callback(over.set)
-        channel: Channel[Request] = Channel(requests, Request)
         opened.callback(channel.close)
         _Session(channel, shares, path, opened).run()
 
 
-def _answer_pings(watch: Channel[Ping], requests: socket.socket, silence: float | None, over: threading.Event) -> None:
+def _answer_pings(
+    watch: Channel[Ping], requests: Channel[Request], silence: float | None, over: threading.Event
+) -> None:
     """Give signs of life, whatever the main thread does; when the server is gone the process does not outlive it."""
     try:
         while True:
@@ -98,7 +102,7 @@ def _answer_pings(watch: Channel[Ping], requests: socket.socket, silence: float 
     except ChannelError:
         if over.is_set():
             return
-        shut_down(requests)
+        requests.end()
         if silence is None and not over.wait(_GRACE):
             os._exit(1)
 
@@ -151,7 +155,7 @@ class _Session:
 
     def _answer_finished(self) -> None:
         """Answer what is done until a message is there, or nothing runs."""
-        while self._running and not self._channel.ready():
+        while self._running and not self._channel.ready(_PATIENCE if self._running[0][1].patient else 0.0):
             if _over(self._running[0][1]):
                 self._answer(*self._running.popleft())
 
@@ -167,6 +171,9 @@ class _Session:
             reply = work.answer()
         except Exception as error:
             reply = _failed(error)
+            if self._model is not None and self._model.chain.failure is not None:
+                # It is told here; what was queued behind it fails as well.
+                self._model.settle()
         self._channel.send(number, reply, timeout=_SEND)
 
     def _handle(self, number: int, message: Request) -> Reply | None:
@@ -234,15 +241,21 @@ class _Session:
         return Hello(PROTOCOL, __version__, os.getpid(), tuple(facts))
 
     def _load(self, message: Load) -> Reply:
-        fd = self._channel.receive_descriptor(timeout=_SEND) if message.shared and self._shares else None
-        if self._model is not None or not self._devices:
-            raise BackendError("no devices are open" if not self._devices else "layers are loaded already")
-        if message.shared and not self._shares:
-            raise BackendError("memory cannot be shared over this connection")
-        if fd is not None:
-            check_descriptor(fd, message.arena)
-        path = self._path or Path(message.path)
-        self._model = ServedModel(path, message, self._devices, Arena(message.arena, fd), self._opened)
+        with contextlib.ExitStack() as received:
+            fd = None
+            if message.shared and self._shares:
+                fd = self._channel.receive_descriptor(timeout=_SEND)
+                # The mapping holds the memory.
+                received.callback(os.close, fd)
+            if self._model is not None or not self._devices:
+                raise BackendError("no devices are open" if not self._devices else "layers are loaded already")
+            if message.shared and not self._shares:
+                raise BackendError("memory cannot be shared over this connection")
+            if fd is not None:
+                check_descriptor(fd, message.arena)
+            arena = Arena(message.arena, fd)
+        self._opened.callback(arena.close)
+        self._model = ServedModel(self._path or Path(message.path), message, self._devices, arena, self._opened)
         return self._model.loaded()
 
 

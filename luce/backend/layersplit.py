@@ -199,16 +199,16 @@ class LayerSplitBackend:
         try:
             pieces = cut(step, self._piece) if chain.links else [step]
             if len(pieces) == 1 and (not chain.links or (len(step.wanted) and chain.idle)):
-                results = [chain.through(step)]
+                ran = [chain.through(step)]
             else:
                 queued = [chain.queue(piece) for piece in pieces]
                 # What is captured is read by others as soon as this returns.
                 if not len(step.wanted) and self._ring is None:
                     self._unwaited = True
                     return self._output([])
-                results = [result() for result in queued]
+                ran = [result.result() for result in queued]
                 chain.wait()
-            outputs = [result() for result, piece in zip(results, pieces, strict=True) if len(piece.wanted)]
+            outputs = [_output(made) for (made, _), piece in zip(ran, pieces, strict=True) if len(piece.wanted)]
             chain.look()
             self._store_captured()
             self._unwaited = False
@@ -317,6 +317,13 @@ def _groups(devices: Sequence[Device]) -> list[tuple[int, list[Device]]]:
 
 def _remote(group: list[Device]) -> TypeGuard[list[RemoteDevice]]:
     return isinstance(group[0], RemoteDevice)
+
+
+def _output(made: object) -> Output:
+    """The output of what the last shard has made of a step."""
+    assert callable(made)
+    output: Output = made()
+    return output
 
 
 def _name(number: int, shard: ShardPlan) -> str:

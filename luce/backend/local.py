@@ -57,14 +57,15 @@ class LocalShard:
         spare: int = 0,
         on_layer: Callable[[], None] = lambda: None,
         on_captured: Captured = lambda step, outputs: None,
-        fetch: Callable[[Array], Callable[[], NDArray[Any]]] | None = None,
+        places: Callable[[Step], Sequence[NDArray[Any]] | None] = lambda step: None,
     ) -> None:
         """`verify`: most rows of a tentative span. `spare`: bytes in which matrices may be kept unpacked. `on_layer` is
-        called when a layer is read, `on_captured` by the last shard where layers are captured. `fetch` takes outputs to
-        the host, as the device's does.
+        called when a layer is read, `on_captured` by the last shard where layers are captured. `places`: host memory
+        for the ids, the logits and, if there are any, the keys of the candidates of a step, which its output is in
+        then; None: new arrays.
         """
         self.device = device
-        self._fetch = fetch or device.fetch
+        self._places = places
         self._out, self._in = device.copy_stream(), device.copy_stream()
         #: host memory that copies still read or write
         self._copied: deque[tuple[Event, object]] = deque()
@@ -118,16 +119,16 @@ class LocalShard:
         if not len(step.wanted):
             return lambda: Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
         ids, logits, *_ = left
-        full = self._picked(logits, step.full)
-        if step.top is None or not step.top.any():
-            return self._fetched(ids, full)
-        return self._fetched(ids, full, largest(self.device, self._picked(logits, step.top)))
+        arrays = [ids, self._picked(logits, step.full)]
+        if step.top is not None and step.top.any():
+            arrays.append(largest(self.device, self._picked(logits, step.top)))
+        return self._fetched(arrays, self._places(step))
 
-    def _fetched(self, ids: Array, logits: Array, keys: Array | None = None) -> Pending:
-        """What is returned of these arrays, whose copies to the host are queued here."""
-        best, full = self._fetch(ids), self._fetch(logits)
-        top = None if keys is None else self._fetch(keys)
-        return lambda: Output(best(), full(), None if top is None else candidates(top()))
+    def _fetched(self, arrays: Sequence[Array], places: Sequence[NDArray[Any]] | None = None) -> Pending:
+        """What is returned of ids, logits and keys of candidates, whose copies to the host are queued here."""
+        into: Sequence[NDArray[Any] | None] = (None,) * len(arrays) if places is None else places
+        ids, logits, *keys = [self.device.fetch(array, place) for array, place in zip(arrays, into, strict=True)]
+        return lambda: Output(ids(), logits(), candidates(keys[0]()) if keys else None)
 
     def embed(self, tokens: Int32) -> Array:
         if self._embedding is None:
@@ -139,8 +140,8 @@ class LocalShard:
             raise BackendError(f"{self.info.device}: only the last shard projects, this one has layers {self._shown}")
         device = self.device
         rows = self._head.project(device.upload(hidden) if isinstance(hidden, np.ndarray) else hidden)
-        keys = largest(device, rows)[:, :top] if top else None
-        return self._fetched(argmax(device, rows), rows if logits else rows[:0], keys)
+        keys = [largest(device, rows)[:, :top]] if top else []
+        return self._fetched([argmax(device, rows), rows if logits else rows[:0], *keys])
 
     @property
     def _shown(self) -> str:

@@ -92,6 +92,8 @@ class RemoteShard:
         self._announced: _Announced | None = None
         #: whose output comes through shared memory, or came last
         self._reader: Request | None = None
+        #: the last step whose captured outputs come with its answer
+        self._capturing: Request | None = None
         self._words = False
         self._forwards = 0
         for device in devices:
@@ -172,13 +174,10 @@ class RemoteShard:
 
     def _answers(self, step: Step) -> bool:
         """Whether the output of a step can come through shared memory."""
-        # What was captured comes with Done, and must be there before the output is.
-        if (
-            not self._last
-            or self._gives
-            or not len(step.wanted)
-            or (self._reader is not None and not self._reader.read)
-        ):
+        if not self._last or not len(step.wanted) or (self._reader is not None and not self._reader.read):
+            return False
+        # What was captured is handed to a drafter in the order of the steps.
+        if self._capturing is not None and not self._capturing.over:
             return False
         try:
             Answer(step, self._vocab, self._memory())
@@ -208,8 +207,10 @@ class RemoteShard:
         )
         if announced.told is not None:
             answer = Answer(step, self._vocab, self._memory())
-            request.expect(announced.told, lambda: self._checked(answer.output(), step))
+            request.expect(announced.told, lambda: self._read(answer, step, announced))
             self._reader = request
+        elif self._last and self._gives:
+            self._capturing = request
         return request.output if self._last else self._arena.floats(target, step.rows, self._gives)
 
     def embed(self, tokens: Int32) -> Array:
@@ -299,19 +300,29 @@ class RemoteShard:
             if reply.data.shape != expected.shape:
                 raise GarbageError(f"it handed on {reply.data.shape} bytes, expected {expected.shape}")
             expected[...] = reply.data
-        if self._last and self._gives:
-            outputs = self._arena.floats(announced.target, step.rows, self._gives)
-            self._on_captured(step, [output.copy().view(np.uint16) for output in outputs])
         if announced.told is not None and not announced.told.happened():
             raise GarbageError("it is done without the output")
-        if reply.output is not None and len(step.wanted):
-            self._checked(reply.output, step)
+        if reply.output is not None:
+            if len(step.wanted):
+                self._check_step(reply.output, step)
+            self._hand_captured(step, announced)
 
-    def _checked(self, output: Output, step: Step) -> Output:
+    def _read(self, answer: Answer, step: Step, announced: _Announced) -> Output:
+        """The output of a step that was told. Raises GarbageError if it is none."""
+        output = answer.output()
+        self._check_step(output, step)
+        self._hand_captured(step, announced)
+        return output
+
+    def _hand_captured(self, step: Step, announced: _Announced) -> None:
+        if self._gives:
+            outputs = self._arena.floats(announced.target, step.rows, self._gives)
+            self._on_captured(step, [output.copy().view(np.uint16) for output in outputs])
+
+    def _check_step(self, output: Output, step: Step) -> None:
         """Raises GarbageError unless it is an output of the step."""
         top = 0 if step.top is None else int(np.count_nonzero(step.top))
         self._check_output(output, len(step.wanted), int(np.count_nonzero(step.full)), (top, TOP))
-        return output
 
     def _check_output(self, output: Output, rows: int, full: int, asked: tuple[int, int]) -> None:
         """Raises GarbageError unless there are ids of `rows` rows, logits of `full`, and (rows, count) candidates."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce import log
-from luce.backend.chain import Chain
+from luce.backend.chain import Chain, Ran
 from luce.backend.checks import check_pages, check_step, load_layers, within
 from luce.backend.kept import HostKept, JoinedKept, Piece
 from luce.backend.local import LocalShard
 from luce.backend.plan import handed_on, handed_widths
-from luce.backend.shard import Activation
+from luce.backend.shard import Activation, Pending
 from luce.backend.shared import ANSWER, Answer, shared_size
 from luce.errors import BackendError, DeviceError, ModelError
 from luce.gguf.fingerprint import fingerprint
@@ -58,10 +59,30 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Work:
-    """A Forward or Save whose work is queued: its answer follows when `event` has happened."""
+    """A Forward or Save whose work is queued: its answer follows when `event` has happened.
+
+    `patient`: threads of this process are still at it, which whoever looks for it all the time would slow down.
+    """
 
     event: Event
     answer: Callable[[], Reply]
+    patient: bool = False
+
+
+class _Queued(Event):
+    """When a step is over that the chain's threads are to queue."""
+
+    def __init__(self, ran: Future[Ran]) -> None:
+        self._ran = ran
+
+    def happened(self) -> bool:
+        return self._ran.done() and self._ran.result()[1].happened()
+
+    def wait(self) -> None:
+        self._ran.result()[1].wait()
+
+    def seconds_since(self, start: Event) -> float:
+        return 0.0
 
 
 class _Copied(Event):
@@ -113,9 +134,9 @@ class ServedModel:
         self.arena = arena
         self.takes = handed_widths(spec, layers[0].start)
         self.gives = handed_widths(spec, layers[-1].stop)
-        self.chain = Chain(peer=load.peer)
+        self._last = layers[-1].stop == len(spec.blocks)
+        self.chain = Chain(peer=load.peer, enter=self._enter, leave=self._leave)
         opened.callback(self.chain.close)
-        opened.callback(arena.close)
         if load.arena != shared_size(load.rows, self.takes, self.gives):
             raise BackendError(f"{load.arena} bytes of shared memory do not suit steps of {load.rows} rows")
         problems = arena.pin(devices)
@@ -123,8 +144,8 @@ class ServedModel:
             _log.warning("shared memory is not pinned, copies are slower: %s", problem)
         #: whether the devices wait for a step's input, and tell its output, by themselves
         self.words = load.shared and not problems and all(device.uses_words for device in devices) and self._try_words()
-        #: where the output of the step that is being queued goes, if it does not go with the answer
-        self._landing: Iterator[NDArray[Any]] | None = None
+        #: steps that are being queued, by their identity, and when their inputs are there
+        self._going: dict[int, tuple[Announce, Event]] = {}
         for number, (device, part, spare) in enumerate(zip(devices, layers, load.spare, strict=True)):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             shard = LocalShard(
@@ -137,7 +158,7 @@ class ServedModel:
                 kv=KVTypes(*load.kv),
                 verify=load.verify,
                 spare=spare,
-                fetch=self._fetch,
+                places=self._places,
                 on_captured=self._hand_captured,
             )
             # What a device raises names it.
@@ -152,8 +173,6 @@ class ServedModel:
         #: what was handed on, until the copies are done
         self._sent: deque[tuple[Activation, Event]] = deque()
         self._counted = 0.0
-        #: where the step that is being queued hands on
-        self._target = -1
         self._kept: dict[int, JoinedKept] = {}
 
     def loaded(self) -> Loaded:
@@ -173,10 +192,6 @@ class ServedModel:
             _log.warning("the host tells GPUs when to go on, steps are slower: %s", error)
             return False
         return True
-
-    def _fetch(self, array: Array) -> Callable[[], NDArray[Any]]:
-        """A device's `fetch`, for outputs."""
-        return self.devices[-1].fetch(array, None if self._landing is None else next(self._landing))
 
     def announce(self, message: Announce) -> Announced:
         """Do what can be done before the input is there. What goes wrong is the answer to Forward."""
@@ -215,63 +230,71 @@ class ServedModel:
         if message.given is not None and not (self.words and self.takes):
             raise BackendError("there is no input that a device here could wait for")
         inside = 0 <= message.answer <= len(self.arena.memory) - ANSWER and message.answer % 64 == 0
-        if message.told is not None and not (self.words and not self.gives and inside and len(message.step.wanted)):
+        if message.told is not None and not (self.words and self._last and inside and len(message.step.wanted)):
             raise BackendError(f"place {message.answer} is none for an output, or there is none")
 
     def forward(self, message: Announce, there: Event) -> Work:
         """Queue a step whose input is there when the event has happened."""
-        if message.told is not None:
-            memory = self.arena.memory[message.answer : message.answer + ANSWER]
-            self._landing = iter(Answer(message.step, self.spec.vocab, memory).parts)
-        try:
-            return self._queue(message, there)
-        finally:
-            self._landing = None
+        step, chain = message.step, self.chain
+        self._going[id(step)] = message, there
+        if len(self.devices) == 1 or (len(step.wanted) and chain.idle and chain.failure is None):
+            # A thread takes tens of microseconds to wake.
+            result, over = chain.through(step)
+            return Work(over, lambda: self._done(message, result))
+        ran = chain.queue(step)
+        return Work(_Queued(ran), lambda: self._done(message, ran.result()[0]), patient=True)
 
-    def _queue(self, message: Announce, there: Event) -> Work:
-        step, target = message.step, message.target
-        handed: Passage | None = None
-        self._target = target
-        if self._entry is not None:
-            handed = self._entry.send(self.arena.floats(message.source, step.rows, self.takes), there)
-        result, end = self.chain.run(0, step, handed)
-        for following in range(1, len(self.devices)):
-            assert isinstance(result, Passage)
-            handed = result
-            result, end = self.chain.run(following, step, handed)
+    def _enter(self, step: Step) -> Passage | None:
+        """What the first shard is handed, on its thread."""
+        message, there = self._going[id(step)]
+        if self._entry is None:
+            return None
+        return self._entry.send(self.arena.floats(message.source, step.rows, self.takes), there)
+
+    def _places(self, step: Step) -> Sequence[NDArray[Any]] | None:
+        """Where the output goes, if it does not go with the answer."""
+        message, _ = self._going[id(step)]
+        if message.told is None:
+            return None
+        return Answer(step, self.spec.vocab, self.arena.memory[message.answer : message.answer + ANSWER]).parts
+
+    def _leave(self, step: Step, result: Activation | Pending, end: Event) -> Event:
+        """Tell the output of a step, or hand on what others go on with; on the last shard's thread."""
+        message, _ = self._going.pop(id(step))
+        last = self.devices[-1]
         if not isinstance(result, tuple):
-            assert not isinstance(result, Passage)
-            pending = result
             if message.told is not None:
-                self.devices[-1].tell(Word(self.arena.told, message.told))
-                return Work(self.devices[-1].record(), lambda: Done(self._seconds()))
-            apart = self._apart(target, step.rows) if self.gives else None
+                last.tell(Word(self.arena.told, message.told))
             # Behind the copies of what was captured.
-            return Work(self.devices[-1].record(), lambda: Done(self._seconds(), pending(), apart))
+            return last.record()
         if len(self._sent) == DEPTH:
             # Memory of what was handed on is used again from here on.
             _, taken = self._sent.popleft()
-            self.devices[-1].wait_for(taken)
+            last.wait_for(taken)
         self._exit.wait_for(end)
-        for place, array in zip(self.arena.floats(target, step.rows, self.gives), result, strict=True):
+        for place, array in zip(self.arena.floats(message.target, step.rows, self.gives), result, strict=True):
             self._exit.copy(place, array)
         copied = self._exit.record()
-        if handed is not None:
-            # What is handed on may lie in what was handed over.
-            handed.release(copied)
         self._sent.append((result, copied))
-        return Work(copied, lambda: Done(self._seconds(), None, self._apart(target, step.rows)))
+        return copied
+
+    def _done(self, message: Announce, result: object) -> Done:
+        """The answer to a step that is over, of which the last shard has made this."""
+        output = result() if callable(result) and message.told is None else None
+        data = None
+        if self.gives and not self.load.shared:
+            size = 4 * message.step.rows * sum(self.gives)
+            data = self.arena.memory[message.target : message.target + size]
+        return Done(self._seconds(), output, data)
 
     def _hand_captured(self, step: Step, outputs: Sequence[Array]) -> None:
         """What the last shard has captured goes where others hand on."""
         self._exit.wait_for(self.devices[-1].record())
-        for place, output in zip(self.arena.floats(self._target, step.rows, self.gives), outputs, strict=True):
+        message, _ = self._going[id(step)]
+        for place, output in zip(self.arena.floats(message.target, step.rows, self.gives), outputs, strict=True):
             self._exit.copy(place, output.view(np.float32))
         # Memory of the outputs is used again by the next step, and the answer says that they are there.
         self.devices[-1].wait_for(self._exit.record())
-
-    def _apart(self, at: int, rows: int) -> NDArray[np.uint8] | None:
-        return None if self.load.shared else self.arena.memory[at : at + 4 * rows * sum(self.gives)]
 
     def _seconds(self) -> float:
         """What the devices have worked since the last answer."""
@@ -282,6 +305,7 @@ class ServedModel:
 
     def embed(self, tokens: Int32) -> NDArray[np.float32]:
         """Rows of the token table, [tokens, H]."""
+        self.chain.wait()
         if tokens.ndim != 1 or not within(tokens, self.spec.vocab):
             raise BackendError("tokens that do not exist")
         rows: NDArray[np.float32] = self.devices[0].download(self.chain.shards[0].embed(tokens))
@@ -289,12 +313,14 @@ class ServedModel:
 
     def project(self, message: Project) -> Output:
         """The head's product with rows."""
+        self.chain.wait()
         if message.hidden.ndim != 2 or message.hidden.shape[1] != self.spec.hidden or not 0 <= message.top <= TOP:
             raise BackendError(f"rows of shape {message.hidden.shape} and {message.top} candidates cannot be projected")
         return self.chain.shards[-1].project(message.hidden, top=message.top, logits=message.logits)()
 
     def accept(self, slot: int, rows: int) -> None:
         """The first rows of a tentative span count."""
+        self.chain.wait()
         check_pages(self.load, slot)
         if not 0 < rows <= self.load.verify:
             raise BackendError(f"{rows} rows cannot be accepted, tentative spans have up to {self.load.verify}")
@@ -303,6 +329,7 @@ class ServedModel:
 
     def save(self, number: int, message: Save) -> Work:
         """Queue the copies; what they make is known by the number."""
+        self.chain.wait()
         check_pages(self.load, message.slot, message.pages)
         shards = self.chain.shards
         parts = [shard.save(message.slot, message.pages, held=message.held) for shard in shards]
@@ -320,12 +347,14 @@ class ServedModel:
 
     def restore(self, message: Restore) -> None:
         """What was put aside, back into pages and a slot."""
+        self.chain.wait()
         check_pages(self.load, message.slot, message.pages)
         for shard, part in zip(self.chain.shards, self._named(message.kept).parts, strict=True):
             shard.restore(message.slot, message.pages, part, message.first)
 
     def fill(self, message: Fill) -> None:
         """The same from tensors that came with the message."""
+        self.chain.wait()
         check_pages(self.load, message.slot, message.pages)
         for shard in self.chain.shards:
             shard.fill(Piece(message.slot, message.pages, range(*message.layers), message.tensors))
@@ -342,8 +371,9 @@ class ServedModel:
 
     def settle(self) -> None:
         """Wait until nothing runs, whether it fails or not."""
-        self._sent.clear()
         self.chain.settle()
+        self._sent.clear()
+        self._going.clear()
         if self._entry is not None:
             with contextlib.suppress(DeviceError):
                 self._entry.settle()

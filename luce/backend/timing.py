@@ -33,7 +33,7 @@ class ShardTimes:
 
 
 class Clock:
-    """Collects spans of time of one device. One thread measures, any may read."""
+    """Collects spans of time of one device. One thread adds them, one counts, any may read."""
 
     def __init__(self) -> None:
         self._open: deque[tuple[Event, Event]] = deque()

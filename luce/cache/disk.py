@@ -212,17 +212,22 @@ class DiskTier:
         They lie in what `memory` gives for so many bytes.
         """
         ahead: deque[tuple[dict[str, Future[NDArray[np.generic]]], T]] = deque()
+
+        def first() -> tuple[Tensors, T]:
+            futures, with_it = ahead[0]
+            tensors = {name: future.result() for name, future in futures.items()}
+            ahead.popleft()
+            return tensors, with_it
+
         try:
             for share, with_it in shares:
                 ahead.append((self._begin(share, memory), with_it))
                 if len(ahead) > _AHEAD:
-                    futures, before = ahead.popleft()
-                    yield {name: future.result() for name, future in futures.items()}, before
+                    yield first()
             while ahead:
-                futures, before = ahead.popleft()
-                yield {name: future.result() for name, future in futures.items()}, before
+                yield first()
         finally:
-            # The files are closed behind this.
+            # The files are closed behind this, and the memory may be used again.
             left = [future for futures, _ in ahead for future in futures.values()]
             for future in left:
                 future.cancel()

@@ -44,5 +44,6 @@ def _serve_network(arguments: argparse.Namespace) -> None:
     with listening(arguments.listen) as listener:
         host, port = listener.getsockname()[:2]
         print(f"listening on {host}:{port}", flush=True)
-        for requests, watch in sessions(listener, context):
-            serve(requests, watch, shares=False, silence=SILENCE, path=path)
+        with sessions(listener, context) as servers:
+            for requests, watch in servers:
+                serve(requests, watch, shares=False, silence=SILENCE, path=path)

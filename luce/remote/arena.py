@@ -30,7 +30,9 @@ def room(size: int) -> int:
 
 
 class Arena:
-    """`memory`: uint8 [size]. `fd`: descriptor of the memory file to hand to the peer, None over a network.
+    """`memory`: uint8 [size] of the memory file that a descriptor names, which may be closed then, or of this process.
+
+    `fd`: descriptor of the memory file to hand to the peer; None in the peer, and over a network.
 
     The first page is for two words, uint32 [1]: `given` counts the inputs that the server has given, `told` the outputs
     that the daemon's GPUs have told.
@@ -42,7 +44,7 @@ class Arena:
             self._map = mmap.mmap(-1 if fd is None else fd, size)
         except OSError as error:
             raise OutOfMemoryError(f"{size} bytes of shared memory: {error.strerror}") from error
-        self.fd = fd
+        self.fd: int | None = None
         self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         # Each in a cache line of its own.
         self.given, self.told = (self.memory[at : at + 4].view(np.uint32) for at in (0, 64))
@@ -101,7 +103,9 @@ def shared_arena(size: int) -> Arena:
         os.ftruncate(fd, max(size, _ALIGNED))
         # A peer that shrank it would turn the other side's accesses into SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return Arena(size, fd)
+        arena = Arena(size, fd)
+        arena.fd = fd
+        return arena
     except BaseException:
         os.close(fd)
         raise

@@ -59,7 +59,7 @@ class GarbageError(ChannelError):
 
 
 class Channel(Generic[Incoming]):
-    """One end of a connected stream socket, which it owns. For one thread; another one may close it meanwhile.
+    """One end of a connected stream socket, which it owns. For one thread; others may end or close it meanwhile.
 
     `incoming`: the union of the message types that the peer sends.
     """
@@ -74,6 +74,8 @@ class Channel(Generic[Incoming]):
         #: Held while the descriptor is in use. A thread that waits for a descriptor which is closed meanwhile waits for
         #: whatever gets its number next, and reads from it.
         self._using = threading.Lock()
+        #: held while the connection is ended or the descriptor closed, which takes no time
+        self._ending = threading.Lock()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode)
         self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=self._decode)
         self._header = memoryview(bytearray(_HEADER.size))
@@ -94,13 +96,13 @@ class Channel(Generic[Incoming]):
         finally:
             self._apart.clear()
 
-    def ready(self) -> bool:
-        """Whether something is there to receive: a frame, a part of one, the end."""
+    def ready(self, seconds: float = 0.0) -> bool:
+        """Whether something is there to receive, or comes in so many seconds: a frame, a part of one, the end."""
         with self._using:
             if self._tls and isinstance(self.socket, ssl.SSLSocket) and self.socket.pending():
                 return True
             # A closed socket has an end to be received.
-            return self.socket.fileno() < 0 or bool(self._poller.poll(0))
+            return self.socket.fileno() < 0 or bool(self._poller.poll(1000 * seconds))
 
     def receive(self, *, timeout: float | None, limit: int = SMALL, spin: float = 0.0) -> tuple[int, Incoming]:
         """The next message and its request's number. Raises ChannelError; the channel is of no use then.
@@ -141,10 +143,16 @@ class Channel(Generic[Incoming]):
         os.set_inheritable(fds[0], False)
         return fds[0]
 
+    def end(self) -> None:
+        """End the connection, which wakes whoever waits on it, at either end. For any thread, any number of times."""
+        with self._ending, contextlib.suppress(OSError):
+            # SSLSocket's own would take the TLS session from under the thread that reads.
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the socket, once a thread that waits on it has seen its end. Idempotent."""
-        shut_down(self.socket)
-        with self._using:
+        self.end()
+        with self._using, self._ending:
             self.socket.close()
 
     def _frame(self, deadline: float, limit: int) -> tuple[int, Incoming]:
@@ -233,13 +241,6 @@ class Channel(Generic[Incoming]):
         array = np.empty(shape, dtype)
         self._expected.append(array)
         return array
-
-
-def shut_down(sock: socket.socket) -> None:
-    """End a connection, which wakes whoever waits on it, at either end. For any thread."""
-    with contextlib.suppress(OSError):
-        # SSLSocket's own would take the TLS session from under the thread that reads.
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _bytes(array: NDArray[Any]) -> memoryview:

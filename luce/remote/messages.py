@@ -112,7 +112,8 @@ class Announce(msgspec.Struct, tag=True):
 
     given: the arena's word of this name reaches it when the input is there, so that a GPU can wait for that by itself;
     None if only Forward says it. The server lets it happen before it asks for anything else.
-    told: likewise for the output, which lies at `answer` then (luce.backend.shared.Answer); None if Done brings it.
+    told: likewise for the output, which lies at `answer` then (luce.backend.shared.Answer), and what was captured at
+    `target`; None if Done brings the output.
     """
 
     step: Step

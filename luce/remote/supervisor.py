@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import socket
 import threading
@@ -30,7 +31,7 @@ from luce.errors import (
     UsageError,
 )
 from luce.remote.arena import Arena
-from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError, shut_down
+from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError
 from luce.remote.messages import PROTOCOL, Failed, Hello, Load, Loaded, Open, Ping, Pong, Reply
 
 _log = logging.getLogger(__name__)
@@ -86,10 +87,13 @@ class Supervisor:
         self._opening = opening
         self._changed = threading.Condition()
         self._hello: Hello | None = None
-        self._load: tuple[Load, Arena] | None = None
+        #: and a descriptor of its shared memory, None over a network
+        self._load: tuple[Load, int | None] | None = None
         self._loaded: Loaded | None = None
         self._channel: Channel[Reply] | None = None
         self._peer: Peer | None = None
+        #: of this life, or of the last one
+        self._channels: tuple[Channel[Reply], Channel[Pong]] | None = None
         self._ever_ready = False
         self._closing = False
         #: why the daemon's last life ended, and that there will be no other one
@@ -115,7 +119,8 @@ class Supervisor:
     def begin_load(self, load: Load, arena: Arena) -> None:
         """Let this life of the daemon, and all later ones, load layers. The arena stays the caller's."""
         with self._changed:
-            self._load = load, arena
+            # One of its own: the caller closes the arena while a daemon may start anew.
+            self._load = load, None if arena.fd is None else os.dup(arena.fd)
             self._changed.notify_all()
 
     def loaded(self) -> Loaded:
@@ -149,7 +154,7 @@ class Supervisor:
         with self._changed:
             if self._channel is channel:
                 generation, self._suspicion = self.generation, suspicion
-                _shut_down(self._peer)
+                self._hang_up()
                 self._changed.wait_for(lambda: self.generation > generation or self._ended, _VERDICT)
             return ShardLostError(str(self._loss or f"{self.name}: {suspicion}"))
 
@@ -157,9 +162,19 @@ class Supervisor:
         """End the daemon and wait for its end, which comes in bounded time. Idempotent."""
         with self._changed:
             self._closing = True
-            _shut_down(self._peer)
+            self._hang_up()
             self._changed.notify_all()
         self._thread.join()
+        with self._changed:
+            _, fd = self._load or (None, None)
+            self._load = None
+            if fd is not None:
+                os.close(fd)
+
+    def _hang_up(self) -> None:
+        """End both connections, which wakes whoever waits on them, here and in the daemon."""
+        for channel in self._channels or ():
+            channel.end()
 
     # What follows runs on the supervisor's thread.
 
@@ -210,9 +225,9 @@ class Supervisor:
         with contextlib.closing(channel), contextlib.closing(watch):
             try:
                 with self._changed:
-                    self._peer = peer
+                    self._peer, self._channels = peer, (channel, watch)
                     if self._closing:
-                        _shut_down(peer)
+                        self._hang_up()
                 beat = _Heartbeat(watch)
                 self._start(channel, beat)
                 suspicion = self._attend(beat)
@@ -224,7 +239,7 @@ class Supervisor:
             if not gone:
                 peer.kill()
             # A daemon ends by itself when its connections do.
-            _shut_down(peer)
+            self._hang_up()
             how = peer.end()
         if isinstance(suspicion, LuceError):
             return suspicion
@@ -242,8 +257,8 @@ class Supervisor:
             self._changed.notify_all()
         while (given := self._given_load()) is None:
             beat.wait(None)
-        load, arena = given
-        loaded = self._ask(channel, beat, load, Loaded, deadline, arena.fd)
+        load, fd = given
+        loaded = self._ask(channel, beat, load, Loaded, deadline, fd)
         if self._loaded is not None and loaded != self._loaded:
             raise BackendError(f"{self.name}: the daemon does not load what it loaded before")
         log.event(_log, "shard ready", shard=self.name, pid=hello.pid, seconds=time.monotonic() - began)
@@ -251,7 +266,7 @@ class Supervisor:
             self._loaded, self._channel, self._ever_ready = loaded, channel, True
             self._changed.notify_all()
 
-    def _given_load(self) -> tuple[Load, Arena] | None:
+    def _given_load(self) -> tuple[Load, int | None] | None:
         with self._changed:
             return self._load
 
@@ -331,9 +346,3 @@ def failure(name: str, failed: Failed, *, starting: bool = False) -> LuceError:
     """The error that a daemon reports, as this side raises it."""
     kinds = {**_OF_REQUESTS, **_OF_STARTS} if starting else _OF_REQUESTS
     return kinds.get(failed.error, BackendError)(f"{name}: {failed.message}")
-
-
-def _shut_down(peer: Peer | None) -> None:
-    """End both connections, which wakes whoever waits on them, here and in the daemon."""
-    for sock in () if peer is None else (peer.watch, peer.requests):
-        shut_down(sock)

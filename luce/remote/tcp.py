@@ -107,15 +107,24 @@ def listening(where: str) -> socket.socket:
         raise ListenError(f"--listen {where}: {error.strerror or error}") from error
 
 
-def sessions(listener: socket.socket, context: ssl.SSLContext) -> Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]:
+@contextlib.contextmanager
+def sessions(
+    listener: socket.socket, context: ssl.SSLContext
+) -> Iterator[Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]]:
     """The two connections of each server that comes, one server after the other. The caller closes them.
 
     Strangers who say nothing keep nobody waiting: each connection proves itself on a thread of its own.
     """
     arrivals: queue.SimpleQueue[_Arrival | OSError] = queue.SimpleQueue()
     arguments = listener, context, arrivals
-    threading.Thread(target=_accept, args=arguments, name="luce-accept", daemon=True).start()
-    return _pairs(arrivals)
+    accepting = threading.Thread(target=_accept, args=arguments, name="luce-accept", daemon=True)
+    accepting.start()
+    try:
+        yield _pairs(arrivals)
+    finally:
+        # The caller closes the listener, whose number must not name another socket while the thread waits on it.
+        listener.shutdown(socket.SHUT_RDWR)
+        accepting.join()
 
 
 def _pairs(arrivals: queue.SimpleQueue[_Arrival | OSError]) -> Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from luce.backend.requests import Requests
 from luce.layers.features import FeatureRing
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
@@ -108,6 +109,43 @@ def test_daemons_change_nothing(name: str, make_driver: MakeDriver, tmp_path: Pa
             driver.backend.close()
     for result in results:
         np.testing.assert_array_equal(result, expected)
+
+
+def test_what_a_daemon_captures_is_there_with_the_output(
+    make_driver: MakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Done may come much later: nothing of a decode step may wait for it.
+    reference = Reference("qwen35-b-Q4_K_M")
+    prompt = reference.expected["prompt_long"][:60]
+    here = HostDevice()
+    ring = make_ring(here, reference)
+    alone = make_driver(reference, [here, HostDevice(1)], ring=ring, verify=16, piece=16)
+    sequence = alone.start()
+    alone.feed((sequence, prompt[:40]))
+    for token in prompt[40:, None]:
+        alone.feed((sequence, token))
+    expected = ring.device.download(ring.rows).reshape(ring.slots, CAPACITY, -1)[sequence.slot]
+    told: list[bool] = []
+    send = Requests.send
+
+    def noted(self: Requests, message: Any) -> None:
+        told.append(message.told is not None)
+        send(self, message)
+
+    monkeypatch.setattr(Requests, "send", noted)
+    python = (("", with_words(tmp_path / "python")),)
+    with devices("cpu:0,cpu:1", target_shard_ipc_bin=python) as (local, daemon):
+        ring = make_ring(local, reference)
+        driver = make_driver(reference, [local, daemon], ring=ring, verify=16, piece=16)
+        sequence = driver.start()
+        driver.feed((sequence, prompt[:40]), wanted=False)
+        for at in range(40, 60):
+            driver.feed((sequence, prompt[at : at + 1]))
+            now = ring.device.download(ring.rows).reshape(ring.slots, CAPACITY, -1)[sequence.slot]
+            np.testing.assert_array_equal(now[: at + 1], expected[: at + 1])
+        driver.backend.close()
+    # The answer to the first one brings what it captured, which the second one may have to wait for.
+    assert not told[0] and told[2:] == [True] * 19
 
 
 @pytest.mark.gpu

@@ -62,7 +62,7 @@ def test_daemons_change_nothing(
     with listener(reference.path, key) as (port, _):
         network = f"cpu:0,tcp://127.0.0.1:{port}/cpu:0,tcp://127.0.0.1:{port}/cpu:1"
         over_tcp = network, {"target_shard_ipc_bin": (), "shard_key_file": key}
-        by_words = "cpu:0,cpu:1", {"target_shard_ipc_bin": words}
+        by_words = "cpu:0,cpu:1,cpu:2", {"target_shard_ipc_bin": words}
         for placement, settings in (*PLACEMENTS.values(), over_tcp, by_words):
             with devices(placement, **settings) as opened:
                 driver = make_driver(reference, opened, piece=64)

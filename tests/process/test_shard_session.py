@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -18,6 +19,7 @@ from luce.backend.local import LocalShard
 from luce.backend.plan import handed_widths
 from luce.backend.shard import Activation, Pending
 from luce.backend.shared import shared_size
+from luce.errors import DeviceError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 from luce.remote.arena import shared_arena
@@ -135,6 +137,22 @@ def test_opening(server: Server) -> None:
     hello = server.ask(OPEN)
     assert isinstance(hello, Hello) and hello.devices[0].host and hello.pid == os.getpid()
     server.refused(OPEN, "already")
+
+
+def test_a_refused_load_leaves_no_descriptor(server: Server) -> None:
+    with_memory = changed(WHOLE, shared=True)
+    arena = shared_arena(WHOLE.arena)
+    assert arena.fd is not None
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        reply = server.ask(with_memory, arena.fd)
+        assert isinstance(reply, Failed) and "no devices are open" in reply.message
+    assert len(os.listdir("/proc/self/fd")) == before
+    server.ask(OPEN)
+    reply = server.ask(changed(with_memory, arena=WHOLE.arena + 4096), arena.fd)
+    assert isinstance(reply, Failed) and "too small" in reply.message
+    assert len(os.listdir("/proc/self/fd")) == before
+    arena.close()
 
 
 LOADS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -268,6 +286,68 @@ def test_a_shard_gets_the_step_as_it_was_sent(server: Server, monkeypatch: pytes
     server.announce(sent, -1, -1)
     assert isinstance(server.ask(Forward()), Done)
     assert len(seen) == 1 and same(seen[0], sent)
+
+
+#: layers on two devices of a daemon
+BOTH = changed(WHOLE, layers=((0, 2), (2, LAYERS)), spare=(0, 0))
+
+
+def prompts(server: Server, count: int) -> list[Reply]:
+    """The answers to so many steps of which no output is wanted, sent one behind the other."""
+    silent = replace(STEP, wanted=STEP.wanted[:0], full=STEP.full[:0])
+    for _ in range(count):
+        server.announce(silent, -1, -1)
+        server.send(Forward())
+    return [server.channel.receive(timeout=20)[1] for _ in range(count)]
+
+
+def test_devices_of_a_daemon_work_side_by_side(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The second device has not begun the first step before the first one is at the second step.
+    meeting = threading.Barrier(2)
+    forward, steps = LocalShard.forward, dict.fromkeys((0, 2), 0)
+
+    def watched(self: LocalShard, step: Step, handed: Activation | None) -> Activation | Pending:
+        first = self.info.layers.start
+        steps[first] += 1
+        if (first, steps[first]) in ((0, 2), (2, 1)):
+            meeting.wait(10)
+        return forward(self, step, handed)
+
+    server.ask(Open(PROTOCOL, __version__, ("cpu:0", "cpu:1"), "info", 0))
+    assert isinstance(server.ask(BOTH), Loaded)
+    server.announce(STEP, -1, -1)
+    expected = server.ask(Forward())
+    assert isinstance(expected, Done) and expected.output is not None
+    monkeypatch.setattr(LocalShard, "forward", watched)
+    assert all(isinstance(reply, Done) for reply in prompts(server, 3)) and steps == {0: 3, 2: 3}
+    # What follows waits for the threads.
+    server.announce(STEP, -1, -1)
+    again = server.ask(Forward())
+    assert isinstance(again, Done) and same(again.output, expected.output)
+
+
+def test_a_step_that_fails_takes_those_behind_it_along(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, at, go = LocalShard.forward, itertools.count(1), threading.Event()
+
+    def watched(self: LocalShard, step: Step, handed: Activation | None) -> Activation | Pending:
+        if self.info.layers.start == 0:
+            return forward(self, step, handed)
+        assert go.wait(10)
+        if next(at) == 2:
+            raise DeviceError("out of order")
+        return forward(self, step, handed)
+
+    server.ask(Open(PROTOCOL, __version__, ("cpu:0", "cpu:1"), "info", 0))
+    server.ask(BOTH)
+    monkeypatch.setattr(LocalShard, "forward", watched)
+    threading.Timer(0.3, go.set).start()
+    first, *rest = prompts(server, 4)
+    assert isinstance(first, Done)
+    assert all(isinstance(reply, Failed) and "out of order" in reply.message for reply in rest)
+    server.announce(STEP, -1, -1)
+    assert isinstance(server.ask(Forward()), Done)
+    saved = server.ask(Save(1, ((2,),), False))
+    assert isinstance(saved, Saved) and f"blk.{LAYERS - 1}.k" in saved.kinds
 
 
 def test_activations_that_do_not_fit(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from luce.cache.disk import DiskTier
 from luce.cache.part import DamagedError, PartReader, PartWriter, encode
 
 DTYPES = st.sampled_from(["<f4", "<f2", "<u2", "u1", "<i4"])
@@ -89,3 +91,32 @@ def test_a_file_cut_short_is_found(share: float, tmp_path: Path) -> None:
     (tmp_path / "part").write_bytes(data[: int(share * len(data))])
     with pytest.raises(DamagedError):
         PartReader(tmp_path, info)
+
+
+def test_files_are_not_closed_under_reads_that_run(tmp_path: Path) -> None:
+    # A descriptor that is closed meanwhile may name another file, whose bytes a healthy snapshot would be blamed for.
+    tier = DiskTier(tmp_path, budget=1 << 20, identify=lambda: "model", known=True, layers=[range(1)])
+    begun, go, over = threading.Event(), threading.Event(), threading.Event()
+
+    class Damaged:
+        nbytes = 0
+
+        def read(self, memory: object) -> object:
+            assert begun.wait(10)
+            raise DamagedError("the checksum is wrong")
+
+    class Slow:
+        nbytes = 0
+
+        def read(self, memory: object) -> object:
+            begun.set()
+            assert go.wait(10)
+            over.set()
+            return None
+
+    share = {"blk.0.k": Damaged(), "blk.0.v": Slow()}
+    threading.Timer(0.2, go.set).start()
+    with pytest.raises(DamagedError):
+        next(tier.decoded([(share, None)], lambda size: np.empty(size, np.uint8)))  # type: ignore[list-item]
+    assert over.is_set()
+    tier.close(5)

@@ -24,11 +24,16 @@ from tests.support.values import same
 Pair = tuple[Channel[Any], Channel[Any]]
 
 
+def connected() -> Pair:
+    ours, theirs = socket.socketpair()
+    return Channel(ours, Request | Reply | Ping), Channel(theirs, Request | Reply | Ping)
+
+
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        yield Channel(ours, Request | Reply | Ping), Channel(theirs, Request | Reply | Ping)
+    ours, theirs = connected()
+    with ours.socket, theirs.socket:
+        yield ours, theirs
 
 
 def step(rows: int) -> Step:
@@ -211,3 +216,62 @@ def test_a_descriptor_outlives_the_wait_for_it(pair: Pair, monkeypatch: pytest.M
     receiver.join()
     closer.join()
     assert errors and ours.socket.fileno() < 0
+
+
+def test_a_connection_is_not_ended_by_another_ones_number(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _ = pair
+    ending, go = threading.Event(), threading.Event()
+    shutdown = socket.socket.shutdown
+
+    def slow(self: socket.socket, how: int) -> None:
+        ending.set()
+        assert go.wait(10)
+        shutdown(self, how)
+
+    monkeypatch.setattr(socket.socket, "shutdown", slow)
+    number = ours.socket.fileno()
+    ender, closer = (threading.Thread(target=call, daemon=True) for call in (ours.end, ours.close))
+    ender.start()
+    assert ending.wait(10)
+    closer.start()
+    closer.join(0.05)
+    os.fstat(number)
+    assert ours.socket.fileno() == number
+    go.set()
+    ender.join(10)
+    closer.join(10)
+    assert ours.socket.fileno() < 0
+    ours.end()
+
+
+def test_threads_that_wait_on_closed_channels_hear_nothing_of_the_next_ones() -> None:
+    failures: list[object] = []
+
+    def live(number: int) -> None:
+        for _ in range(100):
+            (ours, theirs), heard = connected(), []
+
+            def listen(ours: Channel[Any] = ours, heard: list[object] = heard) -> None:
+                try:
+                    while True:
+                        heard.append(ours.receive(timeout=10)[0])
+                except GoneError:
+                    pass
+                except BaseException as error:
+                    failures.append(error)
+
+            listener = threading.Thread(target=listen)
+            listener.start()
+            theirs.send(number, Done(), timeout=5)
+            ours.close()
+            listener.join(10)
+            theirs.close()
+            if listener.is_alive() or heard not in ([], [number]):
+                failures.append(heard)
+
+    threads = [threading.Thread(target=live, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures

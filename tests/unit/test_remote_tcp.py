@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,9 +28,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def served(keys: list[Path]) -> Iterator[Listener]:
     """An address, and the servers that come there."""
     with listening("127.0.0.1:0") as listener:
-        yield f"127.0.0.1:{listener.getsockname()[1]}", sessions(listener, tls(keys[0], "--key-file", server=True))
-        # Wakes the thread that accepts.
-        listener.shutdown(socket.SHUT_RDWR)
+        context = tls(keys[0], "--key-file", server=True)
+        with sessions(listener, context) as servers:
+            yield f"127.0.0.1:{listener.getsockname()[1]}", servers
+    assert not any(thread.name == "luce-accept" for thread in threading.enumerate())
 
 
 def connected(where: str, key: Path) -> Connection:

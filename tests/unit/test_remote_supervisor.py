@@ -1,0 +1,137 @@
+"""A supervisor and its daemon's lives, where the daemon is a thread of this test."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from luce import __version__
+from luce.backend.requests import Requests
+from luce.errors import ShardLostError
+from luce.remote import supervisor
+from luce.remote.arena import shared_arena
+from luce.remote.channel import Channel, ChannelError
+from luce.remote.messages import PROTOCOL, Accept, Done, Hello, Load, Loaded, Open, Ping, Pong, Request
+from luce.remote.supervisor import Limits, Supervisor
+
+OPEN = Open(PROTOCOL, __version__, (), "info", 0)
+LOAD = Load("", "", (), (), 1, ("auto", "auto"), 0, (), (), 1, True, 0, True)
+
+
+class Peer:
+    """A daemon. `live` gets its channel when layers are loaded, and the descriptor that came with them."""
+
+    def __init__(self, live: Callable[[Channel[Request], int], None]) -> None:
+        self.requests, theirs = socket.socketpair()
+        self.watch, their_watch = socket.socketpair()
+        self._live = live
+        self._channel: Channel[Request] = Channel(theirs, Request)
+        self._signs: Channel[Ping] = Channel(their_watch, Ping)
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._serve, self._pong)]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._channel.receive(timeout=20)
+            self._channel.send(0, Hello(PROTOCOL, __version__, 0, ()), timeout=5)
+            self._channel.receive(timeout=20)
+            fd = self._channel.receive_descriptor(timeout=5)
+            self._channel.send(0, Loaded((), (), (), 1, words=False), timeout=5)
+            try:
+                self._live(self._channel, fd)
+            finally:
+                os.close(fd)
+        except ChannelError:
+            pass
+        finally:
+            self._channel.close()
+
+    def _pong(self) -> None:
+        try:
+            while True:
+                self._signs.receive(timeout=20)
+                self._signs.send(0, Pong(), timeout=5)
+        except ChannelError:
+            self._signs.close()
+
+    def kill(self) -> None:
+        """Its sockets end."""
+
+    def end(self) -> str:
+        """As a process."""
+        self._signs.end()
+        for thread in self._threads:
+            thread.join(20)
+        return "it ended"
+
+
+Watch = Callable[[Callable[[Channel[Request], int], None]], Supervisor]
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """Makes the supervisor of daemons that start at once, as often as it takes."""
+    made: list[Supervisor] = []
+    monkeypatch.setattr(supervisor, "_RESTARTS", 1000)
+    monkeypatch.setattr(supervisor, "_DELAYS", (0.0,) * 1000)
+
+    def one(live: Callable[[Channel[Request], int], None]) -> Supervisor:
+        made.append(Supervisor("shard", lambda: Peer(live), OPEN, Limits(20.0, 20.0)))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+
+
+def test_no_life_answers_for_another(watch: Watch) -> None:
+    # The next life's sockets get the numbers of the last ones, on which the engine may still wait.
+    lives = 0
+
+    def live(channel: Channel[Request], fd: int) -> None:
+        nonlocal lives
+        lives += 1
+        channel.send(channel.receive(timeout=20)[0], Done(seconds=lives), timeout=5)
+        channel.receive(timeout=20)
+
+    daemon = watch(live)
+    with_memory = shared_arena(1)
+    daemon.begin_load(LOAD, with_memory)
+    with_memory.close()
+    requests = Requests("shard", daemon)
+    for life in range(1, 61):
+        requests.lost()
+        answered = requests.ask(Accept(0, life), seconds=0, limit=0, take=lambda reply: None)
+        answered.wait()
+        assert answered.seconds_since(answered) == life
+        with pytest.raises(ShardLostError, match="it ended"):
+            requests.ask(Accept(0, life), seconds=0, limit=0, take=lambda reply: None).wait()
+
+
+def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
+    sizes: list[int] = []
+
+    def live(channel: Channel[Request], fd: int) -> None:
+        sizes.append(os.fstat(fd).st_size)
+        channel.receive(timeout=20)
+
+    before = set(os.listdir("/proc/self/fd"))
+    daemon = watch(live)
+    arena = shared_arena(3 << 12)
+    daemon.begin_load(LOAD, arena)
+    daemon.loaded()
+    arena.close()
+    requests = Requests("shard", daemon)
+    for _ in range(3):
+        requests.lost()
+        with pytest.raises(ShardLostError):
+            requests.ask(Accept(0, 1), seconds=0, limit=0, take=lambda reply: None).wait()
+    daemon.close()
+    assert sizes[:3] == [3 << 12] * 3
+    del arena
+    assert set(os.listdir("/proc/self/fd")) <= before
