@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import data, draft, drafter, evaluate, export, target, train
+from . import data, draft, drafter, evaluate, export, prompts, target, train
 from .layers import no_compile
 
 
@@ -145,6 +145,10 @@ def main() -> None:
     expect = stages.add_parser("expected", help="write what PyTorch's float32 makes of the exported files, for tests")
     expect.add_argument("corpus", type=Path)
     expect.add_argument("out", type=Path, help="folder of the GGUF files; expected.json is put beside them")
+    ask = stages.add_parser("prompts", help="write prompts by task for tools/bench_draft.py")
+    ask.add_argument("out", type=Path)
+    ask.add_argument("--corpus", type=Path, help="of what is held out of it; default: Luce's own files")
+    ask.add_argument("--count", type=int, default=200)
     options = parser.parse_args()
     if options.stage == "fetch":
         data.fetch(options.packages)
@@ -159,6 +163,8 @@ def main() -> None:
                 writer(options.out / f"{name}.gguf", train.load(path), bpe)
     elif options.stage == "expected":
         evaluate.expected(options.out, data.load(options.corpus))
+    elif options.stage == "prompts":
+        prompts.write(options.out, options.corpus and data.load(options.corpus), options.count)
     else:
         _train(options)
 

@@ -1,0 +1,172 @@
+"""What is sampled with a drafter has the distribution that the parameters ask for, whatever is guessed and how sure of
+it the drafter says it is: held against probabilities that are computed here, in float64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.engine.loop import Engine
+from luce.engine.sampling import Sampler
+from luce.engine.sequence import SamplingParams
+from tests.support.drafters import ScriptedDrafter
+from tests.support.scripted_backend import ScriptedBackend
+from tests.unit.test_engine_loop import engine, submit
+
+VOCAB = 8
+PROMPT = (3, 1, 4, 1, 5)
+#: logits of the token behind each token
+TABLE: NDArray[np.float32] = np.random.default_rng(20).normal(0, 1.2, (VOCAB, VOCAB)).astype(np.float32)
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.0},
+    "cold": {"temperature": 0.6},
+    "top-k": {"temperature": 1.0, "top_k": 3},
+    "top-p": {"temperature": 1.1, "top_p": 0.8},
+    "min-p": {"temperature": 1.3, "min_p": 0.2},
+    "bias": {"temperature": 1.0, "logit_bias": {0: 1.5, 3: -1.0, 6: -100.0}},
+    "repetition": {"temperature": 1.0, "repetition_penalty": 1.4, "repeat_last_n": 5},
+    "counts": {"temperature": 1.0, "frequency_penalty": 0.02, "presence_penalty": 0.7},
+    "all": {
+        "temperature": 0.9,
+        "top_k": 6,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "logit_bias": {2: 0.5},
+        "repetition_penalty": 1.2,
+        "repeat_last_n": 4,
+        "frequency_penalty": 0.01,
+    },
+}
+
+
+class Markov(ScriptedBackend):
+    """What follows depends on the last token alone."""
+
+    def logits(self, history: Many[int]) -> NDArray[np.float32]:
+        return TABLE[history[-1]].copy()
+
+
+def guess(before: int, position: int) -> int:
+    """The likeliest token at two of three positions, else another one."""
+    return int(TABLE[before].argmax()) if position % 3 else (5 * position + before) % VOCAB
+
+
+def guesses(text: Many[int], count: int) -> list[int]:
+    text = list(text)
+    for _ in range(count):
+        text.append(guess(text[-1], len(text)))
+    return text[-count:]
+
+
+def probabilities(params: SamplingParams, history: Many[int], reply: int) -> NDArray[np.float64]:
+    """Of each token behind a text whose last `reply` tokens are the reply's, by the order that SamplingParams names."""
+    logits = TABLE[history[-1]].astype(np.float64)
+    for token, bias in params.logit_bias.items():
+        logits[token] = logits[token] + bias if bias > -100 else -np.inf
+    if params.repetition_penalty != 1:
+        for token in set(history[-params.repeat_last_n :]):
+            factor = params.repetition_penalty
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token, count in Counter(history[len(history) - reply :]).items():
+        logits[token] -= count * params.frequency_penalty + params.presence_penalty
+    order = np.argsort(-logits, kind="stable")
+    if params.top_k:
+        logits[order[params.top_k :]] = -np.inf
+    mass = np.exp((logits - logits.max()) / params.temperature)
+    before = np.cumsum(mass[order]) - mass[order]
+    mass[order[(before > params.top_p * mass.sum()) | (mass[order] < params.min_p * mass.max())]] = 0
+    return np.asarray(mass / mass.sum())
+
+
+def deviation(params: SamplingParams, replies: Many[Many[int]]) -> float:
+    """By how many of its standard deviations Pearson's statistic is above its mean.
+
+    Draws are grouped by what was guessed at their place, which is known before they are made, so that a guess that
+    counts too often or too rarely shows. Where probabilities change from draw to draw, the sums of (drawn - expected)
+    are held against the sum of the draws' covariances, and have as many degrees of freedom as that has.
+    """
+    differences, covariances = np.zeros((VOCAB, VOCAB)), np.zeros((VOCAB, VOCAB, VOCAB))
+    for reply in replies:
+        text = list(PROMPT)
+        for count, token in enumerate(reply):
+            expected, group = probabilities(params, text, count), guess(text[-1], len(text))
+            assert expected[token] > 0, "a token that the parameters rule out"
+            differences[group] += np.eye(VOCAB)[token] - expected
+            covariances[group] += np.diag(expected) - np.outer(expected, expected)
+            text.append(token)
+    statistic, freedom = 0.0, 0
+    for difference, covariance in zip(differences, covariances, strict=True):
+        statistic += difference @ np.linalg.pinv(covariance, rcond=1e-9, hermitian=True) @ difference
+        freedom += int(np.linalg.matrix_rank(covariance, tol=1e-9 * np.trace(covariance), hermitian=True))
+    assert freedom > VOCAB
+    return float((statistic - freedom) / (2 * freedom) ** 0.5)
+
+
+def draw(
+    sampling: dict[str, Any], *, width: int, recurrent: bool = True, replies: int = 24, tokens: int = 480
+) -> tuple[list[list[int]], float]:
+    """Replies by different seeds, four at once, and how many tokens a verification gave."""
+    backend = Markov(vocab=VOCAB, recurrent=recurrent)
+    drafter = ScriptedDrafter(guesses, vocab=VOCAB, chances=True)
+    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=width) as made:
+        running = [
+            submit(made, PROMPT, max_tokens=tokens, ignore_eos=True, seed=seed, **sampling)[0]
+            for seed in range(replies)
+        ]
+        for reply in running:
+            reply.finished()
+        stats = made.stats().draft
+    assert stats is not None
+    return [reply.ids for reply in running], stats.tokens_per_step
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_the_distribution(name: str) -> None:
+    width, recurrent = (3, False) if name == "cold" else (4, True)
+    found, pace = draw(PARAMS[name], width=width, recurrent=recurrent)
+    assert pace > 1.2, "hardly a guess counts, so there is nothing to be seen"
+    assert deviation(SamplingParams(**PARAMS[name]), found) < 4
+
+
+def redrawn(token: int, guessed: int, again: Callable[[], int], random: np.random.Generator) -> int:
+    """Behind a wrong guess the token that told so is thrown away, and another one drawn from the row."""
+    return token if token == guessed else again()
+
+
+def believed(token: int, guessed: int, again: Callable[[], int], random: np.random.Generator) -> int:
+    """One of twenty guesses counts whatever was drawn."""
+    return guessed if random.random() < 1 / 20 else token
+
+
+def doubted(token: int, guessed: int, again: Callable[[], int], random: np.random.Generator) -> int:
+    """One of four right guesses is drawn again."""
+    return again() if token == guessed and random.random() < 1 / 4 else token
+
+
+@pytest.mark.parametrize("mutation", [redrawn, believed, doubted])
+def test_acceptance_that_is_biased_is_seen(mutation: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    extend, choose = Engine._extend, Sampler.choose
+    random, rows, nothing = np.random.default_rng(1), list[int](), np.zeros(1, np.int32)
+
+    def extended(self: Engine, run: Any, found: Any, part: Any = None) -> None:
+        rows[:] = () if part is None else part.proposal
+        extend(self, run, found, part)
+
+    def chosen(self: Sampler, logits: NDArray[np.float32]) -> int:
+        def again() -> int:
+            return choose(Sampler(self._params, nothing, seed=int(random.integers(2**60)), ends=frozenset()), logits)
+
+        token = choose(self, logits)
+        return mutation(token, rows.pop(0), again, random) if rows else token
+
+    monkeypatch.setattr(Engine, "_extend", extended)
+    monkeypatch.setattr(Sampler, "choose", chosen)
+    found, _ = draw(PARAMS["temperature"], width=4)
+    assert deviation(SamplingParams(temperature=1.0), found) > 6
