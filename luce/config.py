@@ -306,8 +306,16 @@ class Config:
     draft_device: str = _setting(
         "auto",
         _device,
-        "device of the draft: auto (the one with the last layers), cuda:N, hip:N, cpu:N",
+        "device of the draft: auto (the one with the last layers), cuda:N, hip:N, cpu:N, tcp://host:port/backend:N",
         metavar="DEVICE",
+        group="draft",
+    )
+    draft_ipc_bin: Path | None = _setting(
+        None,
+        _path,
+        "Python interpreter, or virtual environment, that runs a daemon for the draft on its device",
+        flags=("draft-python",),
+        metavar="PATH",
         group="draft",
     )
     draft_residency: str = _setting(
@@ -644,7 +652,7 @@ def _placement_problems(
 
 
 #: settings of drafts that have weights
-_DRAFT = ("draft_device", "draft_residency", "draft_swa", "draft_ctx_max")
+_DRAFT = ("draft_device", "draft_ipc_bin", "draft_residency", "draft_swa", "draft_ctx_max")
 
 
 def _draft_problems(

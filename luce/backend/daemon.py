@@ -12,7 +12,9 @@ import os
 import socket
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import threadpoolctl
 
@@ -34,9 +36,11 @@ from luce.remote.messages import (
     Embedded,
     Failed,
     Fetch,
+    Fill,
     Forward,
     Hello,
     Load,
+    LoadDraft,
     Open,
     Ping,
     Pong,
@@ -64,6 +68,20 @@ _PATIENCE = 1e-3
 _LARGEST = 1 << 28
 
 
+class Guest(Protocol):
+    """Something else than layers that a daemon holds."""
+
+    def loaded(self) -> Reply:
+        """The answer to what asked for it."""
+
+    def handle(self, message: Request) -> Reply:
+        """The answer to a message. Raises what becomes Failed."""
+
+
+#: a drafter on the devices of this process; `opened` closes it
+OpenDraft = Callable[[LoadDraft, Sequence[Device], contextlib.ExitStack], Guest]
+
+
 def serve(
     requests: socket.socket,
     watch: socket.socket,
@@ -71,11 +89,12 @@ def serve(
     shares: bool,
     silence: float | None = None,
     path: Path | None = None,
+    open_draft: OpenDraft | None = None,
 ) -> None:
     """Serve one server until it closes its end. `shares`: whether it can share memory.
 
     `silence`: seconds without a sign of life after which it counts as gone, None where the kernel tells. `path`: the
-    model, if it is not where the server has it.
+    model, if it is not where the server has it. `open_draft`: what holds drafters, which are above this layer.
     """
     with contextlib.ExitStack() as opened:
         signs: Channel[Ping] = Channel(watch, Ping)
@@ -88,7 +107,7 @@ def serve(
         opened.callback(signs.close)
         opened.callback(over.set)
         opened.callback(channel.close)
-        _Session(channel, shares, path, opened).run()
+        _Session(channel, shares, path, opened, open_draft).run()
 
 
 def _answer_pings(
@@ -111,12 +130,19 @@ class _Session:
     """What one server says, and the answers."""
 
     def __init__(
-        self, channel: Channel[Request], shares: bool, path: Path | None, opened: contextlib.ExitStack
+        self,
+        channel: Channel[Request],
+        shares: bool,
+        path: Path | None,
+        opened: contextlib.ExitStack,
+        open_draft: OpenDraft | None,
     ) -> None:
         self._channel = channel
         self._shares = shares
         self._path = path
         self._opened = opened
+        self._open_draft = open_draft
+        self._guest: Guest | None = None
         self._spin = 0.0
         self._devices: list[Device] = []
         self._model: ServedModel | None = None
@@ -182,6 +208,10 @@ class _Session:
             return self._open(message)
         if isinstance(message, Load):
             return self._load(message)
+        if isinstance(message, LoadDraft):
+            return self._host(message)
+        if self._guest is not None:
+            return self._guest.handle(message)
         model = self._model
         if model is None:
             raise BackendError("nothing is loaded")
@@ -212,8 +242,10 @@ class _Session:
             return model.fetch(message)
         if isinstance(message, Restore):
             model.restore(message)
-        else:
+        elif isinstance(message, Fill):
             model.fill(message)
+        else:
+            raise BackendError(f"{type(message).__name__} is for a daemon that holds a drafter")
         return Done()
 
     def _open(self, message: Open) -> Reply:
@@ -247,8 +279,7 @@ class _Session:
                 fd = self._channel.receive_descriptor(timeout=_SEND)
                 # The mapping holds the memory.
                 received.callback(os.close, fd)
-            if self._model is not None or not self._devices:
-                raise BackendError("no devices are open" if not self._devices else "layers are loaded already")
+            self._check_free()
             if message.shared and not self._shares:
                 raise BackendError("memory cannot be shared over this connection")
             if fd is not None:
@@ -257,6 +288,17 @@ class _Session:
         self._opened.callback(arena.close)
         self._model = ServedModel(self._path or Path(message.path), message, self._devices, arena, self._opened)
         return self._model.loaded()
+
+    def _host(self, message: LoadDraft) -> Reply:
+        self._check_free()
+        if self._open_draft is None:
+            raise BackendError("this daemon holds no drafters")
+        self._guest = self._open_draft(message, self._devices, self._opened)
+        return self._guest.loaded()
+
+    def _check_free(self) -> None:
+        if self._model is not None or self._guest is not None or not self._devices:
+            raise BackendError("no devices are open" if not self._devices else "something is loaded already")
 
 
 def _over(work: Work) -> bool:

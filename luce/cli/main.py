@@ -69,6 +69,9 @@ def parser() -> argparse.ArgumentParser:
             sub.add_argument("model", metavar="MODEL", nargs="?", help="this machine's copy of the server's file")
             sub.add_argument("--listen", metavar="HOST:PORT", help="address for servers of other machines")
             sub.add_argument("--key-file", metavar="FILE", help="key and certificate that servers must have too")
+            sub.add_argument(
+                "--draft", metavar="PATH", help="this machine's copy of a draft, if it is to hold that instead"
+            )
             sub.add_argument("--fds", metavar="N,N", help=argparse.SUPPRESS)
         if name == "inspect":
             sub.add_argument("--layers", action="store_true", help="a table of all layers (--json has it anyway)")

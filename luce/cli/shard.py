@@ -1,4 +1,7 @@
-"""`luce shard`: hold layers for a server in another process, which starts it (`--fds`) or connects (`--listen`)."""
+"""`luce shard`: hold layers, or a drafter, for a server in another process.
+
+The server starts it (`--fds`) or connects to it (`--listen`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from luce import log
 from luce.backend.daemon import serve
 from luce.cli.pull import fetch
+from luce.draft.daemon import opener
 from luce.errors import UsageError
 from luce.remote.child import descriptors, die_with_parent
 from luce.remote.tcp import SILENCE, listening, sessions, tls
@@ -33,17 +37,18 @@ def _serve_parent(fds: str) -> None:
         requests, watch = (socket.socket(fileno=fd) for fd in descriptors(fds))
     except (ValueError, OSError):
         raise UsageError(f"--fds {fds}: expected two descriptors of sockets", param="fds") from None
-    serve(requests, watch, shares=True)
+    serve(requests, watch, shares=True, open_draft=opener())
 
 
 def _serve_network(arguments: argparse.Namespace) -> None:
     if arguments.model is None or arguments.listen is None or arguments.key_file is None:
         raise UsageError("luce shard needs MODEL, --listen and --key-file", param="listen")
     path = fetch(arguments.model)
+    draft = None if arguments.draft is None else Path(arguments.draft)
     context = tls(Path(arguments.key_file), "--key-file", server=True)
     with listening(arguments.listen) as listener:
         host, port = listener.getsockname()[:2]
         print(f"listening on {host}:{port}", flush=True)
         with sessions(listener, context) as servers:
             for requests, watch in servers:
-                serve(requests, watch, shares=False, silence=SILENCE, path=path)
+                serve(requests, watch, shares=False, silence=SILENCE, path=path, open_draft=opener(path, draft))

@@ -1,7 +1,8 @@
 """What the engine needs of a drafter: a guess at the tokens that come next. A wrong guess costs time, never a token.
 
 The engine calls it from its own thread: `observe` after every step, `propose` before a step that has rows to spare.
-An exception from either ends drafting for the sequences that run, and the drafter is asked again for later ones.
+An exception from either ends drafting for the sequences that run, and the drafter is asked again for later ones; but
+after an AwayError for these as well.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from luce.errors import LuceError
 from luce.runtime.step import Int32, Span
+
+
+class AwayError(LuceError):
+    """The drafter is not there now: sequences go on without it, and it may be asked again."""
 
 
 @dataclass(frozen=True)

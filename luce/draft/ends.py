@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from luce.backend.shard import Shard
+from luce.backend.shard import Pending
+from luce.gguf.reader import GGUFFile
+from luce.layers.build import LayerBuilder
+from luce.models.spec import ModelSpec
+from luce.ops.sample import argmax, candidates
+from luce.ops.sample import top as largest
 from luce.runtime.device import Array, Device
 from luce.runtime.step import TOP, Int32, Output
+
+
+class End(Protocol):
+    """A shard of the target, as far as a draft wants something of it. See luce.backend.shard.Shard."""
+
+    @property
+    def device(self) -> Device:
+        """Where its arrays are."""
+
+    def embed(self, tokens: Int32) -> Array:
+        """Rows of the token table, of the first shard."""
+
+    def project(self, hidden: Array, *, top: int = 0) -> Pending:
+        """The head's product with rows, of the last one."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +36,8 @@ class Ends:
     """`first` and `last` shard of the target, for a draft on `device`, which may be one of theirs."""
 
     device: Device
-    first: Shard
-    last: Shard
+    first: End
+    last: End
 
     def embed(self, tokens: Int32) -> Array:
         """Plain rows of the target's table: float32 [n, hidden] on the draft's device."""
@@ -31,3 +51,23 @@ class Ends:
         if self.last.device is not self.device:
             rows = self.device.download(rows)
         return self.last.project(rows, top=TOP)()
+
+
+class OwnEnd:
+    """Embedding and head of a model on a device that need not have any of its layers: both ends in one."""
+
+    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device) -> None:
+        self.device = device
+        builder = LayerBuilder(file, spec, range(0), device, pages=[0] * len(spec.page_groups), slots=0)
+        self._embedding = builder.embedding()
+        self._head = builder.head()
+
+    def embed(self, tokens: Int32) -> Array:
+        """As Shard.embed."""
+        return self._embedding.rows(self.device.upload(tokens))
+
+    def project(self, hidden: Array, *, top: int = 0) -> Pending:
+        """As Shard.project, of rows on this device."""
+        device, rows = self.device, self._head.project(hidden)
+        ids, keys = device.fetch(argmax(device, rows)), device.fetch(largest(device, rows)[:, :top])
+        return lambda: Output(ids(), np.empty((0, rows.shape[1]), np.float32), candidates(keys()))

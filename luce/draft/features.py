@@ -37,6 +37,10 @@ class Known:
         """Another sequence has the slot."""
         self._known[slot] = range(0)
 
+    def positions(self, slot: int) -> range:
+        """All that are known."""
+        return self._known[slot]
+
     def first(self, slot: int) -> int:
         """The oldest position that is known."""
         return self._known[slot].start

@@ -1,41 +1,29 @@
-"""The drafter that settings name."""
+"""The drafter that settings name, in this process or in a daemon."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
 
 from luce.backend.shard import Shard
 from luce.config import Config
-from luce.draft.dflash import DFlashDrafter
 from luce.draft.drafter import Drafter
 from luce.draft.ends import Ends
-from luce.draft.model import DraftModel
-from luce.draft.mtp import MTPDrafter, MTPModel, captured
 from luce.draft.ngram import NgramDrafter
-from luce.draft.plain import ModelDrafter, check_tokens
+from luce.draft.recipe import Recipe, Target, read_recipe
+from luce.draft.remote import RemoteDrafter
 from luce.draft.resident import ResidentDrafter
-from luce.draft.safetensors import is_checkpoint, open_checkpoint
-from luce.draft.spec import ARCHITECTURES, DraftSpec, read_draft
-from luce.errors import ModelError, UsageError
-from luce.gguf.quants import dequantize
-from luce.gguf.reader import GGUFFile, open_gguf
-from luce.layers.build import EMBEDDING
+from luce.errors import UsageError
+from luce.gguf.reader import GGUFFile
 from luce.layers.features import FeatureRing
-from luce.models.keys import Source
-from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
-from luce.runtime.device import Device
+from luce.remote.device import RemoteDevice
+from luce.remote.open import open_draft_daemon
+from luce.runtime.device import Device, DeviceName
+from luce.runtime.host import HostDevice
 from luce.runtime.open import named, open_device
-
-#: tokens that drafts of these families begin with behind the seed, where their files do not say
-_MASKS = {"qwen35": 248070, "qwen35moe": 248070, "gemma4": 4, "laguna": 12}
 
 
 @dataclass(frozen=True)
@@ -66,129 +54,63 @@ def open_drafter(
 ) -> Prepared | None:
     """What --draft names for a target of `context` positions on `devices`; None if nothing is to be drafted.
 
-    `opened` closes files and devices that only the drafter has. Raises UsageError, and ModelError or DeviceError naming
-    the file or the device that cannot be used.
+    `opened` closes files and devices that only the drafter has; a daemon loads while the caller goes on. Raises
+    UsageError, and ModelError or DeviceError naming the file or the device that cannot be used.
     """
     if not config.draft:
         return None
     if config.draft == "ngram":
         ngram = NgramDrafter(block=verified_rows(config) - 1 or 1)
         return Prepared(None, lambda first, last: ngram)
+    target = Target(file, spec, config.parallel, min(context, config.draft_ctx_max))
+    recipe = read_recipe(opened, target, config.draft, config.draft_swa)
     device = _device(opened, config, devices)
-    wanted = _Wanted(config, file, spec, device, min(context, config.draft_ctx_max))
-    if config.draft == "mtp":
-        return _mtp(wanted)
-    path = Path(config.draft).expanduser()
-    draft = opened.enter_context(open_checkpoint(path) if is_checkpoint(path) else open_gguf(path))
-    source = Source(str(path), draft.metadata, draft.tensors)
-    if source.architecture in ARCHITECTURES:
-        return _dflash(wanted, draft, read_draft(source, window=config.draft_swa))
-    if config.draft_swa:
-        raise UsageError(f"--draft-swa: {path} is no DFlash draft", param="draft_swa")
-    return _model(wanted, draft, read_spec(source))
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """What every kind of drafter is made of: the target's file and spec, the drafter's device, and how far it sees."""
-
-    config: Config
-    file: GGUFFile
-    spec: ModelSpec
-    device: Device
-    context: int
-
-    def ring(self, layers: Sequence[int]) -> FeatureRing:
-        """A ring for the features of these layers."""
-        return FeatureRing(self.device, layers, self.spec.hidden, slots=self.config.parallel, capacity=self.context)
-
-    def resident(self, make: Callable[[], Drafter], block: int, **facts: str | int) -> Drafter:
-        """The drafter as --draft-residency has it."""
-        keep = self.config.draft_residency != "request-scoped"
-        return ResidentDrafter(make, keep=keep, block=block, facts=facts)
-
-
-def _dflash(wanted: _Wanted, draft: GGUFFile, spec: DraftSpec) -> Prepared:
-    target, slots = wanted.spec, wanted.config.parallel
-    layers = spec.captured(target)
-    mask = _mask(wanted, spec)
-    if spec.target_scale:
-        spec = replace(spec, embedding_scale=spec.embedding_scale * target.embedding_scale)
-    ring = wanted.ring(layers)
+    if isinstance(device, RemoteDevice):
+        return _in_daemon(config, target, recipe, device)
+    ring = target.ring(device, recipe.layers) if recipe.layers else None
 
     def open(first: Shard, last: Shard) -> Drafter:
-        ends = Ends(wanted.device, first, last)
-
-        def make() -> Drafter:
-            model = DraftModel(
-                draft, spec, wanted.device, slots=slots, context=wanted.context, rows=ring.rows, mask=mask
-            )
-            return DFlashDrafter(model, ring, ends)
-
-        return wanted.resident(make, spec.block - 1, kind="dflash", file=spec.path)
+        ends = Ends(device, first, last)
+        keep = config.draft_residency != "request-scoped"
+        return ResidentDrafter(
+            lambda: recipe.make(device, ring, ends), keep=keep, block=recipe.block, facts=recipe.facts
+        )
 
     return Prepared(ring, open)
 
 
-def _mtp(wanted: _Wanted) -> Prepared:
-    if wanted.config.draft_swa:
-        raise UsageError("--draft-swa: mtp is no DFlash draft", param="draft_swa")
-    target, slots = wanted.spec, wanted.config.parallel
-    if not target.skipped_blocks:
-        raise ModelError(f"{wanted.file.paths[0]}: --draft mtp: has no block for multi-token prediction")
-    ring = wanted.ring(captured(target))
+def _in_daemon(config: Config, target: Target, recipe: Recipe, device: RemoteDevice) -> Prepared:
+    # Here the rings of all slots outlive the daemon.
+    ring = target.ring(HostDevice(), recipe.layers) if recipe.layers else None
+    keep = config.draft_residency != "request-scoped"
+    drafter = RemoteDrafter(device, target, recipe, ring, window=config.draft_swa, keep=keep)
 
     def open(first: Shard, last: Shard) -> Drafter:
-        ends = Ends(wanted.device, first, last)
-
-        def make() -> Drafter:
-            model = MTPModel(wanted.file, target, wanted.device, slots=slots, context=wanted.context, rows=ring.rows)
-            return MTPDrafter(model, ring, ends)
-
-        return wanted.resident(make, MTPDrafter.block, kind="mtp")
+        drafter.wait_loaded()
+        return drafter
 
     return Prepared(ring, open)
-
-
-def _model(wanted: _Wanted, draft: GGUFFile, spec: ModelSpec) -> Prepared:
-    check_tokens(draft, wanted.file.metadata)
-    slots = wanted.config.parallel
-
-    def make() -> Drafter:
-        return ModelDrafter(draft, spec, wanted.device, slots=slots, context=wanted.context)
-
-    return Prepared(
-        None,
-        lambda first, last: wanted.resident(make, ModelDrafter.block, kind="model", file=str(draft.paths[0])),
-    )
 
 
 def _device(opened: contextlib.ExitStack, config: Config, devices: Sequence[Device]) -> Device:
-    """The device of --draft-device: one of the target's, or one of this process that is opened for the drafter."""
-    own = [device for device in devices if not device.shared]
-    if config.draft_device == "auto":
-        # Beside the head, which every proposal passes; of a daemon's head as near as can be.
-        if own:
-            return own[-1]
-        return opened.enter_context(contextlib.closing(open_device(named(["cpu:0"])[0])))
-    (name, *more) = named([config.draft_device])
-    if more or name.place:
-        raise UsageError(
-            f"--draft-device {config.draft_device}: expected one device of this machine", param="draft_device"
-        )
-    for device in own:
+    """The device of --draft-device: one of the target's in this process, one that is opened for the drafter, or one in
+    a daemon of its own."""
+    name = _name(config, devices)
+    daemon = open_draft_daemon(config, name, devices)
+    if daemon is not None:
+        return opened.enter_context(contextlib.closing(daemon))
+    for device in devices:
         if device.name == name:
             return device
     return opened.enter_context(contextlib.closing(open_device(name)))
 
 
-def _mask(wanted: _Wanted, spec: DraftSpec) -> NDArray[np.float32]:
-    """What rows behind the seed begin as, by the target's table. Raises ModelError if it has no such row."""
-    if spec.mask_embedding:
-        return np.zeros(spec.hidden, np.float32)
-    token = spec.mask_token if spec.mask_token is not None else _MASKS.get(wanted.spec.family)
-    if token is None or not 0 <= token < wanted.spec.vocab:
-        raise ModelError(f"{spec.path}: dflash.mask_token_id {token} is no token of the model")
-    table = wanted.file.tensors[EMBEDDING]
-    row = dequantize(wanted.file.raw(EMBEDDING)[token : token + 1], table.type)
-    return row.reshape(-1)
+def _name(config: Config, devices: Sequence[Device]) -> DeviceName:
+    if config.draft_device != "auto":
+        (name, *more) = named([config.draft_device])
+        if more:
+            raise UsageError(f"--draft-device {config.draft_device}: expected one device", param="draft_device")
+        return name
+    # Beside the head, which every proposal passes, if that is in this process; then on this machine.
+    own = [device for device in devices if not device.shared] or [device for device in devices if not device.name.place]
+    return own[-1].name if own else named(["cpu:0"])[0]

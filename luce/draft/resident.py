@@ -36,6 +36,10 @@ class ResidentDrafter:
             _log.warning("the draft is not loaded: %s", error)
         self.idle()
 
+    def load(self) -> None:
+        """Let it be there. Raises OutOfMemoryError."""
+        self._wanted()
+
     def observe(self, spans: Sequence[Span]) -> None:
         self._wanted().observe(spans)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from luce.draft.drafter import Draftable, Drafter, Proposal
+from luce.draft.drafter import AwayError, Draftable, Drafter, Proposal
 from luce.engine.scheduler import Plan, Sequence, fair_shares
 from luce.errors import LuceError
 from luce.runtime.step import Int32
@@ -229,8 +229,9 @@ class Speculator:
 
     def stats(self) -> DraftStats:
         """Numbers for people. Any thread may ask."""
-        given_up = self._failures >= _FAILURES
-        state = "on" if not self._trouble else f"{'given up' if given_up else 'failed'}: {self._trouble}"
+        given_up, away = self._failures >= _FAILURES, not self._failures
+        kind = "given up" if given_up else "away" if away else "failed"
+        state = f"{kind}: {self._trouble}" if self._trouble else "on"
         facts = self._drafter.describe()
         return DraftStats(facts, state, self._steps, self._proposed, self._accepted, self._spent)
 
@@ -305,6 +306,8 @@ class Speculator:
     def _tell(self, tell: Callable[[], None]) -> None:
         try:
             tell()
+        except AwayError as error:
+            self._away(error)
         except Exception as error:
             self._failed(error)
 
@@ -322,6 +325,9 @@ class Speculator:
                 [Draftable(s.slot or 0, self._sequences[s].tokens(s), most) for s, most in asked]
             )
             proposals = [self._checked(p, most) for p, (_, most) in zip(given, asked, strict=True)]
+        except AwayError as error:
+            self._away(error)
+            return None
         except Exception as error:
             self._failed(error)
             return None
@@ -351,6 +357,13 @@ class Speculator:
             sequence.proposal = tuple(proposal.tokens[:count])
             if not count:
                 known.rates.forget(proposal)
+
+    def _away(self, error: AwayError) -> None:
+        """The next step asks again."""
+        if not self._trouble:
+            _log.warning("replies go on without drafting: %s", error)
+        self._trouble = str(error)
+        self._answered = False
 
     def _failed(self, error: Exception) -> None:
         """The sequences that run go on without drafting."""

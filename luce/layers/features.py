@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luce.ops.features import put_rows
 from luce.runtime.device import Array, Device
@@ -42,3 +43,18 @@ class FeatureRing:
         places = self.device.upload(dest)
         for index, rows in enumerate(outputs):
             put_rows(self.device, rows, self.rows, index * self.hidden, places)
+
+    def write(self, slot: int, position: int, rows: NDArray[np.uint16]) -> None:
+        """Store rows that `read` gave, of positions from `position` on; the last ones if there are too many."""
+        left = max(0, len(rows) - self.capacity)
+        places = slot * self.capacity + np.arange(position + left, position + len(rows), dtype=np.int32) % self.capacity
+        upload = self.device.upload
+        put_rows(self.device, upload(np.ascontiguousarray(rows[left:])), self.rows, 0, upload(places.astype(np.int32)))
+
+    def read(self, slot: int, positions: range) -> NDArray[np.uint16]:
+        """The rows of consecutive positions, at most `capacity`: uint16 [n, layers * hidden], on the host."""
+        begin, end = slot * self.capacity, (slot + 1) * self.capacity
+        first = begin + positions.start % self.capacity
+        last = first + len(positions)
+        parts = [self.rows[first : min(last, end)], self.rows[begin : begin + max(0, last - end)]]
+        return np.concatenate([self.device.download(part) for part in parts])

@@ -13,6 +13,12 @@
     Drop                  no answer: some of it is of no use any more
     Fill     -> Done      tensors for slots and pages
 
+A daemon that holds a drafter instead of layers is asked other things:
+
+    LoadDraft -> DraftLoaded  which drafter for which model
+    Propose   -> Proposed     how texts went on; what comes next in some of them
+    Rest      -> Done         nobody asks for now: memory that can be had again may go
+
 Any other request may be answered by Failed instead. The end of the connection ends the daemon. A Step and an Output
 travel field by field as they are declared, so what a later version adds to them needs no new message. On a second
 channel the server sends Ping and gets Pong, whatever the daemon is at.
@@ -27,7 +33,7 @@ from numpy.typing import NDArray
 from luce.runtime.step import Output, Step
 
 #: changes with every message that an older peer would not understand
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Open(msgspec.Struct, tag=True):
@@ -151,7 +157,7 @@ class Project(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A Forward, Project, Accept, Restore or Fill is done.
+    """A Forward, Project, Accept, Restore, Fill or Rest is done.
 
     `data`: what is handed on, if it is not shared; `seconds`: what the work took.
     """
@@ -230,6 +236,64 @@ class Fill(msgspec.Struct, tag=True):
     tensors: dict[str, np.ndarray]
 
 
+class LoadDraft(msgspec.Struct, tag=True):
+    """The drafter `draft` (as --draft: a path or mtp) for the model at `path`, on the daemon's first device.
+
+    Fingerprints of both files as the server sees them, the draft's empty if it is the model's own block. slots: texts
+    at a time; context: positions that the drafter sees at most; window: as --draft-swa; keep: whether it stays loaded
+    while nobody asks.
+    """
+
+    path: str
+    fingerprint: str
+    draft: str
+    draft_fingerprint: str
+    slots: int
+    context: int
+    window: int
+    keep: bool
+
+
+class DraftLoaded(msgspec.Struct, tag=True):
+    """The answer to LoadDraft: its kind, most tokens that it proposes, layers of the model whose output it reads."""
+
+    kind: str
+    block: int
+    layers: tuple[int, ...]
+
+
+class Told(msgspec.Struct):
+    """How the text of a slot goes on: tokens from position `at` on; and what the model's layers gave at the positions
+    from `begin` on, `rows` of Propose.features. fresh: it is another text than before."""
+
+    slot: int
+    fresh: bool
+    at: int
+    tokens: NDArray[np.int32]
+    begin: int
+    rows: int
+
+
+class Propose(msgspec.Struct, tag=True):
+    """features: bfloat16 as uint16 [rows, layers * H], of what is told side by side. asked: (slot, most tokens), each
+    slot once: texts whose last token the model has not computed, and all of whose other ones it has."""
+
+    told: tuple[Told, ...]
+    features: NDArray[np.uint16]
+    asked: tuple[tuple[int, int], ...]
+
+
+class Proposed(msgspec.Struct, tag=True):
+    """The answer to Propose: for each that was asked tokens, and chances of all of them or none."""
+
+    tokens: tuple[NDArray[np.int32], ...]
+    chances: tuple[NDArray[np.float64], ...]
+
+
+class Rest(msgspec.Struct, tag=True):
+    """No sequence runs or waits."""
+
+
 class Failed(msgspec.Struct, tag=True):
     """A request could not be done. `error`: the name of a class of luce.errors."""
 
@@ -245,5 +309,7 @@ class Pong(msgspec.Struct, tag=True):
     """Yes."""
 
 
-Request = Open | Load | Announce | Forward | Embed | Project | Accept | Save | Fetch | Restore | Drop | Fill
-Reply = Hello | Loaded | Done | Embedded | Saved | Fetched | Failed
+Layers = Load | Announce | Forward | Embed | Project | Accept | Save | Fetch | Restore | Drop | Fill
+Drafting = LoadDraft | Propose | Rest
+Request = Open | Layers | Drafting
+Reply = Hello | Loaded | Done | Embedded | Saved | Fetched | DraftLoaded | Proposed | Failed

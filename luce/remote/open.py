@@ -63,6 +63,40 @@ def open_placement(config: Config) -> list[Device]:
     return devices
 
 
+def open_draft_daemon(config: Config, name: DeviceName, targets: Sequence[Device]) -> RemoteDevice | None:
+    """The device of the draft in a daemon of its own; None if this process is to open it itself.
+
+    It is in one over a network, with --draft-ipc-bin, and where layers on that device would be: of one that is named
+    for the model too, or of a backend that --target-shard-ipc-bin has an interpreter for. Raises UsageError for a
+    network daemon that holds layers, and DeviceError if the daemon does not start.
+    """
+    interpreter = None if name.place else _draft_interpreter(config, name, targets)
+    if name.place and any(device.name.place == name.place for device in targets):
+        raise UsageError(
+            f"--draft-device {name}: this daemon holds layers; a draft needs a luce shard of its own, on another port",
+            param="draft_device",
+        )
+    if interpreter is None and not name.place:
+        return None
+    supervisor = _supervise([name], interpreter, config, f"draft on {name}")
+    try:
+        return RemoteDevice(name, supervisor, supervisor.hello().devices[0])
+    except BaseException:
+        supervisor.close()
+        raise
+
+
+def _draft_interpreter(config: Config, name: DeviceName, targets: Sequence[Device]) -> Path | None:
+    if config.draft_ipc_bin is not None:
+        return config.draft_ipc_bin
+    given = dict(config.target_shard_ipc_bin)
+    if name.kind in given:
+        return given[name.kind]
+    in_daemon = any(device.shared for device in targets if device.name == name)
+    foreign = name.kind in VENDORS and cupy_vendor() not in (None, name.kind)
+    return given.get("") if in_daemon or foreign else None
+
+
 def daemon_interpreters(names: Sequence[DeviceName], given: dict[str, Path]) -> list[Path | None]:
     """The interpreter of each device's daemon, None for devices of this process and of network daemons.
 
@@ -100,9 +134,9 @@ def daemon_groups(
     return groups
 
 
-def _supervise(names: Sequence[DeviceName], interpreter: Path | None, config: Config) -> Supervisor:
+def _supervise(names: Sequence[DeviceName], interpreter: Path | None, config: Config, label: str = "") -> Supervisor:
     """The daemon of devices: a child process, or one of the network without an interpreter."""
-    kind, label = names[0].kind, ",".join(map(str, names))
+    kind, label = names[0].kind, label or ",".join(map(str, names))
     opening = Open(PROTOCOL, __version__, tuple(str(name.local) for name in names), config.log_level, config.threads)
     limits = Limits(config.shard_start_timeout, config.shard_timeout)
     if interpreter is None:

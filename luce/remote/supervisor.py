@@ -32,7 +32,19 @@ from luce.errors import (
 )
 from luce.remote.arena import Arena
 from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError
-from luce.remote.messages import PROTOCOL, Failed, Hello, Load, Loaded, Open, Ping, Pong, Reply
+from luce.remote.messages import (
+    PROTOCOL,
+    DraftLoaded,
+    Failed,
+    Hello,
+    Load,
+    LoadDraft,
+    Loaded,
+    Open,
+    Ping,
+    Pong,
+    Reply,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +59,7 @@ _DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)
 #: how long `lost` waits to learn the reason: longer than a daemon gets to end
 _VERDICT = 20.0
 
-Answer = TypeVar("Answer", Hello, Loaded)
+Answer = TypeVar("Answer", Hello, Loaded, DraftLoaded)
 
 
 class Peer(Protocol):
@@ -88,8 +100,8 @@ class Supervisor:
         self._changed = threading.Condition()
         self._hello: Hello | None = None
         #: and a descriptor of its shared memory, None over a network
-        self._load: tuple[Load, int | None] | None = None
-        self._loaded: Loaded | None = None
+        self._load: tuple[Load | LoadDraft, int | None] | None = None
+        self._loaded: Loaded | DraftLoaded | None = None
         self._channel: Channel[Reply] | None = None
         self._peer: Peer | None = None
         #: of this life, or of the last one
@@ -123,13 +135,39 @@ class Supervisor:
             self._load = load, None if arena.fd is None else os.dup(arena.fd)
             self._changed.notify_all()
 
+    def begin_draft(self, load: LoadDraft) -> None:
+        """Let this life of the daemon, and all later ones, load a drafter instead."""
+        with self._changed:
+            self._load = load, None
+            self._changed.notify_all()
+
     def loaded(self) -> Loaded:
         """What the daemon has loaded. Waits for it. Raises LuceError if it could not."""
+        loaded = self._wait_loaded()
+        assert isinstance(loaded, Loaded)
+        return loaded
+
+    def draft_loaded(self) -> DraftLoaded:
+        """The drafter that the daemon has loaded. Waits for it. Raises LuceError if it could not."""
+        loaded = self._wait_loaded()
+        assert isinstance(loaded, DraftLoaded)
+        return loaded
+
+    def _wait_loaded(self) -> Loaded | DraftLoaded:
         with self._changed:
             self._changed.wait_for(lambda: self._loaded is not None or self._ended)
             if self._loaded is None:
                 raise self._error or DeviceError(f"{self.name}: closed")
             return self._loaded
+
+    def channel_now(self) -> Channel[Reply]:
+        """The way to a daemon that is ready now, for one thread alone. Raises ShardLostError saying why there is none,
+        without waiting."""
+        with self._changed:
+            if self._channel is None:
+                why = str(self._error or f"{self.name}: it is not there")
+                raise ShardLostError(why if self._ended else f"{why}; it is started anew")
+            return self._channel
 
     def channel(self, generation: int) -> Channel[Reply]:
         """The way to a daemon that is ready, for the engine's thread alone; waits while one starts anew.
@@ -258,7 +296,11 @@ class Supervisor:
         while (given := self._given_load()) is None:
             beat.wait(None)
         load, fd = given
-        loaded = self._ask(channel, beat, load, Loaded, deadline, fd)
+        loaded: Loaded | DraftLoaded
+        if isinstance(load, LoadDraft):
+            loaded = self._ask(channel, beat, load, DraftLoaded, deadline)
+        else:
+            loaded = self._ask(channel, beat, load, Loaded, deadline, fd)
         if self._loaded is not None and loaded != self._loaded:
             raise BackendError(f"{self.name}: the daemon does not load what it loaded before")
         log.event(_log, "shard ready", shard=self.name, pid=hello.pid, seconds=time.monotonic() - began)
@@ -266,7 +308,7 @@ class Supervisor:
             self._loaded, self._channel, self._ever_ready = loaded, channel, True
             self._changed.notify_all()
 
-    def _given_load(self) -> tuple[Load, int | None] | None:
+    def _given_load(self) -> tuple[Load | LoadDraft, int | None] | None:
         with self._changed:
             return self._load
 
@@ -283,7 +325,7 @@ class Supervisor:
         self,
         channel: Channel[Reply],
         beat: _Heartbeat,
-        request: Open | Load,
+        request: Open | Load | LoadDraft,
         answer: type[Answer],
         deadline: float,
         fd: int | None = None,

@@ -35,9 +35,12 @@ def devices(names: str, **settings: object) -> Iterator[list[Device]]:
 
 
 @contextmanager
-def listener(path: Path, key: Path, port: int = 0) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """A `luce shard` that listens with a model, and its port."""
+def listener(
+    path: Path, key: Path, port: int = 0, draft: Path | None = None
+) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """A `luce shard` that listens with a model, or its draft too, and its port."""
     command = [sys.executable, "-m", "luce", "shard", str(path), "--listen", f"127.0.0.1:{port}"]
+    command += [] if draft is None else ["--draft", str(draft)]
     process = subprocess.Popen([*command, "--key-file", str(key)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -1,0 +1,144 @@
+"""A drafter with weights as settings and files name it: what it reads of its target, before it has a device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.draft.dflash import DFlashDrafter
+from luce.draft.drafter import Drafter
+from luce.draft.ends import Ends
+from luce.draft.model import DraftModel
+from luce.draft.mtp import MTPDrafter, MTPModel, captured
+from luce.draft.plain import ModelDrafter, check_tokens
+from luce.draft.safetensors import is_checkpoint, open_checkpoint
+from luce.draft.spec import ARCHITECTURES, DraftSpec, read_draft
+from luce.errors import ModelError, UsageError
+from luce.gguf.fingerprint import fingerprint
+from luce.gguf.quants import dequantize
+from luce.gguf.reader import GGUFFile, open_gguf
+from luce.layers.build import EMBEDDING
+from luce.layers.features import FeatureRing
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.models.spec import ModelSpec
+from luce.runtime.device import Device
+
+#: tokens that drafts of these families begin with behind the seed, where their files do not say
+_MASKS = {"qwen35": 248070, "qwen35moe": 248070, "gemma4": 4, "laguna": 12}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that is drafted for: its file and spec, sequences at a time, and how far back a drafter sees."""
+
+    file: GGUFFile
+    spec: ModelSpec
+    slots: int
+    context: int
+
+    def ring(self, device: Device, layers: Sequence[int]) -> FeatureRing:
+        """A ring for the features of these layers."""
+        return FeatureRing(device, layers, self.spec.hidden, slots=self.slots, capacity=self.context)
+
+
+#: the drafter on a device; its ring on the same one and the target's ends, None where it has no use for them
+Make = Callable[[Device, FeatureRing | None, Ends | None], Drafter]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A drafter without a device.
+
+    path    of its file, empty if that is the target's
+    block   most tokens that it proposes
+    layers  of the target whose output it reads, none if it reads only tokens
+    ends    whether it borrows the target's embedding and head
+    digest  of its file, as luce.gguf.fingerprint
+    """
+
+    kind: str
+    path: str
+    block: int
+    layers: tuple[int, ...]
+    ends: bool
+    make: Make
+    digest: Callable[[], str]
+
+    @property
+    def facts(self) -> dict[str, str | int]:
+        """For people."""
+        return {"kind": self.kind, **({"file": self.path} if self.path else {})}
+
+
+def read_recipe(opened: contextlib.ExitStack, target: Target, draft: str, window: int) -> Recipe:
+    """The recipe of a --draft that has weights; `window` as --draft-swa. `opened` closes the file.
+
+    Raises UsageError for a window without a use, and ModelError, FormatError or UnsupportedError naming the file.
+    """
+    if draft == "mtp":
+        return _mtp(target, window)
+    path = Path(draft).expanduser()
+    file = opened.enter_context(open_checkpoint(path) if is_checkpoint(path) else open_gguf(path))
+    source = Source(str(path), file.metadata, file.tensors)
+    if source.architecture in ARCHITECTURES:
+        return _dflash(target, file, read_draft(source, window=window))
+    if window:
+        raise UsageError(f"--draft-swa: {path} is no DFlash draft", param="draft_swa")
+    return _model(target, file, read_spec(source))
+
+
+def _dflash(target: Target, file: GGUFFile, spec: DraftSpec) -> Recipe:
+    layers = spec.captured(target.spec)
+    mask = _mask(target, spec)
+    if spec.target_scale:
+        spec = replace(spec, embedding_scale=spec.embedding_scale * target.spec.embedding_scale)
+
+    def make(device: Device, ring: FeatureRing | None, ends: Ends | None) -> Drafter:
+        assert ring is not None and ends is not None
+        slots, context = target.slots, target.context
+        model = DraftModel(file, spec, device, slots=slots, context=context, rows=ring.rows, mask=mask)
+        return DFlashDrafter(model, ring, ends)
+
+    return Recipe("dflash", spec.path, spec.block - 1, layers, True, make, lambda: fingerprint(file))
+
+
+def _mtp(target: Target, window: int) -> Recipe:
+    if window:
+        raise UsageError("--draft-swa: mtp is no DFlash draft", param="draft_swa")
+    if not target.spec.skipped_blocks:
+        raise ModelError(f"{target.file.paths[0]}: --draft mtp: has no block for multi-token prediction")
+
+    def make(device: Device, ring: FeatureRing | None, ends: Ends | None) -> Drafter:
+        assert ring is not None and ends is not None
+        slots, context = target.slots, target.context
+        model = MTPModel(target.file, target.spec, device, slots=slots, context=context, rows=ring.rows)
+        return MTPDrafter(model, ring, ends)
+
+    return Recipe("mtp", "", MTPDrafter.block, captured(target.spec), True, make, lambda: "")
+
+
+def _model(target: Target, file: GGUFFile, spec: ModelSpec) -> Recipe:
+    check_tokens(file, target.file.metadata)
+
+    def make(device: Device, ring: FeatureRing | None, ends: Ends | None) -> Drafter:
+        return ModelDrafter(file, spec, device, slots=target.slots, context=target.context)
+
+    return Recipe("model", str(file.paths[0]), ModelDrafter.block, (), False, make, lambda: fingerprint(file))
+
+
+def _mask(target: Target, spec: DraftSpec) -> NDArray[np.float32]:
+    """What rows behind the seed begin as, by the target's table. Raises ModelError if it has no such row."""
+    if spec.mask_embedding:
+        return np.zeros(spec.hidden, np.float32)
+    token = spec.mask_token if spec.mask_token is not None else _MASKS.get(target.spec.family)
+    if token is None or not 0 <= token < target.spec.vocab:
+        raise ModelError(f"{spec.path}: dflash.mask_token_id {token} is no token of the model")
+    table = target.file.tensors[EMBEDDING]
+    row = dequantize(target.file.raw(EMBEDDING)[token : token + 1], table.type)
+    return row.reshape(-1)

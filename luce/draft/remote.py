@@ -1,0 +1,203 @@
+"""A drafter in a daemon, as the server sees it: how texts went on goes there, guesses come back.
+
+What the target's layers gave stays here as well, in a ring on the host. So a daemon that has died, or has let its
+memory go, is told all that it needs and drafts on. While there is none, sequences go on without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.draft.drafter import AwayError, Draftable, Proposal
+from luce.draft.features import Known, Part, batches
+from luce.draft.recipe import Recipe, Target
+from luce.errors import BackendError, ShardLostError
+from luce.gguf.fingerprint import fingerprint
+from luce.layers.features import FeatureRing
+from luce.remote.channel import SMALL, ChannelError, GarbageError
+from luce.remote.device import RemoteDevice
+from luce.remote.messages import Done, DraftLoaded, Failed, LoadDraft, Propose, Proposed, Reply, Rest, Told
+from luce.remote.supervisor import failure
+from luce.runtime.step import Int32, Span
+
+#: bytes of features that go in one message
+_PIECE = 16 << 20
+#: seconds that a request may take for each row that it brings, beside the limit of all requests
+_PER_ROW = 0.1
+
+
+@dataclass
+class _Heard:
+    """What the daemon knows of a slot: tokens [0, tokens) and features of positions before `features`."""
+
+    tokens: int = 0
+    features: int = 0
+
+
+class RemoteDrafter:
+    """The drafter of a recipe on a device of a daemon, which begins to load it. `wait_loaded` before anything else.
+
+    `ring` is on the host, None if the recipe reads only tokens; `window` as --draft-swa; `keep`: whether it stays
+    loaded while no sequence runs.
+    """
+
+    def __init__(
+        self, device: RemoteDevice, target: Target, recipe: Recipe, ring: FeatureRing | None, *, window: int, keep: bool
+    ) -> None:
+        self.block = recipe.block
+        self._device = device
+        self._daemon = device.daemon
+        self._recipe = recipe
+        self._vocab = target.spec.vocab
+        self._ring = ring
+        self._known = None if ring is None else Known(ring)
+        self._keep = keep
+        self._heard: dict[int, _Heard] = {}
+        #: the daemon's life that has heard it
+        self._generation = 0
+        self._numbers = 0
+        self._daemon.begin_draft(
+            LoadDraft(
+                path=str(target.file.paths[0].resolve()),
+                fingerprint=fingerprint(target.file),
+                draft=str(Path(recipe.path).expanduser().resolve()) if recipe.path else recipe.kind,
+                draft_fingerprint=recipe.digest(),
+                slots=target.slots,
+                context=target.context,
+                window=window,
+                keep=keep,
+            )
+        )
+
+    def wait_loaded(self) -> None:
+        """Raises LuceError if the daemon cannot load it."""
+        loaded, recipe = self._daemon.draft_loaded(), self._recipe
+        if loaded != DraftLoaded(recipe.kind, recipe.block, recipe.layers):
+            raise BackendError(f"{self._daemon.name}: the daemon sees another drafter than this process")
+
+    def observe(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            if self._known is not None:
+                self._known.observe(span)
+            if span.slot in self._heard:
+                heard = self._heard[span.slot]
+                heard.features = min(heard.features, span.position)
+
+    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
+        if self._generation != self._daemon.generation:
+            self._generation = self._daemon.generation
+            self._heard.clear()
+        try:
+            *first, last = self._batches(asked)
+            for parts in first:
+                self._tell(asked, parts, ())
+            return self._tell(asked, last, asked)
+        except BaseException:
+            # What the daemon has made of it is unknown.
+            self._heard.clear()
+            raise
+
+    def forget(self, slot: int) -> None:
+        if self._known is not None:
+            self._known.forget(slot)
+        self._heard.pop(slot, None)
+
+    def idle(self) -> None:
+        if self._keep or not self._heard:
+            return
+        self._heard.clear()
+        self._ask(Rest(), 0, Done)
+
+    def describe(self) -> dict[str, str | int]:
+        try:
+            self._daemon.channel_now()
+            state = "ready"
+        except ShardLostError as error:
+            state = str(error)
+        return self._recipe.facts | {"block": self.block + 1, "device": str(self._device.name), "daemon": state}
+
+    def close(self) -> None:
+        self._daemon.close()
+
+    def _batches(self, asked: Sequence[Draftable]) -> list[list[Part]]:
+        """The features that the daemon has yet to get, a message's at a time, the last one's perhaps none."""
+        if self._known is None or self._ring is None:
+            return [[]]
+        owed = []
+        for one in asked:
+            known, heard = self._known.positions(one.slot), self._heard.get(one.slot, _Heard())
+            owed.append((one.slot, range(max(known.start, heard.features), min(known.stop, len(one.tokens) - 1))))
+        return list(batches(owed, max(1, _PIECE // (2 * self._ring.rows.shape[1])))) or [[]]
+
+    def _tell(self, asked: Sequence[Draftable], parts: Sequence[Part], wanted: Sequence[Draftable]) -> list[Proposal]:
+        """Tell of parts, and of the texts of all that are wanted."""
+        texts = {one.slot: one.tokens for one in asked}
+        rows = {part.slot: part.positions for part in parts}
+        none = np.empty(0, np.int32)
+        told = [
+            self._told(slot, texts[slot], rows.get(slot, none))
+            for slot in dict.fromkeys([*rows, *(one.slot for one in wanted)])
+        ]
+        width = 0 if self._ring is None else self._ring.rows.shape[1]
+        features = np.empty((0, width), np.uint16)
+        if parts and self._ring is not None and self._known is not None:
+            features = self._ring.rows[self._known.places(parts)]
+        message = Propose(tuple(told), features, tuple((one.slot, one.most) for one in wanted))
+        reply = self._ask(message, len(features), Proposed, wanted)
+        assert isinstance(reply, Proposed)
+        pairs = zip(reply.tokens, reply.chances, strict=True)
+        return [Proposal(tokens.tolist(), chances.tolist()) for tokens, chances in pairs]
+
+    def _told(self, slot: int, text: Int32, positions: Int32) -> Told:
+        fresh = slot not in self._heard
+        heard = self._heard.setdefault(slot, _Heard())
+        at, heard.tokens = heard.tokens, len(text)
+        begin = int(positions[0]) if len(positions) else 0
+        if len(positions):
+            heard.features = begin + len(positions)
+        return Told(slot, fresh, at, text[at:], begin, len(positions))
+
+    def _ask(self, message: msgspec.Struct, rows: int, kind: type[Reply], wanted: Sequence[Draftable] = ()) -> Reply:
+        """The answer, which is checked. Raises AwayError if there is no daemon, and what the daemon could not do."""
+        try:
+            channel = self._daemon.channel_now()
+        except ShardLostError as error:
+            raise AwayError(str(error)) from None
+        self._numbers += 1
+        limit = self._daemon.limits.request
+        try:
+            channel.send(self._numbers, message, timeout=limit)
+            number, reply = channel.receive(timeout=limit + _PER_ROW * rows, limit=SMALL)
+            if number != self._numbers:
+                raise GarbageError(f"it answered request {number} instead of {self._numbers}")
+            if isinstance(reply, Proposed):
+                check(reply, wanted, self._vocab)
+            if not isinstance(reply, (kind, Failed)):
+                raise GarbageError(f"it sent {type(reply).__name__} instead of {kind.__name__}")
+        except ChannelError as error:
+            raise AwayError(str(self._daemon.lost(channel, error))) from None
+        if isinstance(reply, Failed):
+            raise failure(self._daemon.name, reply)
+        return reply
+
+
+def check(reply: Proposed, wanted: Sequence[Draftable], vocab: int) -> None:
+    """Raises GarbageError unless these are proposals for what is wanted."""
+    if not len(reply.tokens) == len(reply.chances) == len(wanted):
+        raise GarbageError(f"it sent {len(reply.tokens)} proposals for {len(wanted)} texts")
+    for one, tokens, chances in zip(wanted, reply.tokens, reply.chances, strict=True):
+        if tokens.ndim != 1 or len(tokens) > one.most or chances.shape not in (tokens.shape, (0,)):
+            raise GarbageError(f"it proposed {tokens.shape} tokens with {chances.shape} chances, {one.most} were asked")
+        if not _inside(tokens, vocab - 1) or not _inside(chances, 1):
+            raise GarbageError("it proposed what is no token, or with a chance that is none")
+
+
+def _inside(values: NDArray[np.int32] | NDArray[np.float64], most: float) -> bool:
+    """Whether all are numbers of 0 to `most`."""
+    return bool(((values >= 0) & (values <= most)).all())

@@ -1,0 +1,224 @@
+"""Drafters in daemons: the replies and the guesses of a drafter in this process, whatever becomes of the daemon."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import luce
+from luce.api import Model
+from luce.draft.drafter import Draftable, Proposal
+from luce.draft.remote import RemoteDrafter
+from luce.engine.speculate import DraftStats
+from luce.errors import DeviceError
+from tests.support.daemons import HERE, children, interpreter, key_file, listener, within
+from tests.support.drafts import DraftReference
+from tests.support.reference import Reference
+
+FIT = DraftReference("qwen35-a-draft-fit-F32")
+MTP = Reference("qwen35-b-Q4_K_M")
+SETTINGS: dict[str, Any] = {"max_ctx": 512, "parallel": 2, "chunk": 32, "verify_width": 6, "shard_start_timeout": 60.0}
+DAEMON = {"draft_ipc_bin": str(HERE)}
+#: target, --draft
+KINDS: dict[str, tuple[Reference, str]] = {
+    "dflash": (FIT.target, str(FIT.path)),
+    "mtp": (MTP, "mtp"),
+    "model": (FIT.target, str(Reference("qwen35-a-Q8_0").path)),
+}
+
+
+def replies(model: Model, reference: Reference) -> list[list[int]]:
+    """Greedy and sampled replies to two prompts at once."""
+    prompts = [reference.expected[f"prompt_{key}"].tolist() for key in ("17", "long")]
+    found = []
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
+        running = [model.generate(ids, max_tokens=16, ignore_eos=True, **sampling) for ids in prompts]
+        found += [[token.id for token in generation] for generation in running]
+    assert model.engine.wait_idle(30)
+    return found
+
+
+def drafted(model: Model) -> DraftStats:
+    stats = model.engine.stats().draft
+    assert stats is not None
+    return stats
+
+
+def guesses(model: Model, reference: Reference) -> list[tuple[int, list[int]]]:
+    """What is proposed while a prompt is continued alone: length of the text, tokens."""
+    speculator = model.engine._speculator
+    assert speculator is not None
+    drafter, found = speculator._drafter, []
+
+    def propose(asked: Sequence[Draftable]) -> Sequence[Proposal]:
+        given = type(drafter).propose(drafter, asked)
+        found.extend((len(one.tokens), list(p.tokens)) for one, p in zip(asked, given, strict=True))
+        return given
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    prompt = reference.expected["prompt_long"].tolist()
+    list(model.generate(prompt, max_tokens=40, temperature=0, ignore_eos=True))
+    assert model.engine.wait_idle(30)
+    del drafter.propose
+    return found
+
+
+@cache
+def local(kind: str) -> tuple[list[tuple[int, list[int]]], list[list[int]]]:
+    """Guesses and replies with the drafter in this process."""
+    with loaded(kind) as model:
+        return guesses(model, KINDS[kind][0]), replies(model, KINDS[kind][0])
+
+
+def remote(model: Model) -> RemoteDrafter:
+    """The drafter of a model, which is in a daemon."""
+    speculator = model.engine._speculator
+    assert speculator is not None and isinstance(speculator._drafter, RemoteDrafter)
+    return speculator._drafter
+
+
+def pid(model: Model) -> int:
+    """The daemon."""
+    peer = remote(model)._daemon._peer
+    assert peer is not None
+    return int(peer.pid)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def loaded(kind: str, **settings: Any) -> Iterator[Model]:
+    reference, draft = KINDS[kind]
+    settings = {"target_devices": "cpu:0", **SETTINGS, **settings}
+    with luce.load(reference.path, draft=draft, **settings) as model:
+        yield model
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "by interpreter": {**DAEMON, "draft_device": "cpu:3"},
+    "request-scoped": {**DAEMON, "draft_residency": "request-scoped"},
+    "beside a shard's daemon": {
+        "target_devices": "cpu:0,cpu:1",
+        "target_shard_ipc_bin": f"cpu={HERE}",
+        "isolate_shards": True,
+        "draft_device": "cpu:1",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [*((kind, "by interpreter") for kind in KINDS), *(("dflash", place) for place in list(PLACES)[1:])],
+)
+def test_guesses_are_those_of_a_local_drafter(kind: str, place: str) -> None:
+    with loaded(kind, **PLACES[place]) as model:
+        assert (guesses(model, KINDS[kind][0]), replies(model, KINDS[kind][0])) == local(kind)
+        stats = drafted(model)
+    assert stats.state == "on" and stats.facts["daemon"] == "ready"
+    assert stats.facts["device"] == PLACES[place].get("draft_device", "cpu:0")
+
+
+def test_over_a_network(tmp_path: Path) -> None:
+    key = key_file(tmp_path / "key")
+    with listener(FIT.target.path, key, draft=FIT.path) as (port, _):
+        device = f"tcp://127.0.0.1:{port}/cpu:0"
+        with loaded("dflash", draft_device=device, shard_key_file=str(key)) as model:
+            assert (guesses(model, FIT.target), replies(model, FIT.target)) == local("dflash")
+            stats = drafted(model)
+    assert stats.facts["device"] == device
+
+
+def test_replies_go_on_without_a_dead_daemon_and_are_drafted_again() -> None:
+    prompt = FIT.expected["prompt_17"].tolist()
+    sampling: dict[str, Any] = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    with loaded("dflash", **DAEMON) as model:
+        first = [token.id for token in model.generate(prompt, **sampling)]
+        running = model.generate(prompt, **sampling)
+        begun = [next(running).id for _ in range(5)]
+        os.kill(pid(model), signal.SIGKILL)
+        assert begun + [token.id for token in running] == first
+        assert within(60, lambda: remote(model).describe()["daemon"] == "ready")
+        before = drafted(model)
+        assert [token.id for token in model.generate(prompt, **sampling)] == first
+        after = drafted(model)
+    assert after.state == "on" and after.accepted > before.accepted
+
+
+def test_a_daemon_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = FIT.expected["prompt_17"].tolist()
+    sampling: dict[str, Any] = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    monkeypatch.setattr("luce.remote.supervisor._RESTARTS", 0)
+    with loaded("dflash", **DAEMON) as model:
+        first = [token.id for token in model.generate(prompt, **sampling)]
+        os.kill(pid(model), signal.SIGKILL)
+        for _ in range(4):
+            assert [token.id for token in model.generate(prompt, **sampling)] == first
+        stats = drafted(model)
+    assert stats.state.startswith("away: draft on cpu:0: the daemon is lost") and "SIGKILL" in stats.state
+
+
+def bad(path: Path, text: str) -> Path:
+    """An interpreter whose daemons hold drafters that `text` has changed: `session` is luce.draft.daemon."""
+    start = "import luce.draft.daemon as session\nfrom luce.errors import OutOfMemoryError\n"
+    return interpreter(path, start + text + "from luce.cli.main import main\nsys.exit(main(sys.argv[4:]))\n")
+
+
+BAD = {
+    # what the drafter is made to do, restarts, the state in the end, and whether something was guessed
+    "lies": (
+        "session.DraftSession._propose = lambda self, message: session.Proposed(\n"
+        "    tuple(session.np.array([1 << 20], session.np.int32) for _ in message.asked),\n"
+        "    tuple(session.np.ones(1) for _ in message.asked))\n",
+        "away: draft on cpu:0: the daemon is lost: it proposed what is no token",
+        False,
+    ),
+    "another answer": (
+        "session.DraftSession._propose = lambda self, message: session.Done()\n",
+        "away: draft on cpu:0: the daemon is lost: it sent Done instead of Proposed",
+        False,
+    ),
+    "errors": (
+        "def fails(self, message): raise ValueError('no more')\nsession.DraftSession._propose = fails\n",
+        "given up: draft on cpu:0: ValueError: no more",
+        False,
+    ),
+    "no memory at first": (
+        "end, count = session.OwnEnd, iter(range(9))\n"
+        "def tight(*given):\n"
+        "    if next(count) < 2: raise OutOfMemoryError('cpu:0: 9 bytes asked')\n"
+        "    return end(*given)\n"
+        "session.OwnEnd = tight\n",
+        "on",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_replies_stay_what_they_are(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, state, guessed = BAD[case]
+    monkeypatch.setattr("luce.remote.supervisor._RESTARTS", 0)
+    expected = FIT.target.expected["greedy_17"][:16].tolist()
+    with loaded("dflash", draft_ipc_bin=str(bad(tmp_path / "python", text))) as model:
+        for _ in range(4):
+            prompt = FIT.expected["prompt_17"].tolist()
+            assert [t.id for t in model.generate(prompt, max_tokens=16, temperature=0, ignore_eos=True)] == expected
+        assert model.engine.wait_idle(30)
+        stats = drafted(model)
+    assert stats.state.startswith(state) and (stats.proposed > 0) == guessed
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [("", "draft on cpu:0: cannot run"), ("sys.exit('no CuPy here')\n", "draft on cpu:0: .* no CuPy here")],
+)
+def test_a_daemon_that_does_not_start_ends_the_start(program: str, why: str, tmp_path: Path) -> None:
+    path = interpreter(tmp_path / "python", program) if program else tmp_path / "nothing"
+    with pytest.raises(DeviceError, match=why):
+        luce.load(FIT.target.path, draft=str(FIT.path), target_devices="cpu:0", max_ctx=256, draft_ipc_bin=str(path))
+    assert within(10, lambda: not children())

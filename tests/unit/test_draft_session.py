@@ -1,0 +1,212 @@
+"""A drafter in a daemon: what it is told, what it refuses, and what the server refuses of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from luce.config import Config
+from luce.draft.daemon import DraftSession
+from luce.draft.drafter import Draftable
+from luce.draft.remote import check
+from luce.errors import BackendError, LuceError, ModelError, UsageError
+from luce.gguf.fingerprint import fingerprint
+from luce.gguf.reader import open_gguf
+from luce.remote import open as opening
+from luce.remote.channel import GarbageError
+from luce.remote.messages import Done, DraftLoaded, Forward, LoadDraft, Propose, Proposed, Rest, Told
+from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
+from luce.runtime.open import named
+from tests.support.drafts import DraftReference
+
+FIT = DraftReference("qwen35-a-draft-fit-F32")
+WIDTH, VOCAB = 3 * 64, 768
+
+
+def digest(path: Path) -> str:
+    with open_gguf(path) as file:
+        return fingerprint(file)
+
+
+def load_of(**fields: Any) -> LoadDraft:
+    target, draft = FIT.target.path, FIT.path
+    load = LoadDraft(str(target), digest(target), str(draft), digest(draft), 2, 128, 0, True)
+    return msgspec.structs.replace(load, **fields)
+
+
+@pytest.fixture
+def session() -> Iterator[DraftSession]:
+    with ExitStack() as stack:
+        yield DraftSession(load_of(), HostDevice(), None, None, stack)
+
+
+def told(slot: int = 0, at: int = 0, tokens: int = 5, begin: int = 0, rows: int = 4, fresh: bool = True) -> Told:
+    return Told(slot, fresh, at, np.arange(at, at + tokens, dtype=np.int32), begin, rows)
+
+
+def propose(*parts: Told, asked: tuple[tuple[int, int], ...] = ((0, 7),), rows: int | None = None) -> Propose:
+    count = sum(part.rows for part in parts) if rows is None else rows
+    return Propose(parts, np.full((max(0, count), WIDTH), 0x3F80, np.uint16), asked)
+
+
+def tokens(session: DraftSession, message: Propose) -> list[list[int]]:
+    reply = session.handle(message)
+    assert isinstance(reply, Proposed)
+    return [ids.tolist() for ids in reply.tokens]
+
+
+def test_a_text_told_in_parts_is_the_text(session: DraftSession) -> None:
+    assert session.loaded() == DraftLoaded("dflash", 7, (0, 2, 5))
+    (whole,) = tokens(session, propose(told(1, tokens=9, rows=8), asked=((1, 7),)))
+    assert len(whole) == 7
+    session.handle(propose(told(), asked=()))
+    assert tokens(session, propose(told(at=5, tokens=4, begin=4, rows=4, fresh=False))) == [whole]
+    # Rows that did not count are overwritten; a text begins anew.
+    session.handle(propose(told(at=9, tokens=3, begin=8, rows=3, fresh=False), asked=()))
+    session.handle(propose(told(tokens=7, rows=6), asked=()))
+    assert tokens(session, propose(told(at=7, tokens=2, begin=4, rows=4, fresh=False), asked=((0, 3),))) == [whole[:3]]
+
+
+def test_rows_that_are_missing_are_no_error(session: DraftSession) -> None:
+    assert tokens(session, propose(told(rows=0))) == [[]]
+    assert len(tokens(session, propose(told(at=5, tokens=1, begin=4, rows=1, fresh=False)))[0]) == 7
+
+
+def test_memory_goes_and_comes_back() -> None:
+    with ExitStack() as stack:
+        session = DraftSession(load_of(keep=False), HostDevice(), None, None, stack)
+        assert session._ring is None or session._drafter.describe()["loaded"] == "no"
+        whole = tokens(session, propose(told()))
+        assert session._ring is not None
+        assert session.handle(Rest()) == Done() and session._ring is None
+        with pytest.raises(BackendError):
+            session.handle(propose(told(at=5, tokens=1, rows=0, fresh=False)))
+        assert tokens(session, propose(told())) == whole
+
+
+BAD = {
+    "a slot that does not exist": propose(told(2), asked=()),
+    "a slot twice": propose(told(), told(), asked=()),
+    "features of nothing": propose(told(), rows=3),
+    "more rows than text": propose(told(rows=6), asked=()),
+    "fewer than no rows": propose(told(rows=-1), asked=(), rows=0),
+    "a position before the first": propose(told(begin=-1), asked=()),
+    "a text that is not known": propose(told(1, at=5, fresh=False), asked=()),
+    "a hole in the text": propose(told(at=1), asked=()),
+    "an id that is none": propose(Told(0, True, 0, np.array([VOCAB], np.int32), 0, 0), asked=()),
+    "no text": propose(told(tokens=0, rows=0), asked=()),
+    "a table of ids": propose(Told(0, True, 0, np.zeros((1, 2), np.int32), 0, 0), asked=()),
+    "an unknown text asked": propose(told(), asked=((1, 3),)),
+    "asked twice": propose(told(), asked=((0, 3), (0, 3))),
+    "nothing asked": propose(told(), asked=((0, 0),)),
+    "another message": Forward(),
+}
+
+
+@pytest.mark.parametrize("message", BAD.values(), ids=BAD)
+def test_messages_that_are_refused(message: Any, session: DraftSession) -> None:
+    whole = tokens(session, propose(told()))
+    with pytest.raises(BackendError):
+        session.handle(message)
+    assert tokens(session, propose(told())) == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "why"),
+    [
+        ({"slots": 0}, BackendError, "do not fit"),
+        ({"context": -1}, BackendError, "do not fit"),
+        ({"window": -1}, BackendError, "do not fit"),
+        ({"fingerprint": "0" * 32}, ModelError, "qwen35-a-F32.gguf: the daemon's file is not the server's"),
+        ({"draft_fingerprint": ""}, ModelError, "draft-fit-F32.gguf: the daemon's file is not the server's"),
+        ({"draft": "nowhere.gguf"}, ModelError, "nowhere.gguf"),
+        ({"draft": "mtp"}, ModelError, "has no block for multi-token prediction"),
+    ],
+)
+def test_loads_that_are_refused(fields: dict[str, Any], error: type[LuceError], why: str) -> None:
+    with ExitStack() as stack, pytest.raises(error, match=why):
+        DraftSession(load_of(**fields), HostDevice(), None, None, stack)
+
+
+ASKED = [Draftable(0, np.arange(5, dtype=np.int32), 2)]
+
+
+def proposed(ids: Any, chances: Any) -> Proposed:
+    return Proposed((np.array(ids, np.int32),), (np.array(chances, np.float64),))
+
+
+@pytest.mark.parametrize("reply", [proposed([], []), proposed([0, VOCAB - 1], [0.0, 1.0]), proposed([3], [])])
+def test_answers(reply: Proposed) -> None:
+    check(reply, ASKED, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Proposed((), ()),
+        Proposed((np.zeros(1, np.int32),), ()),
+        proposed([1, 2, 3], [1, 1, 1]),
+        proposed([[1]], [[1]]),
+        proposed([1, 2], [1]),
+        proposed([VOCAB], [1]),
+        proposed([-1], [1]),
+        proposed([1], [1.5]),
+        proposed([1], [float("nan")]),
+    ],
+)
+def test_answers_that_are_garbage(reply: Proposed) -> None:
+    with pytest.raises(GarbageError):
+        check(reply, ASKED, VOCAB)
+
+
+#: --draft-ipc-bin, --target-shard-ipc-bin, devices of the model in daemons, vendor of CuPy here, device, interpreter
+PLACES = [
+    ("/d", {}, (), "cuda", "cuda:0", "/d"),
+    ("/d", {"cpu": "/c"}, (), "cuda", "cpu:0", "/d"),
+    ("", {}, (), "cuda", "cuda:0", None),
+    ("", {"hip": "/h"}, (), "cuda", "hip:1", "/h"),
+    ("", {"": "/p"}, (), "cuda", "hip:0", "/p"),
+    ("", {"": "/p"}, (), None, "hip:0", None),
+    ("", {"": "/p"}, ("cuda:1",), "cuda", "cuda:1", "/p"),
+    ("", {"": "/p"}, ("cuda:1",), "cuda", "cuda:0", None),
+]
+
+
+@pytest.mark.parametrize(("own", "given", "daemons", "vendor", "device", "expected"), PLACES)
+def test_the_interpreter_of_a_draft(
+    own: str,
+    given: dict[str, str],
+    daemons: tuple[str, ...],
+    vendor: str | None,
+    device: str,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(opening, "cupy_vendor", lambda: vendor)
+    paths = tuple((kind, Path(path)) for kind, path in given.items())
+    config = Config(draft_ipc_bin=Path(own) if own else None, target_shard_ipc_bin=paths)
+    targets: list[Device] = []
+    for name in named(daemons):
+        target = HostDevice()
+        target.name, target.shared = name, True
+        targets.append(target)
+    (name,) = named([device])
+    found = opening._draft_interpreter(config, name, targets)
+    assert found == (None if expected is None else Path(expected))
+
+
+def test_a_network_daemon_holds_one_thing() -> None:
+    (name,) = named(["tcp://far:1/cpu:0"])
+    target = HostDevice()
+    target.name = name
+    with pytest.raises(UsageError, match="--draft-device tcp://far:1/cpu:0: this daemon holds layers"):
+        opening.open_draft_daemon(Config(), name, [target])
+    with pytest.raises(UsageError, match="require --shard-key-file"):
+        opening.open_draft_daemon(Config(), name, [])
