@@ -25,6 +25,7 @@ from luce.cache.store import Store
 from luce.config import Config
 from luce.draft.drafter import Drafter
 from luce.draft.open import open_drafter, verified_rows
+from luce.draft.tails import Tails
 from luce.engine.loop import Engine, Ticket
 from luce.engine.sequence import (
     Event,
@@ -88,8 +89,9 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
         drafter = None if prepared is None else prepared.open(backend.shards[0], backend.shards[-1])
         if drafter is not None:
             opened.callback(drafter.close)
+        tails = None if ring is None else Tails(ring, config.draft_tail)
         disk = _disk(file, backend, chat, config)
-        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk, drafter)
+        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk, drafter, tails)
 
 
 def open_backend(
@@ -180,6 +182,7 @@ class Model:
         opened: contextlib.ExitStack,
         disk: DiskTier | None = None,
         drafter: Drafter | None = None,
+        tails: Tails | None = None,
     ) -> None:
         self._backend = backend
         self._opened = opened
@@ -208,6 +211,7 @@ class Model:
             flush_seconds=config.kv_cache_flush_timeout,
             drafter=drafter,
             verify_width=config.verify_width,
+            tails=tails,
         )
 
     @property

@@ -335,6 +335,14 @@ class Config:
     draft_ctx_max: int = _setting(
         4096, _integer(64), "tokens before a guess that the draft sees at most", metavar="N", group="draft"
     )
+    draft_tail: int = _setting(
+        2048,
+        _integer(0),
+        "tokens at the end of a kept prefix whose hidden states are kept too, for drafts that read such: these go on "
+        "at once behind it (0: none)",
+        metavar="N",
+        group="draft",
+    )
     verify_width: int = _setting(
         0,
         _integer(0, 16),
@@ -652,7 +660,7 @@ def _placement_problems(
 
 
 #: settings of drafts that have weights
-_DRAFT = ("draft_device", "draft_ipc_bin", "draft_residency", "draft_swa", "draft_ctx_max")
+_DRAFT = ("draft_device", "draft_ipc_bin", "draft_residency", "draft_swa", "draft_ctx_max", "draft_tail")
 
 
 def _draft_problems(

@@ -28,6 +28,7 @@ from luce.cache.part import DamagedError
 from luce.cache.reader import Reader, Share, verify
 from luce.cache.store import Store, StoreFullError
 from luce.cache.writer import Writer
+from luce.draft.tails import Tail
 from luce.errors import LuceError
 from luce.runtime.step import Int32
 
@@ -401,6 +402,15 @@ class Save:
         def write() -> None:
             assert self._writer is not None
             self._writer.state(tensors, self._tier.layers)
+
+        self._tier.post(write, self)
+
+    def features(self, tail: Tail) -> None:
+        """Some of what drafters read of the last positions, oldest first."""
+
+        def write() -> None:
+            assert self._writer is not None
+            self._writer.features(tail)
 
         self._tier.post(write, self)
 

@@ -11,8 +11,8 @@ from luce.cache.part import DamagedError, PartInfo, digest
 from luce.runtime.step import PAGE, Int32
 
 FORMAT = 2
-#: the file of a manifest, and the name of the tensor with a point's logits
-MANIFEST, LOGITS = "manifest.json", "logits"
+#: the file of a manifest, the name of the tensor with a point's logits, and how the name of that with features begins
+MANIFEST, LOGITS, FEATURES = "manifest.json", "logits", "features"
 
 
 class Manifest(msgspec.Struct, frozen=True):

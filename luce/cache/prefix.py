@@ -35,6 +35,7 @@ from luce.cache.manifest import keys, snapshot_id
 from luce.cache.part import DamagedError
 from luce.cache.reader import Reader, Share
 from luce.cache.tree import Block, Point, Segment, Tree
+from luce.draft.tails import Tail
 from luce.errors import LuceError, ShardLostError
 from luce.runtime.step import PAGE, Int32
 
@@ -223,6 +224,7 @@ class PrefixCache:
         slot: int,
         ids: Int32,
         logits: NDArray[np.float32] | None = None,
+        features: Tail | None = None,
         *,
         passing: bool,
         after: Point | None = None,
@@ -231,14 +233,14 @@ class PrefixCache:
         """Keep what a slot holds: the state after exactly `ids`. None if that failed.
 
         `after`: the point of the same sequence that this one follows; it becomes stale if it is a passing one. `save`:
-        whether it is worth writing to the disk.
+        whether it is worth writing to the disk. `features`: what a drafter reads of the last positions.
         """
         try:
             point = self.tree.find(ids) or self._add(slot, ids, passing=passing)
         except LuceError as error:
             _log.warning("a prefix could not be kept: %s", error)
             return None
-        self._admit(point, slot, logits)
+        self._admit(point, slot, logits, features)
         point.passing &= passing
         point.stale = False
         if after is not None and after is not point:
@@ -403,7 +405,7 @@ class PrefixCache:
                 decoded = self.disk.decoded(shares, self._backend.landing)
                 with contextlib.closing(decoded):
                     self._backend.fill(Piece(*place, tensors) for tensors, place in decoded)
-                logits = reader.logits()
+                logits, features = reader.logits(), self._tail_of(reader)
                 point = self.tree.find(ids) or self._add(slot, ids, passing=entry.manifest.passing)
         except (LuceError, OSError) as error:
             self._yield_all(slot)
@@ -412,7 +414,7 @@ class PrefixCache:
             else:
                 self.disk.failed(entry, error)
             return None
-        self._admit(point, slot, logits)
+        self._admit(point, slot, logits, features)
         self.disk.loaded(entry, time.monotonic() - started)
         return point
 
@@ -431,11 +433,23 @@ class PrefixCache:
         self._bytes += state.nbytes
         return self.tree.add(ids, state, None, passing=passing)
 
-    def _admit(self, point: Point, slot: int, logits: NDArray[np.float32] | None) -> None:
-        """Give a point the pages that a slot holds, and logits if it has none; make room for it."""
+    @staticmethod
+    def _tail_of(reader: Reader) -> Tail | None:
+        """What a snapshot has for drafters; nothing depends on it but the pace."""
+        try:
+            return reader.features()
+        except (DamagedError, OSError) as error:
+            _log.warning("snapshot %s: drafting begins anew: %s", reader.manifest.id, error)
+            return None
+
+    def _admit(self, point: Point, slot: int, logits: NDArray[np.float32] | None, features: Tail | None) -> None:
+        """Give a point the pages that a slot holds, and logits and features if it has none; make room for it."""
         if point.logits is None and logits is not None:
             point.logits = logits
             self._bytes += logits.nbytes
+        if point.features is None and features is not None:
+            point.features = features
+            self._bytes += features.nbytes
         if self._full is not None:
             trail = self.tree.trail(point)
             for block, page in zip(trail, self._pools[self._full].entries(slot, 0, len(trail)), strict=True):
@@ -474,6 +488,9 @@ class PrefixCache:
                 save = self._saving = self.disk.save(ids, parent, first, point.nbytes, passing=point.passing)
             for tensors in point.state.windows():
                 save.state(tensors)
+                yield None
+            for tail in () if point.features is None else point.features.windows():
+                save.features(tail)
                 yield None
             save.finish(point.logits)
             complete = True

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from luce.backend.kept import layer_of
 from luce.cache.index import Entry
-from luce.cache.manifest import LOGITS
+from luce.cache.manifest import FEATURES, LOGITS
 from luce.cache.part import DamagedError, Frame, PartInfo, PartReader
+from luce.draft.tails import Tail
 from luce.runtime.step import PAGE, Int32
 
 #: pages that are read together, and bytes of a state
@@ -119,7 +120,7 @@ class Reader:
 
     def state_frames(self) -> list[tuple[PartReader, Frame]]:
         """The frames of the point's state."""
-        return [(part, frame) for part, frame in self._state if frame.name != LOGITS]
+        return [(part, frame) for part, frame in self._state if frame.name.partition(".")[0] not in (LOGITS, FEATURES)]
 
     def logits(self) -> NDArray[np.float32] | None:
         """Those of the last token, if they are there."""
@@ -127,6 +128,19 @@ class Reader:
             if frame.name == LOGITS:
                 return part.read(frame).astype(np.float32, copy=False)
         return None
+
+    def features(self) -> Tail | None:
+        """What drafters read of the last positions, if that is there. Raises DamagedError, OSError."""
+        frames = [(part, frame) for part, frame in self._state if frame.name.partition(".")[0] == FEATURES]
+        if not frames:
+            return None
+        named = {frame.name for _, frame in frames}
+        rows = [part.read(frame) for part, frame in frames]
+        whole = all(r.ndim == 2 and r.dtype == np.uint16 and r.shape[1:] == rows[0].shape[1:] for r in rows)
+        layers = min(named).split(".")[1:]
+        if len(named) != 1 or not whole or not all(layer.isdecimal() for layer in layers):
+            raise DamagedError(f"{self.manifest.id}: its features do not fit each other")
+        return Tail(tuple(map(int, layers)), np.concatenate(rows).astype(np.uint16, copy=False))
 
     def close(self) -> None:
         """Idempotent."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.kept import Kept
+from luce.draft.tails import Tail
 from luce.runtime.step import PAGE, Int32
 
 
@@ -57,6 +58,7 @@ class Point:
     state    recurrent states, pages of windowed groups, and the page that is not full
     logits   float32 [vocab] of the last token, None if nobody asked for them
     passing  whether a longer point of the same conversation makes it dispensable: `stale` then
+    features what a drafter reads of the positions before it, if that is kept
     """
 
     block: Block
@@ -67,11 +69,12 @@ class Point:
     passing: bool
     stale: bool = False
     used: int = 0
+    features: Tail | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return self.state.nbytes + (0 if self.logits is None else self.logits.nbytes)
+        return self.state.nbytes + sum(extra.nbytes for extra in (self.logits, self.features) if extra is not None)
 
 
 class Tree:

@@ -17,8 +17,9 @@ from luce.backend.kept import Tensors, layer_of
 from luce.cache import manifest as manifests
 from luce.cache.files import sync_directory, write_file
 from luce.cache.index import Entry
-from luce.cache.manifest import LOGITS, MANIFEST, Manifest, snapshot_id
+from luce.cache.manifest import FEATURES, LOGITS, MANIFEST, Manifest, snapshot_id
 from luce.cache.part import Encoded, PartWriter, encode
+from luce.draft.tails import Tail
 from luce.runtime.step import Int32
 
 #: `map`, or that of an executor
@@ -76,6 +77,11 @@ class Writer:
     def state(self, tensors: Tensors, layers: Sequence[range]) -> None:
         """Some of what the point has beside pages."""
         self._write(tensors, lambda name: _file("state", name, layers))
+
+    def features(self, tail: Tail) -> None:
+        """Some of what drafters read of the last positions, oldest first."""
+        name = ".".join([FEATURES, *map(str, tail.layers)])
+        self._write({name: tail.rows}, lambda name: "state-features.part")
 
     def finish(self, logits: NDArray[np.float32] | None) -> Entry:
         """Everything is written but the logits of the last token, if they are kept: make it a snapshot."""

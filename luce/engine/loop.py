@@ -27,6 +27,7 @@ from luce.cache.disk import CachedPrefix, DiskTier
 from luce.cache.prefix import CacheStats, PrefixCache
 from luce.cache.tree import Point
 from luce.draft.drafter import Drafter
+from luce.draft.tails import Tails
 from luce.engine.pages import Pages
 from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
 from luce.engine.scheduler import Part, Plan, Scheduler, Sequence
@@ -169,7 +170,8 @@ class Engine:
     host memory for the prefix cache, 0 for no cache; cache_interval: prompt tokens between points of a long prompt at
     which a sequence can be resumed, where the model needs such points. disk: where points of at least disk_tokens
     tokens are written; it is closed with the engine, after flush_seconds at most. drafter: proposes tokens, and is
-    closed with the engine; verify_width: rows of a sequence that are verified at once, 0 for as many as pay.
+    closed with the engine; verify_width: rows of a sequence that are verified at once, 0 for as many as pay; tails: of
+    the drafter's ring, kept with prefixes.
     """
 
     def __init__(
@@ -188,6 +190,7 @@ class Engine:
         flush_seconds: float = 30,
         drafter: Drafter | None = None,
         verify_width: int = 0,
+        tails: Tails | None = None,
     ) -> None:
         self._backend = backend
         self._eos = eos
@@ -212,7 +215,12 @@ class Engine:
         if drafter is not None:
             # More rows, of all sequences together, would have other bits (luce.ops.matmul).
             self._speculator = Speculator(
-                drafter, vocab=backend.vocab, rows=FEW_ROWS, verify=min(backend.verify, chunk), width=verify_width
+                drafter,
+                vocab=backend.vocab,
+                rows=FEW_ROWS,
+                verify=min(backend.verify, chunk),
+                width=verify_width,
+                tails=tails,
             )
         self._runs: dict[Sequence, _Run] = {}
         self._by_ticket: dict[Ticket, _Run] = {}
@@ -519,6 +527,8 @@ class Engine:
             return
         sequence.done = run.cached = hit.length
         run.tier, run.point = hit.tier, hit.point
+        if self._speculator is not None and hit.point is not None:
+            self._speculator.resumed(sequence.slot, hit.length, hit.point.features)
         try:
             run.on_event(Progress(sequence.done, len(sequence.prompt), run.cached))
             if not sequence.prompt_left:
@@ -543,7 +553,8 @@ class Engine:
                 return
             sequence.accepted = 0
         ids = np.concatenate([sequence.prompt, np.array(sequence.reply, np.int32)])[: sequence.done]
-        kept = self.cache.keep(sequence.slot, ids, logits, passing=passing, after=run.point, save=save)
+        tail = None if self._speculator is None else self._speculator.tail(sequence.slot, sequence.done)
+        kept = self.cache.keep(sequence.slot, ids, logits, tail, passing=passing, after=run.point, save=save)
         run.point = kept or run.point
 
     def _commit(self, run: _Run, part: Part, output: Output, now: float) -> None:

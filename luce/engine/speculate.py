@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from luce.draft.drafter import AwayError, Draftable, Drafter, Proposal
+from luce.draft.tails import Tail, Tails
 from luce.engine.scheduler import Plan, Sequence, fair_shares
 from luce.errors import LuceError
 from luce.runtime.step import Int32
@@ -195,7 +196,8 @@ class Speculator:
     """Asks a drafter, which it closes, for the sequences of an engine; all but `stats` on the engine's thread.
 
     vocab: proposed ids are below it. rows: most rows of a step that verifies; verify: most of a sequence, the seed's
-    included; width: so many of each sequence whatever it gains, 0 to choose.
+    included; width: so many of each sequence whatever it gains, 0 to choose; tails: what of the drafter's ring is kept
+    with prefixes.
     """
 
     def __init__(
@@ -206,6 +208,7 @@ class Speculator:
         rows: int,
         verify: int,
         width: int = 0,
+        tails: Tails | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._drafter = drafter
@@ -213,6 +216,7 @@ class Speculator:
         self._rows = rows
         self._verify = min(verify, width or verify)
         self._fixed = width > 0
+        self._tails = tails
         self._clock = clock
         self._sequences: dict[Sequence, _Drafted] = {}
         self._rates = _Rates()
@@ -268,6 +272,8 @@ class Speculator:
         """A step ran, and took so long."""
         if all(part.position >= len(part.sequence.prompt) for part in plan.parts):
             self._seconds.add(plan.step.rows, seconds)
+        if self._tails is not None:
+            self._tails.observe(plan.step.spans)
         if self._failures < _FAILURES and not all(self._sequences[part.sequence].off for part in plan.parts):
             try:
                 self._drafter.observe(plan.step.spans)
@@ -276,6 +282,17 @@ class Speculator:
                 return
             if self._answered:
                 self._failures, self._trouble = 0, ""
+
+    def tail(self, slot: int, end: int) -> Tail | None:
+        """What is to be kept with the first `end` positions of a slot's sequence, all of which are computed."""
+        return None if self._tails is None else self._tails.take(slot, end)
+
+    def resumed(self, slot: int, end: int, tail: Tail | None) -> None:
+        """A sequence begins behind `end` positions that were kept, with this tail."""
+        span = None if self._tails is None or tail is None else self._tails.put(slot, end, tail)
+        if span is not None and self._failures < _FAILURES:
+            spans = [span]
+            self._tell(lambda: self._drafter.observe(spans))
 
     def verified(self, sequence: Sequence, proposed: int, accepted: int, *, over: bool) -> None:
         """Of so many proposed tokens so many are in the reply; `over`: the reply ends there."""
@@ -291,6 +308,8 @@ class Speculator:
         self._sequences.pop(sequence, None)
         slot = sequence.slot
         if slot is not None:
+            if self._tails is not None:
+                self._tails.forget(slot)
             self._tell(lambda: self._drafter.forget(slot))
 
     def idle(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,12 +14,12 @@ import pytest
 
 import luce
 from luce.api import Model
-from luce.draft.drafter import Draftable, Proposal
 from luce.draft.remote import RemoteDrafter
 from luce.engine.speculate import DraftStats
 from luce.errors import DeviceError
 from tests.support.daemons import HERE, children, interpreter, key_file, listener, within
 from tests.support.drafts import DraftReference
+from tests.support.guesses import drafter_of, recorded
 from tests.support.reference import Reference
 
 FIT = DraftReference("qwen35-a-draft-fit-F32")
@@ -53,20 +53,9 @@ def drafted(model: Model) -> DraftStats:
 
 def guesses(model: Model, reference: Reference) -> list[tuple[int, list[int]]]:
     """What is proposed while a prompt is continued alone: length of the text, tokens."""
-    speculator = model.engine._speculator
-    assert speculator is not None
-    drafter, found = speculator._drafter, []
-
-    def propose(asked: Sequence[Draftable]) -> Sequence[Proposal]:
-        given = type(drafter).propose(drafter, asked)
-        found.extend((len(one.tokens), list(p.tokens)) for one, p in zip(asked, given, strict=True))
-        return given
-
-    drafter.propose = propose  # type: ignore[method-assign]
     prompt = reference.expected["prompt_long"].tolist()
-    list(model.generate(prompt, max_tokens=40, temperature=0, ignore_eos=True))
-    assert model.engine.wait_idle(30)
-    del drafter.propose
+    with recorded(model) as found:
+        list(model.generate(prompt, max_tokens=40, temperature=0, ignore_eos=True))
     return found
 
 
@@ -79,9 +68,9 @@ def local(kind: str) -> tuple[list[tuple[int, list[int]]], list[list[int]]]:
 
 def remote(model: Model) -> RemoteDrafter:
     """The drafter of a model, which is in a daemon."""
-    speculator = model.engine._speculator
-    assert speculator is not None and isinstance(speculator._drafter, RemoteDrafter)
-    return speculator._drafter
+    drafter = drafter_of(model)
+    assert isinstance(drafter, RemoteDrafter)
+    return drafter
 
 
 def pid(model: Model) -> int:

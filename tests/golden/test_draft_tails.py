@@ -1,0 +1,194 @@
+"""Drafting behind a restored prefix: the guesses of a text that was never interrupted, if its tail was kept."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import luce
+from luce.api import Model
+from luce.draft.tails import Tail, Tails
+from luce.layers.features import FeatureRing
+from luce.runtime.host import HostDevice
+from luce.runtime.step import Span
+from tests.support.daemons import HERE
+from tests.support.drafts import DraftReference
+from tests.support.guesses import recorded
+from tests.support.reference import Reference
+
+FIT = DraftReference("qwen35-a-draft-fit-F32")
+#: target, --draft
+KINDS = {
+    "dflash": (FIT.target, str(FIT.path)),
+    "mtp": (Reference("qwen35-b-Q4_K_M"), "mtp"),
+}
+#: tokens of the reply before it is interrupted, and of all of it
+BEFORE, ALL = 10, 40
+Guesses = list[tuple[int, list[int]]]
+
+
+def load(kind: str, **settings: Any) -> Model:
+    reference, draft = KINDS[kind]
+    fields = {"target_devices": "cpu:0", "max_ctx": 512, "verify_width": 8, "kv_cache_dir": "off", **settings}
+    return luce.load(reference.path, draft=draft, **fields)
+
+
+def prompt_of(kind: str) -> list[int]:
+    prompt: list[int] = KINDS[kind][0].expected["prompt_long"].tolist()
+    return prompt
+
+
+def ask(model: Model, prompt: list[int], count: int) -> tuple[list[int], Guesses, int, str]:
+    """Reply, guesses, tokens from the cache, and from where."""
+    with recorded(model) as found:
+        generation = model.generate(prompt, max_tokens=count, temperature=0, ignore_eos=True)
+        reply = [token.id for token in generation if token.id >= 0]
+    assert generation.finish is not None
+    timings = generation.finish.timings
+    return reply, found, timings.cached_tokens, timings.cache_tier
+
+
+@cache
+def whole(kind: str) -> tuple[list[int], dict[int, list[int]]]:
+    """The reply, and the guesses by length of the text, where nothing is kept."""
+    with load(kind, cache_ram=0) as model:
+        reply, found, _, _ = ask(model, prompt_of(kind), ALL)
+    return reply, dict(found)
+
+
+def goes_on(kind: str, model: Model, tier: str, *, tail: bool = True) -> None:
+    """The rest of the reply is drafted as in `whole`, from its first token on."""
+    prompt, (reply, guesses) = prompt_of(kind), whole(kind)
+    rest, found, cached, where = ask(model, prompt + reply[:BEFORE], ALL - BEFORE)
+    assert (rest, where) == (reply[BEFORE:], tier) and cached == len(prompt) + BEFORE - 1
+    common = [(tokens, guesses[at]) for at, tokens in found if at in guesses]
+    assert len(common) > 3
+    assert all(tokens == expected for tokens, expected in common) == tail
+    assert found[0][1]
+
+
+@pytest.mark.parametrize("draft", [{}, {"draft_ipc_bin": str(HERE)}], ids=["here", "daemon"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_memory(kind: str, draft: dict[str, str]) -> None:
+    with load(kind, **draft) as model:
+        assert ask(model, prompt_of(kind), BEFORE)[0] == whole(kind)[0][:BEFORE]
+        goes_on(kind, model, "ram")
+
+
+@pytest.mark.parametrize("residency", ["persistent", "request-scoped"])
+def test_a_prompt_that_was_kept_whole(residency: str) -> None:
+    prompt, (reply, guesses) = prompt_of("dflash"), whole("dflash")
+    with load("dflash", draft_residency=residency) as model:
+        ask(model, prompt, 1)
+        again, found, cached, _ = ask(model, prompt, ALL)
+    assert (again, cached) == (reply, len(prompt))
+    assert all(tokens == guesses[at] for at, tokens in found if at in guesses) and found[0][0] == len(prompt) + 1
+
+
+def saved(directory: Path, kind: str = "dflash", **settings: Any) -> None:
+    """An earlier run leaves its snapshots."""
+    with load(kind, kv_cache_dir=str(directory), kv_cache_min_tokens=1, **settings) as model:
+        ask(model, prompt_of(kind), BEFORE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_restart_and_in_another_placement(kind: str, tmp_path: Path) -> None:
+    saved(tmp_path, kind, target_devices="cpu:0,cpu:1")
+    assert list(tmp_path.rglob("state-features.part"))
+    for devices in ("cpu:0", "cpu:0,cpu:1,cpu:2"):
+        with load(kind, kv_cache_dir=str(tmp_path), target_devices=devices, draft_device="cpu:5") as model:
+            goes_on(kind, model, "disk")
+
+
+def test_without_a_tail_the_context_grows(tmp_path: Path) -> None:
+    saved(tmp_path, draft_tail=0)
+    assert not list(tmp_path.rglob("state-features.part"))
+    with load("dflash", kv_cache_dir=str(tmp_path)) as model:
+        goes_on("dflash", model, "disk", tail=False)
+    with load("dflash", draft_tail=0) as model:
+        ask(model, prompt_of("dflash"), BEFORE)
+        goes_on("dflash", model, "ram", tail=False)
+
+
+def test_a_damaged_tail_costs_guesses_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path)
+    for path in tmp_path.rglob("state-features.part"):
+        data = bytearray(path.read_bytes())
+        data[40] ^= 1
+        path.write_bytes(data)
+    with load("dflash", kv_cache_dir=str(tmp_path)) as model:
+        goes_on("dflash", model, "disk", tail=False)
+    assert "drafting begins anew" in caplog.text
+
+
+def test_a_tail_that_is_cut_off_costs_the_snapshot(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for path in tmp_path.rglob("state-features.part"):
+        path.write_bytes(path.read_bytes()[:-5])
+    reply, _ = whole("dflash")
+    with load("dflash", kv_cache_dir=str(tmp_path)) as model:
+        rest, _, cached, tier = ask(model, prompt_of("dflash") + reply[:BEFORE], ALL - BEFORE)
+    assert (rest, cached, tier) == (reply[BEFORE:], 0, "none")
+
+
+def test_the_draft_of_another_run_reads_other_layers(tmp_path: Path) -> None:
+    saved(tmp_path)
+    reply, _ = whole("dflash")
+    other = str(DraftReference("qwen35-a-draft-F32").path)
+    fields = {"target_devices": "cpu:0", "max_ctx": 512, "verify_width": 8, "kv_cache_dir": str(tmp_path)}
+    with luce.load(FIT.target.path, draft=other, **fields) as model:
+        rest, found, _, tier = ask(model, prompt_of("dflash") + reply[:BEFORE], ALL - BEFORE)
+    assert (rest, tier) == (reply[BEFORE:], "disk") and found[-1][1]
+
+
+def ring_of(capacity: int) -> FeatureRing:
+    return FeatureRing(HostDevice(), (1, 3), 4, slots=2, capacity=capacity)
+
+
+def rows(begin: int, count: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    return np.repeat(np.arange(begin, begin + count, dtype=np.uint16)[:, None], 8, axis=1)
+
+
+@pytest.mark.parametrize("capacity", [5, 64])
+@pytest.mark.parametrize("most", [1, 4, 9])
+def test_tails_of_rings(capacity: int, most: int) -> None:
+    ring = ring_of(capacity)
+    tails = Tails(ring, most)
+    for begin, count in ((0, 7), (7, 3), (9, 4)):
+        ring.write(1, begin, rows(begin, count))
+        tails.observe([Span(1, 0, count, begin)])
+    for end in (11, 13):
+        tail = tails.take(1, end)
+        first = max(13 - capacity, end - most, 0)
+        assert tail is not None and tail.layers == (1, 3) and (tail.rows == rows(first, end - first)).all()
+    assert tails.take(1, 14) is None and tails.take(0, 1) is None
+    assert [len(part.rows) for part in tail.windows()] == [len(tail.rows)]
+    other = ring_of(3)
+    put = Tails(other, 64)
+    span = put.put(0, 13, tail)
+    count = min(3, len(tail.rows))
+    assert span == Span(0, 0, count, 13 - count)
+    again = put.take(0, 13)
+    assert again is not None and (again.rows == rows(13 - count, count)).all()
+    put.forget(0)
+    assert put.take(0, 13) is None
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        Tail((1, 2), rows(0, 3)),
+        Tail((1, 3), rows(0, 9)),
+        Tail((1, 3), rows(0, 0)),
+        Tail((1, 3), rows(0, 3)[:, :6]),
+        Tail((1, 3), rows(0, 3).astype(np.float32)),  # type: ignore[arg-type]
+    ],
+)
+def test_tails_that_do_not_fit(tail: Tail) -> None:
+    ring = ring_of(16)
+    assert Tails(ring, 16).put(0, 8, tail) is None
+    assert not ring.rows.any()

@@ -1,0 +1,32 @@
+"""What a model's drafter proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from luce.api import Model
+from luce.draft.drafter import Draftable, Drafter, Proposal
+
+
+def drafter_of(model: Model) -> Drafter:
+    """The drafter."""
+    speculator = model.engine._speculator
+    assert speculator is not None
+    return speculator._drafter
+
+
+@contextmanager
+def recorded(model: Model) -> Iterator[list[tuple[int, list[int]]]]:
+    """What is proposed meanwhile: length of the text, tokens."""
+    drafter, found = drafter_of(model), []
+
+    def propose(asked: Sequence[Draftable]) -> Sequence[Proposal]:
+        given = type(drafter).propose(drafter, asked)
+        found.extend((len(one.tokens), list(p.tokens)) for one, p in zip(asked, given, strict=True))
+        return given
+
+    drafter.propose = propose  # type: ignore[method-assign]
+    yield found
+    assert model.engine.wait_idle(30)
+    del drafter.propose
