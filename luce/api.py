@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from luce import config as settings
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.placement import served_chunk, served_context
+from luce.backend.placement import Claim, served_chunk, served_context
 from luce.backend.plan import handed_on
 from luce.backend.timing import ShardTimes
 from luce.cache import fingerprint, manifest
@@ -85,11 +85,12 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
             opened.callback(device.close)
         prepared = open_drafter(opened, config, file, spec, devices, context=served_context(spec, config.max_ctx))
         ring = None if prepared is None else prepared.ring
-        backend = open_backend(opened, file, spec, devices, config, on_progress, ring=ring)
+        claims = () if prepared is None else prepared.claims
+        backend = open_backend(opened, file, spec, devices, config, on_progress, ring=ring, claims=claims)
         drafter = None if prepared is None else prepared.open(backend.shards[0], backend.shards[-1])
         if drafter is not None:
             opened.callback(drafter.close)
-        tails = None if ring is None else Tails(ring, config.draft_tail)
+        tails = None if prepared is None else prepared.tails
         disk = _disk(file, backend, chat, config)
         return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk, drafter, tails)
 
@@ -103,9 +104,10 @@ def open_backend(
     on_progress: Callable[[float], None] = lambda fraction: None,
     *,
     ring: FeatureRing | None = None,
+    claims: Sequence[Claim] = (),
 ) -> LayerSplitBackend:
-    """The backend of a Config on `devices`; `opened` closes it. `on_progress` as in open_model, `ring` as in
-    LayerSplitBackend."""
+    """The backend of a Config on `devices`; `opened` closes it. `on_progress` as in open_model, `ring` and `claims` as
+    in LayerSplitBackend."""
     backend = LayerSplitBackend(
         file,
         spec,
@@ -117,6 +119,7 @@ def open_backend(
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
         verify=verified_rows(config),
         ring=ring,
+        claims=claims,
         unpack=config.prompt_weights == "auto",
         on_progress=on_progress,
     )

@@ -25,7 +25,7 @@ from luce.backend.fill import fill
 from luce.backend.kept import JoinedKept, Kept, Piece
 from luce.backend.local import LocalShard
 from luce.backend.pieces import cut, largest_piece
-from luce.backend.placement import ShardPlan, plan_shards
+from luce.backend.placement import Claim, ShardPlan, plan_shards
 from luce.backend.plan import handed_on, pages_for, state_bytes
 from luce.backend.remote import RemoteShard
 from luce.backend.shard import Shard, ShardInfo
@@ -51,10 +51,11 @@ class LayerSplitBackend:
     """`spec`'s layers on `devices`, split by `weights` or by bytes (luce.backend.placement.plan_shards).
 
     See luce.backend.backend.Backend for the properties. `verify`: most rows of a tentative span. `ring` gets what its
-    layers compute in every step. `unpack`: GPUs keep matrices unpacked beside their blocks, in what memory can be
-    spared, which makes prompts faster and nothing else. `piece`: rows in which long steps go through several shards.
-    `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory.
-    `on_progress` gets the share of this process's layers that are read, after each.
+    layers compute in every step; `claims`: what a drafter is going to take of the devices. `unpack`: GPUs keep matrices
+    unpacked beside their blocks, in what memory can be spared, which makes prompts faster and nothing else. `piece`:
+    rows in which long steps go through several shards. `peer`: GPUs copy to each other where the pair allows it,
+    otherwise always through pinned host memory. `on_progress` gets the share of this process's layers that are read,
+    after each.
     Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
     bytes and the context that would fit. Nothing stays allocated then.
     The devices stay their owner's: they are closed after the backend.
@@ -73,6 +74,7 @@ class LayerSplitBackend:
         kv: KVTypes = AUTO,
         verify: int = 0,
         ring: FeatureRing | None = None,
+        claims: Sequence[Claim] = (),
         unpack: bool = False,
         piece: int = _PIECE,
         peer: bool = True,
@@ -98,7 +100,16 @@ class LayerSplitBackend:
         #: whether steps may have failed that nobody has waited for, and why one did
         self._unwaited, self._forgotten = False, ""
         plan = plan_shards(
-            file, spec, devices, weights=weights, slots=slots, context=context, chunk=chunk, kv=kv, verify=verify
+            file,
+            spec,
+            devices,
+            weights=weights,
+            slots=slots,
+            context=context,
+            chunk=chunk,
+            kv=kv,
+            verify=verify,
+            claims=claims,
         )
         self._check_memory(plan, devices)
         spare = [shard.spare if unpack else 0 for shard in plan]
@@ -296,9 +307,10 @@ class LayerSplitBackend:
             per_page = self.slots * sum(page[group] for group in full)
             fits = left // per_page * PAGE if per_page and left > 0 else 0
             advice = f"--max-ctx {fits} would fit" if fits else "not even one page of context would fit"
+            draft = f" beside {shard.claimed} for the draft" if shard.claimed else ""
             raise OutOfMemoryError(
                 f"{_name(number, shard)} need {shard.weights + shard.state} bytes ({shard.weights} of weights, "
-                f"{shard.state} of context state), {shard.free} are free; {advice}",
+                f"{shard.state} of context state), {shard.free} are free{draft}; {advice}",
                 param="max_ctx",
             )
 

@@ -33,12 +33,21 @@ _DEFAULT_CONTEXT = 8192
 
 
 @dataclass(frozen=True)
+class Claim:
+    """Bytes that something else than layers is going to take on a device."""
+
+    device: Device
+    bytes: int
+
+
+@dataclass(frozen=True)
 class ShardPlan:
     """Layers for a device, and bytes.
 
     weights, state: what the layers and the context take there. free: what the device has for both; devices of the host
     have what those before them leave of its memory. spare: what may be taken of a GPU beyond what is needed: half of
-    what is left, as other programs come later. handed_on: per token to the next shard, 0 for the last one.
+    what is left, as other programs come later. handed_on: per token to the next shard, 0 for the last one. claimed:
+    what is not free because something else is going to take it.
     """
 
     device: str
@@ -48,6 +57,7 @@ class ShardPlan:
     free: int
     spare: int
     handed_on: int
+    claimed: int = 0
 
     @property
     def fits(self) -> bool:
@@ -83,17 +93,18 @@ def plan_shards(
     chunk: int = 512,
     kv: KVTypes = AUTO,
     verify: int = 0,
+    claims: Sequence[Claim] = (),
 ) -> tuple[ShardPlan, ...]:
     """The shards of a model, one for each device, whether they fit or not.
 
     `weights` decide (plan_layers), or without them bytes and free memory (fill_layers), where the CPU gets only what
     the GPUs cannot hold; the boundary of two devices is aligned if both then hold their part. There is room for `slots`
-    sequences of `context` positions, in steps of up to `chunk` rows and tentative spans of up to `verify`. Raises
-    UsageError for more devices than layers, for another number of weights than of devices, and if the heads do not
-    take a type of `kv`.
+    sequences of `context` positions, in steps of up to `chunk` rows and tentative spans of up to `verify`, and what is
+    claimed is left free. Raises UsageError for more devices than layers, for another number of weights than of devices,
+    and if the heads do not take a type of `kv`.
     """
     check_devices(len(spec.blocks), len(devices))
-    sizes = _Sizes(file, spec, devices, slots, context, chunk, kv, verify)
+    sizes = _Sizes(file, spec, devices, slots, context, chunk, kv, verify, claims)
     if weights:
         return sizes.shards(plan_layers(spec, len(devices), weights))
     ranges = fill_layers(sizes.rooms(), [spec.donor(layer) for layer in range(len(spec.blocks))])
@@ -118,6 +129,7 @@ class _Sizes:
         chunk: int,
         kv: KVTypes,
         verify: int,
+        claims: Sequence[Claim],
     ) -> None:
         self._file = file
         self._spec = spec
@@ -128,19 +140,24 @@ class _Sizes:
         self._verify = verify
         # One reading of the host's memory: its devices would differ by what other programs do meanwhile.
         host = next((usable(device) for device in devices if device.host), 0)
-        self._free = [host if device.host else usable(device) for device in devices]
+        self._claimed = [
+            sum(c.bytes for c in claims if (c.device.host if device.host else c.device.name == device.name))
+            for device in devices
+        ]
+        free = [host if device.host else usable(device) for device in devices]
+        self._free = [max(0, own - claimed) for own, claimed in zip(free, self._claimed, strict=True)]
 
     def shards(self, ranges: Sequence[range]) -> tuple[ShardPlan, ...]:
         """The plan with these layers on the devices."""
         shards, on_host = [], 0
-        for device, layers, free in zip(self._devices, ranges, self._free, strict=True):
+        for device, layers, free, claimed in zip(self._devices, ranges, self._free, self._claimed, strict=True):
             weights, state = tensor_bytes(self._file, self._spec, layers, device), self._state(device, layers)
             if device.host:
                 free -= on_host
                 on_host += weights + state
             spare = 0 if device.host else max(0, free - weights - state) // 2
             given = handed_on(self._spec, layers.stop)
-            shards.append(ShardPlan(str(device.name), layers, weights, state, max(0, free), spare, given))
+            shards.append(ShardPlan(str(device.name), layers, weights, state, max(0, free), spare, given, claimed))
         return tuple(shards)
 
     def rooms(self) -> list[Room]:

@@ -16,6 +16,7 @@ from luce.backend.placement import served_chunk
 from luce.backend.plan import pages_for, state_bytes
 from luce.cli import plan
 from luce.cli.plan import Opened
+from luce.draft.open import verified_rows
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
 from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, MoE, SandwichBlock
@@ -75,6 +76,7 @@ def place(model: Opened) -> dict[str, Any]:
     facts = plan.plan(model)
     context = config.max_ctx or spec.context_length
     chunk = served_chunk(model.devices, config.chunk)
+    verify = verified_rows(config)
     groups: list[dict[str, Any]] = [
         {"window": group.window, "layers": 0, "per_token": 0, "positions": 0, "bytes": 0} for group in spec.page_groups
     ]
@@ -83,7 +85,7 @@ def place(model: Opened) -> dict[str, Any]:
         first, last = shard["layers"]
         for layer in range(first, last + 1):
             block, donor, one = spec.blocks[layer], spec.donor(layer), range(layer, layer + 1)
-            state = state_bytes(device, spec, one if donor is None else range(0), model.kv)
+            state = state_bytes(device, spec, one if donor is None else range(0), model.kv, verify)
             index = spec.group_of(layer)
             blocks.append(
                 {

@@ -28,7 +28,9 @@ VERBS = {
     "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),
     "run": Verb("answer one prompt and exit", (*RUNTIME, "sampling")),
-    "inspect": Verb("show what a model file holds and where its layers would go", ("placement", "remote", "engine")),
+    "inspect": Verb(
+        "show what a model file holds and where its layers would go", ("placement", "remote", "engine", "draft")
+    ),
     "bench": Verb("measure how fast a model runs on this machine", ("placement", "engine")),
     "cache": Verb("show and clean the directory that keeps prompts across restarts", ("disk cache",), model=False),
     "pull": Verb("download a model"),

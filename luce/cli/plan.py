@@ -6,8 +6,8 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +18,7 @@ from luce.backend.plan import state_bytes
 from luce.cli.main import settings
 from luce.cli.pull import fetch
 from luce.config import Config
+from luce.draft.open import DraftPlan, plan_drafter, verified_rows
 from luce.errors import ModelError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source
@@ -39,6 +40,7 @@ class Opened:
     file: GGUFFile
     spec: ModelSpec
     devices: list[Device]
+    draft: DraftPlan | None
 
     @property
     def kv(self) -> KVTypes:
@@ -56,7 +58,9 @@ def opened(arguments: argparse.Namespace) -> Iterator[Opened]:
         devices = open_placement(config)
         for device in devices:
             stack.callback(device.close)
-        yield Opened(config, file, spec, devices)
+        context = served_context(spec, config.max_ctx)
+        draft = plan_drafter(stack, config, file, spec, devices, context=context)
+        yield Opened(config, file, spec, devices, draft)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -75,6 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
                 f"luce: {shard['device']}: layers {first}..{last} need {asked} bytes, {shard['free']} are free",
                 file=sys.stderr,
             )
+    if not facts.get("draft", {"fits": True})["fits"]:
+        draft = facts["draft"]
+        asked = sum(draft[name] for name in ("weights", "state", "features", "ends"))
+        print(f"luce: {draft['device']}: the draft needs {asked} bytes, {draft['free']} are free", file=sys.stderr)
     return 0 if facts["fits"] else ModelError.exit_code
 
 
@@ -85,9 +93,14 @@ def plan(model: Opened) -> dict[str, Any]:
     plan    per shard: device; layers (first, last); weights, with the embedding and the head; state of all sequences;
             unpacked_at_most, for weights that are kept unpacked as well; free; fits; kv_per_token and
             state_per_sequence, with mirrors of other shards' keys and values; handed_on per token to the next shard
+    draft   of a --draft with weights: device, kind, file; weights, state; features of the target that it reads; ends, a
+            daemon's copy of the embedding and the head; free; fits: what shares a device with layers is left out of
+            their free memory
     fits    whether every device holds its part
     """
     config, spec = model.config, model.spec
+    if model.draft is not None:
+        spec = replace(spec, captured=model.draft.recipe.layers)
     context = served_context(spec, config.max_ctx)
     shards = plan_shards(
         model.file,
@@ -98,10 +111,12 @@ def plan(model: Opened) -> dict[str, Any]:
         context=context,
         chunk=served_chunk(model.devices, config.chunk),
         kv=model.kv,
+        verify=verified_rows(config),
+        claims=() if model.draft is None else model.draft.claims(),
     )
     entries = []
     for shard, device in zip(shards, model.devices, strict=True):
-        unit = state_bytes(device, spec, shard.layers, model.kv)
+        unit = state_bytes(device, spec, shard.layers, model.kv, verified_rows(config))
         entries.append(
             {
                 "device": shard.device,
@@ -116,11 +131,20 @@ def plan(model: Opened) -> dict[str, Any]:
                 "handed_on": shard.handed_on,
             }
         )
+    draft = {} if model.draft is None else {"draft": _draft(model.draft, {shard.device for shard in shards})}
     return {
         "served": {"context": context, "parallel": config.parallel},
         "plan": entries,
-        "fits": all(shard.fits for shard in shards),
+        **draft,
+        "fits": all(part["fits"] for part in (*entries, *draft.values())),
     }
+
+
+def _draft(draft: DraftPlan, shared: Collection[str]) -> dict[str, Any]:
+    """The drafter; on a device that holds layers, these fit only beside it."""
+    name, taken = str(draft.device.name), sum(draft.sizes.values())
+    fits = name in shared or taken <= draft.free
+    return {"device": name, **draft.recipe.facts, **draft.sizes, "free": draft.free, "fits": fits}
 
 
 def table(facts: dict[str, Any]) -> Table:
@@ -136,4 +160,9 @@ def table(facts: dict[str, Any]) -> Table:
         sizes = (f"{shard[name] / _MIB:,.1f} MiB" for name in ("weights", "state", "free"))
         traffic = f"{shard['handed_on']:,} B/token" if shard["handed_on"] else ""
         shown.add_row(shard["device"], f"{first}..{last}", *sizes, "yes" if shard["fits"] else "NO", traffic)
+    if "draft" in facts:
+        draft = facts["draft"]
+        own = draft["weights"] + draft["ends"], draft["state"] + draft["features"], draft["free"]
+        sizes = (f"{size / _MIB:,.1f} MiB" for size in own)
+        shown.add_row(draft["device"], "draft", *sizes, "yes" if draft["fits"] else "NO", "")
     return shown

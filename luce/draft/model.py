@@ -21,7 +21,7 @@ from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
 from luce.layers.block import PreNormBlock, Residual
-from luce.layers.build import LayerBuilder
+from luce.layers.build import LayerBuilder, placed_bytes
 from luce.layers.rotary import Rotary
 from luce.layers.state import KVPool
 from luce.models.keys import Source
@@ -65,7 +65,7 @@ class DraftModel:
         self.device = device
         model, hidden = spec.model, spec.hidden
         source = Source(spec.path, file.metadata, file.tensors)
-        self.context = Context([_ring(spec, group.window, context) for group in model.page_groups], slots)
+        self.context = Context(_rings(spec, context), slots)
         pages = self.context.pages
         builder = LayerBuilder(file, model, range(len(spec.blocks)), device, pages=pages, slots=slots)
         weights = builder.weights
@@ -172,6 +172,22 @@ class DraftModel:
         for block in self._blocks:
             block(stream, step)
         return (rms_norm(device, take_rows(device, stream.settle(), step.wanted), self._norm, spec.norm_eps),)
+
+
+def draft_bytes(file: GGUFFile, spec: DraftSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
+    """Bytes of a DraftModel's weights and context."""
+    model = spec.model
+    pages = {
+        group.window: slots * ring.pages for group, ring in zip(model.page_groups, _rings(spec, context), strict=True)
+    }
+    mixers = [block.mixer for block in spec.blocks if isinstance(block.mixer, Attention)]
+    state = sum(pages[mixer.window] * KVPool.page_bytes(device, mixer) for mixer in mixers)
+    return placed_bytes(file.tensors.values(), device), state
+
+
+def _rings(spec: DraftSpec, context: int) -> list[Ring]:
+    """Of each page group."""
+    return [_ring(spec, group.window, context) for group in spec.model.page_groups]
 
 
 def _ring(spec: DraftSpec, window: int | None, context: int) -> Ring:

@@ -23,8 +23,9 @@ from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
 from luce.layers.block import PreNormBlock, Residual
-from luce.layers.build import LayerBuilder
+from luce.layers.build import LayerBuilder, placed_bytes
 from luce.layers.features import FeatureRing
+from luce.layers.state import KVPool
 from luce.models.spec import Attention, ModelSpec
 from luce.ops.activation import add
 from luce.ops.embedding import embed
@@ -42,6 +43,14 @@ _BLOCK = 4
 def captured(spec: ModelSpec) -> tuple[int, ...]:
     """The layers whose output the block reads: the last one."""
     return (len(spec.blocks) - 1,)
+
+
+def block_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
+    """Bytes of an MTPModel's weights and context."""
+    own = f"blk.{len(spec.blocks)}."
+    infos = [info for name, info in file.tensors.items() if name.startswith(own) or name == "output_norm.weight"]
+    like = next(block.mixer for block in spec.blocks if isinstance(block.mixer, Attention))
+    return placed_bytes(infos, device), slots * Ring(context, _PIECE).pages * KVPool.page_bytes(device, like)
 
 
 class MTPModel:
@@ -78,6 +87,8 @@ class MTPModel:
         )
         #: bytes on the device
         self.weights = weights.nbytes
+        pool = block.mixer.state
+        self.state = pool.k.nbytes + pool.v.nbytes if isinstance(pool, KVPool) else 0
         self._remembering = Replayer(device, self._keep, self.context.pages)
         self._predicting = Replayer(device, self._predict, self.context.pages)
         device.rehearse(lambda: self.rehearse(hidden))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from luce.backend.placement import Claim, usable
 from luce.backend.shard import Shard
 from luce.config import Config
 from luce.draft.drafter import Drafter
@@ -14,8 +16,10 @@ from luce.draft.ngram import NgramDrafter
 from luce.draft.recipe import Recipe, Target, read_recipe
 from luce.draft.remote import RemoteDrafter
 from luce.draft.resident import ResidentDrafter
+from luce.draft.tails import Tails
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
+from luce.layers.build import ends_bytes
 from luce.layers.features import FeatureRing
 from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
@@ -30,17 +34,85 @@ from luce.runtime.open import named, open_device
 class Prepared:
     """A drafter that is still without its target.
 
-    ring  where the target leaves what the drafter reads of it, None if that is nothing
-    open  the drafter, for the target's first and last shard; whoever calls it closes the drafter
+    ring    where the target leaves what the drafter reads of it, None if that is nothing
+    open    the drafter, for the target's first and last shard; whoever calls it closes the drafter
+    claims  what it is going to take of devices
+    tails   what of the ring is kept with prefixes
     """
 
     ring: FeatureRing | None
     open: Callable[[Shard, Shard], Drafter]
+    claims: Sequence[Claim] = ()
+    tails: Tails | None = None
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """A drafter with weights on its device, before anything of it is there. Sizes in bytes.
+
+    Of `sizes`, weights and state are its own, features those of the ring, and ends the target's embedding and head,
+    which a daemon needs as well. The ring of a daemon's drafter is in this machine's memory too.
+    """
+
+    target: Target
+    recipe: Recipe
+    device: Device
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """weights, state, features, ends."""
+        weights, state = self.recipe.bytes(self.device)
+        ends = ends_bytes(self.target.file, self.target.spec, self.device) if self.remote and self.recipe.ends else 0
+        return {"weights": weights, "state": state, "features": self._ring, "ends": ends}
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is in a daemon."""
+        return isinstance(self.device, RemoteDevice)
+
+    @property
+    def _ring(self) -> int:
+        return self.target.ring_bytes(self.recipe.layers)
+
+    def claims(self, *, allocated: bool = False) -> tuple[Claim, ...]:
+        """What it is going to take of devices. `allocated`: its ring is there already, which a GPU's free memory shows
+        and the host's does not before it is written to."""
+        own, far = sum(self.sizes.values()), self.device.name.place
+        if self.remote:
+            here = Claim(HostDevice(), self._ring)
+            return (here,) if far else (Claim(self.device, own), here)
+        return (Claim(self.device, own - (self._ring if allocated and not self.device.host else 0)),)
+
+    @property
+    def free(self) -> int:
+        """Bytes of the device that it may take now."""
+        return usable(self.device)
 
 
 def verified_rows(config: Config) -> int:
     """Most rows of a sequence that are verified at once, 0 if nothing is drafted."""
     return (config.verify_width or RECURRENT_ROWS) if config.draft else 0
+
+
+def plan_drafter(
+    opened: contextlib.ExitStack,
+    config: Config,
+    file: GGUFFile,
+    spec: ModelSpec,
+    devices: Sequence[Device],
+    *,
+    context: int,
+) -> DraftPlan | None:
+    """What --draft names for a target of `context` positions on `devices`; None if that has no weights.
+
+    `opened` closes files and devices that only the drafter has. Raises UsageError, and ModelError or DeviceError naming
+    the file or the device that cannot be used.
+    """
+    if config.draft in ("", "ngram"):
+        return None
+    target = Target(file, spec, config.parallel, min(context, config.draft_ctx_max))
+    recipe = read_recipe(opened, target, config.draft, config.draft_swa)
+    return DraftPlan(target, recipe, _device(opened, config, devices))
 
 
 def open_drafter(
@@ -52,44 +124,35 @@ def open_drafter(
     *,
     context: int,
 ) -> Prepared | None:
-    """What --draft names for a target of `context` positions on `devices`; None if nothing is to be drafted.
-
-    `opened` closes files and devices that only the drafter has; a daemon loads while the caller goes on. Raises
-    UsageError, and ModelError or DeviceError naming the file or the device that cannot be used.
-    """
-    if not config.draft:
-        return None
+    """The drafter for a target of `context` positions on `devices`; None if nothing is to be drafted. A daemon loads
+    while the caller goes on. Otherwise as plan_drafter."""
     if config.draft == "ngram":
         ngram = NgramDrafter(block=verified_rows(config) - 1 or 1)
         return Prepared(None, lambda first, last: ngram)
-    target = Target(file, spec, config.parallel, min(context, config.draft_ctx_max))
-    recipe = read_recipe(opened, target, config.draft, config.draft_swa)
-    device = _device(opened, config, devices)
+    plan = plan_drafter(opened, config, file, spec, devices, context=context)
+    if plan is None:
+        return None
+    recipe, device, target = plan.recipe, plan.device, plan.target
+    keep = config.draft_residency != "request-scoped"
+    facts = recipe.facts | plan.sizes
+    # Of a drafter in a daemon here too, where the rings of all slots outlive the daemon.
+    ring = target.ring(HostDevice() if plan.remote else device, recipe.layers) if recipe.layers else None
+    claims = plan.claims(allocated=True)
+    tails = None if ring is None else Tails(ring, config.draft_tail)
     if isinstance(device, RemoteDevice):
-        return _in_daemon(config, target, recipe, device)
-    ring = target.ring(device, recipe.layers) if recipe.layers else None
+        remote = RemoteDrafter(device, target, recipe, ring, window=config.draft_swa, keep=keep, facts=facts)
+
+        def wait(first: Shard, last: Shard) -> Drafter:
+            remote.wait_loaded()
+            return remote
+
+        return Prepared(ring, wait, claims, tails)
 
     def open(first: Shard, last: Shard) -> Drafter:
         ends = Ends(device, first, last)
-        keep = config.draft_residency != "request-scoped"
-        return ResidentDrafter(
-            lambda: recipe.make(device, ring, ends), keep=keep, block=recipe.block, facts=recipe.facts
-        )
+        return ResidentDrafter(lambda: recipe.make(device, ring, ends), keep=keep, block=recipe.block, facts=facts)
 
-    return Prepared(ring, open)
-
-
-def _in_daemon(config: Config, target: Target, recipe: Recipe, device: RemoteDevice) -> Prepared:
-    # Here the rings of all slots outlive the daemon.
-    ring = target.ring(HostDevice(), recipe.layers) if recipe.layers else None
-    keep = config.draft_residency != "request-scoped"
-    drafter = RemoteDrafter(device, target, recipe, ring, window=config.draft_swa, keep=keep)
-
-    def open(first: Shard, last: Shard) -> Drafter:
-        drafter.wait_loaded()
-        return drafter
-
-    return Prepared(ring, open)
+    return Prepared(ring, open, claims, tails)
 
 
 def _device(opened: contextlib.ExitStack, config: Config, devices: Sequence[Device]) -> Device:

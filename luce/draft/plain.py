@@ -8,6 +8,7 @@ import numpy as np
 
 from luce.backend.kept import Kept
 from luce.backend.local import LocalShard
+from luce.backend.plan import state_bytes
 from luce.draft.chances import one_by_one
 from luce.draft.context import Context, Ring
 from luce.draft.drafter import Draftable, Proposal
@@ -15,6 +16,7 @@ from luce.draft.features import batches
 from luce.errors import ModelError
 from luce.gguf.metadata import Metadata
 from luce.gguf.reader import GGUFFile
+from luce.layers.build import tensor_bytes
 from luce.models.spec import ModelSpec
 from luce.runtime.device import Device
 from luce.runtime.step import Int32, Output, Span, Step
@@ -29,6 +31,21 @@ def check_tokens(file: GGUFFile, target: Metadata) -> None:
         raise ModelError(f"{file.paths[0]}: has other tokens than {target.path}, so it cannot draft for it")
 
 
+def model_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
+    """Bytes of a ModelDrafter's weights and context."""
+    layers = range(len(spec.blocks))
+    size = state_bytes(device, spec, layers)
+    pages = [slots * ring.pages for ring in _rings(spec, context)]
+    state = slots * size.slot + sum(count * page for count, page in zip(pages, size.page, strict=True))
+    return tensor_bytes(file, spec, layers, device), state
+
+
+def _rings(spec: ModelSpec, context: int) -> list[Ring]:
+    """Of each page group."""
+    context = min(context, spec.context_length)
+    return [Ring(min(group.window or context, context), _PIECE) for group in spec.page_groups]
+
+
 class ModelDrafter:
     """Proposes up to `block` tokens by a model on `device`, which sees the last `context` positions or some more."""
 
@@ -37,10 +54,7 @@ class ModelDrafter:
     def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> None:
         self._device = device
         self._longest = spec.context_length
-        context = min(context, spec.context_length)
-        self._context = Context(
-            [Ring(min(group.window or context, context), _PIECE) for group in spec.page_groups], slots
-        )
+        self._context = Context(_rings(spec, context), slots)
         self._recurrent = spec.recurrent
         layers = range(len(spec.blocks))
         self._shard = LocalShard(file, spec, layers, device, pages=self._context.pages, slots=slots)

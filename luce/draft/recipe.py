@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from luce.draft.dflash import DFlashDrafter
 from luce.draft.drafter import Drafter
 from luce.draft.ends import Ends
-from luce.draft.model import DraftModel
-from luce.draft.mtp import MTPDrafter, MTPModel, captured
-from luce.draft.plain import ModelDrafter, check_tokens
+from luce.draft.model import DraftModel, draft_bytes
+from luce.draft.mtp import MTPDrafter, MTPModel, block_bytes, captured
+from luce.draft.plain import ModelDrafter, check_tokens, model_bytes
 from luce.draft.safetensors import is_checkpoint, open_checkpoint
 from luce.draft.spec import ARCHITECTURES, DraftSpec, read_draft
 from luce.errors import ModelError, UsageError
@@ -42,6 +42,10 @@ class Target:
     slots: int
     context: int
 
+    def ring_bytes(self, layers: Sequence[int]) -> int:
+        """Bytes of a ring for the features of these layers."""
+        return 2 * self.slots * self.context * len(layers) * self.spec.hidden
+
     def ring(self, device: Device, layers: Sequence[int]) -> FeatureRing:
         """A ring for the features of these layers."""
         return FeatureRing(device, layers, self.spec.hidden, slots=self.slots, capacity=self.context)
@@ -60,6 +64,7 @@ class Recipe:
     layers  of the target whose output it reads, none if it reads only tokens
     ends    whether it borrows the target's embedding and head
     digest  of its file, as luce.gguf.fingerprint
+    bytes   of its weights and its context on a device
     """
 
     kind: str
@@ -69,6 +74,7 @@ class Recipe:
     ends: bool
     make: Make
     digest: Callable[[], str]
+    bytes: Callable[[Device], tuple[int, int]]
 
     @property
     def facts(self) -> dict[str, str | int]:
@@ -105,7 +111,10 @@ def _dflash(target: Target, file: GGUFFile, spec: DraftSpec) -> Recipe:
         model = DraftModel(file, spec, device, slots=slots, context=context, rows=ring.rows, mask=mask)
         return DFlashDrafter(model, ring, ends)
 
-    return Recipe("dflash", spec.path, spec.block - 1, layers, True, make, lambda: fingerprint(file))
+    def size(device: Device) -> tuple[int, int]:
+        return draft_bytes(file, spec, device, slots=target.slots, context=target.context)
+
+    return Recipe("dflash", spec.path, spec.block - 1, layers, True, make, lambda: fingerprint(file), size)
 
 
 def _mtp(target: Target, window: int) -> Recipe:
@@ -120,7 +129,10 @@ def _mtp(target: Target, window: int) -> Recipe:
         model = MTPModel(target.file, target.spec, device, slots=slots, context=context, rows=ring.rows)
         return MTPDrafter(model, ring, ends)
 
-    return Recipe("mtp", "", MTPDrafter.block, captured(target.spec), True, make, lambda: "")
+    def size(device: Device) -> tuple[int, int]:
+        return block_bytes(target.file, target.spec, device, slots=target.slots, context=target.context)
+
+    return Recipe("mtp", "", MTPDrafter.block, captured(target.spec), True, make, lambda: "", size)
 
 
 def _model(target: Target, file: GGUFFile, spec: ModelSpec) -> Recipe:
@@ -129,7 +141,10 @@ def _model(target: Target, file: GGUFFile, spec: ModelSpec) -> Recipe:
     def make(device: Device, ring: FeatureRing | None, ends: Ends | None) -> Drafter:
         return ModelDrafter(file, spec, device, slots=target.slots, context=target.context)
 
-    return Recipe("model", str(file.paths[0]), ModelDrafter.block, (), False, make, lambda: fingerprint(file))
+    def size(device: Device) -> tuple[int, int]:
+        return model_bytes(file, spec, device, slots=target.slots, context=target.context)
+
+    return Recipe("model", str(file.paths[0]), ModelDrafter.block, (), False, make, lambda: fingerprint(file), size)
 
 
 def _mask(target: Target, spec: DraftSpec) -> NDArray[np.float32]:

@@ -44,16 +44,25 @@ class RemoteDrafter:
     """The drafter of a recipe on a device of a daemon, which begins to load it. `wait_loaded` before anything else.
 
     `ring` is on the host, None if the recipe reads only tokens; `window` as --draft-swa; `keep`: whether it stays
-    loaded while no sequence runs.
+    loaded while no sequence runs; `facts` as for ResidentDrafter.
     """
 
     def __init__(
-        self, device: RemoteDevice, target: Target, recipe: Recipe, ring: FeatureRing | None, *, window: int, keep: bool
+        self,
+        device: RemoteDevice,
+        target: Target,
+        recipe: Recipe,
+        ring: FeatureRing | None,
+        *,
+        window: int,
+        keep: bool,
+        facts: dict[str, str | int],
     ) -> None:
         self.block = recipe.block
         self._device = device
         self._daemon = device.daemon
         self._recipe = recipe
+        self._facts = facts
         self._vocab = target.spec.vocab
         self._ring = ring
         self._known = None if ring is None else Known(ring)
@@ -120,7 +129,7 @@ class RemoteDrafter:
             state = "ready"
         except ShardLostError as error:
             state = str(error)
-        return self._recipe.facts | {"block": self.block + 1, "device": str(self._device.name), "daemon": state}
+        return self._facts | {"block": self.block + 1, "device": str(self._device.name), "daemon": state}
 
     def close(self) -> None:
         self._daemon.close()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.errors import UnsupportedError
 from luce.gguf.quants import block_size
-from luce.gguf.reader import GGUFFile
+from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.attention import AttentionLayer, Mirror
 from luce.layers.block import Embedding, Experts, Head, PerLayerMix, PreNormBlock, SandwichBlock
 from luce.layers.deltanet import DeltaNetLayer
@@ -310,13 +310,24 @@ def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device,
     keys = {_name(layer, "attn_k") for layer, m in mixers if isinstance(m, Attention) and m.value_from_key}
     infos += [file.tensors[name] for name in keys & names]
     if device.host:
-        return sum(4 * info.rows * info.cols for info in infos)
+        return placed_bytes(infos, device)
     columns = sum(
         stored_bytes(file.tensors[name]) * len(_table_layers(file, spec, layers, name)) // len(spec.blocks)
         for name in _PER_LAYER_TABLES
         if spec.per_layer and name in file.tensors
     )
-    return columns + sum(map(stored_bytes, infos))
+    return columns + placed_bytes(infos, device)
+
+
+def placed_bytes(infos: Iterable[TensorInfo], device: Device) -> int:
+    """Bytes that tensors take on a device: as stored on a GPU, as float32 on the host."""
+    return sum(4 * info.rows * info.cols if device.host else stored_bytes(info) for info in infos)
+
+
+def ends_bytes(file: GGUFFile, spec: ModelSpec, device: Device) -> int:
+    """Bytes of the embedding and the head alone, on one device."""
+    names = {"output_norm.weight", EMBEDDING if spec.tied_head else "output.weight"}
+    return placed_bytes([file.tensors[name] for name in names | (set() if device.host else {EMBEDDING})], device)
 
 
 def _table_layers(file: GGUFFile, spec: ModelSpec, layers: range, name: str) -> range:

@@ -24,7 +24,7 @@ REACHED = {
     "serve": ("cli/serve.py", "cli/main.py", "server", "log.py", *BELOW),
     "chat": ("cli/chat.py", "cli/main.py", *BELOW),
     "run": ("cli/run.py", "cli/main.py", *BELOW),
-    "inspect": ("cli/inspect.py", "cli/plan.py", "backend", "remote", "runtime"),
+    "inspect": ("cli/inspect.py", "cli/plan.py", "draft", "backend", "remote", "runtime"),
     "bench": ("cli/bench.py", "api.py", "backend", "runtime"),
     "cache": ("cli/cache.py", "config.py"),
 }
