@@ -21,7 +21,7 @@ from tests.support.drive import Driver
 
 torch = pytest.importorskip("torch", reason="torch is what tools/train_tiny trains with and not installed")
 
-from tools.train_tiny import data, delta, draft, drafter, export, layers, target, tasks  # noqa: E402
+from tools.train_tiny import data, delta, draft, drafter, export, layers, prompts, target, tasks, train  # noqa: E402
 
 pytestmark = pytest.mark.oracle
 SOURCES = Path(luce.__file__).parent
@@ -129,6 +129,84 @@ def test_decoding_continues_a_prompt_as_one_pass_does() -> None:
         model(w, ids[:, :64], state=state)
         steps = torch.cat([model.step(w, ids[:, i], state) for i in range(64, 128)], 1)
     torch.testing.assert_close(steps, whole[:, 64:], atol=1e-4, rtol=0)
+
+
+def test_generation_is_what_one_pass_gives() -> None:
+    torch.manual_seed(0)
+    w, model = target.fresh(), target.Target(torch.float32)
+    ids = torch.randint(0, 4000, (2, 64))
+    made = model.generate(w, ids, 8)
+    whole = torch.cat([ids, made, torch.zeros(2, 56, dtype=torch.int64)], 1)
+    with torch.no_grad():
+        expected = model.head(w, model(w, whole)[0]).argmax(-1)[:, 63:71]
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("where", ["begin", "work", "end"])
+def test_what_cannot_be_captured_runs_without_a_graph(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The captures of CUDA are played here: one that fails at its end leaves the stream of the capture current."""
+    current = ["own"]
+
+    class Capture:
+        def __init__(self, graph: object, **options: object) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            current[0] = "capturing"
+            if where == "begin":
+                raise RuntimeError("not here")
+
+        def __exit__(self, *_: object) -> None:
+            if where == "end":
+                raise RuntimeError("invalidated")
+            current[0] = "own"
+
+    def work() -> None:
+        if where == "work":
+            raise RuntimeError("not permitted")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert target._captured(work) is None
+    assert current == ["own"]
+
+
+def test_graphs_that_give_other_tokens_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = target.fresh()
+    assert target.graphs_work(w, torch.float32, 4)
+    generate = target.Target.generate
+
+    def wrong(self: target.Target, *arguments: Any) -> Any:
+        return generate(self, *arguments) + int(self.graphs)
+
+    monkeypatch.setattr(target.Target, "generate", wrong)
+    assert not target.graphs_work(w, torch.float32, 4)
+
+
+def test_continuations_end_with_their_time() -> None:
+    torch.manual_seed(0)
+    base, model = target.fresh(), target.Target(torch.float32)
+    begun = torch.randint(0, 4000, (2, 64))
+    every = train.continuations(base, model, begun, 64, batch=1)
+    assert every.ids.shape == (2, 128) and torch.equal(every.ids[:, :64], begun) and every.prompt == 64
+    with torch.no_grad():
+        states = model(base, every.ids, capture=draft.CAPTURE)[1]
+    torch.testing.assert_close(every.captured, torch.cat(states, -1).bfloat16(), atol=1e-2, rtol=1e-2)
+    few = train.continuations(base, model, begun, 64, batch=1, seconds=0.0)
+    assert torch.equal(few.ids, every.ids[:1]) and torch.equal(few.captured, every.captured[:1])
+
+
+def test_prompts_of_every_task(corpus: data.Corpus) -> None:
+    own = prompts.own()
+    assert len({text for texts in prompts.make(*own, 20).values() for text in texts}) == 20
+    for made in (prompts.make(*own, 20), prompts.make(*prompts.held_out(corpus), 20)):
+        assert {task: len(texts) for task, texts in made.items()} == {"code": 8, "text": 6, "copy": 6}
+        for text in made["copy"]:
+            snippet, _, begun = text.removeprefix("\nText:\n").rpartition("\nCopy:\n")
+            assert begun and snippet.startswith(begun) and len(snippet) > 10 * len(begun)
 
 
 def test_a_block_sees_the_text_before_its_anchor_and_itself() -> None:

@@ -37,6 +37,14 @@ def _retry(stage: Callable[[train.Setup, float], Mapping[str, Tensor]], setup: t
     raise AssertionError
 
 
+def _evaluated(evaluation: Callable[[], None]) -> None:
+    """Evaluate. If that fails, training goes on."""
+    try:
+        evaluation()
+    except Exception:
+        traceback.print_exc()
+
+
 def _train(options: argparse.Namespace) -> None:
     begun = time.monotonic()
 
@@ -61,6 +69,10 @@ def _train(options: argparse.Namespace) -> None:
         if (path := ((options.start or out) / name).with_suffix(suffix)).is_file()
     }
 
+    if device.type == "cuda" and (options.draft or options.drafter) and "target" in weights:
+        target.Target.graphs = target.graphs_work(weights["target"], setup.dtype)
+        say(f"CUDA graphs: {target.Target.graphs}")
+
     def check(name: str, model: target.Target | drafter.Drafter) -> None:
         count = min(32, options.evaluated)
         evaluate.losses(name, model, weights[name], corpus, setup, count)
@@ -76,19 +88,21 @@ def _train(options: argparse.Namespace) -> None:
             return train.language(model, start, "output.weight", feed, plan, seconds, out / "target.pt", lr=options.lr)
 
         weights["target"] = _retry(run_target, setup, options.target)
-        check("target", target.Target(setup.dtype))
+        _evaluated(lambda: check("target", target.Target(setup.dtype)))
     if options.draft:
         say("draft")
         start_draft = weights.get("draft") or draft.fresh()
 
         def run_draft(plan: train.Setup, seconds: float) -> Mapping[str, Tensor]:
             base, path = weights["target"], out / "draft.pt"
-            return train.draft(base, start_draft, feed, corpus, plan, seconds, path, sequences=options.sequences)
+            sizes = {"sequences": options.sequences, "tokens": options.generated}
+            return train.draft(base, start_draft, feed, corpus, plan, seconds, path, **sizes)
 
         weights["draft"] = _retry(run_draft, setup, options.draft)
         model = draft.Draft(setup.dtype, data.token_id(corpus.tokenizer, data.MASK))
         say("acceptance")
-        evaluate.acceptance(weights["target"], model, weights["draft"], corpus, setup, count=options.evaluated)
+        sizes = {"count": options.evaluated, "budget": options.generated}
+        _evaluated(lambda: evaluate.acceptance(weights["target"], model, weights["draft"], corpus, setup, **sizes))
     if options.drafter:
         say("drafter")
         start_drafter = weights.get("drafter") or drafter.fresh()
@@ -100,8 +114,9 @@ def _train(options: argparse.Namespace) -> None:
 
         weights["drafter"] = _retry(run_drafter, setup, options.drafter)
         small = drafter.Drafter(setup.dtype)
-        check("drafter", small)
-        evaluate.chained(weights["target"], small, weights["drafter"], corpus, setup, count=options.evaluated)
+        _evaluated(lambda: check("drafter", small))
+        sizes = {"count": options.evaluated, "budget": options.generated}
+        _evaluated(lambda: evaluate.chained(weights["target"], small, weights["drafter"], corpus, setup, **sizes))
     feed.close()
     say("done")
 
@@ -133,6 +148,7 @@ def main() -> None:
     run.add_argument("--length", type=int, default=target.CONTEXT)
     run.add_argument("--workers", type=int, default=12)
     run.add_argument("--sequences", type=int, default=16384, help="continuations the draft learns from")
+    run.add_argument("--generated", type=int, default=256, help="tokens of a continuation, a multiple of 64")
     run.add_argument("--evaluated", type=int, default=256, help="prompts of each kind that acceptance is measured on")
     run.add_argument("--lr", type=float, default=4e-3)
     run.add_argument("--seed", type=int, default=1)

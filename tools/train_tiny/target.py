@@ -137,15 +137,18 @@ def _attention_out(x: Tensor, o: Tensor, gate: Tensor, out: Tensor, dtype: torch
     return x + linear((o.float() * gate.float().sigmoid()).flatten(-2), out, dtype)
 
 
-def _replay(work: Callable[[], None]) -> Callable[[], None]:
-    """`work`, captured as a CUDA graph if that succeeds. Capturing does not run it."""
-    graph = torch.cuda.CUDAGraph()
+def _captured(work: Callable[[], None]) -> Callable[[], None] | None:
+    """What replays `work` from a CUDA graph; None if it cannot be captured. Capturing does not run it."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             work()
     except RuntimeError as error:
         print("no CUDA graph:", error, flush=True)
-        return work
+        # A capture whose end fails leaves its own stream as the current one.
+        torch.cuda.set_stream(stream)
+        torch.cuda.synchronize()
+        return None
     replay: Callable[[], None] = graph.replay
     return replay
 
@@ -167,6 +170,9 @@ class State:
 
 class Target:
     """The forward pass, for training (`compile` is torch.compile or the identity) and for greedy generation."""
+
+    #: whether generation may be replayed from CUDA graphs
+    graphs = True
 
     def __init__(self, dtype: torch.dtype, compile: Any = no_compile) -> None:
         self.dtype = dtype
@@ -293,8 +299,20 @@ class Target:
         run: Any = advance
         for i in range(tokens):
             chosen[:, i] = latest
-            if i == 3 and prompts.is_cuda:
-                run = _replay(advance)
+            if i == 3 and prompts.is_cuda and self.graphs:
+                run = _captured(advance) or advance
             if i + 1 < tokens:
                 run()
         return chosen
+
+
+def graphs_work(w: Weights, dtype: torch.dtype, tokens: int = 64) -> bool:
+    """Whether generation gives the same tokens from CUDA graphs as without them."""
+    model, replayed = Target(dtype), Target(dtype)
+    model.graphs = False
+    prompts = torch.arange(128, device=w["token_embd.weight"].device).view(2, 64)
+    try:
+        return bool(torch.equal(replayed.generate(w, prompts, tokens), model.generate(w, prompts, tokens)))
+    except RuntimeError as error:
+        print("generation from CUDA graphs failed:", error, flush=True)
+        return False

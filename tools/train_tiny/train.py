@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import threading
 import time
@@ -210,24 +211,34 @@ class Run:
     prompt: int
 
 
-def continuations(base: Weights, model: target_model.Target, prompts: Tensor, tokens: int, *, batch: int) -> Run:
-    """Let the target continue the prompts [n, T] (T and tokens multiples of 64) and capture its states."""
-    ids, captured = [], []
+def continuations(
+    base: Weights, model: target_model.Target, prompts: Tensor, tokens: int, *, batch: int, seconds: float = math.inf
+) -> Run:
+    """Let the target continue the prompts [n, T] (T and tokens multiples of 64) and capture its states; fewer of them,
+    but one batch at least, if more would take longer than `seconds`."""
+    begun, done = time.monotonic(), 0
+    ids = prompts.new_empty(len(prompts), prompts.shape[1] + tokens)
+    width = len(draft_model.CAPTURE) * target_model.HIDDEN
+    captured = torch.empty(*ids.shape, width, dtype=torch.bfloat16, device=ids.device)
     with torch.no_grad():
         for part in prompts.split(batch):
-            full = torch.cat([part, model.generate(base, part, tokens)], 1)
-            ids.append(full)
-            for piece in full.split(max(1, batch // 8)):
+            ids[done : done + len(part)] = torch.cat([part, model.generate(base, part, tokens)], 1)
+            for piece in ids[done : done + len(part)].split(max(1, batch // 8)):
                 _, states = model(base, piece, capture=draft_model.CAPTURE)
-                captured.append(torch.cat(states, -1).bfloat16())
-    return Run(torch.cat(ids), torch.cat(captured), prompts.shape[1])
+                captured[done : done + len(piece)] = torch.cat(states, -1)
+                done += len(piece)
+            if prompts.is_cuda:
+                torch.cuda.synchronize()  # the clock must not run ahead of the device
+            if (time.monotonic() - begun) * (1 + batch / done) > seconds:
+                break
+    return Run(ids[:done], captured[:done], prompts.shape[1])
 
 
 def prompts(feed: Feed, count: int, length: int) -> Tensor:
     """Beginnings for the target: three parts of corpus, one of tasks cut anywhere."""
     made = count // 4
     ids, _ = feed.episodes(made)
-    places = torch.randint(0, ids.shape[1] - length, (made, 1), device=ids.device)
+    places = torch.randint(0, ids.shape[1] - length, (made, 1)).to(ids.device)
     cut = ids.gather(1, places + torch.arange(length, device=ids.device))
     return torch.cat([feed.windows(count - made, length), cut])
 
@@ -242,19 +253,22 @@ def draft(
     out: Path,
     *,
     sequences: int,
+    tokens: int = 256,
     lr: float = 3e-3,
 ) -> dict[str, Tensor]:
-    """Train the draft on the target's own greedy continuations and save it."""
-    clock = Clock(seconds)
+    """Train the draft on the target's own greedy continuations, as many of `sequences` as are made in half of the time,
+    of `tokens` tokens each, and save it."""
     base = {name: w.to(setup.device, torch.float32) for name, w in base.items()}
     teacher = target_model.Target(setup.dtype)
     started = time.monotonic()
     short, long = 256, 64 * max(1, setup.length // 64 // 3)
+    few = max(8, sequences // 16)
     runs = [
-        continuations(base, teacher, prompts(feed, sequences, short), 256, batch=4096),
-        continuations(base, teacher, prompts(feed, max(8, sequences // 16), long), 256, batch=1024),
+        continuations(base, teacher, prompts(feed, sequences, short), tokens, batch=4096, seconds=0.4 * seconds),
+        continuations(base, teacher, prompts(feed, few, long), tokens, batch=1024, seconds=0.1 * seconds),
     ]
-    print(f"draft: {sequences} continuations took {time.monotonic() - started:.1f} s", flush=True)
+    made = " and ".join(str(len(run.ids)) for run in runs)
+    print(f"draft: {made} continuations took {time.monotonic() - started:.1f} s", flush=True)
     model = draft_model.Draft(setup.dtype, token_id(corpus.tokenizer, MASK), setup.compile)
     w = trainable(weights, setup.device)
     optimiser = Optimiser(w, lr=lr)
@@ -262,15 +276,17 @@ def draft(
     count = sum(t.numel() for t in w.values())
     print(f"draft: {count / 1e6:.2f} M parameters, shapes {[tuple(r.ids.shape) for r in runs]}", flush=True)
     budget = setup.rows * setup.length
+    # A generator of its own: a capture that failed may have left the device's in disorder.
+    random = torch.Generator(setup.device).manual_seed(torch.initial_seed() % 2**63)
     started, clock = time.monotonic(), Clock(max(1.0, seconds - (time.monotonic() - started)))
     while clock.progress < 1.0:
         run = runs[step % 8 == 7]
         # as many drafted rows in every step, so that they are compiled for once
         size = max(1, budget // run.ids.shape[1])
         blocks = max(1, budget // 2 // (size * draft_model.BLOCK))
-        pick = torch.randint(0, len(run.ids), (min(size, len(run.ids)),), device=setup.device)
+        pick = torch.randint(0, len(run.ids), (min(size, len(run.ids)),), device=setup.device, generator=random)
         last = run.ids.shape[1] - draft_model.BLOCK
-        anchors = torch.randint(run.prompt, last + 1, (len(pick), blocks), device=setup.device)
+        anchors = torch.randint(run.prompt, last + 1, (len(pick), blocks), device=setup.device, generator=random)
         loss, right = model.loss(w, base, run.captured[pick], run.ids[pick], anchors)
         loss.backward()
         norm = optimiser.step(clock.factor)
@@ -284,7 +300,7 @@ def draft(
                 flush=True,
             )
             if not np.isfinite(float(loss.detach())):
-                raise SystemExit("draft: the loss is not finite")
+                raise FloatingPointError("draft: the loss is not finite")
             if time.monotonic() - shown > 60:
                 shown = time.monotonic()
                 save(out, w)

@@ -1,0 +1,79 @@
+"""tools/bench_draft.py: what a trained pair's steps give, the same on every placement, and their times."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from luce.errors import LuceError
+from tests.support.daemons import HERE
+from tests.support.reference import Reference
+from tools import bench_draft
+
+TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
+#: drafts of the trained target, and the least tokens a step of code with each; the DFlash draft is made on a GPU
+LEAST = {name: least for name, least in {"drafter": 2.5, "draft": 4.0}.items() if (TINY / f"{name}.gguf").is_file()}
+PLACES: list[dict[str, Any]] = [
+    {"target_devices": "cpu:0"},
+    {"target_devices": "cpu:0,cpu:1,cpu:2"},
+    {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE)},
+]
+TARGET = Reference("qwen35-b-Q4_K_M").path
+
+
+def measured(draft: str, tokens: int, count: int, tasks: tuple[str, ...], **fields: Any) -> dict[str, Any]:
+    every = json.loads(bench_draft.PROMPTS.read_text())
+    prompts = {task: every[task] for task in tasks}
+    fields |= {"draft": str(TINY / f"{draft}.gguf"), "max_ctx": 1024}
+    return bench_draft.acceptance(str(TINY / "target.gguf"), prompts, tokens, count, **fields)
+
+
+@pytest.mark.parametrize("draft", LEAST)
+def test_every_placement_accepts_the_same(draft: str) -> None:
+    found = [measured(draft, 32, 2, ("code", "text", "copy"), **place) for place in PLACES]
+    assert [len(report["devices"]) for report in found] == [1, 3, 2]
+    tasks = found[0]["tasks"]
+    assert all(report["tasks"] == tasks for report in found)
+    for task in tasks.values():
+        histogram = {int(count): steps for count, steps in task["histogram"].items()}
+        assert sum(histogram.values()) == task["steps"]
+        assert sum(count * steps for count, steps in histogram.items()) <= 2 * 31
+        assert task["tokens_per_step"] > 1.2 and len(histogram) > 2
+
+
+@pytest.mark.parametrize("draft", LEAST)
+def test_tokens_of_a_step_of_code(draft: str) -> None:
+    found = measured(draft, 96, 6, ("code",), target_devices="cpu:0")
+    assert found["state"] == "on"
+    assert found["tasks"]["code"]["tokens_per_step"] >= LEAST[draft]
+
+
+def test_steps_of_a_made_draft(tmp_path: Path) -> None:
+    draft = tmp_path / "draft.gguf"
+    bench_draft.make(TARGET, draft, Type.Q8_0, 2, (4, 2, 32), 8)
+    for place in (PLACES[0], PLACES[2]):
+        found = bench_draft.step_times(str(TARGET), (1, 2, 8, 16), 20, 6, draft=str(draft), **place)
+        # A block of 8 has no 16 rows, and one row is a plain step.
+        assert [width["rows"] for width in found["widths"]] == [2, 8]
+        assert found["plain"]["step"] > 0
+        for width in found["widths"]:
+            assert 0 < width["draft"] < width["step"] and width["of_plain"] > 0
+            assert 1 <= width["tokens_per_step"] <= width["rows"]
+        # To a daemon: the step, and what the head makes of a block, which is there.
+        counts = [found["plain"]["messages"], *(width["messages"] for width in found["widths"])]
+        assert counts == [0, 0, 0] if place is PLACES[0] else 1 <= counts[0] < counts[1] == counts[2]
+
+
+def test_bad_calls(tmp_path: Path) -> None:
+    with pytest.raises(LuceError, match="too short"):
+        bench_draft.step_times(str(TARGET), (8,), 20, 0, draft="ngram", target_devices="cpu:0", max_ctx=28)
+    command = [sys.executable, str(Path(bench_draft.__file__)), "steps", str(TARGET), "--draft", "nothing.gguf"]
+    for flags, message in (["--max-ctx"], "pairs of a flag"), (["--wrong", "1"], "--wrong"):
+        ran = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
+        assert ran.returncode and ran.stderr.count("\n") == 1 and message in ran.stderr, ran.stderr

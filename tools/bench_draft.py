@@ -1,0 +1,384 @@
+#!/usr/bin/env python3
+"""What a drafter gains: how many tokens a step gives, and what such a step takes.
+
+    tools/bench_draft.py acceptance TARGET --draft DRAFT    by task, on models/tiny/prompts.json or --prompts FILE
+    tools/bench_draft.py steps TARGET --draft DRAFT         by rows that are verified, beside a plain step
+    tools/bench_draft.py make TARGET OUT                    writes a DFlash draft of the published size, random weights
+
+TARGET, and DRAFT as --draft takes it. Further flags are those of `luce serve`: --target-devices cuda:0,cuda:1,
+--target-shard-ipc-bin PYTHON, --draft-device, ... Results are one JSON object with --json.
+
+acceptance  greedy replies, one at a time, all rows verified that the drafter proposes. A step is a forward of the
+            target behind the prompt: tokens by steps is what drafting is worth before time counts. The histogram says
+            how many steps gave 1, 2, ... tokens.
+steps       from one token to the next as the engine has it, with everything between: drafting, verifying, taking back
+            rows that were wrong. Medians of one sequence. A plain step is of the target without a drafter. `draft` is
+            the part in which the drafter was asked, `messages` those sent to daemons in a step. `pays from`: the tokens
+            that a step has to give to be as fast as plain steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+import luce
+from luce.api import open_backend
+from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.placement import served_context
+from luce.config import Config, resolve
+from luce.draft.drafter import Draftable, Drafter, Proposal
+from luce.draft.open import open_drafter
+from luce.engine.loop import Engine
+from luce.engine.sequence import Event, Failed, SamplingParams, Tokens
+from luce.errors import LuceError
+from luce.gguf.reader import open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.remote.channel import Channel
+from luce.remote.open import open_placement
+
+PROMPTS = Path(__file__).resolve().parents[1] / "models" / "tiny" / "prompts.json"
+# Steps that are not timed: they build kernels, capture graphs and measure for the engine.
+_FIRST = 8
+#: longest wait for a reply, in seconds
+_PATIENCE = 600
+
+
+@dataclasses.dataclass
+class Accepted:
+    """What the steps of some replies gave. `histogram`: how many steps gave so many tokens."""
+
+    replies: int = 0
+    histogram: Counter[int] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def steps(self) -> int:
+        """Forwards of the target behind the prompts."""
+        return self.histogram.total()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens behind the prompts' first ones."""
+        return sum(count * steps for count, steps in self.histogram.items())
+
+    def report(self) -> dict[str, Any]:
+        """For JSON."""
+        mean = self.tokens / self.steps if self.steps else 0.0
+        histogram = {str(count): self.histogram[count] for count in sorted(self.histogram)}
+        return {"replies": self.replies, "steps": self.steps, "tokens_per_step": mean, "histogram": histogram}
+
+
+class _Silent:
+    """No text."""
+
+    stopped = None
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def replied(engine: Engine, prompt: Sequence[int], tokens: int) -> list[tuple[float, int, Tokens]]:
+    """The steps of a greedy reply: when each ended, messages sent to daemons so far, and its tokens."""
+    events: list[tuple[float, int, Event]] = []
+    sent, send = [0], Channel.send
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> None:
+        sent[0] += 1
+        send(self, *arguments, **options)
+
+    Channel.send = counted  # type: ignore[method-assign]
+    try:
+        engine.submit(
+            prompt,
+            SamplingParams(max_tokens=tokens),
+            output=_Silent(),
+            on_event=lambda event: events.append((time.perf_counter(), sent[0], event)),
+        )
+        if not engine.wait_idle(_PATIENCE):
+            raise TimeoutError("a reply takes too long")
+    finally:
+        Channel.send = send  # type: ignore[method-assign]
+    *_, last = events
+    if isinstance(last[2], Failed):
+        raise last[2].error
+    return [(at, count, event) for at, count, event in events if isinstance(event, Tokens)]
+
+
+def accepted(model: luce.Model, prompts: Sequence[Sequence[int]], tokens: int) -> Accepted:
+    """Greedy replies of up to `tokens` tokens to prompts, one after another."""
+    found = Accepted(len(prompts))
+    for prompt in prompts:
+        events = replied(model.engine, prompt, tokens)
+        # The first token comes with the prompt.
+        found.histogram.update([len(event.tokens) for _, _, event in events][1:])
+    return found
+
+
+def acceptance(target: str, prompts: dict[str, list[str]], tokens: int, count: int, **fields: Any) -> dict[str, Any]:
+    """Load a pair and report what its steps give, by task; of `count` prompts of each, evenly spread (0: of all)."""
+    settings = {"parallel": 1, "verify_width": 16, "cache_ram": 0, **fields}
+    with luce.load(target, **settings) as model:
+        tasks = {}
+        for task, texts in prompts.items():
+            chosen = texts[:: max(1, len(texts) // count)][:count] if count else texts
+            tasks[task] = accepted(model, [model.tokenize(text) for text in chosen], tokens).report()
+        stats = model.engine.stats().draft
+        assert stats is not None
+        return {
+            "target": model.name,
+            "draft": stats.facts,
+            "state": stats.state,
+            "devices": [part["device"] for part in model.placement],
+            "tokens": tokens,
+            "accept_rate": stats.accept_rate,
+            "tasks": tasks,
+        }
+
+
+class Lent:
+    """A drafter that outlives the engines it is given to, and notes how long it was asked."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.seconds: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
+        """What the drafter proposes."""
+        begun = time.perf_counter()
+        proposals = self._drafter.propose(asked)
+        self.seconds.append(time.perf_counter() - begun)
+        return proposals
+
+    def close(self) -> None:
+        """The engine is done with it."""
+
+
+@contextlib.contextmanager
+def opened(target: str, **fields: Any) -> Iterator[tuple[LayerSplitBackend, Drafter | None]]:
+    """A target and what --draft names."""
+    config: Config = resolve({"parallel": 1, **fields})
+    with ExitStack() as stack:
+        file = stack.enter_context(open_gguf(Path(target)))
+        spec = read_spec(Source(target, file.metadata, file.tensors))
+        devices = open_placement(config)
+        for device in devices:
+            stack.callback(device.close)
+        context = served_context(spec, config.max_ctx)
+        prepared = open_drafter(stack, config, file, spec, devices, context=context)
+        ring = None if prepared is None else prepared.ring
+        backend = open_backend(stack, file, spec, devices, config, ring=ring)
+        drafter = None if prepared is None else prepared.open(backend.shards[0], backend.shards[-1])
+        if drafter is not None:
+            stack.callback(drafter.close)
+        yield backend, drafter
+
+
+def timed(
+    backend: LayerSplitBackend, drafter: Drafter | None, width: int, prompt: Sequence[int], steps: int
+) -> dict[str, Any]:
+    """Medians over up to `steps` steps of one sequence behind a prompt, each of `width` rows."""
+    lent = None if drafter is None else Lent(drafter)
+    engine = Engine(backend, eos=frozenset(), max_queue=1, chunk=backend.chunk, drafter=lent, verify_width=width)
+    try:
+        # The last steps of a reply have fewer rows.
+        events = replied(engine, prompt, _FIRST + steps + width)
+        stats = engine.stats().draft
+    finally:
+        engine.close()
+    given = [len(event.tokens) for _, _, event in events]
+    whole = sum(sum(given[i:]) >= width for i in range(len(given)))
+    at, messages = (np.array([event[i] for event in events[min(_FIRST, whole // 2) : whole]]) for i in (0, 1))
+    if len(at) < 2:
+        raise LuceError(f"{width} rows: a reply of {sum(given)} tokens is too short to measure steps in")
+    result = {
+        "rows": width,
+        "steps": len(at) - 1,
+        "step": float(np.median(np.diff(at))),
+        "messages": float(np.median(np.diff(messages))),
+    }
+    if lent is not None:
+        assert stats is not None
+        if stats.state != "on" or not stats.steps:
+            raise LuceError(f"nothing was drafted: {stats.state}")
+        result["draft"] = statistics.median(lent.seconds)
+        result["tokens_per_step"] = stats.tokens_per_step
+    return result
+
+
+def step_times(target: str, rows: Sequence[int], depth: int, steps: int, **fields: Any) -> dict[str, Any]:
+    """Load a target alone and then with its drafter, and report what steps take behind `depth` tokens."""
+    fields = {"max_ctx": depth + 2 * _FIRST + steps + 64, **fields}
+    report: dict[str, Any] = {"target": Path(target).name, "draft": fields["draft"], "depth": depth}
+    with opened(target, **{**fields, "draft": ""}) as (backend, _):
+        prompt = np.random.default_rng(0).integers(0, backend.vocab, depth).tolist()
+        report["devices"] = [shard.info.device for shard in backend.shards]
+        plain = timed(backend, None, 1, prompt, steps)
+    report["plain"] = plain
+    with opened(target, **fields) as (backend, drafter):
+        assert drafter is not None
+        report["facts"] = drafter.describe()
+        widths = [width for width in rows if 1 < width <= min(drafter.block + 1, backend.verify)]
+        report["widths"] = [timed(backend, drafter, width, prompt, steps) for width in widths]
+    for result in report["widths"]:
+        result["of_plain"] = result["step"] / plain["step"]
+    return report
+
+
+def make(target: Path, out: Path, kind: Type, layers: int, heads: Sequence[int], block: int) -> None:
+    """Write a draft as they are published for a target, but of random weights: windows of 2048 in all layers but the
+    last, up to five captures spread as the paper's code does, blocks repeated from a few thousand random ones."""
+    with open_gguf(target) as file:
+        spec = read_spec(Source(str(target), file.metadata, file.tensors))
+        ffn = next(
+            t.rows for name, t in file.tensors.items() if name.endswith((".ffn_up.weight", ".ffn_up_shexp.weight"))
+        )
+    hidden, count = spec.hidden, len(spec.blocks)
+    captured = min(5, count - 3)
+    captures = [round(1 + i * (count - 4) / max(1, captured - 1)) for i in range(captured)]
+    queries, keys, dim = heads
+    name = "qwen35-dflash-draft"
+    shapes: dict[str, tuple[int, ...]] = {
+        "dflash.fc": (hidden, len(captures) * hidden),
+        "dflash.hidden_norm": (hidden,),
+        "output_norm": (hidden,),
+    }
+    for layer in range(layers):
+        own: dict[str, tuple[int, ...]] = {
+            "attn_norm": (hidden,),
+            "ffn_norm": (hidden,),
+            "attn_q": (queries * dim, hidden),
+            "attn_k": (keys * dim, hidden),
+            "attn_v": (keys * dim, hidden),
+            "attn_q_norm": (dim,),
+            "attn_k_norm": (dim,),
+            "attn_output": (hidden, queries * dim),
+            "ffn_gate": (ffn, hidden),
+            "ffn_up": (ffn, hidden),
+            "ffn_down": (hidden, ffn),
+        }
+        shapes |= {f"blk.{layer}.{part}": shape for part, shape in own.items()}
+    writer = gguf.GGUFWriter(out, name)
+    writer.add_block_count(layers)
+    writer.add_context_length(32768)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(ffn)
+    writer.add_vocab_size(spec.vocab)
+    writer.add_head_count(queries)
+    writer.add_head_count_kv(keys)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e7)
+    writer.add_uint32(f"{name}.attention.sliding_window", 2048)
+    writer.add_array(f"{name}.attention.sliding_window_pattern", [True] * (layers - 1) + [False])
+    writer.add_uint32(f"{name}.dflash.n_target_layers", len(captures))
+    writer.add_uint32(f"{name}.dflash.block_size", block)
+    writer.add_uint32(f"{name}.dflash.mask_token_id", min(248070, spec.vocab - 1))
+    writer.add_array(f"{name}.dflash.target_layer_ids", captures)
+    random = np.random.default_rng(0)
+    elements, size = gguf.GGML_QUANT_SIZES[kind]
+    for part, shape in shapes.items():
+        if len(shape) == 1:
+            writer.add_tensor(f"{part}.weight", np.ones(shape, np.float32))
+            continue
+        some = random.standard_normal(4096 * elements).astype(np.float32) * shape[1] ** -0.5
+        blocks = gguf.quants.quantize(some.reshape(4096, elements), kind).view(np.uint8).reshape(4096, size)
+        values = np.resize(blocks, (shape[0] * shape[1] // elements, size)).reshape(shape[0], -1)
+        writer.add_tensor(f"{part}.weight", values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def show(report: dict[str, Any]) -> None:
+    """A report as lines."""
+    print(f"{report['target']} with {report['draft']} on {', '.join(report['devices'])}")
+    for task, found in report.get("tasks", {}).items():
+        shares = " ".join(f"{count}:{steps}" for count, steps in found["histogram"].items())
+        print(f"{task:12}{found['tokens_per_step']:7.3f} tokens a step in {found['steps']} steps; {shares}")
+    if "plain" in report:
+        plain = report["plain"]
+        print(f"plain step {1e3 * plain['step']:8.3f} ms, {plain['messages']:g} messages")
+        print(f"{'rows':>5}{'draft ms':>11}{'step ms':>11}{'pays from':>11}{'8 tokens':>11}{'messages':>11}")
+        for found in report["widths"]:
+            ratio = found["of_plain"]
+            faster = f"{8 / ratio:.2f}x" if found["rows"] >= 8 else ""
+            times = f"{1e3 * found['draft']:11.3f}{1e3 * found['step']:11.3f}"
+            print(f"{found['rows']:5}{times}{ratio:11.3f}{faster:>11}{found['messages']:11g}")
+
+
+def _settings(flags: Sequence[str]) -> dict[str, str]:
+    """`--max-ctx 4096` as fields of a Config."""
+    if len(flags) % 2 or not all(flag.startswith("--") for flag in flags[::2]):
+        raise SystemExit(f"bench_draft: expected pairs of a flag and its value, got {' '.join(flags)}")
+    return {flag[2:].replace("-", "_"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)}
+
+
+def main() -> int:
+    """Print one report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    both = {name: verbs.add_parser(name) for name in ("acceptance", "steps")}
+    for verb in both.values():
+        verb.add_argument("target")
+        verb.add_argument("--draft", required=True)
+        verb.add_argument("--json", action="store_true")
+    both["acceptance"].add_argument("--prompts", type=Path, default=PROMPTS, help="JSON: a list of texts by task")
+    both["acceptance"].add_argument("--count", type=int, default=0, help="prompts of each task, 0 for all")
+    both["acceptance"].add_argument("-n", "--tokens", type=int, default=256, help="of a reply at most")
+    both["steps"].add_argument("--rows", default="2,4,8,16")
+    both["steps"].add_argument("-d", "--depth", type=int, default=600, help="tokens of the prompt")
+    both["steps"].add_argument("-n", "--steps", type=int, default=64)
+    maker = verbs.add_parser("make")
+    maker.add_argument("target", type=Path)
+    maker.add_argument("out", type=Path)
+    maker.add_argument("--type", choices=["bf16", "q8_0"], default="q8_0")
+    maker.add_argument("--layers", type=int, default=5)
+    maker.add_argument("--heads", default="32,8,128", help="of queries, of keys, and their size")
+    maker.add_argument("--block", type=int, default=16)
+    options, flags = parser.parse_known_args()
+    if options.verb == "make":
+        heads = [int(part) for part in options.heads.split(",")]
+        make(options.target, options.out, Type[options.type.upper()], options.layers, heads, options.block)
+        return 0
+    fields = _settings(flags)
+    try:
+        if options.verb == "acceptance":
+            prompts = json.loads(options.prompts.read_text())
+            fields |= {"draft": options.draft}
+            report = acceptance(options.target, prompts, options.tokens, options.count, **fields)
+        else:
+            rows = [int(part) for part in options.rows.split(",")]
+            fields |= {"draft": options.draft}
+            report = step_times(options.target, rows, options.depth, options.steps, **fields)
+    except LuceError as error:
+        print(f"bench_draft: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(report)) if options.json else show(report)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
