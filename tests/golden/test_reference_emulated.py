@@ -27,7 +27,9 @@ def test_logits(name: str, make_driver: MakeDriver, emulated: Device) -> None:
 @pytest.mark.parametrize("name", [name for name in SMALLEST if Reference(name).kind(6) == "int8_activations"])
 def test_logits_of_few_rows(name: str, make_driver: MakeDriver, emulated: Device) -> None:
     reference = Reference(name)
-    check_logits_in_chunks(reference, make_driver(reference, [emulated]), reference.kind(6), 6)
+    # Where most types are not met as bytes, sixes are slow: there, past the end of the second page in one step.
+    at_once = 130 if name == "qwen3-a-MIX" else 0
+    check_logits_in_chunks(reference, make_driver(reference, [emulated]), reference.kind(6), 6, at_once)
 
 
 @smallest

@@ -9,13 +9,16 @@ from tests.support.drive import Driver
 from tests.support.reference import Reference, check_greedy, check_logits
 
 
-def check_logits_in_chunks(reference: Reference, driver: Driver, kind: str, chunk: int) -> None:
-    """Prompts fed in pieces of `chunk` rows: expected logits."""
+def check_logits_in_chunks(reference: Reference, driver: Driver, kind: str, chunk: int, at_once: int = 0) -> None:
+    """Prompts fed in pieces of `chunk` rows, the long one behind a step of `at_once` rows: expected logits."""
     rows = {}
     for name in ("1", "17", "long"):
         prompt = reference.expected[f"prompt_{name}"]
         sequence = driver.start()
-        parts = [driver.feed((sequence, prompt[at : at + chunk]))[0] for at in range(0, len(prompt), chunk)]
+        start = at_once if name == "long" else 0
+        if start:
+            driver.feed((sequence, prompt[:start]))
+        parts = [driver.feed((sequence, prompt[at : at + chunk]))[0] for at in range(start, len(prompt), chunk)]
         logits = np.concatenate(parts)
         rows["logits_long_last16" if name == "long" else f"logits_{name}"] = logits[-16:] if name == "long" else logits
     check_logits(reference, kind, rows)
