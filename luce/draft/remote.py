@@ -28,7 +28,7 @@ from luce.runtime.step import Int32, Span
 
 #: bytes of features that go in one message
 _PIECE = 16 << 20
-#: seconds that a request may take for each row that it brings, beside the limit of all requests
+#: seconds that a request may take for each row or token that it brings, beside the limit of all requests
 _PER_ROW = 0.1
 
 
@@ -147,18 +147,19 @@ class RemoteDrafter:
     def _tell(self, asked: Sequence[Draftable], parts: Sequence[Part], wanted: Sequence[Draftable]) -> list[Proposal]:
         """Tell of parts, and of the texts of all that are wanted."""
         texts = {one.slot: one.tokens for one in asked}
-        rows = {part.slot: part.positions for part in parts}
+        places = {part.slot: part.positions for part in parts}
         none = np.empty(0, np.int32)
         told = [
-            self._told(slot, texts[slot], rows.get(slot, none))
-            for slot in dict.fromkeys([*rows, *(one.slot for one in wanted)])
+            self._told(slot, texts[slot], places.get(slot, none))
+            for slot in dict.fromkeys([*places, *(one.slot for one in wanted)])
         ]
         width = 0 if self._ring is None else self._ring.rows.shape[1]
         features = np.empty((0, width), np.uint16)
         if parts and self._ring is not None and self._known is not None:
             features = self._ring.rows[self._known.places(parts)]
         message = Propose(tuple(told), features, tuple((one.slot, one.most) for one in wanted))
-        reply = self._ask(message, len(features), Proposed, wanted)
+        rows = len(features) + sum(len(part.tokens) for part in told)
+        reply = self._ask(message, rows, Proposed, wanted)
         assert isinstance(reply, Proposed)
         pairs = zip(reply.tokens, reply.chances, strict=True)
         return [Proposal(tokens.tolist(), chances.tolist()) for tokens, chances in pairs]
