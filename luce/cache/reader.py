@@ -140,7 +140,7 @@ class Reader:
         layers = min(named).split(".")[1:]
         if len(named) != 1 or not whole or not all(layer.isdecimal() for layer in layers):
             raise DamagedError(f"{self.manifest.id}: its features do not fit each other")
-        return Tail(tuple(map(int, layers)), np.concatenate(rows).astype(np.uint16, copy=False))
+        return Tail.of(tuple(map(int, layers)), np.concatenate(rows).astype(np.uint16, copy=False))
 
     def close(self) -> None:
         """Idempotent."""

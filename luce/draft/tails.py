@@ -5,8 +5,7 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,23 +18,34 @@ from luce.runtime.step import Span
 _WINDOW = 4 << 20
 
 
-@dataclass(frozen=True, eq=False)
 class Tail:
-    """Features of the positions before some length: bfloat16 as uint16 [n, len(layers) * hidden], oldest first."""
+    """Features of the positions before some length: bfloat16 as uint16 [n, len(layers) * hidden], oldest first.
 
-    layers: tuple[int, ...]
-    rows: NDArray[np.uint16]
+    `wait` gives them, once they are there.
+    """
+
+    def __init__(self, layers: tuple[int, ...], nbytes: int, wait: Callable[[], NDArray[np.uint16]]) -> None:
+        self.layers = layers
+        #: bytes of host memory
+        self.nbytes = nbytes
+        self._wait = wait
+
+    @classmethod
+    def of(cls, layers: tuple[int, ...], rows: NDArray[np.uint16]) -> Tail:
+        """Features that are there."""
+        return cls(layers, rows.nbytes, lambda: rows)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return self.rows.nbytes
+    def rows(self) -> NDArray[np.uint16]:
+        """Waits for them."""
+        return self._wait()
 
     def windows(self) -> Iterator[Tail]:
         """A bounded piece of it after the other."""
-        count = max(1, _WINDOW // max(1, self.rows[:1].nbytes))
-        for at in range(0, len(self.rows), count):
-            yield Tail(self.layers, self.rows[at : at + count])
+        rows = self.rows
+        count = max(1, _WINDOW // max(1, rows[:1].nbytes))
+        for at in range(0, len(rows), count):
+            yield Tail.of(self.layers, rows[at : at + count])
 
 
 class Tails:
@@ -60,7 +70,8 @@ class Tails:
         if not self._most or not self._known.has(slot, end - 1):
             return None
         first = max(self._known.first(slot), end - self._most)
-        return Tail(self._ring.layers, self._ring.read(slot, range(first, end)))
+        nbytes = (end - first) * self._ring.rows[:1].nbytes
+        return Tail(self._ring.layers, nbytes, self._ring.read(slot, range(first, end)))
 
     def put(self, slot: int, end: int, tail: Tail) -> Span | None:
         """Put the tail of `end` positions into a slot's ring; the rows that are there now, None if it does not fit."""

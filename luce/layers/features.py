@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.errors import DeviceError
 from luce.ops.features import put_rows
-from luce.runtime.device import Array, Device
+from luce.runtime.device import Array, Device, Event
 from luce.runtime.step import Step
 
 
@@ -30,6 +32,9 @@ class FeatureRing:
         self.hidden = hidden
         self.slots = slots
         self.capacity = capacity
+        self._out = device.copy_stream()
+        #: host memory that copies still write
+        self._copied: deque[tuple[Event, object]] = deque()
         self.rows: Array = device.zeros((slots * capacity, len(self.layers) * hidden), np.uint16)
 
     def put(self, step: Step, outputs: Sequence[Array]) -> None:
@@ -46,15 +51,41 @@ class FeatureRing:
 
     def write(self, slot: int, position: int, rows: NDArray[np.uint16]) -> None:
         """Store rows that `read` gave, of positions from `position` on; the last ones if there are too many."""
-        left = max(0, len(rows) - self.capacity)
-        places = slot * self.capacity + np.arange(position + left, position + len(rows), dtype=np.int32) % self.capacity
-        upload = self.device.upload
-        put_rows(self.device, upload(np.ascontiguousarray(rows[left:])), self.rows, 0, upload(places.astype(np.int32)))
+        end, rows = position + len(rows), rows[-self.capacity :]
+        for here, there in self._runs(slot, range(end - len(rows), end)):
+            self.device.write(self.rows[here], rows[there])
 
-    def read(self, slot: int, positions: range) -> NDArray[np.uint16]:
-        """The rows of consecutive positions, at most `capacity`: uint16 [n, layers * hidden], on the host."""
-        begin, end = slot * self.capacity, (slot + 1) * self.capacity
-        first = begin + positions.start % self.capacity
-        last = first + len(positions)
-        parts = [self.rows[first : min(last, end)], self.rows[begin : begin + max(0, last - end)]]
-        return np.concatenate([self.device.download(part) for part in parts])
+    def read(self, slot: int, positions: range) -> Callable[[], NDArray[np.uint16]]:
+        """Queue the copy of the rows of consecutive positions, at most `capacity`: what is returned waits for it.
+
+        uint16 [n, layers * hidden], on the host.
+        """
+        shape = (len(positions), self.rows.shape[1])
+        try:
+            memory = self.device.pinned(2 * shape[0] * shape[1])
+        except DeviceError:
+            memory = np.empty(2 * shape[0] * shape[1], np.uint8)
+        rows = memory.view(np.uint16).reshape(shape)
+        self._out.wait_for(self.device.record())
+        for here, there in self._runs(slot, positions):
+            self._out.copy(rows[there], self.rows[here])
+        copied = self._out.record()
+        # What runs from now on may overwrite the rows; and their memory here must not go before the copy is done.
+        self.device.wait_for(copied)
+        self._copied.append((copied, rows))
+        while self._copied[0][0].happened() and len(self._copied) > 1:
+            self._copied.popleft()
+
+        def wait() -> NDArray[np.uint16]:
+            copied.wait()
+            return rows
+
+        return wait
+
+    def _runs(self, slot: int, positions: range) -> Iterator[tuple[slice, slice]]:
+        """(rows of the ring, rows of what is copied) of positions that lie side by side."""
+        first, count = positions.start % self.capacity, len(positions)
+        begin, before = slot * self.capacity, min(count, self.capacity - first)
+        yield slice(begin + first, begin + first + before), slice(0, before)
+        if before < count:
+            yield slice(begin, begin + count - before), slice(before, count)

@@ -181,11 +181,11 @@ def test_tails_of_rings(capacity: int, most: int) -> None:
 @pytest.mark.parametrize(
     "tail",
     [
-        Tail((1, 2), rows(0, 3)),
-        Tail((1, 3), rows(0, 9)),
-        Tail((1, 3), rows(0, 0)),
-        Tail((1, 3), rows(0, 3)[:, :6]),
-        Tail((1, 3), rows(0, 3).astype(np.float32)),  # type: ignore[arg-type]
+        Tail.of((1, 2), rows(0, 3)),
+        Tail.of((1, 3), rows(0, 9)),
+        Tail.of((1, 3), rows(0, 0)),
+        Tail.of((1, 3), rows(0, 3)[:, :6]),
+        Tail.of((1, 3), rows(0, 3).astype(np.float32)),  # type: ignore[arg-type]
     ],
 )
 def test_tails_that_do_not_fit(tail: Tail) -> None:

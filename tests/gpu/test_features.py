@@ -16,3 +16,8 @@ def test_capture(gpu: Device) -> None:
 
 def test_ring(gpu: Device) -> None:
     checks.check_ring(gpu)
+
+
+def test_tails(gpu: Device) -> None:
+    checks.check_tails(gpu, 6)
+    checks.check_tails(gpu, 5120)

@@ -57,3 +57,22 @@ def check_ring(device: Device) -> None:
                 held[span.slot, (span.position + row) % 8] = features[span.start + row]
             position[span.slot] += span.rows if counted is None else counted[span.slot]
         np.testing.assert_array_equal(device.download(ring.rows).reshape(held.shape), held)
+
+
+def check_tails(device: Device, width: int) -> None:
+    """What is read of a ring, and stored in another one, at any place and over its end."""
+    ring, other = (FeatureRing(device, (1, 4), width, slots=3, capacity=8) for _ in range(2))
+    rows = np.random.default_rng(2).integers(0, 1 << 16, (8, 2 * width), np.uint16)
+    for slot, position in ((0, 0), (1, 3), (2, 16), (1, 7)):
+        ring.write(slot, position, rows)
+        waits = [ring.read(slot, range(position + low, position + high)) for low, high in ((0, 8), (2, 5), (7, 8))]
+        # Copies are of the rows as they are now.
+        ring.write(slot, position, np.zeros_like(rows))
+        found, some, last = (wait() for wait in waits)
+        np.testing.assert_array_equal(found, rows)
+        np.testing.assert_array_equal(some, rows[2:5])
+        np.testing.assert_array_equal(last, rows[7:])
+        other.write(slot, position - min(position, 2), np.concatenate((rows[:2], found))[2 - min(position, 2) :])
+        np.testing.assert_array_equal(other.read(slot, range(position, position + 8))(), rows)
+    held = device.download(other.rows).reshape(3, 8, -1)
+    np.testing.assert_array_equal(held[1], np.roll(rows, 7, axis=0))

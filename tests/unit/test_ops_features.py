@@ -25,3 +25,11 @@ def test_ring_on_the_host() -> None:
 
 def test_ring(emulated: Device) -> None:
     checks.check_ring(emulated)
+
+
+def test_tails_on_the_host() -> None:
+    checks.check_tails(HostDevice(), 6)
+
+
+def test_tails(emulated: Device) -> None:
+    checks.check_tails(emulated, 6)
