@@ -128,8 +128,8 @@ class GroupPages:
         if lacking > self.free and self.reclaim is not None:
             self.reclaim(lacking)
         for index in range(low, end):
-            page = -1 if index in absent else there.get(index)
-            self._table[slot, index] = self._next(slot, index) if page is None else page
+            held = -1 if index in absent else there.get(index)
+            self._table[slot, index] = self._next(slot, index) if held is None else held
             self._high[slot] = index + 1
 
     def yield_all(self, slot: int) -> None:

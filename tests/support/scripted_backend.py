@@ -77,6 +77,7 @@ class ScriptedBackend:
         self.context = context
         self.slots = slots
         self.windows = tuple(windows)
+        self.bound: int | None = None
         self.pages = tuple(pages) if pages else tuple(slots * pages_for(w, context, chunk) for w in self.windows)
         self.chunk = chunk
         self.delay = delay
