@@ -12,6 +12,7 @@ before its first row, and rows of a proposal neither begin a page nor pass the l
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -95,7 +96,8 @@ class ResidencyStats:
     bound, tau: pages of a sequence, tokens between two looks at the scores. resident: pages of sequences on the
     devices; host: pages in host memory, of sequences that run. outs, ins: pages that left and came back; copies: of
     those that left, the ones that were copied, as the host did not have them. lost: pages that host memory had no room
-    for. rescored: times that scores were found; hits: pages that scores wanted and that were there already.
+    for. rescored: times that scores were found; hits: pages that scores wanted and that were there already; seconds:
+    what asking the policy and moving pages took the engine.
     """
 
     policy: str
@@ -112,6 +114,7 @@ class ResidencyStats:
     lost: int = 0
     rescored: int = 0
     hits: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,7 @@ class Pager:
         self._segments: dict[Segment, int] = {}
         self._bytes = self._page_bytes = 0
         self._outs = self._copies = self._ins = self._lost = self._rescored = self._hits = 0
+        self._seconds = 0.0
         self._troubled = False
         pool.relieve = self.relieve
 
@@ -250,31 +254,11 @@ class Pager:
 
     def rescore(self, slot: int, length: int, tokens: Int32) -> None:
         """Score a sequence of `length` positions, and let the pages be there that matter most."""
-        stay = self._stay(slot)
-        stay.scored = length
-        whole = length // PAGE
+        started = time.monotonic()
         try:
-            scores = self._policy.scores(slot, tokens, self._pool.entries(slot, 0, whole))
-        except LuceError as error:
-            if not self._troubled:
-                _log.warning("--kvflash-policy %s: pages could not be scored: %s", self._policy.name, error)
-            self._troubled = True
-            return
-        if scores is None:
-            return
-        self._troubled = False
-        stay.scores = scores
-        self._rescored += 1
-        here = set(self._pool.present(slot))
-        fixed = {e for e in range(-(-length // PAGE)) if e < SINK or e >= whole - self._tail}
-        # One page stays free, so that the next one that is begun need not wait for another to leave.
-        room = max(0, self._bound - len(fixed) - 1)
-        choice = [e for e in range(SINK, whole - self._tail) if e in here or e in stay.host]
-        choice.sort(key=lambda entry: (-self._score(stay, entry), entry not in here, -entry))
-        best = set(choice[:room])
-        self._hits += len(best & here)
-        self._out(slot, stay, sorted(e for e in here - fixed - best if e < whole))
-        self._in(slot, stay, sorted((fixed | best) - here))
+            self._rescore(slot, length, tokens)
+        finally:
+            self._seconds += time.monotonic() - started
 
     def data(self, slot: int, entry: int) -> tuple[Segment, int] | None:
         """The contents of a page, if they are in host memory."""
@@ -345,7 +329,35 @@ class Pager:
             lost=self._lost,
             rescored=self._rescored,
             hits=self._hits,
+            seconds=self._seconds,
         )
+
+    def _rescore(self, slot: int, length: int, tokens: Int32) -> None:
+        stay = self._stay(slot)
+        stay.scored = length
+        whole = length // PAGE
+        try:
+            scores = self._policy.scores(slot, tokens, self._pool.entries(slot, 0, whole))
+        except LuceError as error:
+            if not self._troubled:
+                _log.warning("--kvflash-policy %s: pages could not be scored: %s", self._policy.name, error)
+            self._troubled = True
+            return
+        if scores is None:
+            return
+        self._troubled = False
+        stay.scores = scores
+        self._rescored += 1
+        here = set(self._pool.present(slot))
+        fixed = {e for e in range(-(-length // PAGE)) if e < SINK or e >= whole - self._tail}
+        # One page stays free, so that the next one that is begun need not wait for another to leave.
+        room = max(0, self._bound - len(fixed) - 1)
+        choice = [e for e in range(SINK, whole - self._tail) if e in here or e in stay.host]
+        choice.sort(key=lambda entry: (-self._score(stay, entry), entry not in here, -entry))
+        best = set(choice[:room])
+        self._hits += len(best & here)
+        self._out(slot, stay, sorted(e for e in here - fixed - best if e < whole))
+        self._in(slot, stay, sorted((fixed | best) - here))
 
     def _stay(self, slot: int) -> _Stay:
         return self._stays.setdefault(slot, _Stay())
