@@ -94,8 +94,8 @@ class ResidencyStats:
     """Numbers at one moment; counters since the start.
 
     bound, tau: pages of a sequence, tokens between two looks at the scores. resident: pages of sequences on the
-    devices; host: pages in host memory, of sequences that run. outs, ins: pages that left and came back; copies: of
-    those that left, the ones that were copied, as the host did not have them. lost: pages that host memory had no room
+    devices; host: pages in host memory, of sequences that run. outs, ins: pages that left and came back; copies: pages
+    that were copied to the host, each once at most. lost: pages that host memory had no room
     for. rescored: times that scores were found; hits: pages that scores wanted and that were there already; seconds:
     what asking the policy and moving pages took the engine.
     """
@@ -135,9 +135,12 @@ class _Stay:
     used     when each page came, if not in the order of positions
     scores   the newest, None while there are none; scored: of how many positions
     prompt   positions of the prompt
+    copying  of `host`, what may still be on the way there
+    lost     whether pages are gone for good
     """
 
     host: dict[int, tuple[Segment, int]] = field(default_factory=dict)
+    copying: set[Segment] = field(default_factory=set)
     used: dict[int, int] = field(default_factory=dict)
     scores: Scores | None = None
     scored: int = 0
@@ -233,6 +236,9 @@ class Pager:
         assert len(movable) >= over, "steps are no longer than a block"
         movable.sort(key=lambda entry: (self._score(stay, entry), stay.used.get(entry, 0), entry))
         self._out(slot, stay, sorted(movable[:over]))
+        # Those that are likely to leave next are copied while the step runs, so that they can go at once.
+        if self._bytes + over * self._page_bytes <= self._budget:
+            self._copy(slot, stay, sorted(movable[over : 2 * over]), held=True)
 
     def ahead(self, slot: int, length: int) -> int | None:
         """Most rows that may be verified behind the one at `length`, None if there is no limit."""
@@ -377,14 +383,24 @@ class Pager:
             return
         pages = self._pool.entries(slot, 0, entries[-1] + 1)
         self._policy.leave(slot, entries, [pages[entry] for entry in entries])
-        for batch in _batches([entry for entry in entries if entry not in stay.host]):
-            segment = Segment(self._backend.save(None, self._only([pages[entry] for entry in batch])), len(batch))
-            self._copies += len(batch)
-            for index, entry in enumerate(batch):
-                self._remember(stay, entry, segment, index)
+        for segment in {stay.host[entry][0] for entry in entries if entry in stay.host} & stay.copying:
+            segment.kept.wait()
+            stay.copying.remove(segment)
+        self._copy(slot, stay, entries)
         self._outs += len(entries)
         self._pool.leave(slot, entries)
         self._fit()
+
+    def _copy(self, slot: int, stay: _Stay, entries: Sequence[int], *, held: bool = False) -> None:
+        """Let the contents of pages be in host memory too; if they are `held`, in a while."""
+        for batch in _batches([entry for entry in entries if entry not in stay.host]):
+            pages = [self._pool.entries(slot, entry, entry + 1)[0] for entry in batch]
+            segment = Segment(self._backend.save(None, self._only(pages), held=held), len(batch))
+            self._copies += len(batch)
+            if held:
+                stay.copying.add(segment)
+            for index, entry in enumerate(batch):
+                self._remember(stay, entry, segment, index)
 
     def _in(self, slot: int, stay: _Stay, entries: Sequence[int]) -> None:
         if not entries:
@@ -423,23 +439,27 @@ class Pager:
         self._segments[segment] -= 1
         if not self._segments[segment]:
             del self._segments[segment]
+            stay.copying.discard(segment)
             self._bytes -= segment.pages * self._page_bytes
 
     def _fit(self) -> None:
-        """Drop what matters least until host memory is within its budget. What is gone cannot come back."""
+        """Keep host memory within its budget.
+
+        What is on the devices too is dropped first, then what matters least of the rest, which cannot come back.
+        """
         while self._bytes > self._budget:
-            _, _, slot, entry = min(
-                (self._score(stay, entry), entry, slot, entry)
+            here = {slot: set(self._pool.present(slot)) for slot in self._stays}
+            gone, _, slot, entry = min(
+                (entry not in here[slot], self._score(stay, entry), slot, entry)
                 for slot, stay in self._stays.items()
                 for entry in stay.host
             )
-            stay = self._stays[slot]
-            self._drop(stay, entry)
-            if entry not in self._pool.present(slot):
+            self._drop(self._stays[slot], entry)
+            if gone:
                 if not self._lost:
                     _log.warning("--kvflash-host-mb: host memory is full, the least important pages are given up")
                 self._lost += 1
-                stay.lost = True
+                self._stays[slot].lost = True
 
     def _only(self, pages: list[int]) -> list[list[int]]:
         return [pages if group == self._group else [] for group in range(len(self._backend.windows))]

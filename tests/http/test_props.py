@@ -73,7 +73,8 @@ async def test_where_pages_are() -> None:
             "lost_pages": 0,
             "rescores": 0,
         }
-        assert shown["page_outs"] > 5 and size == shown["page_outs"] * 64 * 16
+        # The one that would have left next was copied ahead.
+        assert shown["page_outs"] > 5 and size == (shown["page_outs"] + 1) * 64 * 16
         assert await here.metric("luce_kvflash_page_events_total") == shown["page_outs"]
         assert await here.metric("luce_kvflash_moved_bytes_total") == size
         assert await here.metric("luce_kvflash_host_bytes") == 3 << 20
