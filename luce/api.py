@@ -18,6 +18,7 @@ from luce import config as settings
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import Claim, served_chunk, served_context
 from luce.backend.plan import handed_on
+from luce.backend.pool import Wanted, tail_pages
 from luce.backend.timing import ShardTimes
 from luce.cache import fingerprint, manifest
 from luce.cache.disk import DiskTier
@@ -27,6 +28,8 @@ from luce.draft.drafter import Drafter
 from luce.draft.open import open_drafter, verified_rows
 from luce.draft.tails import Tails
 from luce.engine.loop import Engine, Ticket
+from luce.engine.policies import open_policy
+from luce.engine.residency import KVFlash
 from luce.engine.sequence import (
     Event,
     Failed,
@@ -47,6 +50,7 @@ from luce.models.spec import Markers, ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.remote.open import open_placement
 from luce.runtime.device import Device
+from luce.runtime.host import host_memory
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText
@@ -92,7 +96,8 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
             opened.callback(drafter.close)
         tails = None if prepared is None else prepared.tails
         disk = _disk(file, backend, chat, config)
-        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk, drafter, tails)
+        kvflash = None if backend.bound is None else _kvflash(spec, config)
+        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk, drafter, tails, kvflash)
 
 
 def open_backend(
@@ -118,6 +123,7 @@ def open_backend(
         chunk=served_chunk(devices, config.chunk),
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
         verify=verified_rows(config),
+        pool=Wanted.of(config.kvflash),
         ring=ring,
         claims=claims,
         unpack=config.prompt_weights == "auto",
@@ -186,6 +192,7 @@ class Model:
         disk: DiskTier | None = None,
         drafter: Drafter | None = None,
         tails: Tails | None = None,
+        kvflash: KVFlash | None = None,
     ) -> None:
         self._backend = backend
         self._opened = opened
@@ -215,6 +222,7 @@ class Model:
             drafter=drafter,
             verify_width=config.verify_width,
             tails=tails,
+            kvflash=kvflash,
         )
 
     @property
@@ -360,6 +368,12 @@ def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None
     return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer, reasoning)
 
 
+def _kvflash(spec: ModelSpec, config: Config) -> KVFlash:
+    """What is to stay on the devices, and how much host memory the rest may take."""
+    budget = config.kvflash_host_mb << 20 or host_memory().free // 2
+    return KVFlash(open_policy(config), tail_pages(spec.tail), config.kvflash_tau, budget)
+
+
 def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier | None:
     """The prefix cache's directory, if there is to be one."""
     directory = settings.cache_directory(config)
@@ -369,6 +383,8 @@ def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: 
         f"format {manifest.FORMAT}",
         f"K {config.cache_type_k}, V {config.cache_type_v}",
         "" if chat.template is None else chat.template.source,
+        # Behind a sequence's first so many pages, what is computed depends on them.
+        *([] if backend.bound is None else [f"pool {backend.bound}"]),
     ]
     record = directory / "contents.json"
     known = fingerprint.remembered(file.paths, record) is not None

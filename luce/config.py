@@ -84,6 +84,12 @@ def _filled(text: str) -> str:
     return text
 
 
+def _pool(text: str) -> str:
+    if not re.fullmatch(r"off|auto|(auto:)?0*[1-9][0-9]*", text, re.ASCII):
+        raise ValueError("expected off, a number of tokens, auto or auto:N")
+    return text
+
+
 def _path(text: str) -> Path:
     if not text:
         raise ValueError("expected a path")
@@ -286,6 +292,36 @@ class Config:
         "how the values of the context are stored: the same types",
         metavar="TYPE",
         group="engine",
+    )
+    kvflash: str = _setting(
+        "off",
+        _pool,
+        "tokens of a sequence whose keys and values are on the devices; those of the others wait in host memory, and "
+        "longer sequences are computed approximately. off: of all; N, rounded up to a multiple of 256; auto: as many "
+        "as half of the memory left holds, 16384 at most; auto:N, N at most",
+        metavar="N|auto",
+        group="pool",
+    )
+    kvflash_policy: str = _setting(
+        "lru",
+        _choice("lru"),
+        "what stays on the devices beside a sequence's first and last tokens: lru (what came last)",
+        metavar="POLICY",
+        group="residency",
+    )
+    kvflash_tau: int = _setting(
+        64,
+        _integer(1),
+        "tokens of a reply after which --kvflash-policy looks again, or a 45th of the sequence if that is more",
+        metavar="N",
+        group="residency",
+    )
+    kvflash_host_mb: int = _setting(
+        0,
+        _mebibytes,
+        "MiB of host memory for what is not on the devices (0: half of what is free at the start)",
+        metavar="SIZE",
+        group="residency",
     )
     prompt_weights: str = _setting(
         "auto",
@@ -617,6 +653,7 @@ def resolve(
     for name, problem in (
         *_placement_problems(values, spelled, frozenset(params)),
         *_draft_problems(values, spelled, frozenset(params)),
+        *_pool_problems(values, spelled, frozenset(params)),
     ):
         problems.append(problem)
         params.append(name)
@@ -672,6 +709,20 @@ def _draft_problems(
     for name in _DRAFT:
         if values.get(name, FIELDS[name].default) != FIELDS[name].default:
             yield name, f"{spelled[name]}: requires {flag('draft')} with a file or mtp"
+
+
+_RESIDENCY = ("kvflash_policy", "kvflash_tau", "kvflash_host_mb")
+
+
+def _pool_problems(
+    values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Field and message of residency settings that would do nothing. Fields in `wrong` have been reported."""
+    if values.get("kvflash", "off") != "off" or "kvflash" in wrong:
+        return
+    for name in _RESIDENCY:
+        if values.get(name, FIELDS[name].default) != FIELDS[name].default:
+            yield name, f"{spelled[name]}: requires {flag('kvflash')}"
 
 
 def override(config: Config, given: Mapping[str, Any]) -> Config:

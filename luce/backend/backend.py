@@ -32,6 +32,10 @@ class Backend(Protocol):
         """Window of each page group, None for full attention, in the order of Step.views."""
 
     @property
+    def bound(self) -> int | None:
+        """Most pages of full attention that a sequence may hold at a time, None if as many as it is long."""
+
+    @property
     def pages(self) -> tuple[int, ...]:
         """Pages that exist in each page group: numbers 0..pages-1."""
 

@@ -25,8 +25,9 @@ from luce.backend.fill import fill
 from luce.backend.kept import JoinedKept, Kept, Piece
 from luce.backend.local import LocalShard
 from luce.backend.pieces import cut, largest_piece
-from luce.backend.placement import Claim, ShardPlan, plan_shards
-from luce.backend.plan import handed_on, pages_for, state_bytes
+from luce.backend.placement import Claim, ShardPlan, group_pages, plan_pool, plan_shards
+from luce.backend.plan import handed_on, state_bytes
+from luce.backend.pool import Wanted
 from luce.backend.remote import RemoteShard
 from luce.backend.shard import Shard, ShardInfo
 from luce.backend.timing import ShardTimes
@@ -50,12 +51,12 @@ _PIECE = 1024
 class LayerSplitBackend:
     """`spec`'s layers on `devices`, split by `weights` or by bytes (luce.backend.placement.plan_shards).
 
-    See luce.backend.backend.Backend for the properties. `verify`: most rows of a tentative span. `ring` gets what its
-    layers compute in every step; `claims`: what a drafter is going to take of the devices. `unpack`: GPUs keep matrices
-    unpacked beside their blocks, in what memory can be spared, which makes prompts faster and nothing else. `piece`:
-    rows in which long steps go through several shards. `peer`: GPUs copy to each other where the pair allows it,
-    otherwise always through pinned host memory. `on_progress` gets the share of this process's layers that are read,
-    after each.
+    See luce.backend.backend.Backend for the properties. `verify`: most rows of a tentative span. `pool`: how much of a
+    longer sequence is on the devices. `ring` gets what its layers compute in every step; `claims`: what a drafter is
+    going to take of the devices. `unpack`: GPUs keep matrices unpacked beside their blocks, in what memory can be
+    spared, which makes prompts faster and nothing else. `piece`: rows in which long steps go through several shards.
+    `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory. `on_progress`
+    gets the share of this process's layers that are read, after each.
     Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
     bytes and the context that would fit. Nothing stays allocated then.
     The devices stay their owner's: they are closed after the backend.
@@ -73,6 +74,7 @@ class LayerSplitBackend:
         chunk: int = 512,
         kv: KVTypes = AUTO,
         verify: int = 0,
+        pool: Wanted | None = None,
         ring: FeatureRing | None = None,
         claims: Sequence[Claim] = (),
         unpack: bool = False,
@@ -95,11 +97,11 @@ class LayerSplitBackend:
         self.chunk = chunk
         self.recurrent = spec.recurrent
         self.windows = tuple(group.window for group in spec.page_groups)
-        self.pages = tuple(slots * pages_for(window, context, chunk) for window in self.windows)
         self._chain = Chain(peer=peer)
         #: whether steps may have failed that nobody has waited for, and why one did
         self._unwaited, self._forgotten = False, ""
-        plan = plan_shards(
+        planned = partial(
+            plan_shards,
             file,
             spec,
             devices,
@@ -111,6 +113,12 @@ class LayerSplitBackend:
             verify=verify,
             claims=claims,
         )
+        chosen = plan_pool(pool, planned, spec, devices, slots=slots, context=context, chunk=chunk, kv=kv)
+        if chosen.reason:
+            _log.info("--kvflash: %s", chosen.reason)
+        self.bound = chosen.bound
+        self.pages = group_pages(spec, slots, context, chunk, chosen.bound)
+        plan = planned(bound=chosen.bound)
         self._check_memory(plan, devices)
         spare = [shard.spare if unpack else 0 for shard in plan]
         rows = largest_piece(piece)
@@ -302,16 +310,18 @@ class LayerSplitBackend:
                 continue
             # Pages of a window do not become fewer with the context.
             page = state_bytes(device, self.spec, shard.layers, self._kv).page
-            full = [group for group, window in enumerate(self.windows) if window is None]
+            full = [group for group, window in enumerate(self.windows) if window is None and self.bound is None]
             left = shard.free - shard.weights - shard.state + sum(self.pages[group] * page[group] for group in full)
             per_page = self.slots * sum(page[group] for group in full)
             fits = left // per_page * PAGE if per_page and left > 0 else 0
             advice = f"--max-ctx {fits} would fit" if fits else "not even one page of context would fit"
             draft = f" beside {shard.claimed} for the draft" if shard.claimed else ""
+            if self.bound is not None:
+                advice = "a smaller --kvflash may fit"
             raise OutOfMemoryError(
                 f"{_name(number, shard)} need {shard.weights + shard.state} bytes ({shard.weights} of weights, "
                 f"{shard.state} of context state), {shard.free} are free{draft}; {advice}",
-                param="max_ctx",
+                param="max_ctx" if self.bound is None else "kvflash",
             )
 
 

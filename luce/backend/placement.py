@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from luce.backend.plan import (
@@ -15,12 +15,14 @@ from luce.backend.plan import (
     plan_layers,
     state_bytes,
 )
+from luce.backend.pool import Share, Wanted, auto_pool, explained, pool_size, smallest_pool, tail_pages
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Device
+from luce.runtime.step import PAGE
 
 #: Of a device's free memory, what is left to activations and to other programs. On an H200 a model of 27 B parameters
 #: with a context of 2 x 8192 tokens took 0.31 GB beside weights and state.
@@ -77,6 +79,23 @@ def served_chunk(devices: Sequence[Device], asked: int) -> int:
     return asked or (_CPU_CHUNK if any(device.host for device in devices) else _GPU_CHUNK)
 
 
+def group_pages(spec: ModelSpec, slots: int, context: int, chunk: int, bound: int | None = None) -> tuple[int, ...]:
+    """Pages of each page group for `slots` sequences of `context` positions; see plan_shards."""
+    counts = []
+    for group in spec.page_groups:
+        pages = pages_for(group.window, context, chunk)
+        counts.append(slots * (pages if bound is None or group.window is not None else min(pages, bound)))
+    return tuple(counts)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Most pages of full attention of a sequence, None for as many as it is long, and why, for people."""
+
+    bound: int | None = None
+    reason: str = ""
+
+
 def usable(device: Device) -> int:
     """Bytes of a device that weights and states may take now."""
     return int(device.memory().free * (1 - _RESERVE))
@@ -94,17 +113,18 @@ def plan_shards(
     kv: KVTypes = AUTO,
     verify: int = 0,
     claims: Sequence[Claim] = (),
+    bound: int | None = None,
 ) -> tuple[ShardPlan, ...]:
     """The shards of a model, one for each device, whether they fit or not.
 
     `weights` decide (plan_layers), or without them bytes and free memory (fill_layers), where the CPU gets only what
     the GPUs cannot hold; the boundary of two devices is aligned if both then hold their part. There is room for `slots`
-    sequences of `context` positions, in steps of up to `chunk` rows and tentative spans of up to `verify`, and what is
-    claimed is left free. Raises UsageError for more devices than layers, for another number of weights than of devices,
-    and if the heads do not take a type of `kv`.
+    sequences of `context` positions, in steps of up to `chunk` rows and tentative spans of up to `verify`, that have
+    `bound` pages of full attention at most, and what is claimed is left free. Raises UsageError for more devices than
+    layers, for another number of weights than of devices, and if the heads do not take a type of `kv`.
     """
     check_devices(len(spec.blocks), len(devices))
-    sizes = _Sizes(file, spec, devices, slots, context, chunk, kv, verify, claims)
+    sizes = _Sizes(file, spec, devices, slots, group_pages(spec, slots, context, chunk, bound), kv, verify, claims)
     if weights:
         return sizes.shards(plan_layers(spec, len(devices), weights))
     ranges = fill_layers(sizes.rooms(), [spec.donor(layer) for layer in range(len(spec.blocks))])
@@ -116,6 +136,45 @@ def plan_shards(
     return sizes.shards(ranges)
 
 
+def plan_pool(
+    wanted: Wanted | None,
+    plan: Callable[..., tuple[ShardPlan, ...]],
+    spec: ModelSpec,
+    devices: Sequence[Device],
+    *,
+    slots: int,
+    context: int,
+    chunk: int,
+    kv: KVTypes,
+) -> Pool:
+    """The pool that is asked for, as this model and these devices can have it.
+
+    `plan` is plan_shards with everything but `bound`, which is asked what the smallest pool would leave free.
+    """
+    if wanted is None:
+        return Pool()
+    full = [group for group, kind in enumerate(spec.page_groups) if kind.window is None]
+    if not full:
+        return Pool(None, "no pool, as no layer attends to the whole context")
+    tail = tail_pages(spec.tail)
+    size, why = wanted.size, ""
+    if wanted.auto:
+        least = smallest_pool(tail) // PAGE
+        pages = group_pages(spec, slots, context, chunk, least)
+        shares = []
+        for shard, device in zip(plan(bound=least), devices, strict=True):
+            page = state_bytes(device, spec, shard.layers, kv).page
+            taken = sum(pages[group] * page[group] for group in full)
+            position = -(-sum(page[group] for group in full) // PAGE)
+            shares.append(Share(shard.device, shard.free - shard.weights - shard.state + taken, position))
+        size = auto_pool(shares, slots, wanted.size)
+        why = f" ({explained(shares, slots)}; at most {wanted.size})"
+    chosen = pool_size(size, tail, context)
+    if chosen is None:
+        return Pool(None, f"no pool, as the smallest has {smallest_pool(tail)} tokens and the context {context}")
+    return Pool(chosen // PAGE, f"a pool of {chosen} tokens for sequences of up to {context}{why}")
+
+
 class _Sizes:
     """What layers take on each of the devices, and what these have."""
 
@@ -125,8 +184,7 @@ class _Sizes:
         spec: ModelSpec,
         devices: Sequence[Device],
         slots: int,
-        context: int,
-        chunk: int,
+        pages: Sequence[int],
         kv: KVTypes,
         verify: int,
         claims: Sequence[Claim],
@@ -135,7 +193,7 @@ class _Sizes:
         self._spec = spec
         self._devices = devices
         self._slots = slots
-        self._pages = [slots * pages_for(group.window, context, chunk) for group in spec.page_groups]
+        self._pages = pages
         self._kv = kv
         self._verify = verify
         # One reading of the host's memory: its devices would differ by what other programs do meanwhile.

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Protocol
@@ -34,7 +34,7 @@ from luce.cache.index import Entry
 from luce.cache.manifest import keys, snapshot_id
 from luce.cache.part import DamagedError
 from luce.cache.reader import Reader, Share
-from luce.cache.tree import Block, Point, Segment, Tree
+from luce.cache.tree import Block, Point, Residency, Segment, Tree
 from luce.draft.tails import Tail
 from luce.errors import LuceError, ShardLostError
 from luce.runtime.step import PAGE, Int32
@@ -56,6 +56,28 @@ _WORTH = 64
 #: where a share of a snapshot belongs: slot, pages of each page group, layers
 _Place = tuple[int | None, list[list[int]], range]
 _ALL = range(sys.maxsize)
+
+
+class Residence(Protocol):
+    """Where the pages are that a long sequence has not on the devices. See luce.engine.residency.Pager."""
+
+    def data(self, slot: int, entry: int) -> tuple[Segment, int] | None:
+        """The contents of a page, if they are in host memory."""
+
+    def whole(self, slot: int) -> bool:
+        """Whether every page of a sequence is somewhere."""
+
+    def snapshot(self, slot: int, length: int) -> Residency | None:
+        """Which of its pages are on the devices, None if all are."""
+
+    def absent(self, length: int, residency: Residency | None) -> Collection[int]:
+        """The pages of a sequence of `length` positions that are not to be on the devices when it is resumed."""
+
+    def resume(self, slot: int, data: dict[int, tuple[Segment, int]], residency: Residency | None) -> None:
+        """A slot holds a sequence, of which these pages are in host memory only. Raises LuceError."""
+
+    def release(self, slot: int) -> None:
+        """A slot does not hold it after all."""
 
 
 class PagePool(Protocol):
@@ -85,8 +107,12 @@ class PagePool(Protocol):
     def entries(self, slot: int, low: int, high: int) -> list[int]:
         """The pages in entries [low, high) of a slot."""
 
-    def resume(self, slot: int, length: int, shared: Sequence[int | None]) -> None:
-        """Let a slot hold what a sequence of `length` positions holds: shared pages, new ones where there are none."""
+    def resume(self, slot: int, length: int, shared: Sequence[int | None], absent: Collection[int] = ()) -> None:
+        """Let a slot hold what a sequence of `length` positions holds, but for the `absent` entries: shared pages, new
+        ones where there are none."""
+
+    def leave(self, slot: int, entries: Sequence[int]) -> None:
+        """Give back the pages of some entries of a slot, which go on without them."""
 
     def yield_all(self, slot: int) -> None:
         """Give back what a slot holds."""
@@ -138,14 +164,22 @@ class CacheStats:
 class PrefixCache:
     """Over the pools of `backend`, one per page group.
 
-    `budget` in bytes of host memory. Points of less than `least` tokens are not written to `disk`.
+    `budget` in bytes of host memory. Points of less than `least` tokens are not written to `disk`. `residence`: of
+    sequences that may be longer than what they have on the devices.
     """
 
     def __init__(
-        self, backend: Backend, pools: Sequence[PagePool], budget: int, disk: DiskTier | None = None, least: int = 0
+        self,
+        backend: Backend,
+        pools: Sequence[PagePool],
+        budget: int,
+        disk: DiskTier | None = None,
+        least: int = 0,
+        residence: Residence | None = None,
     ) -> None:
         self._backend = backend
         self._pools = tuple(pools)
+        self._residence = residence
         self._full = next((i for i, pool in enumerate(pools) if pool.window is None), None)
         self._budget = budget
         self._bytes = self._pages = 0
@@ -235,6 +269,8 @@ class PrefixCache:
         `after`: the point of the same sequence that this one follows; it becomes stale if it is a passing one. `save`:
         whether it is worth writing to the disk. `features`: what a drafter reads of the last positions.
         """
+        if self._residence is not None and not self._residence.whole(slot):
+            return None
         try:
             point = self.tree.find(ids) or self._add(slot, ids, passing=passing)
         except LuceError as error:
@@ -364,31 +400,65 @@ class PrefixCache:
     def _share(self, found: _Found, slot: int) -> bool:
         """Put what was found in memory into a slot. False, and the slot holds nothing, if that failed."""
         try:
-            self._hold(found.blocks, found.length, slot)
+            residency = None if found.point is None else found.point.residency
+            away = self._away(found.length, residency)
+            data = self._hold(found.blocks, found.length, slot, away)
+            self._settle(slot, data, residency)
             if found.point is not None:
                 pages = self._state_pages(slot, found.length)
                 self._backend.restore(self._state_slot(slot), pages, found.point.state)
                 found.point.stale = False
         except LuceError as error:
             _log.warning("a cached prefix could not be restored: %s", error)
-            self._yield_all(slot)
+            self._let_go(slot)
             return False
         return True
 
-    def _hold(self, blocks: Sequence[Block], length: int, slot: int) -> None:
-        """Let a slot hold the pages of `length` positions, with the contents of `blocks` in the first ones."""
+    def _away(self, length: int, residency: Residency | None = None) -> list[int]:
+        """The pages of a sequence that are not to be on the devices, in order."""
+        if self._residence is None or self._full is None:
+            return []
+        return sorted(self._residence.absent(length, residency))
+
+    def _settle(self, slot: int, data: dict[int, tuple[Segment, int]], residency: Residency | None = None) -> None:
+        """A slot holds a sequence, of which these pages are in host memory."""
+        if self._residence is not None:
+            self._residence.resume(slot, data, residency)
+
+    def _hold(
+        self, blocks: Sequence[Block], length: int, slot: int, away: Collection[int]
+    ) -> dict[int, tuple[Segment, int]]:
+        """Let a slot hold the pages of `length` positions, with the contents of `blocks` in the first ones.
+
+        But for those that are to be `away`: returns where these are in host memory.
+        """
         # What is read below must not go when pages are taken for it.
-        absent = [(i, block, block.data) for i, block in enumerate(blocks) if block.page is None]
+        absent = [(i, block, block.data) for i, block in enumerate(blocks) if block.page is None and i not in away]
+        data = self._on_host_now([(i, blocks[i]) for i in away if i < len(blocks)])
         for group, pool in enumerate(self._pools):
-            pool.resume(slot, length, [block.page for block in blocks] if group == self._full else ())
+            if group == self._full:
+                pool.resume(slot, length, [block.page for block in blocks], away)
+            else:
+                pool.resume(slot, length, ())
         if self._full is None:
-            return
+            return data
         pages = self._pools[self._full].entries(slot, 0, len(blocks))
         for first, segment, at, count in _together(absent):
             self._backend.restore(None, self._only(pages[first : first + count]), segment.kept, at)
         for i, block, _ in absent:
             if block.alive:
                 self._place(block, pages[i])
+        return data
+
+    def _on_host_now(self, blocks: Sequence[tuple[int, Block]]) -> dict[int, tuple[Segment, int]]:
+        """Where the contents of blocks are in host memory, into which they are copied if they are not there yet."""
+        data = {index: block.data for index, block in blocks if block.data is not None}
+        lacking = [(index, block.page) for index, block in blocks if block.data is None and block.page is not None]
+        for begin in range(0, len(lacking), _BATCH):
+            batch = lacking[begin : begin + _BATCH]
+            segment = Segment(self._backend.save(None, self._only([page for _, page in batch])), len(batch))
+            data |= {index: (segment, at) for at, (index, _) in enumerate(batch)}
+        return data
 
     def _load(self, prompt: Int32, entry: Entry, slot: int) -> Point | None:
         """Put a snapshot into a slot and into the tree. None, and the slot holds nothing, if that failed."""
@@ -400,15 +470,15 @@ class PrefixCache:
                 if not np.array_equal(reader.tokens(), ids[reader.manifest.first * PAGE :]):
                     raise DamagedError("its tokens are others")
                 blocks, _ = self.tree.match(ids)
-                self._hold(blocks, length, slot)
-                shares = self._shares(reader, slot, len(blocks), length)
-                decoded = self.disk.decoded(shares, self._backend.landing)
-                with contextlib.closing(decoded):
-                    self._backend.fill(Piece(*place, tensors) for tensors, place in decoded)
+                away = self._away(length)
+                data = self._hold(blocks, length, slot, away)
+                data |= self._passed(reader, slot, [i for i in away if i >= len(blocks)], length)
+                self._fill(self._shares(reader, slot, len(blocks), length, away))
+                self._settle(slot, data)
                 logits, features = reader.logits(), self._tail_of(reader)
                 point = self.tree.find(ids) or self._add(slot, ids, passing=entry.manifest.passing)
         except (LuceError, OSError) as error:
-            self._yield_all(slot)
+            self._let_go(slot)
             if isinstance(error, ShardLostError):
                 _log.warning("snapshot %s: %s", entry.manifest.id, error)
             else:
@@ -418,12 +488,38 @@ class PrefixCache:
         self.disk.loaded(entry, time.monotonic() - started)
         return point
 
-    def _shares(self, reader: Reader, slot: int, known: int, length: int) -> Iterator[tuple[Share, _Place]]:
+    def _fill(self, shares: Iterator[tuple[Share, _Place]]) -> None:
+        assert self.disk is not None
+        decoded = self.disk.decoded(shares, self._backend.landing)
+        with contextlib.closing(decoded):
+            self._backend.fill(Piece(*place, tensors) for tensors, place in decoded)
+
+    def _passed(self, reader: Reader, slot: int, away: list[int], length: int) -> dict[int, tuple[Segment, int]]:
+        """Take pages from a snapshot to host memory, by way of those that a slot is still to fill."""
+        data: dict[int, tuple[Segment, int]] = {}
+        if not away:
+            return data
+        assert self._full is not None
+        ours = self._pools[self._full].entries(slot, away[-1] + 1, length // PAGE)[:_BATCH]
+        for low in range(away[0], away[-1] + 1, len(ours)):
+            high = min(low + len(ours), away[-1] + 1)
+            shares = reader.pages(low, high)
+            self._fill((share, (None, self._only(ours[i - low : i - low + n]), _ALL)) for i, n, share in shares)
+            segment = Segment(self._backend.save(None, self._only(ours[: high - low])), high - low)
+            data |= {entry: (segment, entry - low) for entry in range(low, high)}
+        return data
+
+    def _shares(
+        self, reader: Reader, slot: int, known: int, length: int, away: Sequence[int]
+    ) -> Iterator[tuple[Share, _Place]]:
         """What a snapshot has for a slot that holds its first `known` pages, and where that belongs."""
         if self._full is not None:
             pages = self._pools[self._full].entries(slot, 0, length // PAGE)
-            for first, count, share in reader.pages(known, length // PAGE):
-                yield share, (None, self._only(pages[first : first + count]), _ALL)
+            # Those that are away lie side by side.
+            gap = range(away[0], away[-1] + 1) if away else range(length // PAGE, length // PAGE)
+            for low, high in ((known, gap.start), (max(known, gap.stop), length // PAGE)):
+                for first, count, share in reader.pages(low, high):
+                    yield share, (None, self._only(pages[first : first + count]), _ALL)
         for layers, share in reader.states():
             yield share, (self._state_slot(slot), self._state_pages(slot, length), layers)
 
@@ -431,7 +527,10 @@ class PrefixCache:
         """A new point with the state of a slot. Raises LuceError."""
         state = self._backend.save(self._state_slot(slot), self._state_pages(slot, len(ids)))
         self._bytes += state.nbytes
-        return self.tree.add(ids, state, None, passing=passing)
+        point = self.tree.add(ids, state, None, passing=passing)
+        if self._residence is not None:
+            point.residency = self._residence.snapshot(slot, len(ids))
+        return point
 
     @staticmethod
     def _tail_of(reader: Reader) -> Tail | None:
@@ -453,9 +552,19 @@ class PrefixCache:
         if self._full is not None:
             trail = self.tree.trail(point)
             for block, page in zip(trail, self._pools[self._full].entries(slot, 0, len(trail)), strict=True):
-                if block.page is None:
+                if page < 0:
+                    self._borrow(block, slot)
+                elif block.page is None:
                     self._place(block, page)
         self._make_room(0)
+
+    def _borrow(self, block: Block, slot: int) -> None:
+        """A block is in host memory only, where the sequence in a slot has it."""
+        if block.data is None and block.page is None:
+            assert self._residence is not None
+            block.data = self._residence.data(slot, block.index)
+            assert block.data is not None, "a sequence of which a page is lost is not kept"
+            self._bytes += block.data[0].page_bytes
 
     def _exported(self, point: Point) -> Iterator[Kept | None]:
         """Copies a point's pages to host memory and hands it to the disk, a bounded piece each turn.
@@ -539,7 +648,9 @@ class PrefixCache:
             for index, block in enumerate(blocks):
                 block.data = segment, index
 
-    def _yield_all(self, slot: int) -> None:
+    def _let_go(self, slot: int) -> None:
+        if self._residence is not None:
+            self._residence.release(slot)
         for pool in self._pools:
             pool.yield_all(slot)
 

@@ -50,6 +50,16 @@ class Block:
     points: dict[bytes, Point] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Residency:
+    """Which pages of a long sequence are on the devices, and why: luce.engine.residency goes on from there."""
+
+    present: frozenset[int]
+    used: dict[int, int]
+    scores: NDArray[np.float32] | None
+    scored: int
+
+
 @dataclass(eq=False)
 class Point:
     """What a sequence of `length` tokens needs beside its whole blocks.
@@ -57,6 +67,7 @@ class Point:
     tail     tokens behind the last whole block
     state    recurrent states, pages of windowed groups, and the page that is not full
     logits   float32 [vocab] of the last token, None if nobody asked for them
+    residency  which pages of a long sequence were on the devices, None if all were
     passing  whether a longer point of the same conversation makes it dispensable: `stale` then
     features what a drafter reads of the positions before it, if that is kept
     """
@@ -70,6 +81,7 @@ class Point:
     stale: bool = False
     used: int = 0
     features: Tail | None = None
+    residency: Residency | None = None
 
     @property
     def nbytes(self) -> int:

@@ -75,7 +75,7 @@ def place(model: Opened) -> dict[str, Any]:
     file, spec, config = model.file, model.spec, model.config
     facts = plan.plan(model)
     context = config.max_ctx or spec.context_length
-    chunk = served_chunk(model.devices, config.chunk)
+    chunk, pool = served_chunk(model.devices, config.chunk), facts["served"]["pool"]
     verify = verified_rows(config)
     groups: list[dict[str, Any]] = [
         {"window": group.window, "layers": 0, "per_token": 0, "positions": 0, "bytes": 0} for group in spec.page_groups
@@ -103,6 +103,8 @@ def place(model: Opened) -> dict[str, Any]:
             if index is not None:
                 group = groups[index]
                 pages = pages_for(spec.page_groups[index].window, context, chunk)
+                if pool is not None and spec.page_groups[index].window is None:
+                    pages = min(pages, pool // PAGE)
                 group["layers"] += 1
                 group["per_token"] += state.page[index] // PAGE
                 group["positions"] = pages * PAGE

@@ -23,13 +23,14 @@ class Verb:
     model: bool = True
 
 
-RUNTIME = ("placement", "remote", "engine", "draft", "cache", "disk cache", "limits", "text")
+RUNTIME = ("placement", "remote", "engine", "pool", "residency", "draft", "cache", "disk cache", "limits", "text")
 VERBS = {
     "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),
     "run": Verb("answer one prompt and exit", (*RUNTIME, "sampling")),
     "inspect": Verb(
-        "show what a model file holds and where its layers would go", ("placement", "remote", "engine", "draft")
+        "show what a model file holds and where its layers would go",
+        ("placement", "remote", "engine", "pool", "draft"),
     ),
     "bench": Verb("measure how fast a model runs on this machine", ("placement", "engine")),
     "cache": Verb("show and clean the directory that keeps prompts across restarts", ("disk cache",), model=False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Collection, Iterator
@@ -13,8 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from luce.backend.placement import plan_shards, served_chunk, served_context
+from luce.backend.placement import plan_pool, plan_shards, served_chunk, served_context
 from luce.backend.plan import state_bytes
+from luce.backend.pool import Wanted
 from luce.cli.main import settings
 from luce.cli.pull import fetch
 from luce.config import Config
@@ -89,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
 def plan(model: Opened) -> dict[str, Any]:
     """The placement as JSON has it, sizes in bytes.
 
-    served  context: positions of one sequence; parallel: sequences
+    served  context: positions of one sequence; parallel: sequences; pool: positions of a sequence whose keys and values
+            are on the devices at a time, None for all, and pool_reason
     plan    per shard: device; layers (first, last); weights, with the embedding and the head; state of all sequences;
             unpacked_at_most, for weights that are kept unpacked as well; free; fits; kv_per_token and
             state_per_sequence, with mirrors of other shards' keys and values; handed_on per token to the next shard
@@ -101,19 +104,35 @@ def plan(model: Opened) -> dict[str, Any]:
     config, spec = model.config, model.spec
     if model.draft is not None:
         spec = replace(spec, captured=model.draft.recipe.layers)
-    context = served_context(spec, config.max_ctx)
-    shards = plan_shards(
+    context, chunk, slots = (
+        served_context(spec, config.max_ctx),
+        served_chunk(model.devices, config.chunk),
+        config.parallel,
+    )
+    planned = functools.partial(
+        plan_shards,
         model.file,
         spec,
         model.devices,
         weights=config.target_layer_split,
-        slots=config.parallel,
+        slots=slots,
         context=context,
-        chunk=served_chunk(model.devices, config.chunk),
+        chunk=chunk,
         kv=model.kv,
         verify=verified_rows(config),
         claims=() if model.draft is None else model.draft.claims(),
     )
+    pool = plan_pool(
+        Wanted.of(config.kvflash),
+        planned,
+        spec,
+        model.devices,
+        slots=slots,
+        context=context,
+        chunk=chunk,
+        kv=model.kv,
+    )
+    shards = planned(bound=pool.bound)
     entries = []
     for shard, device in zip(shards, model.devices, strict=True):
         unit = state_bytes(device, spec, shard.layers, model.kv, verified_rows(config))
@@ -133,7 +152,12 @@ def plan(model: Opened) -> dict[str, Any]:
         )
     draft = {} if model.draft is None else {"draft": _draft(model.draft, {shard.device for shard in shards})}
     return {
-        "served": {"context": context, "parallel": config.parallel},
+        "served": {
+            "context": context,
+            "parallel": slots,
+            "pool": None if pool.bound is None else pool.bound * PAGE,
+            "pool_reason": pool.reason,
+        },
         "plan": entries,
         **draft,
         "fits": all(part["fits"] for part in (*entries, *draft.values())),
@@ -152,6 +176,8 @@ def table(facts: dict[str, Any]) -> Table:
     served = facts["served"]
     sequences = f"{served['parallel']} sequence" + ("s" if served["parallel"] > 1 else "")
     title = f"plan: {sequences} of {served['context']:,} tokens"
+    if served["pool_reason"]:
+        title += f"; {served['pool_reason']}"
     shown = Table(
         "device", "layers", "weights", "context", "free", "fits", "hands on", title=title, title_justify="left"
     )

@@ -29,6 +29,7 @@ from luce.cache.tree import Point
 from luce.draft.drafter import Drafter
 from luce.draft.tails import Tails
 from luce.engine.pages import Pages
+from luce.engine.residency import QUESTION, KVFlash, Pager, ResidencyStats
 from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
 from luce.engine.scheduler import Part, Plan, Scheduler, Sequence
 from luce.engine.sequence import (
@@ -88,6 +89,7 @@ class EngineStats:
     stalled: float
     cache: CacheStats
     draft: DraftStats | None = None
+    residency: ResidencyStats | None = None
 
 
 class Ticket:
@@ -171,7 +173,8 @@ class Engine:
     which a sequence can be resumed, where the model needs such points. disk: where points of at least disk_tokens
     tokens are written; it is closed with the engine, after flush_seconds at most. drafter: proposes tokens, and is
     closed with the engine; verify_width: rows of a sequence that are verified at once, 0 for as many as pay; tails: of
-    the drafter's ring, kept with prefixes.
+    the drafter's ring, kept with prefixes. kvflash: which pages stay on the devices, needed where the backend bounds
+    the pages of a sequence.
     """
 
     def __init__(
@@ -191,6 +194,7 @@ class Engine:
         drafter: Drafter | None = None,
         verify_width: int = 0,
         tails: Tails | None = None,
+        kvflash: KVFlash | None = None,
     ) -> None:
         self._backend = backend
         self._eos = eos
@@ -198,14 +202,22 @@ class Engine:
         self._max_queue = max_queue
         self._max_queue_seconds = max_queue_seconds
         self._timeout = timeout
-        self._pages = Pages(backend.pages, backend.windows, slots=backend.slots, context=backend.context, chunk=chunk)
+        self._pages = Pages(
+            backend.pages,
+            backend.windows,
+            slots=backend.slots,
+            context=backend.context,
+            chunk=chunk,
+            bound=backend.bound,
+        )
+        self._pager = None if kvflash is None else Pager.over(backend, self._pages.groups, kvflash, chunk)
         self._context = self._pages.longest
         #: belongs to the engine's thread, but for what it says that any thread may call
         self.cache: PrefixCache | None = None
         self._interval = cache_interval
         self._flush_seconds = flush_seconds
         if cache_bytes:
-            self.cache = PrefixCache(backend, self._pages.groups, cache_bytes, disk, disk_tokens)
+            self.cache = PrefixCache(backend, self._pages.groups, cache_bytes, disk, disk_tokens, self._pager)
             for group in self._pages.groups:
                 group.reclaim = self.cache.reclaim
         self._scheduler = Scheduler(
@@ -312,6 +324,7 @@ class Engine:
                 stalled=time.monotonic() - self._progress if self._pending or self._broken else 0.0,
                 cache=CacheStats() if self.cache is None else self.cache.stats(),
                 draft=None if self._speculator is None else self._speculator.stats(),
+                residency=None if self._pager is None else self._pager.stats(),
             )
 
     def cached(self) -> list[CachedPrefix]:
@@ -423,6 +436,8 @@ class Engine:
                 self._fail(run, error)
         if self._speculator is not None:
             self._speculator.close()
+        if self._pager is not None:
+            self._pager.close()
         if self.cache is not None:
             self.cache.flush(0 if self._broken else self._flush_seconds)
 
@@ -450,11 +465,17 @@ class Engine:
             run.started = now
             self._emit(run, Started())
             self._resume(run)
+        if self._pager is not None:
+            for sequence in self._scheduler.running:
+                self._page(self._pager, sequence)
         if self._speculator is not None:
             self._speculator.propose(self._scheduler.running)
         plan = self._scheduler.plan()
         if plan is not None:
-            self._step(plan)
+            for sequence, error in plan.failed:
+                self._fail(self._runs[sequence], _backend_error(error))
+            if plan.parts:
+                self._step(plan)
         if self.cache is not None:
             self.cache.pump(idle=not self._runs)
         return True
@@ -488,6 +509,21 @@ class Engine:
     def _stop_running(self) -> None:
         for sequence in self._scheduler.running:
             self._finish(self._runs[sequence], FinishReason.SHUTDOWN)
+
+    def _page(self, pager: Pager, sequence: Sequence) -> None:
+        """Let the pages that matter be on the devices when the next step of a sequence runs."""
+        slot, total = sequence.slot, len(sequence.prompt)
+        assert slot is not None
+        try:
+            if sequence.prompt_left and not sequence.block and total > pager.size:
+                sequence.block, sequence.question = pager.block, QUESTION
+                pager.begin(slot, sequence.prompt, sequence.done)
+            elif pager.due(slot, sequence.done):
+                tokens = np.concatenate([sequence.prompt, np.array(sequence.reply, np.int32)])
+                pager.rescore(slot, sequence.done, tokens)
+            sequence.ahead = pager.ahead(slot, sequence.done)
+        except LuceError as error:
+            self._fail(self._runs[sequence], _backend_error(error))
 
     def _step(self, plan: Plan) -> None:
         begun = time.monotonic()
@@ -694,6 +730,8 @@ class Engine:
             del self._runs[run.sequence], self._by_ticket[run.ticket]
             if self._speculator is not None:
                 self._speculator.ended(run.sequence)
+            if self._pager is not None and run.sequence.slot is not None:
+                self._pager.release(run.sequence.slot)
             self._scheduler.remove(run.sequence)
             self._open -= 1
             if run.started is not None:

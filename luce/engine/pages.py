@@ -8,11 +8,14 @@ recomputation, would pay with prompt rows computed again just when the machine i
 Reservation is a count, not a choice of pages: pages that are reserved but not taken yet are free for whoever gives them
 back on demand. That is where the prefix cache (luce.cache) keeps the pages of sequences that ended: it needs no pages
 of its own. Sequences may share a page, which each counts as its own; nobody writes to such a page.
+
+A group may be bounded: then a sequence has so many pages at most, however long it is, and those that it cannot hold any
+longer leave (luce.engine.residency). What its rows see is what is there, in order of position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -24,19 +27,26 @@ class GroupPages:
     """The pages of one group.
 
     table int32 [slots, width]: entry i of a row is the page of positions [i * PAGE, (i + 1) * PAGE); a slot holds the
-    entries low[slot] .. high[slot] - 1.
+    entries low[slot] .. high[slot] - 1, but for those that have left, which are -1.
 
+    bound    most pages of a sequence, None if it holds all that it sees
     free     pages that nobody has
     spare    pages that only the prefix cache has
     reclaim  called when more than `free` pages are needed; has to free so many, of those that are spare
+    relieve  called before pages of a bounded group are taken, with a slot, a position and a number of rows: has to let
+             pages before that position `leave` until those that these rows write fit
     """
 
-    def __init__(self, total: int, window: int | None, *, slots: int, context: int, chunk: int) -> None:
+    def __init__(
+        self, total: int, window: int | None, *, slots: int, context: int, chunk: int, bound: int | None = None
+    ) -> None:
         self.total = total
         self.free = total
         self.spare = 0
         self.window = window
+        self.bound = bound
         self.reclaim: Callable[[int], None] | None = None
+        self.relieve: Callable[[int, int, int], None] | None = None
         self._context = context
         self._chunk = chunk
         self._reserved = [0] * slots
@@ -51,12 +61,13 @@ class GroupPages:
     @property
     def longest(self) -> int:
         """Most positions of a sequence that has the group to itself."""
-        fits = pages_for(self.window, self._context, self._chunk) <= self.total
+        fits = self.most(self._context) <= self.total
         return self._context if fits else self.total * PAGE
 
     def most(self, length: int) -> int:
         """Pages that a sequence of `length` positions holds at most at one time."""
-        return pages_for(self.window, length, self._chunk)
+        pages = pages_for(self.window, length, self._chunk)
+        return pages if self.bound is None else min(pages, self.bound)
 
     def fits(self, length: int) -> bool:
         """Whether a sequence of `length` positions can be promised its pages now."""
@@ -74,25 +85,52 @@ class GroupPages:
             for index in range(low, min(seen, int(self._high[slot]))):
                 self.give(int(self._table[slot, index]))
             self._low[slot] = max(low, seen)
+        if self.relieve is not None:
+            self.relieve(slot, position, rows)
         self._hold(slot, -(-(position + rows) // PAGE))
 
-    def resume(self, slot: int, length: int, shared: Sequence[int | None] = ()) -> None:
-        """Let a slot that holds nothing hold what a sequence of `length` positions holds.
+    def leave(self, slot: int, entries: Sequence[int]) -> None:
+        """Give back the pages of some entries of a slot, which go on without them."""
+        for index in entries:
+            self.give(int(self._table[slot, index]))
+            self._table[slot, index] = -1
 
-        `shared`: pages of its first entries, which it does not write to; None where it takes a new one.
+    def enter(self, slot: int, entries: Sequence[int]) -> list[int]:
+        """New pages for entries that have left; there must be room for them within the bound."""
+        if len(entries) > self.free and self.reclaim is not None:
+            self.reclaim(len(entries))
+        for index in entries:
+            self._table[slot, index] = self._next(slot, index)
+        return [int(self._table[slot, index]) for index in entries]
+
+    def present(self, slot: int) -> list[int]:
+        """The entries of a slot whose pages are there, in order."""
+        present: list[int] = self._present(slot).tolist()
+        return present
+
+    def high(self, slot: int) -> int:
+        """The entry behind the last one of a slot."""
+        return int(self._high[slot])
+
+    def resume(self, slot: int, length: int, shared: Sequence[int | None] = (), absent: Collection[int] = ()) -> None:
+        """Let a slot that holds nothing hold what a sequence of `length` positions holds, but for the `absent` entries.
+
+        `shared`: pages of its first entries, which it does not write to; None where it takes a new one, or none.
         """
-        low = self._low[slot] = self._high[slot] = self.seen_from(length)
+        low = self.seen_from(length)
+        self._low[slot] = self._high[slot] = low
+        end = max(low + len(shared), -(-length // PAGE))
+        there = {index: page for index, page in enumerate(shared, low) if page is not None and index not in absent}
         # First those that are there, so that making room for the others cannot take them away.
-        for page in shared:
-            if page is not None:
-                self.share(page)
-        lacking = sum(page is None for page in shared) + max(0, -(-length // PAGE) - int(low) - len(shared))
+        for page in there.values():
+            self.share(page)
+        lacking = sum(index not in there and index not in absent for index in range(low, end))
         if lacking > self.free and self.reclaim is not None:
             self.reclaim(lacking)
-        for index, page in enumerate(shared, int(low)):
-            self._table[slot, index] = self._next(slot, index) if page is None else page
+        for index in range(low, end):
+            held = -1 if index in absent else there.get(index)
+            self._table[slot, index] = self._next(slot, index) if held is None else held
             self._high[slot] = index + 1
-        self._hold(slot, -(-length // PAGE))
 
     def yield_all(self, slot: int) -> None:
         """Give back everything that a slot holds; the promise stands."""
@@ -111,7 +149,7 @@ class GroupPages:
         return 0 if self.window is None else max(0, position - self.window + 1) // PAGE
 
     def entries(self, slot: int, low: int, high: int) -> list[int]:
-        """The pages of entries [low, high) of a slot, which it must hold."""
+        """The pages of entries [low, high) of a slot, -1 where it does not hold them."""
         pages: list[int] = self._table[slot, low:high].tolist()
         return pages
 
@@ -150,19 +188,31 @@ class GroupPages:
     def held(self, slot: int) -> list[int]:
         """Pages of a slot in order of position."""
         held: list[int] = self._table[slot, self._low[slot] : self._high[slot]].tolist()
-        return held
+        return [page for page in held if page >= 0]
 
     def view(self, slots: Int32, row_slots: Int32, positions: Int32) -> PageView:
         """What spans of `slots` see; `row_slots` and `positions` int32 [rows] say where rows are written."""
-        low = self._low[slots]
-        count = self._high[slots] - low
-        width = int(count.max(initial=0))
-        index: Int32 = np.add.outer(low, np.arange(width, dtype=np.int32))
+        if self.bound is None:
+            low = self._low[slots]
+            count = self._high[slots] - low
+            width = int(count.max(initial=0))
+            index: Int32 = np.add.outer(low, np.arange(width, dtype=np.int32))
+        else:
+            present = [self._present(slot) for slot in slots.tolist()]
+            count = np.array([len(entries) for entries in present], np.int32)
+            index = np.zeros((len(present), int(count.max(initial=0))), np.int32)
+            for row, entries in zip(index, present, strict=True):
+                row[: len(entries)] = entries
         # Entries beyond `count` may be anything, but not beyond the table's end.
         table = self._table[slots[:, None], np.minimum(index, self._table.shape[1] - 1)]
         dest = self._table[row_slots, positions // PAGE] * PAGE + positions % PAGE
         first: Int32 = index * PAGE
         return PageView(table=table, first=first, count=count, dest=dest)
+
+    def _present(self, slot: int) -> Int32:
+        low, high = int(self._low[slot]), int(self._high[slot])
+        present: Int32 = low + np.flatnonzero(self._table[slot, low:high] >= 0).astype(np.int32)
+        return present
 
     def _hold(self, slot: int, end: int) -> None:
         """Take pages up to entry `end`."""
@@ -195,10 +245,20 @@ class Pages:
     """The pages of all groups. A slot is a sequence's place, 0..slots-1."""
 
     def __init__(
-        self, totals: Sequence[int], windows: Sequence[int | None], *, slots: int, context: int, chunk: int
+        self,
+        totals: Sequence[int],
+        windows: Sequence[int | None],
+        *,
+        slots: int,
+        context: int,
+        chunk: int,
+        bound: int | None = None,
     ) -> None:
+        """`bound`: most pages of a sequence in groups of full attention."""
         self.groups = tuple(
-            GroupPages(total, window, slots=slots, context=context, chunk=chunk)
+            GroupPages(
+                total, window, slots=slots, context=context, chunk=chunk, bound=bound if window is None else None
+            )
             for total, window in zip(totals, windows, strict=True)
         )
         #: most positions of one sequence, be the context as long as it may

@@ -18,6 +18,7 @@ from math import inf
 import numpy as np
 
 from luce.engine.pages import Pages
+from luce.errors import LuceError
 from luce.runtime.step import Int32, Span, Step
 
 
@@ -34,6 +35,9 @@ class Sequence:
     kept      whether whole logits are wanted behind the prompt, to be kept for later
     cuts      positions, ascending, that a step ends at while the prompt is read
     proposal  tokens that may follow the reply's last one, to be verified in the next step
+    ahead     most of them, None if there is no limit
+    block     no step crosses a multiple of so many rows while the prompt is read, 0 if any may
+    question  the prompt's last rows that no step reads together with those before them
     deadline, queue_deadline  in the caller's time: when it is `expired`, and `overdue` if it still waits then
 
     What the scheduler keeps: `done` positions are in the cache, of which the last `accepted` are rows of a tentative
@@ -53,6 +57,9 @@ class Sequence:
     queue_deadline: float = inf
     reply: list[int] = field(default_factory=list)
     proposal: tuple[int, ...] = ()
+    ahead: int | None = None
+    block: int = 0
+    question: int = 0
     done: int = 0
     accepted: int = 0
     slot: int | None = None
@@ -65,8 +72,14 @@ class Sequence:
 
     @property
     def stretch(self) -> int:
-        """Of these, the rows up to the next cut."""
-        return min(self.prompt_left, next((cut - self.done for cut in self.cuts if cut > self.done), self.prompt_left))
+        """Of these, the rows up to the next place where a step has to end."""
+        left = self.prompt_left
+        ends = [left, next((cut - self.done for cut in self.cuts if cut > self.done), left)]
+        if left > self.question:
+            ends.append(left - self.question)
+        if self.block:
+            ends.append(self.block - self.done % self.block)
+        return min(ends)
 
 
 @dataclass(frozen=True)
@@ -87,10 +100,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """A step, and whose rows it holds."""
+    """A step, and whose rows it holds; `failed` had to have some, but there were no pages for them."""
 
     step: Step
     parts: tuple[Part, ...]
+    failed: tuple[tuple[Sequence, LuceError], ...] = ()
 
 
 class Scheduler:
@@ -212,7 +226,23 @@ class Scheduler:
             self._turns += 1
         return list(zip(prompts, shares, strict=True))
 
+    def _hold(
+        self, shares: list[tuple[Sequence, int]]
+    ) -> tuple[list[tuple[Sequence, int]], list[tuple[Sequence, LuceError]]]:
+        """The shares whose pages are there now, and what failed."""
+        held, failed = [], []
+        for sequence, rows in shares:
+            assert sequence.slot is not None
+            try:
+                self._pages.extend(sequence.slot, sequence.done, rows)
+            except LuceError as error:
+                failed.append((sequence, error))
+            else:
+                held.append((sequence, rows))
+        return held, failed
+
     def _build(self, shares: list[tuple[Sequence, int]]) -> Plan:
+        shares, failed = self._hold(shares)
         rows = sum(n for _, n in shares)
         tokens, positions, row_slots = (np.empty(rows, np.int32) for _ in range(3))
         spans, parts, slots = [], [], []
@@ -253,7 +283,6 @@ class Scheduler:
             tops += asked * best
             spans.append(Span(slot, start, n, position, sequence.accepted, bool(proposal)))
             slots.append(slot)
-            self._pages.extend(slot, position, n)
             start = end
         step = Step(
             tokens=tokens,
@@ -264,7 +293,7 @@ class Scheduler:
             full=np.array(full, np.bool_),
             top=np.array(top, np.bool_),
         )
-        return Plan(step, tuple(parts))
+        return Plan(step, tuple(parts), tuple(failed))
 
 
 def fair_shares(budget: int, demands: Many[int]) -> list[int]:

@@ -336,6 +336,8 @@ class Speculator:
             return 0
         # Each row gives a token, and the last one needs no row behind it.
         left = sequence.room - len(sequence.reply) - 1
+        if sequence.ahead is not None:
+            left = min(left, sequence.ahead)
         return min(self._drafter.block, self._verify - 1, left, room)
 
     def _ask(self, asked: Many[tuple[Sequence, int]]) -> list[Proposal] | None:

@@ -30,6 +30,8 @@ def spec(source: Source) -> ModelSpec:
     ]
     return replace(
         model(source, "laguna", blocks),
+        # What the sliding layers see, the others see too.
+        tail=source.positive("attention.sliding_window") if any(sliding) else 0,
         eos=("</assistant>",),
         dialect=Dialect(
             reasoning=Markers("<think>", "</think>"),

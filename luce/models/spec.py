@@ -181,7 +181,8 @@ class ModelSpec:
 
     `embedding_scale` multiplies token embeddings; `logit_softcap` c > 0 turns logits into c tanh(logits / c);
     `per_layer` is the width of per-layer embeddings, 0 for none. `captured`, which no file says, are the layers whose
-    output a drafter reads, ascending.
+    output a drafter reads, ascending. `tail`: positions before the newest that full attention should see, wherever the
+    rest of the context is.
     """
 
     family: str
@@ -199,6 +200,7 @@ class ModelSpec:
     per_layer: int = 0
     captured: tuple[int, ...] = ()
     dialect: Dialect = Dialect()
+    tail: int = 0
 
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:

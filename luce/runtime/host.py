@@ -45,6 +45,18 @@ class HostCopyStream(CopyStream):
         return HostEvent()
 
 
+def host_memory() -> Memory:
+    """Free and total bytes of this machine's memory now."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return Memory(int(fields["MemAvailable"].split()[0]) * 1024, total)
+    except (OSError, KeyError, ValueError):
+        return Memory(page * os.sysconf("SC_AVPHYS_PAGES"), total)
+
+
 class HostDevice(Device):
     """Host memory and NumPy. `cpu:0`, `cpu:1`, ... are separate devices in the same memory."""
 
@@ -116,14 +128,7 @@ class HostDevice(Device):
         pass
 
     def memory(self) -> Memory:
-        page = os.sysconf("SC_PAGE_SIZE")
-        total = page * os.sysconf("SC_PHYS_PAGES")
-        try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                fields = dict(line.split(":", 1) for line in lines)
-            return Memory(int(fields["MemAvailable"].split()[0]) * 1024, total)
-        except (OSError, KeyError, ValueError):
-            return Memory(page * os.sysconf("SC_AVPHYS_PAGES"), total)
+        return host_memory()
 
     def describe(self) -> dict[str, str | int]:
         return {

@@ -14,6 +14,7 @@ from luce.backend.timing import BOUNDS, Durations, ShardTimes
 from luce.cache.disk import DiskStats
 from luce.cache.prefix import CacheStats
 from luce.engine.loop import EngineStats
+from luce.engine.residency import ResidencyStats
 from luce.engine.speculate import DraftStats
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -93,6 +94,8 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("luce_steps", "Forward passes.", stats.steps)
         if stats.draft is not None:
             yield from _draft_metrics(stats.draft)
+        if stats.residency is not None:
+            yield from _residency_metrics(stats.residency)
         yield GaugeMetricFamily(
             "luce_stalled_seconds", "Time without progress while there is work to do.", stats.stalled
         )
@@ -106,6 +109,31 @@ def _draft_metrics(stats: DraftStats) -> Iterator[Metric]:
     yield CounterMetricFamily("luce_draft_tokens", "Drafted tokens that were verified.", stats.proposed)
     yield CounterMetricFamily("luce_draft_accepted_tokens", "Of these, tokens that replies have.", stats.accepted)
     yield CounterMetricFamily("luce_draft_seconds", "Time that drafting took.", stats.seconds)
+
+
+def _residency_metrics(stats: ResidencyStats) -> Iterator[Metric]:
+    pages = GaugeMetricFamily("luce_kvflash_pages", "Pages of sequences that run, by where they are.", labels=["place"])
+    pages.add_metric(["resident"], stats.resident)
+    pages.add_metric(["host"], stats.host)
+    yield pages
+    host = GaugeMetricFamily("luce_kvflash_host_bytes", "Host memory for pages: in use, and at most.", labels=["kind"])
+    host.add_metric(["used"], stats.host_bytes)
+    host.add_metric(["budget"], stats.budget)
+    yield host
+    events = CounterMetricFamily(
+        "luce_kvflash_page_events", "Pages that left the devices or came back.", labels=["way"]
+    )
+    events.add_metric(["out"], stats.outs)
+    events.add_metric(["in"], stats.ins)
+    yield events
+    for name, text, value in (
+        ("moved_bytes", "Bytes copied between devices and host memory for that.", stats.moved_bytes),
+        ("recall_hits", "Pages that the policy wanted and that were there already.", stats.hits),
+        ("lost_pages", "Pages that host memory had no room for.", stats.lost),
+        ("rescores", "Times that the policy looked at a sequence's pages.", stats.rescored),
+        ("rescore_seconds", "Time that it took, with the pages that moved.", stats.seconds),
+    ):
+        yield CounterMetricFamily(f"luce_kvflash_{name}", text, value)
 
 
 def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:

@@ -10,8 +10,10 @@ from aiohttp import web
 
 from luce import __version__
 from luce.api import Model
+from luce.engine.residency import ResidencyStats
 from luce.engine.sequence import SamplingParams
 from luce.engine.speculate import DraftStats
+from luce.runtime.step import PAGE
 from luce.server.auth import is_loopback
 from luce.server.schema import Common
 from luce.server.state import ENDPOINTS, SERVER, Server
@@ -30,7 +32,7 @@ async def props(request: web.Request) -> web.Response:
 
 
 def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: bool) -> dict[str, Any]:
-    config, template, draft = model.config, model.chat.template, model.engine.stats().draft
+    config, template, stats = model.config, model.chat.template, model.engine.stats()
     source = "" if template is None else template.source
     return {
         "server": {"name": "luce", "version": __version__, "props_schema": _SCHEMA},
@@ -67,7 +69,28 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             "kv_cache_v": config.cache_type_v,
             "chunk": model.chunk,
         },
-        **({} if draft is None else {"speculative": _speculative(draft)}),
+        **({} if stats.draft is None else {"speculative": _speculative(stats.draft)}),
+        **({} if stats.residency is None else {"kvflash": _residency(stats.residency)}),
+    }
+
+
+def _residency(stats: ResidencyStats) -> dict[str, Any]:
+    """`policy`: the one in force. Pages of PAGE tokens; `recall_hits` of the pages that the policy wanted."""
+    return {
+        "policy": stats.policy,
+        "pool": stats.bound * PAGE,
+        "tau": stats.tau,
+        "pages_resident": stats.resident,
+        "pages_host": stats.host,
+        "host_bytes": stats.host_bytes,
+        "host_budget": stats.budget,
+        "page_outs": stats.outs,
+        "page_ins": stats.ins,
+        "moved_bytes": stats.moved_bytes,
+        "recall_hits": stats.hits,
+        "lost_pages": stats.lost,
+        "rescores": stats.rescored,
+        "rescore_seconds": round(stats.seconds, 6),
     }
 
 

@@ -52,6 +52,39 @@ async def test_placement() -> None:
         }
 
 
+async def test_where_pages_are() -> None:
+    settings = {"kvflash": "512", "kvflash_host_mb": 3, "kvflash_tau": 7, "chunk": 128}
+    async with running(model={"context": 2048}, **settings) as here:
+        assert (await here.post("/v1/completions", {"prompt": "x" * 900, "max_tokens": 200}))[0] == 200
+        shown = (await here.get("/props"))[1]["kvflash"]
+        size = shown.pop("moved_bytes")
+        assert shown.pop("rescore_seconds") >= 0
+        assert shown == {
+            "policy": "lru",
+            "pool": 512,
+            "tau": 7,
+            "pages_resident": 0,
+            "pages_host": 0,
+            "host_bytes": 0,
+            "host_budget": 3 << 20,
+            "page_outs": shown["page_outs"],
+            "page_ins": 0,
+            "recall_hits": 0,
+            "lost_pages": 0,
+            "rescores": 0,
+        }
+        # The one that would have left next was copied ahead.
+        assert shown["page_outs"] > 5 and size == (shown["page_outs"] + 1) * 64 * 16
+        assert await here.metric("luce_kvflash_page_events_total") == shown["page_outs"]
+        assert await here.metric("luce_kvflash_moved_bytes_total") == size
+        assert await here.metric("luce_kvflash_host_bytes") == 3 << 20
+        for name in ("pages", "recall_hits_total", "lost_pages_total", "rescores_total"):
+            assert await here.metric(f"luce_kvflash_{name}") == 0
+    async with running() as here:
+        assert "kvflash" not in (await here.get("/props"))[1]
+        assert "luce_kvflash" not in (await here.get("/metrics"))[1]
+
+
 async def test_every_endpoint_that_is_listed_is_served() -> None:
     async with running() as here:
         _, body, _ = await here.get("/props")

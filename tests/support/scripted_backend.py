@@ -49,6 +49,7 @@ class ScriptedBackend:
     recurrent whether a slot's history is a state that has to be saved and restored, not only in the pages
     lag       how often one has to ask for pages that were saved while they are held before they are there: they are
               read as late as that
+    bound     most pages of a sequence in groups without a window: which of them are missing changes what is said
     resumes   whether sequences may be resumed behind pages alone, so that the pages tell what a slot's history is
     """
 
@@ -68,6 +69,7 @@ class ScriptedBackend:
         resumes: bool = False,
         verify: int = 16,
         lag: int = 0,
+        bound: int | None = None,
     ) -> None:
         self.lag = lag
         self.recurrent = recurrent
@@ -77,8 +79,9 @@ class ScriptedBackend:
         self.context = context
         self.slots = slots
         self.windows = tuple(windows)
-        self.pages = tuple(pages) if pages else tuple(slots * pages_for(w, context, chunk) for w in self.windows)
+        self.bound = bound
         self.chunk = chunk
+        self.pages = tuple(pages) if pages else tuple(slots * self._most(window) for window in self.windows)
         self.delay = delay
         self.script = script
         self.hook = hook
@@ -96,6 +99,11 @@ class ScriptedBackend:
         self._seen: list[list[int]] = [[] for _ in range(slots)]
         # What a tentative span left: tokens of which none counts yet.
         self._guessed: list[list[int]] = [[] for _ in range(slots)]
+
+    def _most(self, window: int | None) -> int:
+        """Pages of a sequence."""
+        pages = pages_for(window, self.context, self.chunk)
+        return pages if self.bound is None or window is not None else min(pages, self.bound)
 
     def lost(self) -> str:
         gone, self.gone = self.gone, ""
@@ -170,10 +178,10 @@ class ScriptedBackend:
             history.append(int(self.logits(history).argmax()))
         return history[len(prompt) :]
 
-    def logits(self, history: Sequence[int]) -> NDArray[np.float32]:
-        """Logits behind a history: float32 [vocab]."""
+    def logits(self, history: Sequence[int], missing: Sequence[int] = ()) -> NDArray[np.float32]:
+        """Logits behind a history of which some pages are not seen: float32 [vocab]."""
         state = 0
-        for token in history:
+        for token in (*missing, *history):
             state = ((state ^ (token + 1)) * _MIX + (state >> 29)) & _MASK
         mixed = (np.arange(1, self.vocab + 1, dtype=np.uint64) * np.uint64(state | 1)) >> np.uint64(40)
         row = (mixed % np.uint64(4096)).astype(np.float32) / np.float32(1024)
@@ -192,13 +200,22 @@ class ScriptedBackend:
         for row in step.wanted.tolist():
             span = next(s for s in step.spans if s.start <= row < s.start + s.rows)
             history = self._seen[span.slot] + self._guessed[span.slot]
-            rows.append(self.logits(history[: int(step.positions[row]) + 1]))
+            position = int(step.positions[row])
+            rows.append(self.logits(history[: position + 1], self._missing(step, span, position)))
         logits = np.array(rows, np.float32).reshape(-1, self.vocab)
         top = None
         if step.top is not None and step.top.any():
             ids = np.argsort(-logits[step.top], axis=1, kind="stable")[:, :TOP].astype(np.int32)
             top = Candidates(ids, np.take_along_axis(logits[step.top], ids, axis=1))
         return Output(logits.argmax(axis=1).astype(np.int32), logits[step.full], top)
+
+    def _missing(self, step: Step, span: Span, position: int) -> list[int]:
+        """The pages of the bounded group that a row does not see."""
+        if self.bound is None:
+            return []
+        view, index = step.views[self.windows.index(None)], step.spans.index(span)
+        there = set((view.first[index, : view.count[index]] // PAGE).tolist())
+        return [page for page in range(position // PAGE + 1) if page not in there]
 
     def _check(self, step: Step) -> None:
         """What holds for every step, whatever ran before."""
@@ -276,11 +293,18 @@ class ScriptedBackend:
         at = (first[:, None] + np.arange(PAGE)).ravel()
         low = 0 if window is None else max(0, span.position - window + 1)
         visible = (at >= low) & (at < span.position + span.rows)
-        assert (at[visible] == np.arange(low, span.position + span.rows)).all(), "a visible position has no page"
+        if self.bound is None or window is not None:
+            assert (at[visible] == np.arange(low, span.position + span.rows)).all(), "a visible position has no page"
+        else:
+            assert count <= self.bound, "more pages than a sequence may have"
+            assert {0, *range(span.position // PAGE - 4, (span.position + span.rows - 1) // PAGE + 1)} <= {
+                *(first // PAGE).tolist(),
+                *range(-4, 0),
+            }, "a page that has to stay has left"
         held = self._rows[group][place[visible]]
         assert (held[:, 1] == at[visible]).all(), f"a page of slot {span.slot} was written by someone else"
         seen = self._seen[span.slot] + self._guessed[span.slot]
-        assert (held[:, 0] == np.array(seen[low:])).all(), f"slot {span.slot} lost its tokens"
+        assert (held[:, 0] == np.array(seen)[at[visible]]).all(), f"slot {span.slot} lost its tokens"
 
 
 class _Lagging:

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from luce.backend.pool import Wanted
 from luce.backend.timing import ShardTimes
 from luce.config import Config
 from luce.engine.loop import Engine
+from luce.engine.residency import Age, KVFlash
 from luce.models.spec import Dialect, Markers, ModelSpec
+from luce.runtime.step import PAGE
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText
@@ -122,13 +125,16 @@ class ScriptedModel:
             {"device": "cpu:0", "layers": [0, 2], "weights": 300, "state": 20, "handed_on": 256},
             {"device": "cpu:1", "layers": [3, 3], "weights": 100, "state": 10, "handed_on": 0},
         ]
+        pool = Wanted.of(config.kvflash)
         self.backend = ScriptedBackend(
+            bound=None if pool is None else pool.size // PAGE,
             vocab=VOCAB,
             context=context,
             slots=config.parallel,
             chunk=self.chunk,
             script=saying(REPLY) if script is None else script,
-            resumes=True,
+            resumes=pool is None,
+            recurrent=pool is not None,
             **backend,
         )
         self.shard_times: tuple[ShardTimes, ...] = ()
@@ -141,6 +147,7 @@ class ScriptedModel:
             timeout=config.timeout,
             cache_bytes=config.cache_ram << 20,
             cache_interval=config.cache_interval,
+            kvflash=None if pool is None else KVFlash(Age(), 4, config.kvflash_tau, config.kvflash_host_mb << 20),
         )
 
     def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> ReplyText:

@@ -12,6 +12,7 @@ import pytest
 import luce
 from luce import api
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.pool import Wanted
 from luce.cli.main import VERBS
 from luce.config import FIELDS, flag
 from luce.ops.kvtype import KVTypes
@@ -71,11 +72,12 @@ GIVEN: dict[str, tuple[Any, str, Any]] = {
     "cache_type_k": ("bf16", "kv", KVTypes("bf16", "auto")),
     "cache_type_v": ("q8_0", "kv", KVTypes("auto", "q8_0")),
     "prompt_weights": ("packed", "unpack", False),
+    "kvflash": ("auto:512", "pool", Wanted(512, auto=True)),
 }
 
 
 def test_the_table_of_options_is_complete() -> None:
-    assert set(GIVEN) == {name for name, f in FIELDS.items() if f.metadata["group"] in ("placement", "engine")}
+    assert set(GIVEN) == {name for name, f in FIELDS.items() if f.metadata["group"] in ("placement", "engine", "pool")}
 
 
 @pytest.mark.parametrize("name", GIVEN)

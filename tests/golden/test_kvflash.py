@@ -1,0 +1,254 @@
+"""Sequences that are longer than their pool, on real layers: against all of their keys with those hidden that had left,
+against the same without a pool, and the same on every placement."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import luce
+from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.pool import Wanted
+from luce.draft.drafter import Drafter
+from luce.engine.loop import Engine
+from luce.engine.residency import KVFlash, ResidencyStats
+from luce.gguf.reader import open_gguf
+from luce.runtime.host import HostDevice
+from luce.runtime.step import PAGE, Output, PageView, Step
+from tests.support.changed import changed
+from tests.support.daemons import HERE
+from tests.support.drafters import ScriptedDrafter
+from tests.support.paging import Asked, Hashed
+from tests.support.reference import Reference
+
+CONTEXT, CHUNK, SLOTS = 2048, 128, 2
+#: one file of each kind of layers
+FAMILIES = ["qwen3-a-F32", "qwen35-a-F32", "gemma4-e-F32", "laguna-a-F32"]
+
+
+class Watched:
+    """A backend, and what it was asked and said."""
+
+    def __init__(self, backend: LayerSplitBackend) -> None:
+        self._backend = backend
+        self.ran: list[tuple[Step, Output]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def forward(self, step: Step) -> Output:
+        output = self._backend.forward(step)
+        self.ran.append((step, output))
+        return output
+
+
+def whole(step: Step, backend: LayerSplitBackend) -> Step:
+    """The step over pools that hold all of every sequence: page i of slot s is page s * n + i."""
+    views = []
+    for view, window, total in zip(step.views, backend.windows, backend.pages, strict=True):
+        if window is None:
+            each = total // backend.slots
+            slots = np.array([span.slot for span in step.spans], np.int32)
+            rows = np.repeat(slots, [span.rows for span in step.spans])
+            table = slots[:, None] * each + view.first // PAGE
+            view = PageView(table, view.first, view.count, rows * each * PAGE + step.positions)
+        views.append(view)
+    return replace(step, views=tuple(views))
+
+
+def prompt(reference: Reference, length: int, at: int = 0) -> list[int]:
+    """Other tokens for each `at`."""
+    ids = reference.expected["prompt_long"]
+    return np.resize(np.roll(ids, 7 * at), length).tolist()  # type: ignore[no-any-return]
+
+
+def replies(backend: Any, prompts: Sequence[Sequence[int]], drafter: Drafter | None = None) -> list[list[int]]:
+    """Of an engine in which several sequences run at a time."""
+    how = KVFlash(Hashed(), 4, 16, 1 << 30)
+    engine = Engine(
+        backend,
+        eos=frozenset(),
+        max_queue=4,
+        chunk=CHUNK,
+        drafter=drafter,
+        verify_width=4 if drafter else 0,
+        kvflash=how,
+    )
+    try:
+        asked = [Asked(engine, ids, 60, logprobs=0) for ids in prompts]
+        found = [sequence.reply() for sequence in asked]
+        stats, draft = engine.stats().residency, engine.stats().draft
+        assert stats is not None and stats.outs > 10 and stats.ins > 1
+        assert draft is None or 10 < draft.accepted < draft.proposed
+    finally:
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_has_left_is_hidden_and_the_rest_is_as_it_was(name: str) -> None:
+    reference = Reference(name)
+    prompts = [prompt(reference, n, n) for n in (1000, 300, 600)]
+    with ExitStack() as opened, open_gguf(reference.path) as file:
+        sizes = {"slots": SLOTS, "context": CONTEXT, "chunk": CHUNK, "verify": 8}
+        bounded, full = (
+            LayerSplitBackend(file, reference.spec, [HostDevice(0)], pool=pool, **sizes) for pool in (Wanted(512), None)
+        )
+        opened.callback(bounded.close)
+        opened.callback(full.close)
+        assert bounded.bound == 8
+        expected = replies(bounded, prompts)
+        texts = [[*ids, *reply] for ids, reply in zip(prompts, expected, strict=True)]
+
+        def follow(tokens: Sequence[int], count: int) -> Sequence[int]:
+            return next(text[len(tokens) :][:count] for text in texts if text[: len(tokens)] == list(tokens))
+
+        drafter = ScriptedDrafter(follow, vocab=reference.spec.vocab, wrong=lambda position: position % 5 == 0)
+        watched = Watched(bounded)
+        assert replies(watched, prompts, drafter) == expected
+        gaps = 0
+        for step, output in watched.ran:
+            for view, window in zip(step.views, full.windows, strict=True):
+                if window is None:
+                    assert view.count.max() <= 8
+                    gaps += view.first[0, view.count[0] - 1] > PAGE * (view.count[0] - 1)
+            shown = full.forward(whole(step, full))
+            assert (shown.ids == output.ids).all()
+            assert (shown.logits == output.logits).all()
+        assert gaps > 20
+
+
+def load(path: Path, **settings: Any) -> luce.Model:
+    fields = {"target_devices": "cpu:0", "max_ctx": CONTEXT, "chunk": CHUNK, "kv_cache_dir": "off", **settings}
+    return luce.load(path, **fields)
+
+
+def ask(model: luce.Model, ids: Sequence[int], n: int) -> list[int]:
+    return [t.id for t in model.generate(ids, max_tokens=n, temperature=0, ignore_eos=True) if t.id >= 0]
+
+
+def residency(model: luce.Model) -> ResidencyStats:
+    stats = model.engine.stats().residency
+    assert stats is not None
+    return stats
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every policy is Hashed, which recalls pages."""
+    monkeypatch.setattr("luce.api.open_policy", lambda *args, **options: Hashed())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_pool_as_large_as_the_context_changes_no_bit(name: str) -> None:
+    reference = Reference(name)
+    ids = prompt(reference, 900)
+    found = []
+    for kvflash in ("off", "1024"):
+        with load(reference.path, kvflash=kvflash, max_ctx=1024) as model:
+            found.append((ask(model, ids, 60), model.logits(ids)))
+            if kvflash != "off":
+                assert (residency(model).bound, residency(model).outs) == (16, 0)
+    assert found[0][0] == found[1][0]
+    assert (found[0][1] == found[1][1]).all()
+
+
+def drive(model: luce.Model, reference: Reference) -> tuple[list[list[int]], tuple[int, ...]]:
+    """Replies to prompts of which some do not fit, one again from the cache and one behind it; pages that moved."""
+    first = prompt(reference, 1100)
+    replies = [ask(model, ids, 40) for ids in (first, prompt(reference, 300, 3), first)]
+    assert replies[0] == replies[2]
+    replies.append(ask(model, [*first, *replies[0], *first[:40]], 20))
+    stats = residency(model)
+    return replies, (stats.outs, stats.ins, stats.copies, stats.rescored, stats.hits)
+
+
+SMOKES: dict[str, tuple[str, str, int, str, list[tuple[int, int]]]] = {
+    # file, pool asked for, pool that comes of it, weights, layers of the shards
+    "qwen35": ("qwen35-a-F32", "1024", 1024, "1,1", [(0, 3), (4, 7)]),
+    "gemma4": ("gemma4-e-F32", "512", 512, "5,3", [(0, 3), (4, 7)]),
+    "laguna": ("laguna-a-F32", "512", 768, "1,1", [(0, 3), (4, 6)]),
+}
+
+
+@pytest.mark.usefixtures("hashed")
+@pytest.mark.parametrize("smoke", SMOKES)
+def test_two_devices_and_daemons_page_alike(smoke: str, tmp_path: Path) -> None:
+    name, asked, pool, weights, layers = SMOKES[smoke]
+    reference = Reference(name)
+    path = reference.path
+    if smoke == "laguna":
+        path = changed(path, tmp_path / "laguna.gguf", **{"attention.sliding_window": 512})
+    settings = {"kvflash": asked, "kvflash_tau": 16}
+    with load(path, **settings) as model:
+        expected = drive(model, reference)
+        assert residency(model).bound * PAGE == pool
+        assert expected[1][0] > 10
+    two = {"target_devices": "cpu:0,cpu:1", "target_layer_split": weights, **settings}
+    for more in ({}, {"target_shard_ipc_bin": str(HERE), "shard_start_timeout": 60}):
+        with load(path, **two, **more) as model:
+            assert [tuple(shard["layers"]) for shard in model.placement] == layers
+            assert drive(model, reference) == expected
+
+
+@pytest.mark.usefixtures("hashed")
+@pytest.mark.parametrize("name", ["qwen35-a-F32", "gemma4-e-F32", "qwen3-a-F32"])
+def test_a_restart(name: str, tmp_path: Path) -> None:
+    """Whatever placement saved it and restores it; a pool of another size reads nothing of this one's."""
+    reference = Reference(name)
+    ids = prompt(reference, 1500)
+    saved = tmp_path / "saved"
+    settings = {"kvflash": "512", "kv_cache_min_tokens": 1, "kvflash_tau": 16}
+    with load(reference.path, **settings, kv_cache_dir=str(saved)) as model:
+        ask(model, ids, 70)
+
+    def again(number: int, **more: Any) -> tuple[list[int], str, int]:
+        directory = shutil.copytree(saved, tmp_path / str(number))
+        with load(reference.path, **settings | more, kv_cache_dir=str(directory)) as model:
+            generation = model.generate([*ids, *ids[:100]], max_tokens=30, temperature=0, ignore_eos=True)
+            reply = [token.id for token in generation]
+            assert generation.finish is not None
+            timings = generation.finish.timings
+            return reply, timings.cache_tier, timings.cached_tokens
+
+    first = again(0)
+    assert first[1] == "disk" and first[2] > 1000
+    assert again(1, target_devices="cpu:0,cpu:1") == first
+    if name == "gemma4-e-F32":
+        assert again(2, target_devices="cpu:0,cpu:1", target_shard_ipc_bin=str(HERE)) == first
+    assert again(3, kvflash="1024")[1:] == ("none", 0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_memory_does_not_grow_with_the_context(name: str) -> None:
+    reference = Reference(name)
+    states: list[int] = []
+    free: list[int] = []
+    for context in (256, 4096):
+        for kvflash, sizes in (("512", states), ("off", free)):
+            with load(reference.path, kvflash=kvflash, max_ctx=context) as model:
+                sizes.append(sum(shard["state"] for shard in model.placement))
+    assert free[1] > 2 * free[0]
+    # A context of 256 is too short for a pool, and has no more pages than it.
+    assert states[0] <= states[1]
+    with load(reference.path, kvflash="512", max_ctx=512) as model:
+        assert sum(shard["state"] for shard in model.placement) == states[1]
+
+
+def test_the_size_that_auto_finds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "luce.backend.layersplit")
+    with load(Reference("qwen35-a-F32").path, kvflash="auto:700") as model:
+        assert residency(model).bound * PAGE == 768
+    assert "a pool of 768 tokens for sequences of up to 2048 (cpu:0: " in caplog.text
+    assert "; at most 700)" in caplog.text
+    caplog.clear()
+    with load(Reference("qwen35-a-F32").path, kvflash="512", max_ctx=500) as model:
+        assert model.engine.stats().residency is None
+    assert "no pool, as the smallest has 512 tokens and the context 500" in caplog.text

@@ -1,0 +1,204 @@
+"""The engine over a backend that holds a part of each sequence only, and whose replies depend on which part.
+
+Neither company nor drafting nor the prefix cache changes a reply, and what a row sees is its sequence's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from luce.cache.disk import DiskTier
+from luce.draft.ngram import NgramDrafter
+from luce.engine.loop import Engine
+from luce.engine.residency import Age, KVFlash, Policy, ResidencyStats
+from luce.errors import BackendError
+from luce.runtime.step import PAGE
+from tests.support.paging import Asked, Hashed
+from tests.support.scripted_backend import ScriptedBackend
+
+BOUND, CONTEXT, VOCAB = 9, 48 * PAGE, 7
+LAYERS = tuple(range(i, i + 1) for i in range(3))
+
+
+@contextmanager
+def running(
+    policy: Policy | None = None, *, chunk: int = 4 * PAGE, slots: int = 3, tau: int = 16, **options: Any
+) -> Iterator[tuple[Engine, ScriptedBackend]]:
+    scripted = {name: options.pop(name) for name in ("hook", "windows", "recurrent", "bound", "lag") if name in options}
+    backend = ScriptedBackend(
+        vocab=VOCAB, context=CONTEXT, slots=slots, chunk=chunk, **({"bound": BOUND, "recurrent": True} | scripted)
+    )
+    how = KVFlash(policy or Hashed(), 4, tau, options.pop("budget", 1 << 40))
+    engine = Engine(backend, eos=frozenset(), max_queue=64, chunk=chunk, kvflash=how, **options)
+    try:
+        yield engine, backend
+        assert backend.broken is None, backend.broken
+    finally:
+        engine.close()
+
+
+def residency(engine: Engine) -> ResidencyStats:
+    stats = engine.stats().residency
+    assert stats is not None
+    return stats
+
+
+def prompts(seed: int, count: int = 6) -> list[list[int]]:
+    """Some that fit and some that do not, of tokens that repeat so that guesses are right."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 30 * PAGE, count)
+    return [np.resize(random.integers(0, VOCAB, 50), length).tolist() for length in lengths]
+
+
+def alone(asked: Sequence[Sequence[int]], n: int, **options: Any) -> list[list[int]]:
+    with running(**options) as (engine, _):
+        return [Asked(engine, prompt, n).reply() for prompt in asked]
+
+
+@pytest.mark.parametrize("policy", [Age, Hashed])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_company_changes_nothing(policy: type[Age], seed: int) -> None:
+    asked = prompts(seed)
+    expected = alone(asked, 150, policy=policy())
+    assert expected != alone(asked, 150, bound=None), "nothing was missing"
+    with running(policy()) as (engine, backend):
+        found = [sequence.reply() for sequence in [Asked(engine, prompt, 150) for prompt in asked]]
+        assert found == expected
+        assert max(spans for _, spans in backend.steps) > 1
+        stats = residency(engine)
+        assert stats.copies <= stats.outs + 4 * len(asked) and stats.outs > 20 and stats.lost == 0
+        assert (stats.ins > 0) == (policy is Hashed)
+        assert (stats.host, stats.host_bytes, stats.resident) == (0, 0, 0)
+
+
+def test_pages_stay_until_they_are_copied() -> None:
+    asked = prompts(9)
+    expected = alone(asked, 100, cache_bytes=1 << 30)
+    for lag in (1, 1000):
+        with running(lag=lag, cache_bytes=1 << 30) as (engine, _):
+            sequences = [Asked(engine, prompt, 100) for prompt in [*asked, *asked]]
+            assert [sequence.reply() for sequence in sequences] == [*expected, *expected]
+
+
+@pytest.mark.parametrize("policy", [Age, Hashed])
+def test_drafting_changes_nothing(policy: type[Age]) -> None:
+    asked = prompts(2, 4)
+    expected = alone(asked, 200, policy=policy())
+    with running(policy(), drafter=NgramDrafter(block=15), verify_width=8) as (engine, _):
+        sequences = [Asked(engine, prompt, 200) for prompt in asked]
+        assert [sequence.reply() for sequence in sequences] == expected
+        assert all(sequence.drafted > 20 for sequence in sequences)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 100), (100, None)])
+def test_a_prompt_asked_again_is_answered_as_the_first_time(windows: tuple[int | None, ...]) -> None:
+    asked = [prompt for prompt in prompts(3) if len(prompt) > BOUND * PAGE]
+    with running(cache_bytes=1 << 30, windows=windows, budget=1 << 30) as (engine, _):
+        for prompt in asked:
+            first = Asked(engine, prompt, 200).reply()
+            Asked(engine, prompts(4, 1)[0], 3).reply()
+            again = Asked(engine, prompt, 200)
+            assert again.reply() == first
+            assert again.cached == len(prompt)
+
+
+def test_a_conversation_goes_on_behind_what_is_known_of_it() -> None:
+    (prompt,) = prompts(5, 1)
+    with running(cache_bytes=1 << 30) as (engine, _):
+        text = list(prompt)
+        for turn in range(6):
+            sequence = Asked(engine, text, 100)
+            reply = sequence.reply()
+            assert sequence.cached == (len(text) - 21 if turn else 0)
+            text += [*reply, *range(6), *range(6), *range(6), 0, 1]
+        assert len(text) > 2 * BOUND * PAGE
+
+
+@contextmanager
+def disk(directory: Path, policy: Policy, windows: tuple[int | None, ...]) -> Iterator[Engine]:
+    """An engine that starts anew over a directory; all is written when it ends."""
+    tier = DiskTier(
+        directory, budget=0, identify=lambda: "0123456789abcdef", known=True, layers=LAYERS[: len(windows) + 1]
+    )
+    options = {"cache_bytes": 1 << 30, "disk": tier, "disk_tokens": 1}
+    with running(policy, windows=windows, **options) as (engine, backend):
+        assert backend.layers == LAYERS[: len(windows) + 1]
+        yield engine
+
+
+@pytest.mark.parametrize("policy", [Age, Hashed])
+@pytest.mark.parametrize("windows", [(None,), (None, 100)])
+def test_a_conversation_goes_on_after_restarts(
+    policy: type[Age], windows: tuple[int | None, ...], tmp_path: Path
+) -> None:
+    text, known = prompts(5, 1)[0], 0
+    for turn in range(4):
+        with disk(tmp_path, policy(), windows) as engine:
+            sequence = Asked(engine, text, 70)
+            reply = sequence.reply()
+            assert sequence.cached == known
+            assert len(text) < BOUND * PAGE or residency(engine).outs > 0
+            known = len(text) + 69
+            text += [*reply, *([turn] * 5 * PAGE)]
+
+
+def test_sequences_that_fit_are_left_alone() -> None:
+    asked = [prompt[: BOUND * PAGE - 50] for prompt in prompts(6)]
+    expected = alone(asked, 50, bound=None)
+    with running() as (engine, _):
+        assert [Asked(engine, prompt, 50).reply() for prompt in asked] == expected
+        stats = residency(engine)
+        assert (stats.outs, stats.rescored) == (0, 0)
+
+
+def test_a_context_that_fits_is_as_without_a_bound() -> None:
+    asked = prompts(7, 4)
+    assert alone(asked, 100) != alone(asked, 100, bound=CONTEXT // PAGE)
+    assert alone(asked, 100, bound=CONTEXT // PAGE) == alone(asked, 100, bound=None)
+
+
+def test_a_copy_that_fails_ends_its_sequence_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    long, short = [1] * (20 * PAGE), [2] * PAGE
+    expected = alone([short], 300)
+    with running() as (engine, backend):
+        bystander = Asked(engine, short, 300)
+
+        def save(*args: Any, **options: Any) -> None:
+            raise BackendError("no memory to copy to")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "save", save)
+            with pytest.raises(BackendError, match="no memory to copy to"):
+                Asked(engine, long, 5).reply()
+        assert bystander.reply() == expected[0]
+        assert engine.stats().pages_used == 0
+        assert len(Asked(engine, long, 5).reply()) == 5
+
+
+def test_too_little_host_memory_is_lossy_and_nothing_worse() -> None:
+    with running(budget=20 * PAGE * 16, cache_bytes=1 << 30) as (engine, _):
+        prompt = prompts(8, 1)[0] * 3
+        prompt = prompt[: 40 * PAGE]
+        assert len(Asked(engine, prompt, 100).reply()) == 100
+        stats = residency(engine)
+        assert stats.lost > 0
+        again = Asked(engine, prompt, 5)
+        again.reply()
+        assert again.cached == 0, "a sequence of which pages are lost is not kept"
+
+
+def test_a_client_that_leaves_frees_everything() -> None:
+    with running() as (engine, _):
+        sequence = Asked(engine, [3] * (30 * PAGE), CONTEXT - 30 * PAGE)
+        while not residency(engine).host:
+            pass
+        sequence.ticket.cancel()
+        sequence.reply()
+        stats = residency(engine)
+        assert (stats.host, stats.host_bytes, stats.resident) == (0, 0, 0)
