@@ -1,7 +1,7 @@
 """Compile every kernel variant for every target without a GPU, and print one table.
 
     python -m tools.build_kernels                     all variants for a few representative targets
-    python -m tools.build_kernels --ci                these, and every value of every define for all other targets
+    python -m tools.build_kernels --ci                these, and of the other targets what differs
     python -m tools.build_kernels --all               all variants for all targets
     python -m tools.build_kernels --target sm_90a --source norm
     python -m tools.build_kernels --target sm_90a --cache
@@ -10,6 +10,9 @@
 Three compilers: NVRTC (PyPI nvidia-cuda-nvrtc), the HIP runtime's hiprtc (Debian libamdhip64-5, libhiprtc-builtins5),
 and clang for the targets that hiprtc 5.2 does not know (clang-19, headers of libamdhip64-dev). A cell shows the most
 registers that a kernel takes, `s` spilled (bytes on NVIDIA, registers on AMD), `m` bytes of static shared memory.
+
+Targets for which the preprocessor leaves the same text differ in the last stages of the compiler only. So --ci compiles
+every value of every define once for each such text, dealt out to its targets, and each source for each target.
 """
 
 from __future__ import annotations
@@ -41,10 +44,15 @@ CLANG = "clang-19"
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture and who compiles for it. `usual`: among the few of a run without --all."""
+    """An architecture and who compiles for it.
+
+    text: equal for those whose sources are the same once the preprocessor has run.
+    usual: among the few of a run without --all, one for each compiler.
+    """
 
     compiler: str
     arch: str
+    text: str
     usual: bool = False
 
     @property
@@ -59,20 +67,20 @@ class Target:
 
 
 TARGETS = (
-    Target("nvrtc", "sm_75", usual=True),
-    Target("nvrtc", "sm_80"),
-    Target("nvrtc", "sm_86"),
-    Target("nvrtc", "sm_89"),
-    Target("nvrtc", "sm_90a", usual=True),
-    Target("nvrtc", "sm_100a"),
-    Target("nvrtc", "sm_120a"),
-    Target("hiprtc", "gfx906"),
-    Target("hiprtc", "gfx90a", usual=True),
-    Target("hiprtc", "gfx1030"),
-    Target("clang", "gfx942"),
-    Target("clang", "gfx1100", usual=True),
-    Target("clang", "gfx1151"),
-    Target("clang", "gfx1201"),
+    Target("nvrtc", "sm_75", "turing"),
+    Target("nvrtc", "sm_80", "ampere"),
+    Target("nvrtc", "sm_86", "ampere"),
+    Target("nvrtc", "sm_89", "ampere"),
+    Target("nvrtc", "sm_90a", "hopper", usual=True),
+    Target("nvrtc", "sm_100a", "blackwell"),
+    Target("nvrtc", "sm_120a", "blackwell"),
+    Target("hiprtc", "gfx906", "gcn"),
+    Target("hiprtc", "gfx90a", "gcn", usual=True),
+    Target("hiprtc", "gfx1030", "rdna2"),
+    Target("clang", "gfx942", "gcn"),
+    Target("clang", "gfx1100", "rdna3", usual=True),
+    Target("clang", "gfx1151", "rdna3"),
+    Target("clang", "gfx1201", "rdna3"),
 )
 
 
@@ -188,15 +196,31 @@ def build_all(tasks: Sequence[tuple[KernelBuild, Target]], jobs: int, *, keep: b
 
 
 def covering(builds: Sequence[KernelBuild]) -> list[KernelBuild]:
-    """Builds of each source in which every value of every define occurs: what a quick check compiles."""
-    seen: set[tuple[str, tuple[str, str] | None]] = set()
-    chosen = []
+    """Few builds of each source in which every value of every define occurs."""
+    sources: dict[str, list[KernelBuild]] = {}
     for build in builds:
-        parts = {(build.source, define) for define in build.defines} | {(build.source, None)}
-        if not parts <= seen:
-            seen |= parts
-            chosen.append(build)
+        sources.setdefault(build.source, []).append(build)
+    chosen = []
+    for variants in sources.values():
+        missing = {define for build in variants for define in build.defines}
+        while True:
+            best = max(variants, key=lambda build: len(missing.intersection(build.defines)))
+            chosen.append(best)
+            missing.difference_update(best.defines)
+            if not missing:
+                break
     return chosen
+
+
+def differing(targets: Sequence[Target], builds: Sequence[KernelBuild]) -> list[tuple[KernelBuild, Target]]:
+    """What --ci compiles for targets of one text."""
+    each = {build.source: build for build in builds}.values()
+    others = [target for target in targets if not target.usual]
+    dealt = covering(builds) if len(others) == len(targets) else []
+    tasks = [(build, target) for target in targets if target.usual for build in builds]
+    for i, target in enumerate(others):
+        tasks += [(build, target) for build in dict.fromkeys((*dealt[i :: len(others)], *each))]
+    return tasks
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -216,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     scope = parser.add_mutually_exclusive_group()
     scope.add_argument("--all", action="store_true", help="all variants for all targets")
-    scope.add_argument("--ci", action="store_true", help="all targets, the less usual ones with fewer variants")
+    scope.add_argument("--ci", action="store_true", help="all targets, most of them with fewer variants")
     parser.add_argument("--target", action="append", choices=[t.arch for t in TARGETS], help="only these (repeatable)")
     parser.add_argument("--source", action="append", choices=kernels.sources(), help="only these (repeatable)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
@@ -232,9 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     started = time.monotonic()
     tasks = []
-    for target in targets:
-        builds = [b for b in kernels.builds(target.vendor) if not options.source or b.source in options.source]
-        tasks += [(b, target) for b in (covering(builds) if options.ci and not target.usual else builds)]
+    for text in dict.fromkeys(target.text for target in targets):
+        kin = [target for target in targets if target.text == text]
+        builds = [b for b in kernels.builds(kin[0].vendor) if not options.source or b.source in options.source]
+        tasks += differing(kin, builds) if options.ci else [(b, target) for target in kin for b in builds]
     results = build_all(tasks, options.jobs, keep=options.cache)
     shown = table(results)
     console = Console(width=None if sys.stdout.isatty() else 60 + 18 * len(targets))

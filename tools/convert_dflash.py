@@ -76,7 +76,7 @@ def _write(file: GGUFFile, spec: DraftSpec, path: Path, type: GGMLQuantizationTy
         writer.add_uint32(f"{architecture}.dflash.{name}", count)
     for key in file.metadata:
         if not key.startswith("general."):
-            _add(writer, key, file.metadata[key])
+            add_key(writer, key, file.metadata[key])
     for name, info in file.tensors.items():
         vector = info.rows == 1
         raw, stored = _as(file.raw(name), info.type, GGMLQuantizationType.F32 if vector else type)
@@ -90,11 +90,12 @@ def _write(file: GGUFFile, spec: DraftSpec, path: Path, type: GGMLQuantizationTy
     writer.close()
 
 
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
+    """A key under the GGUF type that files use for values of its Python type: uint32, int32 below 0, float32."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
-        writer.add_uint32(key, value)
+        writer.add_int32(key, value) if value < 0 else writer.add_uint32(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
     elif isinstance(value, str):

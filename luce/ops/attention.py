@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from luce.ops import attention_mma
 from luce.ops.activation import sigmoid_gate, softplus_gate
-from luce.ops.attention_mma import FEW_ROWS, Gate
-from luce.ops.kvtype import dequantise, kernel_type
+from luce.ops.attention_mma import FEW_ROWS, Gate, Lookup
+from luce.ops.kvtype import dequantise
 from luce.ops.quantise import BLOCK, Quantised, room, space_for
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PageView, SpanArrays
@@ -52,15 +52,7 @@ def attention(
     q float32 [n, heads, d] (any row and head strides); query head h reads KV head h // (heads / kv_heads)
     -> float32 [n, heads, d] contiguous. K and V of the step's own rows must already be in the pools.
     """
-    if device.host:
-        return _host(device, q, k_pool, v_pool, spans, view, positions, scale, window)
-    n, heads, d = q.shape
-    out = device.empty((n, heads, d))
-    if heads % k_pool.shape[1] == 0 and (tiles := attention_mma.tiles(device, k_pool, v_pool, d)):
-        attention_mma.launch(device, out, q, k_pool, v_pool, spans, view, positions, tiles, scale, window)
-        return out
-    _launch(device, out, q, k_pool, v_pool, spans, view, positions, scale, window)
-    return out
+    return _attend(device, Lookup(q, k_pool, v_pool, spans, view, positions, scale, window))
 
 
 def gated_attention(
@@ -82,57 +74,46 @@ def gated_attention(
     `in_bytes`, of 0 < n <= 16 rows on a GPU: quantised, if one kernel can do that as well.
     """
     n, heads, d = q.shape
-    short = not device.host and n > 0 and spans.longest <= FEW_ROWS and heads % k_pool.shape[1] == 0
-    if short and (tiles := attention_mma.tiles(device, k_pool, v_pool, d)):
+    lookup = Lookup(q, k_pool, v_pool, spans, view, positions, scale, window)
+    short = not device.host and n > 0 and spans.longest <= FEW_ROWS
+    if short and (tiles := attention_mma.tiles(device, lookup)):
         rows = room(device, n, heads * d, space=space_for(n)) if in_bytes and d % BLOCK == 0 else None
         out = rows or device.empty((n, heads * d))
-        attention_mma.launch(device, out, q, k_pool, v_pool, spans, view, positions, tiles, scale, window, gate)
+        attention_mma.launch(device, out, lookup, tiles, gate)
         return out
-    mixed = attention(device, q, k_pool, v_pool, spans, view, positions, scale=scale, window=window)
+    mixed = _attend(device, lookup)
     if gate is None:
         return mixed.reshape(n, heads * d)
     return (sigmoid_gate if gate.kind == "sigmoid" else softplus_gate)(device, mixed, gate.values)
 
 
-def _launch(
-    device: Device,
-    out: Array,
-    q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    spans: SpanArrays,
-    view: PageView,
-    positions: Array,
-    scale: float,
-    window: int | None,
-) -> None:
-    n, heads, d = q.shape
-    kv_heads = k_pool.shape[1]
+def _attend(device: Device, lookup: Lookup) -> Array:
+    out = device.empty(lookup.q.shape)
+    if device.host:
+        _host(out, lookup)
+    elif tiles := attention_mma.tiles(device, lookup):
+        attention_mma.launch(device, out, lookup, tiles)
+    else:
+        _launch(device, out, lookup)
+    return out
+
+
+def _launch(device: Device, out: Array, lookup: Lookup) -> None:
+    spans, view = lookup.spans, lookup.view
+    (n, heads, d), kv_heads = lookup.q.shape, lookup.k_pool.shape[1]
     if d % 8 or d > _HEADS[-1] or heads % kv_heads:
         raise ValueError(f"attention: no kernel for {heads} heads of {d} over {kv_heads} KV heads")
     group = heads // kv_heads
     head = next(size for size in _HEADS if size >= d)
     queries = 4 if spans.longest * group <= 4 else 16
-    defines: dict[str, int | str] = {"HEAD": head, "QUERIES": queries, "SPLIT": _SPLIT}
-    defines |= {"KTYPE": kernel_type(k_pool, d), "VTYPE": kernel_type(v_pool, d)}
-    seen = () if view.seen is None else (view.seen,)
-    if seen:
-        defines["SEEN"] = 1
+    defines = {"HEAD": head, "QUERIES": queries, "SPLIT": _SPLIT} | lookup.types
     block = (256 if head == 512 else 128,)
     # Upper bounds that hold wherever spans begin, so that no length is read back from the device.
     tiles = n * group // queries + spans.count
     width = view.table.shape[1]
     splits = (width + 2 * _SPLIT - 2) // _SPLIT
-    common = (
-        *attention_mma.what_is_read(q, k_pool, v_pool, spans, view),
-        positions,
-        np.int32(heads),
-        np.int32(kv_heads),
-        np.int32(d),
-        np.float32(scale),
-        attention_mma.window_limit(window),
-        *seen,
-    )
+    seen = () if view.seen is None else (view.seen,)
+    common = (*lookup.read, lookup.positions, *lookup.sizes, lookup.limit, *seen)
     if splits < _MIN_SPLITS or tiles * kv_heads >= _ENOUGH_BLOCKS:
         device.launch("attention", "attention", (tiles, kv_heads), block, (out, *common), defines=defines)
         return
@@ -151,21 +132,11 @@ def _launch(
         device.launch("attention", "attention_fold", (n, heads), (head // 2,), (*args, *sizes), defines=defines)
 
 
-def _host(
-    device: Device,
-    q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    spans: SpanArrays,
-    view: PageView,
-    positions: Array,
-    scale: float,
-    window: int | None,
-) -> Array:
-    n, heads, d = q.shape
-    kv_heads = k_pool.shape[1]
+def _host(out: Array, lookup: Lookup) -> None:
+    q, k_pool, v_pool, spans, view = lookup.q, lookup.k_pool, lookup.v_pool, lookup.spans, lookup.view
+    positions, scale, window = lookup.positions, lookup.scale, lookup.window
+    (_, heads, d), kv_heads = q.shape, k_pool.shape[1]
     group = heads // kv_heads
-    out = device.empty((n, heads, d))
     for (_, start, rows, position), resident in zip(spans.table.tolist(), view.resident, strict=True):
         at, keys, values = resident.positions, k_pool[resident.rows], v_pool[resident.rows]
         if at is None:
@@ -202,7 +173,6 @@ def _host(
         mixed = np.matmul(scores, values.transpose(1, 0, 2))
         mixed /= total
         out[own] = mixed.reshape(kv_heads, group, rows, d).transpose(2, 0, 1, 3).reshape(rows, heads, d)
-    return out
 
 
 def _host_row(q: Array, keys: Array, values: Array, scale: float, out: Array) -> None:

@@ -42,6 +42,46 @@ class Gate:
 
 
 @dataclass(frozen=True)
+class Lookup:
+    """Queries and what they look among: the arguments of luce.ops.attention.attention, where they are described."""
+
+    q: Array
+    k_pool: Array
+    v_pool: Array
+    spans: SpanArrays
+    view: PageView
+    positions: Array
+    scale: float
+    window: int | None
+
+    @property
+    def types(self) -> dict[str, int | str]:
+        """The defines that every attention kernel takes."""
+        d = self.q.shape[2]
+        types: dict[str, int | str] = {"KTYPE": kernel_type(self.k_pool, d), "VTYPE": kernel_type(self.v_pool, d)}
+        return types if self.view.seen is None else types | {"SEEN": 1}
+
+    @property
+    def read(self) -> tuple[object, ...]:
+        """The arguments that every attention kernel begins its inputs with."""
+        q, view = self.q, self.view
+        strides = np.int64(q.strides[0] // 4), np.int64(q.strides[1] // 4)
+        pages = view.table, view.first, view.count, np.int32(view.table.shape[1])
+        return q, *strides, self.k_pool, self.v_pool, self.spans.table, np.int32(self.spans.count), *pages
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """Query heads, KV heads, values of a head, scale."""
+        _, heads, d = self.q.shape
+        return np.int32(heads), np.int32(self.k_pool.shape[1]), np.int32(d), np.float32(self.scale)
+
+    @property
+    def limit(self) -> np.int32:
+        """The window as the kernels take it."""
+        return np.int32(_NO_WINDOW if self.window is None else self.window)
+
+
+@dataclass(frozen=True)
 class Tile:
     """A block's queries, for heads of up to `head` values. `grouped`: multiplied by four waves together (wgmma)."""
 
@@ -66,11 +106,13 @@ class Tile:
         return -(-size // unit) * unit
 
 
-def tiles(device: Device, k_pool: Array, v_pool: Array, d: int) -> list[Tile]:
-    """The tiles that the device has for a head of d values, small ones first; none if it takes the portable path."""
-    products = {"BF16" if kernel_type(pool, d) == "BF16" else "F16" for pool in (k_pool, v_pool)}
+def tiles(device: Device, lookup: Lookup) -> list[Tile]:
+    """The tiles that the device has for it, small ones first; none if it takes the portable path."""
+    _, heads, d = lookup.q.shape
+    pools = lookup.k_pool, lookup.v_pool
+    products = {"BF16" if kernel_type(pool, d) == "BF16" else "F16" for pool in pools}
     head = next((size for size in _HEADS if size >= d), 0)
-    if head == 0 or d % 8 or not products <= device.products:
+    if head == 0 or d % 8 or heads % lookup.k_pool.shape[1] or not products <= device.products:
         return []
     grouped = "WGMMA" in device.products and head <= 256
     sizes = (16, 128) if grouped else (16, 32, 64, 128) if head == 256 else (16, 64)
@@ -78,53 +120,16 @@ def tiles(device: Device, k_pool: Array, v_pool: Array, d: int) -> list[Tile]:
     return [tile for tile in found if tile.shared <= device.shared_limit]
 
 
-def what_is_read(q: Array, k_pool: Array, v_pool: Array, spans: SpanArrays, view: PageView) -> tuple[object, ...]:
-    """The arguments that every attention kernel begins its inputs with."""
-    strides = np.int64(q.strides[0] // 4), np.int64(q.strides[1] // 4)
-    pages = view.table, view.first, view.count, np.int32(view.table.shape[1])
-    return q, *strides, k_pool, v_pool, spans.table, np.int32(spans.count), *pages
-
-
-def window_limit(window: int | None) -> np.int32:
-    """A window as the kernels take it."""
-    return np.int32(_NO_WINDOW if window is None else window)
-
-
-def launch(
-    device: Device,
-    out: Array | Quantised,
-    q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    spans: SpanArrays,
-    view: PageView,
-    positions: Array,
-    tiles: list[Tile],
-    scale: float,
-    window: int | None,
-    gate: Gate | None = None,
-) -> None:
+def launch(device: Device, out: Array | Quantised, lookup: Lookup, tiles: list[Tile], gate: Gate | None = None) -> None:
     """As luce.ops.attention.attention, into `out`, by one of the device's `tiles`.
 
     If no span has more than FEW_ROWS rows, times a gate, and into quantised rows where there are at most 16.
     """
-    n, heads, d = q.shape
-    kv_heads = k_pool.shape[1]
+    spans, view, limit, types = lookup.spans, lookup.view, lookup.limit, lookup.types
+    (n, heads, d), kv_heads = lookup.q.shape, lookup.k_pool.shape[1]
     group = heads // kv_heads
-    limit = window_limit(window)
-    types: dict[str, int | str] = {"KTYPE": kernel_type(k_pool, d), "VTYPE": kernel_type(v_pool, d)}
-    if view.seen is not None:
-        types["SEEN"] = 1
-    common = (
-        *what_is_read(q, k_pool, v_pool, spans, view),
-        np.int32(heads),
-        np.int32(kv_heads),
-        np.int32(d),
-        np.float32(scale),
-        limit,
-        np.int32(FEW_ROWS),
-        *(() if view.seen is None else (positions, view.seen)),
-    )
+    seen = () if view.seen is None else (lookup.positions, view.seen)
+    common = (*lookup.read, *lookup.sizes, limit, np.int32(FEW_ROWS), *seen)
 
     def run(tile: Tile, kernel: str, blocks: tuple[int, ...], *args: object) -> None:
         size = {"HEAD": tile.head, "QUERIES": tile.queries}

@@ -13,6 +13,8 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from tools.convert_dflash import add_key
+
 ARCHITECTURE = "dflash-draft"
 #: GGUF name to that of a checkpoint, of the whole draft and of a layer
 WHOLE = {"dflash.fc": "fc", "dflash.hidden_norm": "hidden_norm", "output_norm": "norm"}
@@ -120,17 +122,7 @@ class MadeDraft:
         """The GGUF file."""
         writer = gguf.GGUFWriter(path, architecture)
         for name, value in self.keys.items():
-            key = f"{architecture}.{name}"
-            if isinstance(value, bool):
-                writer.add_bool(key, value)
-            elif isinstance(value, int):
-                writer.add_int32(key, value) if value < 0 else writer.add_uint32(key, value)
-            elif isinstance(value, float):
-                writer.add_float32(key, value)
-            elif isinstance(value, str):
-                writer.add_string(key, value)
-            else:
-                writer.add_array(key, value)
+            add_key(writer, f"{architecture}.{name}", value)
         for name, tensor in self.tensors.items():
             writer.add_tensor(name, tensor)
         writer.write_header_to_file()

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
+from tools.convert_dflash import add_key
+
 Type = GGMLQuantizationType
 Value = bool | int | float | str | list[int] | list[bool] | list[str]
 #: name and GGUF shape (ne0 first)
@@ -40,7 +42,7 @@ class Published:
         writer = GGUFWriter(path, self.architecture)
         writer.add_string("general.name", self.name)
         for key, value in self.keys.items():
-            _add(writer, key if key.startswith("tokenizer.") else f"{self.architecture}.{key}", value)
+            add_key(writer, key if key.startswith("tokenizer.") else f"{self.architecture}.{key}", value)
         size = 0
         tied = all(name != "output.weight" for name, _ in self.tensors)
         for name, shape in self.tensors:
@@ -55,19 +57,6 @@ class Published:
         writer.close()
         os.truncate(path, -(-path.stat().st_size // _ALIGNMENT) * _ALIGNMENT + size)
         return path
-
-
-def _add(writer: GGUFWriter, key: str, value: Value) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 def _type(name: str, shape: tuple[int, ...], tied: bool) -> Type:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import ast
 import configparser
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import luce
 
 ROOT = Path(__file__).parents[2]
 #: from top to bottom; a module imports only from its own layer or from below
@@ -73,6 +76,27 @@ def test_every_module_imports_alone() -> None:
         "    importlib.import_module(name)\n"
     )
     subprocess.run([sys.executable, "-c", code, *(m for m in modules if m != "luce.__main__")], cwd=ROOT, check=True)
+
+
+def test_the_architecture_page_is_the_map() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `([\w/]+)` \| (.+) \|$", page, re.MULTILINE)
+    assert rows == re.findall(r"^    ([\w/]+) +(.+)$", luce.__doc__ or "", re.MULTILINE)
+    assert [name for name, _ in rows] == [*FLOW, "kernels/"]
+
+
+def test_links_of_the_documentation_lead_somewhere() -> None:
+    pages = [
+        ROOT / "README.md",
+        *(p for top in ("docs", "kernels", "luce", "models") for p in (ROOT / top).rglob("*.md")),
+    ]
+    linked = {}
+    for page in pages:
+        links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        linked[page] = {(page.parent / link).resolve() for link in links}
+        assert all(target.exists() for target in linked[page]), page
+    index = ROOT / "docs" / "README.md"
+    assert set(pages) <= linked[index] | {index}, "the index leads to every page"
 
 
 def test_package_list_is_complete() -> None:

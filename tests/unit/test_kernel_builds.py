@@ -1,11 +1,13 @@
 """Every kernel compiles with three vendors' compilers, without a GPU.
 
-Here: one variant of each source, on one or two targets of each compiler. All variants for these targets, and all
-targets: `python -m tools.build_kernels --ci`.
+Here: one variant of each source, on one target of each compiler. All variants for these targets, and all targets:
+`python -m tools.build_kernels --ci`.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -72,8 +74,39 @@ def test_covering() -> None:
     chosen = build_kernels.covering(builds)
     assert [dict(build.defines) for build in chosen] == [
         {"A": "0", "B": "0"},
-        {"A": "0", "B": "1"},
-        {"A": "1", "B": "0"},
+        {"A": "1", "B": "1"},
         {"A": "2", "B": "0"},
         {},
     ]
+
+
+def test_ci_deals_the_values_out_to_targets_of_one_text() -> None:
+    builds = [KernelBuild.of("x", {"A": a}) for a in range(5)] + [KernelBuild("y")]
+    first, second, usual = Target("nvrtc", "a", ""), Target("nvrtc", "b", ""), Target("nvrtc", "c", "", usual=True)
+    tasks = build_kernels.differing([first, second], builds)
+    assert len(tasks) == len(set(tasks)) and {build for build, _ in tasks} == set(builds)
+    for target in (first, second):
+        assert {build.source for build, to in tasks if to == target} == {"x", "y"}
+        assert sum(to == target for _, to in tasks) <= 4
+    tasks = build_kernels.differing([first, usual], builds)
+    assert [build for build, to in tasks if to == usual] == builds
+    assert [str(build) for build, to in tasks if to == first] == ["kernels/x.cu A=4", "kernels/y.cu"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+def test_targets_of_one_text_are_those_whose_sources_preprocess_to_the_same() -> None:
+    def text(target: Target) -> str:
+        number = "".join(filter(str.isdigit, target.arch))
+        if target.vendor == "cuda":
+            defined = [f"__CUDA_ARCH__={number}0", *["__CUDA_ARCH_FEAT_SM90_ALL"] * (target.arch == "sm_90a")]
+        else:
+            defined = ["__HIPCC_RTC__", "__HIP_DEVICE_COMPILE__", f"__{target.arch}__", f"__GFX{target.arch[3:-2]}__"]
+        options = [*KernelBuild.of("", {"QTYPE": "Q4_K"}).options(target.lanes), *(f"-D{name}" for name in defined)]
+        command = ["g++", "-E", "-P", "-x", "c++", *options, "-"]
+        return subprocess.run(command, input=unit, capture_output=True, text=True, check=True).stdout
+
+    unit = "".join(f'#include "{name}.cu"\n' for name in kernels.sources())
+    texts = {target.arch: text(target) for target in TARGETS}
+    for one in TARGETS:
+        for other in TARGETS:
+            assert (texts[one.arch] == texts[other.arch]) == (one.text == other.text), (one.arch, other.arch)
