@@ -187,7 +187,8 @@ def opened(target: str, **fields: Any) -> Iterator[tuple[LayerSplitBackend, Draf
         context = served_context(spec, config.max_ctx)
         prepared = open_drafter(stack, config, file, spec, devices, context=context)
         ring = None if prepared is None else prepared.ring
-        backend = open_backend(stack, file, spec, devices, config, ring=ring)
+        claims = () if prepared is None else prepared.claims
+        backend = open_backend(stack, file, spec, devices, config, ring=ring, claims=claims)
         drafter = None if prepared is None else prepared.open(backend.shards[0], backend.shards[-1])
         if drafter is not None:
             stack.callback(drafter.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 import luce
@@ -12,6 +13,8 @@ from luce import api
 from luce.draft.drafter import Drafter
 from luce.draft.open import Prepared
 from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
+from tests.golden.conftest import MakeDriver
 from tests.support.daemons import HERE
 from tests.support.drafters import ScriptedDrafter, sometimes
 from tests.support.reference import Reference, references
@@ -56,6 +59,28 @@ def test_greedy(reference: Reference, place: str, monkeypatch: pytest.MonkeyPatc
                 assert tokens == reference.expected[f"greedy_{key}"].tolist()
         stats = model.engine.stats().draft
     assert stats is not None and stats.accepted > stats.steps
+
+
+@pytest.mark.parametrize("name", ["qwen35-a-F32", "gemma4-e-F32"])
+def test_any_number_of_rows_may_count(name: str, make_driver: MakeDriver) -> None:
+    """What is kept behind c of 16 rows is bit for bit what is kept when just these rows ran."""
+    reference = Reference(name)
+    driver = make_driver(reference, [HostDevice()], verify=16)
+    text, wrong = reference.expected["prompt_17"], reference.expected["prompt_long"][-16:]
+    for accepted in range(1, 17):
+        guessed, fresh = driver.start(), driver.start()
+        rows = np.concatenate((text[1 : 1 + accepted], wrong[accepted:]))
+        driver.feed((guessed, text[:1]), (fresh, text[:1]))
+        driver.verify((guessed, rows))
+        driver.accept(guessed, accepted)
+        driver.feed((fresh, text[1 : 1 + accepted]))
+        kept, expected = driver.save(guessed), driver.save(fresh)
+        assert kept.keys() == expected.keys()
+        for key, tensor in kept.items():
+            own = slice(1 + accepted) if key.endswith((".k", ".v")) else slice(None)
+            np.testing.assert_array_equal(tensor[own], expected[key][own], err_msg=f"{accepted}: {key}")
+        driver.end(guessed)
+        driver.end(fresh)
 
 
 @pytest.mark.parametrize("name", ["qwen35-a-F32", "gemma4-e-F32", "qwen3-a-F32"])
