@@ -74,7 +74,7 @@ class Load(msgspec.Struct, tag=True):
 
     verify: most rows of a tentative span. captured: layers whose output is handed on, by the last one too. spare: bytes
     of each device in which matrices may be kept unpacked. rows: most rows of a Forward. arena: bytes of the shared
-    memory, whose descriptor follows if `shared`.
+    memory, whose descriptor follows if `shared`. wire: one of luce.backend.wire.WIRES, if it is not.
     """
 
     path: str
@@ -90,6 +90,7 @@ class Load(msgspec.Struct, tag=True):
     peer: bool
     arena: int
     shared: bool
+    wire: str = "f32"
 
 
 class Part(msgspec.Struct):

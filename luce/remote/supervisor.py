@@ -87,15 +87,23 @@ class Limits:
 class Supervisor:
     """One daemon, called `name` in messages. `connect` runs in the supervisor's thread, for each life of the daemon.
 
-    `shares`: whether daemon and server can have memory in common.
+    `shares`: whether daemon and server can have memory in common. `wire`: what activations are in messages otherwise.
     """
 
     def __init__(
-        self, name: str, connect: Callable[[], Peer], opening: Open, limits: Limits, *, shares: bool = True
+        self,
+        name: str,
+        connect: Callable[[], Peer],
+        opening: Open,
+        limits: Limits,
+        *,
+        shares: bool = True,
+        wire: str = "f32",
     ) -> None:
         self.name = name
         self.limits = limits
         self.shares = shares
+        self.wire = "f32" if shares else wire
         self._connect = connect
         self._opening = opening
         self._changed = threading.Condition()
