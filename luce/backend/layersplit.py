@@ -196,6 +196,10 @@ class LayerSplitBackend:
             forgotten, self._forgotten = losses, ""
         return forgotten
 
+    def down(self) -> str:
+        """Why steps will fail from now on; empty as long as they need not. Any thread may ask."""
+        return "; ".join(filter(None, [shard.down() for shard in self.shards]))
+
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the start. Any thread may ask."""
         return self._chain.times()

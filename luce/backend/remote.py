@@ -162,6 +162,10 @@ class RemoteShard:
     def lost(self) -> str:
         return self._requests.lost()
 
+    def down(self) -> str:
+        why = self._daemon.down()
+        return why and f"{self._name}: {why}"
+
     def announce(self, step: Step, handed: Activation | None) -> None:
         self._release()
         self._requests.catch_up()

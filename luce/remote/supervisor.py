@@ -191,6 +191,11 @@ class Supervisor:
                 raise ShardLostError(f"{self._error or self.name + ': closed'}")
             return self._channel
 
+    def down(self) -> str:
+        """Why there is no daemon and will be none; empty if there is one, or one starts anew. Any thread may ask."""
+        with self._changed:
+            return str(self._error) if self._ended and not self._closing else ""
+
     def loss(self) -> str:
         """Why the daemon was lost when it was last ready."""
         with self._changed:

@@ -131,6 +131,7 @@ class ScriptedModel:
             resumes=True,
             **backend,
         )
+        self.gone = ""
         self.shard_times: tuple[ShardTimes, ...] = ()
         self.engine = Engine(
             self.backend,
@@ -149,6 +150,10 @@ class ScriptedModel:
     def detokenize(self, ids: Iterable[int]) -> str:
         decoder = Detokenizer(self.tokenizer)
         return "".join([decoder.push(i) for i in ids]) + decoder.flush()
+
+    def down(self) -> str:
+        """As Model.down."""
+        return self.gone
 
     def times(self) -> tuple[ShardTimes, ...]:
         return self.shard_times
