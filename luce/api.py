@@ -241,6 +241,10 @@ class Model:
             for part in self._backend.parts
         ]
 
+    def down(self) -> str:
+        """Why nothing can be generated any more, such as a daemon that has died too often; empty otherwise."""
+        return self._backend.down()
+
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the load."""
         return self._backend.times()

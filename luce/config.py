@@ -246,6 +246,14 @@ class Config:
         metavar="WAY",
         group="remote",
     )
+    shard_activations: str = _setting(
+        "f32",
+        _choice("f32", "f16", "bf16"),
+        "what activations are in messages, over a network or with --shard-transport stream: half the bytes in 16 bits, "
+        "which change results",
+        metavar="TYPE",
+        group="remote",
+    )
     shard_key_file: Path | None = _setting(
         None,
         _path,

@@ -137,7 +137,7 @@ class QueueFullError(RequestError):
 
 
 class UnavailableError(RequestError):
-    """The server is loading or draining; try again after `retry_after` seconds."""
+    """The server is loading or draining, or a shard is gone for good; try again after `retry_after` seconds."""
 
     status = 503
     type = "server_error"

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.wire import WIRES
 from luce.errors import BackendError
 from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
@@ -34,6 +35,8 @@ def load_layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
         raise BackendError("a load whose parts do not fit the model")
     if sorted(set(load.captured)) != list(load.captured) or not set(load.captured) <= set(range(len(spec.blocks))):
         raise BackendError(f"layers {load.captured} cannot be captured of {len(spec.blocks)}")
+    if load.wire not in WIRES or (load.shared and load.wire != "f32"):
+        raise BackendError(f"activations as {load.wire!r}")
     if not all(0 < pages < 1 << 24 for pages in load.pages) or not 0 < load.rows <= 1 << 20:
         raise BackendError("a load whose parts do not fit the model")
     return layers

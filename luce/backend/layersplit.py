@@ -24,7 +24,7 @@ from luce.backend.chain import Chain
 from luce.backend.fill import fill
 from luce.backend.kept import JoinedKept, Kept, Piece
 from luce.backend.local import LocalShard
-from luce.backend.pieces import cut, largest_piece
+from luce.backend.pieces import PIECE, cut, largest_piece
 from luce.backend.placement import Claim, ShardPlan, group_pages, plan_pool, plan_shards
 from luce.backend.plan import handed_on, state_bytes
 from luce.backend.pool import Wanted
@@ -42,10 +42,6 @@ from luce.runtime.step import PAGE, Output, Step
 from luce.runtime.transfer import Link
 
 _log = logging.getLogger(__name__)
-
-#: Rows of a piece. More take fewer launches, fewer fill and drain the shards sooner. A 27B model on two H200, pieces of
-#: 512, 683 and 1024: prompts of 2048 at 12700, 13100 and 12700 tok/s, of 8192 at 13900, 15300 and 16100.
-_PIECE = 1024
 
 
 class LayerSplitBackend:
@@ -78,7 +74,7 @@ class LayerSplitBackend:
         ring: FeatureRing | None = None,
         claims: Sequence[Claim] = (),
         unpack: bool = False,
-        piece: int = _PIECE,
+        piece: int = PIECE,
         peer: bool = True,
         on_progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
@@ -112,6 +108,7 @@ class LayerSplitBackend:
             kv=kv,
             verify=verify,
             claims=claims,
+            piece=piece,
         )
         chosen = plan_pool(pool, planned, spec, devices, slots=slots, context=context, chunk=chunk, kv=kv)
         if chosen.reason:
@@ -206,6 +203,10 @@ class LayerSplitBackend:
             self._give_up(losses)
             forgotten, self._forgotten = losses, ""
         return forgotten
+
+    def down(self) -> str:
+        """Why steps will fail from now on; empty as long as they need not. Any thread may ask."""
+        return "; ".join(filter(None, [shard.down() for shard in self.shards]))
 
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the start. Any thread may ask."""
@@ -311,16 +312,17 @@ class LayerSplitBackend:
             # Pages of a window do not become fewer with the context.
             page = state_bytes(device, self.spec, shard.layers, self._kv).page
             full = [group for group, window in enumerate(self.windows) if window is None and self.bound is None]
-            left = shard.free - shard.weights - shard.state + sum(self.pages[group] * page[group] for group in full)
+            left = shard.free - shard.needed + sum(self.pages[group] * page[group] for group in full)
             per_page = self.slots * sum(page[group] for group in full)
             fits = left // per_page * PAGE if per_page and left > 0 else 0
             advice = f"--max-ctx {fits} would fit" if fits else "not even one page of context would fit"
             draft = f" beside {shard.claimed} for the draft" if shard.claimed else ""
             if self.bound is not None:
                 advice = "a smaller --kvflash may fit"
+            handed = f", {shard.buffers} for what is handed over" if shard.buffers else ""
             raise OutOfMemoryError(
-                f"{_name(number, shard)} need {shard.weights + shard.state} bytes ({shard.weights} of weights, "
-                f"{shard.state} of context state), {shard.free} are free{draft}; {advice}",
+                f"{_name(number, shard)} need {shard.needed} bytes ({shard.weights} of weights, "
+                f"{shard.state} of context state{handed}), {shard.free} are free{draft}; {advice}",
                 param="max_ctx" if self.bound is None else "kvflash",
             )
 

@@ -105,6 +105,9 @@ class LocalShard:
     def lost(self) -> str:
         return ""
 
+    def down(self) -> str:
+        return ""
+
     def announce(self, step: Step, handed: Activation | None) -> None:
         pass
 

@@ -8,6 +8,9 @@ import numpy as np
 
 from luce.runtime.step import PAGE, PageView, Span, Step
 
+#: Rows of a piece. More take fewer launches, fewer fill and drain the shards sooner. A 27B model on two H200, pieces of
+#: 512, 683 and 1024: prompts of 2048 at 12700, 13100 and 12700 tok/s, of 8192 at 13900, 15300 and 16100.
+PIECE = 1024
 #: the fewest rows that a cut leaves of a span: more than kernels treat as single steps
 _LEAST = 17
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from luce.backend.handover import handovers
+from luce.backend.pieces import PIECE, largest_piece
 from luce.backend.plan import (
     Room,
     align,
@@ -23,6 +25,7 @@ from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
+from luce.runtime.transfer import DEPTH
 
 #: Of a device's free memory, what is left to activations and to other programs. On an H200 a model of 27 B parameters
 #: with a context of 2 x 8192 tokens took 0.31 GB beside weights and state.
@@ -46,10 +49,11 @@ class Claim:
 class ShardPlan:
     """Layers for a device, and bytes.
 
-    weights, state: what the layers and the context take there. free: what the device has for both; devices of the host
-    have what those before them leave of its memory. spare: what may be taken of a GPU beyond what is needed: half of
-    what is left, as other programs come later. handed_on: per token to the next shard, 0 for the last one. claimed:
-    what is not free because something else is going to take it.
+    weights, state: what the layers and the context take there. buffers: what is handed over lies there. free: what the
+    device has for all of these; devices of the host have what those before them, and `pinned`, leave of its memory.
+    spare: what may be taken of a GPU beyond what is needed: half of what is left, as other programs come later.
+    handed_on: per token to the next shard, 0 for the last one. claimed: what is not free because something else is
+    going to take it. pinned: host memory on the way of what is handed over, at most.
     """
 
     device: str
@@ -60,11 +64,18 @@ class ShardPlan:
     spare: int
     handed_on: int
     claimed: int = 0
+    buffers: int = 0
+    pinned: int = 0
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the device must have."""
+        return self.weights + self.state + self.buffers
 
     @property
     def fits(self) -> bool:
         """Whether the device holds it."""
-        return self.weights + self.state <= self.free
+        return self.needed <= self.free
 
 
 def served_context(spec: ModelSpec, asked: int) -> int:
@@ -114,17 +125,20 @@ def plan_shards(
     verify: int = 0,
     claims: Sequence[Claim] = (),
     bound: int | None = None,
+    piece: int = PIECE,
 ) -> tuple[ShardPlan, ...]:
     """The shards of a model, one for each device, whether they fit or not.
 
     `weights` decide (plan_layers), or without them bytes and free memory (fill_layers), where the CPU gets only what
     the GPUs cannot hold; the boundary of two devices is aligned if both then hold their part. There is room for `slots`
-    sequences of `context` positions, in steps of up to `chunk` rows and tentative spans of up to `verify`, that have
-    `bound` pages of full attention at most, and what is claimed is left free. Raises UsageError for more devices than
-    layers, for another number of weights than of devices, and if the heads do not take a type of `kv`.
+    sequences of `context` positions, in steps of up to `chunk` rows and tentative spans of up to `verify`, which go
+    through the shards in pieces of about `piece` rows, where a sequence has `bound` pages of full attention at most,
+    and what is claimed is left free. Raises UsageError for more devices than layers, for another number of weights than
+    of devices, and if the heads do not take a type of `kv`.
     """
     check_devices(len(spec.blocks), len(devices))
-    sizes = _Sizes(file, spec, devices, slots, group_pages(spec, slots, context, chunk, bound), kv, verify, claims)
+    pages = group_pages(spec, slots, context, chunk, bound)
+    sizes = _Sizes(file, spec, devices, slots, pages, kv, verify, claims, largest_piece(piece))
     if weights:
         return sizes.shards(plan_layers(spec, len(devices), weights))
     ranges = fill_layers(sizes.rooms(), [spec.donor(layer) for layer in range(len(spec.blocks))])
@@ -166,7 +180,7 @@ def plan_pool(
             page = state_bytes(device, spec, shard.layers, kv).page
             taken = sum(pages[group] * page[group] for group in full)
             position = -(-sum(page[group] for group in full) // PAGE)
-            shares.append(Share(shard.device, shard.free - shard.weights - shard.state + taken, position))
+            shares.append(Share(shard.device, shard.free - shard.needed + taken, position))
         size = auto_pool(shares, slots, wanted.size)
         why = f" ({explained(shares, slots)}; at most {wanted.size})"
     chosen = pool_size(size, tail, context)
@@ -188,6 +202,7 @@ class _Sizes:
         kv: KVTypes,
         verify: int,
         claims: Sequence[Claim],
+        rows: int,
     ) -> None:
         self._file = file
         self._spec = spec
@@ -196,6 +211,7 @@ class _Sizes:
         self._pages = pages
         self._kv = kv
         self._verify = verify
+        self._rows = rows
         # One reading of the host's memory: its devices would differ by what other programs do meanwhile.
         host = next((usable(device) for device in devices if device.host), 0)
         self._claimed = [
@@ -207,20 +223,25 @@ class _Sizes:
 
     def shards(self, ranges: Sequence[range]) -> tuple[ShardPlan, ...]:
         """The plan with these layers on the devices."""
-        shards, on_host = [], 0
-        for device, layers, free, claimed in zip(self._devices, ranges, self._free, self._claimed, strict=True):
+        ways = handovers(self._spec, self._devices, ranges, self._rows)
+        shards, on_host = [], sum(way.host for way in ways)
+        placed = zip(self._devices, ranges, self._free, self._claimed, ways, strict=True)
+        for device, layers, free, claimed, way in placed:
             weights, state = tensor_bytes(self._file, self._spec, layers, device), self._state(device, layers)
+            needed = weights + state + way.device
             if device.host:
                 free -= on_host
-                on_host += weights + state
-            spare = 0 if device.host else max(0, free - weights - state) // 2
+                on_host += needed
+            spare = 0 if device.host else max(0, free - needed) // 2
             given = handed_on(self._spec, layers.stop)
-            shards.append(ShardPlan(str(device.name), layers, weights, state, max(0, free), spare, given, claimed))
+            sizes = weights, state, max(0, free), spare, given, claimed, way.device, way.host
+            shards.append(ShardPlan(str(device.name), layers, *sizes))
         return tuple(shards)
 
     def rooms(self) -> list[Room]:
         """The devices as fill_layers wants them; those of the host have equal parts of its memory."""
         count, hosts = len(self._spec.blocks), sum(device.host for device in self._devices)
+        buffers = tuple(DEPTH * self._rows * handed_on(self._spec, layer) if layer else 0 for layer in range(count))
         rooms = []
         for index, (device, free) in enumerate(zip(self._devices, self._free, strict=True)):
             one = [range(layer, layer + 1) for layer in range(count)]
@@ -233,7 +254,8 @@ class _Sizes:
             # A borrowing layer keeps nothing itself.
             keeping = [layer if self._spec.donor(layer.start) is None else range(0) for layer in one]
             state = tuple(self._state(device, layer) for layer in keeping)
-            rooms.append(Room(free // (hosts if device.host else 1) - ends, weights, state, spare=device.host))
+            free = free // (hosts if device.host else 1) - ends
+            rooms.append(Room(free, weights, state, spare=device.host, buffers=buffers))
         return rooms
 
     def _state(self, device: Device, layers: range) -> int:

@@ -75,19 +75,21 @@ class Room:
     """A device as fill_layers sees it, in bytes.
 
     free: what layers may take, so without what an embedding or a head takes; may be negative. weights, state: of each
-    layer of the model, if it is placed here. spare: takes layers only if the others cannot hold them.
+    layer of the model, if it is placed here. spare: takes layers only if the others cannot hold them. buffers: by the
+    layer that is the first one here, for what is handed over; none if empty.
     """
 
     free: int
     weights: tuple[int, ...]
     state: tuple[int, ...]
     spare: bool = False
+    buffers: tuple[int, ...] = ()
 
     def used(self, layers: range, donors: Sequence[int | None]) -> int:
         """Bytes of a shard of these layers. Donors in earlier shards are mirrored: their state is here as well."""
         mirrors = {donor for donor in donors[layers.start : layers.stop] if donor is not None and donor < layers.start}
         own = sum(self.weights[layers.start : layers.stop]) + sum(self.state[layers.start : layers.stop])
-        return own + sum(self.state[donor] for donor in mirrors)
+        return own + sum(self.state[donor] for donor in mirrors) + (self.buffers[layers.start] if self.buffers else 0)
 
 
 def fill_layers(rooms: Sequence[Room], donors: Sequence[int | None]) -> tuple[range, ...]:

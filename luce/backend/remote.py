@@ -15,6 +15,7 @@ from luce.backend.remotekept import RemoteKept
 from luce.backend.requests import PER_BYTE, PER_ROW, Request, Requests
 from luce.backend.shard import Activation, Captured, Pending, ShardInfo
 from luce.backend.shared import ANSWER, OUTPUTS, Answer, shared_size
+from luce.backend.wire import Wire
 from luce.errors import BackendError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile
@@ -81,6 +82,8 @@ class RemoteShard:
         self._vocab, self._hidden = spec.vocab, spec.hidden
         self._mirrored = mirrored(spec, self.layers)
         self._takes, self._gives = handed_widths(spec, self.layers.start), handed_widths(spec, self.layers.stop)
+        wire = self._daemon.wire
+        self._wires = Wire(wire, spec, self.layers.start), Wire(wire, spec, self.layers.stop)
         self._last = self.layers.stop == len(spec.blocks)
         self._on_captured = on_captured
         size = shared_size(rows, self._takes, self._gives)
@@ -112,6 +115,7 @@ class RemoteShard:
             peer=peer,
             arena=size,
             shared=self._daemon.shares,
+            wire=wire,
         )
         self._expected = tuple(
             (str(device.name.local), (part.start, part.stop)) for device, part in zip(devices, layers, strict=True)
@@ -158,6 +162,10 @@ class RemoteShard:
     def lost(self) -> str:
         return self._requests.lost()
 
+    def down(self) -> str:
+        why = self._daemon.down()
+        return why and f"{self._name}: {why}"
+
     def announce(self, step: Step, handed: Activation | None) -> None:
         self._release()
         self._requests.catch_up()
@@ -195,7 +203,9 @@ class RemoteShard:
         assert announced is not None
         self._release()
         target = announced.target
-        data = None if handed is None else self._apart(announced.source, step.rows, self._takes)
+        data = None
+        if handed is not None and not self._daemon.shares:
+            data = self._wires[0].pack(self._arena.memory[announced.source :], step.rows)
         rows = len(step.wanted)
         request = self._requests.ask(
             Forward(data),
@@ -284,22 +294,19 @@ class RemoteShard:
             self._announced.given.tell()
         self._announced = None
 
-    def _apart(self, at: int, rows: int, widths: Sequence[int]) -> NDArray[np.uint8] | None:
-        """What lies at a place, for a peer that does not see it."""
-        return None if self._daemon.shares else self._arena.memory[at : at + 4 * rows * sum(widths)]
-
     def _take(self, reply: Reply, step: Step, announced: _Announced) -> None:
         """Check the answer to a Forward, and put what came with it where it belongs."""
         _done(reply)
         assert isinstance(reply, Done)
-        expected = self._apart(announced.target, step.rows, self._gives) if self._gives else None
+        apart = bool(self._gives) and not self._daemon.shares
         brings = self._last and announced.told is None
-        if (expected is None) != (reply.data is None) or (reply.output is None) == brings:
+        if apart == (reply.data is None) or (reply.output is None) == brings:
             raise GarbageError("it answered with something else than was asked for")
-        if expected is not None and reply.data is not None:
-            if reply.data.shape != expected.shape:
-                raise GarbageError(f"it handed on {reply.data.shape} bytes, expected {expected.shape}")
-            expected[...] = reply.data
+        if reply.data is not None:
+            try:
+                self._wires[1].unpack(reply.data, self._arena.memory[announced.target :], step.rows)
+            except BackendError as error:
+                raise GarbageError(f"it handed on {error}") from None
         if announced.told is not None and not announced.told.happened():
             raise GarbageError("it is done without the output")
         if reply.output is not None:

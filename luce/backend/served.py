@@ -25,6 +25,7 @@ from luce.backend.local import LocalShard
 from luce.backend.plan import handed_on, handed_widths
 from luce.backend.shard import Activation, Pending
 from luce.backend.shared import ANSWER, Answer, shared_size
+from luce.backend.wire import Wire
 from luce.errors import BackendError, DeviceError, ModelError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
@@ -134,6 +135,8 @@ class ServedModel:
         self.arena = arena
         self.takes = handed_widths(spec, layers[0].start)
         self.gives = handed_widths(spec, layers[-1].stop)
+        #: how what is taken and given travels in messages
+        self._wires = Wire(load.wire, spec, layers[0].start), Wire(load.wire, spec, layers[-1].stop)
         self._last = layers[-1].stop == len(spec.blocks)
         self.chain = Chain(peer=load.peer, enter=self._enter, leave=self._leave)
         opened.callback(self.chain.close)
@@ -212,11 +215,8 @@ class ServedModel:
         if (message.data is None) != (self.load.shared or not self.takes):
             raise BackendError("an activation came by the wrong way")
         if message.data is not None:
-            size = 4 * announced.message.step.rows * sum(self.takes)
-            if message.data.shape != (size,):
-                raise BackendError(f"an activation of {message.data.shape} bytes, expected {size}")
-            at = announced.message.source
-            self.arena.memory[at : at + size] = message.data
+            memory = self.arena.memory[announced.message.source :]
+            self._wires[0].unpack(message.data, memory, announced.message.step.rows)
         return announced.work or self.forward(announced.message, HostEvent())
 
     def _check_places(self, message: Announce) -> None:
@@ -283,8 +283,7 @@ class ServedModel:
         output = result() if callable(result) and message.told is None else None
         data = None
         if self.gives and not self.load.shared:
-            size = 4 * message.step.rows * sum(self.gives)
-            data = self.arena.memory[message.target : message.target + size]
+            data = self._wires[1].pack(self.arena.memory[message.target :], message.step.rows)
         return Done(self._seconds(), output, data)
 
     def _hand_captured(self, step: Step, outputs: Sequence[Array]) -> None:

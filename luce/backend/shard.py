@@ -58,6 +58,9 @@ class Shard(Protocol):
     def lost(self) -> str:
         """Why all that sequences keep here has been lost since the last call; empty if it has not."""
 
+    def down(self) -> str:
+        """Why this shard does nothing any more, and never will; empty as long as it does. Any thread may ask."""
+
     @property
     def device(self) -> Device:
         """Where what is handed over must lie."""

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     for shard in facts["plan"]:
         if not shard["fits"]:
             first, last = shard["layers"]
-            asked = shard["weights"] + shard["state"]
+            asked = shard["weights"] + shard["state"] + shard["buffers"]
             print(
                 f"luce: {shard['device']}: layers {first}..{last} need {asked} bytes, {shard['free']} are free",
                 file=sys.stderr,
@@ -94,8 +94,9 @@ def plan(model: Opened) -> dict[str, Any]:
     served  context: positions of one sequence; parallel: sequences; pool: positions of a sequence whose keys and values
             are on the devices at a time, None for all, and pool_reason
     plan    per shard: device; layers (first, last); weights, with the embedding and the head; state of all sequences;
-            unpacked_at_most, for weights that are kept unpacked as well; free; fits; kv_per_token and
-            state_per_sequence, with mirrors of other shards' keys and values; handed_on per token to the next shard
+            buffers for what is handed over, and pinned_at_most of host memory on its way; unpacked_at_most, for
+            weights that are kept unpacked as well; free; fits; kv_per_token and state_per_sequence, with mirrors of
+            other shards' keys and values; handed_on per token to the next shard
     draft   of a --draft with weights: device, kind, file; weights, state; features of the target that it reads; ends, a
             daemon's copy of the embedding and the head; free; fits: what shares a device with layers is left out of
             their free memory
@@ -142,6 +143,8 @@ def plan(model: Opened) -> dict[str, Any]:
                 "layers": [shard.layers.start, shard.layers.stop - 1],
                 "weights": shard.weights,
                 "state": shard.state,
+                "buffers": shard.buffers,
+                "pinned_at_most": shard.pinned,
                 "unpacked_at_most": shard.spare if config.prompt_weights == "auto" else 0,
                 "free": shard.free,
                 "fits": shard.fits,
@@ -178,17 +181,16 @@ def table(facts: dict[str, Any]) -> Table:
     title = f"plan: {sequences} of {served['context']:,} tokens"
     if served["pool_reason"]:
         title += f"; {served['pool_reason']}"
-    shown = Table(
-        "device", "layers", "weights", "context", "free", "fits", "hands on", title=title, title_justify="left"
-    )
+    columns = "device", "layers", "weights", "context", "buffers", "free", "fits", "hands on"
+    shown = Table(*columns, title=title, title_justify="left")
     for shard in facts["plan"]:
         first, last = shard["layers"]
-        sizes = (f"{shard[name] / _MIB:,.1f} MiB" for name in ("weights", "state", "free"))
+        sizes = (f"{shard[name] / _MIB:,.1f} MiB" for name in ("weights", "state", "buffers", "free"))
         traffic = f"{shard['handed_on']:,} B/token" if shard["handed_on"] else ""
         shown.add_row(shard["device"], f"{first}..{last}", *sizes, "yes" if shard["fits"] else "NO", traffic)
     if "draft" in facts:
         draft = facts["draft"]
-        own = draft["weights"] + draft["ends"], draft["state"] + draft["features"], draft["free"]
+        own = draft["weights"] + draft["ends"], draft["state"] + draft["features"], 0, draft["free"]
         sizes = (f"{size / _MIB:,.1f} MiB" for size in own)
         shown.add_row(draft["device"], "draft", *sizes, "yes" if draft["fits"] else "NO", "")
     return shown

@@ -21,10 +21,12 @@ A daemon that holds a drafter instead of layers is asked other things:
 
 Any other request may be answered by Failed instead. The end of the connection ends the daemon. A Step and an Output
 travel field by field as they are declared, so what a later version adds to them needs no new message. On a second
-channel the server sends Ping and gets Pong, whatever the daemon is at.
+channel the server sends Ping and gets Pong, whatever the daemon is at. `summed` False: its arrays get no checksum.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -72,7 +74,7 @@ class Load(msgspec.Struct, tag=True):
 
     verify: most rows of a tentative span. captured: layers whose output is handed on, by the last one too. spare: bytes
     of each device in which matrices may be kept unpacked. rows: most rows of a Forward. arena: bytes of the shared
-    memory, whose descriptor follows if `shared`.
+    memory, whose descriptor follows if `shared`. wire: one of luce.backend.wire.WIRES, if it is not.
     """
 
     path: str
@@ -88,6 +90,7 @@ class Load(msgspec.Struct, tag=True):
     peer: bool
     arena: int
     shared: bool
+    wire: str = "f32"
 
 
 class Part(msgspec.Struct):
@@ -133,6 +136,8 @@ class Announce(msgspec.Struct, tag=True):
 class Forward(msgspec.Struct, tag=True):
     """Run the announced step. `data`: the input, if it is not shared."""
 
+    summed: ClassVar[bool] = False
+
     data: NDArray[np.uint8] | None = None
 
 
@@ -161,6 +166,8 @@ class Done(msgspec.Struct, tag=True):
 
     `data`: what is handed on, if it is not shared; `seconds`: what the work took.
     """
+
+    summed: ClassVar[bool] = False
 
     seconds: float = 0.0
     output: Output | None = None
@@ -277,6 +284,8 @@ class Told(msgspec.Struct):
 class Propose(msgspec.Struct, tag=True):
     """features: bfloat16 as uint16 [rows, layers * H], of what is told side by side. asked: (slot, most tokens), each
     slot once: texts whose last token the model has not computed, and all of whose other ones it has."""
+
+    summed: ClassVar[bool] = False
 
     told: tuple[Told, ...]
     features: NDArray[np.uint16]

@@ -27,6 +27,7 @@ def open_placement(config: Config) -> list[Device]:
     """
     items = config.target_devices or (config.target_device,)
     if not config.target_shard_ipc_bin and not any("/" in item for item in items):
+        _check_messages(config, messages=False)
         return open_devices(config)
     field = "target_devices" if config.target_devices else "target_device"
     names = named(items)
@@ -39,6 +40,7 @@ def open_placement(config: Config) -> list[Device]:
     torn = [place for place in places if places.count(place) > 1]
     if torn:
         raise UsageError(f"{flag(field)}: devices of {torn[0]} must stand side by side", param=field)
+    _check_messages(config, messages=bool(places or (groups and config.shard_transport == "stream")))
     with contextlib.ExitStack() as opened:
         supervisors: dict[int, Supervisor] = {}
         for group in groups:
@@ -134,6 +136,16 @@ def daemon_groups(
     return groups
 
 
+def _check_messages(config: Config, *, messages: bool) -> None:
+    """Raises UsageError for a setting of activations in messages where none travel so."""
+    if config.shard_activations != "f32" and not messages:
+        raise UsageError(
+            f"{flag('shard_activations')} {config.shard_activations}: activations travel in messages only over a "
+            f"network, or with {flag('shard_transport')} stream",
+            param="shard_activations",
+        )
+
+
 def _supervise(names: Sequence[DeviceName], interpreter: Path | None, config: Config, label: str = "") -> Supervisor:
     """The daemon of devices: a child process, or one of the network without an interpreter."""
     kind, label = names[0].kind, label or ",".join(map(str, names))
@@ -144,9 +156,11 @@ def _supervise(names: Sequence[DeviceName], interpreter: Path | None, config: Co
             raise UsageError(f"{label}: network daemons require {flag('shard_key_file')}", param="shard_key_file")
         where = names[0].place.removeprefix("tcp://").rstrip("/")
         context = tls(config.shard_key_file, flag("shard_key_file"), server=False)
-        return Supervisor(label, lambda: Connection(label, where, context), opening, limits, shares=False)
+        wire = config.shard_activations
+        return Supervisor(label, lambda: Connection(label, where, context), opening, limits, shares=False, wire=wire)
     chosen = (text.partition(":")[2].partition("=") for text in config.shard_env if text.startswith(f"{kind}:"))
     variables = {name: value for name, _, value in chosen}
     program = interpreter_of(interpreter)
     shares = config.shard_transport != "stream"
-    return Supervisor(label, lambda: Child(label, program, variables), opening, limits, shares=shares)
+    wire = config.shard_activations
+    return Supervisor(label, lambda: Child(label, program, variables), opening, limits, shares=shares, wire=wire)

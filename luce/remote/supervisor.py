@@ -48,8 +48,9 @@ from luce.remote.messages import (
 
 _log = logging.getLogger(__name__)
 
-#: seconds between signs of life, and without any until a daemon counts as lost
+#: seconds between signs of life, without any until the log says so, and until a daemon counts as lost
 _BEAT = 1.0
+_SUSPECT = 5.0
 _SILENCE = 15.0
 #: seconds that a daemon gets to take what it is sent
 _SEND = 30.0
@@ -86,15 +87,23 @@ class Limits:
 class Supervisor:
     """One daemon, called `name` in messages. `connect` runs in the supervisor's thread, for each life of the daemon.
 
-    `shares`: whether daemon and server can have memory in common.
+    `shares`: whether daemon and server can have memory in common. `wire`: what activations are in messages otherwise.
     """
 
     def __init__(
-        self, name: str, connect: Callable[[], Peer], opening: Open, limits: Limits, *, shares: bool = True
+        self,
+        name: str,
+        connect: Callable[[], Peer],
+        opening: Open,
+        limits: Limits,
+        *,
+        shares: bool = True,
+        wire: str = "f32",
     ) -> None:
         self.name = name
         self.limits = limits
         self.shares = shares
+        self.wire = "f32" if shares else wire
         self._connect = connect
         self._opening = opening
         self._changed = threading.Condition()
@@ -182,6 +191,11 @@ class Supervisor:
                 raise ShardLostError(f"{self._error or self.name + ': closed'}")
             return self._channel
 
+    def down(self) -> str:
+        """Why there is no daemon and will be none; empty if there is one, or one starts anew. Any thread may ask."""
+        with self._changed:
+            return str(self._error) if self._ended and not self._closing else ""
+
     def loss(self) -> str:
         """Why the daemon was lost when it was last ready."""
         with self._changed:
@@ -266,7 +280,7 @@ class Supervisor:
                     self._peer, self._channels = peer, (channel, watch)
                     if self._closing:
                         self._hang_up()
-                beat = _Heartbeat(watch)
+                beat = _Heartbeat(self.name, watch)
                 self._start(channel, beat)
                 suspicion = self._attend(beat)
             except (ChannelError, LuceError) as error:
@@ -356,15 +370,21 @@ class Supervisor:
 class _Heartbeat:
     """Pings a daemon and counts the silence."""
 
-    def __init__(self, watch: Channel[Pong]) -> None:
+    def __init__(self, name: str, watch: Channel[Pong]) -> None:
+        self._name = name
         self._watch = watch
+        self._suspect = False
         self._next = self._heard = time.monotonic()
 
     def wait(self, other: Channel[Reply] | None) -> bool:
         """Whether something has come on the other channel within a beat. Raises ChannelError if the daemon is lost."""
         now = time.monotonic()
-        if now - self._heard > _SILENCE:
+        silence = now - self._heard
+        if silence > _SILENCE:
             raise LateError(f"it has given no sign of life for {_SILENCE:g} s")
+        if silence > _SUSPECT and not self._suspect:
+            self._suspect = True
+            _log.warning("%s: no sign of life for %.1f s; it counts as lost after %g s", self._name, silence, _SILENCE)
         if now >= self._next:
             self._next = now + _BEAT
             self._watch.send(0, Ping(), timeout=_SILENCE)
@@ -376,6 +396,9 @@ class _Heartbeat:
         if self._watch.ready():
             self._watch.receive(timeout=_SILENCE)
             self._heard = time.monotonic()
+            if self._suspect:
+                self._suspect = False
+                _log.warning("%s: gives signs of life again", self._name)
         return other is not None and other.ready()
 
 

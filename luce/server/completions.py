@@ -42,9 +42,9 @@ async def _answer(
     request: web.Request, prepare: Callable[[bytes, Mapping[str, str], Model], Job], shaped: type[Shape]
 ) -> web.StreamResponse:
     server = request.app[SERVER]
-    server.ready_model()
+    server.serving_model()
     body = await _read_body(request, server.config.max_body_mib)
-    model = server.ready_model()
+    model = server.serving_model()
     job = await server.work(prepare, body, request.headers, model)
     del body
     server.metrics.unknown_fields.inc(job.unknown)

@@ -69,6 +69,13 @@ class Server:
             raise UnavailableError("the model is being loaded")
         return self.model
 
+    def serving_model(self) -> Model:
+        """The model, for work of its devices. Raises UnavailableError also if some of them are gone for good."""
+        model = self.ready_model()
+        if why := model.down():
+            raise UnavailableError(why, code="shard_lost")
+        return model
+
     def stats(self) -> EngineStats | None:
         """The engine's figures, None without a model. Any thread may ask."""
         return None if self.model is None else self.model.engine.stats()
@@ -84,6 +91,8 @@ class Server:
         stats = self.stats()
         if stats is None:
             return 503, {"status": "loading", "progress": round(self.progress, 3)}
+        if self.model is not None and (why := self.model.down()):
+            return 503, {"status": "error", "reason": why}
         if stats.stalled > STALLED_SECONDS:
             return 503, {"status": "error", "reason": f"no progress for {stats.stalled:.0f} s"}
         return 200, {"status": "ok"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import LuceError
 from luce.gguf.reader import open_gguf
 from luce.remote import supervisor
-from luce.remote.channel import Channel
+from luce.remote.channel import Channel, checksum
 from luce.remote.device import RemoteDevice
 from luce.remote.messages import PROTOCOL, Done, Embedded, Failed, Fetched, Hello, Kind, Loaded, Open, Pong, Saved
 from luce.remote.supervisor import Limits, Supervisor
@@ -63,6 +64,9 @@ class Liar(Channel[Any]):
             self._spoil = False
             for _ in range(self.random.randrange(1, 5)):
                 spoiled[self.random.randrange(min(len(spoiled), 400))] = self.random.randrange(256)
+            if self.random.randrange(4):
+                # So that what is wrong is found behind the sum.
+                spoiled[28:32] = struct.pack("<I", checksum(spoiled[:28], spoiled[32:]))
             if not self.random.randrange(3):
                 del spoiled[self.random.randrange(len(spoiled)) :]
         super()._put(bytes(spoiled), deadline)

@@ -89,3 +89,15 @@ def test_activations_in_messages(placement: str, make_driver: MakeDriver) -> Non
         driver = make_driver(reference, opened, piece=64)
         assert (results(driver, reference) == expected).all()
         driver.backend.close()
+
+
+@pytest.mark.parametrize(("kind", "most"), [("f16", 0.005), ("bf16", 0.03)])
+def test_activations_in_16_bits(kind: str, most: float, make_driver: MakeDriver) -> None:
+    reference = Reference("gemma4-e-Q4_0")
+    expected = results(make_driver(reference, LOCAL, piece=64), reference)
+    names, settings = PLACEMENTS["three daemons"]
+    with devices(names, **settings, shard_transport="stream", shard_activations=kind) as opened:
+        driver = make_driver(reference, opened, piece=64)
+        error = np.abs(results(driver, reference) - expected).max() / np.abs(expected).max()
+        driver.backend.close()
+    assert 0 < error < most

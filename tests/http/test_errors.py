@@ -314,6 +314,18 @@ async def test_while_draining() -> None:
         assert status == 503 and body["error"]["code"] == "draining" and headers["Retry-After"]
 
 
+async def test_without_a_shard_that_is_gone_for_good() -> None:
+    async with running() as here:
+        assert (await here.post(CHAT, HI))[0] == 200
+        here.model.gone = why = "shard 1 (cpu:1): cpu:1: the daemon is lost"
+        assert (await here.get("/health"))[:2] == (503, {"status": "error", "reason": why})
+        status, body, headers = await here.post(CHAT, HI)
+        assert status == 503 and body["error"]["code"] == "shard_lost" and why in body["error"]["message"]
+        assert headers["Retry-After"]
+        for path in ("/livez", "/v1/models", "/metrics"):
+            assert (await here.get(path))[0] == 200
+
+
 async def test_head_answers() -> None:
     async with running() as here:
         for path in ("/", "/health"):

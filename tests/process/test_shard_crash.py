@@ -126,10 +126,12 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         os.kill(first, signal.SIGKILL)
         assert within(20, lambda: bool(children()) and children() != {first})
         assert reply(model) == EXPECTED
+        assert not model.down()
         os.kill(children().pop(), signal.SIGKILL)
         for _ in range(2):
             with pytest.raises(ShardLostError, match=r"^shard 1 \(cpu:1\): .*SIGKILL"):
                 reply(model)
+        assert re.match(r"shard 1 \(cpu:1\): .*SIGKILL", model.down())
 
 
 SOCKET = "s = socket.socket(fileno=int(sys.argv[-1].split(',')[0])); "

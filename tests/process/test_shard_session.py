@@ -162,6 +162,7 @@ LOADS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no layers": ({"layers": ((1, 1),)}, "layers", "BackendError"),
     "holes": ({"layers": ((0, 1), (2, 3))}, "layers", "BackendError"),
     "slots": ({"slots": 0}, "do not fit", "BackendError"),
+    "wire": ({"wire": "f8"}, "activations as 'f8'", "BackendError"),
     "groups": ({"pages": (4, 4, 4)}, "do not fit", "BackendError"),
     "pages": ({"pages": (1 << 40,)}, "do not fit", "BackendError"),
     "arena": ({"arena": 1 << 45}, "shared memory", "OutOfMemoryError"),

@@ -47,7 +47,7 @@ def go_wrong(model):
     if misdeed == "garbage":
         sockets[0].send(bytes(range(256)))
     if misdeed == "truncated":
-        sockets[0].send(b"LUC1" + bytes([200, 0, 0, 0]) + bytes(26))
+        sockets[0].send(b"LUC1" + bytes([200, 0, 0, 0]) + bytes(34))
         os._exit(0)
     if isinstance(misdeed, int):
         os.kill(os.getpid(), misdeed)

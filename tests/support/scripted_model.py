@@ -137,6 +137,7 @@ class ScriptedModel:
             recurrent=pool is not None,
             **backend,
         )
+        self.gone = ""
         self.shard_times: tuple[ShardTimes, ...] = ()
         self.engine = Engine(
             self.backend,
@@ -156,6 +157,10 @@ class ScriptedModel:
     def detokenize(self, ids: Iterable[int]) -> str:
         decoder = Detokenizer(self.tokenizer)
         return "".join([decoder.push(i) for i in ids]) + decoder.flush()
+
+    def down(self) -> str:
+        """As Model.down."""
+        return self.gone
 
     def times(self) -> tuple[ShardTimes, ...]:
         return self.shard_times

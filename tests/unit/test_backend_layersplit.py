@@ -86,13 +86,15 @@ def test_memory_that_runs_out_while_loading(file: GGUFFile, spec: ModelSpec, arr
 
 
 def test_memory_that_is_too_small_is_refused_before_loading(file: GGUFFile, spec: ModelSpec) -> None:
-    devices = [EmulatedDevice(), Small(10**6, free=800_000)]
+    devices = [EmulatedDevice(), Small(4 * 10**6, free=3_400_000)]
     with pytest.raises(OutOfMemoryError) as refusal:
         LayerSplitBackend(file, spec, devices, weights=(1, 1), context=2048)
     message = str(refusal.value)
     assert message.startswith("shard 1 (cuda:7): layers 4..7 need ")
     assert (
-        "752000 are free; --max-ctx " in message and message.endswith(" would fit") and refusal.value.param == "max_ctx"
+        "3196000 are free; --max-ctx " in message
+        and message.endswith(" would fit")
+        and refusal.value.param == "max_ctx"
     )
     fits = int(message.split("--max-ctx ")[1].split()[0])
     assert [allocated(device) for device in devices] == [0, 0]
@@ -117,10 +119,10 @@ def test_matrices_stay_unpacked_in_half_of_what_is_left(file: GGUFFile, spec: Mo
 
 def test_hosts_share_one_memory(file: GGUFFile, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each half fits alone, and the whole on one device, which has no mirror.
-    monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(3_050_000, 1 << 40))
+    monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(3_300_000, 1 << 40))
     LayerSplitBackend(file, spec, [HostDevice()], context=256).close()
     with pytest.raises(OutOfMemoryError, match=r"^shard 1 \(cpu:1\): .* --max-ctx 128 would fit"):
-        LayerSplitBackend(file, spec, [HostDevice(0), HostDevice(1)], context=256)
+        LayerSplitBackend(file, spec, [HostDevice(0), HostDevice(1)], context=256, piece=16)
 
 
 def test_close_leaves_nothing(file: GGUFFile, spec: ModelSpec) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.pieces import PIECE, largest_piece
 from luce.backend.placement import ShardPlan, plan_shards, served_context
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
@@ -128,11 +129,10 @@ def test_equal_devices_get_equal_bytes(name: str) -> None:
         gpus = [Sized(f"cuda:{index}", 8 * GIB) for index in range(count)]
         with open_gguf(reference.path) as file:
             stored = {name: info.nbytes for name, info in file.tensors.items()}
-            shards = plan_shards(file, reference.spec, gpus, context=64)
+            shards = plan_shards(file, reference.spec, gpus, context=64, piece=1)
             names = [shard_tensors(file, reference.spec, shard.layers) for shard in shards]
         sizes = [
-            shard.weights + shard.state - sum(stored[name] for name in ends & read)
-            for shard, read in zip(shards, names, strict=True)
+            shard.needed - sum(stored[name] for name in ends & read) for shard, read in zip(shards, names, strict=True)
         ]
         # Whole layers only: of so few none is more than half of a shard.
         assert max(sizes) - min(sizes) <= max(sizes) / 2
@@ -145,12 +145,15 @@ def test_devices_of_the_host_share_its_memory() -> None:
         left = int(GIB * 0.94)
         for shard in shards:
             assert shard.free == left
-            left -= shard.weights + shard.state
-    taken = [shard.weights + shard.state for shard in shards]
+            left -= shard.needed
+    taken = [shard.needed for shard in shards]
     tight = [Sized(f"cpu:{index}", int((sum(taken) - 1) / 0.94)) for index in range(3)]
     assert [shard.fits for shard in plan(reference, tight, weights=(5, 1, 1))] == [True, True, False]
     mixed = plan(reference, [Sized("cuda:0", 8 * GIB), Sized("cpu:0", 4 * GIB)])
     assert [shard.free for shard in mixed] == [int(size * GIB * 0.94) for size in (8, 4)]
+    three = plan(reference, [Sized("cuda:0", GIB), Sized("cuda:1", GIB), Sized("cpu:0", 4 * GIB)])
+    assert three[2].free == int(4 * GIB * 0.94) - three[1].pinned and three[1].pinned == three[1].buffers > 0
+    assert mixed[0].buffers == 0 < mixed[1].buffers == 2 * largest_piece(PIECE) * mixed[0].handed_on
 
 
 def test_the_cpu_gets_what_the_gpu_cannot_hold() -> None:

@@ -196,8 +196,9 @@ def test_no_other_split_is_better(
 ) -> None:
     count = len(layers)
     donors = [data.draw(st.sampled_from([None, *range(i)])) if i > 2 else None for i in range(count)]
+    buffers = tuple(data.draw(st.integers(0, 9)) for _ in layers) if data.draw(st.booleans()) else ()
     given = [
-        Room(free, tuple(w + more for w, _ in layers), tuple(s for _, s in layers), spare)
+        Room(free, tuple(w + more for w, _ in layers), tuple(s for _, s in layers), spare, buffers)
         for free, more, spare in devices
     ]
 
@@ -206,6 +207,7 @@ def test_no_other_split_is_better(
         for room, (start, stop) in zip(given, pairwise(bounds), strict=True):
             kept = {*range(start, stop), *(d for d in donors[start:stop] if d is not None and d < start)}
             used = sum(room.weights[start:stop]) + sum(room.state[layer] for layer in kept)
+            used += buffers[start] if buffers else 0
             over += max(0, used - room.free)
             spared += (stop - start) * room.spare
             squares += Fraction(used * used, max(1, room.free))

@@ -222,7 +222,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_dry_run_is_the_plan_of_inspect_and_of_the_load(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--target-devices", "cpu:0,cpu:1,cpu:2", "--max-ctx", "300", "--parallel", "2"]
     facts = dry_run(capsys, *flags)
-    assert facts["served"] == {"context": 300, "parallel": 2} and facts["fits"] is True
+    assert facts["served"] == {"context": 300, "parallel": 2, "pool": None, "pool_reason": ""} and facts["fits"] is True
     told = inspected(capsys, str(HYBRID), *flags)
     figures = ("device", "layers", "weights", "state", "handed_on")
     for shard, other in zip(facts["plan"], told["plan"], strict=True):

@@ -17,6 +17,7 @@ GOOD = [
     ("shard_env", "hip:A=1,2,hip:B=x=y", ("hip:A=1,2", "hip:B=x=y")),
     ("isolate_shards", "true", True),
     ("shard_transport", "stream", "stream"),
+    ("shard_activations", "bf16", "bf16"),
 ]
 BAD = [
     ("target_shard_ipc_bin", "hip=/a,hip=/b"),
@@ -28,6 +29,7 @@ BAD = [
     ("shard_env", "hip:1A=1"),
     ("shard_env", "hip:A"),
     ("shard_transport", "pigeon"),
+    ("shard_activations", "f8"),
     ("shard_timeout", "0"),
     ("shard_start_timeout", "-1"),
 ]

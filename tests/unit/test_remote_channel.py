@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import threading
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,8 +69,12 @@ def test_round_trip(pair: Pair, message: msgspec.Struct) -> None:
     assert number == 7 and same(message, received)
 
 
-def frame(body: bytes, payload: bytes = b"", *, magic: bytes = b"LUC1", length: int | None = None) -> bytes:
-    return magic + struct.pack("<IQQ", len(body) if length is None else length, 1, len(payload)) + body + payload
+def frame(
+    body: bytes, payload: bytes = b"", *, magic: bytes = b"LUC1", length: int | None = None, summed: int | None = None
+) -> bytes:
+    known = zlib.crc32(payload) if summed is None else summed
+    fields = magic + struct.pack("<IQQI", len(body) if length is None else length, 1, len(payload), known)
+    return fields + struct.pack("<I", zlib.crc32(fields + body)) + body + payload
 
 
 def array(*fields: object) -> bytes:
@@ -78,6 +83,8 @@ def array(*fields: object) -> bytes:
 
 BAD: dict[str, bytes] = {
     "magic": frame(b"", magic=b"HTTP"),
+    "flipped bit": b"".join([frame(b"\x81\xa4type\xa4Ping")[:-1], b"f"]),
+    "arrays": frame(array("<f4", (1000,), None), bytes(4000), summed=1),
     "long message": frame(b"", length=1 << 30),
     "no message": frame(b"\xc1"),
     "unknown": frame(msgspec.msgpack.encode({"type": "Frob"})),
@@ -107,7 +114,7 @@ def test_garbage(pair: Pair, name: str) -> None:
 
 def test_more_than_expected(pair: Pair) -> None:
     ours, theirs = pair
-    ours.socket.sendall(b"LUC1" + struct.pack("<IQQ", 1, 1, 1001) + bytes(1002))
+    ours.socket.sendall(frame(b"x", bytes(1001)))
     with pytest.raises(GarbageError, match="more than expected"):
         theirs.receive(timeout=5, limit=1000)
 
@@ -124,6 +131,8 @@ def test_any_change_and_any_cut_of_a_frame_is_survived() -> None:
         data = bytearray(random.choice(whole))
         for _ in range(random.randrange(4)):
             data[random.randrange(len(data))] = random.randrange(256)
+        if random.randrange(2) and len(data) > 32:
+            data[28:32] = struct.pack("<I", zlib.crc32(data[:28] + data[32 : 32 + int.from_bytes(data[4:8], "little")]))
         del data[random.randrange(len(data) * 2) :]
         ours, theirs = socket.socketpair()
         with ours, theirs:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from luce.config import Config
 from luce.errors import UsageError
 from luce.remote import open as opening
 from luce.runtime.open import named
@@ -59,3 +61,13 @@ def test_where_devices_go(
 def test_interpreters_without_a_use(devices: str, given: dict[str, str], why: str) -> None:
     with pytest.raises(UsageError, match=f"^--target-shard-ipc-bin.*{why}"):
         places(devices, given)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"target_shard_ipc_bin": (("", Path("/none")),)}, {"shard_transport": "stream"}], ids=str
+)
+def test_16_bits_where_nothing_travels_are_refused(settings: dict[str, Any]) -> None:
+    config = Config(target_devices=("cpu:0", "cpu:1"), shard_activations="bf16", **settings)
+    with pytest.raises(UsageError, match="--shard-activations bf16: activations travel in messages only") as caught:
+        opening.open_placement(config)
+    assert caught.value.param == "shard_activations"

@@ -17,13 +17,20 @@ from luce.remote.arena import shared_arena
 from luce.remote.channel import Channel, ChannelError
 from luce.remote.messages import PROTOCOL, Accept, Done, Hello, Load, Loaded, Open, Ping, Pong, Request
 from luce.remote.supervisor import Limits, Supervisor
+from tests.support.daemons import within
 
 OPEN = Open(PROTOCOL, __version__, (), "info", 0)
 LOAD = Load("", "", (), (), 1, ("auto", "auto"), 0, (), (), 1, True, 0, True)
 
 
 class Peer:
-    """A daemon. `live` gets its channel when layers are loaded, and the descriptor that came with them."""
+    """A daemon. `live` gets its channel when layers are loaded, and the descriptor that came with them.
+
+    It gives no sign of life unless `awake`.
+    """
+
+    awake = threading.Event()
+    awake.set()
 
     def __init__(self, live: Callable[[Channel[Request], int], None]) -> None:
         self.requests, theirs = socket.socketpair()
@@ -55,6 +62,7 @@ class Peer:
         try:
             while True:
                 self._signs.receive(timeout=20)
+                self.awake.wait(20)
                 self._signs.send(0, Pong(), timeout=5)
         except ChannelError:
             self._signs.close()
@@ -135,3 +143,31 @@ def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
     assert sizes[:3] == [3 << 12] * 3
     del arena
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_silent_daemon_is_suspected_before_it_is_lost(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
+    monkeypatch.setattr(supervisor, "_SUSPECT", 0.2)
+
+    def live(channel: Channel[Request], fd: int) -> None:
+        channel.send(channel.receive(timeout=20)[0], Done(), timeout=5)
+        channel.receive(timeout=20)
+
+    def logged(text: str) -> bool:
+        return within(10, lambda: any(text in record.getMessage() for record in caplog.records))
+
+    daemon = watch(live)
+    arena = shared_arena(1)
+    daemon.begin_load(LOAD, arena)
+    arena.close()
+    daemon.loaded()
+    Peer.awake.clear()
+    try:
+        assert logged("shard: no sign of life for ")
+    finally:
+        Peer.awake.set()
+    assert logged("shard: gives signs of life again")
+    assert daemon.generation == 0
+    Requests("shard", daemon).ask(Accept(0, 1), seconds=0, limit=0, take=lambda reply: None).wait()
