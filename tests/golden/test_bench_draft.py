@@ -23,6 +23,7 @@ PLACES: list[dict[str, Any]] = [
     {"target_devices": "cpu:0"},
     {"target_devices": "cpu:0,cpu:1,cpu:2"},
     {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE)},
+    {"target_devices": "cpu:0", "draft_ipc_bin": str(HERE)},
 ]
 TARGET = Reference("qwen35-b-Q4_K_M").path
 
@@ -37,7 +38,7 @@ def measured(draft: str, tokens: int, count: int, tasks: tuple[str, ...], **fiel
 @pytest.mark.parametrize("draft", LEAST)
 def test_every_placement_accepts_the_same(draft: str) -> None:
     found = [measured(draft, 32, 2, ("code", "text", "copy"), **place) for place in PLACES]
-    assert [len(report["devices"]) for report in found] == [1, 3, 2]
+    assert [len(report["devices"]) for report in found] == [1, 3, 2, 1]
     tasks = found[0]["tasks"]
     assert all(report["tasks"] == tasks for report in found)
     for task in tasks.values():

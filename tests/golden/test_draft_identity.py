@@ -58,7 +58,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "one": {"target_devices": "cpu:0", "verify_width": 9},
     "three": {"target_devices": "cpu:0,cpu:1,cpu:2", "verify_width": 4},
     "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE), "verify_width": 16},
+    "draft in a daemon": {"target_devices": "cpu:0,cpu:1", "draft_ipc_bin": str(HERE), "verify_width": 9},
 }
+CASES = [(name, place) for name in FOUND for place in PLACES if (name, place) != ("prompt lookup", "draft in a daemon")]
 
 
 def prompts(model: luce.Model, count: int) -> list[list[int]]:
@@ -111,8 +113,9 @@ def check(name: str, place: str, count: int, tokens: int) -> None:
     assert pair.right * stats.proposed <= stats.accepted < stats.proposed
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", [name for name in FOUND if name not in ("random draft", "bfloat16 draft")])
+@pytest.mark.parametrize(
+    ("name", "place"), [case for case in CASES if case[0] not in ("random draft", "bfloat16 draft")]
+)
 def test_some_replies(name: str, place: str) -> None:
     check(name, place, *PAIRS[name].part)
 
@@ -147,7 +150,6 @@ def test_sampled_replies_are_those_of_plain_decoding() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize(("name", "place"), CASES)
 def test_200_replies_of_256_tokens(name: str, place: str) -> None:
     check(name, place, 200, 256)
