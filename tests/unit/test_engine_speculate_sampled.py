@@ -49,7 +49,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 class Markov(ScriptedBackend):
     """What follows depends on the last token alone."""
 
-    def logits(self, history: Many[int]) -> NDArray[np.float32]:
+    def logits(self, history: Many[int], missing: Many[int] = ()) -> NDArray[np.float32]:
         return TABLE[history[-1]].copy()
 
 
