@@ -373,7 +373,8 @@ class _Heartbeat:
     def __init__(self, name: str, watch: Channel[Pong]) -> None:
         self._name = name
         self._watch = watch
-        self._suspect = False
+        #: whether it has answered at all: an interpreter may take long to import what it needs
+        self._answered = self._suspect = False
         self._next = self._heard = time.monotonic()
 
     def wait(self, other: Channel[Reply] | None) -> bool:
@@ -382,7 +383,7 @@ class _Heartbeat:
         silence = now - self._heard
         if silence > _SILENCE:
             raise LateError(f"it has given no sign of life for {_SILENCE:g} s")
-        if silence > _SUSPECT and not self._suspect:
+        if silence > _SUSPECT and self._answered and not self._suspect:
             self._suspect = True
             _log.warning("%s: no sign of life for %.1f s; it counts as lost after %g s", self._name, silence, _SILENCE)
         if now >= self._next:
@@ -395,7 +396,7 @@ class _Heartbeat:
         poller.poll(max(0, 1000 * (self._next - now)))
         if self._watch.ready():
             self._watch.receive(timeout=_SILENCE)
-            self._heard = time.monotonic()
+            self._heard, self._answered = time.monotonic(), True
             if self._suspect:
                 self._suspect = False
                 _log.warning("%s: gives signs of life again", self._name)

@@ -139,7 +139,7 @@ SOCKET = "s = socket.socket(fileno=int(sys.argv[-1].split(',')[0])); "
 STARTS = {
     "exits": ("print('no such luck'); sys.exit(3)", "it ended with status 3; its last words: no such luck"),
     "garbage": (
-        SOCKET + "s.sendall(b'GET / HTTP/1.1 and so on...'); s.recv(1 << 20)",
+        SOCKET + "s.sendall(b'GET / HTTP/1.1, and so on and so on...'); s.recv(1 << 20)",
         "it sent something that is no frame",
     ),
     "truncated": (

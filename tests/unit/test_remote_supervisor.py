@@ -36,6 +36,7 @@ class Peer:
         self.requests, theirs = socket.socketpair()
         self.watch, their_watch = socket.socketpair()
         self._live = live
+        self.signs = 0
         self._channel: Channel[Request] = Channel(theirs, Request)
         self._signs: Channel[Ping] = Channel(their_watch, Ping)
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._serve, self._pong)]
@@ -64,6 +65,7 @@ class Peer:
                 self._signs.receive(timeout=20)
                 self.awake.wait(20)
                 self._signs.send(0, Pong(), timeout=5)
+                self.signs += 1
         except ChannelError:
             self._signs.close()
 
@@ -163,6 +165,8 @@ def test_a_silent_daemon_is_suspected_before_it_is_lost(
     daemon.begin_load(LOAD, arena)
     arena.close()
     daemon.loaded()
+    peer = daemon._peer
+    assert isinstance(peer, Peer) and within(10, lambda: peer.signs > 2)
     Peer.awake.clear()
     try:
         assert logged("shard: no sign of life for ")
