@@ -20,8 +20,8 @@ from luce.engine.sequence import Finished, FinishReason, Tokens
 from luce.engine.speculate import Speculator, StepSeconds, choose_rows
 from luce.errors import BackendError, DeviceError
 from tests.support.drafters import ScriptedDrafter, sometimes
+from tests.support.replies import EOS, Letters, Reply, engine, submit
 from tests.support.scripted_backend import ScriptedBackend, after
-from tests.unit.test_engine_loop import EOS, Letters, Reply, engine, submit
 
 PROMPT = (20, 21, 22)
 

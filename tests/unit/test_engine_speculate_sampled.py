@@ -16,8 +16,8 @@ from luce.engine.loop import Engine
 from luce.engine.sampling import Sampler
 from luce.engine.sequence import SamplingParams
 from tests.support.drafters import ScriptedDrafter
+from tests.support.replies import engine, submit
 from tests.support.scripted_backend import ScriptedBackend
-from tests.unit.test_engine_loop import engine, submit
 
 VOCAB = 8
 PROMPT = (3, 1, 4, 1, 5)

@@ -1,0 +1,142 @@
+"""What tests of the engine do with one: submit to it, hold its steps, collect its events."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from luce.engine.loop import Engine, Ticket
+from luce.engine.sequence import Event, Failed, Finished, SamplingParams, Tokens
+from luce.errors import LuceError
+from luce.runtime.step import Step
+from tests.support.scripted_backend import ScriptedBackend
+
+EOS, STOP = 1, 2
+PATIENCE = 60.0
+
+
+class Letters:
+    """Text of a reply: id 10 is "a" and so on; what follows the last complete pair of letters is held back."""
+
+    def __init__(self, stop: str | None = None, broken: bool = False) -> None:
+        self.stopped: str | None = None
+        self._stop = stop
+        self._held = ""
+        self._broken = broken
+
+    def push(self, token: int) -> str:
+        if self._broken:
+            raise ValueError("no such letter")
+        self._held += chr(ord("a") + (token - 10) % 26)
+        if len(self._held) < 2:
+            return ""
+        text, self._held = self._held, ""
+        if self._stop is not None and self._stop in text:
+            self.stopped = self._stop
+            return text[: text.index(self._stop)]
+        return text
+
+    def flush(self) -> str:
+        text, self._held = self._held, ""
+        return text
+
+
+@dataclass
+class Reply:
+    """Collects events; `wait` returns the last one."""
+
+    events: list[Event] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+    on: Callable[[Event], None] | None = None
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Finished | Failed):
+            self.over.set()
+        if self.on is not None:
+            self.on(event)
+
+    def wait(self) -> Finished | Failed:
+        assert self.over.wait(PATIENCE), "no last event"
+        last = self.events[-1]
+        assert isinstance(last, Finished | Failed)
+        return last
+
+    def finished(self) -> Finished:
+        last = self.wait()
+        assert isinstance(last, Finished), last
+        return last
+
+    def failed(self) -> LuceError:
+        last = self.wait()
+        assert isinstance(last, Failed), last
+        return last.error
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for event in self.events if isinstance(event, Tokens) for token in event.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(t.text for e in self.events if isinstance(e, Tokens) for t in e.tokens) + self.finished().text
+
+
+class Gate:
+    """A hook that holds every step until it is opened, or `let` through; `reached` says that a step waits."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.open = threading.Event()
+        self._allowed = threading.Semaphore(0)
+
+    def __call__(self, step: Step) -> None:
+        self.reached.set()
+        while not self.open.is_set() and not self._allowed.acquire(timeout=0.01):
+            pass
+
+    def wait(self) -> None:
+        assert self.reached.wait(PATIENCE)
+
+    def let(self) -> None:
+        """Let one step pass."""
+        self._allowed.release()
+
+
+@contextmanager
+def engine(backend: ScriptedBackend, **options: Any) -> Iterator[Engine]:
+    made = Engine(backend, **({"eos": frozenset({EOS}), "max_queue": 64, "chunk": backend.chunk} | options))
+    try:
+        yield made
+        assert made.wait_idle(PATIENCE)
+        stats = made.stats()
+        assert (stats.queued, stats.running, stats.pages_used, stats.stalled) == (0, 0, 0, 0)
+    finally:
+        if isinstance(backend.hook, Gate):
+            backend.hook.open.set()
+        made.close()
+    assert backend.broken is None
+
+
+def submit(
+    made: Engine,
+    prompt: Sequence[int] = (20, 21, 22),
+    *,
+    output: Any = None,
+    on: Callable[[Event], None] | None = None,
+    session: str = "",
+    timeout: float = 0,
+    **params: Any,
+) -> tuple[Reply, Ticket]:
+    reply = Reply(on=on)
+    ticket = made.submit(
+        prompt,
+        SamplingParams(**({"max_tokens": 6} | params)),
+        output=output or Letters(),
+        on_event=reply,
+        session=session,
+        timeout=timeout,
+    )
+    return reply, ticket
