@@ -27,6 +27,7 @@ from luce.cache.index import Entry
 from luce.cache.part import DamagedError
 from luce.cache.reader import Reader, Share, verify
 from luce.cache.store import Store, StoreFullError
+from luce.cache.tree import Residency
 from luce.cache.writer import Writer
 from luce.draft.tails import Tail
 from luce.errors import LuceError
@@ -411,6 +412,15 @@ class Save:
         def write() -> None:
             assert self._writer is not None
             self._writer.features(tail)
+
+        self._tier.post(write, self)
+
+    def residency(self, residency: Residency) -> None:
+        """Which pages are to be on the devices."""
+
+        def write() -> None:
+            assert self._writer is not None
+            self._writer.residency(residency)
 
         self._tier.post(write, self)
 

@@ -11,8 +11,9 @@ from luce.cache.part import DamagedError, PartInfo, digest
 from luce.runtime.step import PAGE, Int32
 
 FORMAT = 2
-#: the file of a manifest, the name of the tensor with a point's logits, and how the name of that with features begins
-MANIFEST, LOGITS, FEATURES = "manifest.json", "logits", "features"
+#: the file of a manifest, the names of the tensors with a point's logits and its residency, and how the name of that
+#: with features begins
+MANIFEST, LOGITS, RESIDENCY, FEATURES = "manifest.json", "logits", "residency", "features"
 
 
 class Manifest(msgspec.Struct, frozen=True):

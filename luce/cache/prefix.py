@@ -414,11 +414,11 @@ class PrefixCache:
             return False
         return True
 
-    def _away(self, length: int, residency: Residency | None = None) -> list[int]:
-        """The pages of a sequence that are not to be on the devices, in order."""
+    def _away(self, length: int, residency: Residency | None = None) -> frozenset[int]:
+        """The pages of a sequence that are not to be on the devices."""
         if self._residence is None or self._full is None:
-            return []
-        return sorted(self._residence.absent(length, residency))
+            return frozenset()
+        return frozenset(self._residence.absent(length, residency))
 
     def _settle(self, slot: int, data: dict[int, tuple[Segment, int]], residency: Residency | None = None) -> None:
         """A slot holds a sequence, of which these pages are in host memory."""
@@ -434,7 +434,7 @@ class PrefixCache:
         """
         # What is read below must not go when pages are taken for it.
         absent = [(i, block, block.data) for i, block in enumerate(blocks) if block.page is None and i not in away]
-        data = self._on_host_now([(i, blocks[i]) for i in away if i < len(blocks)])
+        data = self._on_host_now([(i, blocks[i]) for i in sorted(away) if i < len(blocks)])
         for group, pool in enumerate(self._pools):
             if group == self._full:
                 pool.resume(slot, length, [block.page for block in blocks], away)
@@ -470,11 +470,14 @@ class PrefixCache:
                 if not np.array_equal(reader.tokens(), ids[reader.manifest.first * PAGE :]):
                     raise DamagedError("its tokens are others")
                 blocks, _ = self.tree.match(ids)
-                away = self._away(length)
+                residency = reader.residency()
+                away = self._away(length, residency)
                 data = self._hold(blocks, length, slot, away)
-                data |= self._passed(reader, slot, [i for i in away if i >= len(blocks)], length)
-                self._fill(self._shares(reader, slot, len(blocks), length, away))
-                self._settle(slot, data)
+                left = range(len(blocks), length // PAGE)
+                there = [entry for entry in left if entry not in away]
+                data |= self._passed(reader, slot, [entry for entry in left if entry in away], there)
+                self._fill(self._shares(reader, slot, there, length))
+                self._settle(slot, data, residency)
                 logits, features = reader.logits(), self._tail_of(reader)
                 point = self.tree.find(ids) or self._add(slot, ids, passing=entry.manifest.passing)
         except (LuceError, OSError) as error:
@@ -494,31 +497,31 @@ class PrefixCache:
         with contextlib.closing(decoded):
             self._backend.fill(Piece(*place, tensors) for tensors, place in decoded)
 
-    def _passed(self, reader: Reader, slot: int, away: list[int], length: int) -> dict[int, tuple[Segment, int]]:
-        """Take pages from a snapshot to host memory, by way of those that a slot is still to fill."""
+    def _passed(
+        self, reader: Reader, slot: int, away: Sequence[int], there: Sequence[int]
+    ) -> dict[int, tuple[Segment, int]]:
+        """Take pages that are to be `away` from a snapshot to host memory, by way of those of `there`, which a slot has
+        still to fill."""
         data: dict[int, tuple[Segment, int]] = {}
         if not away:
             return data
         assert self._full is not None
-        ours = self._pools[self._full].entries(slot, away[-1] + 1, length // PAGE)[:_BATCH]
-        for low in range(away[0], away[-1] + 1, len(ours)):
-            high = min(low + len(ours), away[-1] + 1)
-            shares = reader.pages(low, high)
-            self._fill((share, (None, self._only(ours[i - low : i - low + n]), _ALL)) for i, n, share in shares)
-            segment = Segment(self._backend.save(None, self._only(ours[: high - low])), high - low)
-            data |= {entry: (segment, entry - low) for entry in range(low, high)}
+        ours = [self._pools[self._full].entries(slot, entry, entry + 1)[0] for entry in there[:_BATCH]]
+        for run in _side_by_side(away, len(ours)):
+            shares = reader.pages(run.start, run.stop)
+            self._fill(
+                (share, (None, self._only(ours[first - run.start :][:count]), _ALL)) for first, count, share in shares
+            )
+            segment = Segment(self._backend.save(None, self._only(ours[: len(run)])), len(run))
+            data |= {entry: (segment, entry - run.start) for entry in run}
         return data
 
-    def _shares(
-        self, reader: Reader, slot: int, known: int, length: int, away: Sequence[int]
-    ) -> Iterator[tuple[Share, _Place]]:
-        """What a snapshot has for a slot that holds its first `known` pages, and where that belongs."""
+    def _shares(self, reader: Reader, slot: int, there: Sequence[int], length: int) -> Iterator[tuple[Share, _Place]]:
+        """What a snapshot has of some pages for a slot, and of its state, and where that belongs."""
         if self._full is not None:
             pages = self._pools[self._full].entries(slot, 0, length // PAGE)
-            # Those that are away lie side by side.
-            gap = range(away[0], away[-1] + 1) if away else range(length // PAGE, length // PAGE)
-            for low, high in ((known, gap.start), (max(known, gap.stop), length // PAGE)):
-                for first, count, share in reader.pages(low, high):
+            for run in _side_by_side(there):
+                for first, count, share in reader.pages(run.start, run.stop):
                     yield share, (None, self._only(pages[first : first + count]), _ALL)
         for layers, share in reader.states():
             yield share, (self._state_slot(slot), self._state_pages(slot, length), layers)
@@ -598,6 +601,8 @@ class PrefixCache:
             for tensors in point.state.windows():
                 save.state(tensors)
                 yield None
+            if point.residency is not None:
+                save.residency(point.residency)
             for tail in () if point.features is None else point.features.windows():
                 save.features(tail)
                 yield None
@@ -728,6 +733,15 @@ def _alike(blocks: Sequence[Block]) -> Sequence[Block]:
         if not same:
             return blocks[:count]
     return blocks[:_BATCH]
+
+
+def _side_by_side(entries: Sequence[int], most: int = sys.maxsize) -> Iterator[range]:
+    """Ascending entries as ranges of up to `most`."""
+    begin = 0
+    for end in range(1, len(entries) + 1):
+        if end == len(entries) or entries[end] != entries[end - 1] + 1 or end - begin == most:
+            yield range(entries[begin], entries[end - 1] + 1)
+            begin = end
 
 
 def _together(

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from luce.backend.kept import layer_of
 from luce.cache.index import Entry
-from luce.cache.manifest import FEATURES, LOGITS
+from luce.cache.manifest import FEATURES, LOGITS, RESIDENCY
 from luce.cache.part import DamagedError, Frame, PartInfo, PartReader
+from luce.cache.tree import Residency
 from luce.draft.tails import Tail
 from luce.runtime.step import PAGE, Int32
 
@@ -120,13 +121,24 @@ class Reader:
 
     def state_frames(self) -> list[tuple[PartReader, Frame]]:
         """The frames of the point's state."""
-        return [(part, frame) for part, frame in self._state if frame.name.partition(".")[0] not in (LOGITS, FEATURES)]
+        others = (LOGITS, RESIDENCY, FEATURES)
+        return [(part, frame) for part, frame in self._state if frame.name.partition(".")[0] not in others]
 
     def logits(self) -> NDArray[np.float32] | None:
         """Those of the last token, if they are there."""
         for part, frame in self._state:
             if frame.name == LOGITS:
                 return part.read(frame).astype(np.float32, copy=False)
+        return None
+
+    def residency(self) -> Residency | None:
+        """Which pages are to be on the devices, None if all are. Raises DamagedError, OSError."""
+        for part, frame in self._state:
+            if frame.name == RESIDENCY:
+                try:
+                    return Residency.decode(part.read(frame))
+                except ValueError as error:
+                    raise DamagedError(f"{self.manifest.id}: its residency is {error}") from error
         return None
 
     def features(self) -> Tail | None:

@@ -59,6 +59,36 @@ class Residency:
     scores: NDArray[np.float32] | None
     scored: int
 
+    def encode(self) -> Int32:
+        """As int32 [n + 1, 3]: `scored` and how many scores there are (-1: None).
+
+        Then for each page whether it is present, when it was used, and the bits of its score.
+        """
+        scores = np.empty(0, np.float32) if self.scores is None else self.scores
+        count = 1 + max(*self.present, *self.used, len(scores) - 1, -1)
+        rows: Int32 = np.zeros((count + 1, 3), np.int32)
+        rows[0, :2] = self.scored, -1 if self.scores is None else len(scores)
+        rows[1 + np.array(sorted(self.present), np.int32), 0] = 1
+        for page, when in self.used.items():
+            rows[1 + page, 1] = when
+        rows[1 : 1 + len(scores), 2] = scores.view(np.int32)
+        return rows
+
+    @classmethod
+    def decode(cls, rows: NDArray[np.generic]) -> Residency:
+        """The reverse. Raises ValueError."""
+        if rows.ndim != 2 or rows.shape[1] != 3 or not len(rows) or rows.dtype != np.int32:
+            raise ValueError("not of the shape of a residency")
+        (scored, count, _), pages = rows[0].tolist(), rows[1:]
+        if not -1 <= count <= len(pages):
+            raise ValueError("more scores than pages")
+        return cls(
+            frozenset(np.flatnonzero(pages[:, 0]).tolist()),
+            {page: int(pages[page, 1]) for page in np.flatnonzero(pages[:, 1]).tolist()},
+            None if count < 0 else np.ascontiguousarray(pages[:count, 2]).view(np.float32),
+            scored,
+        )
+
 
 @dataclass(eq=False)
 class Point:

@@ -17,8 +17,9 @@ from luce.backend.kept import Tensors, layer_of
 from luce.cache import manifest as manifests
 from luce.cache.files import sync_directory, write_file
 from luce.cache.index import Entry
-from luce.cache.manifest import FEATURES, LOGITS, MANIFEST, Manifest, snapshot_id
+from luce.cache.manifest import FEATURES, LOGITS, MANIFEST, RESIDENCY, Manifest, snapshot_id
 from luce.cache.part import Encoded, PartWriter, encode
+from luce.cache.tree import Residency
 from luce.draft.tails import Tail
 from luce.runtime.step import Int32
 
@@ -82,6 +83,10 @@ class Writer:
         """Some of what drafters read of the last positions, oldest first."""
         name = ".".join([FEATURES, *map(str, tail.layers)])
         self._write({name: tail.rows}, lambda name: "state-features.part")
+
+    def residency(self, residency: Residency) -> None:
+        """Which pages are to be on the devices."""
+        self._write({RESIDENCY: residency.encode()}, lambda name: "state-residency.part")
 
     def finish(self, logits: NDArray[np.float32] | None) -> Entry:
         """Everything is written but the logits of the last token, if they are kept: make it a snapshot."""

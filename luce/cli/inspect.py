@@ -75,7 +75,7 @@ def place(model: Opened) -> dict[str, Any]:
     file, spec, config = model.file, model.spec, model.config
     facts = plan.plan(model)
     context = config.max_ctx or spec.context_length
-    chunk, pool = served_chunk(model.devices, config.chunk), facts["served"]["pool"]
+    chunk, pool = served_chunk(model.devices, config.chunk), facts.get("pool", {}).get("positions")
     verify = verified_rows(config)
     groups: list[dict[str, Any]] = [
         {"window": group.window, "layers": 0, "per_token": 0, "positions": 0, "bytes": 0} for group in spec.page_groups

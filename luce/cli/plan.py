@@ -91,8 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
 def plan(model: Opened) -> dict[str, Any]:
     """The placement as JSON has it, sizes in bytes.
 
-    served  context: positions of one sequence; parallel: sequences; pool: positions of a sequence whose keys and values
-            are on the devices at a time, None for all, and pool_reason
+    served  context: positions of one sequence; parallel: sequences
+    pool    with --kvflash, positions of a sequence whose keys and values are on the devices at a time, None for all,
+            and the reason
     plan    per shard: device; layers (first, last); weights, with the embedding and the head; state of all sequences;
             buffers for what is handed over, and pinned_at_most of host memory on its way; unpacked_at_most, for
             weights that are kept unpacked as well; free; fits; kv_per_token and state_per_sequence, with mirrors of
@@ -155,12 +156,8 @@ def plan(model: Opened) -> dict[str, Any]:
         )
     draft = {} if model.draft is None else {"draft": _draft(model.draft, {shard.device for shard in shards})}
     return {
-        "served": {
-            "context": context,
-            "parallel": slots,
-            "pool": None if pool.bound is None else pool.bound * PAGE,
-            "pool_reason": pool.reason,
-        },
+        "served": {"context": context, "parallel": slots},
+        **({"pool": {"positions": pool.bound and pool.bound * PAGE, "reason": pool.reason}} if pool.reason else {}),
         "plan": entries,
         **draft,
         "fits": all(part["fits"] for part in (*entries, *draft.values())),
@@ -179,8 +176,8 @@ def table(facts: dict[str, Any]) -> Table:
     served = facts["served"]
     sequences = f"{served['parallel']} sequence" + ("s" if served["parallel"] > 1 else "")
     title = f"plan: {sequences} of {served['context']:,} tokens"
-    if served["pool_reason"]:
-        title += f"; {served['pool_reason']}"
+    if "pool" in facts:
+        title += f"; {facts['pool']['reason']}"
     columns = "device", "layers", "weights", "context", "buffers", "free", "fits", "hands on"
     shown = Table(*columns, title=title, title_justify="left")
     for shard in facts["plan"]:

@@ -299,6 +299,7 @@ class Pager:
         stay = self._stay(slot)
         if residency is not None:
             stay.used, stay.scores, stay.scored = dict(residency.used), residency.scores, residency.scored
+            self._clock = max([self._clock, *stay.used.values()])
         for entry, (segment, at) in data.items():
             self._remember(stay, entry, segment, at)
         if self._policy.reads:

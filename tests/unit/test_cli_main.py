@@ -222,7 +222,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_dry_run_is_the_plan_of_inspect_and_of_the_load(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--target-devices", "cpu:0,cpu:1,cpu:2", "--max-ctx", "300", "--parallel", "2"]
     facts = dry_run(capsys, *flags)
-    assert facts["served"] == {"context": 300, "parallel": 2, "pool": None, "pool_reason": ""} and facts["fits"] is True
+    assert facts["served"] == {"context": 300, "parallel": 2} and facts["fits"] is True and "pool" not in facts
     told = inspected(capsys, str(HYBRID), *flags)
     figures = ("device", "layers", "weights", "state", "handed_on")
     for shard, other in zip(facts["plan"], told["plan"], strict=True):
@@ -234,6 +234,40 @@ def test_dry_run_is_the_plan_of_inspect_and_of_the_load(capsys: pytest.CaptureFi
         assert model.placement == planned
         hidden = model.spec.hidden
     assert [shard["handed_on"] for shard in facts["plan"]] == [4 * hidden, 4 * hidden, 0]
+
+
+def test_dry_run_with_a_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--target-devices", "cpu:0,cpu:1", "--max-ctx", "4000", "--parallel", "2", "--kvflash", "513"]
+    facts, told = dry_run(capsys, *flags), inspected(capsys, str(HYBRID), *flags)
+    assert facts["pool"] == {"positions": 768, "reason": "a pool of 768 tokens for sequences of up to 4000"}
+    (group,) = told["kv"]
+    assert (group["positions"], group["bytes"]) == (768, 768 * group["per_token"])
+    with luce.load(HYBRID, target_devices="cpu:0,cpu:1", max_ctx=4000, parallel=2, kvflash="513") as model:
+        assert [shard["state"] for shard in model.placement] == [shard["state"] for shard in facts["plan"]]
+    short = dry_run(capsys, "--max-ctx", "300", "--kvflash", "auto")
+    assert short["pool"] == {"positions": None, "reason": "no pool, as the smallest has 512 tokens and the context 300"}
+    assert main(["serve", str(HYBRID), "--dry-run", "--max-ctx", "4000", "--kvflash", "auto"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("a pool of", "bytes free / 2 / 1 sequences", "bytes per token", "at most"):
+        assert expected in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        (["--kvflash", "many"], "--kvflash: expected off, a number of tokens, auto or auto:N, got 'many'"),
+        (["--kvflash", "0"], "--kvflash: expected off, a number of tokens, auto or auto:N, got '0'"),
+        (["--kvflash", "auto:"], "--kvflash: expected off, a number of tokens, auto or auto:N, got 'auto:'"),
+        (["--kvflash", "512", "--kvflash-policy", "best"], "--kvflash-policy: expected"),
+        (["--kvflash", "512", "--kvflash-tau", "0"], "--kvflash-tau: expected an integer in 1.."),
+        (["--kvflash", "512", "--kvflash-host-mb", "x"], "--kvflash-host-mb: expected a size"),
+        (["--kvflash-tau", "9"], "--kvflash-tau: requires --kvflash"),
+        (["--kvflash", "off", "--kvflash-host-mb", "9"], "--kvflash-host-mb: requires --kvflash"),
+    ],
+)
+def test_pool_settings_that_make_no_sense(flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(HYBRID), *flags]) == 2
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["serve", "chat", "run"])

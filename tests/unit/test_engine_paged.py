@@ -5,6 +5,7 @@ Neither company nor drafting nor the prefix cache changes a reply, and what a ro
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from luce.cache.disk import DiskTier
+from luce.cache.tree import Residency
 from luce.draft.ngram import NgramDrafter
 from luce.engine.loop import Engine
 from luce.engine.residency import Age, KVFlash, Policy, ResidencyStats
@@ -146,6 +150,49 @@ def test_a_conversation_goes_on_after_restarts(
             assert len(text) < BOUND * PAGE or residency(engine).outs > 0
             known = len(text) + 69
             text += [*reply, *([turn] * 5 * PAGE)]
+
+
+@pytest.mark.parametrize("windows", [(None,), (100, None)])
+def test_a_prompt_asked_again_after_a_restart(windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    """What had come back is there again: from the disk alone, and where a part of it is in memory already."""
+    prompt = prompts(11, 1)[0]
+    prompt = np.resize(prompt, 25 * PAGE + 7).tolist()
+    with disk(tmp_path, Hashed(), windows) as engine:
+        expected = Asked(engine, prompt, 150).reply()
+        assert residency(engine).ins > 0
+    for known in (0, 5 * PAGE, 20 * PAGE):
+        directory = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{known}"))
+        with disk(directory, Hashed(), windows) as engine:
+            if known:
+                Asked(engine, prompt[:known], 1).reply()
+            sequence = Asked(engine, prompt, 150)
+            assert sequence.reply() == expected
+            assert sequence.cached == len(prompt)
+
+
+@given(st.data())
+def test_a_residency_as_bytes(data: st.DataObject) -> None:
+    pages = st.integers(0, 200)
+    scores = st.lists(st.floats(width=32), max_size=150).map(lambda values: np.array(values, np.float32))
+    first = Residency(
+        data.draw(st.frozensets(pages)),
+        data.draw(st.dictionaries(pages, st.integers(1, 2**31 - 1))),
+        data.draw(st.none() | scores),
+        data.draw(st.integers(0, 2**31 - 1)),
+    )
+    again = Residency.decode(first.encode())
+    assert (again.present, again.used, again.scored) == (first.present, first.used, first.scored)
+    assert (again.scores is None) == (first.scores is None)
+    if first.scores is not None and again.scores is not None:
+        assert again.scores.tobytes() == first.scores.tobytes()
+
+
+@pytest.mark.parametrize(
+    "rows", [np.zeros((0, 3), np.int32), np.zeros((4, 2), np.int32), np.zeros((4, 3)), np.full((2, 3), 9, np.int32)]
+)
+def test_bytes_that_are_no_residency(rows: np.ndarray[Any, Any]) -> None:
+    with pytest.raises(ValueError, match=r"shape|scores"):
+        Residency.decode(rows)
 
 
 def test_sequences_that_fit_are_left_alone() -> None:
