@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,10 +27,11 @@ from luce.cache.store import Store
 from luce.config import Config
 from luce.draft.drafter import Drafter
 from luce.draft.open import open_drafter, verified_rows
+from luce.draft.scorer import Scorer
 from luce.draft.tails import Tails
 from luce.engine.loop import Engine, Ticket
-from luce.engine.policies import open_policy
-from luce.engine.residency import KVFlash
+from luce.engine.policies import DraftPolicy, open_policy
+from luce.engine.residency import KVFlash, Policy
 from luce.engine.sequence import (
     Event,
     Failed,
@@ -51,6 +53,8 @@ from luce.ops.kvtype import KVTypes
 from luce.remote.open import open_placement
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
+from luce.runtime.open import named, open_device
+from luce.text.bridge import Bridge
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText
@@ -96,7 +100,12 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
             opened.callback(drafter.close)
         tails = None if prepared is None else prepared.tails
         disk = _disk(file, backend, chat, config)
-        kvflash = None if backend.bound is None else _kvflash(spec, config)
+        kvflash = None
+        if backend.bound is not None:
+            scorer = partial(_scorer, opened, config, tokenizer, devices)
+            policy = open_policy(config, backend, scorer)
+            opened.callback(policy.close)
+            kvflash = _kvflash(spec, config, policy)
         return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk, drafter, tails, kvflash)
 
 
@@ -124,6 +133,7 @@ def open_backend(
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
         verify=verified_rows(config),
         pool=Wanted.of(config.kvflash),
+        ranked=config.kvflash != "off" and config.kvflash_policy != DraftPolicy.label,
         ring=ring,
         claims=claims,
         unpack=config.prompt_weights == "auto",
@@ -372,10 +382,26 @@ def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None
     return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer, reasoning)
 
 
-def _kvflash(spec: ModelSpec, config: Config) -> KVFlash:
+def _kvflash(spec: ModelSpec, config: Config, policy: Policy) -> KVFlash:
     """What is to stay on the devices, and how much host memory the rest may take."""
     budget = config.kvflash_host_mb << 20 or host_memory().free // 2
-    return KVFlash(open_policy(config), tail_pages(spec.tail), config.kvflash_tau, budget)
+    return KVFlash(policy, tail_pages(spec.tail), config.kvflash_tau, budget)
+
+
+def _scorer(
+    opened: contextlib.ExitStack, config: Config, tokenizer: Tokenizer, devices: Sequence[Device]
+) -> Callable[[], Scorer]:
+    """What loads the drafter that scores pages, beside the last layers or as near as can be.
+
+    Raises UsageError, ModelError, DeviceError for a file or a device that cannot be used at all.
+    """
+    path = Path(config.kvflash_drafter or config.draft).expanduser()
+    file = opened.enter_context(open_gguf(path))
+    spec = read_spec(Source(str(path), file.metadata, file.tensors))
+    theirs = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
+    own = [device for device in devices if not device.shared]
+    device = own[-1] if own else opened.enter_context(contextlib.closing(open_device(named(["cpu:0"])[0])))
+    return partial(Scorer, file, spec, device, None if theirs.alike(tokenizer) else Bridge(tokenizer, theirs))
 
 
 def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier | None:

@@ -311,10 +311,18 @@ class Config:
         group="pool",
     )
     kvflash_policy: str = _setting(
-        "lru",
-        _choice("lru"),
-        "what stays on the devices beside a sequence's first and last tokens: lru (what came last)",
+        "qk",
+        _choice("qk", "drafter", "lru"),
+        "what stays on the devices beside a sequence's first and last tokens: qk (what the newest token would attend "
+        "to), drafter (what a small model attends to when it reads the last tokens), lru (what came last)",
         metavar="POLICY",
+        group="residency",
+    )
+    kvflash_drafter: str = _setting(
+        "",
+        _filled,
+        "GGUF file of the small model of --kvflash-policy drafter, with any vocabulary (that of --draft unless given)",
+        metavar="FILE",
         group="residency",
     )
     kvflash_tau: int = _setting(
@@ -719,14 +727,22 @@ def _draft_problems(
             yield name, f"{spelled[name]}: requires {flag('draft')} with a file or mtp"
 
 
-_RESIDENCY = ("kvflash_policy", "kvflash_tau", "kvflash_host_mb")
+_RESIDENCY = ("kvflash_policy", "kvflash_drafter", "kvflash_tau", "kvflash_host_mb")
 
 
 def _pool_problems(
     values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Field and message of residency settings that would do nothing. Fields in `wrong` have been reported."""
+    """Field and message of residency settings that would do nothing, or lack something. Fields in `wrong` have been
+    reported."""
     if values.get("kvflash", "off") != "off" or "kvflash" in wrong:
+        named = values.get("kvflash_drafter", "")
+        if values.get("kvflash_policy") == "drafter":
+            reported = "kvflash_drafter" in wrong or "draft" in wrong
+            if not named and values.get("draft", "") in ("", "ngram", "mtp") and not reported:
+                yield "kvflash_policy", f"{spelled['kvflash_policy']} drafter: requires {flag('kvflash_drafter')}"
+        elif named and "kvflash_policy" not in wrong:
+            yield "kvflash_drafter", f"{spelled['kvflash_drafter']}: requires {flag('kvflash_policy')} drafter"
         return
     for name in _RESIDENCY:
         if values.get(name, FIELDS[name].default) != FIELDS[name].default:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.kept import Kept, Piece
-from luce.runtime.step import Output, Step
+from luce.runtime.step import Int32, Output, Step
 
 
 class Backend(Protocol):
@@ -63,6 +63,12 @@ class Backend(Protocol):
     def accept(self, slot: int, rows: int) -> None:
         """The first `rows` > 0 rows of the slot's tentative span count: its next span accepts none, and `save` gives
         the states behind them."""
+
+    def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        """As luce.backend.shard.Shard.seal, in all layers."""
+
+    def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
+        """The mean of what the layers say, float64 [n]: luce.backend.shard.Shard.rank. Raises LuceError."""
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> Kept:
         """Put aside the recurrent states of a slot, if one is named, and the given pages of each page group.

@@ -45,10 +45,13 @@ from luce.remote.messages import (
     Ping,
     Pong,
     Project,
+    Rank,
+    Ranked,
     Reply,
     Request,
     Restore,
     Save,
+    Seal,
 )
 from luce.runtime.device import Device, Word
 from luce.runtime.host import HostDevice
@@ -235,6 +238,11 @@ class _Session:
         if isinstance(message, Accept):
             model.accept(message.slot, message.rows)
             return Done()
+        if isinstance(message, Seal):
+            model.seal(message)
+            return Done()
+        if isinstance(message, Rank):
+            return Ranked(model.rank(message))
         if isinstance(message, Save):
             self._running.append((number, model.save(number, message)))
             return None

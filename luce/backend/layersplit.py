@@ -38,7 +38,7 @@ from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.remote.device import RemoteDevice
 from luce.runtime.device import Array, Device
-from luce.runtime.step import PAGE, Output, Step
+from luce.runtime.step import PAGE, Int32, Output, Step
 from luce.runtime.transfer import Link
 
 _log = logging.getLogger(__name__)
@@ -48,11 +48,12 @@ class LayerSplitBackend:
     """`spec`'s layers on `devices`, split by `weights` or by bytes (luce.backend.placement.plan_shards).
 
     See luce.backend.backend.Backend for the properties. `verify`: most rows of a tentative span. `pool`: how much of a
-    longer sequence is on the devices. `ring` gets what its layers compute in every step; `claims`: what a drafter is
-    going to take of the devices. `unpack`: GPUs keep matrices unpacked beside their blocks, in what memory can be
-    spared, which makes prompts faster and nothing else. `piece`: rows in which long steps go through several shards.
-    `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory. `on_progress`
-    gets the share of this process's layers that are read, after each.
+    longer sequence is on the devices; `ranked`: whether its pages can be sealed and ranked. `ring` gets what its layers
+    compute in every step; `claims`: what a drafter is going to take of the devices. `unpack`: GPUs keep matrices
+    unpacked beside their blocks, in what memory can be spared, which makes prompts faster and nothing else. `piece`:
+    rows in which long steps go through several shards. `peer`: GPUs copy to each other where the pair allows it,
+    otherwise always through pinned host memory. `on_progress` gets the share of this process's layers that are read,
+    after each.
     Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
     bytes and the context that would fit. Nothing stays allocated then.
     The devices stay their owner's: they are closed after the backend.
@@ -71,6 +72,7 @@ class LayerSplitBackend:
         kv: KVTypes = AUTO,
         verify: int = 0,
         pool: Wanted | None = None,
+        ranked: bool = False,
         ring: FeatureRing | None = None,
         claims: Sequence[Claim] = (),
         unpack: bool = False,
@@ -80,6 +82,7 @@ class LayerSplitBackend:
     ) -> None:
         if ring is not None:
             spec = replace(spec, captured=ring.layers)
+        spec = replace(spec, ranked=ranked)
         self.spec = spec
         self._ring = ring
         #: what is still to be put into the ring, because somebody else drives its device: on the host
@@ -241,6 +244,17 @@ class LayerSplitBackend:
         self._wait()
         for shard in self._chain.shards:
             shard.accept(slot, rows)
+
+    def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        self._wait()
+        for shard in self._chain.shards:
+            shard.seal(slot, entries, pages)
+
+    def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
+        self._wait()
+        layers = np.concatenate([shard.rank(slot, position, entries) for shard in self._chain.shards])
+        mean: NDArray[np.float64] = layers.mean(axis=0)
+        return mean
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> JoinedKept:
         self._wait()

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from luce.backend.kept import HostKept, Kept, Piece
 from luce.backend.plan import mirrored, state_bytes
+from luce.backend.rank import Ranker
 from luce.backend.replay import Replayer
 from luce.backend.shard import Activation, Captured, Pending, ShardInfo
 from luce.errors import BackendError, DeviceError
 from luce.gguf.reader import GGUFFile
+from luce.layers.attention import AttentionLayer
 from luce.layers.block import PreNormBlock, Residual, SandwichBlock
 from luce.layers.build import LayerBuilder
 from luce.layers.deltanet import DeltaNetLayer
@@ -70,12 +72,15 @@ class LocalShard:
         #: host memory that copies still read or write
         self._copied: deque[tuple[Event, object]] = deque()
         builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv, verify=verify)
+        self._ranker = Ranker(device)
         self._replayer = Replayer(device, self._run, pages)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}
         self._blocks: dict[int, PreNormBlock | SandwichBlock] = {}
         for index in layers:
-            self._blocks[index] = builder.block(index)
+            block = self._blocks[index] = builder.block(index)
+            if isinstance(block.mixer, AttentionLayer) and spec.ranks(index):
+                self._ranker.add(block.mixer)
             on_layer()
         self._per_layer = builder.per_layer() if spec.per_layer else None
         self._borrowing = {index for index in layers if spec.donor(index) is not None}
@@ -213,6 +218,20 @@ class LocalShard:
             if isinstance(block.mixer, DeltaNetLayer):
                 block.mixer.accept(spans)
 
+    def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        self._ranker.seal(slot, entries, pages)
+
+    def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
+        return self._ranker.rank(slot, position, entries)
+
+    def attended(self, slot: int, end: int, rows: int) -> NDArray[np.float32]:
+        """What the slot's last `rows` rows, at most KEPT, attend to: float32 [rows, end].
+
+        For each of the sequence's `end` keys, which lie in pages 0, 1, ... of the pools, the largest share that a head
+        of a layer that ranks gives to it.
+        """
+        return self._ranker.attended(slot, end, rows)
+
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> HostKept:
         states = list(self._states(slot, pages))
         saved = self._landing([(state.shape, state.array.dtype) for state in states])
@@ -266,6 +285,7 @@ class LocalShard:
             for copied, _ in self._copied:
                 copied.wait()
         self._replayer.close()
+        self._ranker.close()
         self._embedding = self._head = self._per_layer = None
         self._mirrors, self._blocks = {}, {}
         self._copied.clear()

@@ -10,6 +10,7 @@ from luce.errors import UsageError
 from luce.layers.state import DeltaState, KVPool
 from luce.models.spec import Attention, ModelSpec, PageGroup
 from luce.ops.kvtype import AUTO, KVTypes
+from luce.ops.rank import KEPT
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 
@@ -179,6 +180,8 @@ def state_bytes(device: Device, spec: ModelSpec, layers: range, kv: KVTypes = AU
         if spec.donor(layer) is not None:
             continue
         if isinstance(mixer, Attention):
+            if spec.ranks(layer) and layer in layers:
+                slot += 4 * KEPT * mixer.heads * mixer.head_dim
             page[spec.page_groups.index(PageGroup(mixer.window))] += KVPool.page_bytes(device, mixer, kv)
         else:
             slot += DeltaState.slot_bytes(mixer, verify)

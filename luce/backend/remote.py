@@ -34,9 +34,12 @@ from luce.remote.messages import (
     Forward,
     Load,
     Project,
+    Rank,
+    Ranked,
     Reply,
     Restore,
     Save,
+    Seal,
 )
 from luce.remote.supervisor import Supervisor
 from luce.runtime.device import Array, Device, Event, Word
@@ -48,6 +51,8 @@ _log = logging.getLogger(__name__)
 #: Seconds to look for the answer to a step of few rows without sleeping, if a GPU gives it: such a step is over by
 #: then, and a thread that waits in the driver for its own GPU does not sleep either.
 _SPIN, _SPUN_ROWS = 20e-3, 64
+#: seconds that ranking may take for each byte of scores
+_RANKING = 1e-4
 
 
 class RemoteShard:
@@ -84,6 +89,7 @@ class RemoteShard:
         self._takes, self._gives = handed_widths(spec, self.layers.start), handed_widths(spec, self.layers.stop)
         wire = self._daemon.wire
         self._wires = Wire(wire, spec, self.layers.start), Wire(wire, spec, self.layers.stop)
+        self._ranking = sum(map(spec.ranks, self.layers))
         self._last = self.layers.stop == len(spec.blocks)
         self._on_captured = on_captured
         size = shared_size(rows, self._takes, self._gives)
@@ -110,6 +116,7 @@ class RemoteShard:
             kv=(kv.k, kv.v),
             verify=verify,
             captured=spec.captured,
+            ranked=spec.ranked,
             spare=tuple(spare),
             rows=rows,
             peer=peer,
@@ -252,6 +259,24 @@ class RemoteShard:
 
     def accept(self, slot: int, rows: int) -> None:
         self._requests.ask(Accept(slot, rows), seconds=0, limit=SMALL, take=_done)
+
+    def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        message = Seal(slot, tuple(map(int, entries)), tuple(map(int, pages)))
+        self._requests.ask(message, seconds=self._copying, limit=SMALL, take=_done)
+
+    def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
+        shape = (self._ranking, len(entries))
+        found: list[NDArray[np.float64]] = []
+
+        def take(reply: Reply) -> None:
+            if not isinstance(reply, Ranked) or reply.scores.shape != shape:
+                raise GarbageError("it sent something else than scores of the pages")
+            found.append(reply.scores)
+
+        message = Rank(slot, position, np.asarray(entries, np.int32))
+        size = 8 * self._ranking * len(entries)
+        self._requests.ask(message, seconds=_RANKING * size, limit=SMALL + size, take=take).wait()
+        return found[0]
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> RemoteKept:
         message = Save(slot, tuple(tuple(map(int, group)) for group in pages), held)

@@ -45,10 +45,12 @@ from luce.remote.messages import (
     Loaded,
     Part,
     Project,
+    Rank,
     Reply,
     Restore,
     Save,
     Saved,
+    Seal,
 )
 from luce.runtime.device import Array, Device, Event, Word
 from luce.runtime.host import HostDevice, HostEvent
@@ -128,7 +130,7 @@ class ServedModel:
             raise ModelError(f"{path}: the daemon's file is not the server's: their contents differ")
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         layers = load_layers(load, len(devices), spec)
-        spec = replace(spec, captured=load.captured)
+        spec = replace(spec, captured=load.captured, ranked=load.ranked)
         self.spec = spec
         self.load = load
         self.devices = devices
@@ -316,6 +318,27 @@ class ServedModel:
         if message.hidden.ndim != 2 or message.hidden.shape[1] != self.spec.hidden or not 0 <= message.top <= TOP:
             raise BackendError(f"rows of shape {message.hidden.shape} and {message.top} candidates cannot be projected")
         return self.chain.shards[-1].project(message.hidden, top=message.top, logits=message.logits)()
+
+    def seal(self, message: Seal) -> None:
+        pages = [() if group.window is not None else message.pages for group in self.spec.page_groups]
+        check_pages(self.load, message.slot, pages)
+        if len(message.entries) != len(message.pages) or not all(0 <= entry < 1 << 24 for entry in message.entries):
+            raise BackendError("pages of a sequence that cannot be")
+        for shard in self.chain.shards:
+            shard.seal(message.slot, message.entries, message.pages)
+
+    def rank(self, message: Rank) -> NDArray[np.float64]:
+        check_pages(self.load, message.slot)
+        entries = message.entries
+        if (
+            message.position < 0
+            or entries.ndim != 1
+            or not entries.size
+            or entries[0] < 0
+            or (np.diff(entries) <= 0).any()
+        ):
+            raise BackendError("these pages of a sequence cannot be ranked")
+        return np.concatenate([shard.rank(message.slot, message.position, entries) for shard in self.chain.shards])
 
     def accept(self, slot: int, rows: int) -> None:
         """The first rows of a tentative span count."""

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from luce.backend.kept import Kept, Piece
 from luce.runtime.device import Array, Device
 from luce.runtime.step import Int32, Output, Step
@@ -92,6 +95,23 @@ class Shard(Protocol):
 
     def accept(self, slot: int, rows: int) -> None:
         """Apply the first `rows` rows of the slot's tentative span to its recurrent states."""
+
+    def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        """Keep on the host what `rank` has to know of pages of full attention, full ones, as they are now.
+
+        `entries`: which pages of the slot's sequence they are; what was kept of these is replaced. Steps that write to
+        them later wait for the work. Only where the spec says that pages are ranked.
+        """
+
+    def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
+        """How much of its attention the slot's row at `position` gives to sealed pages, estimated: float64 [layers,
+        n], for int32 [n], entries of the sequence in ascending order; one row for each layer that ranks.
+
+        The row is one of the last KEPT of the slot's last span. For each query head, its softmax over the keys of these
+        pages, of which mean and variance of each channel are known for each 16 (luce.backend.rank); summed over a page;
+        then the largest of the layer's heads. Products in float32, the rest in float64, so what layers are on a shard
+        changes nothing. Raises BackendError if a page is not sealed.
+        """
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> Kept:
         """Put a sequence's state aside: the given pages of each page group, and its recurrent states.

@@ -52,6 +52,10 @@ class Policy(Protocol):
     def reads(self) -> bool:
         """Whether it has to see the pages of a sequence, and knows nothing of those it has not seen."""
 
+    @property
+    def asks(self) -> bool:
+        """Whether the newest row of a sequence says what matters, so that one has to have run."""
+
     def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
         """Of the first pages of the sequence in a slot, whose tokens so far are given: at least of those in `pages`.
 
@@ -74,7 +78,7 @@ class Age:
     """The pages that came or came back last stay."""
 
     name = "lru"
-    reads = False
+    reads = asks = False
 
     def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
         return None
@@ -134,7 +138,7 @@ class _Stay:
     host     pages that are in host memory: where
     used     when each page came, if not in the order of positions
     scores   the newest, None while there are none; scored: of how many positions
-    prompt   positions of the prompt
+    prompt   positions of the prompt; begun: of these, the ones that were there before it was read
     copying  of `host`, what may still be on the way there
     lost     whether pages are gone for good
     """
@@ -145,6 +149,7 @@ class _Stay:
     scores: Scores | None = None
     scored: int = 0
     prompt: int = 0
+    begun: int = 0
     lost: bool = False
 
 
@@ -214,7 +219,7 @@ class Pager:
     def begin(self, slot: int, prompt: Int32, done: int) -> None:
         """The prompt in a slot, of which `done` positions are in the cache, is about to be read, and does not fit."""
         stay = self._stay(slot)
-        stay.prompt = len(prompt)
+        stay.prompt, stay.begun = len(prompt), done
         self.rescore(slot, done, prompt)
 
     def relieve(self, slot: int, position: int, rows: int) -> None:
@@ -342,6 +347,9 @@ class Pager:
     def _rescore(self, slot: int, length: int, tokens: Int32) -> None:
         stay = self._stay(slot)
         stay.scored = length
+        if self._policy.asks and length <= stay.begun:
+            # No row of it ran here yet.
+            return
         whole = length // PAGE
         try:
             scores = self._policy.scores(slot, tokens, self._pool.entries(slot, 0, whole))
@@ -357,9 +365,9 @@ class Pager:
         self._rescored += 1
         here = set(self._pool.present(slot))
         fixed = {e for e in range(-(-length // PAGE)) if e < SINK or e >= whole - self._tail}
-        # One page stays free, so that the next one that is begun need not wait for another to leave.
-        room = max(0, self._bound - len(fixed) - 1)
-        choice = [e for e in range(SINK, whole - self._tail) if e in here or e in stay.host]
+        # What comes back is in host memory already, and leaves without a copy when the next page is begun.
+        room = max(0, self._bound - len(fixed))
+        choice = [e for e in range(SINK, whole - self._tail) if e in here or (e in stay.host and scores[e] > -np.inf)]
         choice.sort(key=lambda entry: (-self._score(stay, entry), entry not in here, -entry))
         best = set(choice[:room])
         self._hits += len(best & here)

@@ -10,6 +10,7 @@ from luce.ops.attention_mma import Gate
 from luce.ops.heads import Destination, HeadNorms, prepare_heads, prepare_keys, prepare_queries, write_kv
 from luce.ops.matmul import matmul, takes_bytes_alone
 from luce.ops.quantise import Quantised
+from luce.ops.rank import keep_queries
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
@@ -20,6 +21,7 @@ class AttentionLayer:
 
     `inputs` stacks attn_q, attn_k, attn_v and, with an output gate, attn_gate; only attn_q where the spec names a
     donor, whose pool `pool` then is. `lends` is the block's number if layers on other devices read its keys and values.
+    `queries`: where the newest ones of each slot are kept, if anybody asks for them (luce.ops.rank).
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class AttentionLayer:
         pool: KVPool,
         group: int,
         lends: int | None = None,
+        queries: Array | None = None,
     ) -> None:
         self._device = device
         self._spec = spec
@@ -44,6 +47,8 @@ class AttentionLayer:
         self.state = pool
         self._group = group
         self._lends = lends
+        self.queries = queries
+        self.head_dim, self.scale = spec.head_dim, spec.scale
 
     def __call__(self, y: Array | Quantised, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
@@ -69,6 +74,8 @@ class AttentionLayer:
                 step.lent[self._lends] = fused[:, split : split + 2 * kv]
         else:
             prepare_queries(device, q, self._norms, rotation)
+        if self.queries is not None:
+            keep_queries(device, q, step.spans, self.queries, self.state.k)
         mixed = gated_attention(
             device,
             q,

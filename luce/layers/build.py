@@ -25,6 +25,7 @@ from luce.models.spec import Attention, Block, GatedDeltaNet, GatedMLP, ModelSpe
 from luce.ops.deltanet import DeltaWeights
 from luce.ops.heads import HeadNorms
 from luce.ops.kvtype import AUTO, KVTypes
+from luce.ops.rank import KEPT
 from luce.ops.weight import stored_bytes
 from luce.runtime.device import Array, Device
 
@@ -195,6 +196,9 @@ class LayerBuilder:
         assert group is not None
         if spec.donor is None:
             self._pools[index] = KVPool.allocate(self._device, spec, self._pages[group], self._kv)
+        kept = None
+        if self._spec.ranks(index):
+            kept = self._device.zeros((self._slots, KEPT, spec.heads, spec.head_dim))
         return AttentionLayer(
             self._device,
             spec,
@@ -205,6 +209,7 @@ class LayerBuilder:
             pool=self._pools[index if spec.donor is None else spec.donor],
             group=group,
             lends=index if index in self._lent else None,
+            queries=kept,
         )
 
     def _delta_net(self, index: int, spec: GatedDeltaNet) -> DeltaNetLayer:

@@ -181,8 +181,8 @@ class ModelSpec:
 
     `embedding_scale` multiplies token embeddings; `logit_softcap` c > 0 turns logits into c tanh(logits / c);
     `per_layer` is the width of per-layer embeddings, 0 for none. `captured`, which no file says, are the layers whose
-    output a drafter reads, ascending. `tail`: positions before the newest that full attention should see, wherever the
-    rest of the context is.
+    output a drafter reads, ascending; `ranked`, neither, whether pages of full attention are ranked (KVFlash). `tail`:
+    positions before the newest that full attention should see, wherever the rest of the context is.
     """
 
     family: str
@@ -199,6 +199,7 @@ class ModelSpec:
     logit_softcap: float = 0.0
     per_layer: int = 0
     captured: tuple[int, ...] = ()
+    ranked: bool = False
     dialect: Dialect = Dialect()
     tail: int = 0
 
@@ -217,6 +218,11 @@ class ModelSpec:
         """The block whose keys and values `block` reads instead of its own."""
         mixer = self.blocks[block].mixer
         return mixer.donor if isinstance(mixer, Attention) else None
+
+    def ranks(self, block: int) -> bool:
+        """Whether a block says which pages matter: if it has pages of full attention of its own."""
+        mixer = self.blocks[block].mixer
+        return self.ranked and isinstance(mixer, Attention) and mixer.window is None and mixer.donor is None
 
     def lent(self, boundary: int) -> tuple[int, ...]:
         """The blocks before `boundary` whose keys and values blocks from there on read, ascending."""

@@ -7,6 +7,8 @@
     Embed    -> Embedded  rows of the token table
     Project  -> Done      the head's product with rows
     Accept   -> Done      rows of a tentative span count
+    Seal     -> Done      pages of a sequence that nobody writes to any more can be ranked
+    Rank     -> Ranked    which of them matter
     Save     -> Saved     a sequence's state stays with the daemon, by the number of the request
     Fetch    -> Fetched   some tensors of it
     Restore  -> Done
@@ -35,7 +37,7 @@ from numpy.typing import NDArray
 from luce.runtime.step import Output, Step
 
 #: changes with every message that an older peer would not understand
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class Open(msgspec.Struct, tag=True):
@@ -72,9 +74,10 @@ class Hello(msgspec.Struct, tag=True):
 class Load(msgspec.Struct, tag=True):
     """Layers [begin, end) of a file for each device; `fingerprint` of the file as the server sees it.
 
-    verify: most rows of a tentative span. captured: layers whose output is handed on, by the last one too. spare: bytes
-    of each device in which matrices may be kept unpacked. rows: most rows of a Forward. arena: bytes of the shared
-    memory, whose descriptor follows if `shared`. wire: one of luce.backend.wire.WIRES, if it is not.
+    verify: most rows of a tentative span. captured: layers whose output is handed on, by the last one too. ranked:
+    whether pages can be sealed. spare: bytes of each device in which matrices may be kept unpacked. rows: most rows of
+    a Forward. arena: bytes of the shared memory, whose descriptor follows if `shared`. wire: one of
+    luce.backend.wire.WIRES, if it is not.
     """
 
     path: str
@@ -85,6 +88,7 @@ class Load(msgspec.Struct, tag=True):
     kv: tuple[str, str]
     verify: int
     captured: tuple[int, ...]
+    ranked: bool
     spare: tuple[int, ...]
     rows: int
     peer: bool
@@ -162,7 +166,7 @@ class Project(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A Forward, Project, Accept, Restore, Fill or Rest is done.
+    """A Forward, Project, Accept, Seal, Restore, Fill or Rest is done.
 
     `data`: what is handed on, if it is not shared; `seconds`: what the work took.
     """
@@ -179,6 +183,28 @@ class Accept(msgspec.Struct, tag=True):
 
     slot: int
     rows: int
+
+
+class Seal(msgspec.Struct, tag=True):
+    """Pages of full attention of a slot, and which of its sequence they are. See Shard.seal."""
+
+    slot: int
+    entries: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+class Rank(msgspec.Struct, tag=True):
+    """How much the slot's row at `position` attends to these pages. See Shard.rank."""
+
+    slot: int
+    position: int
+    entries: NDArray[np.int32]
+
+
+class Ranked(msgspec.Struct, tag=True):
+    """The answer to Rank: [layers, entries]."""
+
+    scores: NDArray[np.float64]
 
 
 class Save(msgspec.Struct, tag=True):
@@ -318,7 +344,7 @@ class Pong(msgspec.Struct, tag=True):
     """Yes."""
 
 
-Layers = Load | Announce | Forward | Embed | Project | Accept | Save | Fetch | Restore | Drop | Fill
+Layers = Load | Announce | Forward | Embed | Project | Accept | Seal | Rank | Save | Fetch | Restore | Drop | Fill
 Drafting = LoadDraft | Propose | Rest
 Request = Open | Layers | Drafting
-Reply = Hello | Loaded | Done | Embedded | Saved | Fetched | DraftLoaded | Proposed | Failed
+Reply = Hello | Loaded | Done | Embedded | Ranked | Saved | Fetched | DraftLoaded | Proposed | Failed

@@ -218,6 +218,10 @@ class Tokenizer:
         """The ids of a prompt, BOS in front if the file asks for it and it is not there."""
         return [self.bos_id, *ids] if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
 
+    def alike(self, other: Tokenizer) -> bool:
+        """Whether the other has the same tokens by the same numbers."""
+        return self._texts == other._texts
+
     def encode(self, text: str, *, specials: bool) -> list[int]:
         """The ids of a text, without BOS. Lone surrogates are read as U+FFFD.
 

@@ -52,7 +52,9 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 settings = {"target_shard_ipc_bin": (("cpu", python),), "isolate_shards": True}
                 transport = "stream" if request.param == "stream" else "shared"
                 opened = stack.enter_context(devices("cpu:0,cpu:1", **settings, shard_transport=transport))
-            backend = LayerSplitBackend(file, reference.spec, opened, slots=4, context=256, piece=64, verify=16)
+            backend = LayerSplitBackend(
+                file, reference.spec, opened, slots=4, context=256, piece=64, verify=16, ranked=True
+            )
             stack.callback(backend.close)
             made[reference.name] = backend
             return backend
@@ -178,6 +180,48 @@ def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> N
     driver.feed((third, prompt[3:93]))
     backend.fill([Piece(third.slot, third.pages, range(len(reference.spec.blocks)), tensors)])
     assert np.array_equal(driver.feed((third, prompt[90:]))[0], expected)
+
+
+def test_pages_are_ranked_alike_wherever_layers_are(backend: LayerSplitBackend, reference: Reference) -> None:
+    """As one shard ranks them; the row that asks may be any of a tentative span."""
+    prompt = reference.expected["prompt_long"]
+    with ExitStack() as stack:
+        file = stack.enter_context(open_gguf(reference.path))
+        alone = LayerSplitBackend(file, reference.spec, [HostDevice()], context=256, slots=4, verify=16, ranked=True)
+        stack.callback(alone.close)
+        found = []
+        for each in (alone, backend):
+            driver, group = Driver(each), each.windows.index(None)
+            other, sequence = driver.start(), driver.start()
+            driver.feed((other, prompt[7:27]), (sequence, prompt[:128]))
+            pages = sequence.pages[group]
+            each.seal(sequence.slot, [1], pages[1:2])
+            each.seal(sequence.slot, [0], pages[:1])
+            driver.verify((sequence, prompt[40:56]))
+            driver.accept(sequence, 3)
+            both = np.arange(2, dtype=np.int32)
+            found.append([each.rank(sequence.slot, position, both) for position in range(128, 144)])
+            # What a page held when it was sealed counts, wherever the page goes.
+            driver.feed((sequence, prompt[:3]))
+            for shard in each.shards:
+                tensors = gathered(shard.save(None, [own[:2] for own in sequence.pages]))
+                zeros = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+                shard.fill(Piece(None, [own[:2] for own in sequence.pages], range(len(reference.spec.blocks)), zeros))
+            found[-1].append(each.rank(sequence.slot, 128 + 2, both[1:]))
+            each.seal(sequence.slot, [1], pages[:1])
+            found[-1].append(each.rank(sequence.slot, 128 + 5, both))
+            with pytest.raises(BackendError, match="not all of these pages are sealed"):
+                each.rank(sequence.slot, 128, np.arange(3, dtype=np.int32))
+            with pytest.raises(BackendError, match="not all of these pages are sealed"):
+                each.rank(other.slot, 19, both)
+            assert sum(shard.rank(sequence.slot, 128, both).shape[0] for shard in each.shards) > 0
+            driver.end(sequence)
+            driver.end(other)
+    for expected, scores in zip(*found, strict=True):
+        assert np.array_equal(expected, scores)
+    shares = np.array(found[0][:16])
+    assert (shares > 0).all() and (shares.sum(axis=1) >= 1 - 1e-9).all() and len(np.unique(shares)) > 16
+    assert found[0][16] == [1.0] and len({tuple(scores) for scores in found[0][:16]}) == 16
 
 
 def test_what_is_put_aside_is_read_while_steps_run(backend: LayerSplitBackend, reference: Reference) -> None:

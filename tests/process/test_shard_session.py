@@ -40,10 +40,12 @@ from luce.remote.messages import (
     Loaded,
     Open,
     Project,
+    Rank,
     Reply,
     Restore,
     Save,
     Saved,
+    Seal,
 )
 from luce.runtime.step import TOP, PageView, Span, Step
 from tests.support.reference import Reference
@@ -106,7 +108,7 @@ def load_of(begin: int, end: int) -> Load:
         mark = fingerprint(file)
     pages = (4,) * len(spec.page_groups)
     kv = ("auto", "auto")
-    return Load(str(REFERENCE.path), mark, ((begin, end),), pages, 2, kv, 0, (), (0,), ROWS, True, size, False)
+    return Load(str(REFERENCE.path), mark, ((begin, end),), pages, 2, kv, 0, (), True, (0,), ROWS, True, size, False)
 
 
 def changed(message: Load, **fields: Any) -> Load:
@@ -248,6 +250,17 @@ def test_steps(server: Server) -> None:
         Fill(0, ((4,),), (0, LAYERS), {}),
         Fetch(7, (), 0, None),
         Restore(7, 0, ((0,),), 0),
+        Seal(2, (0,), (0,)),
+        Seal(0, (0,), (4,)),
+        Seal(0, (-1,), (0,)),
+        Seal(0, (0, 1), (0,)),
+        Seal(0, (1 << 24,), (0,)),
+        Rank(2, 0, np.array([0], np.int32)),
+        Rank(0, 0, np.array([0], np.int32)),
+        Rank(0, -1, np.array([0], np.int32)),
+        Rank(0, 0, np.array([-1], np.int32)),
+        Rank(0, 0, np.array([[0]], np.int32)),
+        Rank(0, 0, np.array([1, 0], np.int32)),
         Embed(np.array([0, REFERENCE.spec.vocab], np.int32)),
         Embed(np.array([-1], np.int32)),
         Embed(np.zeros((1, 1), np.int32)),

@@ -1,0 +1,78 @@
+"""Numbers told in texts eight times as long as the pool: the policies let the page that is asked for come back, and all
+placements, with drafting and without, give the same replies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import luce
+from tests.support.daemons import HERE
+from tools.bench_retrieval import Case, cases, recalled
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+POOL, CONTEXT = 512, 4096
+SLOTS = 4
+DEPTHS = np.linspace(0, 1, 20).tolist()
+#: of these, the ones that are tried in other ways, far from both ends
+SOME = (3, 8, 12, 15)
+
+
+def opened(policy: str, **settings: Any) -> luce.Model:
+    chosen: dict[str, Any] = {"target_devices": "cpu:0", "kv_cache_dir": "off", "cache_ram": "0", **settings}
+    path = TINY / "target.gguf"
+    return luce.load(path, max_ctx=CONTEXT + 64, parallel=SLOTS, kvflash=str(POOL), kvflash_policy=policy, **chosen)
+
+
+def some(model: luce.Model) -> Sequence[Case]:
+    every = list(cases(model, CONTEXT, DEPTHS))
+    return [every[number] for number in SOME]
+
+
+@pytest.fixture(scope="module")
+def by_queries() -> list[tuple[bool, list[int]]]:
+    """What comes back with qk, on one device."""
+    with opened("qk") as model:
+        found = list(recalled(model, list(cases(model, CONTEXT, DEPTHS))))
+        residency = model.engine.stats().residency
+        assert residency is not None and residency.policy == "qk" and residency.bound * 64 == POOL
+        assert residency.rescored == len(DEPTHS) and residency.ins > 0 and residency.lost == 0
+        return found
+
+
+def test_queries_bring_back_what_is_asked_for(by_queries: list[tuple[bool, list[int]]]) -> None:
+    assert sum(right for right, _ in by_queries) >= 0.95 * len(DEPTHS)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_devices": "cpu:0,cpu:1,cpu:2"},
+        {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": (("cpu", HERE),), "isolate_shards": True},
+        {"draft": str(TINY / "drafter.gguf")},
+    ],
+    ids=["three shards", "daemon", "drafting"],
+)
+def test_replies_are_the_same(by_queries: list[tuple[bool, list[int]]], settings: dict[str, Any]) -> None:
+    with opened("qk", **settings) as model:
+        found = list(recalled(model, some(model)))
+    assert found == [by_queries[number] for number in SOME]
+
+
+def test_a_drafter_brings_back_what_is_asked_for() -> None:
+    with opened("drafter", kvflash_drafter=str(TINY / "drafter.gguf")) as model:
+        found = [right for right, _ in recalled(model, some(model))]
+        residency = model.engine.stats().residency
+    assert residency is not None and residency.policy == "drafter" and residency.rescored > 0
+    assert all(found)
+
+
+def test_age_does_not(record_property: Any) -> None:
+    with opened("lru") as model:
+        found = [right for right, _ in recalled(model, some(model))]
+    record_property("lru", f"{sum(found)} of {len(found)}")
+    assert not any(found)
