@@ -2,8 +2,11 @@
 
     sequence    the nouns: SamplingParams, events, TextOutput
     pages       host-side account of KV pages: reserve, extend, release, the page views of a step
+    residency   KVFlash: which pages of a sequence that does not fit are on the devices, and moving the others
+    policies    what says which pages matter
     scheduler   pure: waiting and running sequences in, steps out
     sampling    logits to a token; log probabilities
+    speculate   what a drafter proposes, verified
     loop        Engine: the thread that joins these with a backend and with those who wait for replies
 
 Not here: text (luce.text implements TextOutput), HTTP, and where layers run. Called by luce.api and luce.server; calls
