@@ -320,6 +320,8 @@ class ServedModel:
         return self.chain.shards[-1].project(message.hidden, top=message.top, logits=message.logits)()
 
     def seal(self, message: Seal) -> None:
+        """Queue what keeps the moments of pages' keys."""
+        self.chain.wait()
         pages = [() if group.window is not None else message.pages for group in self.spec.page_groups]
         check_pages(self.load, message.slot, pages)
         if len(message.entries) != len(message.pages) or not all(0 <= entry < 1 << 24 for entry in message.entries):
@@ -328,15 +330,12 @@ class ServedModel:
             shard.seal(message.slot, message.entries, message.pages)
 
     def rank(self, message: Rank) -> NDArray[np.float64]:
+        """Shares of sealed pages, by layer."""
+        self.chain.wait()
         check_pages(self.load, message.slot)
         entries = message.entries
-        if (
-            message.position < 0
-            or entries.ndim != 1
-            or not entries.size
-            or entries[0] < 0
-            or (np.diff(entries) <= 0).any()
-        ):
+        listed = entries.ndim == 1 and entries.size > 0 and entries[0] >= 0 and (np.diff(entries) > 0).all()
+        if message.position < 0 or not listed:
             raise BackendError("these pages of a sequence cannot be ranked")
         return np.concatenate([shard.rank(message.slot, message.position, entries) for shard in self.chain.shards])
 

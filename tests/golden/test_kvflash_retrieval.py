@@ -52,7 +52,7 @@ def test_queries_bring_back_what_is_asked_for(by_queries: list[tuple[bool, list[
     "settings",
     [
         {"target_devices": "cpu:0,cpu:1,cpu:2"},
-        {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": (("cpu", HERE),), "isolate_shards": True},
+        {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": f"cpu={HERE}", "isolate_shards": True},
         {"draft": str(TINY / "drafter.gguf")},
     ],
     ids=["three shards", "daemon", "drafting"],
