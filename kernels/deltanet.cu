@@ -32,17 +32,32 @@ LUCE_FN float column_sum(const float (&value)[COLUMNS], int part) {
 // of them, and what the row adds to the state along that key. Its fade is kept apart.
 enum { KEPT_KEY = VECTORS, KEPT_CHANGE, KEPT };
 
-// A vector's input `index` rows after a span's first one; before it, what the state kept. Null where there is nothing.
+// The rows that a block goes through: those that the span is behind, `before` of the step's rows, and its own.
+struct Way {
+    const i32* behind;
+    int before, start;
+
+    // Of a row of the way the number, counted from the span's first row.
+    __device__ __forceinline__ int at(int row) const { return row < before ? behind[row] - start : row - before; }
+    // Of one of the span's own rows the number among those that its slot keeps.
+    __device__ __forceinline__ int kept(int row) const { return row - before + (before ? start - behind[0] : 0); }
+};
+
+// A vector's input `index` rows after the first one of the way; before it, what the state kept. Null where there is
+// nothing.
 struct Window {
     const float* row;   // of the span's first row
     const float* past;  // the oldest of the taps - 1 inputs before all that is pending; null if there were none
-    const float* kept;  // of the first of the `accepted` rows between
+    const float* kept;  // of the first row that the slot kept
+    const i32* path;    // which of these count, null: the first ones
     i64 stride;
     int taps, accepted;
+    Way way;
 
     __device__ __forceinline__ const float* at(int index) const {
-        if (index >= 0) return row + index * stride;
-        if (index + accepted >= 0) return kept + (index + accepted) * KEPT * HEAD;
+        if (index >= 0) return row + way.at(index) * stride;
+        if (index + accepted >= 0)
+            return kept + (path ? path[index + accepted] : index + accepted) * KEPT * HEAD;
         return past ? past + (index + accepted + taps - 1) * VECTORS * HEAD : nullptr;
     }
 };
@@ -115,9 +130,10 @@ LUCE_FN void convolve(Rows<MOST>& r, int rows, const Layout& layout, int head, c
     luce_sync();
 }
 
-// Takes the state's columns through `rows` rows. `changes`, if there is any, gets what rows add along their keys.
+// Takes the state's columns through `rows` rows. `changes`, if there is any, gets what rows from `first` on add along
+// their keys.
 template <int MOST>
-LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int part, int own, float* changes) {
+LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int part, int own, float* changes, int first) {
     const int lane = luce_lane();
     for (int row = 0; row < rows; row++) {
         float key[2][4], query[2][4], sum[COLUMNS] = {};
@@ -135,7 +151,7 @@ LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int par
             }
         const float seen = column_sum(sum, part) * r.scale[row][KEY];
         const float u = r.rate[row] * (r.vectors[row][VALUE][own] - seen) * r.scale[row][KEY];
-        if (changes && part < COLUMNS) changes[row * KEPT * HEAD + own] = u;
+        if (changes && row >= first && part < COLUMNS) changes[(row - first) * KEPT * HEAD + own] = u;
         float product[COLUMNS] = {};
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
@@ -160,19 +176,29 @@ LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int par
 // PENDING: spans may be tentative or accept rows, as `pending` [spans, 2] says, and those of more than MOST rows only
 // do that. Rows of tentative spans are in kept [slots, value heads, most, KEPT, HEAD], their fades in fades [slots, value
 // heads, most].
-template <int MOST, bool PENDING>
+//
+// Where there are trees, one launch accepts rows (ACCEPT), and the next one does all the rest (BRANCHES): all spans of a
+// slot begin with the same state, which neither they nor the inputs before them change. `branches` [spans, 2, 1 + STEPS]
+// has for each span how many rows are accepted and which, and how many rows it is behind and which.
+enum { CHAINS, ACCEPT, BRANCHES };
+
+template <int MOST, bool PENDING, int TREE = CHAINS>
 LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                    const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                    float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
-                   const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
-                   int key_heads, int taps, int most, float eps, int n, i8* __restrict__ values,
-                   float* __restrict__ scales, int room) {
+                   const i32* __restrict__ spans, const i32* __restrict__ pending, const i32* __restrict__ branches,
+                   float* __restrict__ out, i64 stride, int key_heads, int taps, int most, float eps, int n,
+                   i8* __restrict__ values, float* __restrict__ scales, int room) {
     __shared__ Rows<MOST> r;
     const Span span = span_at(spans, blockIdx.y);
-    const int accepted = PENDING ? pending[2 * blockIdx.y] : 0;
-    const bool tentative = PENDING && pending[2 * blockIdx.y + 1];
-    if (span.rows > MOST && !accepted) return luce_await();
-    const int rows = MOST == 1 ? 1 : PENDING && span.rows > MOST ? 0 : span.rows;
+    const i32* own_branches = TREE ? branches + blockIdx.y * 2 * (1 + STEPS) : nullptr;
+    const i32* path = TREE == ACCEPT ? own_branches + 1 : nullptr;
+    const Way way = {TREE == BRANCHES ? own_branches + 2 + STEPS : nullptr,
+                     TREE == BRANCHES ? own_branches[1 + STEPS] : 0, span.start};
+    const int accepted = PENDING && TREE != BRANCHES ? pending[2 * blockIdx.y] : 0;
+    const bool tentative = PENDING && TREE != ACCEPT && pending[2 * blockIdx.y + 1];
+    if ((span.rows > MOST || TREE == ACCEPT) && !accepted) return luce_await();
+    const int rows = MOST == 1 ? 1 : TREE == ACCEPT || (PENDING && span.rows > MOST) ? 0 : way.before + span.rows;
     const int head = (int)blockIdx.x, heads = (int)gridDim.x;
     const Layout layout = {key_heads, heads};
     const int thread = luce_thread(), lane = luce_lane();
@@ -185,6 +211,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
     const float* before = span.position ? past : nullptr;
 
     // Key elements 4 part ... 4 part + 3, and the same HEAD / 2 later.
+    if (TREE == BRANCHES) luce_await();  // what the launch before this one accepted
     float s[COLUMNS][2][4] = {};
     const auto write = [&] {
 #pragma unroll
@@ -202,8 +229,9 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
         // The sums of `advance`, whose hard part is done.
 #pragma unroll 4
         for (int row = 0; row < accepted; row++) {
-            const float* from = kept + row * KEPT * HEAD;
-            const float fade = fades[row];
+            const int kept_row = TREE ? path[row] : row;
+            const float* from = kept + kept_row * KEPT * HEAD;
+            const float fade = fades[kept_row];
             float key[2][4], change[COLUMNS];
 #pragma unroll
             for (int half = 0; half < 2; half++) get4(key[half], from + KEPT_KEY * HEAD + half * (HEAD / 2) + part * 4);
@@ -215,24 +243,26 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
                     s[c][e / 4][e % 4] = fmaf(key[e / 4][e % 4], change[c], s[c][e / 4][e % 4] * fade);
         }
     }
-    luce_await();  // until here spans were read, and what kernels of earlier steps wrote
+    if (TREE != BRANCHES) luce_await();  // until here spans were read, and what kernels of earlier steps wrote
     if (PENDING && accepted) {
         if (tentative || !rows) write();
         // Before a row is overwritten, or a fade.
         luce_sync();
     }
     if (thread < rows) {
-        const float* row = x + thread * stride;
+        const float* row = x + way.at(thread) * stride;
         r.fade[thread] = expf(log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]));
         r.rate[thread] = sigmoid(row[layout.beta(head)]);
-        if (tentative) fades[thread] = r.fade[thread];
+        if (tentative && thread >= way.before) fades[way.kept(thread)] = r.fade[thread];
     }
     const auto inputs = [&](int kind) {
         const int channel = kind == VECTORS ? layout.gate(head) : layout.vector(kind, head);
-        return Window{x + channel, before ? before + kind * HEAD : nullptr, kept + kind * HEAD, stride, taps, accepted};
+        return Window{x + channel, before ? before + kind * HEAD : nullptr, kept + kind * HEAD, path, stride, taps,
+                      accepted, way};
     };
     convolve(r, rows, layout, head, filter, norm, taps, inputs);
-    advance(r, rows, s, part, own, tentative ? kept + KEPT_CHANGE * HEAD : nullptr);
+    float* changes = tentative ? kept + (way.kept(way.before) * KEPT + KEPT_CHANGE) * HEAD : nullptr;
+    advance(r, rows, s, part, own, changes, way.before);
     luce_release();
     if (!tentative && rows) write();
 
@@ -240,24 +270,29 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
     const int passed = tentative ? 0 : rows;
     for (int i = thread; i < VECTORS * HEAD; i += THREADS) {
         const Window window = inputs(i / HEAD);
-        float input[TAPS - 1] = {};
+        // Other blocks may still read what a tree begins with, and nothing of it changes.
+        if (TREE != BRANCHES || !tentative) {
+            float input[TAPS - 1] = {};
 #pragma unroll
-        for (int tap = 0; tap < TAPS - 1; tap++) {
-            const float* from = window.at(passed - (taps - 1) + tap);
-            if (tap < taps - 1 && from) input[tap] = from[i % HEAD];
+            for (int tap = 0; tap < TAPS - 1; tap++) {
+                const float* from = window.at(passed - (taps - 1) + tap);
+                if (tap < taps - 1 && from) input[tap] = from[i % HEAD];
+            }
+#pragma unroll
+            for (int tap = 0; tap < TAPS - 1; tap++)
+                if (tap < taps - 1) past[tap * VECTORS * HEAD + i] = input[tap];
         }
-#pragma unroll
-        for (int tap = 0; tap < TAPS - 1; tap++)
-            if (tap < taps - 1) past[tap * VECTORS * HEAD + i] = input[tap];
         if (tentative)
-            for (int row = 0; row < rows; row++) {
-                kept[row * KEPT * HEAD + i] = window.at(row)[i % HEAD];
-                if (i < HEAD) kept[(row * KEPT + KEPT_KEY) * HEAD + i] = r.vectors[row][KEY][i];
+            for (int row = way.before; row < rows; row++) {
+                float* to = kept + way.kept(row) * KEPT * HEAD;
+                to[i] = window.at(row)[i % HEAD];
+                if (i < HEAD) to[KEPT_KEY * HEAD + i] = r.vectors[row][KEY][i];
             }
     }
     luce_sync();
 
-    for (int row = luce_wave(); row < rows; row += WAVES) {
+    for (int row = way.before + luce_wave(); row < rows; row += WAVES) {
+        const int step_row = span.start + row - way.before;
         float sum = 0.0f;
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
@@ -265,13 +300,13 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
             sum = fmaf(value, value, sum);
         }
         const float inverse = 1.0f / sqrtf(luce_lane_sum(sum) / (float)HEAD + eps);
-        float* to = out + ((i64)(span.start + row) * heads + head) * HEAD;
+        float* to = out + ((i64)step_row * heads + head) * HEAD;
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
             const int i = lane + e * LUCE_LANES;
             const float result[1] = {r.answer[row][i] * inverse * r.gate[row][i]};
             if (room)
-                quantise_columns(result, true, head * HEAD + i, span.start + row, room, values, scales);
+                quantise_columns(result, true, head * HEAD + i, step_row, room, values, scales);
             else
                 to[i] = result[0];
         }
@@ -288,8 +323,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
                int key_heads, int taps, int most, float eps, int n, u8* __restrict__ values,
                float* __restrict__ scales, int room) {
-    steps<1, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, out, stride, key_heads,
-                     taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
+    steps<1, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, nullptr, out, stride,
+                     key_heads, taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -299,8 +334,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
                 int key_heads, int taps, int most, float eps, int n, u8* __restrict__ values,
                 float* __restrict__ scales, int room) {
-    steps<STEPS, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, out, stride, key_heads,
-                     taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
+    steps<STEPS, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, nullptr, out, stride,
+                     key_heads, taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -310,6 +345,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                  const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
                  int key_heads, int taps, int most, float eps, int n, u8* __restrict__ values,
                  float* __restrict__ scales, int room) {
-    steps<STEPS, true>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, out, stride, key_heads,
-                     taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
+    steps<STEPS, true>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, nullptr, out, stride,
+                     key_heads, taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    delta_accept(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
+                 const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
+                 float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
+                 const i32* __restrict__ spans, const i32* __restrict__ pending, const i32* __restrict__ branches,
+                 float* __restrict__ out, i64 stride, int key_heads, int taps, int most, float eps, int n,
+                 u8* __restrict__ values, float* __restrict__ scales, int room) {
+    steps<STEPS, true, ACCEPT>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, branches, out,
+                               stride, key_heads, taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    delta_branches(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
+                   const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
+                   float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
+                   const i32* __restrict__ spans, const i32* __restrict__ pending, const i32* __restrict__ branches,
+                   float* __restrict__ out, i64 stride, int key_heads, int taps, int most, float eps, int n,
+                   u8* __restrict__ values, float* __restrict__ scales, int room) {
+    steps<STEPS, true, BRANCHES>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, branches, out,
+                                 stride, key_heads, taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
 }

@@ -26,7 +26,7 @@ from luce.cache.disk import DiskTier
 from luce.cache.store import Store
 from luce.config import Config
 from luce.draft.drafter import Drafter
-from luce.draft.open import open_drafter, verified_rows
+from luce.draft.open import branch_pages, open_drafter, verified_rows
 from luce.draft.scorer import Scorer
 from luce.draft.tails import Tails
 from luce.engine.loop import Engine, Ticket
@@ -134,6 +134,7 @@ def open_backend(
         verify=verified_rows(config),
         pool=Wanted.of(config.kvflash),
         ranked=config.kvflash != "off" and config.kvflash_policy != DraftPolicy.label,
+        branch_pages=branch_pages(config),
         ring=ring,
         claims=claims,
         unpack=config.prompt_weights == "auto",
@@ -231,6 +232,7 @@ class Model:
             flush_seconds=config.kv_cache_flush_timeout,
             drafter=drafter,
             verify_width=config.verify_width,
+            tree=config.ddtree_budget if config.ddtree else None,
             tails=tails,
             kvflash=kvflash,
         )

@@ -395,6 +395,19 @@ class Config:
         metavar="N",
         group="draft",
     )
+    ddtree: bool = _setting(
+        False,
+        _text,
+        "let a DFlash draft guess a tree, several tokens for a place, instead of one text",
+        group="draft",
+    )
+    ddtree_budget: int = _setting(
+        15,
+        _integer(0, 64),
+        "most guesses of a tree; a step computes up to 15 beside the token that it begins with, so more change nothing",
+        metavar="N",
+        group="draft",
+    )
     verify_width: int = _setting(
         0,
         _integer(0, 16),
@@ -720,6 +733,13 @@ def _draft_problems(
     values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """Field and message of draft settings that would do nothing. Fields in `wrong` have been reported."""
+    budget = "ddtree_budget"
+    if not values.get("ddtree", False) and values.get(budget, FIELDS[budget].default) != FIELDS[budget].default:
+        yield budget, f"{spelled[budget]}: requires {flag('ddtree')}"
+    if values.get("ddtree", False) and values.get("draft", "") in ("", "ngram", "mtp") and "draft" not in wrong:
+        yield "ddtree", f"{spelled['ddtree']}: requires {flag('draft')} with a DFlash draft"
+    if values.get("ddtree", False) and values.get("kvflash", "off") != "off" and "kvflash" not in wrong:
+        yield "ddtree", f"{spelled['ddtree']}: not together with {flag('kvflash')}"
     if values.get("draft", "") not in ("", "ngram") or "draft" in wrong:
         return
     for name in _DRAFT:

@@ -40,8 +40,12 @@ class Backend(Protocol):
         """Pages that exist in each page group: numbers 0..pages-1."""
 
     @property
+    def branch_pages(self) -> int:
+        """Pages of each group beside `pages`, numbered behind them, for branches of trees; 0 if there may be none."""
+
+    @property
     def verify(self) -> int:
-        """Most rows of a tentative span, 0 if there may be none."""
+        """Most rows of a tentative span, or of a tree; 0 if there may be none."""
 
     @property
     def recurrent(self) -> bool:
@@ -60,9 +64,13 @@ class Backend(Protocol):
         ShardLostError: so is every other sequence that has run a step, and steps fail until `lost` has told.
         """
 
-    def accept(self, slot: int, rows: int) -> None:
-        """The first `rows` > 0 rows of the slot's tentative span count: its next span accepts none, and `save` gives
-        the states behind them."""
+    def accept(self, slot: int, rows: Sequence[int]) -> None:
+        """These rows of the slot's tentative spans count, at least the first one: its next span accepts none, and
+        `save` gives the states behind them."""
+
+    def move_features(self, slot: int, position: int, path: Sequence[int]) -> None:
+        """Of the slot's tree, whose root was run at `position`, these rows count: what was captured of them is moved
+        to their positions, for a drafter."""
 
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         """As luce.backend.shard.Shard.seal, in all layers."""

@@ -15,7 +15,7 @@ from luce.errors import BackendError
 from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
 from luce.remote.messages import Load
-from luce.runtime.step import PAGE, Step
+from luce.runtime.step import PAGE, Span, Step
 
 
 def load_layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
@@ -49,10 +49,15 @@ def check_step(step: Step, vocab: int, load: Load) -> None:
     shapes += [step.top is None or step.top.shape == step.wanted.shape]
     shapes += [step.full.shape == step.wanted.shape, len(step.views) == len(load.pages)]
     at = 0
+    root: Span | None = None
     for span in step.spans:
         shapes += [span.start == at, span.rows > 0, span.position >= 0, 0 <= span.slot < load.slots]
         shapes += [0 <= span.accepted <= load.verify, not span.tentative or span.rows <= load.verify]
         shapes += [span.position > 0 or not (span.accepted or span.tentative)]
+        shapes += [not span.path or (len(span.path) == span.accepted and is_path(span.path, load.verify))]
+        root = root if span.behind else span
+        if span.behind:
+            shapes.append(root is not None and _hangs_on(span, root, load.verify))
         at += span.rows
     if not all(shapes) or at != rows:
         raise BackendError("a step whose parts do not fit each other")
@@ -61,12 +66,29 @@ def check_step(step: Step, vocab: int, load: Load) -> None:
         spans, width = len(step.spans), view.table.shape[-1] if view.table.ndim == 2 else -1
         if view.table.shape != (spans, width) or view.first.shape != (spans, width):
             raise BackendError(f"a page table of {view.table.shape} for {spans} spans")
+        if view.copies is not None:
+            if view.copies.ndim != 2 or view.copies.shape[1] != 2:
+                raise BackendError("a page table whose parts do not fit each other")
+            some = view.copies[:, 0] >= 0
+            inside += [within(view.copies[some], pages * PAGE), bool((view.copies[~some] == -1).all())]
         seen = view.seen is None or (view.seen.shape == (rows, 2) and all(span.rows <= 64 for span in step.spans))
         if view.count.shape != (spans,) or view.dest.shape != (rows,) or not seen:
             raise BackendError("a page table whose parts do not fit each other")
         inside += [within(view.table, pages), within(view.dest, pages * PAGE), within(view.count, width + 1)]
     if not all(inside):
         raise BackendError("a step refers to something that does not exist")
+
+
+def is_path(rows: Sequence[int], most: int) -> bool:
+    """Whether rows of a tree can be accepted: the first one, and others in order, all below `most`."""
+    return len(rows) > 0 and rows[0] == 0 and rows[-1] < most and all(a < b for a, b in pairwise(rows))
+
+
+def _hangs_on(span: Span, root: Span, most: int) -> bool:
+    """Whether a branch belongs to the tree that begins with another span."""
+    rows, first = [row - root.start for row in span.behind], span.start - root.start
+    same = span.slot == root.slot and span.position == root.position + len(rows) and span.tentative and root.tentative
+    return same and first + span.rows <= most and is_path([*rows, first], most)
 
 
 def check_pages(load: Load, slot: int | None, pages: Sequence[Sequence[int]] | None = None) -> None:

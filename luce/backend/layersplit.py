@@ -47,13 +47,13 @@ _log = logging.getLogger(__name__)
 class LayerSplitBackend:
     """`spec`'s layers on `devices`, split by `weights` or by bytes (luce.backend.placement.plan_shards).
 
-    See luce.backend.backend.Backend for the properties. `verify`: most rows of a tentative span. `pool`: how much of a
-    longer sequence is on the devices; `ranked`: whether its pages can be sealed and ranked. `ring` gets what its layers
-    compute in every step; `claims`: what a drafter is going to take of the devices. `unpack`: GPUs keep matrices
-    unpacked beside their blocks, in what memory can be spared, which makes prompts faster and nothing else. `piece`:
-    rows in which long steps go through several shards. `peer`: GPUs copy to each other where the pair allows it,
-    otherwise always through pinned host memory. `on_progress` gets the share of this process's layers that are read,
-    after each.
+    See luce.backend.backend.Backend for the properties. `verify`: most rows of a tentative span or a tree; `pool`: how
+    much of a longer sequence is on the devices; `ranked`: whether its pages can be sealed and ranked; `branch_pages`:
+    of each group, for branches of trees. `ring` gets what its layers compute in every step; `claims`: what a drafter is
+    going to take of the devices. `unpack`: GPUs keep matrices unpacked beside their blocks, in what memory can be
+    spared, which makes prompts faster and nothing else. `piece`: rows in which long steps go through several shards.
+    `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory. `on_progress`
+    gets the share of this process's layers that are read, after each.
     Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
     bytes and the context that would fit. Nothing stays allocated then.
     The devices stay their owner's: they are closed after the backend.
@@ -73,6 +73,7 @@ class LayerSplitBackend:
         verify: int = 0,
         pool: Wanted | None = None,
         ranked: bool = False,
+        branch_pages: int = 0,
         ring: FeatureRing | None = None,
         claims: Sequence[Claim] = (),
         unpack: bool = False,
@@ -92,6 +93,7 @@ class LayerSplitBackend:
         self.vocab = spec.vocab
         self.slots = slots
         self.verify = verify
+        self.branch_pages = branch_pages
         self.context = context
         self.chunk = chunk
         self.recurrent = spec.recurrent
@@ -110,6 +112,7 @@ class LayerSplitBackend:
             chunk=chunk,
             kv=kv,
             verify=verify,
+            branch_pages=branch_pages,
             claims=claims,
             piece=piece,
         )
@@ -119,6 +122,7 @@ class LayerSplitBackend:
         self.bound = chosen.bound
         self.pages = group_pages(spec, slots, context, chunk, chosen.bound)
         plan = planned(bound=chosen.bound)
+        pages = [count + branch_pages for count in self.pages]
         self._check_memory(plan, devices)
         spare = [shard.spare if unpack else 0 for shard in plan]
         rows = largest_piece(piece)
@@ -137,7 +141,7 @@ class LayerSplitBackend:
                         spec,
                         layers,
                         group,
-                        pages=self.pages,
+                        pages=pages,
                         slots=slots,
                         kv=kv,
                         verify=verify,
@@ -158,7 +162,7 @@ class LayerSplitBackend:
                             spec,
                             plan[number].layers,
                             group[0],
-                            pages=self.pages,
+                            pages=pages,
                             slots=slots,
                             kv=kv,
                             verify=verify,
@@ -240,10 +244,14 @@ class LayerSplitBackend:
             raise
         return self._output(outputs)
 
-    def accept(self, slot: int, rows: int) -> None:
+    def accept(self, slot: int, rows: Sequence[int]) -> None:
         self._wait()
         for shard in self._chain.shards:
             shard.accept(slot, rows)
+
+    def move_features(self, slot: int, position: int, path: Sequence[int]) -> None:
+        if self._ring is not None:
+            self._ring.move(slot, position, path)
 
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         self._wait()

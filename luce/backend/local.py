@@ -29,10 +29,10 @@ from luce.ops.embedding import take_rows
 from luce.ops.features import capture
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.matmul import FEW_ROWS
-from luce.ops.sample import argmax, candidates
+from luce.ops.sample import argmax, candidates, log_norms
 from luce.ops.sample import top as largest
 from luce.runtime.device import Array, Device, Event
-from luce.runtime.step import PAGE, DeviceStep, Int32, Output, SpanArrays, Step, StepShape
+from luce.runtime.step import PAGE, DeviceStep, Int32, Output, Span, SpanArrays, Step, StepShape, branches_of
 
 # Rows of a short prompt and of a long one, as far as kernels differ between them.
 _PROMPT_ROWS = (64, 512)
@@ -133,23 +133,26 @@ class LocalShard:
         return self._fetched(arrays, self._places(step))
 
     def _fetched(self, arrays: Sequence[Array], places: Sequence[NDArray[Any]] | None = None) -> Pending:
-        """What is returned of ids, logits and keys of candidates, whose copies to the host are queued here."""
+        """What is returned of ids, logits, candidates' keys and norms, whose copies to the host are queued here."""
         into: Sequence[NDArray[Any] | None] = (None,) * len(arrays) if places is None else places
-        ids, logits, *keys = [self.device.fetch(array, place) for array, place in zip(arrays, into, strict=True)]
-        return lambda: Output(ids(), logits(), candidates(keys[0]()) if keys else None)
+        ids, logits, *top = [self.device.fetch(array, place) for array, place in zip(arrays, into, strict=True)]
+        return lambda: Output(ids(), logits(), candidates(*(part() for part in top)) if top else None)
 
     def embed(self, tokens: Int32) -> Array:
         if self._embedding is None:
             raise BackendError(f"{self.info.device}: only the first shard embeds, this one has layers {self._shown}")
         return self._embedding.rows(self.device.upload(tokens))
 
-    def project(self, hidden: Array, *, top: int = 0, logits: bool = False) -> Pending:
+    def project(
+        self, hidden: Array, *, top: int = 0, logits: bool = False, scale: float = 0.0, softcap: float = 0.0
+    ) -> Pending:
         if self._head is None:
             raise BackendError(f"{self.info.device}: only the last shard projects, this one has layers {self._shown}")
         device = self.device
         rows = self._head.project(device.upload(hidden) if isinstance(hidden, np.ndarray) else hidden)
-        keys = [largest(device, rows)[:, :top]] if top else []
-        return self._fetched([argmax(device, rows), rows if logits else rows[:0], *keys])
+        best = [largest(device, rows)[:, :top]] if top else []
+        norms = [log_norms(device, rows, scale, softcap)] if top and scale else []
+        return self._fetched([argmax(device, rows), rows if logits else rows[:0], *best, *norms])
 
     @property
     def _shown(self) -> str:
@@ -210,10 +213,13 @@ class LocalShard:
         """Steps that ran by replaying a captured graph."""
         return self._replayer.replayed
 
-    def accept(self, slot: int, rows: int) -> None:
-        table, pending = np.array([[slot, 0, 0, 1]], np.int32), np.array([[rows, 0]], np.int32)
-        upload = self.device.upload
-        spans = SpanArrays(upload(table), upload(np.empty(0, np.int32)), 1, 0, upload(pending))
+    def accept(self, slot: int, rows: Sequence[int]) -> None:
+        upload, path = self.device.upload, tuple(rows)
+        table, pending = np.array([[slot, 0, 0, 1]], np.int32), np.array([[len(path), 0]], np.int32)
+        branches = None
+        if path != tuple(range(len(path))):
+            branches = upload(branches_of([Span(slot, 0, 0, 1, len(path), path=path)]))
+        spans = SpanArrays(upload(table), upload(np.empty(0, np.int32)), 1, 0, upload(pending), branches)
         for block in self._blocks.values():
             if isinstance(block.mixer, DeltaNetLayer):
                 block.mixer.accept(spans)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,6 +36,9 @@ def cut(step: Step, rows: int) -> list[Step]:
 def _near(step: Step, row: int) -> int:
     """The place at or before a row where the step may be cut."""
     span = next(s for s in step.spans if row < s.start + s.rows)
+    if span.behind:
+        # A tree stays together.
+        return span.behind[0]
     offset = (row - span.start) // PAGE * PAGE
     if offset and span.rows - offset < _LEAST:
         offset -= PAGE
@@ -59,8 +63,11 @@ def _part(step: Step, begin: int, end: int) -> Step:
 
 def _clip(span: Span, begin: int, end: int) -> Span:
     first, last = max(span.start, begin), min(span.start + span.rows, end)
-    accepted = span.accepted if first == span.start else 0
-    return Span(span.slot, first - begin, last - first, span.position + first - span.start, accepted, span.tentative)
+    if span.tentative:
+        return replace(span, start=span.start - begin, behind=tuple(row - begin for row in span.behind))
+    begins = first == span.start
+    accepted, path = (span.accepted, span.path) if begins else (0, ())
+    return Span(span.slot, first - begin, last - first, span.position + first - span.start, accepted, path=path)
 
 
 def _view(view: PageView, picked: list[int], spans: tuple[Span, ...], begin: int, end: int) -> PageView:
@@ -76,4 +83,6 @@ def _view(view: PageView, picked: list[int], spans: tuple[Span, ...], begin: int
         view.dest[begin:end],
         # A span of which rows see others is too short to be cut.
         None if view.seen is None else view.seen[begin:end],
+        # Those of other parts' branches come too early here, and again in time there.
+        view.copies if any(span.behind for span in spans) else None,
     )

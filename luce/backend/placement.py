@@ -123,6 +123,7 @@ def plan_shards(
     chunk: int = 512,
     kv: KVTypes = AUTO,
     verify: int = 0,
+    branch_pages: int = 0,
     claims: Sequence[Claim] = (),
     bound: int | None = None,
     piece: int = PIECE,
@@ -133,11 +134,11 @@ def plan_shards(
     the GPUs cannot hold; the boundary of two devices is aligned if both then hold their part. There is room for `slots`
     sequences of `context` positions, in steps of up to `chunk` rows and tentative spans of up to `verify`, which go
     through the shards in pieces of about `piece` rows, where a sequence has `bound` pages of full attention at most,
-    and what is claimed is left free. Raises UsageError for more devices than layers, for another number of weights than
-    of devices, and if the heads do not take a type of `kv`.
+    and for `branch_pages` pages of each group beside theirs; what is claimed is left free. Raises UsageError for more
+    devices than layers, for another number of weights than of devices, and if the heads do not take a type of `kv`.
     """
     check_devices(len(spec.blocks), len(devices))
-    pages = group_pages(spec, slots, context, chunk, bound)
+    pages = [count + branch_pages for count in group_pages(spec, slots, context, chunk, bound)]
     sizes = _Sizes(file, spec, devices, slots, pages, kv, verify, claims, largest_piece(piece))
     if weights:
         return sizes.shards(plan_layers(spec, len(devices), weights))

@@ -243,7 +243,9 @@ class RemoteShard:
         self._requests.ask(Embed(np.asarray(tokens, np.int32)), seconds=seconds, limit=limit, take=take).wait()
         return found[0]
 
-    def project(self, hidden: Array, *, top: int = 0, logits: bool = False) -> Pending:
+    def project(
+        self, hidden: Array, *, top: int = 0, logits: bool = False, scale: float = 0.0, softcap: float = 0.0
+    ) -> Pending:
         rows = len(hidden)
 
         def take(reply: Reply) -> None:
@@ -252,13 +254,16 @@ class RemoteShard:
             if reply.output is None:
                 raise GarbageError("it projected nothing")
             self._check_output(reply.output, rows, rows if logits else 0, (rows if top else 0, top))
+            found = reply.output.top
+            if scale and found is not None and (found.norms is None or found.norms.shape != (rows,)):
+                raise GarbageError("it projected candidates without norms")
 
         seconds, limit = PER_ROW * rows, SMALL + 4 * rows * self._vocab
-        message = Project(np.asarray(hidden, np.float32), top, logits)
+        message = Project(np.asarray(hidden, np.float32), top, logits, scale, softcap)
         return self._requests.ask(message, seconds=seconds, limit=limit, take=take).output
 
-    def accept(self, slot: int, rows: int) -> None:
-        self._requests.ask(Accept(slot, rows), seconds=0, limit=SMALL, take=_done)
+    def accept(self, slot: int, rows: Sequence[int]) -> None:
+        self._requests.ask(Accept(slot, tuple(rows)), seconds=0, limit=SMALL, take=_done)
 
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         message = Seal(slot, tuple(map(int, entries)), tuple(map(int, pages)))

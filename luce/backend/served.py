@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from luce import log
 from luce.backend.chain import Chain, Ran
-from luce.backend.checks import check_pages, check_step, load_layers, within
+from luce.backend.checks import check_pages, check_step, is_path, load_layers, within
 from luce.backend.kept import HostKept, JoinedKept, Piece
 from luce.backend.local import LocalShard
 from luce.backend.plan import handed_on, handed_widths
@@ -317,7 +318,10 @@ class ServedModel:
         self.chain.wait()
         if message.hidden.ndim != 2 or message.hidden.shape[1] != self.spec.hidden or not 0 <= message.top <= TOP:
             raise BackendError(f"rows of shape {message.hidden.shape} and {message.top} candidates cannot be projected")
-        return self.chain.shards[-1].project(message.hidden, top=message.top, logits=message.logits)()
+        if not (0 <= message.scale < math.inf and 0 <= message.softcap < math.inf):
+            raise BackendError(f"no norms of logits times {message.scale}, capped at {message.softcap}")
+        shard, norms = self.chain.shards[-1], {"scale": message.scale, "softcap": message.softcap}
+        return shard.project(message.hidden, top=message.top, logits=message.logits, **norms)()
 
     def seal(self, message: Seal) -> None:
         """Queue what keeps the moments of pages' keys."""
@@ -339,12 +343,12 @@ class ServedModel:
             raise BackendError("these pages of a sequence cannot be ranked")
         return np.concatenate([shard.rank(message.slot, message.position, entries) for shard in self.chain.shards])
 
-    def accept(self, slot: int, rows: int) -> None:
-        """The first rows of a tentative span count."""
+    def accept(self, slot: int, rows: Sequence[int]) -> None:
+        """These rows of a tentative span or a tree count."""
         self.chain.wait()
         check_pages(self.load, slot)
-        if not 0 < rows <= self.load.verify:
-            raise BackendError(f"{rows} rows cannot be accepted, tentative spans have up to {self.load.verify}")
+        if not is_path(rows, self.load.verify):
+            raise BackendError(f"rows {rows} cannot be accepted, tentative spans have up to {self.load.verify}")
         for shard in self.chain.shards:
             shard.accept(slot, rows)
 

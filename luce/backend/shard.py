@@ -85,16 +85,19 @@ class Shard(Protocol):
         BackendError if this is not the first shard.
         """
 
-    def project(self, hidden: Array, *, top: int = 0, logits: bool = False) -> Pending:
+    def project(
+        self, hidden: Array, *, top: int = 0, logits: bool = False, scale: float = 0.0, softcap: float = 0.0
+    ) -> Pending:
         """Queue the head's product with rows that somebody else has normed: the model's norm and softcap are left out.
 
         `hidden` is float32 [n, H], on this shard's device or on the host. The output has the rows' ids; the `top`
-        largest logits of each, at most TOP, if `top` is not 0; all logits if asked for, else none. Raises BackendError
-        if this is not the last shard.
+        largest logits of each, at most TOP, if `top` is not 0, and with a `scale` their norms as
+        luce.ops.sample.log_norms has them; all logits if asked for, else none. Raises BackendError if this is not the
+        last shard.
         """
 
-    def accept(self, slot: int, rows: int) -> None:
-        """Apply the first `rows` rows of the slot's tentative span to its recurrent states."""
+    def accept(self, slot: int, rows: Sequence[int]) -> None:
+        """Apply these rows of the slot's tentative spans to its recurrent states."""
 
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         """Keep on the host what `rank` has to know of pages of full attention, full ones, as they are now.

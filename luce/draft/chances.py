@@ -14,15 +14,23 @@ from luce.runtime.step import Candidates, Int32, Output
 _LEAST = 0.2
 
 
-def chances(top: Candidates, *, scale: float = 1.0, softcap: float = 0.0) -> NDArray[np.float64]:
-    """The probability of each row's likeliest token among the candidates, which have nearly all of it: float64 [rows].
+def chances(top: Candidates) -> NDArray[np.float64]:
+    """The probability of each row's likeliest token among the candidates, which have nearly all: float64 [rows]."""
+    logits = top.logits.astype(np.float64)
+    result: NDArray[np.float64] = 1 / np.exp(logits - logits[:, :1]).sum(axis=1)
+    return result
+
+
+def log_chances(top: Candidates, *, scale: float = 1.0, softcap: float = 0.0) -> NDArray[np.float64]:
+    """Log probabilities of all candidates, whose norms are known: float64, the shape of their ids.
 
     Logits are multiplied by `scale`, and then x becomes softcap tanh(x / softcap) if there is one.
     """
+    assert top.norms is not None
     logits = top.logits.astype(np.float64) * scale
     if softcap:
         logits = softcap * np.tanh(logits / softcap)
-    result: NDArray[np.float64] = 1 / np.exp(logits - logits[:, :1]).sum(axis=1)
+    result: NDArray[np.float64] = logits - top.norms[:, None]
     return result
 
 

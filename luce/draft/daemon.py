@@ -96,11 +96,12 @@ class DraftSession:
             if told.rows:
                 self._put(told, message.features[at : at + told.rows])
                 at += told.rows
-        asked = [Draftable(slot, self._texts[slot], most) for slot, most in message.asked]
+        asked = [Draftable(slot, self._texts[slot], most, depth) for slot, most, depth in message.asked]
         proposals = self._drafter.propose(asked) if asked else []
         return Proposed(
             tuple(np.array(proposal.tokens, np.int32) for proposal in proposals),
             tuple(np.array(proposal.chances, np.float64) for proposal in proposals),
+            tuple(np.array(proposal.parents, np.int32) for proposal in proposals),
         )
 
     def _tell(self, told: Told) -> None:
@@ -128,8 +129,9 @@ class DraftSession:
             fits &= bool(((told.tokens >= 0) & (told.tokens < target.spec.vocab)).all())
             ends[told.slot] = known + len(told.tokens)
             fits &= told.rows >= 0 and 0 <= told.begin <= ends[told.slot] - told.rows
-        asked = [slot for slot, _ in message.asked]
+        asked = [slot for slot, _, _ in message.asked]
         fits &= len(set(asked)) == len(asked) and all(ends.get(slot, 0) for slot in asked)
-        fits &= all(0 < most <= _MOST for _, most in message.asked)
+        fits &= all(0 < most <= _MOST for _, most, _ in message.asked)
+        fits &= all(0 <= depth <= (_MOST if self._recipe.trees else 0) for _, _, depth in message.asked)
         if not fits:
             raise BackendError("a message about texts whose parts do not fit each other")

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from luce.draft.chances import chances
+from luce.draft.chances import log_chances
 from luce.draft.drafter import Draftable, Proposal
 from luce.draft.ends import Ends
 from luce.draft.features import Known, batches
 from luce.draft.model import PIECE, DraftModel
+from luce.draft.tree import likeliest
 from luce.layers.features import FeatureRing
-from luce.runtime.step import Span
+from luce.runtime.step import Int32, Span
 
 
 class DFlashDrafter:
@@ -38,12 +40,17 @@ class DFlashDrafter:
         slots = [asked[index].slot for index in ready]
         self._catch_up(slots, [len(asked[index].tokens) - 1 for index in ready])
         seeds = np.array([asked[index].tokens[-1] for index in ready], np.int32)
-        output = self._ends.project(self._model.fill(slots, self._ends.embed(seeds)))
+        filled = self._model.fill(slots, self._ends.embed(seeds))
+        output = self._ends.project(filled, scale=self._spec.logit_scale, softcap=self._spec.logit_softcap)
         assert output.top is not None
-        sure = chances(output.top, scale=self._spec.logit_scale, softcap=self._spec.logit_softcap)
+        scores = log_chances(output.top, scale=self._spec.logit_scale, softcap=self._spec.logit_softcap)
         for row, index in enumerate(ready):
-            own = slice(row * self.block, row * self.block + min(self.block, asked[index].most))
-            proposals[index] = Proposal(output.ids[own].tolist(), sure[own].tolist())
+            one = asked[index]
+            own = slice(row * self.block, row * self.block + min(self.block, one.depth or one.most))
+            if one.depth:
+                proposals[index] = _tree(output.top.ids[own], scores[own], one.most)
+            else:
+                proposals[index] = Proposal(output.ids[own].tolist(), np.exp(scores[own, 0]).tolist())
         return proposals
 
     def forget(self, slot: int) -> None:
@@ -68,3 +75,13 @@ class DFlashDrafter:
         for parts in batches(owed, PIECE):
             counts = [len(part.positions) for part in parts]
             self._model.remember([part.slot for part in parts], counts, self._known.places(parts))
+
+
+def _tree(ids: Int32, scores: NDArray[np.float64], budget: int) -> Proposal:
+    """The likeliest `budget` texts: ids and scores [positions, k] of each position's likeliest tokens."""
+    nodes = likeliest(scores, budget)
+    return Proposal(
+        [int(ids[node.depth, node.rank]) for node in nodes],
+        [float(np.exp(scores[node.depth, node.rank])) for node in nodes],
+        [node.parent for node in nodes],
+    )

@@ -27,11 +27,13 @@ class Draftable:
     tokens  int32 [committed + 1], not to be written to: what the target has in its cache, at positions 0.., and behind
             it the seed, which is chosen but not computed yet
     most    most tokens that are wanted behind the seed, > 0
+    depth   if it is more than 0 a tree may be proposed, of up to so many tokens one behind another
     """
 
     slot: int
     tokens: Int32
     most: int
+    depth: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,14 @@ class Proposal:
     """The tokens behind the seed, none if there is no guess.
 
     chances: the drafter's probability of each token, given that those before it are right; as many as tokens, or empty
-    if it has none to give.
+    if it has none to give. parents: of each token of a tree the one that it follows, an earlier one, or -1 for the
+    seed, no two tokens behind one being the same; empty if each follows the one before it. The likeliest texts come
+    first, so that any number of the first tokens is a tree.
     """
 
     tokens: Sequence[int] = ()
     chances: Sequence[float] = ()
+    parents: Sequence[int] = ()
 
 
 class Drafter(Protocol):

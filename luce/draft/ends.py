@@ -11,7 +11,7 @@ from luce.backend.shard import Pending
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import LayerBuilder
 from luce.models.spec import ModelSpec
-from luce.ops.sample import argmax, candidates
+from luce.ops.sample import argmax, candidates, log_norms
 from luce.ops.sample import top as largest
 from luce.runtime.device import Array, Device
 from luce.runtime.step import TOP, Int32, Output
@@ -27,7 +27,7 @@ class End(Protocol):
     def embed(self, tokens: Int32) -> Array:
         """Rows of the token table, of the first shard."""
 
-    def project(self, hidden: Array, *, top: int = 0) -> Pending:
+    def project(self, hidden: Array, *, top: int = 0, scale: float = 0.0, softcap: float = 0.0) -> Pending:
         """The head's product with rows, of the last one."""
 
 
@@ -46,11 +46,14 @@ class Ends:
             return rows
         return self.device.upload(rows if isinstance(rows, np.ndarray) else self.first.device.download(rows))
 
-    def project(self, rows: Array) -> Output:
-        """Ids and TOP candidates of float32 [n, hidden] on the draft's device, by the target's head."""
+    def project(self, rows: Array, *, scale: float = 0.0, softcap: float = 0.0) -> Output:
+        """Ids and TOP candidates of float32 [n, hidden] on the draft's device, by the target's head.
+
+        With a scale also the candidates' norms, as luce.ops.sample.log_norms has them.
+        """
         if self.last.device is not self.device:
             rows = self.device.download(rows)
-        return self.last.project(rows, top=TOP)()
+        return self.last.project(rows, top=TOP, scale=scale, softcap=softcap)()
 
 
 class OwnEnd:
@@ -66,8 +69,10 @@ class OwnEnd:
         """As Shard.embed."""
         return self._embedding.rows(self.device.upload(tokens))
 
-    def project(self, hidden: Array, *, top: int = 0) -> Pending:
+    def project(self, hidden: Array, *, top: int = 0, scale: float = 0.0, softcap: float = 0.0) -> Pending:
         """As Shard.project, of rows on this device."""
         device, rows = self.device, self._head.project(hidden)
-        ids, keys = device.fetch(argmax(device, rows)), device.fetch(largest(device, rows)[:, :top])
-        return lambda: Output(ids(), np.empty((0, rows.shape[1]), np.float32), candidates(keys()))
+        norms = [log_norms(device, rows, scale, softcap)] if scale else []
+        ids, *found = [device.fetch(array) for array in (argmax(device, rows), largest(device, rows)[:, :top], *norms)]
+        none = np.empty((0, rows.shape[1]), np.float32)
+        return lambda: Output(ids(), none, candidates(*(part() for part in found)))

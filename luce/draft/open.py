@@ -28,6 +28,7 @@ from luce.remote.open import open_draft_daemon
 from luce.runtime.device import Device, DeviceName
 from luce.runtime.host import HostDevice
 from luce.runtime.open import named, open_device
+from luce.runtime.step import TREE
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ def verified_rows(config: Config) -> int:
     return (config.verify_width or RECURRENT_ROWS) if config.draft else 0
 
 
+def branch_pages(config: Config) -> int:
+    """Pages of each group for branches of trees: two for each row of a step that may be a branch."""
+    return 2 * (TREE - 1) if config.ddtree else 0
+
+
 def plan_drafter(
     opened: contextlib.ExitStack,
     config: Config,
@@ -112,6 +118,8 @@ def plan_drafter(
         return None
     target = Target(file, spec, config.parallel, min(context, config.draft_ctx_max))
     recipe = read_recipe(opened, target, config.draft, config.draft_swa)
+    if config.ddtree and not recipe.trees:
+        raise UsageError(f"--ddtree: {recipe.path or config.draft} is no DFlash draft", param="ddtree")
     return DraftPlan(target, recipe, _device(opened, config, devices))
 
 
@@ -135,6 +143,8 @@ def open_drafter(
     recipe, device, target = plan.recipe, plan.device, plan.target
     keep = config.draft_residency != "request-scoped"
     facts = recipe.facts | plan.sizes
+    if config.ddtree:
+        facts |= {"tree": min(config.ddtree_budget, TREE - 1)}
     # Of a drafter in a daemon here too, where the rings of all slots outlive the daemon.
     ring = target.ring(HostDevice() if plan.remote else device, recipe.layers) if recipe.layers else None
     claims = plan.claims(allocated=True)

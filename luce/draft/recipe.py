@@ -65,6 +65,7 @@ class Recipe:
     ends    whether it borrows the target's embedding and head
     digest  of its file, as luce.gguf.fingerprint
     bytes   of its weights and its context on a device
+    trees   whether it proposes trees where they are asked for
     """
 
     kind: str
@@ -75,6 +76,7 @@ class Recipe:
     make: Make
     digest: Callable[[], str]
     bytes: Callable[[Device], tuple[int, int]]
+    trees: bool = False
 
     @property
     def facts(self) -> dict[str, str | int]:
@@ -114,7 +116,7 @@ def _dflash(target: Target, file: GGUFFile, spec: DraftSpec) -> Recipe:
     def size(device: Device) -> tuple[int, int]:
         return draft_bytes(file, spec, device, slots=target.slots, context=target.context)
 
-    return Recipe("dflash", spec.path, spec.block - 1, layers, True, make, lambda: fingerprint(file), size)
+    return Recipe("dflash", spec.path, spec.block - 1, layers, True, make, lambda: fingerprint(file), size, trees=True)
 
 
 def _mtp(target: Target, window: int) -> Recipe:

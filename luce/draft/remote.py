@@ -157,12 +157,12 @@ class RemoteDrafter:
         features = np.empty((0, width), np.uint16)
         if parts and self._ring is not None and self._known is not None:
             features = self._ring.rows[self._known.places(parts)]
-        message = Propose(tuple(told), features, tuple((one.slot, one.most) for one in wanted))
+        message = Propose(tuple(told), features, tuple((one.slot, one.most, one.depth) for one in wanted))
         rows = len(features) + sum(len(part.tokens) for part in told)
         reply = self._ask(message, rows, Proposed, wanted)
         assert isinstance(reply, Proposed)
-        pairs = zip(reply.tokens, reply.chances, strict=True)
-        return [Proposal(tokens.tolist(), chances.tolist()) for tokens, chances in pairs]
+        found = zip(reply.tokens, reply.chances, reply.parents, strict=True)
+        return [Proposal(*(part.tolist() for part in parts)) for parts in found]
 
     def _told(self, slot: int, text: Int32, positions: Int32) -> Told:
         fresh = slot not in self._heard
@@ -199,9 +199,12 @@ class RemoteDrafter:
 
 def check(reply: Proposed, wanted: Sequence[Draftable], vocab: int) -> None:
     """Raises GarbageError unless these are proposals for what is wanted."""
-    if not len(reply.tokens) == len(reply.chances) == len(wanted):
+    if not len(reply.tokens) == len(reply.chances) == len(reply.parents) == len(wanted):
         raise GarbageError(f"it sent {len(reply.tokens)} proposals for {len(wanted)} texts")
-    for one, tokens, chances in zip(wanted, reply.tokens, reply.chances, strict=True):
+    for one, tokens, chances, parents in zip(wanted, reply.tokens, reply.chances, reply.parents, strict=True):
+        # The engine looks at whether parents make a tree.
+        if parents.shape not in ((tokens.shape, (0,)) if one.depth else ((0,),)):
+            raise GarbageError(f"it proposed {tokens.shape} tokens with {parents.shape} parents")
         if tokens.ndim != 1 or len(tokens) > one.most or chances.shape not in (tokens.shape, (0,)):
             raise GarbageError(f"it proposed {tokens.shape} tokens with {chances.shape} chances, {one.most} were asked")
         if not _inside(tokens, vocab - 1) or not _inside(chances, 1):

@@ -4,6 +4,7 @@
     pages       host-side account of KV pages: reserve, extend, release, the page views of a step
     residency   KVFlash: which pages of a sequence that does not fit are on the devices, and moving the others
     policies    what says which pages matter
+    tree        pure: trees of guesses as rows of a step, and the pages that their branches see
     scheduler   pure: waiting and running sequences in, steps out
     sampling    logits to a token; log probabilities
     speculate   what a drafter proposes, verified

@@ -172,9 +172,9 @@ class Engine:
     host memory for the prefix cache, 0 for no cache; cache_interval: prompt tokens between points of a long prompt at
     which a sequence can be resumed, where the model needs such points. disk: where points of at least disk_tokens
     tokens are written; it is closed with the engine, after flush_seconds at most. drafter: proposes tokens, and is
-    closed with the engine; verify_width: rows of a sequence that are verified at once, 0 for as many as pay; tails: of
-    the drafter's ring, kept with prefixes. kvflash: which pages stay on the devices, needed where the backend bounds
-    the pages of a sequence.
+    closed with the engine; verify_width: rows of a sequence that are verified at once, 0 for as many as pay; tree: most
+    tokens of a tree that it is asked for, None if it is asked for chains; tails: of the drafter's ring, kept with
+    prefixes. kvflash: which pages stay on the devices, needed where the backend bounds the pages of a sequence.
     """
 
     def __init__(
@@ -193,6 +193,7 @@ class Engine:
         flush_seconds: float = 30,
         drafter: Drafter | None = None,
         verify_width: int = 0,
+        tree: int | None = None,
         tails: Tails | None = None,
         kvflash: KVFlash | None = None,
     ) -> None:
@@ -209,6 +210,7 @@ class Engine:
             context=backend.context,
             chunk=chunk,
             bound=backend.bound,
+            branch_pages=backend.branch_pages,
         )
         self._pager = None if kvflash is None else Pager.over(backend, self._pages.groups, kvflash, chunk)
         self._context = self._pages.longest
@@ -232,6 +234,7 @@ class Engine:
                 rows=FEW_ROWS,
                 verify=min(backend.verify, chunk),
                 width=verify_width,
+                tree=tree,
                 tails=tails,
             )
         self._runs: dict[Sequence, _Run] = {}
@@ -583,11 +586,11 @@ class Engine:
             return
         if sequence.accepted and self._backend.recurrent:
             try:
-                self._backend.accept(sequence.slot, sequence.accepted)
+                self._backend.accept(sequence.slot, sequence.path or range(sequence.accepted))
             except LuceError as error:
                 _log.warning("a prefix could not be kept: %s", error)
                 return
-            sequence.accepted = 0
+            sequence.accepted, sequence.path = 0, ()
         ids = np.concatenate([sequence.prompt, np.array(sequence.reply, np.int32)])[: sequence.done]
         tail = None if self._speculator is None else self._speculator.tail(sequence.slot, sequence.done)
         kept = self.cache.keep(sequence.slot, ids, logits, tail, passing=passing, after=run.point, save=save)
@@ -630,25 +633,35 @@ class Engine:
 
     def _extend(self, run: _Run, rows: Many[_Row], part: Part | None = None) -> None:
         """The tokens behind the rows of a part that count: all up to the first that is not what was proposed there."""
-        proposal = () if part is None else part.proposal
         tokens: list[Token] = []
-        matching, reason, stop = 0, None, None
-        for row in rows:
-            token = self._choose(run, row)
+        path, reason, stop = [0], None, None
+        while True:
+            token = self._choose(run, rows[path[-1]])
             reason, text, stop = self._judge(run, token.id)
             tokens.append(replace(token, text=text))
-            matching += token.id == (proposal[matching] if matching < len(proposal) else None)
-            if reason is not None or matching < len(tokens):
+            child = None if part is None else part.child(path[-1], token.id)
+            if reason is not None or child is None:
                 break
-        if part is not None and proposal:
-            self._scheduler.accept(part, len(tokens))
-            run.drafted += len(proposal)
-            run.accepted += matching
+            path.append(child)
+        if part is not None and part.proposal:
+            self._accept(part, path)
+            # The reply's last token may have been proposed as well, whatever ended it.
+            right = path[1:] if child is None else [*path[1:], child]
+            run.drafted += len(part.proposal)
+            run.accepted += len(right)
             assert self._speculator is not None
-            self._speculator.verified(run.sequence, len(proposal), matching, over=reason is not None)
+            self._speculator.verified(run.sequence, part, right, over=reason is not None)
         run.on_event(Tokens(tuple(tokens)))
         if reason is not None:
             self._finish(run, reason, stop)
+
+    def _accept(self, part: Part, path: Many[int]) -> None:
+        """The rows of a proposal that count."""
+        slot = part.sequence.slot
+        assert slot is not None
+        self._scheduler.accept(part, path)
+        if part.sequence.path:
+            self._backend.move_features(slot, part.position, part.sequence.path)
 
     def _choose(self, run: _Run, row: _Row) -> Token:
         """The next token: the likeliest, or what the sampler makes of the row."""

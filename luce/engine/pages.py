@@ -30,6 +30,7 @@ class GroupPages:
     entries low[slot] .. high[slot] - 1, but for those that have left, which are -1.
 
     bound    most pages of a sequence, None if it holds all that it sees
+    branch_pages  pages for branches of trees (luce.engine.tree), beside the `total` ones, for one step at a time
     free     pages that nobody has
     spare    pages that only the prefix cache has
     reclaim  called when more than `free` pages are needed; has to free so many, of those that are spare
@@ -38,9 +39,18 @@ class GroupPages:
     """
 
     def __init__(
-        self, total: int, window: int | None, *, slots: int, context: int, chunk: int, bound: int | None = None
+        self,
+        total: int,
+        window: int | None,
+        *,
+        slots: int,
+        context: int,
+        chunk: int,
+        bound: int | None = None,
+        branch_pages: int = 0,
     ) -> None:
         self.total = total
+        self.branch_pages = list(range(total, total + branch_pages))
         self.free = total
         self.spare = 0
         self.window = window
@@ -49,11 +59,12 @@ class GroupPages:
         self.relieve: Callable[[int, int, int], None] | None = None
         self._context = context
         self._chunk = chunk
+        self._owed = 0
         self._reserved = [0] * slots
         self._unreserved = total
-        self._taken = bytearray(total)
-        self._holders = [0] * total
-        self._kept = bytearray(total)
+        self._taken = bytearray(total) + b"\1" * branch_pages
+        self._holders = [0] * (total + branch_pages)
+        self._kept = bytearray(total + branch_pages)
         self._table = np.zeros((slots, -(-context // PAGE)), np.int32)
         self._low = np.zeros(slots, np.int32)
         self._high = np.zeros(slots, np.int32)
@@ -94,6 +105,30 @@ class GroupPages:
         for index in entries:
             self.give(int(self._table[slot, index]))
             self._table[slot, index] = -1
+
+    def exchange(self, slot: int, entry: int, page: int) -> None:
+        """Let a slot have one of `branch_pages` as an entry, instead of the page that it holds there."""
+        old, place = int(self._table[slot, entry]), self.branch_pages.index(page)
+        self._table[slot, entry] = page
+        self._holders[page] = 1
+        if self._holders[old] == 1 and not self._kept[old]:
+            self._holders[old] = 0
+            self.branch_pages[place] = old
+            return
+        # Somebody else still reads it: as soon as a page is free, that one is for branches.
+        self.give(old)
+        del self.branch_pages[place]
+        self._owed += 1
+
+    def refill(self) -> int:
+        """Pages that there are for branches, now that those which `exchange` could not give are made up for."""
+        while self._owed and self.free:
+            page = self._taken.find(0)
+            self._taken[page] = 1
+            self.free -= 1
+            self._owed -= 1
+            self.branch_pages.append(page)
+        return len(self.branch_pages)
 
     def enter(self, slot: int, entries: Sequence[int]) -> list[int]:
         """New pages for entries that have left; there must be room for them within the bound."""
@@ -253,11 +288,18 @@ class Pages:
         context: int,
         chunk: int,
         bound: int | None = None,
+        branch_pages: int = 0,
     ) -> None:
         """`bound`: most pages of a sequence in groups of full attention."""
         self.groups = tuple(
             GroupPages(
-                total, window, slots=slots, context=context, chunk=chunk, bound=bound if window is None else None
+                total,
+                window,
+                slots=slots,
+                context=context,
+                chunk=chunk,
+                bound=bound if window is None else None,
+                branch_pages=branch_pages,
             )
             for total, window in zip(totals, windows, strict=True)
         )
@@ -273,6 +315,10 @@ class Pages:
     def used(self) -> int:
         """Pages that sequences hold now."""
         return sum(group.total - group.free - group.spare for group in self.groups)
+
+    def refill(self) -> int:
+        """Pages that every group has for branches of trees."""
+        return min((group.refill() for group in self.groups), default=0)
 
     def reserve(self, slot: int, length: int) -> bool:
         """Promise `slot` the pages of `length` positions; False, and nothing changed, if a group has too few."""

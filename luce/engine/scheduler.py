@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
 
+from luce.engine import tree
 from luce.engine.pages import Pages
+from luce.engine.tree import Taken, moved
 from luce.errors import LuceError
-from luce.runtime.step import Int32, Span, Step
+from luce.runtime.step import Int32, PageView, Span, Step
 
 
 @dataclass(eq=False)
@@ -35,14 +37,16 @@ class Sequence:
     kept      whether whole logits are wanted behind the prompt, to be kept for later
     cuts      positions, ascending, that a step ends at while the prompt is read
     proposal  tokens that may follow the reply's last one, to be verified in the next step
+    parents   of a proposal that is a tree: the row of each token's parent, row 0 being that of the reply's last token,
+              so that rows come in depth-first order; empty if each token follows the one before it
     ahead     most of them, None if there is no limit
     block     no step crosses a multiple of so many rows while the prompt is read, 0 if any may
     question  the prompt's last rows that no step reads together with those before them
     deadline, queue_deadline  in the caller's time: when it is `expired`, and `overdue` if it still waits then
 
     What the scheduler keeps: `done` positions are in the cache, of which the last `accepted` are rows of a tentative
-    span that recurrent states have not been taken through; `slot` is None while it waits; `served` is the number
-    of the last turn in which its prompt got on.
+    span that recurrent states have not been taken through, the rows `path` of it if these are not its first ones;
+    `slot` is None while it waits; `served` is the number of the last turn in which its prompt got on.
     """
 
     prompt: Int32
@@ -57,11 +61,13 @@ class Sequence:
     queue_deadline: float = inf
     reply: list[int] = field(default_factory=list)
     proposal: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
     ahead: int | None = None
     block: int = 0
     question: int = 0
     done: int = 0
     accepted: int = 0
+    path: tuple[int, ...] = ()
     slot: int | None = None
     served: int = -1
 
@@ -87,6 +93,8 @@ class Part:
     """A sequence's share of a step: rows from `position` on; `ids`, `logits` and `top` are its rows of the Output.
 
     Behind the row of the reply's last token come those of `proposal`: they count as far as Scheduler.accept says.
+    `parents` as in Sequence. `taken`: of each page group, the pages that branches have for themselves, by the branch's
+    first row of this part.
     """
 
     sequence: Sequence
@@ -96,6 +104,15 @@ class Part:
     logits: slice
     top: slice
     proposal: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    taken: tuple[Taken, ...] = ()
+
+    def child(self, row: int, token: int) -> int | None:
+        """The row of a token that was proposed behind a row; None if it was not."""
+        if not self.parents:
+            return row + 1 if row < len(self.proposal) and self.proposal[row] == token else None
+        children = (child for child, parent in enumerate(self.parents, 1) if parent == row)
+        return next((child for child in children if self.proposal[child - 1] == token), None)
 
 
 @dataclass(frozen=True)
@@ -193,6 +210,8 @@ class Scheduler:
         """
         if not self._running:
             return None
+        if any(s.parents for s in self._running):
+            self._trim()
         shares = [(s, 1 + len(s.proposal)) for s in self._running if not s.prompt_left]
         prompts = [s for s in self._running if s.prompt_left]
         if prompts:
@@ -202,14 +221,21 @@ class Scheduler:
     def advance(self, plan: Plan) -> None:
         """The step ran: its rows are in the cache, but for those of proposals until they are accepted."""
         for part in plan.parts:
-            part.sequence.accepted = 0
+            part.sequence.accepted, part.sequence.path = 0, ()
             part.sequence.done += 0 if part.proposal else part.rows
 
-    @staticmethod
-    def accept(part: Part, rows: int) -> None:
-        """The first `rows` rows of a part with a proposal, at least one, count."""
-        part.sequence.done += rows
-        part.sequence.accepted = rows
+    def accept(self, part: Part, path: Many[int]) -> None:
+        """These rows of a part with a proposal count: the first one, and each the child of the one before it."""
+        sequence = part.sequence
+        sequence.done += len(path)
+        sequence.accepted = len(path)
+        sequence.path = tuple(path) if moved(path) else ()
+        branch = max((row for row in part.taken[0] if row <= path[-1]), default=0) if part.taken else 0
+        if branch:
+            assert sequence.slot is not None
+            for group, taken in zip(self._pages.groups, part.taken, strict=True):
+                for entry, page in taken[branch].items():
+                    group.exchange(sequence.slot, entry, page)
 
     def _share(self, prompts: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Prompt rows for the next step."""
@@ -226,6 +252,15 @@ class Scheduler:
             self._turns += 1
         return list(zip(prompts, shares, strict=True))
 
+    def _trim(self) -> None:
+        """Where pages for branches are missing, trees keep their first chain."""
+        # A branch begins and ends in two pages at most.
+        if 2 * sum(len(s.proposal) for s in self._running) > self._pages.refill():
+            for sequence in self._running:
+                if sequence.parents:
+                    sequence.proposal = sequence.proposal[: tree.branches(sequence.parents)[0].last]
+                    sequence.parents = ()
+
     def _hold(
         self, shares: list[tuple[Sequence, int]]
     ) -> tuple[list[tuple[Sequence, int]], list[tuple[Sequence, LuceError]]]:
@@ -234,7 +269,8 @@ class Scheduler:
         for sequence, rows in shares:
             assert sequence.slot is not None
             try:
-                self._pages.extend(sequence.slot, sequence.done, rows)
+                depth = tree.depth(sequence.parents) if sequence.parents else rows
+                self._pages.extend(sequence.slot, sequence.done, depth)
             except LuceError as error:
                 failed.append((sequence, error))
             else:
@@ -265,6 +301,7 @@ class Scheduler:
                 positions[start:end] = np.arange(position, position + n)
                 row_slots[start:end] = slot
             proposal = () if sequence.prompt_left else sequence.proposal
+            parents = sequence.parents if proposal else ()
             if sequence.scored and sequence.prompt_left:
                 asked, whole, best = n, True, False
             elif proposal:
@@ -278,22 +315,42 @@ class Scheduler:
             full += [whole] * asked
             top += [best] * asked
             rows_of = slice(logits, logits + asked * whole), slice(tops, tops + asked * best)
-            parts.append(Part(sequence, position, n, ids, *rows_of, proposal))
+            parts.append(Part(sequence, position, n, ids, *rows_of, proposal, parents))
             logits += asked * whole
             tops += asked * best
-            spans.append(Span(slot, start, n, position, sequence.accepted, bool(proposal)))
-            slots.append(slot)
+            span = Span(slot, start, n, position, sequence.accepted, bool(proposal), sequence.path)
+            own = tree.spans(parents, span) if parents else [span]
+            for one in own[1:]:
+                positions[one.start : one.start + one.rows] = np.arange(one.position, one.position + one.rows)
+            spans += own
+            slots += [slot] * len(own)
             start = end
+        views = self._pages.views(np.array(slots, np.int32), row_slots, positions)
+        if len(spans) > len(parts):
+            views, parts = self._with_branches(views, parts, spans)
         step = Step(
             tokens=tokens,
             positions=positions,
             spans=tuple(spans),
-            views=self._pages.views(np.array(slots, np.int32), row_slots, positions),
+            views=views,
             wanted=np.array(wanted, np.int32),
             full=np.array(full, np.bool_),
             top=np.array(top, np.bool_),
         )
         return Plan(step, tuple(parts), tuple(failed))
+
+    def _with_branches(
+        self, views: tuple[PageView, ...], parts: list[Part], spans: list[Span]
+    ) -> tuple[tuple[PageView, ...], list[Part]]:
+        """The views and parts of a step in which branches of trees have pages for themselves."""
+        made = [tree.own_pages(view, group, spans) for view, group in zip(views, self._pages.groups, strict=True)]
+        found, start = [], 0
+        for part in parts:
+            rows = range(start, start + part.rows)
+            taken = tuple({row - start: pages for row, pages in own.items() if row in rows} for _, own in made)
+            found.append(replace(part, taken=taken if taken[0] else ()) if part.parents else part)
+            start += part.rows
+        return tuple(view for view, _ in made), found
 
 
 def fair_shares(budget: int, demands: Many[int]) -> list[int]:

@@ -22,7 +22,8 @@ import numpy as np
 
 from luce.draft.drafter import AwayError, Draftable, Drafter, Proposal
 from luce.draft.tails import Tail, Tails
-from luce.engine.scheduler import Plan, Sequence, fair_shares
+from luce.engine.scheduler import Part, Plan, Sequence, fair_shares
+from luce.engine.tree import in_rows, well_formed, whole
 from luce.errors import LuceError
 from luce.runtime.step import Int32
 
@@ -136,22 +137,24 @@ class _Rates:
         self._rates: dict[int, float] = {} if like is None else dict(like._rates)
 
     def reaches(self, proposal: Proposal) -> list[float]:
-        """The chance that row 1, 2, ... counts."""
-        reach, reaches = 1.0, []
-        for depth in range(len(proposal.tokens)):
-            key, prior = _bin(proposal, depth)
-            reach *= self._rates.get(key, prior)
-            reaches.append(reach)
+        """The chance that row 1, 2, ... counts; no row's is above that of the one before it."""
+        reaches: list[float] = []
+        least = 1.0
+        for index in range(len(proposal.tokens)):
+            key, prior = _bin(proposal, index)
+            parent = proposal.parents[index] if proposal.parents else index - 1
+            least = min(least, (reaches[parent] if parent >= 0 else 1.0) * self._rates.get(key, prior))
+            reaches.append(least)
         return reaches
 
-    def learn(self, proposal: Proposal, verified: int, right: int, newest: float) -> None:
-        """Of the first `verified` guesses the first `right` were right."""
-        for depth in range(min(right + 1, verified)):
-            self._move(*_bin(proposal, depth), float(depth < right), newest)
+    def learn(self, proposal: Proposal, outcomes: Many[tuple[int, bool]], newest: float) -> None:
+        """Which guesses, of those whose parents were right, were right."""
+        for index, right in outcomes:
+            self._move(*_bin(proposal, index), float(right), newest)
 
     def forget(self, proposal: Proposal) -> None:
         """Nothing of a proposal was verified: in time it is again."""
-        for key, prior in {_bin(proposal, depth) for depth in range(len(proposal.tokens))}:
+        for key, prior in {_bin(proposal, index) for index in range(len(proposal.tokens))}:
             self._move(key, prior, prior, _FORGETTING)
 
     def _move(self, key: int, prior: float, to: float, weight: float) -> None:
@@ -159,11 +162,11 @@ class _Rates:
         self._rates[key] = rate + weight * (to - rate)
 
 
-def _bin(proposal: Proposal, depth: int) -> tuple[int, float]:
+def _bin(proposal: Proposal, index: int) -> tuple[int, float]:
     """Where a guess is counted, and what is believed of it at first."""
     if not proposal.chances:
         return -1, _PRIOR
-    chance = min(max(float(proposal.chances[depth]), 0.0), 1.0)
+    chance = min(max(float(proposal.chances[index]), 0.0), 1.0)
     return min(int(chance * _BINS), _BINS - 1), chance
 
 
@@ -196,8 +199,8 @@ class Speculator:
     """Asks a drafter, which it closes, for the sequences of an engine; all but `stats` on the engine's thread.
 
     vocab: proposed ids are below it. rows: most rows of a step that verifies; verify: most of a sequence, the seed's
-    included; width: so many of each sequence whatever it gains, 0 to choose; tails: what of the drafter's ring is kept
-    with prefixes.
+    included; width: so many of each sequence whatever it gains, 0 to choose; tree: most tokens of a tree that the
+    drafter is asked for, None if it is asked for chains; tails: what of the drafter's ring is kept with prefixes.
     """
 
     def __init__(
@@ -208,6 +211,7 @@ class Speculator:
         rows: int,
         verify: int,
         width: int = 0,
+        tree: int | None = None,
         tails: Tails | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -216,6 +220,7 @@ class Speculator:
         self._rows = rows
         self._verify = min(verify, width or verify)
         self._fixed = width > 0
+        self._tree = tree
         self._tails = tails
         self._clock = clock
         self._sequences: dict[Sequence, _Drafted] = {}
@@ -243,7 +248,7 @@ class Speculator:
         """Give the sequences that decode their proposals for the next step."""
         decoding = [s for s in running if not s.prompt_left]
         for sequence in running:
-            sequence.proposal = ()
+            sequence.proposal = sequence.parents = ()
             if sequence not in self._sequences:
                 self._sequences[sequence] = _Drafted(_Rates(self._rates), np.empty(0, np.int32))
                 self._rest = self._resting = 0
@@ -256,7 +261,7 @@ class Speculator:
         if self._resting:
             self._resting -= 1
             return
-        asked = [(s, most) for s in decoding if (most := self._most(s, room)) > 0]
+        asked = [one for s in decoding if (one := self._draftable(s, room)) is not None]
         if not asked:
             return
         self._idle = False
@@ -273,10 +278,10 @@ class Speculator:
         if all(part.position >= len(part.sequence.prompt) for part in plan.parts):
             self._seconds.add(plan.step.rows, seconds)
         if self._tails is not None:
-            self._tails.observe(plan.step.spans)
+            self._tails.observe(whole(plan.step.spans))
         if self._failures < _FAILURES and not all(self._sequences[part.sequence].off for part in plan.parts):
             try:
-                self._drafter.observe(plan.step.spans)
+                self._drafter.observe(whole(plan.step.spans))
             except Exception as error:
                 self._failed(error)
                 return
@@ -294,14 +299,18 @@ class Speculator:
             spans = [span]
             self._tell(lambda: self._drafter.observe(spans))
 
-    def verified(self, sequence: Sequence, proposed: int, accepted: int, *, over: bool) -> None:
-        """Of so many proposed tokens so many are in the reply; `over`: the reply ends there."""
+    def verified(self, sequence: Sequence, part: Part, right: Many[int], *, over: bool) -> None:
+        """Of a part's proposal the tokens of these rows are in the reply; `over`: the reply ends there."""
         self._steps += 1
-        self._proposed += proposed
-        self._accepted += accepted
-        known, looked_at = self._sequences[sequence], accepted if over else proposed
-        known.rates.learn(known.proposal, looked_at, accepted, _NEWEST)
-        self._rates.learn(known.proposal, looked_at, accepted, _NEWEST_OF_ALL)
+        self._proposed += len(part.proposal)
+        self._accepted += len(right)
+        known = self._sequences[sequence]
+        parents = part.parents or range(len(part.proposal))
+        # Nobody knows what would have followed the reply's end.
+        looked_at = [0, *right][:-1] if over else [0, *right]
+        outcomes = [(row - 1, row in right) for row, parent in enumerate(parents, 1) if parent in looked_at]
+        known.rates.learn(known.proposal, outcomes, _NEWEST)
+        self._rates.learn(known.proposal, outcomes, _NEWEST_OF_ALL)
 
     def ended(self, sequence: Sequence) -> None:
         """A sequence that had a slot has ended."""
@@ -330,22 +339,23 @@ class Speculator:
         except Exception as error:
             self._failed(error)
 
-    def _most(self, sequence: Sequence, room: int) -> int:
-        """Rows that could be verified behind a sequence's seed."""
-        if self._sequences[sequence].off:
-            return 0
+    def _draftable(self, sequence: Sequence, room: int) -> tuple[Sequence, Draftable] | None:
+        """A sequence with the rows that could be verified behind its seed, if there are any."""
+        known = self._sequences[sequence]
         # Each row gives a token, and the last one needs no row behind it.
-        left = sequence.room - len(sequence.reply) - 1
+        depth = min(self._drafter.block, sequence.room - len(sequence.reply) - 1)
         if sequence.ahead is not None:
-            left = min(left, sequence.ahead)
-        return min(self._drafter.block, self._verify - 1, left, room)
+            depth = min(depth, sequence.ahead)
+        most = min(depth if self._tree is None else self._tree, self._verify - 1, room)
+        if known.off or min(depth, most) <= 0:
+            return None
+        tokens = known.tokens(sequence)
+        return sequence, Draftable(sequence.slot or 0, tokens, most, 0 if self._tree is None else depth)
 
-    def _ask(self, asked: Many[tuple[Sequence, int]]) -> list[Proposal] | None:
+    def _ask(self, asked: Many[tuple[Sequence, Draftable]]) -> list[Proposal] | None:
         try:
-            given = self._drafter.propose(
-                [Draftable(s.slot or 0, self._sequences[s].tokens(s), most) for s, most in asked]
-            )
-            proposals = [self._checked(p, most) for p, (_, most) in zip(given, asked, strict=True)]
+            given = self._drafter.propose([one for _, one in asked])
+            proposals = [self._checked(p, one) for p, (_, one) in zip(given, asked, strict=True)]
         except AwayError as error:
             self._away(error)
             return None
@@ -355,12 +365,15 @@ class Speculator:
         self._answered = True
         return proposals
 
-    def _checked(self, proposal: Proposal, most: int) -> Proposal:
+    def _checked(self, proposal: Proposal, asked: Draftable) -> Proposal:
         """What there is of a proposal up to the first id that is none."""
-        tokens = [int(token) for token in proposal.tokens[:most]]
+        tokens = [int(token) for token in proposal.tokens[: asked.most]]
         count = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab), len(tokens))
         chances = proposal.chances[:count] if len(proposal.chances) >= count else ()
-        return Proposal(tokens[:count], chances)
+        parents = tuple(proposal.parents[:count])
+        if parents and not well_formed(parents, tokens, asked.depth):
+            raise ValueError(f"tokens {tokens} behind {list(parents)} are no tree of depth {asked.depth}")
+        return Proposal(tokens[:count], chances, parents)
 
     def _share(self, asked: Many[Sequence], proposals: Many[Proposal], room: int, plain: int) -> None:
         """Choose the rows to verify."""
@@ -374,10 +387,10 @@ class Speculator:
             self._resting = self._rest
         for sequence, proposal, count in zip(asked, proposals, counts, strict=True):
             known = self._sequences[sequence]
-            known.proposal = proposal
-            sequence.proposal = tuple(proposal.tokens[:count])
             if not count:
                 known.rates.forget(proposal)
+            known.proposal, sequence.parents = in_rows(proposal, count) if proposal.parents else (proposal, ())
+            sequence.proposal = tuple(known.proposal.tokens[:count])
 
     def _away(self, error: AwayError) -> None:
         """The next step asks again."""
@@ -395,4 +408,4 @@ class Speculator:
         _log.warning("the drafter failed: %s; %s", self._trouble, rest, exc_info=not isinstance(error, LuceError))
         for sequence, known in self._sequences.items():
             known.off = True
-            sequence.proposal = ()
+            sequence.proposal = sequence.parents = ()

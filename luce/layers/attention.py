@@ -7,7 +7,7 @@ from luce.layers.state import KVPool
 from luce.models.spec import Attention
 from luce.ops.attention import gated_attention
 from luce.ops.attention_mma import Gate
-from luce.ops.heads import Destination, HeadNorms, prepare_heads, prepare_keys, prepare_queries, write_kv
+from luce.ops.heads import Destination, HeadNorms, copy_rows, prepare_heads, prepare_keys, prepare_queries, write_kv
 from luce.ops.matmul import matmul, takes_bytes_alone
 from luce.ops.quantise import Quantised
 from luce.ops.rank import keep_queries
@@ -70,6 +70,7 @@ class AttentionLayer:
             v = fused[:, split + kv : split + 2 * kv].reshape(rows, spec.kv_heads, d)
             to = Destination(self.state.k, self.state.v, view.dest)
             prepare_heads(device, q, k, v, self._norms, rotation, to, keep=self._lends is not None)
+            copy_rows(device, to, view.copies)
             if self._lends is not None:
                 step.lent[self._lends] = fused[:, split : split + 2 * kv]
         else:
@@ -121,4 +122,7 @@ class Mirror:
         """Write what the donor lends of a step's rows."""
         rows = step.lent[self._donor]
         k, v = rows.reshape(len(rows), 2, self._spec.kv_heads, self._spec.head_dim).swapaxes(0, 1)
-        write_kv(self._device, k, v, Destination(self.state.k, self.state.v, step.views[self._group].dest))
+        view = step.views[self._group]
+        to = Destination(self.state.k, self.state.v, view.dest)
+        write_kv(self._device, k, v, to)
+        copy_rows(self._device, to, view.copies)

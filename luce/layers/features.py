@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.errors import DeviceError
-from luce.ops.features import put_rows
+from luce.ops.features import put_rows, take_words
 from luce.runtime.device import Array, Device, Event
 from luce.runtime.step import Step
 
@@ -22,8 +22,9 @@ class FeatureRing:
             the layers' values side by side
 
     A row holds what ran last at its position, whether it counted or not: so rows of a tentative span take the places of
-    the oldest positions. Rows of positions that did not run since the sequence began in the slot are another
-    sequence's, or zeros.
+    the oldest positions. Rows of a tree take those of as many positions as it has rows, one behind another, until
+    `move` puts those that count to where they belong. Rows of positions that did not run since the sequence began in
+    the slot are another sequence's, or zeros.
     """
 
     def __init__(self, device: Device, layers: Sequence[int], hidden: int, *, slots: int, capacity: int) -> None:
@@ -44,10 +45,23 @@ class FeatureRing:
             # Of a long span, what later rows would overwrite is left out.
             kept = min(span.rows, self.capacity)
             own = slice(span.start + span.rows - kept, span.start + span.rows)
-            dest[own] = span.slot * self.capacity + step.positions[own] % self.capacity
-        places = self.device.upload(dest)
+            places = step.positions[own]
+            if span.behind:
+                # Behind the rows of the step that the tree has before the branch, not behind those of its path.
+                places = places + np.int32(span.start - span.behind[0] - len(span.behind))
+            dest[own] = span.slot * self.capacity + places % self.capacity
+        to = self.device.upload(dest)
         for index, rows in enumerate(outputs):
-            put_rows(self.device, rows, self.rows, index * self.hidden, places)
+            put_rows(self.device, rows, self.rows, index * self.hidden, to)
+
+    def move(self, slot: int, position: int, path: Sequence[int]) -> None:
+        """Queue the moving of the rows `path` of a tree, whose root was run at `position`, to the positions from there
+        on."""
+        places = np.array([path, range(len(path))], np.int32) + np.int32(position)
+        source, target = self.device.upload(slot * self.capacity + places % self.capacity)
+        # Whole rows are read before one is written: some are both.
+        rows = take_words(self.device, self.rows, source)
+        put_rows(self.device, rows, self.rows, 0, target)
 
     def write(self, slot: int, position: int, rows: NDArray[np.uint16]) -> None:
         """Store rows that `read` gave, of positions from `position` on; the last ones if there are too many."""

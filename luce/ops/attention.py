@@ -7,7 +7,7 @@ how many rows there are.
 
 Where the view says which rows of a span are seen, that rule holds for keys before the span only, the position of a row
 is what `positions` say, and its place is the span's position + its number in the span: blocks whose rows see each other
-both ways, and trees, are such spans.
+both ways are such spans.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ and does not read its slot, so a slot needs no clearing between sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,7 +69,9 @@ def gated_delta_net(
     A tentative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past as they were before it. To kept
     float32 [slots, value_heads, most, 5, d] go its rows' inputs, the keys that the device makes of them and the u, to
     fades float32 [slots, value_heads, most] the e^g. A span that accepts rows takes memory and past through them first,
-    to the same bits as a span of these rows; one without rows of its own does only that.
+    to the same bits as a span of these rows; one without rows of its own does only that. In a tree a row's state is its
+    parent's: the rows that a branch is behind are done again for it, from the state before the tree, to the same bits,
+    so that no state of a row has to be kept.
 
         q, k, v <- silu(causal convolution of each channel)
         q <- q / sqrt(sum q^2 + 1e-6) / sqrt(d),  k <- k / sqrt(sum k^2 + 1e-6)
@@ -95,11 +98,17 @@ def gated_delta_net(
     if longest <= RECURRENT_ROWS or count > 1 or pending is not None:
         # A pointer that is not followed.
         states = (past, memory, kept, fades, table, table if pending is None else pending)
-        steps = (x, weights.conv, *rates, weights.norm, *states, out, stride, key_heads, taps, most, eps)
-        to = (np.int32(n), *as_arguments(rows))
+        steps = (x, weights.conv, *rates, weights.norm, *states)
+        to = (out, stride, key_heads, taps, most, eps, np.int32(n), *as_arguments(rows))
         threads = d // _STEP_COLUMNS * (d // _STEP_ELEMENTS)
-        kernel = "delta_verify" if pending is not None else "delta_step" if longest == 1 else "delta_steps"
-        device.launch("deltanet", kernel, (heads, count), (threads,), (*steps, *to), defines=defines)
+        if spans.branches is not None:
+            # All spans of a slot begin with its state, so rows are accepted before one of them does.
+            for kernel in ("delta_accept", "delta_branches"):
+                tree = (*steps, spans.branches, *to)
+                device.launch("deltanet", kernel, (heads, count), (threads,), tree, defines=defines)
+        else:
+            kernel = "delta_verify" if pending is not None else "delta_step" if longest == 1 else "delta_steps"
+            device.launch("deltanet", kernel, (heads, count), (threads,), (*steps, *to), defines=defines)
     if longest > RECURRENT_ROWS:
         vectors = 2 * weights.key_heads + heads
         c = device.empty((n, vectors * d))
@@ -131,35 +140,46 @@ def _host(
     z, alpha, beta = np.split(x[:, channels:], (heads * d, heads * (d + 1)), axis=1)
     table = spans.table.tolist()
     pending = [(0, 0)] * len(table) if spans.pending is None else spans.pending.tolist()
-    for (slot, *_), (accepted, _) in zip(table, pending, strict=True):
-        if accepted:
-            rows, s = kept[slot, :, :accepted], memory[slot].swapaxes(1, 2)
-            past[slot] = np.concatenate((past[slot], rows[:, :, :3]), axis=1)[:, accepted:]
-            for row in range(accepted):
-                s *= fades[slot, :, row, None, None]
+    paths = [(list(range(accepted)), list[int]()) for accepted, _ in pending]
+    if spans.branches is not None:
+        paths = [(own[0, 1 : 1 + own[0, 0]].tolist(), own[1, 1 : 1 + own[1, 0]].tolist()) for own in spans.branches]
+    for (slot, *_), (path, _) in zip(table, paths, strict=True):
+        if path:
+            rows, s = kept[slot][:, path], memory[slot].swapaxes(1, 2)
+            past[slot] = np.concatenate((past[slot], rows[:, :, :3]), axis=1)[:, len(path) :]
+            for row, at in enumerate(path):
+                s *= fades[slot, :, at, None, None]
                 s += rows[:, row, 3, :, None] * rows[:, row, 4, None, :]
     c = np.empty((n, channels), np.float32)
     g = weights.decay * host_softplus(alpha + weights.dt_bias)
     b = host_sigmoid(beta)
-    for (slot, start, rows, position), (_, tentative) in zip(table, pending, strict=True):
+    for (slot, start, rows, position), (_, tentative), (_, behind) in zip(table, pending, paths, strict=True):
         own = slice(start, start + rows)
         inputs = _inputs(past[slot], key_heads) if position else np.zeros((before, channels), np.float32)
+        inputs = np.concatenate((inputs, x[behind, :channels]))[len(behind) :]
         after = _convolve(x[own, :channels], weights, inputs, c[own])
         if tentative:
-            kept[slot, :, :rows, :3] = _of_heads(x[own, :channels], key_heads, heads)
+            own_kept = _in_tree(start, rows, behind)
+            kept[slot, :, own_kept, :3] = _of_heads(x[own, :channels], key_heads, heads)
         else:
             past[slot] = _of_heads(after, key_heads, heads)
     q, k, v = _vectors(c, key_heads, d)
     out = np.empty((n, heads, d), np.float32)
-    for (slot, start, rows, position), (_, tentative) in zip(table, pending, strict=True):
+    for (slot, start, rows, position), (_, tentative), (_, behind) in zip(table, pending, paths, strict=True):
         state = memory[slot].copy() if tentative else memory[slot]
         s = state.swapaxes(1, 2)
         if not position:
             s[...] = 0
+        own = slice(start, start + rows)
         if rows <= RECURRENT_ROWS:
-            own = slice(start, start + rows)
-            given = q[own], k[own], v[own], g[own], b[own], s, out[own]
-            _recurrent(*given, (kept[slot], fades[slot]) if tentative else None)
+            if behind:
+                given = q[behind], k[behind], v[behind], g[behind], b[behind]
+                _recurrent(*given, s, np.empty_like(v[behind]), None)
+            keep = None
+            if tentative:
+                own_kept = _in_tree(start, rows, behind)
+                keep = kept[slot, :, own_kept], fades[slot, :, own_kept]
+            _recurrent(q[own], k[own], v[own], g[own], b[own], s, out[own], keep)
             continue
         for at in range(start, start + rows, CHUNK):
             own = slice(at, min(at + CHUNK, start + rows))
@@ -171,6 +191,12 @@ def _host(
     out = out.reshape(n, heads * d)
     out *= z * host_sigmoid(z)
     return out
+
+
+def _in_tree(start: int, rows: int, behind: Sequence[int]) -> slice:
+    """The numbers of a tentative span's rows among the rows that its slot keeps."""
+    first = start - behind[0] if behind else 0
+    return slice(first, first + rows)
 
 
 def _inputs(past: Array, key_heads: int) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from luce.ops.embedding import take_rows
 from luce.runtime.device import Array, Device
 
 _THREADS = 256
@@ -36,6 +37,14 @@ def put_rows(device: Device, rows: Array, ring: Array, first: int, dest: Array) 
         args = (rows.view(np.uint32), ring.view(np.uint32), dest)
         sizes = (np.int32(width // 2), np.int32(ring.shape[1] // 2), np.int32(first // 2))
         device.launch("features", "put_rows", grid, (_THREADS,), (*args, *sizes))
+
+
+def take_words(device: Device, ring: Array, rows: Array) -> Array:
+    """ring[rows]: ring uint16 [m, columns] contiguous, columns even; rows int32 [n] -> uint16 [n, columns]."""
+    if device.host:
+        return ring[rows]
+    taken = take_rows(device, ring.view(np.float32), rows)
+    return taken.view(np.uint16)
 
 
 def bfloat16(x: Array) -> Array:

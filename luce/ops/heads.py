@@ -14,6 +14,8 @@ from luce.runtime.device import Array, Device
 
 # As in kernels/heads.cu.
 _WAVES, _MOST = 4, 512
+# Bytes that a thread copies of a row, if they divide it.
+_COPY_UNITS, _COPY_THREADS = (16, 4, 2), 256
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,23 @@ def write_kv(device: Device, k: Array, v: Array, to: Destination) -> None:
         to.v_pool[to.dest] = quantise(v, to.v_pool)
     else:
         _launch(device, None, (k, v), _NO_NORMS, None, to, keep=False)
+
+
+def copy_rows(device: Device, to: Destination, copies: Array | None) -> None:
+    """Copy rows of both pools: copies int32 [m, 2], from where to where, -1 for none; no place is read and written."""
+    if copies is None:
+        return
+    if device.host:
+        source, target = copies[copies[:, 0] >= 0].T
+        for pool in (to.k_pool, to.v_pool):
+            pool[target] = pool[source]
+        return
+    for pool in (to.k_pool, to.v_pool):
+        size = pool[:1].nbytes
+        unit = next(unit for unit in _COPY_UNITS if size % unit == 0)
+        grid = (len(copies), -(-size // unit // _COPY_THREADS))
+        args = (pool, copies, np.int32(size // unit))
+        device.launch("kv_copy", "kv_copy", grid, (_COPY_THREADS,), args, defines={"UNIT": unit})
 
 
 def _launch(

@@ -66,14 +66,38 @@ def top(device: Device, logits: Array) -> Array:
     return out[:, 0, :count]
 
 
-def candidates(keys: NDArray[np.uint64]) -> Candidates:
-    """What the keys of `top` say."""
+def log_norms(device: Device, logits: Array, scale: float, softcap: float) -> Array:
+    """log sum exp f(logits) of each row: float32 [m, vocab] (any row stride) -> float32 [m].
+
+    f(x) = scale x, and then softcap tanh(f / softcap) if there is one; scale > 0. Sums are of float32 on GPUs.
+    """
+    if device.host:
+        values = logits.astype(np.float64) * scale
+        values = softcap * np.tanh(values / softcap) if softcap else values
+        best = values.max(axis=1, keepdims=True)
+        with np.errstate(invalid="ignore"):
+            sums = np.log(np.exp(values - best).sum(axis=1)) + best[:, 0]
+        return sums.astype(np.float32)
+    m, vocab = logits.shape
+    out = device.empty(m)
+    if m:
+        parts = -(-vocab // _PART)
+        state = device.empty((m, parts, 2))
+        sizes = (np.int32(vocab), np.int32(logits.strides[0] // 4), np.int32(_PART))
+        factors = (np.float32(scale), np.float32(softcap))
+        device.launch("norms", "norm_parts", (parts, m), _THREADS, (logits, state, *sizes, *factors))
+        device.launch("norms", "norm_join", (m,), _THREADS, (state, out, np.int32(parts)))
+    return out
+
+
+def candidates(keys: NDArray[np.uint64], norms: NDArray[np.float32] | None = None) -> Candidates:
+    """What the keys of `top` say, with the rows' norms if they are known."""
     ordered = (keys >> np.uint64(32)).astype(np.uint32)
     sign = np.uint32(1 << 31)
     bits = np.where(ordered & sign, ordered ^ sign, ~ordered)
     bits[ordered == np.uint32(0xFFFFFFFF)] = np.float32(np.nan).view(np.uint32)
     ids = np.uint32(0xFFFFFFFF) - keys.astype(np.uint32)
-    return Candidates(ids.astype(np.int32), bits.view(np.float32))
+    return Candidates(ids.astype(np.int32), bits.view(np.float32), norms)
 
 
 def _keys(values: NDArray[np.float32], ids: NDArray[np.intp]) -> NDArray[np.uint64]:

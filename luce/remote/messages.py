@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from luce.runtime.step import Output, Step
 
 #: changes with every message that an older peer would not understand
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class Open(msgspec.Struct, tag=True):
@@ -74,9 +74,9 @@ class Hello(msgspec.Struct, tag=True):
 class Load(msgspec.Struct, tag=True):
     """Layers [begin, end) of a file for each device; `fingerprint` of the file as the server sees it.
 
-    verify: most rows of a tentative span. captured: layers whose output is handed on, by the last one too. ranked:
-    whether pages can be sealed. spare: bytes of each device in which matrices may be kept unpacked. rows: most rows of
-    a Forward. arena: bytes of the shared memory, whose descriptor follows if `shared`. wire: one of
+    verify: most rows of a tentative span or a tree. captured: layers whose output is handed on, by the last one too.
+    ranked: whether pages can be sealed. spare: bytes of each device in which matrices may be kept unpacked. rows: most
+    rows of a Forward. arena: bytes of the shared memory, whose descriptor follows if `shared`. wire: one of
     luce.backend.wire.WIRES, if it is not.
     """
 
@@ -163,6 +163,8 @@ class Project(msgspec.Struct, tag=True):
     hidden: NDArray[np.float32]
     top: int
     logits: bool
+    scale: float
+    softcap: float
 
 
 class Done(msgspec.Struct, tag=True):
@@ -179,10 +181,10 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Accept(msgspec.Struct, tag=True):
-    """The first `rows` rows of the slot's tentative span count."""
+    """These rows of the slot's tentative spans count."""
 
     slot: int
-    rows: int
+    rows: tuple[int, ...]
 
 
 class Seal(msgspec.Struct, tag=True):
@@ -308,21 +310,24 @@ class Told(msgspec.Struct):
 
 
 class Propose(msgspec.Struct, tag=True):
-    """features: bfloat16 as uint16 [rows, layers * H], of what is told side by side. asked: (slot, most tokens), each
-    slot once: texts whose last token the model has not computed, and all of whose other ones it has."""
+    """features: bfloat16 as uint16 [rows, layers * H], of what is told side by side. asked: (slot, most tokens,
+    depth of a tree or 0), each slot once: texts whose last token the model has not computed, and all of whose other
+    ones it has."""
 
     summed: ClassVar[bool] = False
 
     told: tuple[Told, ...]
     features: NDArray[np.uint16]
-    asked: tuple[tuple[int, int], ...]
+    asked: tuple[tuple[int, int, int], ...]
 
 
 class Proposed(msgspec.Struct, tag=True):
-    """The answer to Propose: for each that was asked tokens, and chances of all of them or none."""
+    """The answer to Propose: for each that was asked tokens, and chances of all of them or none; and of a tree
+    each token's parent, as luce.draft.drafter.Proposal."""
 
     tokens: tuple[NDArray[np.int32], ...]
     chances: tuple[NDArray[np.float64], ...]
+    parents: tuple[NDArray[np.int32], ...]
 
 
 class Rest(msgspec.Struct, tag=True):

@@ -21,6 +21,8 @@ from luce.runtime.device import Array, Device
 PAGE = 64
 #: most candidates that a step names for a row's next token
 TOP = 64
+#: most rows of a tree
+TREE = 16
 
 Int32 = NDArray[np.int32]
 
@@ -34,6 +36,11 @@ class Span:
     A tentative span leaves the slot's recurrent states as they were before its first row, and its rows' inputs beside
     them. The slot's next span, or Backend.accept, says how many of them count: it first applies the first `accepted` of
     these rows, and its position is behind the last of them. Tentative spans are not at position 0.
+
+    A tree of up to TREE rows is several tentative spans of a slot, side by side in the step: the first one begins with
+    the root, each of the others, a branch, goes on behind rows of earlier ones, `behind`: rows of the step from the
+    root to the row that the branch hangs on, so that the branch's position is the root's + their number. Of a tree
+    those rows count that `path` names, by their number in it; the first `accepted` ones if it names none.
     """
 
     slot: int
@@ -42,6 +49,8 @@ class Span:
     position: int
     accepted: int = 0
     tentative: bool = False
+    path: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class PageView:
     dest   int32 [rows]          where each row's K and V are written: page * PAGE + row in the page
     seen   int32 [rows, 2]       64 bits, the lower 32 first: bit j says that the row sees row j of its span, which has
                                  at most 64 rows and is written at its position + j. None: rows see those before them
+    copies int32 [m, 2]          pool rows that are copied, from where to where, when the step's K and V are written:
+                                 to pages that only one branch of a tree sees. No place is read and written; -1: none
     """
 
     table: Int32
@@ -61,6 +72,7 @@ class PageView:
     count: Int32
     dest: Int32
     seen: Int32 | None = None
+    copies: Int32 | None = None
 
     @cached_property
     def resident(self) -> tuple[Resident, ...]:
@@ -116,11 +128,13 @@ class Step:
 class Candidates:
     """The largest logits of some rows, in order: ids int32 [t, min(TOP, vocab)], logits float32 of the same shape.
 
-    The lower id first among equals; NaN comes before all numbers.
+    The lower id first among equals; NaN comes before all numbers. norms float32 [t], if asked for: the log of the sum
+    of exp over the row's whole vocabulary.
     """
 
     ids: Int32
     logits: NDArray[np.float32]
+    norms: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +164,8 @@ class StepShape:
     """What the launches of a step may depend on besides the contents of device memory.
 
     Numbers of rows, spans and wanted rows; rows of the longest span; width of each view's table, and whether the view
-    says which rows of a span are seen; whether a span is tentative or accepts rows.
+    says which rows of a span are seen; whether a span is tentative or accepts rows; whether there are trees, or paths
+    of them, and each view's copies. With trees `longest` may be more than it is.
     """
 
     rows: int
@@ -160,6 +175,8 @@ class StepShape:
     widths: tuple[int, ...]
     seen: tuple[bool, ...]
     pending: bool = False
+    branching: bool = False
+    copies: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, step: Step) -> StepShape:
@@ -168,7 +185,12 @@ class StepShape:
         widths = tuple(view.table.shape[1] for view in step.views)
         seen = tuple(view.seen is not None for view in step.views)
         pending = any(span.tentative or span.accepted for span in step.spans)
-        return cls(step.rows, len(step.spans), longest, len(step.wanted), widths, seen, pending)
+        branching = any(span.path or span.behind for span in step.spans)
+        if any(span.behind for span in step.spans):
+            # Trees of all forms shall have few shapes.
+            longest = 1 << (longest - 1).bit_length()
+        copies = tuple(0 if view.copies is None else len(view.copies) for view in step.views)
+        return cls(step.rows, len(step.spans), longest, len(step.wanted), widths, seen, pending, branching, copies)
 
     @cached_property
     def size(self) -> int:
@@ -179,8 +201,10 @@ class StepShape:
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         rows, spans = (self.rows,), (self.spans,)
         shapes = [rows, rows, (self.wanted,), (*spans, 4), (*spans, 2), rows]
-        for width, seen in zip(self.widths, self.seen, strict=True):
+        shapes += [(*spans, 2, 1 + TREE)] if self.branching else []
+        for width, seen, copies in itertools.zip_longest(self.widths, self.seen, self.copies, fillvalue=0):
             shapes += [(*spans, width), (*spans, width), spans, rows, *([(*rows, 2)] if seen else [])]
+            shapes += [(copies, 2)] if copies else []
         return tuple(shapes)
 
     def cut(self, memory: Array) -> list[Array]:
@@ -201,13 +225,16 @@ def _padded(size: int) -> int:
 @dataclass(frozen=True)
 class SpanArrays:
     """table int32 [spans, 4] with columns slot, start, rows, position; row_span int32 [rows]; longest in rows; pending
-    int32 [spans, 2] with columns accepted, tentative, None if they are all zeros."""
+    int32 [spans, 2] with columns accepted, tentative, None if they are all zeros; branches int32 [spans, 2, 1 + TREE],
+    how many there are and then the rows themselves: those that are accepted, which are never left out here, and those
+    that the span is behind; None if there are no trees."""
 
     table: Array
     row_span: Array
     count: int
     longest: int
     pending: Array | None = None
+    branches: Array | None = None
 
 
 class DeviceStep:
@@ -222,10 +249,18 @@ class DeviceStep:
         """The arrays of a step of `shape` that are, or will be, in `memory`, int32 [shape.size] on the device."""
         self.device = device
         self.shape = shape
-        self.tokens, self.positions, self.wanted, table, pending, row_span, *views = shape.cut(memory)
-        self.spans = SpanArrays(table, row_span, shape.spans, shape.longest, pending if shape.pending else None)
-        arrays = iter(views)
-        self.views = tuple(PageView(*itertools.islice(arrays, 5 if seen else 4)) for seen in shape.seen)
+        self.tokens, self.positions, self.wanted, table, pending, row_span, *rest = shape.cut(memory)
+        arrays = iter(rest)
+        branches = next(arrays) if shape.branching else None
+        self.spans = SpanArrays(
+            table, row_span, shape.spans, shape.longest, pending if shape.pending else None, branches
+        )
+        views = []
+        for seen, copies in itertools.zip_longest(shape.seen, shape.copies, fillvalue=0):
+            table, first, count, dest = itertools.islice(arrays, 4)
+            bits, pairs = next(arrays) if seen else None, next(arrays) if copies else None
+            views.append(PageView(table, first, count, dest, bits, pairs))
+        self.views = tuple(views)
         self.ropes: dict[object, Array] = {}
         self.lent: dict[int, Array] = {}
 
@@ -249,7 +284,19 @@ def write_step(step: Step, arrays: Sequence[Int32]) -> None:
     pending: Int32 = np.array([(s.accepted, s.tentative) for s in step.spans], np.int32).reshape(-1, 2)
     row_span = np.repeat(np.arange(len(table), dtype=np.int32), table[:, 2])
     values = [step.tokens, step.positions, step.wanted, table, pending, row_span]
+    if any(span.path or span.behind for span in step.spans):
+        values.append(branches_of(step.spans))
     for view in step.views:
         values += [view.table, view.first, view.count, view.dest, *([] if view.seen is None else [view.seen])]
+        values += [] if view.copies is None or not len(view.copies) else [view.copies]
     for array, value in zip(arrays, values, strict=True):
         array[..., : value.shape[-1]] = value
+
+
+def branches_of(spans: Sequence[Span]) -> Int32:
+    """SpanArrays.branches."""
+    branches = np.zeros((len(spans), 2, 1 + TREE), np.int32)
+    for own, span in zip(branches, spans, strict=True):
+        for to, rows in zip(own, (span.path or range(span.accepted), span.behind), strict=True):
+            to[: 1 + len(rows)] = [len(rows), *rows]
+    return branches

@@ -20,7 +20,7 @@ from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, TOP
 from tests.support.daemons import HERE, devices, key_file, listener, with_words
 from tests.support.drive import Driver
-from tests.support.golden_checks import check_rollback
+from tests.support.golden_checks import TREES, check_rollback, check_tree
 from tests.support.reference import Reference
 
 #: a sandwich model with a tied, scaled embedding and softcap; a recurrent one with a head of its own, quantised
@@ -117,6 +117,13 @@ def test_project(backend: LayerSplitBackend, reference: Reference) -> None:
     assert few.ids.tolist() == output.ids[:1].tolist() and few.logits.shape == (0, len(head)) and few.top is None
     most = last.project(rows[:2], top=TOP)()
     assert most.top is not None and most.top.ids.shape == (2, TOP)
+    assert most.top.norms is None
+    for scale, softcap in ((1.0, 0.0), (0.5, 4.0)):
+        norms = last.project(rows, top=3, scale=scale, softcap=softcap)().top
+        values = expected * scale
+        values = softcap * np.tanh(values / softcap) if softcap else values
+        assert norms is not None and norms.norms is not None
+        np.testing.assert_allclose(norms.norms, np.logaddexp.reduce(values, axis=1), rtol=1e-5)
     with pytest.raises(BackendError, match="only the last shard projects"):
         first.project(rows)()
     assert last.project(rows)().ids.tolist() == output.ids.tolist()
@@ -127,6 +134,12 @@ def test_rows_that_do_not_count_leave_no_trace(
     backend: LayerSplitBackend, reference: Reference, rows: int, accepted: int
 ) -> None:
     check_rollback(Driver(backend), reference.spec.vocab, rows, accepted)
+
+
+@pytest.mark.parametrize("case", [0, 2])
+def test_rows_of_trees_are_those_of_chains(backend: LayerSplitBackend, reference: Reference, case: int) -> None:
+    # The first one begins behind whole pages of others, the second one passes from page to page.
+    check_tree(Driver(backend), reference.spec.vocab, *TREES[case], length=60 if case else 20)
 
 
 @pytest.mark.parametrize("accepted", [1, 6])

@@ -42,7 +42,8 @@ def floats(values: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 def text(driver: Driver, prompt: NDArray[np.int32], *, guessed: bool = True) -> tuple[int, int]:
-    """A prompt in two chunks beside another sequence, some rows one by one, and a verification: (slot, length)."""
+    """A prompt in two chunks beside another sequence, some rows one by one, and two verifications, of a chain and of a
+    tree: (slot, length)."""
     sequence, other = driver.start(), driver.start()
     driver.feed((other, prompt[:7]))
     driver.feed((other, prompt[7:20]), (sequence, prompt[:90]))
@@ -52,9 +53,11 @@ def text(driver: Driver, prompt: NDArray[np.int32], *, guessed: bool = True) -> 
     if guessed:
         driver.verify((sequence, np.concatenate((prompt[134:137], prompt[:4]))))
         driver.accept(sequence, 3)
-    for token in () if guessed else prompt[134:137, None]:
+        driver.tree(sequence, prompt[[137, 3, 4, 138, 9, 139]], (0, 1, 0, 3, 3))
+        driver.accept_path(sequence, (0, 3, 5))
+    for token in () if guessed else prompt[134:140, None]:
         driver.feed((sequence, token))
-    driver.feed((sequence, prompt[137:139]))
+    driver.feed((sequence, prompt[140:142]))
     return sequence.slot, sequence.length
 
 

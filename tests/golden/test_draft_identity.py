@@ -35,24 +35,29 @@ class Pair:
     draft: str
     right: float
     part: tuple[int, int]
+    #: whether the draft guesses trees
+    tree: bool = False
 
 
-def of(target: Reference, draft: str, *, right: float = 0.0) -> Pair:
+def of(target: Reference, draft: str, *, right: float = 0.0, tree: bool = False) -> Pair:
     """A pair of models that have learned nothing: a draft is right where it was fitted to the text, or by chance."""
-    return Pair(target.path, draft, right, (8, 32))
+    return Pair(target.path, draft, right, (8, 32), tree)
 
 
 PAIRS = {
     "trained model": Pair(TINY / "target.gguf", str(TINY / "drafter.gguf"), 0.3, (20, 64)),
     "trained draft": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 0.2, (20, 64)),
+    "trained draft's trees": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 0.2, (20, 64), tree=True),
     "prompt lookup": Pair(TINY / "target.gguf", "ngram", 0.2, (20, 64)),
     "fitted draft": of(FIT.target, str(FIT.path), right=0.02),
     "random draft": of(FIT.target, str(DraftReference("qwen35-a-draft-var-F32").path)),
+    "fitted draft's trees": of(FIT.target, str(FIT.path), right=0.01, tree=True),
+    "random draft's trees": of(FIT.target, str(DraftReference("qwen35-a-draft-var-F32").path), tree=True),
     "bfloat16 draft": of(BLOCKS, str(DraftReference("qwen35-b-draft-BF16").path)),
     "mtp": of(BLOCKS, "mtp"),
 }
 # The trained draft is made on a GPU: see models/tiny/README.md.
-FOUND = [name for name, pair in PAIRS.items() if name != "trained draft" or Path(pair.draft).is_file()]
+FOUND = [name for name, pair in PAIRS.items() if not name.startswith("trained draft") or Path(pair.draft).is_file()]
 #: with how many rows a sequence is verified there, several of them in a step
 PLACES: dict[str, dict[str, Any]] = {
     "one": {"target_devices": "cpu:0", "verify_width": 9},
@@ -102,7 +107,7 @@ def plain(target: Path, count: int, tokens: int) -> list[list[int]]:
 def check(name: str, place: str, count: int, tokens: int) -> None:
     pair = PAIRS[name]
     expected = plain(pair.target, count, tokens)
-    with luce.load(pair.target, draft=pair.draft, parallel=4, **SETTINGS, **PLACES[place]) as model:
+    with luce.load(pair.target, draft=pair.draft, ddtree=pair.tree, parallel=4, **SETTINGS, **PLACES[place]) as model:
         for number, reply in enumerate(replies(model, count, tokens)):
             assert reply == expected[number], f"prompt {number}"
         stats = model.engine.stats().draft
@@ -113,9 +118,7 @@ def check(name: str, place: str, count: int, tokens: int) -> None:
     assert pair.right * stats.proposed <= stats.accepted < stats.proposed
 
 
-@pytest.mark.parametrize(
-    ("name", "place"), [case for case in CASES if case[0] not in ("random draft", "bfloat16 draft")]
-)
+@pytest.mark.parametrize(("name", "place"), [case for case in CASES if not case[0].startswith(("random", "bfloat16"))])
 def test_some_replies(name: str, place: str) -> None:
     check(name, place, *PAIRS[name].part)
 

@@ -46,3 +46,19 @@ def test_rows_do_not_depend_on_their_neighbours(name: str, make_driver: MakeDriv
     together = driver.feed((driver.start(), prompt[:7]))[0]
     assert (np.array(alone) == np.array(beside)).all()
     assert (np.concatenate(alone) == together[5:]).all()
+
+
+# A recurrent state; windows, and layers that borrow keys and values.
+@pytest.mark.parametrize("name", ["qwen35-a-Q8_0", "gemma4-e-Q4_0"])
+def test_rows_of_a_tree_are_those_of_chains(name: str, make_driver: MakeDriver, emulated: Device) -> None:
+    reference = Reference(name)
+    prompt = reference.expected["prompt_17"]
+    driver = make_driver(reference, [emulated], verify=16)
+    guessed, first, second = driver.start(), driver.start(), driver.start()
+    for sequence in (guessed, first, second):
+        driver.feed((sequence, prompt[:5]))
+    logits = driver.tree(guessed, prompt[5:9], (0, 0, 2))
+    (one,), (two,) = (driver.feed((s, prompt[own])) for s, own in ((first, [5, 6]), (second, [5, 7, 8])))
+    np.testing.assert_array_equal(logits, np.concatenate((one, two[1:])))
+    driver.accept_path(guessed, (0, 2, 3))
+    np.testing.assert_array_equal(*driver.feed((guessed, prompt[9:10]), (second, prompt[9:10])))

@@ -14,11 +14,13 @@ from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
 from tests.support.drive import Driver
 from tests.support.golden_checks import (
+    TREES,
     check_batched,
     check_greedy_tokens,
     check_logits_in_chunks,
     check_replayed,
     check_rollback,
+    check_tree,
     greedy,
 )
 from tests.support.reference import Reference, check_greedy, references
@@ -103,6 +105,14 @@ def test_replayed_steps_of_shards(
     driver = make_driver(reference, [gpu, gpu])
     check_replayed(reference, driver, make_driver(reference, [eager]))
     assert all(isinstance(shard, LocalShard) and shard.replayed == 8 for shard in driver.backend.shards)
+
+
+@each_file
+def test_rows_of_trees_are_those_of_chains(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
+    driver = make_driver(reference, [gpu, gpu], verify=16, branch_pages=30)
+    # The first time launch by launch, then captured, then replayed.
+    for parents, path in TREES * 3:
+        check_tree(driver, reference.spec.vocab, parents, path, 60)
 
 
 @each_file

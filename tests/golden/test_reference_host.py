@@ -8,7 +8,7 @@ import pytest
 from luce.backend.plan import handed_on
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
-from tests.support.golden_checks import check_batched, check_greedy_tokens, check_logits_in_chunks
+from tests.support.golden_checks import TREES, check_batched, check_greedy_tokens, check_logits_in_chunks, check_tree
 from tests.support.reference import Reference, references
 
 each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
@@ -29,6 +29,13 @@ def test_greedy(reference: Reference, make_driver: MakeDriver, chunk: int) -> No
 @each_file
 def test_batched(reference: Reference, make_driver: MakeDriver) -> None:
     check_batched(reference, make_driver(reference, [HostDevice()]), "f32", error=0)
+
+
+@each_file
+def test_rows_of_trees_are_those_of_chains(reference: Reference, make_driver: MakeDriver) -> None:
+    driver = make_driver(reference, [HostDevice(i) for i in range(3)], verify=16)
+    for case, length in ((1, 64), (2, 60)):
+        check_tree(driver, reference.spec.vocab, *TREES[case], length)
 
 
 @each_file

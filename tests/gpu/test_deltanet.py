@@ -65,6 +65,19 @@ def test_tentative_rows(gpu: Device, tentative: int, accepted: int, then: int) -
     checks.check_rollback(gpu, tentative, accepted, then, heads=6, d=128)
 
 
+@pytest.mark.parametrize(
+    ("parents", "path"),
+    [
+        ((0, 1, 2), (0, 1)),
+        ((0, 1, 0, 3, 3, 0), (0, 3, 5)),
+        ((0, 0, 0), (0, 3)),
+        ((0, 1, 2, 3, 2, 5, 1, 0), (0, 1, 2, 5)),
+    ],
+)
+def test_trees(gpu: Device, parents: tuple[int, ...], path: tuple[int, ...]) -> None:
+    checks.check_tree(gpu, parents, path, heads=6, d=128)
+
+
 @pytest.mark.parametrize("lengths", [(1,), (2, 1), (5, 1, 3), (16,)])
 def test_in_bytes(gpu: Device, lengths: tuple[int, ...]) -> None:
     checks.check_in_bytes(gpu, lengths, key_heads=16, heads=32, d=128)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from tests.support import op_checks_heads as checks
 
@@ -30,3 +31,10 @@ def test_blocks(gpu: Device, k: str, v: str) -> None:
 
 def test_rows_do_not_depend_on_their_neighbours(gpu: Device) -> None:
     checks.check_rows_alone(gpu, 3, 32)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "d", "k", "v"), [(4, 256, "auto", "auto"), (1, 32, "q4_0", "q8_0"), (1, 6, "bf16", "auto")]
+)
+def test_copies(gpu: Device, kv_heads: int, d: int, k: str, v: str) -> None:
+    checks.check_copies(gpu, kv_heads, d, KVTypes(k, v))

@@ -162,7 +162,8 @@ BAD = {
     "lies": (
         "session.DraftSession._propose = lambda self, message: session.Proposed(\n"
         "    tuple(session.np.array([1 << 20], session.np.int32) for _ in message.asked),\n"
-        "    tuple(session.np.ones(1) for _ in message.asked))\n",
+        "    tuple(session.np.ones(1) for _ in message.asked),\n"
+        "    tuple(session.np.empty(0, session.np.int32) for _ in message.asked))\n",
         "away: draft on cpu:0: the daemon is lost: it proposed what is no token",
         False,
     ),

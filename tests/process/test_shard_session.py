@@ -264,10 +264,12 @@ def test_steps(server: Server) -> None:
         Embed(np.array([0, REFERENCE.spec.vocab], np.int32)),
         Embed(np.array([-1], np.int32)),
         Embed(np.zeros((1, 1), np.int32)),
-        Project(rows[0], 1, False),
-        Project(rows[:, 1:], 1, False),
-        Project(rows, -1, False),
-        Project(rows, TOP + 1, False),
+        Project(rows[0], 1, False, 0, 0),
+        Project(rows[:, 1:], 1, False, 0, 0),
+        Project(rows, -1, False, 0, 0),
+        Project(rows, TOP + 1, False, 0, 0),
+        Project(rows, 1, False, -1, 0),
+        Project(rows, 1, False, 1, float("nan")),
     ):
         server.refused(message, "")
     saved = server.ask(Save(1, ((2,),), False))

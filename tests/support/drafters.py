@@ -69,12 +69,42 @@ class ScriptedDrafter:
         known = self._known.get(one.slot, [])
         assert text[: len(known)] == known and len(text) > len(known), "a text that does not go on"
         self._known[one.slot] = text
-        assert 0 < one.most <= self.block
-        right = self._continuation(text, self.block)[: one.most]
+        assert 0 < one.most <= self.block and 0 <= one.depth <= self.block
+        right = self._continuation(text, self.block)[: one.depth or one.most]
         tokens = [
             (token + 1) % self._vocab if self._wrong(len(text) + i) else int(token) for i, token in enumerate(right)
         ]
         return Proposal(tokens, [0.9] * len(tokens) if self._chances else ())
+
+
+class BranchingDrafter(ScriptedDrafter):
+    """Proposes trees in which tokens of the continuation are among the guesses, on whatever branch."""
+
+    def _propose(self, one: Draftable) -> Proposal:
+        chain = super()._propose(one).tokens
+        random = np.random.default_rng(len(one.tokens))
+        tokens: list[int] = []
+        parents: list[int] = []
+        depths, right = [], {-1}
+        for _ in range(8 * one.most):
+            if len(tokens) == one.most:
+                break
+            # New nodes hang on late ones more often, so that trees are deep.
+            parent = max(-1, len(tokens) - 1 - int(random.geometric(0.4)) + 1) if tokens else -1
+            depth = depths[parent] + 1 if parent >= 0 else 0
+            if depth >= min(one.depth, len(chain)):
+                parent, depth = -1, 0
+            taken = [token for token, above in zip(tokens, parents, strict=True) if above == parent]
+            follows = parent in right and chain[depth] not in taken and random.random() < 0.7
+            token = int(chain[depth]) if follows else int(random.integers(self._vocab))
+            if token in taken:
+                continue
+            if parent in right and token == chain[depth]:
+                right.add(len(tokens))
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depth)
+        return Proposal(tokens, [0.5] * len(tokens) if self._chances else (), parents)
 
 
 def sometimes(share: float, seed: int) -> Callable[[int], bool]:

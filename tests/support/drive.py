@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,18 +11,22 @@ from numpy.typing import NDArray
 
 from luce.backend.kept import JoinedKept, Piece
 from luce.backend.layersplit import LayerSplitBackend
+from luce.engine import tree
 from luce.runtime.step import PAGE, PageView, Span, Step
 
 
 @dataclass
 class Sequence:
     """A sequence as the driver knows it: slot, length, pages of each group in order of position, and how many rows of
-    its last span, which was tentative, are part of that length."""
+    its last span, which was tentative, are part of that length: of a tree, which ones. branches: of its last tree, the
+    pages of each group that a sequence would have that ends with the row."""
 
     slot: int
     length: int = 0
     accepted: int = 0
     pages: list[list[int]] = field(default_factory=list)
+    path: tuple[int, ...] = ()
+    branches: dict[int, list[list[int]]] = field(default_factory=dict)
 
 
 class Driver:
@@ -59,11 +64,57 @@ class Driver:
             sequence.length = length
         return self._logits(replace(step, spans=tuple(replace(span, tentative=True) for span in step.spans)))
 
-    @staticmethod
-    def accept(sequence: Sequence, rows: int) -> None:
+    def tree(self, sequence: Sequence, ids: NDArray[np.int32], parents: Many[int]) -> NDArray[np.float32]:
+        """Logits of a tree's rows: parents[i] is the row of the parent of row i + 1, in depth-first order.
+
+        Each branch gets copies of all pages from the root's on."""
+        root = sequence.length
+        step = self.step((sequence, ids))
+        sequence.length = root
+        spans = tree.spans(parents, step.spans[0])
+        positions = np.concatenate([np.arange(s.position, s.position + s.rows, dtype=np.int32) for s in spans])
+        sequence.branches = {}
+        views = []
+        for group, free in enumerate(self._free):
+            own = sequence.pages[group]
+            table = np.tile(np.array(own, np.int32), (len(spans), 1))
+            dest, copies = np.empty(len(ids), np.int32), []
+            for index, span in enumerate(spans):
+                first = root // PAGE
+                if span.behind:
+                    table[index, first:] = [free.pop() for _ in own[first:]]
+                pages = table[index]
+                at = positions[span.start : span.start + span.rows]
+                dest[span.start : span.start + span.rows] = pages[at // PAGE] * PAGE + at % PAGE
+                if span.behind:
+                    before = np.arange(first * PAGE, span.position)
+                    old = np.array(own)[before // PAGE] * PAGE + before % PAGE
+                    old[root - first * PAGE :] = dest[list(span.behind)]
+                    copies.append(np.stack([old, pages[before // PAGE] * PAGE + before % PAGE], axis=1))
+                for row in range(span.start, span.start + span.rows):
+                    sequence.branches.setdefault(row, []).append(pages.tolist())
+            first_rows = np.tile(np.arange(len(own), dtype=np.int32) * PAGE, (len(spans), 1))
+            count = np.full(len(spans), len(own), np.int32)
+            pairs = np.concatenate(copies).astype(np.int32) if copies else None
+            views.append(PageView(table, first_rows, count, dest, copies=pairs))
+        step = replace(step, spans=tuple(spans), positions=positions, views=tuple(views))
+        return np.concatenate(self._logits(step))
+
+    def accept(self, sequence: Sequence, rows: int) -> None:
         """The first `rows` rows of the last span are part of the sequence."""
         sequence.accepted = rows
         sequence.length += rows
+
+    def accept_path(self, sequence: Sequence, path: Many[int]) -> None:
+        """These rows of the last tree are part of the sequence; pages of other branches are free."""
+        self.accept(sequence, len(path))
+        sequence.path = tuple(path)
+        chosen = sequence.branches[path[-1]]
+        for group, free in enumerate(self._free):
+            used = {page for pages in sequence.branches.values() for page in pages[group]}
+            free += sorted(used - set(chosen[group]))
+        sequence.pages = [list(pages) for pages in chosen]
+        self.backend.move_features(sequence.slot, sequence.length - len(path), path)
 
     def _logits(self, step: Step) -> list[NDArray[np.float32]]:
         output = self.backend.forward(step)
@@ -73,8 +124,8 @@ class Driver:
     def keep(self, sequence: Sequence) -> JoinedKept:
         """What the shards put aside of a sequence."""
         if sequence.accepted:
-            self.backend.accept(sequence.slot, sequence.accepted)
-            sequence.accepted = 0
+            self.backend.accept(sequence.slot, sequence.path or range(sequence.accepted))
+            sequence.accepted, sequence.path = 0, ()
         return self.backend.save(sequence.slot, sequence.pages)
 
     def resume(self, sequence: Sequence, kept: JoinedKept) -> None:
@@ -99,8 +150,9 @@ class Driver:
         """The step that `feed` runs; the sequences count its rows as done."""
         spans, tokens, positions = [], [], []
         for sequence, ids in work:
-            spans.append(Span(sequence.slot, len(tokens), len(ids), sequence.length, sequence.accepted))
-            sequence.accepted = 0
+            accepted, sequence.accepted = sequence.accepted, 0
+            path, sequence.path = sequence.path, ()
+            spans.append(Span(sequence.slot, len(tokens), len(ids), sequence.length, accepted, path=path))
             tokens += [int(t) for t in ids]
             positions += range(sequence.length, sequence.length + len(ids))
             sequence.length += len(ids)

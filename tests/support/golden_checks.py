@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -119,5 +121,64 @@ def check_rollback(driver: Driver, vocab: int, rows: int, accepted: int) -> None
         at += 2
         (one,), (two,) = (driver.feed((sequence, ids[at : at + count])) for sequence in (guessed, fresh))
         np.testing.assert_array_equal(one, two)
+    driver.end(guessed)
+    driver.end(fresh)
+
+
+#: trees of rows in depth-first order, and the path that counts
+TREES = [
+    ((0, 1, 2, 1, 4, 0, 6), (0, 1, 4, 5)),
+    ((0, 0, 0, 0), (0, 3)),
+    ((0, 1, 2, 3, 4, 5, 6, 3, 8, 9, 1, 11, 0, 13, 13), (0, 1, 2, 3, 8, 9, 10)),
+    ((0, 1, 0, 3), (0, 1)),
+]
+
+
+def check_tree(driver: Driver, vocab: int, parents: Sequence[int], path: Sequence[int], length: int) -> None:
+    """Logits of each row of a tree behind `length` tokens are, bit for bit, those of its path run row by row; what is
+    kept behind the rows that count is what a sequence keeps that never had others."""
+    count = len(parents) + 1
+    ids = np.random.default_rng(count).integers(0, vocab, length + 60).astype(np.int32)
+    guessed = driver.start()
+    driver.feed((guessed, ids[:length]))
+    tokens = ids[length : length + count]
+    logits = driver.tree(guessed, tokens, parents)
+    paths = {0: [0]}
+    for row, parent in enumerate(parents, 1):
+        paths[row] = [*paths[parent], row]
+    for row in set(range(count)) - set(parents):
+        fresh = driver.start()
+        driver.feed((fresh, ids[:length]))
+        for at in paths[row]:
+            (plain,) = driver.feed((fresh, tokens[at : at + 1]))
+            np.testing.assert_array_equal(logits[at], plain[0], err_msg=f"row {at}")
+        driver.end(fresh)
+    fresh = driver.start()
+    driver.feed((fresh, ids[:length]))
+    for at in path:
+        driver.feed((fresh, tokens[at : at + 1]))
+    driver.accept_path(guessed, path)
+    assert guessed.length == fresh.length
+    # Once more behind rows that wait: a tree, of which only the root counts, a chain and a long span.
+    more = ids[length + count :]
+    again = driver.tree(guessed, more[:4], (0, 1, 0))
+    driver.accept_path(guessed, (0, 3))
+    (plain,) = driver.feed((fresh, more[[0, 3]]))
+    np.testing.assert_array_equal(again[[0, 3]], plain)
+    (again,) = driver.verify((guessed, more[4:7]))
+    driver.accept(guessed, 2)
+    (plain,) = driver.feed((fresh, more[4:6]))
+    np.testing.assert_array_equal(again[:2], plain)
+    driver.tree(guessed, more[6:10], (0, 0, 0))
+    driver.accept_path(guessed, (0, 2))
+    driver.feed((fresh, more[[6, 8]]))
+    rows = guessed.length
+    kept, expected = driver.save(guessed), driver.save(fresh)
+    assert kept.keys() == expected.keys()
+    for name, tensor in kept.items():
+        own = slice(rows) if name.endswith((".k", ".v")) else slice(None)
+        np.testing.assert_array_equal(tensor[own], expected[name][own], err_msg=name)
+    for size in (1, 20):
+        np.testing.assert_array_equal(*driver.feed((guessed, more[10 : 10 + size]), (fresh, more[10 : 10 + size])))
     driver.end(guessed)
     driver.end(fresh)

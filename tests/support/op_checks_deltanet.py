@@ -9,9 +9,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.engine.tree import spans as spans_of_tree
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, gated_delta_net
 from luce.runtime.device import Device
-from luce.runtime.step import SpanArrays
+from luce.runtime.step import Span, SpanArrays, branches_of
 from tests.support.op_checks_attention import same_output
 
 Floats = NDArray[np.floating[Any]]
@@ -27,17 +28,23 @@ TOLERANCE = 5e-5
 EPS = 1e-6
 
 
-def span_arrays(device: Device, spans: Sequence[SpanRow]) -> SpanArrays:
+def span_arrays(device: Device, spans: Sequence[SpanRow | Span]) -> SpanArrays:
     """Spans as a step would put them on the device."""
-    table = np.array([span[:4] for span in spans], np.int32).reshape(-1, 4)
-    pending = np.array([span[4:] or (0, 0) for span in spans], np.int32).reshape(-1, 2)
+    whole = [span if isinstance(span, Span) else _span(*span) for span in spans]
+    table = np.array([(s.slot, s.start, s.rows, s.position) for s in whole], np.int32).reshape(-1, 4)
+    pending = np.array([(s.accepted, s.tentative) for s in whole], np.int32).reshape(-1, 2)
     return SpanArrays(
         table=device.upload(table),
         row_span=device.upload(np.repeat(np.arange(len(table), dtype=np.int32), table[:, 2])),
         count=len(table),
         longest=int(table[:, 2].max(initial=0)),
         pending=device.upload(pending) if pending.any() else None,
+        branches=device.upload(branches_of(whole)) if any(s.path or s.behind for s in whole) else None,
     )
+
+
+def _span(slot: int, start: int, rows: int, position: int, accepted: int = 0, tentative: int = 0) -> Span:
+    return Span(slot, start, rows, position, accepted, bool(tentative))
 
 
 def laid_out(*spans: tuple[int, int, int]) -> list[SpanRow]:
@@ -184,7 +191,7 @@ def run(device: Device, case: Case, spans: Sequence[SpanRow], state: State | Non
 
 
 def queue(
-    device: Device, case: Case, spans: Sequence[SpanRow], state: State | None = None, **named: bool
+    device: Device, case: Case, spans: Sequence[SpanRow | Span], state: State | None = None, **named: bool
 ) -> tuple[Any, State]:
     """As run, with the outputs as the op leaves them."""
     state = state or case.state
@@ -299,6 +306,52 @@ def check_rollback(
             after = replace(after, past=np.stack((after.past[0], fresh.past[1])))
         np.testing.assert_array_equal(behind.memory, after.memory)
         np.testing.assert_array_equal(behind.past, after.past)
+
+
+def check_tree(
+    device: Device, parents: Sequence[int], path: Sequence[int], *, heads: int, d: int, taps: int = 4
+) -> None:
+    """Each row of a tree has the bits of a chain of its ancestors and itself; then a path of it counts, before a span
+    of each kind. parents[i] is the parent of row i + 1. Beside it a slot with a chain."""
+    count = len(parents) + 1
+    case = make_case(count + 3 + 2, key_heads=1, heads=heads, d=d, taps=taps, slots=2)
+    tree = spans_of_tree(parents, Span(1, 2, count, 7))
+    beside = Span(0, 0, 2, 4)
+    rows = case.rows(slice(0, 2 + count))
+    out, state = run_spans(device, rows, [beside, *tree])
+    np.testing.assert_array_equal(state.memory[1], case.state.memory[1])
+    np.testing.assert_array_equal(state.past[1], case.state.past[1])
+    expected, chain = run_spans(device, rows, [beside])
+    np.testing.assert_array_equal(out[:2], expected[:2])
+    np.testing.assert_array_equal(state.memory[0], chain.memory[0])
+    paths = {0: [0]}
+    for row, parent in enumerate(parents, 1):
+        paths[row] = [*paths[parent], row]
+    for row, own in paths.items():
+        expected, chain = run_spans(device, picked(case, [2 + i for i in own]), [Span(1, 0, len(own), 7)])
+        np.testing.assert_array_equal(out[2 + row], expected[-1])
+    _, chain = run_spans(device, picked(case, [2 + i for i in path]), [Span(1, 0, len(path), 7)])
+    after = case.rows(slice(count, count + 5))
+    for then in ([Span(1, 0, 5, 7 + len(path))], spans_of_tree((0, 1, 0, 3), Span(1, 0, 5, 7 + len(path))), []):
+        accepts = [replace(span, accepted=len(path), path=tuple(path)) for span in then[:1]]
+        accepts = accepts or [Span(1, 0, 0, 7 + len(path), len(path), path=tuple(path))]
+        got, behind = run_spans(device, after, [*accepts, *then[1:]], state)
+        expected, fresh = run_spans(device, after, then, chain)
+        np.testing.assert_array_equal(got[: 5 * bool(then)], expected[: 5 * bool(then)])
+        np.testing.assert_array_equal(behind.memory[1], fresh.memory[1])
+        np.testing.assert_array_equal(behind.past[1], fresh.past[1])
+
+
+def picked(case: Case, rows: Sequence[int]) -> Case:
+    """A case of some rows."""
+    rows = list(rows)
+    return replace(case, m=case.m[rows], z=case.z[rows], alpha=case.alpha[rows], beta=case.beta[rows])
+
+
+def run_spans(device: Device, case: Case, spans: Sequence[Span], state: State | None = None) -> tuple[Floats, State]:
+    """As run, for any spans."""
+    out, after = queue(device, case, spans, state)
+    return device.download(out), after
 
 
 def check_company(device: Device, lengths: Sequence[int], *, key_heads: int, heads: int, d: int) -> None:

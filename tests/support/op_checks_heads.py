@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.heads import Destination, HeadNorms, Rotation, prepare_heads, write_kv
+from luce.ops.heads import Destination, HeadNorms, Rotation, copy_rows, prepare_heads, write_kv
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE
@@ -107,3 +107,25 @@ def check_rows_alone(device: Device, heads: int, d: int) -> None:
         for i, (a, b) in enumerate(zip(alone, whole, strict=True)):
             a, b = (a, b[start:stop]) if i < 3 else (a[start:stop], b[start:stop])
             np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def check_copies(device: Device, kv_heads: int, d: int, types: KVTypes) -> None:
+    """Rows of both pools where they are copied to, and nothing else changes."""
+    rng = np.random.default_rng(d)
+    pools = []
+    for dtype, n in types.layout(device, d):
+        words = rng.integers(0, 256, (3 * PAGE, kv_heads, n * dtype.itemsize)).astype(np.uint8)
+        pools.append(words.view(dtype))
+    places = rng.permutation(3 * PAGE).astype(np.int32)
+    copies = np.full((64, 2), -1, np.int32)
+    copies[:40] = places[:80].reshape(2, 40).T
+    copies[7, 0] = copies[3, 0]
+    copies[20] = -1
+    to = Destination(*map(device.upload, (*pools, places[:1])))
+    copy_rows(device, to, device.upload(copies))
+    copy_rows(device, to, None)
+    source, target = copies[copies[:, 0] >= 0].T
+    for pool, found in zip(pools, (to.k_pool, to.v_pool), strict=True):
+        expected = pool.copy()
+        expected[target] = pool[source]
+        assert device.download(found).tobytes() == expected.tobytes()

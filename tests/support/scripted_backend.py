@@ -50,6 +50,7 @@ class ScriptedBackend:
     lag       how often one has to ask for pages that were saved while they are held before they are there: they are
               read as late as that
     bound     most pages of a sequence in groups without a window: which of them are missing changes what is said
+    branch_pages  pages of each group for branches of trees
     resumes   whether sequences may be resumed behind pages alone, so that the pages tell what a slot's history is
     """
 
@@ -70,11 +71,15 @@ class ScriptedBackend:
         verify: int = 16,
         lag: int = 0,
         bound: int | None = None,
+        branch_pages: int = 0,
     ) -> None:
         self.lag = lag
         self.recurrent = recurrent
         self.resumes = resumes
         self.verify = verify
+        self.branch_pages = branch_pages
+        #: paths of trees that are not their first rows, as `move_features` was told: (slot, position, path)
+        self.moved: list[tuple[int, int, tuple[int, ...]]] = []
         self.vocab = vocab
         self.context = context
         self.slots = slots
@@ -95,7 +100,7 @@ class ScriptedBackend:
         #: what the next `lost` says
         self.gone = ""
         # What the cache holds: (token, position) of each row of each group; and per slot the tokens seen, and a hash.
-        self._rows = [np.full((n * PAGE, 2), -1, np.int64) for n in self.pages]
+        self._rows = [np.full(((n + branch_pages) * PAGE, 2), -1, np.int64) for n in self.pages]
         self._seen: list[list[int]] = [[] for _ in range(slots)]
         # What a tentative span left: tokens of which none counts yet.
         self._guessed: list[list[int]] = [[] for _ in range(slots)]
@@ -122,10 +127,13 @@ class ScriptedBackend:
         self.steps.append((step.rows, len(step.spans)))
         return output
 
-    def accept(self, slot: int, rows: int) -> None:
-        assert self.recurrent and 0 < rows <= len(self._guessed[slot]), "rows that were not tentative"
-        self._seen[slot] += self._guessed[slot][:rows]
+    def accept(self, slot: int, rows: Sequence[int]) -> None:
+        assert self.recurrent and 0 < len(rows) <= len(self._guessed[slot]), "rows that were not tentative"
+        self._seen[slot] += [self._guessed[slot][row] for row in rows]
         self._guessed[slot] = []
+
+    def move_features(self, slot: int, position: int, path: Sequence[int]) -> None:
+        self.moved.append((slot, position, tuple(path)))
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> Kept:
         if held and self.lag:
@@ -193,15 +201,19 @@ class ScriptedBackend:
         self._check(step)
         for span in step.spans:
             self._write(step, span)
+        for group, view in enumerate(step.views):
+            if view.copies is not None:
+                source, target = view.copies[view.copies[:, 0] >= 0].T
+                assert not set(source.tolist()) & set(target.tolist()), "a place is copied from and to"
+                self._rows[group][target] = self._rows[group][source]
         for index, span in enumerate(step.spans):
             for group in range(len(self.pages)):
                 self._read(step, span, index, group)
         rows = []
         for row in step.wanted.tolist():
             span = next(s for s in step.spans if s.start <= row < s.start + s.rows)
-            history = self._seen[span.slot] + self._guessed[span.slot]
             position = int(step.positions[row])
-            rows.append(self.logits(history[: position + 1], self._missing(step, span, position)))
+            rows.append(self.logits(self._history(step, span)[: position + 1], self._missing(step, span, position)))
         logits = np.array(rows, np.float32).reshape(-1, self.vocab)
         top = None
         if step.top is not None and step.top.any():
@@ -216,6 +228,13 @@ class ScriptedBackend:
         view, index = step.views[self.windows.index(None)], step.spans.index(span)
         there = set((view.first[index, : view.count[index]] // PAGE).tolist())
         return [page for page in range(position // PAGE + 1) if page not in there]
+
+    def _history(self, step: Step, span: Span) -> list[int]:
+        """The tokens up to the last row of a span."""
+        seen = self._seen[span.slot]
+        if not span.tentative:
+            return seen
+        return seen + step.tokens[[*span.behind, *range(span.start, span.start + span.rows)]].tolist()
 
     def _check(self, step: Step) -> None:
         """What holds for every step, whatever ran before."""
@@ -232,9 +251,15 @@ class ScriptedBackend:
         assert prompt <= self.chunk, "more prompt rows than a chunk"
         verified = sum(s.rows for s in step.spans if s.tentative)
         assert verified <= max(16, self.slots), "more rows to verify than products of few rows have"
-        assert len({s.slot for s in step.spans}) == len(step.spans), "two spans of one slot"
-        start = 0
+        roots = [s for s in step.spans if not s.behind]
+        assert len({s.slot for s in roots}) == len(roots), "two spans of one slot"
+        start, root = 0, step.spans[0]
         for span in step.spans:
+            root = root if span.behind else span
+            assert span.slot == root.slot and root.tentative >= bool(span.behind), "a branch of another tree"
+            assert all(root.start <= row < span.start for row in span.behind), "a branch of another tree"
+            assert span.position - len(span.behind) == root.position, "a branch in another depth"
+            assert not span.path or len(span.path) == span.accepted, "a path of another length"
             assert 0 <= span.slot < self.slots, f"slot {span.slot}"
             assert not span.tentative or (span.position and span.rows <= self.verify), "a tentative span out of place"
             assert span.position or not span.accepted, "rows of another sequence are accepted"
@@ -245,7 +270,7 @@ class ScriptedBackend:
             assert span.position + span.rows <= self.context, "row beyond the context"
         assert start == n, "spans do not tile the rows"
         assert len(step.views) == len(self.pages), "views do not match the page groups"
-        for view, total in zip(step.views, self.pages, strict=True):
+        for view, total in zip(step.views, (n + self.branch_pages for n in self.pages), strict=True):
             for array in (view.table, view.first, view.count, view.dest):
                 assert array.dtype == np.int32, "views are int32"
             assert view.table.shape == view.first.shape and len(view.count) == len(view.table) == len(step.spans)
@@ -266,6 +291,11 @@ class ScriptedBackend:
 
     def _write(self, step: Step, span: Span) -> None:
         own = slice(span.start, span.start + span.rows)
+        for group, view in enumerate(step.views):
+            self._rows[group][view.dest[own]] = np.stack([step.tokens[own], step.positions[own]], axis=1)
+        if span.behind:
+            self._guessed[span.slot] += step.tokens[own].tolist()
+            return
         seen = self._seen[span.slot]
         guessed, self._guessed[span.slot] = self._guessed[span.slot], []
         assert span.accepted <= len(guessed), "more rows are accepted than were tentative"
@@ -278,11 +308,9 @@ class ScriptedBackend:
             seen[:] = self._rows[full][_rows_of(numbers), 0][: span.position].tolist()
         else:
             assert span.accepted or not guessed, "not even the seed is accepted"
-            seen += guessed[: span.accepted]
+            seen += [guessed[row] for row in span.path or range(span.accepted)]
         assert span.position == len(seen), f"slot {span.slot} has {len(seen)} positions, the span begins elsewhere"
         (self._guessed[span.slot] if span.tentative else seen).extend(step.tokens[own].tolist())
-        for group, view in enumerate(step.views):
-            self._rows[group][view.dest[own]] = np.stack([step.tokens[own], step.positions[own]], axis=1)
 
     def _read(self, step: Step, span: Span, index: int, group: int) -> None:
         """What the span's rows see must be the slot's own tokens."""
@@ -303,7 +331,7 @@ class ScriptedBackend:
             }, "a page that has to stay has left"
         held = self._rows[group][place[visible]]
         assert (held[:, 1] == at[visible]).all(), f"a page of slot {span.slot} was written by someone else"
-        seen = self._seen[span.slot] + self._guessed[span.slot]
+        seen = self._history(step, span)
         assert (held[:, 0] == np.array(seen)[at[visible]]).all(), f"slot {span.slot} lost its tokens"
 
 

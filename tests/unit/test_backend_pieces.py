@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from luce.backend.pieces import cut, largest_piece
 from luce.engine.pages import Pages
 from luce.engine.scheduler import Scheduler, Sequence
+from luce.engine.tree import spans as spans_of_tree
 from luce.runtime.step import PAGE, Output, Span, Step
 from tests.support.scripted_backend import ScriptedBackend
 
@@ -52,6 +55,28 @@ def test_short_steps_stay_whole() -> None:
 )
 def test_cuts_after_pages(rows: int, expected: list[int]) -> None:
     assert sizes(step_of((rows, 300)), 128) == expected
+
+
+@pytest.mark.parametrize("before", [50, 56, 60])
+def test_trees_stay_together(before: int) -> None:
+    """Two trees of ten rows behind a prompt's: none is cut, and what a branch is behind are rows of its own piece."""
+    prompt = step_of((before, 0), (20, 70), (100, 0))
+    trees = [
+        span
+        for slot, start in ((1, before), (3, before + 10))
+        for span in spans_of_tree((0, 1, 2, 1, 4, 5, 0, 7, 8), Span(slot, start, 10, 70))
+    ]
+    step = replace(prompt, spans=(prompt.spans[0], *trees, prompt.spans[2]))
+    pieces = cut(step, 60)
+    assert len(pieces) > 1
+    at, found = 0, []
+    for piece in pieces:
+        for span in piece.spans:
+            behind = tuple(row + at for row in span.behind)
+            found += [replace(span, start=span.start + at, behind=behind)] if span.tentative else []
+            assert all(row >= 0 for row in span.behind)
+        at += piece.rows
+    assert found == trees
 
 
 def test_cuts_keep_single_rows_with_others() -> None:

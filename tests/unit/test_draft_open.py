@@ -91,6 +91,8 @@ def test_devices(stack: ExitStack) -> None:
 def test_the_window_option(stack: ExitStack) -> None:
     with pytest.raises(UsageError, match=r"--draft-swa: .*qwen35-a-F32.gguf is no DFlash draft"):
         prepare(stack, TARGET.path, draft_swa=64)
+    with pytest.raises(UsageError, match=r"--ddtree: .*qwen35-a-F32.gguf is no DFlash draft"):
+        prepare(stack, TARGET.path, ddtree=True)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,11 @@ def test_a_refused_draft_ends_the_start(changes: dict[str, Any], message: str, t
         ({"draft_residency": "request-scoped"}, "--draft-residency: requires --draft with a file or mtp"),
         ({"draft_device": "cpu:1", "draft": "ngram"}, "--draft-device: requires --draft with a file or mtp"),
         ({"draft_swa": 9}, "--draft-swa: requires --draft"),
+        ({"ddtree": True}, "--ddtree: requires --draft with a DFlash draft"),
+        ({"ddtree": True, "draft": "mtp"}, "--ddtree: requires --draft with a DFlash draft"),
+        ({"ddtree": True, "draft": "x", "kvflash": "4096"}, "--ddtree: not together with --kvflash"),
+        ({"ddtree_budget": 8, "draft": "x"}, "--ddtree-budget: requires --ddtree"),
+        ({"ddtree_budget": 65, "ddtree": True, "draft": "x"}, "--ddtree-budget: expected"),
         ({"draft_residency": "sometimes", "draft": "x"}, "--draft-residency: expected auto or persistent"),
     ],
 )

@@ -15,6 +15,7 @@ from luce.config import Config
 from luce.draft.daemon import DraftSession
 from luce.draft.drafter import Draftable
 from luce.draft.remote import check
+from luce.engine.tree import well_formed
 from luce.errors import BackendError, LuceError, ModelError, UsageError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
@@ -51,7 +52,7 @@ def told(slot: int = 0, at: int = 0, tokens: int = 5, begin: int = 0, rows: int 
     return Told(slot, fresh, at, np.arange(at, at + tokens, dtype=np.int32), begin, rows)
 
 
-def propose(*parts: Told, asked: tuple[tuple[int, int], ...] = ((0, 7),), rows: int | None = None) -> Propose:
+def propose(*parts: Told, asked: tuple[tuple[int, int, int], ...] = ((0, 7, 0),), rows: int | None = None) -> Propose:
     count = sum(part.rows for part in parts) if rows is None else rows
     return Propose(parts, np.full((max(0, count), WIDTH), 0x3F80, np.uint16), asked)
 
@@ -64,14 +65,16 @@ def tokens(session: DraftSession, message: Propose) -> list[list[int]]:
 
 def test_a_text_told_in_parts_is_the_text(session: DraftSession) -> None:
     assert session.loaded() == DraftLoaded("dflash", 7, (0, 2, 5))
-    (whole,) = tokens(session, propose(told(1, tokens=9, rows=8), asked=((1, 7),)))
+    (whole,) = tokens(session, propose(told(1, tokens=9, rows=8), asked=((1, 7, 0),)))
     assert len(whole) == 7
     session.handle(propose(told(), asked=()))
     assert tokens(session, propose(told(at=5, tokens=4, begin=4, rows=4, fresh=False))) == [whole]
     # Rows that did not count are overwritten; a text begins anew.
     session.handle(propose(told(at=9, tokens=3, begin=8, rows=3, fresh=False), asked=()))
     session.handle(propose(told(tokens=7, rows=6), asked=()))
-    assert tokens(session, propose(told(at=7, tokens=2, begin=4, rows=4, fresh=False), asked=((0, 3),))) == [whole[:3]]
+    assert tokens(session, propose(told(at=7, tokens=2, begin=4, rows=4, fresh=False), asked=((0, 3, 0),))) == [
+        whole[:3]
+    ]
 
 
 def test_rows_that_are_missing_are_no_error(session: DraftSession) -> None:
@@ -103,9 +106,10 @@ BAD = {
     "an id that is none": propose(Told(0, True, 0, np.array([VOCAB], np.int32), 0, 0), asked=()),
     "no text": propose(told(tokens=0, rows=0), asked=()),
     "a table of ids": propose(Told(0, True, 0, np.zeros((1, 2), np.int32), 0, 0), asked=()),
-    "an unknown text asked": propose(told(), asked=((1, 3),)),
-    "asked twice": propose(told(), asked=((0, 3), (0, 3))),
-    "nothing asked": propose(told(), asked=((0, 0),)),
+    "an unknown text asked": propose(told(), asked=((1, 3, 0),)),
+    "asked twice": propose(told(), asked=((0, 3, 0), (0, 3, 0))),
+    "nothing asked": propose(told(), asked=((0, 0, 0),)),
+    "a tree of less than no depth": propose(told(), asked=((0, 3, -1),)),
     "another message": Forward(),
 }
 
@@ -136,22 +140,39 @@ def test_loads_that_are_refused(fields: dict[str, Any], error: type[LuceError], 
 
 
 ASKED = [Draftable(0, np.arange(5, dtype=np.int32), 2)]
+TREE = [Draftable(0, np.arange(5, dtype=np.int32), 2, 1)]
 
 
-def proposed(ids: Any, chances: Any) -> Proposed:
-    return Proposed((np.array(ids, np.int32),), (np.array(chances, np.float64),))
+def proposed(ids: Any, chances: Any, parents: Any = ()) -> Proposed:
+    return Proposed((np.array(ids, np.int32),), (np.array(chances, np.float64),), (np.array(parents, np.int32),))
 
 
 @pytest.mark.parametrize("reply", [proposed([], []), proposed([0, VOCAB - 1], [0.0, 1.0]), proposed([3], [])])
 def test_answers(reply: Proposed) -> None:
     check(reply, ASKED, VOCAB)
+    check(reply, TREE, VOCAB)
+
+
+def test_answers_that_are_trees() -> None:
+    check(proposed([3, 4], [1, 1], [-1, -1]), TREE, VOCAB)
+    for parents in ([-1], [[-1, -1]], [-1, -1, -1]):
+        with pytest.raises(GarbageError, match="parents"):
+            check(proposed([3, 4], [1, 1], parents), TREE, VOCAB)
+
+
+def test_a_tree_of_a_text(session: DraftSession) -> None:
+    reply = session.handle(propose(told(1, tokens=9, rows=8), asked=((1, 12, 3),)))
+    assert isinstance(reply, Proposed)
+    (found,), (parents,) = reply.tokens, reply.parents
+    assert len(found) == len(parents) == 12 and well_formed(parents.tolist(), found.tolist(), 3)
 
 
 @pytest.mark.parametrize(
     "reply",
     [
-        Proposed((), ()),
-        Proposed((np.zeros(1, np.int32),), ()),
+        Proposed((), (), ()),
+        Proposed((np.zeros(1, np.int32),), (), ()),
+        proposed([1, 2], [1, 1], [-1, 0]),
         proposed([1, 2, 3], [1, 1, 1]),
         proposed([[1]], [[1]]),
         proposed([1, 2], [1]),

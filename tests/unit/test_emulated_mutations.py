@@ -84,6 +84,7 @@ def _deltanet(device: Device) -> None:
     op_checks_deltanet.check_formula(device, (1, 16, 5), key_heads=1, heads=2, d=128)
     op_checks_deltanet.check_single_steps(device, 3, key_heads=1, heads=2, d=64)
     op_checks_deltanet.check_rollback(device, 5, 3, 2, heads=2, d=64)
+    op_checks_deltanet.check_tree(device, (0, 1, 0, 3, 3, 0), (0, 3, 5), heads=2, d=64)
 
 
 def _deltanet_chunk(device: Device) -> None:
@@ -156,6 +157,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "reduce.h": _reduce,
     "half.cu": lambda device: op_checks_matmul.check_halves(device, (3, 2100), slots=False),
     "tile.h": _matmul_tile,
+    "norms.cu": lambda device: op_checks_sample.check_norms(device, 9000, 2, 30),
     "sample.cu": lambda device: op_checks_sample.check_argmax(device, 9000),
 }
 

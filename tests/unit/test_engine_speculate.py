@@ -305,8 +305,8 @@ class Timed:
             at = len(sequence.reply)
             sequence.reply += expected[at : at + right + 1]
             if part.proposal:
-                scheduler.accept(part, right + 1)
-                made.verified(sequence, len(part.proposal), right, over=False)
+                scheduler.accept(part, range(right + 1))
+                made.verified(sequence, part, range(1, right + 1), over=False)
 
     def pass_time(self, what: str, drafting: float) -> None:
         self.now += drafting if what == "propose" else 0.0

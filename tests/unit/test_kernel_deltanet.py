@@ -35,6 +35,19 @@ def test_tentative_rows(emulated: Device, tentative: int, accepted: int, then: i
     checks.check_rollback(emulated, tentative, accepted, then, heads=2, d=64, taps=2 if then == 5 else 4)
 
 
+@pytest.mark.parametrize(
+    ("parents", "path"),
+    [
+        ((0, 1, 2), (0, 1)),
+        ((0, 1, 0, 3, 3, 0), (0, 3, 5)),
+        ((0, 0, 0), (0, 3)),
+        ((0, 1, 2, 3, 2, 5, 1, 0), (0, 1, 2, 5)),
+    ],
+)
+def test_trees(emulated: Device, parents: tuple[int, ...], path: tuple[int, ...]) -> None:
+    checks.check_tree(emulated, parents, path, heads=2, d=64, taps=3 if len(path) == 4 else 4)
+
+
 def test_spans_do_not_depend_on_their_company(emulated: Device) -> None:
     checks.check_company(emulated, (1, 17, 16, 70, 3), key_heads=1, heads=2, d=64)
 

@@ -7,7 +7,12 @@ import pytest
 
 from luce.ops.sample import argmax, candidates, top
 from luce.runtime.device import Device
-from tests.support.op_checks_sample import check_argmax, check_top
+from tests.support.op_checks_sample import check_argmax, check_norms, check_top
+
+
+@pytest.mark.parametrize(("vocab", "scale", "softcap"), [(1, 1, 0), (300, 0.5, 0), (4097, 1, 30), (9000, 2, 0)])
+def test_norms(emulated: Device, vocab: int, scale: float, softcap: float) -> None:
+    check_norms(emulated, vocab, scale, softcap)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 31, 257, 4096, 4097, 9000])

@@ -36,6 +36,19 @@ def test_tentative_rows(tentative: int, accepted: int, then: int) -> None:
     checks.check_rollback(HostDevice(), tentative, accepted, then, heads=4, d=32)
 
 
+@pytest.mark.parametrize(
+    ("parents", "path"),
+    [
+        ((0, 1, 2), (0, 1)),
+        ((0, 1, 0, 3, 3, 0), (0, 3, 5)),
+        ((0, 0, 0), (0, 3)),
+        ((0, 1, 2, 3, 2, 5, 1, 0), (0, 1, 2, 5)),
+    ],
+)
+def test_trees(parents: tuple[int, ...], path: tuple[int, ...]) -> None:
+    checks.check_tree(HostDevice(), parents, path, heads=4, d=32)
+
+
 @pytest.mark.parametrize("decay", ["none", "mixed"])
 def test_cut_anywhere(decay: checks.Decay) -> None:
     checks.check_cuts(HostDevice(), (1, 30, 16, 100, 7), key_heads=1, heads=2, d=32, decay=decay)

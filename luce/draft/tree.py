@@ -1,0 +1,50 @@
+"""The likeliest beginnings of what may follow, by what a draft says of each position alone. Pure.
+
+Wang, Ringel, "DDTree" (arXiv 2604.12989): a block-diffusion draft gives each position's tokens a probability of their
+own, so that a text is as likely as their product says. Of all texts the tree has the likeliest, and with each all that
+it begins with.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Node:
+    """The `rank`-likeliest token of a position, behind node `parent`; -1 for the seed. Positions count from 0."""
+
+    depth: int
+    rank: int
+    parent: int
+
+
+def likeliest(scores: NDArray[np.float64], budget: int) -> list[Node]:
+    """The `budget` likeliest texts as a tree, parents before children, the likelier first.
+
+    scores float64 [positions, k]: log probabilities of each position's likeliest tokens, descending. Among equals the
+    shorter text comes first, then the one whose last token is likelier. What has no chance is left out.
+    """
+    nodes: list[Node] = []
+    positions, ranks = scores.shape
+    # Entries: -score, depth, rank, parent; scores of the parents.
+    waiting: list[tuple[float, int, int, int]] = []
+    reached: list[float] = []
+
+    def add(depth: int, rank: int, parent: int) -> None:
+        if depth < positions and rank < ranks and np.isfinite(scores[depth, rank]):
+            score = (reached[parent] if parent >= 0 else 0.0) + float(scores[depth, rank])
+            heapq.heappush(waiting, (-score, depth, rank, parent))
+
+    add(0, 0, -1)
+    while waiting and len(nodes) < budget:
+        score, depth, rank, parent = heapq.heappop(waiting)
+        nodes.append(Node(depth, rank, parent))
+        reached.append(-score)
+        add(depth, rank + 1, parent)
+        add(depth + 1, 0, len(nodes) - 1)
+    return nodes
