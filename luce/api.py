@@ -30,7 +30,7 @@ from luce.draft.open import branch_pages, open_drafter, verified_rows
 from luce.draft.scorer import Scorer
 from luce.draft.tails import Tails
 from luce.engine.loop import Engine, Ticket
-from luce.engine.policies import DraftPolicy, open_policy
+from luce.engine.policies import open_policy, ranked
 from luce.engine.residency import KVFlash, Policy
 from luce.engine.sequence import (
     Event,
@@ -133,7 +133,7 @@ def open_backend(
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
         verify=verified_rows(config),
         pool=Wanted.of(config.kvflash),
-        ranked=config.kvflash != "off" and config.kvflash_policy != DraftPolicy.label,
+        ranked=ranked(config),
         branch_pages=branch_pages(config),
         ring=ring,
         claims=claims,

@@ -20,7 +20,8 @@ from luce.backend.pool import Wanted
 from luce.cli.main import settings
 from luce.cli.pull import fetch
 from luce.config import Config
-from luce.draft.open import DraftPlan, plan_drafter, verified_rows
+from luce.draft.open import DraftPlan, branch_pages, plan_drafter, verified_rows
+from luce.engine.policies import ranked
 from luce.errors import ModelError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source
@@ -103,7 +104,8 @@ def plan(model: Opened) -> dict[str, Any]:
             their free memory
     fits    whether every device holds its part
     """
-    config, spec = model.config, model.spec
+    config = model.config
+    spec = replace(model.spec, ranked=ranked(config))
     if model.draft is not None:
         spec = replace(spec, captured=model.draft.recipe.layers)
     context, chunk, slots = (
@@ -122,6 +124,7 @@ def plan(model: Opened) -> dict[str, Any]:
         chunk=chunk,
         kv=model.kv,
         verify=verified_rows(config),
+        branch_pages=branch_pages(config),
         claims=() if model.draft is None else model.draft.claims(),
     )
     pool = plan_pool(

@@ -27,6 +27,11 @@ class PageScorer(Protocol):
         """Idempotent."""
 
 
+def ranked(config: Config) -> bool:
+    """Whether shards have to rank pages: see ModelSpec.ranked."""
+    return config.kvflash != "off" and config.kvflash_policy != DraftPolicy.label
+
+
 def open_policy(config: Config, backend: Backend, scorer: Callable[[], Callable[[], PageScorer]]) -> Policy:
     """It is closed with the pager that gets it.
 

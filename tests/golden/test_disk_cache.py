@@ -15,8 +15,11 @@ import pytest
 
 import luce
 from luce.api import Model
-from luce.backend import remote
+from luce.backend import remotekept
 from luce.backend.kept import JoinedKept
+from luce.backend.remote import RemoteShard
+from luce.backend.remotekept import RemoteKept
+from luce.backend.requests import Requests
 from luce.cache import prefix
 from luce.errors import ShardLostError
 from luce.remote.messages import Forward
@@ -132,17 +135,17 @@ def test_recurrent_states_go_to_daemons_and_come_from_there(placement: str, tmp_
 
 def test_little_of_another_shards_data_is_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference, window = Reference("qwen35-a-F32"), 100_000
-    monkeypatch.setattr(remote, "_WINDOW", window)
+    monkeypatch.setattr(remotekept, "_WINDOW", window)
     fetched: list[int] = []
-    fetch = remote.RemoteShard.fetch
+    fetch = RemoteKept._fetch
 
-    def watched(shard: remote.RemoteShard, message: Any, kinds: Any, size: int) -> Any:
-        tensors = fetch(shard, message, kinds, size)
+    def watched(kept: RemoteKept, names: list[str], *given: Any) -> Any:
+        tensors = fetch(kept, names, *given)
         fetched.append(sum(tensor.nbytes for tensor in tensors.values()))
         assert len(tensors) == 1 or fetched[-1] <= window
         return tensors
 
-    monkeypatch.setattr(remote.RemoteShard, "fetch", watched)
+    monkeypatch.setattr(RemoteKept, "_fetch", watched)
     prompt = reference.expected["prompt_long"].tolist()
     with placed(reference, tmp_path / "cache", "daemons") as model:
         ask(model, prompt, 4)
@@ -150,50 +153,50 @@ def test_little_of_another_shards_data_is_in_this_process(tmp_path: Path, monkey
         assert cache is not None
         # What daemons have put aside is counted here, and nothing of it is here.
         kept = [part for point in cache.tree.points for part in cast("JoinedKept", point.state).parts[1:]]
-        assert kept and all(isinstance(part, remote.RemoteKept) and part.nbytes for part in kept)
+        assert kept and all(isinstance(part, RemoteKept) and part.nbytes for part in kept)
     assert len(fetched) > 3 and sum(fetched) > 3 * window
 
 
 def test_nobody_talks_to_a_daemon_while_its_shards_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Steps of which nothing is wanted go on behind the engine's back.
     reference = Reference("qwen35-a-F32")
-    monkeypatch.setattr(remote, "_WINDOW", 50_000)
+    monkeypatch.setattr(remotekept, "_WINDOW", 50_000)
     monkeypatch.setattr(prefix, "_PATIENCE", 0)
     idle: list[bool] = []
-    ask_daemon = remote.RemoteShard._ask
+    ask_daemon = Requests.ask
 
-    def watched(shard: Any, channel: Any, message: Any, **more: Any) -> Any:
+    def watched(requests: Requests, message: Any, **more: Any) -> Any:
         if not isinstance(message, Forward):
             idle.append(model._backend._chain.idle)
-        return ask_daemon(shard, channel, message, **more)
+        return ask_daemon(requests, message, **more)
 
     prompt = reference.expected["prompt_long"].tolist()
     with placed(reference, tmp_path / "cache", "daemons", max_ctx=2048, chunk=16) as model:
-        monkeypatch.setattr(remote.RemoteShard, "_ask", watched)
+        monkeypatch.setattr(Requests, "ask", watched)
         for turn in range(2):
             ask(model, [turn, *prompt, *prompt[::-1]], 2)
         assert len(idle) > 20 and all(idle)
 
 
-@pytest.mark.parametrize("verb", ["save", "fetch", "fill"])
+@pytest.mark.parametrize(("owner", "verb"), [(RemoteShard, "save"), (RemoteKept, "_fetch"), (RemoteShard, "fill")])
 def test_a_daemon_that_ends_costs_the_request_and_not_the_snapshots(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = Reference("qwen35-a-F32")
     prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
     with placed(reference, tmp_path / "cache", "one") as model:
         known = saved(model, prompt)
         ask(model, prompt, 4)
-    called = getattr(remote.RemoteShard, verb)
+    called = getattr(owner, verb)
     calls: list[int] = []
 
-    def deadly(shard: Any, *given: Any, **more: Any) -> Any:
+    def deadly(one: Any, *given: Any, **more: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
-            os.kill(shard._daemon._peer.pid, signal.SIGKILL)
-        return called(shard, *given, **more)
+            os.kill(one._requests._daemon._peer.pid, signal.SIGKILL)
+        return called(one, *given, **more)
 
-    monkeypatch.setattr(remote.RemoteShard, verb, deadly)
+    monkeypatch.setattr(owner, verb, deadly)
     with placed(reference, tmp_path / "cache", "daemons") as model:
         # Other prompts and this one, until the daemon has ended; then everything is as before.
         for ids in (prompt[::-1], prompt, prompt[::-1], prompt):

@@ -133,9 +133,7 @@ class ScriptedModel:
             slots=config.parallel,
             chunk=self.chunk,
             script=saying(REPLY) if script is None else script,
-            resumes=pool is None,
-            recurrent=pool is not None,
-            **backend,
+            **{"resumes": pool is None, "recurrent": pool is not None, **backend},
         )
         self.gone = ""
         self.shard_times: tuple[ShardTimes, ...] = ()

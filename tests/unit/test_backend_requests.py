@@ -62,14 +62,14 @@ def test_what_is_kept_is_dropped_with_its_last_reference(daemon: Daemon) -> None
         assert list(requests.dropped) == [number]
     finally:
         gc.enable()
-    requests.ask(Accept(0, 1), seconds=0, limit=0, take=lambda reply: None)
+    requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None)
     assert daemon.peer.receive(timeout=5)[1] == Drop((number,))
     assert not requests.dropped
 
 
 def test_a_lost_daemon_is_the_answer_to_all_that_was_asked(daemon: Daemon) -> None:
     requests = Requests("shard 1", daemon)  # type: ignore[arg-type]
-    asked = [requests.ask(Accept(0, 1), seconds=0, limit=0, take=lambda reply: None) for _ in range(3)]
+    asked = [requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None) for _ in range(3)]
     number, _ = daemon.peer.receive(timeout=5)
     daemon.peer.send(number, Done(), timeout=5)
     asked[0].wait()

@@ -20,7 +20,7 @@ from luce.remote.supervisor import Limits, Supervisor
 from tests.support.daemons import within
 
 OPEN = Open(PROTOCOL, __version__, (), "info", 0)
-LOAD = Load("", "", (), (), 1, ("auto", "auto"), 0, (), (), 1, True, 0, True)
+LOAD = Load("", "", (), (), 1, ("auto", "auto"), 0, (), False, (), 1, True, 0, True)
 
 
 class Peer:
@@ -116,11 +116,11 @@ def test_no_life_answers_for_another(watch: Watch) -> None:
     requests = Requests("shard", daemon)
     for life in range(1, 61):
         requests.lost()
-        answered = requests.ask(Accept(0, life), seconds=0, limit=0, take=lambda reply: None)
+        answered = requests.ask(Accept(0, tuple(range(life))), seconds=0, limit=0, take=lambda reply: None)
         answered.wait()
         assert answered.seconds_since(answered) == life
         with pytest.raises(ShardLostError, match="it ended"):
-            requests.ask(Accept(0, life), seconds=0, limit=0, take=lambda reply: None).wait()
+            requests.ask(Accept(0, tuple(range(life))), seconds=0, limit=0, take=lambda reply: None).wait()
 
 
 def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
@@ -140,7 +140,7 @@ def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
     for _ in range(3):
         requests.lost()
         with pytest.raises(ShardLostError):
-            requests.ask(Accept(0, 1), seconds=0, limit=0, take=lambda reply: None).wait()
+            requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None).wait()
     daemon.close()
     assert sizes[:3] == [3 << 12] * 3
     del arena
@@ -174,4 +174,4 @@ def test_a_silent_daemon_is_suspected_before_it_is_lost(
         Peer.awake.set()
     assert logged("shard: gives signs of life again")
     assert daemon.generation == 0
-    Requests("shard", daemon).ask(Accept(0, 1), seconds=0, limit=0, take=lambda reply: None).wait()
+    Requests("shard", daemon).ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None).wait()
