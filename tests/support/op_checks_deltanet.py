@@ -332,12 +332,17 @@ def check_tree(
         np.testing.assert_array_equal(out[2 + row], expected[-1])
     _, chain = run_spans(device, picked(case, [2 + i for i in path]), [Span(1, 0, len(path), 7)])
     after = case.rows(slice(count, count + 5))
-    for then in ([Span(1, 0, 5, 7 + len(path))], spans_of_tree((0, 1, 0, 3), Span(1, 0, 5, 7 + len(path))), []):
-        accepts = [replace(span, accepted=len(path), path=tuple(path)) for span in then[:1]]
-        accepts = accepts or [Span(1, 0, 0, 7 + len(path), len(path), path=tuple(path))]
-        got, behind = run_spans(device, after, [*accepts, *then[1:]], state)
+    # The last one is of another slot, and begins anew.
+    for then in (
+        [Span(1, 0, 5, 7 + len(path))],
+        spans_of_tree((0, 1, 0, 3), Span(1, 0, 5, 7 + len(path))),
+        [Span(0, 0, 5, 0)],
+    ):
+        first, *others = then if then[0].slot else [Span(1, 0, 0, 7 + len(path)), *then]
+        accepts = replace(first, accepted=len(path), path=tuple(path))
+        got, behind = run_spans(device, after, [accepts, *others], state)
         expected, fresh = run_spans(device, after, then, chain)
-        np.testing.assert_array_equal(got[: 5 * bool(then)], expected[: 5 * bool(then)])
+        np.testing.assert_array_equal(got, expected)
         np.testing.assert_array_equal(behind.memory[1], fresh.memory[1])
         np.testing.assert_array_equal(behind.past[1], fresh.past[1])
 
