@@ -211,4 +211,4 @@ def test_a_daemon_that_does_not_start_ends_the_start(program: str, why: str, tmp
     path = interpreter(tmp_path / "python", program) if program else tmp_path / "nothing"
     with pytest.raises(DeviceError, match=why):
         luce.load(FIT.target.path, draft=str(FIT.path), target_devices="cpu:0", max_ctx=256, draft_ipc_bin=str(path))
-    assert within(10, lambda: not children())
+    assert within(60, lambda: not children())

@@ -57,7 +57,7 @@ def nothing_left() -> Iterator[None]:
 def test_death_while_generating(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     # A daemon that is gone is noticed by the end of its connection alone, one that stands still by the request's limit.
     monkeypatch.setattr(supervisor, "_SILENCE", 1000.0)
-    with load(parallel=2, shard_timeout=2 if number == signal.SIGSTOP else 1000) as model:
+    with load(parallel=2, shard_timeout=5 if number == signal.SIGSTOP else 1000) as model:
         (pid,) = children()
         running = model.generate(PROMPT, max_tokens=1000, temperature=0, ignore_eos=True)
         beside = model.generate(LONG, max_tokens=1000, temperature=0, ignore_eos=True)
@@ -90,9 +90,9 @@ def test_death_while_reading_a_prompt() -> None:
 
         reader = threading.Thread(target=read)
         reader.start()
-        assert seen.wait(30)
+        assert seen.wait(60)
         os.kill(pid, signal.SIGKILL)
-        reader.join(30)
+        reader.join(60)
         assert isinstance(errors[0], ShardLostError)
         assert reply(model) == EXPECTED
 
@@ -102,7 +102,7 @@ def test_death_of_an_idle_daemon_fails_nothing() -> None:
         for _ in range(2):
             (pid,) = children()
             os.kill(pid, signal.SIGKILL)
-            assert within(20, lambda: bool(children()) and children() != {pid})  # noqa: B023
+            assert within(60, lambda: bool(children()) and children() != {pid})  # noqa: B023
             assert reply(model) == EXPECTED
 
 
@@ -112,7 +112,7 @@ def test_one_of_three_daemons_dies() -> None:
         before = children()
         assert len(before) == 3 and reply(model) == EXPECTED
         os.kill(sorted(before)[1], signal.SIGKILL)
-        assert within(20, lambda: len(children() & before) == 2)
+        assert within(60, lambda: len(children() & before) == 2)
         assert reply(model) == EXPECTED
         assert len(children()) == 3
 
@@ -124,7 +124,7 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     with load() as model:
         (first,) = children()
         os.kill(first, signal.SIGKILL)
-        assert within(20, lambda: bool(children()) and children() != {first})
+        assert within(60, lambda: bool(children()) and children() != {first})
         assert reply(model) == EXPECTED
         assert not model.down()
         os.kill(children().pop(), signal.SIGKILL)
@@ -209,7 +209,7 @@ def test_no_daemon_outlives_a_killed_server() -> None:
             os.kill(pid, signal.SIGSTOP)
         server.kill()
         server.wait()
-        assert within(10, lambda: not Path(f"/proc/{pid}").exists() or "Z" in state(pid))  # noqa: B023
+        assert within(60, lambda: not Path(f"/proc/{pid}").exists() or "Z" in state(pid))  # noqa: B023
 
 
 def state(pid: int) -> str:

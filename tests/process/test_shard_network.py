@@ -28,7 +28,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def load(port: int, key: Path) -> luce.Model:
     devices = f"cpu:0,tcp://127.0.0.1:{port}/cpu:0,tcp://127.0.0.1:{port}/cpu:1"
-    return luce.load(REFERENCE.path, target_devices=devices, shard_key_file=key, max_ctx=1024, shard_timeout=5)
+    return luce.load(REFERENCE.path, target_devices=devices, shard_key_file=key, max_ctx=1024, shard_timeout=60)
 
 
 def reply(model: luce.Model) -> list[int]:

@@ -114,6 +114,18 @@ def test_a_repeated_prompt_needs_no_step_for_its_first_token(kind: dict[str, Any
         assert len(r.backend.steps) == steps + 2
 
 
+def test_seconds_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig() as r:
+        r.ask(ids(100), 1)
+        cache = r.engine.cache
+        assert cache is not None and cache.stats().seconds_saved == 0
+        monkeypatch.setattr(cache, "_read", (0, 0.0))
+        cache.note_read(10, 4000.0)
+        cache.note_read(30, 4000.0)
+        r.ask(ids(100), 1)
+        assert cache.stats().seconds_saved == pytest.approx(100 * 8000 / 40, abs=1000)
+
+
 @each
 def test_sampling_after_a_full_hit_draws_what_it_would_have_drawn(kind: dict[str, Any]) -> None:
     with rig(**kind) as r, rig(cache=0, **kind) as plain:
