@@ -24,7 +24,7 @@ The life of one request: `server` checks the body and authenticates; `text` rend
 `engine.loop` queues a Sequence; `cache` gives it what earlier ones computed; `engine.scheduler` puts its next rows into
 a Step (rows of several sequences, prompt chunks beside single decode rows); `backend` queues the Step on its shards,
 which work on consecutive Steps at the same time; the last shard returns one token id or logits row per wanted row;
-`engine.sampling` picks a token; `text` turns ids into whole characters; `server` streams.
+`engine.reply` picks a token and says whether it is the last; `text` turns ids into whole characters; `server` streams.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ from luce.draft.drafter import Drafter
 from luce.draft.open import branch_pages, open_drafter, verified_rows
 from luce.draft.scorer import Scorer
 from luce.draft.tails import Tails
-from luce.engine.loop import Engine, Ticket
+from luce.engine.intake import Ticket
+from luce.engine.loop import Engine
 from luce.engine.policies import open_policy, ranked
 from luce.engine.residency import KVFlash, Policy
 from luce.engine.sequence import (

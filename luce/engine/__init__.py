@@ -8,6 +8,9 @@
     scheduler   pure: waiting and running sequences in, steps out
     sampling    logits to a token; log probabilities
     speculate   what a drafter proposes, verified
+    points      where a sequence begins in the prefix cache, and what of it is kept there
+    reply       a reply as it grows: choosing tokens, judging whether one is the last, scores, timings
+    intake      what other threads want: who is let in, who waits, commands between two steps
     loop        Engine: the thread that joins these with a backend and with those who wait for replies
 
 Not here: text (luce.text implements TextOutput), HTTP, and where layers run. Called by luce.api and luce.server; calls

@@ -152,11 +152,6 @@ class Scheduler:
         """Sequences that wait for a slot, session by session."""
         return tuple(s for queue in self._waiting.values() for s in queue)
 
-    @property
-    def busy(self) -> int:
-        """How many sequences run."""
-        return len(self._running)
-
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait. Its prompt and room together fit into `Pages.longest`."""
         self._waiting.setdefault(sequence.session, deque()).append(sequence)

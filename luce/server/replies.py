@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from luce.api import Model
-from luce.engine.loop import Ticket
+from luce.engine.intake import Ticket
 from luce.engine.sequence import Event, Failed, Finished, Started, Tokens
 from luce.errors import LuceError, QueueFullError
 from luce.server.metrics import Metrics

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from luce.engine.loop import Engine, Ticket
+from luce.engine.intake import Ticket
+from luce.engine.loop import Engine
 from luce.engine.sequence import Event, Failed, Finished, SamplingParams, Tokens
 from luce.errors import LuceError
 from luce.runtime.step import Step

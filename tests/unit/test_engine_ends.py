@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.engine.loop import Engine, Ticket
+from luce.engine.intake import Ticket
+from luce.engine.loop import Engine
 from luce.engine.sequence import Event, Failed, Finished, FinishReason, Progress, Started, Tokens
 from luce.errors import BackendError, DeviceError, QueueFullError, RequestError, ShardLostError, UnavailableError
 from luce.runtime.step import Step
@@ -49,7 +50,7 @@ def test_cancellation(stage: str) -> None:
         neighbour.finished()
         assert made.wait_idle(PATIENCE)
         ticket.cancel()
-        assert not made._inbox
+        assert not made._intake._inbox
         assert made.stats().cancelled == 1
     assert neighbour.ids == backend.reply([50, 51], 100)
     if stage == "queued":
@@ -249,7 +250,7 @@ def test_close_ends_what_runs_and_what_waits() -> None:
     waits, _ = submit(made)
     closing = threading.Thread(target=made.close)
     closing.start()
-    while not made._closing:
+    while not made._intake.closing:
         time.sleep(0.001)
     gate.let()
     closing.join(PATIENCE)
@@ -295,7 +296,7 @@ def test_a_defect_of_the_engine_leaves_nobody_waiting(monkeypatch: pytest.Monkey
 def test_a_cancel_from_a_destructor_inside_the_lock() -> None:
     with engine(ScriptedBackend()) as made:
         reply, ticket = submit(made, max_tokens=None, ignore_eos=True)
-        with made._lock:
+        with made._intake._lock:
             ticket.cancel()
         assert reply.finished().reason in (FinishReason.CANCELLED, FinishReason.CONTEXT)
 

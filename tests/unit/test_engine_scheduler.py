@@ -168,7 +168,7 @@ def test_a_sequence_ends_in_every_stage_and_leaves_nothing() -> None:
     assert drive.scheduler.waiting == ()
     drive.scheduler.remove(reading)
     assert drive.step() is None
-    assert (drive.pages.used, drive.scheduler.busy) == (0, 0)
+    assert (drive.pages.used, drive.scheduler.running) == (0, ())
 
 
 def test_what_is_wanted_of_a_step() -> None:
@@ -278,7 +278,7 @@ def test_any_arrivals_leave_nothing_and_do_not_change_replies(
     cancelled: set[Sequence] = set()
     lost: set[Sequence] = set()
     number = 0
-    while len(came) < len(arrivals) or drive.scheduler.busy or drive.scheduler.waiting:
+    while len(came) < len(arrivals) or drive.scheduler.running or drive.scheduler.waiting:
         for arrival in arrivals:
             if arrival.at == number:
                 one = sequence(arrival.prompt, room=arrival.room, session=arrival.session, scored=arrival.scored)
