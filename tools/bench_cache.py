@@ -80,8 +80,8 @@ def disk_of(model: luce.Model) -> DiskTier:
 def idle(model: luce.Model) -> bool:
     """Whether all that is to be written is written."""
     cache = model.engine.cache
-    assert cache is not None
-    return not cache.busy
+    assert cache is not None and cache.saver is not None
+    return not cache.saver.busy
 
 
 def wait(condition: Callable[[], bool], seconds: float) -> float:

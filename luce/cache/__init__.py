@@ -1,7 +1,10 @@
 """What past sequences leave for later ones: prompts that begin alike are computed once.
 
     tree         pure: token prefixes, in blocks of one page, and the points at which a sequence can be resumed
-    prefix       PrefixCache: blocks on the devices or in host memory, points with their states, eviction by bytes
+    pools        the pages on the devices, as far as the cache takes part in their account
+    memory       blocks on the devices or in host memory, points with their states, eviction by bytes
+    prefix       PrefixCache: what is kept, and put into the slots of those that begin alike
+    saver        points on their way to the disk, in pieces between steps
     disk         the disk behind it: the thread that writes, reading ahead of the devices
     store        a directory of snapshots: what comes and what goes (FORMAT.md)
     index        which snapshots there are, and which belong to a text

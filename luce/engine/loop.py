@@ -130,7 +130,7 @@ class Engine:
         if cache_bytes:
             self.cache = PrefixCache(backend, self._pages.groups, cache_bytes, disk, disk_tokens, self._pager)
             for group in self._pages.groups:
-                group.reclaim = self.cache.reclaim
+                group.reclaim = self.cache.memory.reclaim
         self._scheduler = Scheduler(
             self._pages, slots=backend.slots, chunk=chunk, scored=max(1, _SCORED_BYTES // (4 * backend.vocab))
         )
@@ -146,6 +146,7 @@ class Engine:
                 tree=tree,
                 tails=tails,
             )
+        self._saver = None if self.cache is None else self.cache.saver
         self._points: Points | None = None
         if self.cache is not None:
             self._points = Points(self.cache, backend, self._speculator, cache_interval)
@@ -310,15 +311,15 @@ class Engine:
             self._speculator.close()
         if self._pager is not None:
             self._pager.close()
-        if self.cache is not None:
-            self.cache.flush(0 if broken else self._flush_seconds)
+        if self._saver is not None:
+            self._saver.flush(0 if broken else self._flush_seconds)
 
     def _turn(self) -> bool:
         """One round: commands, deadlines, admission, a step. False when the engine is to end."""
         if not self._replies:
             if self._speculator is not None:
                 self._speculator.idle()
-            self._intake.wait(lambda: self.cache is not None and self.cache.pending)
+            self._intake.wait(lambda: self._saver is not None and self._saver.pending)
         self._intake.work_off()
         if self._intake.closing:
             return False
@@ -348,14 +349,14 @@ class Engine:
                 self._fail(self._replies[sequence], _backend_error(error))
             if plan.parts:
                 self._step(plan)
-        if self.cache is not None:
-            self.cache.pump(idle=not self._replies)
+        if self._saver is not None:
+            self._saver.pump(idle=not self._replies)
         return True
 
     def _forget(self, loss: str) -> None:
         """The backend has forgotten everything: so do those who build on it."""
         if self.cache is not None:
-            self.cache.clear()
+            self.cache.memory.clear()
         for sequence in self._scheduler.running:
             if sequence.done:
                 self._fail(self._replies[sequence], ShardLostError(loss))

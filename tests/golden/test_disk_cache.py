@@ -20,7 +20,7 @@ from luce.backend.kept import JoinedKept
 from luce.backend.remote import RemoteShard
 from luce.backend.remotekept import RemoteKept
 from luce.backend.requests import Requests
-from luce.cache import prefix
+from luce.cache import saver
 from luce.errors import ShardLostError
 from luce.remote.messages import Forward
 from tests.support.daemons import HERE, key_file, listener
@@ -152,7 +152,7 @@ def test_little_of_another_shards_data_is_in_this_process(tmp_path: Path, monkey
         cache = model.engine.cache
         assert cache is not None
         # What daemons have put aside is counted here, and nothing of it is here.
-        kept = [part for point in cache.tree.points for part in cast("JoinedKept", point.state).parts[1:]]
+        kept = [part for point in cache.memory.tree.points for part in cast("JoinedKept", point.state).parts[1:]]
         assert kept and all(isinstance(part, RemoteKept) and part.nbytes for part in kept)
     assert len(fetched) > 3 and sum(fetched) > 3 * window
 
@@ -161,7 +161,7 @@ def test_nobody_talks_to_a_daemon_while_its_shards_thread_does(tmp_path: Path, m
     # Steps of which nothing is wanted go on behind the engine's back.
     reference = Reference("qwen35-a-F32")
     monkeypatch.setattr(remotekept, "_WINDOW", 50_000)
-    monkeypatch.setattr(prefix, "_PATIENCE", 0)
+    monkeypatch.setattr(saver, "_PATIENCE", 0)
     idle: list[bool] = []
     ask_daemon = Requests.ask
 

@@ -119,7 +119,7 @@ def test_one_of_three_daemons_dies() -> None:
 
 def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     # A captured record would keep the error that it logs, and so the shared memory.
-    caplog.set_level(logging.ERROR, logger="luce.cache.prefix")
+    caplog.set_level(logging.ERROR, logger="luce.cache")
     monkeypatch.setattr(supervisor, "_RESTARTS", 1)
     with load() as model:
         (first,) = children()

@@ -200,7 +200,7 @@ def test_no_memory_in_a_step(load: Load, stage: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MEMORY)
 def test_no_memory_in_a_save(load: Load, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="luce.cache.prefix")
+    caplog.set_level(logging.WARNING, logger="luce.cache")
     with load("save", kind) as model:
         before = children()
         # The reply is worth more than its cached prefix.

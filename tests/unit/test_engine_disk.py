@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from luce.cache import part, prefix, store
+from luce.cache import part, saver, store
 from luce.cache.disk import DiskTier
 from luce.engine.loop import Engine
 from luce.errors import BackendError
@@ -156,9 +156,9 @@ def test_while_sequences_run_the_disk_gets_a_small_share_of_the_engine(
 ) -> None:
     with rig(tmp_path) as r:
         r.ask(ids(100), 3)
-        cache = r.engine.cache
-        assert cache is not None
-        while cache.busy:
+        assert r.engine.cache is not None and r.engine.cache.saver is not None
+        behind = r.engine.cache.saver
+        while behind.busy:
             pass
         now, worked = [time.monotonic() + 1000], list[float]()
 
@@ -168,15 +168,15 @@ def test_while_sequences_run_the_disk_gets_a_small_share_of_the_engine(
                 worked.append(now[0])
                 yield None
 
-        monkeypatch.setattr(prefix.time, "monotonic", lambda: now[0])
-        cache._export = export(None)
+        monkeypatch.setattr(saver.time, "monotonic", lambda: now[0])
+        behind._export = export(None)
         for _ in range(1000):
             now[0] += 0.001
-            cache.pump(idle=False)
+            behind.pump(idle=False)
         assert len(worked) == 5 and min(np.diff(worked)) > 40 * 0.002
-        cache._export = export(None)
+        behind._export = export(None)
         for _ in range(5):
-            cache.pump(idle=True)
+            behind.pump(idle=True)
         assert len(worked) == 10
 
 
@@ -189,8 +189,8 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
 
 def test_short_prompts_are_not_written(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
-        assert r.engine.cache is not None
-        r.engine.cache._least = 100
+        assert r.engine.cache is not None and r.engine.cache.saver is not None
+        r.engine.cache.saver._least = 100
         r.ask(ids(90, seed=1), 3)
         r.ask(ids(110), 3)
     with rig(tmp_path) as r:
