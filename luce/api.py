@@ -15,7 +15,6 @@ import numpy as np
 import threadpoolctl
 from numpy.typing import NDArray
 
-from luce import config as settings
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import Claim, served_chunk, served_context
 from luce.backend.plan import handed_on
@@ -24,7 +23,9 @@ from luce.backend.timing import ShardTimes
 from luce.cache import fingerprint, manifest
 from luce.cache.disk import DiskTier
 from luce.cache.store import Store
-from luce.config import Config
+from luce.config.directories import cache_directory
+from luce.config.resolve import override, resolve
+from luce.config.settings import Config
 from luce.draft.drafter import Drafter
 from luce.draft.open import branch_pages, open_drafter, verified_rows
 from luce.draft.scorer import Scorer
@@ -69,11 +70,11 @@ _RECOLLECTED = 32
 def load(path: str | Path, **fields: Any) -> Model:
     """Load a GGUF file (or an alias such as `smollm2`) onto devices.
 
-    Every field of luce.config.Config is a keyword of the same spelling and with the same checks as the flag:
+    Every field of luce.config.settings.Config is a keyword of the same spelling and with the same checks as the flag:
     `luce.load("model.gguf", target_devices="cuda:0", max_ctx=4096)`. Raises LuceError: UsageError for a bad keyword,
     ModelError for a bad file, DeviceError for a bad device.
     """
-    return open_model(resolve_model(str(path)), settings.resolve(fields, spell=str))
+    return open_model(resolve_model(str(path)), resolve(fields, spell=str))
 
 
 def open_model(path: Path, config: Config, on_progress: Callable[[float], None] = lambda fraction: None) -> Model:
@@ -324,7 +325,7 @@ class Model:
             "min_p": min_p,
             "repetition_penalty": repetition_penalty,
         }
-        checked = settings.override(self.config, {k: v for k, v in given.items() if v is not None})
+        checked = override(self.config, {k: v for k, v in given.items() if v is not None})
         params = SamplingParams(
             temperature=checked.temperature,
             top_k=checked.top_k,
@@ -409,7 +410,7 @@ def _scorer(
 
 def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier | None:
     """The prefix cache's directory, if there is to be one."""
-    directory = settings.cache_directory(config)
+    directory = cache_directory(config)
     if directory is None or not config.cache_ram:
         return None
     meaning = [

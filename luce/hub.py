@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from luce.config import user_cache_directory
+from luce.config.directories import user_cache_directory
 from luce.errors import ModelError, UsageError
 
 #: called with bytes done and bytes in all (0: unknown)

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, TextIO
 
-from luce.config import environment
+from luce.config.environment import environment
 
 #: the request that the current task or thread works for; its id stands on every line
 request_id: ContextVar[str] = ContextVar("request_id", default="")

@@ -37,7 +37,7 @@ from luce.backend.requests import Request
 from luce.backend.served import ServedModel
 from luce.bench.measure import Stepper
 from luce.cli.main import main as luce
-from luce.config import Config
+from luce.config.settings import Config
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec

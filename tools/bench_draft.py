@@ -40,7 +40,8 @@ import luce
 from luce.api import open_backend
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import served_context
-from luce.config import Config, resolve
+from luce.config.resolve import resolve
+from luce.config.settings import Config
 from luce.draft.drafter import Draftable, Drafter, Proposal
 from luce.draft.open import open_drafter
 from luce.engine.loop import Engine

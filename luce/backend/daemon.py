@@ -19,9 +19,9 @@ from typing import Protocol
 import threadpoolctl
 
 from luce import __version__
-from luce import config as settings
 from luce.backend.checks import check_descriptor
 from luce.backend.served import Announced, ServedModel, Work
+from luce.config.resolve import resolve
 from luce.errors import BackendError, LuceError, OutOfMemoryError
 from luce.remote.arena import Arena
 from luce.remote.channel import Channel, ChannelError, GoneError
@@ -265,7 +265,7 @@ class _Session:
         if self._devices:
             raise BackendError("devices are open already")
         given = {"target_devices": message.devices, "threads": message.threads, "log_level": message.log_level}
-        config = settings.resolve(given, env={})
+        config = resolve(given, env={})
         logging.getLogger("luce").setLevel(config.log_level.upper())
         if config.threads:
             threadpoolctl.threadpool_limits(config.threads, user_api="blas")

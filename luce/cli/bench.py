@@ -24,7 +24,7 @@ from luce.bench.limits import Limits, limits
 from luce.bench.measure import Stepper, Workload, seconds
 from luce.cli.main import settings
 from luce.cli.pull import fetch
-from luce.config import Config
+from luce.config.settings import Config
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source

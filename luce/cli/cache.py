@@ -14,19 +14,19 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from luce import config
 from luce.cache.index import Entry
 from luce.cache.part import DamagedError
 from luce.cache.reader import verify
 from luce.cache.store import LAYOUT, Store
 from luce.cli.main import settings
+from luce.config.directories import cache_directory
 from luce.errors import UsageError
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what is asked. The exit status of `verify` is 1 if a snapshot is damaged."""
     checked = settings(arguments)
-    directory = config.cache_directory(checked)
+    directory = cache_directory(checked)
     if directory is None:
         raise UsageError("--kv-cache-dir off: there is no directory to look at", param="kv_cache_dir")
     if not (directory / LAYOUT).is_dir():

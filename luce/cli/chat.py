@@ -27,7 +27,8 @@ from luce.cli.main import settings
 from luce.cli.markdown import MarkdownReply, RawReply, Reply, printable
 from luce.cli.pull import fetch
 from luce.cli.repl import Input, Pipe, PrivateHistory, Terminal, Words, no_echo, open_history
-from luce.config import environment, user_state_directory
+from luce.config.directories import user_state_directory
+from luce.config.environment import environment
 from luce.engine.sequence import Finished, FinishReason
 from luce.errors import LuceError, UsageError
 

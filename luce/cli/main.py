@@ -10,7 +10,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from luce import __version__, config
+from luce import __version__
+from luce.config.flags import add_flags
+from luce.config.resolve import resolve
+from luce.config.settings import FIELDS, Config
 from luce.errors import LuceError
 
 
@@ -90,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
         if "limits" in verb.groups:
             sub.add_argument("--dry-run", action="store_true", help="print where the layers would go, and load nothing")
         if verb.groups:
-            config.add_flags(sub, verb.groups)
+            add_flags(sub, verb.groups)
     return top
 
 
@@ -109,10 +112,10 @@ def _add_tests(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("-r", "--repeat", metavar="N", type=int, default=5, help="runs of each test (default: 5)")
 
 
-def settings(arguments: argparse.Namespace) -> config.Config:
+def settings(arguments: argparse.Namespace) -> Config:
     """The Config of a parsed command line."""
-    names = {*config.FIELDS, "config"}
-    return config.resolve({k: v for k, v in vars(arguments).items() if k in names})
+    names = {*FIELDS, "config"}
+    return resolve({k: v for k, v in vars(arguments).items() if k in names})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from luce import config
+from luce.config.settings import FIELDS
 from luce.errors import UsageError
 
 #: values of a request that are no settings: type, lowest, highest
@@ -14,7 +14,7 @@ _REQUEST: dict[str, tuple[type[int] | type[float], int, int]] = {
     "seed": (int, -(2**63), 2**63 - 1),
     "max_tokens": (int, 1, 2**31 - 1),
 }
-_SETTINGS = tuple(name for name, field in config.FIELDS.items() if field.metadata["group"] == "sampling")
+_SETTINGS = tuple(name for name, field in FIELDS.items() if field.metadata["group"] == "sampling")
 #: keywords of Model.generate that have a value a user may set
 NAMES = (*_SETTINGS, *_REQUEST)
 
@@ -26,7 +26,7 @@ def parse(name: str, text: str, origin: str) -> Any:
         raise UsageError(f"{origin}: {name!r} is none of {', '.join(NAMES)}", param=name)
     if name in _SETTINGS:
         try:
-            return config.FIELDS[name].metadata["parse"](text)
+            return FIELDS[name].metadata["parse"](text)
         except ValueError as error:
             raise UsageError(f"{origin}: {error}, got {text!r}", param=name) from None
     kind, low, high = _REQUEST[name]

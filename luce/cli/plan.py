@@ -19,7 +19,7 @@ from luce.backend.plan import state_bytes
 from luce.backend.pool import Wanted
 from luce.cli.main import settings
 from luce.cli.pull import fetch
-from luce.config import Config
+from luce.config.settings import Config
 from luce.draft.open import DraftPlan, branch_pages, plan_drafter, verified_rows
 from luce.engine.policies import ranked
 from luce.errors import ModelError

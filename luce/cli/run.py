@@ -12,7 +12,7 @@ from luce.cli import options
 from luce.cli.main import settings
 from luce.cli.markdown import printable
 from luce.cli.pull import fetch
-from luce.config import Config
+from luce.config.settings import Config
 from luce.errors import UsageError
 
 

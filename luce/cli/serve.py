@@ -19,7 +19,7 @@ from typing import Any
 from luce import log
 from luce.api import Model, open_model
 from luce.cli.main import settings
-from luce.config import Config
+from luce.config.settings import Config
 from luce.errors import UsageError
 from luce.hub import resolve_model
 from luce.server.app import start

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from luce.backend.placement import Claim, usable
 from luce.backend.shard import Shard
-from luce.config import Config
+from luce.config.settings import Config
 from luce.draft.drafter import Drafter
 from luce.draft.ends import Ends
 from luce.draft.ngram import NgramDrafter

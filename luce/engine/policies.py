@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from luce.backend.backend import Backend
-from luce.config import Config
+from luce.config.settings import Config
 from luce.engine.residency import Age, Policy, Scores
 from luce.errors import LuceError
 from luce.runtime.step import Int32

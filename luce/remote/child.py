@@ -16,7 +16,7 @@ from pathlib import Path
 
 import luce
 from luce import log
-from luce.config import child_environment
+from luce.config.environment import child_environment
 from luce.errors import DeviceError
 
 _log = logging.getLogger(__name__)

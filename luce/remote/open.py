@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from luce import __version__
-from luce.config import Config, flag
+from luce.config.settings import Config, flag
 from luce.errors import UsageError
 from luce.remote.child import Child, interpreter_of
 from luce.remote.device import RemoteDevice

@@ -16,7 +16,7 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
-from luce.config import user_cache_directory
+from luce.config.directories import user_cache_directory
 from luce.errors import DeviceError
 from luce.runtime import kernels
 from luce.runtime.driver import Vendor, open_library

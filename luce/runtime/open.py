@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from luce.config import Config, flag
+from luce.config.settings import Config, flag
 from luce.errors import DeviceError, UsageError
 from luce.runtime import driver
 from luce.runtime.device import Device, DeviceKind, DeviceName

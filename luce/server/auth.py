@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from luce.config import Config, environment
+from luce.config.environment import environment
+from luce.config.settings import Config
 from luce.errors import AuthError, ForbiddenError, UsageError
 
 #: paths that need no key

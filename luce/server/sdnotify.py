@@ -7,7 +7,7 @@ import os
 import socket
 import time
 
-from luce.config import environment
+from luce.config.environment import environment
 
 _log = logging.getLogger(__name__)
 

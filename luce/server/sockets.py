@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Any
 
-from luce.config import environment
+from luce.config.environment import environment
 from luce.errors import ListenError
 
 _FIRST_INHERITED = 3

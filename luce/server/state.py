@@ -14,7 +14,7 @@ from aiohttp import web
 
 from luce.api import Model
 from luce.backend.timing import ShardTimes
-from luce.config import Config
+from luce.config.settings import Config
 from luce.engine.loop import EngineStats
 from luce.errors import UnavailableError
 from luce.server.auth import Cors, HostCheck, Keys

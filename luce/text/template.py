@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from luce.config import environment
+from luce.config.environment import environment
 from luce.errors import LuceError, ModelError, RequestError
 
 _SECONDS = 10.0

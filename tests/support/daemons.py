@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from luce.config import Config
+from luce.config.settings import Config
 from luce.remote.device import RemoteDevice
 from luce.remote.open import open_placement
 from luce.runtime.device import Device

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from luce.config import user_cache_directory
+from luce.config.directories import user_cache_directory
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
 from luce.runtime.host import HostCopyStream, HostDevice, HostEvent

@@ -14,7 +14,7 @@ from typing import Any, cast
 import aiohttp
 
 from luce.api import Model
-from luce.config import Config
+from luce.config.settings import Config
 from luce.server.app import start
 from luce.server.state import Server
 from tests.support.scripted_model import ScriptedModel

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from luce.cli.chat import talk
-from luce.config import Config
+from luce.config.settings import Config
 from luce.engine.sequence import Finished, FinishReason, Timings, Token
 from luce.errors import LuceError
 

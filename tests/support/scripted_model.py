@@ -10,7 +10,7 @@ from typing import Any
 
 from luce.backend.pool import Wanted
 from luce.backend.timing import ShardTimes
-from luce.config import Config
+from luce.config.settings import Config
 from luce.engine.loop import Engine
 from luce.engine.residency import Age, KVFlash
 from luce.models.spec import Dialect, Markers, ModelSpec

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.cli.main import main, parser
-from luce.config import Config, resolve
+from luce.config.resolve import resolve
+from luce.config.settings import Config
 from luce.errors import UsageError
 
 devices = st.tuples(st.sampled_from(["auto", "cuda", "hip", "cpu"]), st.integers(0, 2**31 - 1)).map(

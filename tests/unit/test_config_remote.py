@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from luce.config import resolve
+from luce.config.resolve import resolve
 from luce.errors import UsageError
 
 GOOD = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import luce
-from luce.config import resolve
+from luce.config.resolve import resolve
 from luce.draft.drafter import Draftable, Drafter
 from luce.draft.ngram import NgramDrafter
 from luce.draft.open import Prepared, open_drafter

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from luce.config import Config
+from luce.config.settings import Config
 from luce.draft.daemon import DraftSession
 from luce.draft.drafter import Draftable
 from luce.draft.remote import check

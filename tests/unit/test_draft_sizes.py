@@ -11,7 +11,7 @@ import pytest
 import luce
 from luce.backend.placement import Claim, plan_shards
 from luce.cli.main import main
-from luce.config import resolve
+from luce.config.resolve import resolve
 from luce.draft.dflash import DFlashDrafter
 from luce.draft.mtp import MTPDrafter
 from luce.draft.open import DraftPlan, plan_drafter

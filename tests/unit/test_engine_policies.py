@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
-from luce.config import Config, resolve
+from luce.config.resolve import resolve
+from luce.config.settings import Config
 from luce.engine.policies import DraftPolicy, PageScorer, QueryPolicy, UsePolicy, open_policy
 from luce.engine.residency import Scores
 from luce.errors import DeviceError, LuceError, OutOfMemoryError, UsageError

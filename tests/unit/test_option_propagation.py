@@ -14,12 +14,12 @@ from luce import api
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.pool import Wanted
 from luce.cli.main import VERBS
-from luce.config import FIELDS, flag
+from luce.config.settings import FIELDS, flag
 from luce.ops.kvtype import KVTypes
 from tests.support.reference import Reference
 
 PACKAGE = Path(luce.__file__).parent
-BELOW = ("api.py", "config.py", "text", "engine", "cache", "draft", "backend", "layers", "ops", "remote", "runtime")
+BELOW = ("api.py", "config", "text", "engine", "cache", "draft", "backend", "layers", "ops", "remote", "runtime")
 #: the parts of the package that a verb's settings can reach; all start from a Config
 REACHED = {
     "serve": ("cli/serve.py", "cli/main.py", "server", "log.py", *BELOW),
@@ -27,7 +27,7 @@ REACHED = {
     "run": ("cli/run.py", "cli/main.py", *BELOW),
     "inspect": ("cli/inspect.py", "cli/plan.py", "draft", "backend", "remote", "runtime"),
     "bench": ("cli/bench.py", "api.py", "backend", "runtime"),
-    "cache": ("cli/cache.py", "config.py"),
+    "cache": ("cli/cache.py", "config"),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from luce.config import Config
+from luce.config.settings import Config
 from luce.errors import UsageError
 from luce.remote import open as opening
 from luce.runtime.open import named

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from luce.config import Config
+from luce.config.settings import Config
 from luce.errors import DeviceError, UsageError
 from luce.runtime import compiler, driver
 from luce.runtime import open as opening

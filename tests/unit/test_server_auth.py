@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from luce.config import Config
+from luce.config.settings import Config
 from luce.errors import AuthError, UsageError
 from luce.server.auth import Keys, is_loopback
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from luce.api import Model
-from luce.config import Config
+from luce.config.settings import Config
 from luce.server.prepare import Job, chat_job, completion_job
 from tests.support.scripted_model import ScriptedModel
 

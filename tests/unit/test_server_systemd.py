@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from luce.config import FIELDS, Config, resolve, sample
+from luce.config.file import sample
+from luce.config.resolve import resolve
+from luce.config.settings import FIELDS, Config
 
 FOLDER = Path(__file__).parents[2] / "systemd"
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze (systemd)")

@@ -222,7 +222,7 @@ def test_a_block_sees_the_text_before_its_anchor_and_itself() -> None:
 def test_an_exported_file_gives_its_tokenizer_back(corpus: data.Corpus, tmp_path: Path) -> None:
     export.write_drafter(tmp_path / "drafter.gguf", drafter.fresh(), corpus.tokenizer)
     again = data.read_tokenizer(tmp_path / "drafter.gguf")
-    text = (SOURCES / "config.py").read_text() + "<|im_end|> \u00e9\u0301 \U0001f600 12345\n\n\t<think>"
+    text = (SOURCES / "config" / "settings.py").read_text() + "<|im_end|> \u00e9\u0301 \U0001f600 12345\n\n\t<think>"
     assert again.encode(text).ids == corpus.tokenizer.encode(text).ids
     assert again.get_vocab() == corpus.tokenizer.get_vocab()
 

@@ -1,0 +1,90 @@
+"""What is wrong between settings, as far as no device or file need be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from luce.config.settings import FIELDS, flag
+
+
+def _placement_problems(
+    values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Field and message of what is wrong between the placement settings, as far as no device need be looked at.
+
+    Fields in `wrong` have been reported; what depends on them is left alone.
+    """
+    devices: tuple[str, ...] = values.get("target_devices", ())
+    weights: tuple[float, ...] = values.get("target_layer_split", ())
+    if devices and "target_device" in values:
+        yield "target_devices", f"{spelled['target_device']} and {spelled['target_devices']}: give only one of them"
+    for device in sorted({device for device in devices if devices.count(device) > 1}):
+        yield "target_devices", f"{spelled['target_devices']}: {device} is named twice"
+    if not weights or "target_devices" in wrong:
+        return
+    if len(devices) < 2 and devices != ("auto",):
+        devices_flag = spelled.get("target_devices", flag("target_devices"))
+        yield "target_layer_split", f"{spelled['target_layer_split']}: requires {devices_flag} with two or more devices"
+    elif "auto" not in devices and len(weights) != len(devices):
+        yield (
+            "target_layer_split",
+            f"{spelled['target_layer_split']}: {len(weights)} weights for {len(devices)} devices",
+        )
+
+
+#: settings of drafts that have weights
+_DRAFT = ("draft_device", "draft_ipc_bin", "draft_residency", "draft_swa", "draft_ctx_max", "draft_tail")
+
+
+def _draft_problems(
+    values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Field and message of draft settings that would do nothing. Fields in `wrong` have been reported."""
+    budget = "ddtree_budget"
+    if not values.get("ddtree", False) and values.get(budget, FIELDS[budget].default) != FIELDS[budget].default:
+        yield budget, f"{spelled[budget]}: requires {flag('ddtree')}"
+    if values.get("ddtree", False) and values.get("draft", "") in ("", "ngram", "mtp") and "draft" not in wrong:
+        yield "ddtree", f"{spelled['ddtree']}: requires {flag('draft')} with a DFlash draft"
+    if values.get("ddtree", False) and values.get("kvflash", "off") != "off" and "kvflash" not in wrong:
+        yield "ddtree", f"{spelled['ddtree']}: not together with {flag('kvflash')}"
+    if values.get("draft", "") not in ("", "ngram") or "draft" in wrong:
+        return
+    for name in _DRAFT:
+        if values.get(name, FIELDS[name].default) != FIELDS[name].default:
+            yield name, f"{spelled[name]}: requires {flag('draft')} with a file or mtp"
+
+
+_RESIDENCY = ("kvflash_policy", "kvflash_drafter", "kvflash_tau", "kvflash_host_mb")
+
+
+def _pool_problems(
+    values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Field and message of residency settings that would do nothing, or lack something. Fields in `wrong` have been
+    reported."""
+    if values.get("kvflash", "off") != "off" or "kvflash" in wrong:
+        named = values.get("kvflash_drafter", "")
+        if values.get("kvflash_policy") == "drafter":
+            reported = "kvflash_drafter" in wrong or "draft" in wrong
+            if not named and values.get("draft", "") in ("", "ngram", "mtp") and not reported:
+                yield "kvflash_policy", f"{spelled['kvflash_policy']} drafter: requires {flag('kvflash_drafter')}"
+        elif named and "kvflash_policy" not in wrong:
+            yield "kvflash_drafter", f"{spelled['kvflash_drafter']}: requires {flag('kvflash_policy')} drafter"
+        return
+    for name in _RESIDENCY:
+        if values.get(name, FIELDS[name].default) != FIELDS[name].default:
+            yield name, f"{spelled[name]}: requires {flag('kvflash')}"
+
+
+def problems(
+    values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Field and message of settings that contradict each other, or do nothing without another.
+
+    values: those that were given; spelled: their names where they were given; fields in `wrong` have been reported, and
+    what depends on them is left alone.
+    """
+    yield from _placement_problems(values, spelled, wrong)
+    yield from _draft_problems(values, spelled, wrong)
+    yield from _pool_problems(values, spelled, wrong)

@@ -1,0 +1,42 @@
+"""Settings as a TOML file: reading one, and the sample."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from luce.config.settings import FIELDS
+from luce.errors import UsageError
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What a file says, by key. Raises UsageError."""
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}", param="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path}: {error}", param="config") from None
+
+
+def sample() -> str:
+    """The sample TOML file: every setting, commented out, with its default (systemd/luce.toml is this text)."""
+    lines = ["# Settings of Luce. Each line shows the default; the same names work as flags and as LUCE_<NAME>."]
+    group = ""
+    for field in FIELDS.values():
+        if field.metadata["group"] != group:
+            group = field.metadata["group"]
+            lines += ["", f"# --- {group}"]
+        default = field.default
+        if isinstance(default, bool):
+            shown = str(default).lower()
+        elif isinstance(default, tuple):
+            shown = "[" + ", ".join(f'"{v}"' if isinstance(v, str) else f"{v:g}" for v in default) + "]"
+        elif default is None:
+            shown = '""'
+        else:
+            shown = f'"{default}"' if isinstance(default, str) else f"{default:g}"
+        lines += [f"# {field.metadata['help']}", f"# {field.name} = {shown}"]
+    return "\n".join(lines) + "\n"

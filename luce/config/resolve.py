@@ -1,0 +1,95 @@
+"""A Config from what was given: flags or keywords, environment, file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from luce.config import conflicts
+from luce.config.environment import variables
+from luce.config.file import read_file
+from luce.config.settings import FIELDS, Config, flag, is_bool
+from luce.errors import UsageError
+
+#: shares belong to a list of devices, so an origin that names devices replaces all of these of the weaker origins
+_PLACEMENT = ("target_device", "target_devices", "target_layer_split")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def _parse(field: dataclasses.Field[Any], value: Any, origin: str) -> Any:
+    """Check one value from any origin. Raises UsageError naming the origin."""
+    if value is None and field.default is None:
+        return None
+    if is_bool(field):
+        if isinstance(value, bool):
+            return value
+        lowered = str(value).lower()
+        if lowered in _TRUE or lowered in _FALSE:
+            return lowered in _TRUE
+        raise UsageError(f"{origin}: expected true or false, got {value!r}", param=field.name)
+    if isinstance(value, bool):
+        raise UsageError(f"{origin}: expected {field.metadata['metavar']}, got {value!r}", param=field.name)
+    if isinstance(value, list | tuple):
+        if not isinstance(field.default, tuple):
+            raise UsageError(f"{origin}: expected one value, got {value!r}", param=field.name)
+        if not value:
+            return ()
+        value = ",".join(str(v) for v in value)
+    try:
+        return field.metadata["parse"](str(value))
+    except ValueError as error:
+        raise UsageError(f"{origin}: {error}, got {str(value)!r}", param=field.name) from None
+
+
+def resolve(
+    given: Mapping[str, Any], *, spell: Callable[[str], str] = flag, env: Mapping[str, str] | None = None
+) -> Config:
+    """The Config from flags or keywords, environment and file. Raises one UsageError that holds every problem found.
+
+    `spell` names a given field in messages: as a flag by default, luce.load passes the bare keyword.
+    """
+    env = variables() if env is None else env
+    given = dict(given)
+    problems: list[str] = []
+    params: list[str] = []
+    layers: list[tuple[dict[str, Any], Callable[[str], str]]] = []
+    path = given.pop("config", None) or env.get("LUCE_CONFIG")
+    if path:
+        try:
+            content = {key.replace("-", "_"): value for key, value in read_file(Path(path)).items()}
+            layers.append((content, lambda name: f"{path}: {name}"))
+        except UsageError as error:
+            problems.append(str(error))
+            params.append("config")
+    layers.append(
+        ({n: env[f"LUCE_{n.upper()}"] for n in FIELDS if f"LUCE_{n.upper()}" in env}, lambda n: f"LUCE_{n.upper()}")
+    )
+    layers.append((given, spell))
+    values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for content, name_of in layers:
+        if "target_device" in content or "target_devices" in content:
+            for name in _PLACEMENT:
+                values.pop(name, None)
+        for name, value in content.items():
+            spelled[name] = name_of(name)
+            try:
+                if name not in FIELDS:
+                    raise UsageError(f"{name_of(name)}: no such setting", param=name)
+                values[name] = _parse(FIELDS[name], value, name_of(name))
+            except UsageError as error:
+                problems.append(str(error))
+                params.append(name)
+    for name, problem in conflicts.problems(values, spelled, frozenset(params)):
+        problems.append(problem)
+        params.append(name)
+    if problems:
+        raise UsageError("; ".join(problems), param=params[0])
+    return Config(**values)
+
+
+def override(config: Config, given: Mapping[str, Any]) -> Config:
+    """A Config with some fields replaced by keyword values. Raises UsageError naming the keyword."""
+    return dataclasses.replace(config, **{name: _parse(FIELDS[name], value, name) for name, value in given.items()})

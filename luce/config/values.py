@@ -1,0 +1,161 @@
+"""Texts to values, whatever their origin. Each parser raises ValueError that says what it expects."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Parser = Callable[[str], Any]
+
+
+def integer(low: int, high: int = 2**31 - 1) -> Parser:
+    """An integer in [low, high]."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise ValueError(f"expected an integer in {low}..{high}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float, *, above: bool = False) -> Parser:
+    """A number in [low, high], or in (low, high] if it is to be `above` low."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (low < value if above else low <= value) or not value <= high:
+            raise ValueError(f"expected a number in {'(' if above else '['}{low:g}, {high:g}]")
+        return value
+
+    return parse
+
+
+_SUFFIXES = {"mib": 1, "gib": 1 << 10, "tib": 1 << 20}
+
+
+def mebibytes(text: str) -> int:
+    """`512`, `512MiB`, `4GiB`, `1TiB` as a number of MiB."""
+    number, factor = text.lower(), 1
+    for suffix, value in _SUFFIXES.items():
+        if number.endswith(suffix):
+            number, factor = number.removesuffix(suffix), value
+    if not number.isascii() or not number.isdigit() or int(number) * factor > 1 << 40:
+        raise ValueError("expected a size such as 512MiB or 4GiB")
+    return int(number) * factor
+
+
+def choice(*names: str) -> Parser:
+    """One of these names."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError("expected " + " or ".join(names))
+        return text
+
+    return parse
+
+
+def text(text: str) -> str:
+    """Any text."""
+    return text
+
+
+def filled(text: str) -> str:
+    """`auto`, `off`, or a path that is left as it is."""
+    if not text:
+        raise ValueError("expected a path, auto or off")
+    return text
+
+
+def pool(text: str) -> str:
+    """What --kvflash takes: `off`, tokens, `auto`, `auto:N`."""
+    if not re.fullmatch(r"off|auto|(auto:)?0*[1-9][0-9]*", text, re.ASCII):
+        raise ValueError("expected off, a number of tokens, auto or auto:N")
+    return text
+
+
+def path(text: str) -> Path:
+    """A path, in which ~ is the user's directory."""
+    if not text:
+        raise ValueError("expected a path")
+    return Path(text).expanduser()
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise ValueError("expected names separated by commas, none of them empty")
+    return parts
+
+
+_DEVICE = re.compile(r"(auto|(?:tcp://[^/,\s]+:[0-9]{1,5}/)?(?:cuda|hip|cpu)):(0|[1-9][0-9]*)", re.ASCII)
+_LAST_INDEX = 2**31 - 1
+
+
+def _is_device(text: str) -> bool:
+    match = _DEVICE.fullmatch(text)
+    return text == "auto" or (match is not None and int(match[2]) <= _LAST_INDEX)
+
+
+def device(text: str) -> str:
+    """One device, as luce.runtime.open and luce.remote.open read it."""
+    if not _is_device(text):
+        raise ValueError("expected auto or backend:index (auto:N, cuda:N, hip:N, cpu:N)")
+    return text
+
+
+def devices(text: str) -> tuple[str, ...]:
+    """Devices separated by commas."""
+    parts = tuple(text.split(","))
+    if not all(map(_is_device, parts)):
+        raise ValueError(
+            "expected backend:index[,backend:index...] (auto:N, cuda:N, hip:N, cpu:N), or auto for all GPUs"
+        )
+    return parts
+
+
+def interpreters(text: str) -> tuple[tuple[str, Path], ...]:
+    """A path for all backends, as kind "", or a path for each of some."""
+    if "=" not in text:
+        return (("", path(text)),)
+    parts = [part.partition("=") for part in text.split(",")]
+    kinds = [kind for kind, _, _ in parts]
+    if not set(kinds) <= {"cuda", "hip", "cpu"} or len(set(kinds)) < len(kinds) or not all(p for _, _, p in parts):
+        raise ValueError("expected a path, or backend=PATH[,backend=PATH...] with cuda, hip or cpu")
+    return tuple((kind, path(where)) for kind, _, where in parts)
+
+
+_VARIABLE = re.compile(r"(cuda|hip|cpu):([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.ASCII | re.DOTALL)
+
+
+def variables(text: str) -> tuple[str, ...]:
+    """Environment variables of daemons: `backend:NAME=VALUE`, separated by commas."""
+    # A repeated flag arrives joined by commas, which values may have too.
+    parts = re.split(r",(?=[a-z]+:[A-Za-z0-9_]+=)", text)
+    if not all(map(_VARIABLE.fullmatch, parts)):
+        raise ValueError("expected backend:NAME=VALUE with cuda, hip or cpu")
+    return tuple(parts)
+
+
+_WEIGHT = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+([eE][+-]?[0-9]+)?", re.ASCII)
+
+
+def weights(text: str) -> tuple[float, ...]:
+    """Positive numbers separated by commas."""
+    parts = text.split(",")
+    values = tuple(float(part) if _WEIGHT.fullmatch(part) else 0.0 for part in parts)
+    if not all(0 < value < math.inf for value in values):
+        raise ValueError("expected positive finite numbers separated by commas")
+    return values
