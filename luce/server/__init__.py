@@ -8,7 +8,10 @@
     prepare      a checked body to prompts and sampling values; runs in a worker thread
     completions  the handlers of /v1/chat/completions and /v1/completions
     replies      the sequences of one request, seen from the event loop
-    shapes       OpenAI reply objects and stream chunks
+    choice       one reply of a request while it grows
+    shapes       OpenAI reply objects and stream chunks, as far as they are alike;
+    chat_shape   those of /v1/chat/completions,
+    text_shape   and those of /v1/completions
     stream       server-sent events with a limit on slow readers
     status       /health, /livez, /v1/models, /metrics
     cache        /v1/cache: what the prefix cache holds

@@ -1,4 +1,4 @@
-"""OpenAI reply objects and stream chunks, made from the events of a job's sequences."""
+"""OpenAI reply objects and stream chunks, made from the events of a job's sequences: what both endpoints share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from luce.engine.sequence import (
     Token,
     Tokens,
 )
-from luce.server.prepare import Job, pieces
-from luce.text.detokenizer import Detokenizer
-from luce.text.reasoning import ReasoningSplitter, Said
+from luce.server.choice import Choice
+from luce.server.prepare import Job
+from luce.text.reasoning import Said
 
 Json = dict[str, Any]
 
@@ -43,50 +43,6 @@ _LEAST_LOGPROB = -9999.0
 def new_id(prefix: str) -> str:
     """`prefix` and 24 random base62 characters."""
     return prefix + "".join(secrets.choice(_BASE62) for _ in range(24))
-
-
-class Choice:
-    """One reply while it grows, and what a finished one leaves."""
-
-    def __init__(self, index: int, prompt: Sequence[int], echo: str | None, model: Model) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.echo = echo
-        self.said: list[Said] = [Said(echo)] if echo else []
-        self.splitter: ReasoningSplitter | None = None
-        self.thinking = 0
-        self.tokens: list[Token] = []
-        self.scores: tuple[Token, ...] = ()
-        self.finished: Finished | None = None
-        self.first_token: float | None = None
-        self.started: float | None = None
-        self.cached = 0
-        #: characters before the next token, for `text_offset`
-        self.offset = len(echo or "")
-        self.decoder = Detokenizer(model.tokenizer)
-
-    @property
-    def content(self) -> str:
-        """The reply's text, without its reasoning."""
-        return "".join([said.content for said in self.said])
-
-    @property
-    def reasoning(self) -> str:
-        """The text of the reasoning."""
-        return "".join([said.reasoning for said in self.said])
-
-    def say(self, text: str) -> Said:
-        """One token's text, as the parts that are certain now."""
-        if self.splitter is None:
-            return Said(text)
-        before = self.splitter.inside
-        said = self.splitter.push(text)
-        self.thinking += before or self.splitter.inside
-        return said
-
-    def end(self, text: str) -> list[Said]:
-        """The reply's last text, and what was held back."""
-        return [Said(text)] if self.splitter is None else [self.splitter.push(text), self.splitter.flush()]
 
 
 class Shape(ABC):
@@ -281,141 +237,6 @@ class Shape(ABC):
         return f"{sum(choice.cached for choice in self.choices)}/{most.cache_tier}"
 
 
-class ChatShape(Shape):
-    """/v1/chat/completions."""
-
-    whole_object = "chat.completion"
-    prefix = "chatcmpl-"
-    chunk_object = "chat.completion.chunk"
-
-    def __init__(self, job: Job, model: Model, version: str) -> None:
-        super().__init__(job, model, version)
-        for choice in self.choices:
-            choice.splitter = model.chat.splitter(choice.prompt)
-
-    def opening(self, index: int) -> Json | None:
-        delta = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        if self._job.token_ids:
-            delta["prompt_token_ids"] = list(self.choices[index].prompt)
-        return self._chunk(delta)
-
-    def _delta(self, index: int, said: Said | None) -> Json:
-        delta: Json = {}
-        if said is not None and said.reasoning:
-            delta |= _reasoning(said.reasoning)
-        if said is not None and (said.content or not said.reasoning):
-            delta["content"] = said.content
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
-        content = []
-        for token in tokens:
-            entry = self._entry(token.id, token.logprob)
-            entry["top_logprobs"] = [self._entry(i, logprob) for i, logprob in token.top]
-            content.append(entry)
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float | None) -> Json:
-        tokenizer = self._model.tokenizer
-        data = tokenizer.token_bytes(token)
-        return {"token": tokenizer.token_text(token), "logprob": _finite(logprob), "bytes": list(data)}
-
-    def _whole(self, choice: Choice) -> Json:
-        return {
-            "index": choice.index,
-            "message": {
-                "role": "assistant",
-                "content": choice.content,
-                "refusal": None,
-                **(_reasoning(choice.reasoning) if choice.reasoning else {}),
-            },
-            "logprobs": self._logprobs(choice, choice.tokens) if self._job.logprobs is not None else None,
-            **self._ids(choice),
-        }
-
-
-class TextShape(Shape):
-    """/v1/completions."""
-
-    whole_object = "text_completion"
-    prefix = "cmpl-"
-    chunk_object = "text_completion"
-
-    def opening(self, index: int) -> Json | None:
-        choice = self.choices[index]
-        if self._scores_come(choice):
-            return None
-        if not choice.echo and not self._job.token_ids:
-            return None
-        delta = self._delta(index, Said(choice.echo or ""))
-        if self._job.token_ids:
-            delta["prompt_token_ids"] = list(choice.prompt)
-        return self._chunk(delta)
-
-    def scored(self, index: int) -> Json | None:
-        choice = self.choices[index]
-        if not self._scores_come(choice):
-            return None
-        delta = {**self._delta(index, Said(choice.echo or "")), "logprobs": self._prompt_logprobs(choice)}
-        if self._job.token_ids:
-            delta["prompt_token_ids"] = list(choice.prompt)
-        return self._chunk(delta)
-
-    def _scores_come(self, choice: Choice) -> bool:
-        """Whether the echo waits for the prompt's log probabilities."""
-        return choice.echo is not None and self._job.logprobs is not None
-
-    def _delta(self, index: int, said: Said | None) -> Json:
-        return {"index": index, "text": "" if said is None else said.content, "logprobs": None, "finish_reason": None}
-
-    def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
-        offsets = []
-        for token in tokens:
-            offsets.append(choice.offset)
-            choice.offset += len(choice.decoder.push(token.id))
-        return {
-            "tokens": [self._model.tokenizer.token_text(token.id) for token in tokens],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
-            "text_offset": offsets,
-        }
-
-    def _top(self, token: Token) -> dict[str, float | None]:
-        """The most likely tokens, and the one that was taken."""
-        name = self._model.tokenizer.token_text
-        return {name(i): _finite(p) for i, p in token.top} | {name(token.id): _finite(token.logprob)}
-
-    def _prompt_logprobs(self, choice: Choice) -> Json:
-        name, bos = self._model.tokenizer.token_text, self._model.tokenizer.bos_id
-        texts = pieces(choice.prompt, self._model)
-        if choice.prompt[0] == bos and not (choice.echo or "").startswith(texts[0]):
-            texts[0] = ""  # BOS that was added is no part of the text
-        offsets, at = [], 0
-        for text in texts:
-            offsets.append(at)
-            at += len(text)
-        return {
-            "tokens": [name(token) for token in choice.prompt],
-            "token_logprobs": [None, *(_finite(token.logprob) for token in choice.scores)],
-            "top_logprobs": [None, *(self._top(token) for token in choice.scores)],
-            "text_offset": offsets,
-        }
-
-    def _whole(self, choice: Choice) -> Json:
-        logprobs: Json | None = None
-        if self._job.logprobs is not None:
-            logprobs = self._logprobs(choice, choice.tokens)
-            if choice.echo is not None:
-                prompt = self._prompt_logprobs(choice)
-                logprobs = {key: prompt[key] + logprobs[key] for key in logprobs}
-        return {
-            "index": choice.index,
-            "text": choice.content,
-            "logprobs": logprobs,
-            **self._ids(choice),
-        }
-
-
 def timings(parts: Iterable[Timings]) -> Json:
     """llama.cpp's `timings` of one or several sequences (times and counts added up)."""
     parts = list(parts)
@@ -437,10 +258,6 @@ def timings(parts: Iterable[Timings]) -> Json:
     }
 
 
-def _reasoning(text: str) -> Json:
-    """Under both names that clients read."""
-    return {"reasoning_content": text, "reasoning": text}
-
-
-def _finite(logprob: float | None) -> float | None:
+def finite(logprob: float | None) -> float | None:
+    """A log probability as JSON has it."""
     return None if logprob is None else max(logprob, _LEAST_LOGPROB) if not math.isnan(logprob) else None
