@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from luce.api import Generation, Model, open_model
+from luce.api import Model, open_model
 from luce.cli import conversation as disk
 from luce.cli import options
 from luce.cli.conversation import Conversation, Message
@@ -27,12 +24,11 @@ from luce.cli.main import settings
 from luce.cli.markdown import MarkdownReply, RawReply, Reply, printable
 from luce.cli.pull import fetch
 from luce.cli.repl import Input, Pipe, PrivateHistory, Terminal, Words, no_echo, open_history
+from luce.cli.turn import Interrupt, Turn
 from luce.config.directories import user_state_directory
 from luce.config.environment import environment
-from luce.engine.sequence import Finished, FinishReason
+from luce.engine.sequence import FinishReason
 from luce.errors import LuceError, UsageError
-
-T = TypeVar("T")
 
 #: files larger than this are read only after a question, and larger than that not at all
 _ASK_BYTES, _MOST_BYTES = 100 << 10, 16 << 20
@@ -67,35 +63,6 @@ def talk(model: Model, *, system: str | None = None, plain: bool = False) -> int
     chat.history = history if isinstance(history, PrivateHistory) else None
     console.print(f"{printable(model.name)} · {model.context:,} tokens of context · /? for help, /bye to leave")
     return chat.talk()
-
-
-class Interrupt:
-    """Ctrl+C while a reply runs: breaks a wait at once, but never a drawing. `pressed` stays set."""
-
-    def __init__(self) -> None:
-        self.pressed = False
-        self._waiting = False
-
-    def __enter__(self) -> Interrupt:
-        self._before = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    def wait(self, function: Callable[[], T]) -> T:
-        """The function's result. Raises KeyboardInterrupt when the key is pressed meanwhile."""
-        self._waiting = True
-        try:
-            return function()
-        finally:
-            self._waiting = False
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.pressed = True
-        if self._waiting:
-            self._waiting = False
-            raise KeyboardInterrupt
 
 
 class Chat:
@@ -176,45 +143,27 @@ class Chat:
         reply: Reply = RawReply(sys.stdout)
         if self._rendered is not None and self.switches["wordwrap"]:
             reply = MarkdownReply(self._rendered)
-        ids: list[int] = []
-        pieces: list[str] = []
-        times = [time.monotonic()]
-        generation: Generation | None = None
-        answered = False
+        given = self.options if seed is None else {**self.options, "seed": seed}
         with Interrupt() as interrupt, no_echo() if self._interactive else contextlib.nullcontext():
+            turn = Turn(self.model, reply, interrupt)
             try:
-                ids = interrupt.wait(lambda: self.model.chat.prompt(self.conversation.for_template()))
-                given = self.options if seed is None else {**self.options, "seed": seed}
-                tokens = generation = interrupt.wait(lambda: self.model.generate(ids, **given))
-                while not interrupt.pressed and (token := interrupt.wait(lambda: next(tokens, None))) is not None:
-                    if token.id >= 0:
-                        times.append(time.monotonic())
-                    pieces.append(token.text)
-                    reply.write(token.text)
-                answered = not interrupt.pressed
+                turn.run(self.conversation.for_template(), given)
             except KeyboardInterrupt:
                 if not self._interactive:
                     raise
             finally:
-                if generation is not None:
-                    generation.close()
-                reply.end()
-                answered = answered or (interrupt.pressed and any(pieces))
-                if answered:
-                    self.conversation.add("assistant", "".join(pieces), stopped=interrupt.pressed)
+                if turn.answered:
+                    self.conversation.add("assistant", "".join(turn.pieces), stopped=interrupt.pressed)
                 else:
                     self.conversation.messages = before
-        finish = None if generation is None else generation.finish
-        self._after(finish, times, len(ids), stopped=interrupt.pressed)
-        return answered
+        self._after(turn, stopped=interrupt.pressed)
+        return turn.answered
 
-    def _after(self, finish: Finished | None, times: list[float], prompt: int, *, stopped: bool) -> None:
+    def _after(self, turn: Turn, *, stopped: bool) -> None:
         """The line below a reply: its speed, and why it ended if not by itself."""
-        count = len(times) - 1
-        if finish is not None:
-            count = finish.timings.predicted_tokens
+        finish = turn.finish
         if self._interactive or self.switches["verbose"]:
-            self.note(speed(count, times, prompt, finish, context=self.model.context))
+            self.note(turn.speed(self.model.context))
         if stopped:
             self.note("(stopped)")
         elif finish is not None and finish.reason is FinishReason.CONTEXT:
@@ -378,12 +327,12 @@ class Chat:
 
     def save(self, rest: str) -> None:
         """Keep the conversation under a name."""
-        disk.write(_saved(rest, "/save"), self.conversation.json())
+        disk.write(disk.saved(rest, "/save"), self.conversation.json())
         self.note(f"saved; /load {rest} brings it back")
 
     def load(self, rest: str) -> None:
         """Continue a saved conversation."""
-        self.conversation = disk.read(_saved(rest, "/load"))
+        self.conversation = disk.read(disk.saved(rest, "/load"))
         count = len(self.conversation.messages)
         self.note(f"{count} messages" if count != 1 else "1 message")
 
@@ -462,40 +411,13 @@ _UNSET: dict[str, Any] = {
 }
 
 
-def speed(count: int, times: list[float], prompt: int, finish: Finished | None, *, context: int) -> str:
-    """The line after a reply. times: when it was asked for, then when each token came. prompt: tokens before it."""
-    parts = [f"{count:,} tok"]
-    if len(times) > 2:
-        parts.append(f"{(len(times) - 2) / max(times[-1] - times[1], 1e-9):.1f} tok/s")
-    if len(times) > 1:
-        parts.append(f"first {times[1] - times[0]:.2f} s")
-    cached = 0 if finish is None else finish.timings.cached_tokens
-    parts.append(f"prompt {prompt:,}" + (f" ({cached:,} cached)" if cached else ""))
-    parts.append(f"ctx {prompt + count:,}/{context:,}")
-    return " · ".join(parts)
-
-
 def _completer() -> Words:
     words: dict[str, Any] = dict.fromkeys((*COMMANDS, *_LEAVE), ())
     words["/set"] = (*options.NAMES, "system", *_SWITCHES)
     words["/show"] = _TOPICS
-    words["/load"] = words["/save"] = _saved_names
+    words["/load"] = words["/save"] = disk.saved_names
     words["/read"] = words["/export"] = None
     return Words(words)
-
-
-def _chats() -> Path:
-    return user_state_directory() / "chats"
-
-
-def _saved_names() -> list[str]:
-    return sorted(path.stem for path in _chats().glob("*.json"))
-
-
-def _saved(name: str, command: str) -> Path:
-    if not name or "/" in name or name.startswith("."):
-        raise UsageError(f"{command}: expected a name without slashes, got {name!r}")
-    return _chats() / f"{name}.json"
 
 
 def _short(text: str) -> str:

@@ -1,4 +1,7 @@
-"""A conversation as data: its messages, undo, and its forms on disk (JSON to read back, Markdown to look at)."""
+"""A conversation as data: its messages, undo, and its forms on disk (JSON to read back, Markdown to look at).
+
+Those with a name are in the user's directory.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from luce.config.directories import user_state_directory
 from luce.errors import UsageError
 
 
@@ -82,3 +86,19 @@ def write(path: Path, content: bytes) -> None:
         if temporary is not None:
             Path(temporary.name).unlink(missing_ok=True)
         raise UsageError(f"{path}: {error.strerror}") from None
+
+
+def _chats() -> Path:
+    return user_state_directory() / "chats"
+
+
+def saved_names() -> list[str]:
+    """The names under which conversations are kept."""
+    return sorted(path.stem for path in _chats().glob("*.json"))
+
+
+def saved(name: str, command: str) -> Path:
+    """The file of a conversation that is kept under a name. Raises UsageError naming the command."""
+    if not name or "/" in name or name.startswith("."):
+        raise UsageError(f"{command}: expected a name without slashes, got {name!r}")
+    return _chats() / f"{name}.json"

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from luce.cli.chat import Chat, speed
+from luce.cli.chat import Chat
+from luce.cli.turn import speed
 from luce.engine.sequence import Finished, FinishReason, Timings
 from luce.errors import BackendError, ContextError
 from tests.support.scripted_chat import ScriptedModel
