@@ -19,8 +19,9 @@ from typing import NamedTuple
 from luce.config.directories import user_cache_directory
 from luce.errors import DeviceError
 from luce.runtime import kernels
-from luce.runtime.driver import Vendor, open_library
+from luce.runtime.driver import Vendor
 from luce.runtime.kernels import KernelBuild
+from luce.runtime.library import open_library
 
 _DIGEST = 32
 #: how hiprtc and clang are told not to fuse a product and a sum by themselves
