@@ -279,8 +279,8 @@ class LayerSplitBackend:
             answer()
 
     def landing(self, size: int) -> NDArray[np.uint8]:
-        local = (shard for shard in self._chain.shards if isinstance(shard, LocalShard))
-        best = min(local, key=lambda shard: shard.device.host, default=None)
+        local = (shard.device for shard in self._chain.shards if isinstance(shard, LocalShard))
+        best = min(local, key=lambda device: device.host, default=None)
         return np.empty(size, np.uint8) if best is None else best.landing(size)
 
     def fill(self, pieces: Iterable[Piece]) -> None:

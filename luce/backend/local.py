@@ -318,18 +318,11 @@ class LocalShard:
         memory, at = np.empty(0, np.uint8), 0
         for index, ((shape, dtype), size) in enumerate(zip(kinds, sizes, strict=True)):
             if at + size > len(memory):
-                memory, at = self.landing(_together(sizes[index:])), 0
+                memory, at = self.device.landing(_together(sizes[index:])), 0
             end = at + math.prod(shape) * dtype.itemsize
             arrays.append(memory[at:end].view(dtype).reshape(shape))
             at += size
         return arrays
-
-    def landing(self, size: int) -> NDArray[np.uint8]:
-        """Host memory that copies to and from the device are fastest with."""
-        try:
-            return self.device.pinned(size)
-        except DeviceError:
-            return np.empty(size, np.uint8)
 
     def _states(self, slot: int | None, pages: Sequence[Sequence[int]]) -> Iterator[_State]:
         own = {index: block.mixer for index, block in self._blocks.items() if index not in self._borrowing}

@@ -388,8 +388,7 @@ class Engine:
                 sequence.block, sequence.question = pager.block, QUESTION
                 pager.begin(slot, sequence.prompt, sequence.done)
             elif pager.due(slot, sequence.done):
-                tokens = np.concatenate([sequence.prompt, np.array(sequence.reply, np.int32)])
-                pager.rescore(slot, sequence.done, tokens)
+                pager.rescore(slot, sequence.done, sequence.tokens)
             sequence.ahead = pager.ahead(slot, sequence.done)
         except LuceError as error:
             self._fail(self._replies[sequence], _backend_error(error))

@@ -101,7 +101,7 @@ class Points:
                 _log.warning("a prefix could not be kept: %s", error)
                 return
             sequence.accepted, sequence.path = 0, ()
-        ids = np.concatenate([sequence.prompt, np.array(sequence.reply, np.int32)])[: sequence.done]
+        ids = sequence.tokens[: sequence.done]
         tail = None if self._speculator is None else self._speculator.tail(sequence.slot, sequence.done)
         after = self._newest.get(sequence)
         kept = self._cache.keep(sequence.slot, ids, logits, tail, passing=passing, after=after, save=save)

@@ -72,6 +72,11 @@ class Sequence:
     served: int = -1
 
     @property
+    def tokens(self) -> Int32:
+        """Prompt and reply: int32 [n]."""
+        return np.concatenate([self.prompt, np.array(self.reply, np.int32)])
+
+    @property
     def prompt_left(self) -> int:
         """Prompt rows that are not in the cache yet."""
         return max(0, len(self.prompt) - self.done)

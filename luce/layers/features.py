@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.errors import DeviceError
 from luce.ops.features import put_rows, take_words
 from luce.runtime.device import Array, Device, Event
 from luce.runtime.step import Step
@@ -75,11 +74,7 @@ class FeatureRing:
         uint16 [n, layers * hidden], on the host.
         """
         shape = (len(positions), self.rows.shape[1])
-        try:
-            memory = self.device.pinned(2 * shape[0] * shape[1])
-        except DeviceError:
-            memory = np.empty(2 * shape[0] * shape[1], np.uint8)
-        rows = memory.view(np.uint16).reshape(shape)
+        rows = self.device.landing(2 * shape[0] * shape[1]).view(np.uint16).reshape(shape)
         self._out.wait_for(self.device.record())
         for here, there in self._runs(slot, positions):
             self._out.copy(rows[there], self.rows[here])
