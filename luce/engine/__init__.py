@@ -7,6 +7,7 @@
     tree        pure: trees of guesses as rows of a step, and the pages that their branches see
     scheduler   pure: waiting and running sequences in, steps out
     sampling    logits to a token; log probabilities
+    gain        what it is worth to verify guesses: times of steps, rates, how many rows pay
     speculate   what a drafter proposes, verified
     points      where a sequence begins in the prefix cache, and what of it is kept there
     reply       a reply as it grows: choosing tokens, judging whether one is the last, scores, timings

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from luce.draft.drafter import Draftable, Proposal
 from luce.draft.ngram import NgramDrafter
+from luce.engine.gain import StepSeconds, choose_rows
 from luce.engine.loop import Engine
 from luce.engine.pages import Pages
 from luce.engine.scheduler import Scheduler, Sequence
 from luce.engine.sequence import Finished, FinishReason, Tokens
-from luce.engine.speculate import Speculator, StepSeconds, choose_rows
+from luce.engine.speculate import Speculator
 from luce.errors import BackendError, DeviceError
 from tests.support.drafters import ScriptedDrafter, sometimes
 from tests.support.replies import EOS, Letters, Reply, engine, submit
