@@ -31,6 +31,8 @@ SILENCE = 30.0
 _TOKEN = 16
 #: connections that may be about to prove themselves, and connections that may wait for their other half
 _STRANGERS, _HALVES = 64, 8
+#: seconds until the next try when a connection cannot be accepted
+_AGAIN = 1.0
 _REQUESTS, _WATCH = b"R", b"W"
 
 
@@ -115,24 +117,24 @@ def sessions(
 
     Strangers who say nothing keep nobody waiting: each connection proves itself on a thread of its own.
     """
-    arrivals: queue.SimpleQueue[_Arrival | OSError] = queue.SimpleQueue()
-    arguments = listener, context, arrivals
+    arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+    over = threading.Event()
+    arguments = listener, context, arrivals, over
     accepting = threading.Thread(target=_accept, args=arguments, name="luce-accept", daemon=True)
     accepting.start()
     try:
         yield _pairs(arrivals)
     finally:
+        over.set()
         # The caller closes the listener, whose number must not name another socket while the thread waits on it.
         listener.shutdown(socket.SHUT_RDWR)
         accepting.join()
 
 
-def _pairs(arrivals: queue.SimpleQueue[_Arrival | OSError]) -> Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]:
+def _pairs(arrivals: queue.SimpleQueue[_Arrival]) -> Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]:
     waiting: dict[bytes, _Arrival] = {}
     while True:
         arrival = arrivals.get()
-        if isinstance(arrival, OSError):
-            raise arrival
         other = waiting.pop(arrival.token, None)
         if other is not None and {other.role, arrival.role} == {_REQUESTS, _WATCH}:
             first, second = (other, arrival) if other.role == _REQUESTS else (arrival, other)
@@ -154,14 +156,24 @@ class _Arrival:
     sock: ssl.SSLSocket
 
 
-def _accept(listener: socket.socket, context: ssl.SSLContext, arrivals: queue.SimpleQueue[_Arrival | OSError]) -> None:
+def _accept(
+    listener: socket.socket, context: ssl.SSLContext, arrivals: queue.SimpleQueue[_Arrival], over: threading.Event
+) -> None:
     places = threading.Semaphore(_STRANGERS)
+    refused = False
     while True:
         try:
             plain, peer = listener.accept()
         except OSError as error:
-            arrivals.put(error)
-            return
+            if over.is_set():
+                return
+            if not refused:
+                # Of descriptors, for example: who connects waits until there are some.
+                _log.error("no connection is accepted for now: %s", error.strerror or error)
+            refused = True
+            over.wait(_AGAIN)
+            continue
+        refused = False
         if not places.acquire(blocking=False):
             plain.close()
             continue
@@ -174,7 +186,12 @@ def _accept(listener: socket.socket, context: ssl.SSLContext, arrivals: queue.Si
             if arrival is not None:
                 arrivals.put(arrival)
 
-        threading.Thread(target=prove, name="luce-greeting", daemon=True).start()
+        try:
+            threading.Thread(target=prove, name="luce-greeting", daemon=True).start()
+        except RuntimeError as error:
+            _log.error("a connection from %s is refused: %s", peer[0], error)
+            places.release()
+            plain.close()
 
 
 def _proven(plain: socket.socket, host: str, context: ssl.SSLContext) -> _Arrival | None:

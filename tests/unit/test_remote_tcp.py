@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +103,57 @@ def test_another_key_gets_nowhere(served: Listener, keys: list[Path]) -> None:
         for sock in (stranger.requests, stranger.watch):
             with sock, pytest.raises(OSError, match=r"certificate|alert|reset"):
                 sock.recv(1)
+    ours = connected(where, keys[0])
+    requests, watch = next(servers)
+    with ours.requests, ours.watch, requests, watch:
+        assert met(ours.requests, requests)
+
+
+class Short(socket.socket):
+    """A listening socket for whose connections there is no descriptor at first."""
+
+    left = 3
+
+    def accept(self) -> Any:
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def test_no_descriptor_for_a_connection(
+    keys: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tcp, "_AGAIN", 0.01)
+    caplog.set_level(logging.WARNING, logger="luce.remote.tcp")
+    with listening("127.0.0.1:0") as plain, Short(fileno=plain.detach()) as listener:
+        with sessions(listener, tls(keys[0], "--key-file", server=True)) as servers:
+            ours = connected(f"127.0.0.1:{listener.getsockname()[1]}", keys[0])
+            requests, watch = next(servers)
+            with ours.requests, ours.watch, requests, watch:
+                assert met(ours.requests, requests)
+        assert not listener.left
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["no connection is accepted for now: Too many open files"]
+
+
+def test_no_thread_for_a_connection(
+    served: Listener, keys: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, names = threading.Thread.start, []
+
+    def started(self: threading.Thread) -> None:
+        if self.name == "luce-greeting" and not names:
+            names.append(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    where, servers = served
+    host, _, port = where.partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as refused:
+        assert refused.recv(1) == b""
+    assert "a connection from 127.0.0.1 is refused: can't start new thread" in caplog.text
     ours = connected(where, keys[0])
     requests, watch = next(servers)
     with ours.requests, ours.watch, requests, watch:
