@@ -107,10 +107,16 @@ class Requests:
 
     def _send(self, channel: Channel[Reply], message: msgspec.Struct) -> None:
         self._numbers += 1
+        hear = self._hear if self._asked else None
         try:
-            channel.send(self._numbers, message, timeout=self._daemon.limits.request)
+            channel.send(self._numbers, message, timeout=self._daemon.limits.request, hear=hear)
         except ChannelError as error:
             self.lost_by(channel, error)
+
+    def _hear(self) -> bool:
+        """An answer comes while something is sent. Whether there may be another one."""
+        self._receive()
+        return bool(self._asked)
 
     def _receive(self) -> None:
         head = self._asked[0]

@@ -25,6 +25,7 @@ import threading
 import time
 import types
 import zlib
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -42,6 +43,7 @@ SMALL = 1 << 24
 #: what arrays may consist of, by its name in messages
 DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIlLefd"}
 _DIMENSIONS = 8
+_BOTH = select.POLLIN | select.POLLOUT
 
 Incoming = TypeVar("Incoming")
 
@@ -77,7 +79,7 @@ class Channel(Generic[Incoming]):
         self._left = 0
         #: Held while the descriptor is in use. A thread that waits for a descriptor which is closed meanwhile waits for
         #: whatever gets its number next, and reads from it.
-        self._using = threading.Lock()
+        self._using = threading.RLock()
         #: held while the connection is ended or the descriptor closed, which takes no time
         self._ending = threading.Lock()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode)
@@ -86,8 +88,14 @@ class Channel(Generic[Incoming]):
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)
 
-    def send(self, number: int, message: msgspec.Struct, *, timeout: float) -> None:
-        """Send a message as, or in answer to, request `number`. Raises ChannelError."""
+    def send(
+        self, number: int, message: msgspec.Struct, *, timeout: float, hear: Callable[[], bool] | None = None
+    ) -> None:
+        """Send a message as, or in answer to, request `number`. Raises ChannelError.
+
+        `hear`: a peer that sends something large reads nothing until that has been received. This is called to receive
+        it, and says whether there may be more. What it raises ends the channel.
+        """
         self._apart.clear()
         try:
             body = self._encoder.encode(message)
@@ -98,9 +106,9 @@ class Channel(Generic[Incoming]):
             deadline = time.monotonic() + timeout
             fields = _HEADER.pack(_MAGIC, len(body), number, size, summed)
             with self._using:
-                self._put(fields + _SUM.pack(checksum(fields, body)) + body, deadline)
+                hear = self._put(fields + _SUM.pack(checksum(fields, body)) + body, deadline, hear)
                 for array in self._apart:
-                    self._put(_bytes(array), deadline)
+                    hear = self._put(_bytes(array), deadline, hear)
         finally:
             self._apart.clear()
 
@@ -192,13 +200,19 @@ class Channel(Generic[Incoming]):
             raise GarbageError("it sent arrays whose checksum is wrong")
         return number, message
 
-    def _put(self, data: bytes | memoryview, deadline: float) -> None:
+    def _put(
+        self, data: bytes | memoryview, deadline: float, hear: Callable[[], bool] | None
+    ) -> Callable[[], bool] | None:
+        """Send bytes. Returns `hear`, or None once there is nothing more."""
         view = memoryview(data)
         while view:
             try:
                 view = view[self.socket.send(view) :]
             except OSError as error:
-                self._after(error, select.POLLOUT, deadline)
+                found = self._after(error, select.POLLOUT if hear is None else _BOTH, deadline)
+                if hear is not None and found & select.POLLIN and not hear():
+                    hear = None
+        return hear
 
     def _fill(self, target: memoryview, deadline: float) -> None:
         while target:
@@ -211,19 +225,23 @@ class Channel(Generic[Incoming]):
                 raise GoneError("it closed the connection")
             target = target[count:]
 
-    def _after(self, error: OSError, event: int, deadline: float) -> None:
-        """Wait until what failed can go on. Raises what has become of the channel if it never will, or not in time."""
+    def _after(self, error: OSError, event: int, deadline: float) -> int:
+        """Wait until what failed can go on: which of the events that makes it so has come.
+
+        Raises what has become of the channel if none ever will, or not in time.
+        """
         if isinstance(error, ssl.SSLWantReadError):
             event = select.POLLIN
         elif isinstance(error, ssl.SSLWantWriteError):
-            event = select.POLLOUT
+            event = event if event & select.POLLOUT else select.POLLOUT
         elif not isinstance(error, BlockingIOError):
             raise GoneError(f"it closed the connection ({error.strerror or error})") from error
         left = deadline - time.monotonic()
         poller = select.poll()
         poller.register(self.socket, event)
-        if left > 0 and poller.poll(None if left == math.inf else math.ceil(1000 * left)):
-            return
+        if left > 0 and (found := poller.poll(None if left == math.inf else math.ceil(1000 * left))):
+            # What TLS has to read before it can send is no message.
+            return 0 if isinstance(error, ssl.SSLWantReadError) else found[0][1]
         raise LateError("it does not answer" if event == select.POLLIN else "it does not read what it is sent")
 
     def _encode(self, value: object) -> tuple[str, tuple[int, ...], bytes | None]:

@@ -58,7 +58,7 @@ class Liar(Channel[Any]):
 
     _spoil = False
 
-    def _put(self, data: bytes | memoryview, deadline: float) -> None:
+    def _put(self, data: bytes | memoryview, deadline: float, hear: Any) -> Any:
         spoiled = bytearray(data)
         if self._spoil:
             self._spoil = False
@@ -69,7 +69,7 @@ class Liar(Channel[Any]):
                 spoiled[28:32] = struct.pack("<I", checksum(spoiled[:28], spoiled[32:]))
             if not self.random.randrange(3):
                 del spoiled[self.random.randrange(len(spoiled)) :]
-        super()._put(bytes(spoiled), deadline)
+        return super()._put(bytes(spoiled), deadline, hear)
 
 
 def _other(message: msgspec.Struct, chance: random.Random) -> msgspec.Struct:

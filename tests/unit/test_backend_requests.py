@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gc
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from luce.backend.remotekept import RemoteKept
 from luce.backend.requests import Requests
 from luce.errors import ShardLostError
 from luce.remote.channel import Channel, ChannelError
-from luce.remote.messages import Accept, Done, Drop, Kind, Reply, Request, Save, Saved
+from luce.remote.messages import Accept, Done, Drop, Forward, Kind, Reply, Request, Save, Saved
 from luce.remote.supervisor import Limits
+from luce.remote.tcp import tls
+from tests.support.daemons import key_file
 
 
 class Daemon:
@@ -23,8 +29,7 @@ class Daemon:
     limits = Limits(5.0, 5.0)
     generation = 0
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+    def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
         self._channel: Channel[Reply] = Channel(ours, Reply)
         self.peer: Channel[Any] = Channel(theirs, Request)
 
@@ -45,7 +50,7 @@ class Daemon:
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
     """A daemon that does what the test does."""
-    made = Daemon()
+    made = Daemon(*socket.socketpair())
     yield made
     made.close()
 
@@ -79,3 +84,42 @@ def test_a_lost_daemon_is_the_answer_to_all_that_was_asked(daemon: Daemon) -> No
             request.wait()
     asked[0].wait()
     assert requests.newest is None
+
+
+def over_tls(folder: Path) -> tuple[socket.socket, socket.socket]:
+    """The two ends of a TLS connection, as to a network daemon."""
+    key = key_file(folder / "key")
+    ours, theirs = socket.socketpair()
+    contexts = [tls(key, "--key-file", server=server) for server in (False, True)]
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(contexts[1].wrap_socket, theirs, server_side=True)
+        return contexts[0].wrap_socket(ours), accepted.result(60)
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_large_messages_pass_each_other(secured: bool, tmp_path: Path) -> None:
+    """A daemon that sends an answer reads no request meanwhile: if the server did likewise, neither would go on."""
+    daemon = Daemon(*(over_tls(tmp_path) if secured else socket.socketpair()))
+    data = np.arange(1 << 23, dtype=np.uint8)
+    heard: list[object] = []
+
+    def serve() -> None:
+        for _ in range(3):
+            number, message = daemon.peer.receive(timeout=60, limit=1 << 24)
+            heard.append(message.data)
+            # The next request is on its way by now.
+            assert len(heard) == 3 or daemon.peer.ready(60)
+            daemon.peer.send(number, Done(data=data[::-1]), timeout=60)
+
+    def take(reply: Reply) -> None:
+        assert isinstance(reply, Done) and np.array_equal(reply.data, data[::-1])  # type: ignore[arg-type]
+
+    peer = threading.Thread(target=serve)
+    peer.start()
+    requests = Requests("shard 1", daemon)  # type: ignore[arg-type]
+    asked = [requests.ask(Forward(data), seconds=60, limit=1 << 24, take=take) for _ in range(3)]
+    for request in asked:
+        request.wait()
+    peer.join(60)
+    assert len(heard) == 3 and all(np.array_equal(each, data) for each in heard)  # type: ignore[arg-type]
+    daemon.close()
