@@ -313,7 +313,7 @@ def _over(work: Work) -> bool:
     """Whether there is an answer, which may be that the work failed."""
     try:
         return work.event.happened()
-    except LuceError:
+    except Exception:
         return True
 
 

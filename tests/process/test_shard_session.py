@@ -342,7 +342,12 @@ def test_devices_of_a_daemon_work_side_by_side(server: Server, monkeypatch: pyte
     assert isinstance(again, Done) and same(again.output, expected.output)
 
 
-def test_a_step_that_fails_takes_those_behind_it_along(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [DeviceError("out of order"), MemoryError("out of order"), ValueError("out of order")]
+)
+def test_a_step_that_fails_takes_those_behind_it_along(
+    server: Server, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     forward, at, go = LocalShard.forward, itertools.count(1), threading.Event()
 
     def watched(self: LocalShard, step: Step, handed: Activation | None) -> Activation | Pending:
@@ -350,7 +355,7 @@ def test_a_step_that_fails_takes_those_behind_it_along(server: Server, monkeypat
             return forward(self, step, handed)
         assert go.wait(10)
         if next(at) == 2:
-            raise DeviceError("out of order")
+            raise error
         return forward(self, step, handed)
 
     server.ask(Open(PROTOCOL, __version__, ("cpu:0", "cpu:1"), "info", 0))
