@@ -78,7 +78,7 @@ def load(path: str | Path, **fields: Any) -> Model:
 
 
 def open_model(path: Path, config: Config, on_progress: Callable[[float], None] = lambda fraction: None) -> Model:
-    """A Model from a file and a checked Config. `on_progress` gets the share of this process's layers that are read."""
+    """A Model from a file and a checked Config. `on_progress` gets the share of the layers that are read."""
     if config.threads:
         threadpoolctl.threadpool_limits(config.threads, user_api="blas")
     with contextlib.ExitStack() as opened:

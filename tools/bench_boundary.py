@@ -74,7 +74,7 @@ def serve(out: Path, arguments: Sequence[str]) -> int:
     session, model = daemon._Session, ServedModel
     noted(notes, model, "announce", "announced", "prepared")
     noted(notes, session, "_handle", "told", "queued", lambda self, number, message: isinstance(message, Forward))
-    noted(notes, session, "_answer", "done", "sent")
+    noted(notes, session, "_answer_first", "done", "sent")
     events: list[tuple[Any, Any]] = []
     build = model.__init__
 

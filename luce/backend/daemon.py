@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -102,31 +103,40 @@ def serve(
     with contextlib.ExitStack() as opened:
         signs: Channel[Ping] = Channel(watch, Ping)
         channel: Channel[Request] = Channel(requests, Request)
+        session = _Session(channel, shares, path, opened, open_draft)
         over = threading.Event()
-        arguments = signs, channel, silence, over
+        arguments = signs, channel, session.sign, silence, over
         pings = threading.Thread(target=_answer_pings, args=arguments, name="luce-pings", daemon=True)
         pings.start()
         opened.callback(pings.join)
         opened.callback(signs.close)
         opened.callback(over.set)
         opened.callback(channel.close)
-        _Session(channel, shares, path, opened, open_draft).run()
+        session.run()
 
 
 def _answer_pings(
-    watch: Channel[Ping], requests: Channel[Request], silence: float | None, over: threading.Event
+    watch: Channel[Ping],
+    requests: Channel[Request],
+    sign: Callable[[], Pong],
+    silence: float | None,
+    over: threading.Event,
 ) -> None:
     """Give signs of life, whatever the main thread does; when the server is gone the process does not outlive it."""
     try:
         while True:
             number, _ = watch.receive(timeout=silence)
-            watch.send(number, Pong(), timeout=_SEND)
+            watch.send(number, sign(), timeout=_SEND)
     except ChannelError:
         if over.is_set():
             return
         requests.end()
         if silence is None and not over.wait(_GRACE):
             os._exit(1)
+
+
+#: a request that has come: its kind, and when, as time.monotonic
+_Asked = tuple[str, float]
 
 
 class _Session:
@@ -150,8 +160,12 @@ class _Session:
         self._devices: list[Device] = []
         self._model: ServedModel | None = None
         self._announced: Announced | None = None
-        #: by request
-        self._running: deque[tuple[int, Work]] = deque()
+        #: requests whose work is queued
+        self._running: deque[tuple[int, Work, _Asked]] = deque()
+        #: what the main thread is at
+        self._now: _Asked | None = None
+        #: share of the layers that are read
+        self._read = 0.0
 
     def run(self) -> None:
         """Until the server is gone."""
@@ -159,6 +173,7 @@ class _Session:
             while True:
                 self._answer_finished()
                 number, message = self._channel.receive(timeout=None, limit=_LARGEST + self._held(), spin=self._spin)
+                self._now = type(message).__name__, time.monotonic()
                 try:
                     reply = self._handle(number, message)
                 except Exception as error:
@@ -168,6 +183,7 @@ class _Session:
                 if reply is not None:
                     self._finish_all()
                     self._channel.send(number, reply, timeout=_SEND)
+                self._now = None
         except GoneError:
             return
         except ChannelError as error:
@@ -178,6 +194,19 @@ class _Session:
                 # Nobody else will, and the device would wait for ever, also if only a part of the work was queued.
                 Word(self._model.arena.given, given).tell()
 
+    def sign(self) -> Pong:
+        """What it is at. Any thread may ask."""
+        now, queued = self._now, len(self._running)
+        oldest: _Asked | None = None
+        try:
+            oldest = self._running[0][2]
+        except IndexError:
+            oldest = now
+        if oldest is None:
+            return Pong(read=self._read)
+        kind, at = oldest
+        return Pong(kind, time.monotonic() - at, queued + (now is not None), self._read)
+
     def _held(self) -> int:
         """Bytes that a Fill may bring."""
         return 0 if self._model is None else sum(shard.info.state for shard in self._model.chain.shards) * 2
@@ -186,14 +215,15 @@ class _Session:
         """Answer what is done until a message is there, or nothing runs."""
         while self._running and not self._channel.ready(_PATIENCE if self._running[0][1].patient else 0.0):
             if _over(self._running[0][1]):
-                self._answer(*self._running.popleft())
+                self._answer_first()
 
     def _finish_all(self) -> None:
         """Answers keep the order of the requests."""
         while self._running:
-            self._answer(*self._running.popleft())
+            self._answer_first()
 
-    def _answer(self, number: int, work: Work) -> None:
+    def _answer_first(self) -> None:
+        number, work, _ = self._running[0]
         reply: Reply
         try:
             work.event.wait()
@@ -204,6 +234,13 @@ class _Session:
                 # It is told here; what was queued behind it fails as well.
                 self._model.settle()
         self._channel.send(number, reply, timeout=_SEND)
+        self._running.popleft()
+
+    def _queued(self, number: int, work: Work) -> None:
+        """Work whose answer comes later."""
+        assert self._now is not None
+        self._running.append((number, work, self._now))
+        self._now = None
 
     def _handle(self, number: int, message: Request) -> Reply | None:
         """The answer, unless it comes later or never. Raises what becomes Failed."""
@@ -229,7 +266,7 @@ class _Session:
         if isinstance(message, Forward):
             if announced is None:
                 raise BackendError("a step was not announced")
-            self._running.append((number, model.run(announced, message)))
+            self._queued(number, model.run(announced, message))
             return None
         if isinstance(message, Embed):
             return Embedded(model.embed(message.tokens))
@@ -244,7 +281,7 @@ class _Session:
         if isinstance(message, Rank):
             return Ranked(model.rank(message))
         if isinstance(message, Save):
-            self._running.append((number, model.save(number, message)))
+            self._queued(number, model.save(number, message))
             return None
         if isinstance(message, Fetch):
             return model.fetch(message)
@@ -294,8 +331,12 @@ class _Session:
                 check_descriptor(fd, message.arena)
             arena = Arena(message.arena, fd)
         self._opened.callback(arena.close)
-        self._model = ServedModel(self._path or Path(message.path), message, self._devices, arena, self._opened)
+        path = self._path or Path(message.path)
+        self._model = ServedModel(path, message, self._devices, arena, self._opened, self._note_read)
         return self._model.loaded()
+
+    def _note_read(self, share: float) -> None:
+        self._read = share
 
     def _host(self, message: LoadDraft) -> Reply:
         self._check_free()

@@ -53,7 +53,7 @@ class LayerSplitBackend:
     going to take of the devices. `unpack`: GPUs keep matrices unpacked beside their blocks, in what memory can be
     spared, which makes prompts faster and nothing else. `piece`: rows in which long steps go through several shards.
     `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory. `on_progress`
-    gets the share of this process's layers that are read, after each.
+    gets the share of the layers that are read, after each of this process and about once a second from daemons.
     Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
     bytes and the context that would fit. Nothing stays allocated then.
     The devices stay their owner's: they are closed after the backend.
@@ -128,7 +128,12 @@ class LayerSplitBackend:
         rows = largest_piece(piece)
         groups = _groups(devices)
         remote: dict[int, RemoteShard] = {}
-        read, own = itertools.count(1), sum(len(plan[number].layers) for number, group in groups if not _remote(group))
+        read = itertools.count(1)
+
+        def report(own: int) -> None:
+            done = own + sum(shard.read * len(shard.layers) for shard in remote.values())
+            on_progress(done / len(spec.blocks))
+
         try:
             # Daemons read their weights while this process reads its own.
             for number, group in groups:
@@ -168,14 +173,15 @@ class LayerSplitBackend:
                             verify=verify,
                             spare=spare[number],
                             on_captured=partial(self._capture, group[0]),
-                            on_layer=lambda: on_progress(next(read) / own),
+                            on_layer=lambda: report(next(read)),
                         )
                     self._chain.add(f"shard {number}", ",".join(str(device.name) for device in group), shard)
                     if number:
                         self._chain.link(rows * handed_on(spec, plan[number].layers.start) // 4)
+            own = next(read) - 1
             for number, shard in remote.items():
                 with _naming(number, plan[number]):
-                    shard.wait_loaded()
+                    shard.wait_loaded(lambda: report(own))
         except BaseException:
             for shard in remote.values():
                 shard.close()

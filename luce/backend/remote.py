@@ -130,9 +130,9 @@ class RemoteShard:
         self._parts = tuple(ShardInfo(str(d.name), part, 0, 0, 0) for d, part in zip(devices, layers, strict=True))
         self._daemon.begin_load(self._load, self._arena)
 
-    def wait_loaded(self) -> None:
-        """Raises LuceError if the daemon cannot load its layers."""
-        loaded = self._daemon.loaded()
+    def wait_loaded(self, on_read: Callable[[], None] = lambda: None) -> None:
+        """`on_read` is called meanwhile, when `read` may have changed. Raises LuceError if the daemon cannot load."""
+        loaded = self._daemon.loaded(on_read)
         if tuple((part.device, part.layers) for part in loaded.parts) != self._expected:
             raise BackendError(f"{self._name}: the daemon has loaded other layers than it was asked to")
         theirs, ours = (loaded.takes, loaded.gives, loaded.vocab), (self._takes, self._gives, self._vocab)
@@ -143,6 +143,11 @@ class RemoteShard:
             ShardInfo(mine.device, mine.layers, part.weights, part.state, part.unpacked)
             for mine, part in zip(self._parts, loaded.parts, strict=True)
         )
+
+    @property
+    def read(self) -> float:
+        """Share of its layers that the daemon has read, as far as is known. Any thread may ask."""
+        return self._daemon.read
 
     def pin(self, devices: Iterable[Device]) -> None:
         """Let the copies of neighbouring devices reach the shared memory directly."""

@@ -6,6 +6,7 @@ Work is queued on the devices; `Work` says when it is done, and what the answer 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from collections import deque
@@ -121,10 +122,19 @@ class _SharedMemory(HostDevice):
 
 
 class ServedModel:
-    """The layers that one Load names, on their devices. Raises LuceError for what a message cannot ask for."""
+    """The layers that one Load names, on their devices. Raises LuceError for what a message cannot ask for.
+
+    `on_read` gets the share of the layers that are read, after each.
+    """
 
     def __init__(
-        self, path: Path, load: Load, devices: Sequence[Device], arena: Arena, opened: contextlib.ExitStack
+        self,
+        path: Path,
+        load: Load,
+        devices: Sequence[Device],
+        arena: Arena,
+        opened: contextlib.ExitStack,
+        on_read: Callable[[float], None],
     ) -> None:
         file = opened.enter_context(open_gguf(path))
         if fingerprint(file) != load.fingerprint:
@@ -152,6 +162,7 @@ class ServedModel:
         self.words = load.shared and not problems and all(device.uses_words for device in devices) and self._try_words()
         #: steps that are being queued, by their identity, and when their inputs are there
         self._going: dict[int, tuple[Announce, Event]] = {}
+        read, count = itertools.count(1), sum(map(len, layers))
         for number, (device, part, spare) in enumerate(zip(devices, layers, load.spare, strict=True)):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             shard = LocalShard(
@@ -166,6 +177,7 @@ class ServedModel:
                 spare=spare,
                 places=self._places,
                 on_captured=self._hand_captured,
+                on_layer=lambda: on_read(next(read) / count),
             )
             # What a device raises names it.
             self.chain.add(f"layers {part.start}..{part.stop - 1}", str(device.name), shard)

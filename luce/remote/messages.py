@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from luce.runtime.step import Output, Step
 
 #: changes with every message that an older peer would not understand
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class Open(msgspec.Struct, tag=True):
@@ -346,7 +346,13 @@ class Ping(msgspec.Struct, tag=True):
 
 
 class Pong(msgspec.Struct, tag=True):
-    """Yes."""
+    """What the daemon is at: the oldest request that is not answered, empty if there is none, and the seconds since it
+    came; how many there are; and the share of its layers that are read."""
+
+    request: str = ""
+    seconds: float = 0.0
+    requests: int = 0
+    read: float = 0.0
 
 
 Layers = Load | Announce | Forward | Embed | Project | Accept | Seal | Rank | Save | Fetch | Restore | Drop | Fill

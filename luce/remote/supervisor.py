@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -52,6 +53,12 @@ _log = logging.getLogger(__name__)
 _BEAT = 1.0
 _SUSPECT = 5.0
 _SILENCE = 15.0
+#: likewise before the first one: an interpreter may take long to import what it needs
+_FIRST = 60.0
+#: what a daemon reads of its layers between two lines of the log
+_SHARE = 0.1
+#: most letters of what a daemon says that it is at
+_KIND = 40
 #: seconds that a daemon gets to take what it is sent
 _SEND = 30.0
 #: restarts within a time, both at most so many; seconds before each
@@ -126,6 +133,8 @@ class Supervisor:
         self._suspicion: ChannelError | None = None
         #: how often a daemon that was ready died
         self.generation = 0
+        #: share of its layers that the daemon has read, as far as is known, and as the log has it
+        self.read = self._told = 0.0
         self._thread = threading.Thread(target=self._main, name=f"luce-{name}", daemon=True)
         self._thread.start()
 
@@ -150,9 +159,12 @@ class Supervisor:
             self._load = load, None
             self._changed.notify_all()
 
-    def loaded(self) -> Loaded:
-        """What the daemon has loaded. Waits for it. Raises LuceError if it could not."""
-        loaded = self._wait_loaded()
+    def loaded(self, on_sign: Callable[[], None] = lambda: None) -> Loaded:
+        """What the daemon has loaded. Waits for it; `on_sign` is called meanwhile, when `read` may have changed.
+
+        Raises LuceError if it could not.
+        """
+        loaded = self._wait_loaded(on_sign)
         assert isinstance(loaded, Loaded)
         return loaded
 
@@ -162,9 +174,12 @@ class Supervisor:
         assert isinstance(loaded, DraftLoaded)
         return loaded
 
-    def _wait_loaded(self) -> Loaded | DraftLoaded:
+    def _wait_loaded(self, on_sign: Callable[[], None] = lambda: None) -> Loaded | DraftLoaded:
         with self._changed:
-            self._changed.wait_for(lambda: self._loaded is not None or self._ended)
+            on_sign()
+            while self._loaded is None and not self._ended:
+                self._changed.wait()
+                on_sign()
             if self._loaded is None:
                 raise self._error or DeviceError(f"{self.name}: closed")
             return self._loaded
@@ -263,7 +278,9 @@ class Supervisor:
                 deaths.append(now)
                 self._changed.notify_all()
                 _log.warning("%s; starting it anew%s", error, f" in {delay:g} s" if delay else "")
-                self._changed.wait_for(lambda: self._closing, delay)
+                if self._changed.wait_for(lambda: self._closing, delay):
+                    self._ended = True
+                    return
 
     def _live(self) -> LuceError:
         """One life of the daemon, from its start to its end; why it ended."""
@@ -274,13 +291,13 @@ class Supervisor:
         suspicion: ChannelError | LuceError
         channel: Channel[Reply] = Channel(peer.requests, Reply)
         watch: Channel[Pong] = Channel(peer.watch, Pong)
+        beat = _Heartbeat(self.name, watch, self._note_read)
         with contextlib.closing(channel), contextlib.closing(watch):
             try:
                 with self._changed:
                     self._peer, self._channels = peer, (channel, watch)
                     if self._closing:
                         self._hang_up()
-                beat = _Heartbeat(self.name, watch)
                 self._start(channel, beat)
                 suspicion = self._attend(beat)
             except (ChannelError, LuceError) as error:
@@ -296,20 +313,20 @@ class Supervisor:
         if isinstance(suspicion, LuceError):
             return suspicion
         kind = ShardLostError if self._ever_ready else DeviceError
-        return kind(f"{self.name}: the daemon is lost: {how if gone else suspicion}")
+        why = f"{suspicion}{beat.last()}" if isinstance(suspicion, LateError) else suspicion
+        return kind(f"{self.name}: the daemon is lost: {how if gone else why}")
 
     def _start(self, channel: Channel[Reply], beat: _Heartbeat) -> None:
         """Hello and load."""
-        deadline = time.monotonic() + self.limits.start
         began = time.monotonic()
+        deadline = began + self.limits.start
+        self.read = self._told = 0.0
         hello = self._ask(channel, beat, self._opening, Hello, deadline)
         self._check(hello)
         with self._changed:
             self._hello = self._hello or hello
             self._changed.notify_all()
-        while (given := self._given_load()) is None:
-            beat.wait(None)
-        load, fd = given
+        load, fd = self._given_load(beat)
         loaded: Loaded | DraftLoaded
         if isinstance(load, LoadDraft):
             loaded = self._ask(channel, beat, load, DraftLoaded, deadline)
@@ -319,12 +336,29 @@ class Supervisor:
             raise BackendError(f"{self.name}: the daemon does not load what it loaded before")
         log.event(_log, "shard ready", shard=self.name, pid=hello.pid, seconds=time.monotonic() - began)
         with self._changed:
+            self.read = 1.0
             self._loaded, self._channel, self._ever_ready = loaded, channel, True
             self._changed.notify_all()
 
-    def _given_load(self) -> tuple[Load | LoadDraft, int | None] | None:
+    def _given_load(self, beat: _Heartbeat) -> tuple[Load | LoadDraft, int | None]:
+        """What is to be loaded, as soon as that is known."""
+        while True:
+            beat.ask()
+            with self._changed:
+                self._changed.wait_for(lambda: self._load is not None or self._closing, beat.left())
+                if self._load is not None:
+                    return self._load
+            # Its end too: that of the connections, when this is closed.
+            beat.hear()
+
+    def _note_read(self, share: float) -> None:
+        """What the daemon has read of its layers by now."""
         with self._changed:
-            return self._load
+            self.read = share
+            self._changed.notify_all()
+        if share >= self._told + _SHARE:
+            self._told = share
+            log.event(_log, "shard loading", shard=self.name, percent=int(100 * share))
 
     def _check(self, hello: Hello) -> None:
         if (hello.protocol, hello.luce) != (PROTOCOL, __version__):
@@ -368,39 +402,71 @@ class Supervisor:
 
 
 class _Heartbeat:
-    """Pings a daemon and counts the silence."""
+    """Pings a daemon and counts the silence. `on_read` gets the share of its layers that it has read, when it grows."""
 
-    def __init__(self, name: str, watch: Channel[Pong]) -> None:
+    def __init__(self, name: str, watch: Channel[Pong], on_read: Callable[[float], None]) -> None:
         self._name = name
         self._watch = watch
-        #: whether it has answered at all: an interpreter may take long to import what it needs
-        self._answered = self._suspect = False
+        self._on_read = on_read
+        #: the last sign of life
+        self._sign: Pong | None = None
+        self._suspect = False
         self._next = self._heard = time.monotonic()
 
     def wait(self, other: Channel[Reply] | None) -> bool:
         """Whether something has come on the other channel within a beat. Raises ChannelError if the daemon is lost."""
-        now = time.monotonic()
-        silence = now - self._heard
-        if silence > _SILENCE:
-            raise LateError(f"it has given no sign of life for {_SILENCE:g} s")
-        if silence > _SUSPECT and self._answered and not self._suspect:
-            self._suspect = True
-            _log.warning("%s: no sign of life for %.1f s; it counts as lost after %g s", self._name, silence, _SILENCE)
-        if now >= self._next:
-            self._next = now + _BEAT
-            self._watch.send(0, Ping(), timeout=_SILENCE)
+        self.ask()
         poller = select.poll()
         for channel in (self._watch, other):
             if channel is not None:
                 poller.register(channel.socket, select.POLLIN)
-        poller.poll(max(0, 1000 * (self._next - now)))
-        if self._watch.ready():
-            self._watch.receive(timeout=_SILENCE)
-            self._heard, self._answered = time.monotonic(), True
-            if self._suspect:
-                self._suspect = False
-                _log.warning("%s: gives signs of life again", self._name)
+        poller.poll(1000 * self.left())
+        self.hear()
         return other is not None and other.ready()
+
+    def left(self) -> float:
+        """Seconds until it is to be asked again."""
+        return max(0.0, self._next - time.monotonic())
+
+    def ask(self) -> None:
+        """Ask, if it is time to. Raises ChannelError if the daemon is lost."""
+        now = time.monotonic()
+        silence, limit = now - self._heard, _FIRST if self._sign is None else _SILENCE
+        if silence > limit:
+            raise LateError(f"it has given no sign of life for {limit:g} s")
+        if silence > _SUSPECT and self._sign is not None and not self._suspect:
+            self._suspect = True
+            _log.warning("%s: no sign of life for %.1f s; it counts as lost after %g s", self._name, silence, limit)
+        if now >= self._next:
+            self._next = now + _BEAT
+            self._watch.send(0, Ping(), timeout=_SILENCE)
+
+    def hear(self) -> None:
+        """Take a sign of life, if there is one. Raises ChannelError if the daemon is lost."""
+        if not self._watch.ready():
+            return
+        _, sign = self._watch.receive(timeout=_SILENCE)
+        real = sign.requests >= 0 and 0 <= sign.seconds < math.inf and 0 <= sign.read <= 1
+        if not real or len(sign.request) > _KIND or not sign.request.isprintable():
+            raise GarbageError("it sent a sign of life that is none")
+        before, self._sign, self._heard = self._sign, sign, time.monotonic()
+        if self._suspect:
+            self._suspect = False
+            _log.warning("%s: gives signs of life again", self._name)
+        if sign.read > (0.0 if before is None else before.read):
+            self._on_read(sign.read)
+
+    def last(self) -> str:
+        """What the daemon was at when it gave its last sign of life, for the end of a message; empty without any."""
+        sign = self._sign
+        if sign is None:
+            return ""
+        ago = f"; {time.monotonic() - self._heard:.1f} s ago it "
+        if not sign.requests:
+            return f"{ago}waited for requests"
+        beside = f", {100 * sign.read:.0f} % of its layers read" if sign.request == Load.__name__ else ""
+        beside += f", {sign.requests - 1} more to answer" if sign.requests > 1 else ""
+        return f"{ago}was at {sign.request} for {sign.seconds:.1f} s{beside}"
 
 
 #: what a daemon may report of its start, and of a request

@@ -18,10 +18,12 @@ import pytest
 
 import luce
 from luce.api import Model
+from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import DeviceError, LuceError, ShardLostError
+from luce.gguf.reader import open_gguf
 from luce.remote import supervisor
 from luce.runtime import driver
-from tests.support.daemons import HERE, children, descriptors, interpreter, within
+from tests.support.daemons import HERE, children, descriptors, devices, interpreter, within
 from tests.support.reference import Reference
 
 REFERENCE = Reference("gemma4-e-Q4_0")
@@ -31,7 +33,7 @@ EXPECTED = REFERENCE.expected["greedy_17"][:8].tolist()
 
 
 def load(**settings: Any) -> Model:
-    given = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": HERE, "max_ctx": 2048, "shard_timeout": 2}
+    given = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": HERE, "max_ctx": 2048}
     return luce.load(REFERENCE.path, **{**given, **settings})
 
 
@@ -39,11 +41,15 @@ def reply(model: Model) -> list[int]:
     return [token.id for token in model.generate(PROMPT, max_tokens=8, temperature=0, ignore_eos=True)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def first() -> None:
+    """The first daemon of a process makes what stays."""
+    load().close()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No process, no descriptor and no thread outlives a test."""
-    # The first daemon of a process makes what stays.
-    load().close()
     gc.collect()
     open_before, threads = descriptors(), threading.active_count()
     yield
@@ -132,6 +138,15 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
             with pytest.raises(ShardLostError, match=r"^shard 1 \(cpu:1\): .*SIGKILL"):
                 reply(model)
         assert re.match(r"shard 1 \(cpu:1\): .*SIGKILL", model.down())
+
+
+def test_progress_counts_the_layers_of_daemons() -> None:
+    shares: list[float] = []
+    with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1") as opened:
+        LayerSplitBackend(file, REFERENCE.spec, opened, weights=(1, 1), on_progress=shares.append).close()
+    layers = len(REFERENCE.spec.blocks)
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert 1 / layers in shares and 0.5 in shares
 
 
 SOCKET = "s = socket.socket(fileno=int(sys.argv[-1].split(',')[0])); "

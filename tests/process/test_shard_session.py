@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,8 @@ from luce.remote.messages import (
     Load,
     Loaded,
     Open,
+    Ping,
+    Pong,
     Project,
     Rank,
     Reply,
@@ -48,6 +50,7 @@ from luce.remote.messages import (
     Seal,
 )
 from luce.runtime.step import TOP, PageView, Span, Step
+from tests.support.daemons import within
 from tests.support.reference import Reference
 from tests.support.values import same
 
@@ -61,10 +64,11 @@ class Server:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.watch, their_watch = socket.socketpair()
+        watch, their_watch = socket.socketpair()
+        self.watch: Channel[Pong] = Channel(watch, Pong)
         self.channel: Channel[Reply] = Channel(ours, Reply)
         self.number = 0
-        arguments = {"shares": True, "silence": 60.0}
+        arguments = {"shares": True, "silence": 600.0}
         self.thread = threading.Thread(target=serve, args=(theirs, their_watch), kwargs=arguments)
         self.thread.start()
 
@@ -76,12 +80,17 @@ class Server:
         self.send(message)
         if fd is not None:
             self.channel.send_descriptor(fd, timeout=5)
-        number, reply = self.channel.receive(timeout=20, limit=1 << 26)
+        number, reply = self.channel.receive(timeout=60, limit=1 << 26)
         assert number == self.number
         return reply
 
     def announce(self, step: Step, source: int, target: int) -> None:
         self.channel.send(0, Announce(step, source, target), timeout=5)
+
+    def sign(self) -> Pong:
+        """A sign of life."""
+        self.watch.send(0, Ping(), timeout=5)
+        return self.watch.receive(timeout=60)[1]
 
     def refused(self, message: Any, why: str, error: str = "BackendError") -> None:
         reply = self.ask(message)
@@ -90,7 +99,7 @@ class Server:
     def close(self) -> None:
         self.channel.close()
         self.watch.close()
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
 
@@ -314,7 +323,7 @@ def prompts(server: Server, count: int) -> list[Reply]:
     for _ in range(count):
         server.announce(silent, -1, -1)
         server.send(Forward())
-    return [server.channel.receive(timeout=20)[1] for _ in range(count)]
+    return [server.channel.receive(timeout=60)[1] for _ in range(count)]
 
 
 def test_devices_of_a_daemon_work_side_by_side(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +335,7 @@ def test_devices_of_a_daemon_work_side_by_side(server: Server, monkeypatch: pyte
         first = self.info.layers.start
         steps[first] += 1
         if (first, steps[first]) in ((0, 2), (2, 1)):
-            meeting.wait(10)
+            meeting.wait(60)
         return forward(self, step, handed)
 
     server.ask(Open(PROTOCOL, __version__, ("cpu:0", "cpu:1"), "info", 0))
@@ -353,7 +362,7 @@ def test_a_step_that_fails_takes_those_behind_it_along(
     def watched(self: LocalShard, step: Step, handed: Activation | None) -> Activation | Pending:
         if self.info.layers.start == 0:
             return forward(self, step, handed)
-        assert go.wait(10)
+        assert go.wait(60)
         if next(at) == 2:
             raise error
         return forward(self, step, handed)
@@ -369,6 +378,54 @@ def test_a_step_that_fails_takes_those_behind_it_along(
     assert isinstance(server.ask(Forward()), Done)
     saved = server.ask(Save(1, ((2,),), False))
     assert isinstance(saved, Saved) and f"blk.{LAYERS - 1}.k" in saved.kinds
+
+
+def test_signs_of_life_tell_what_it_is_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, forward, go = LocalShard.__init__, LocalShard.forward, threading.Event()
+
+    def read(self: LocalShard, *arguments: Any, on_layer: Callable[[], None], **options: Any) -> None:
+        def one() -> None:
+            on_layer()
+            go.wait(60)
+
+        build(self, *arguments, on_layer=one, **options)
+
+    def stopped(self: LocalShard, step: Step, handed: Activation | None) -> Activation | Pending:
+        go.wait(60)
+        return forward(self, step, handed)
+
+    signs: list[Pong] = []
+
+    def at(request: str, requests: int) -> Pong:
+        def told() -> bool:
+            signs.append(server.sign())
+            return (signs[-1].request, signs[-1].requests) == (request, requests)
+
+        assert within(60, told)
+        return signs[-1]
+
+    monkeypatch.setattr(LocalShard, "__init__", read)
+    monkeypatch.setattr(LocalShard, "forward", stopped)
+    assert server.sign() == Pong()
+    server.ask(Open(PROTOCOL, __version__, ("cpu:0", "cpu:1"), "info", 0))
+    server.send(BOTH)
+    # Each layer waits until it is allowed to be read.
+    assert within(60, lambda: server.sign().read > 0)
+    loading = at("Load", 1)
+    assert loading.read == 1 / LAYERS and loading.seconds > 0
+    go.set()
+    assert isinstance(server.channel.receive(timeout=60)[1], Loaded)
+    assert at("", 0) == Pong(read=1.0)
+    go.clear()
+    silent = replace(STEP, wanted=STEP.wanted[:0], full=STEP.full[:0])
+    for _ in range(3):
+        server.announce(silent, -1, -1)
+        server.send(Forward())
+    queued = at("Forward", 3)
+    assert queued.seconds > 0 and queued.read == 1
+    go.set()
+    assert all(isinstance(server.channel.receive(timeout=60)[1], Done) for _ in range(3))
+    assert at("", 0) == Pong(read=1.0)
 
 
 def test_activations_that_do_not_fit(server: Server) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ import pytest
 
 from luce import __version__
 from luce.backend.requests import Requests
-from luce.errors import ShardLostError
+from luce.errors import DeviceError, ShardLostError
 from luce.remote import supervisor
 from luce.remote.arena import shared_arena
 from luce.remote.channel import Channel, ChannelError
@@ -31,6 +33,11 @@ class Peer:
 
     awake = threading.Event()
     awake.set()
+    #: what it says then
+    sign = Pong()
+    #: whether it has loaded what it is to load
+    ready = threading.Event()
+    ready.set()
 
     def __init__(self, live: Callable[[Channel[Request], int], None]) -> None:
         self.requests, theirs = socket.socketpair()
@@ -49,6 +56,7 @@ class Peer:
             self._channel.send(0, Hello(PROTOCOL, __version__, 0, ()), timeout=5)
             self._channel.receive(timeout=20)
             fd = self._channel.receive_descriptor(timeout=5)
+            self.ready.wait(60)
             self._channel.send(0, Loaded((), (), (), 1, words=False), timeout=5)
             try:
                 self._live(self._channel, fd)
@@ -64,7 +72,7 @@ class Peer:
             while True:
                 self._signs.receive(timeout=20)
                 self.awake.wait(20)
-                self._signs.send(0, Pong(), timeout=5)
+                self._signs.send(0, self.sign, timeout=5)
                 self.signs += 1
         except ChannelError:
             self._signs.close()
@@ -147,6 +155,93 @@ def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
+def loading(daemon: Supervisor) -> None:
+    """Let it load layers."""
+    arena = shared_arena(1)
+    daemon.begin_load(LOAD, arena)
+    arena.close()
+
+
+def waits(channel: Channel[Request], fd: int) -> None:
+    """A life without work."""
+    channel.receive(timeout=60)
+
+
+def test_what_is_read_of_layers(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="luce.remote.supervisor")
+    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
+    monkeypatch.setattr(Peer, "sign", Pong("Load", 1.0, 1, 0.25))
+    monkeypatch.setattr(Peer, "ready", threading.Event())
+    daemon, shares = watch(waits), []
+
+    def seen() -> None:
+        shares.append(daemon.read)
+        if daemon.read == 0.25:
+            Peer.sign = Pong("Load", 2.0, 1, 0.26)
+        if daemon.read == 0.26:
+            Peer.sign = Pong("Load", 3.0, 1, 0.5)
+        if daemon.read == 0.5:
+            Peer.ready.set()
+
+    loading(daemon)
+    daemon.loaded(seen)
+    assert list(dict.fromkeys(share for share in shares if share)) in ([0.25, 0.26, 0.5], [0.25, 0.26, 0.5, 1.0])
+    assert daemon.read == 1.0
+    lines = [record.fields for record in caplog.records if record.getMessage() == "shard loading"]  # type: ignore[attr-defined]
+    assert lines == [{"shard": "shard", "percent": 25}, {"shard": "shard", "percent": 50}]
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        Pong(read=float("nan")),
+        Pong(read=1.5),
+        Pong(requests=-1),
+        Pong("Load", float("inf"), 1),
+        Pong("Load", -1.0, 1),
+        Pong("L" * 41, 1.0, 1),
+        Pong("Load\n", 1.0, 1),
+    ],
+    ids=str,
+)
+def test_a_sign_of_life_that_is_none(watch: Watch, monkeypatch: pytest.MonkeyPatch, sign: Pong) -> None:
+    monkeypatch.setattr(Peer, "sign", sign)
+    daemon = watch(waits)
+    with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it sent a sign of life that is none$"):
+        # Its first answer may come before its first sign.
+        loading(daemon)
+        daemon.hello()
+        daemon.loaded()
+        assert within(60, lambda: daemon.generation > 0)
+        raise DeviceError(daemon.loss())
+
+
+@pytest.mark.parametrize(
+    ("sign", "last"),
+    [
+        (Pong(read=1.0), "waited for requests"),
+        (Pong("Forward", 61.96, 3, 1.0), "was at Forward for 62.0 s, 2 more to answer"),
+        (Pong("Load", 7.0, 1, 0.4), "was at Load for 7.0 s, 40 % of its layers read"),
+    ],
+    ids=str,
+)
+def test_what_a_silent_daemon_was_at(watch: Watch, monkeypatch: pytest.MonkeyPatch, sign: Pong, last: str) -> None:
+    monkeypatch.setattr(Peer, "sign", sign)
+    daemon = watch(waits)
+    loading(daemon)
+    daemon.loaded()
+    peer = daemon._peer
+    assert isinstance(peer, Peer) and within(60, lambda: peer.signs > 1)
+    monkeypatch.setattr(Peer, "awake", threading.Event())
+    monkeypatch.setattr(supervisor, "_SILENCE", 0.1)
+    assert within(60, lambda: daemon.generation > 0)
+    Peer.awake.set()
+    silent = r"shard: the daemon is lost: it has given no sign of life for 0.1 s; \d+\.\d s ago it "
+    assert re.fullmatch(silent + re.escape(last), daemon.loss())
+
+
 def test_a_silent_daemon_is_suspected_before_it_is_lost(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,9 +256,7 @@ def test_a_silent_daemon_is_suspected_before_it_is_lost(
         return within(60, lambda: any(text in record.getMessage() for record in caplog.records))
 
     daemon = watch(live)
-    arena = shared_arena(1)
-    daemon.begin_load(LOAD, arena)
-    arena.close()
+    loading(daemon)
     daemon.loaded()
     peer = daemon._peer
     assert isinstance(peer, Peer) and within(60, lambda: peer.signs > 2)
