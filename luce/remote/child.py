@@ -38,27 +38,28 @@ class Child:
 
     def __init__(self, name: str, interpreter: Path, variables: Mapping[str, str]) -> None:
         self.name = name
-        requests, theirs = socket.socketpair()
-        watch, their_watch = socket.socketpair()
-        #: the server's ends; the caller closes them
-        self.requests, self.watch = requests, watch
-        command = [str(interpreter), "-P", "-m", "luce", "shard", "--fds", f"{theirs.fileno()},{their_watch.fileno()}"]
-        with theirs, their_watch:
+        with contextlib.ExitStack() as failing, contextlib.ExitStack() as passed:
             try:
+                pairs = [socket.socketpair() for _ in range(2)]
+                for ours, theirs in pairs:
+                    failing.enter_context(ours)
+                    passed.enter_context(theirs)
+                fds = [theirs.fileno() for _, theirs in pairs]
                 self._process = subprocess.Popen(
-                    command,
+                    [str(interpreter), "-P", "-m", "luce", "shard", "--fds", ",".join(map(str, fds))],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(theirs.fileno(), their_watch.fileno()),
+                    pass_fds=fds,
                     env=child_environment({**_path(), **variables}),
                     # Ctrl-C is for the server, which ends its daemons in order.
                     process_group=0,
                 )
             except OSError as error:
-                requests.close()
-                watch.close()
                 raise DeviceError(f"{name}: cannot run {interpreter}: {error.strerror}") from error
+            failing.pop_all()
+        #: the server's ends; the caller closes them
+        self.requests, self.watch = (ours for ours, _ in pairs)
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._reader = threading.Thread(target=self._read, name=f"luce-{name}-log", daemon=True)
         self._reader.start()
@@ -78,13 +79,15 @@ class Child:
 
     def end(self, patience: float = _PATIENCE) -> str:
         """Wait for the end of a process that was asked to, and say how it came; ask harder when patience is over."""
-        for harder in (self._process.terminate, self._process.kill):
+        for harder in (self._process.terminate, self._process.kill, None):
             try:
                 self._process.wait(patience)
                 break
             except subprocess.TimeoutExpired:
+                if harder is None:
+                    # As while the kernel waits for a device that hangs.
+                    return self._with_words("it was killed and has not ended")
                 harder()
-        self._process.wait()
         # The pipe stays open if the daemon has left a process of its own behind.
         self._reader.join(_PATIENCE)
         return self._reason()

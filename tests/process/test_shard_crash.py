@@ -22,6 +22,7 @@ from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import DeviceError, LuceError, ShardLostError
 from luce.gguf.reader import open_gguf
 from luce.remote import supervisor
+from luce.remote.child import Child
 from luce.runtime import driver
 from tests.support.daemons import HERE, children, descriptors, devices, interpreter, within
 from tests.support.reference import Reference
@@ -147,6 +148,22 @@ def test_progress_counts_the_layers_of_daemons() -> None:
     layers = len(REFERENCE.spec.blocks)
     assert shares == sorted(shares) and shares[-1] == 1.0
     assert 1 / layers in shares and 0.5 in shares
+
+
+def test_a_process_that_does_not_end_is_waited_for_in_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = Child("shard", interpreter(tmp_path / "python", "time.sleep(1000)"), {})
+
+    def never(self: object, timeout: float) -> None:
+        raise subprocess.TimeoutExpired("luce shard", timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "wait", never)
+        assert child.end(0.01) == "it was killed and has not ended"
+    assert "SIG" in child.end()
+    child.requests.close()
+    child.watch.close()
 
 
 SOCKET = "s = socket.socket(fileno=int(sys.argv[-1].split(',')[0])); "
