@@ -24,7 +24,7 @@ from luce.gguf.reader import open_gguf
 from luce.remote import supervisor
 from luce.remote.child import Child
 from luce.runtime import driver
-from tests.support.daemons import HERE, children, descriptors, devices, interpreter, within
+from tests.support.daemons import HERE, children, descriptors, devices, interpreter, state, within
 from tests.support.reference import Reference
 
 REFERENCE = Reference("gemma4-e-Q4_0")
@@ -241,11 +241,4 @@ def test_no_daemon_outlives_a_killed_server() -> None:
             os.kill(pid, signal.SIGSTOP)
         server.kill()
         server.wait()
-        assert within(60, lambda: not Path(f"/proc/{pid}").exists() or "Z" in state(pid))  # noqa: B023
-
-
-def state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2]
-    except OSError:
-        return "Z"
+        assert within(60, lambda: not Path(f"/proc/{pid}").exists() or state(pid) == "Z")  # noqa: B023

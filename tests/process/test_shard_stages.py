@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import luce
+from luce import __version__
 from luce.api import Model
-from luce.errors import BackendError, DeviceError, LuceError, OutOfMemoryError, ShardLostError
-from tests.support.daemons import HERE, children, descriptors, interpreter, within
+from luce.errors import BackendError, DeviceError, LuceError, ModelError, OutOfMemoryError, ShardLostError
+from luce.remote import supervisor
+from luce.remote.messages import PROTOCOL
+from tests.support.daemons import HERE, children, descriptors, interpreter, state, within
 from tests.support.reference import Reference
 
 #: a recurrent model: the state behind a prompt is saved while the reply is generated
@@ -25,23 +30,20 @@ REFERENCE = Reference("qwen35-a-Q8_0")
 PROMPT = REFERENCE.expected["prompt_17"].tolist()
 EXPECTED = REFERENCE.expected["greedy_17"][:6].tolist()
 
-#: `luce shard` that goes wrong at a stage of some of its lives: in each of them once, or always
+#: `luce shard` that goes wrong as a file says, of which it takes the first line when it comes to that stage
 GOES_WRONG = """
 from pathlib import Path
 import numpy as np
 from luce.backend import daemon, served
 from luce.cli.main import main
 
-stage, misdeed, lives, always, marker = {stage!r}, {misdeed!r}, {lives!r}, {always!r}, Path({marker!r})
-with marker.open("a") as file:
-    file.write("x")
-left = (1 << 30 if always else 1) * (len(marker.read_text()) in lives)
+todo = Path({todo!r})
 sockets = []
 
-def go_wrong(model):
+def go_wrong(misdeed):
     if misdeed == "memory":
         wasted = np.ones(1 << 23)
-        model.devices[0].empty(1 << 46)
+        served.HostDevice(1).empty(1 << 46)
     if misdeed == "host memory":
         np.empty(1 << 50, np.uint8)
     if misdeed == "garbage":
@@ -49,16 +51,23 @@ def go_wrong(model):
     if misdeed == "truncated":
         sockets[0].send(b"LUC1" + bytes([200, 0, 0, 0]) + bytes(34))
         os._exit(0)
-    if isinstance(misdeed, int):
-        os.kill(os.getpid(), misdeed)
+    if misdeed == "file":
+        served.fingerprint = lambda file: "0" * 32
+    if misdeed == "version":
+        daemon.__version__ = "0.0.0"
+    if misdeed == "protocol":
+        hello = daemon.Hello
+        daemon.Hello = lambda protocol, *rest: hello(protocol + 1, *rest)
+    if misdeed.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, misdeed))
 
-def wrap(owner, name, fits):
+def wrap(stage, owner, name, fits=lambda *_: True):
     inner = getattr(owner, name)
     def outer(self, *arguments):
-        global left
-        if left and fits(*arguments):
-            left -= 1
-            go_wrong(self)
+        lines = todo.read_text().splitlines()
+        if lines and fits(*arguments) and lines[0].startswith(stage + ": "):
+            todo.write_text("\\n".join(lines[1:]))
+            go_wrong(lines[0].removeprefix(stage + ": "))
         return inner(self, *arguments)
     setattr(owner, name, outer)
 
@@ -67,43 +76,83 @@ def watched(self, channel, *rest):
     sockets.append(channel.socket)
     session(self, channel, *rest)
 daemon._Session.__init__ = watched
-build = served.ServedModel.__init__
-def built(self, path, load, devices, *rest):
-    self.devices = devices
-    build(self, path, load, devices, *rest)
-served.ServedModel.__init__ = built
-wrap(served.ServedModel, *{{
-    "load": ("__init__", lambda *_: True),
-    "prefill": ("forward", lambda message, *_: message.step.rows > 1),
-    "decode": ("forward", lambda message, *_: message.step.rows == 1),
-    "save": ("save", lambda *_: True),
-}}[stage])
-if stage == "load":
-    # The device is there before the model is.
-    served.ServedModel.devices = [served.HostDevice(1)]
+wrap("start", daemon._Session, "_open")
+wrap("load", served.ServedModel, "__init__")
+wrap("prefill", served.ServedModel, "forward", lambda message, *_: message.step.rows > 1)
+wrap("decode", served.ServedModel, "forward", lambda message, *_: message.step.rows == 1)
+for name in ("save", "restore", "fetch", "fill"):
+    wrap(name, served.ServedModel, name)
 sys.exit(main(sys.argv[4:]))
 """
-STAGES = ["prefill", "decode", "save"]
 #: what happens, and what is said of it
-DEATHS: dict[str, tuple[int | str, str]] = {
-    "SIGKILL": (int(signal.SIGKILL), "ended by SIGKILL"),
-    "SIGSEGV": (int(signal.SIGSEGV), "ended by SIGSEGV"),
-    "SIGSTOP": (int(signal.SIGSTOP), "it does not answer"),
-    "garbage": ("garbage", "it sent something that is no frame"),
-    "truncated": ("truncated", "it ended with status 0"),
+DEATHS = {
+    "SIGKILL": "ended by SIGKILL",
+    "SIGSEGV": "ended by SIGSEGV",
+    "SIGSTOP": "it has given no sign of life",
+    "garbage": "it sent something that is no frame",
+    "truncated": "it ended with status 0",
 }
 #: what cannot be had, and what is said of it
 MEMORY = {
     "memory": r"cpu:1: 281474976710656 bytes asked, \d+ bytes free",
     "host memory": r"host memory: Unable to allocate .*; \d+ bytes free",
 }
-Load = Callable[..., Model]
+VERSIONS = {
+    "version": rf"the server is Luce {re.escape(__version__)} with protocol {PROTOCOL}, the daemon Luce 0.0.0",
+    "protocol": rf"the daemon is Luce {re.escape(__version__)} with protocol {PROTOCOL + 1}, this is Luce",
+}
+FILES = {"file": "the daemon's file is not the server's: their contents differ"}
+
+
+@dataclass
+class Plan:
+    """A daemon's interpreter, and what its processes are to do."""
+
+    program: Path
+    todo: Path
+
+    def say(self, *lines: str) -> None:
+        """What goes wrong from now on, each once, in this order: `stage: misdeed`."""
+        self.todo.write_text("\n".join(lines))
+
+    def load(self, **settings: Any) -> Model:
+        """A model whose second device is in a daemon that goes wrong."""
+        settings = {"max_ctx": 1024, "chunk": 16, **settings}
+        return luce.load(REFERENCE.path, target_devices="cpu:0,cpu:1", target_shard_ipc_bin=self.program, **settings)
+
+    def done(self) -> bool:
+        """Whether all of it has happened."""
+        return not self.todo.read_text()
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """Nothing goes wrong yet."""
+    todo = tmp_path / "todo"
+    todo.write_text("")
+    return Plan(interpreter(tmp_path / "python", GOES_WRONG.format(todo=str(todo))), todo)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def first() -> None:
     """The first daemon of a process makes what stays."""
     luce.load(REFERENCE.path, target_devices="cpu:0,cpu:1", target_shard_ipc_bin=HERE).close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon counts as silent as soon as it is stopped, and never otherwise; it is started anew at once."""
+    ask = supervisor._Heartbeat.ask
+
+    def asked(self: supervisor._Heartbeat) -> None:
+        if any(state(pid) == "T" for pid in children()):
+            self._heard -= 1e6
+        ask(self)
+
+    monkeypatch.setattr(supervisor._Heartbeat, "ask", asked)
+    monkeypatch.setattr(supervisor, "_SILENCE", 1e5)
+    monkeypatch.setattr(supervisor, "_RESTARTS", 100)
+    monkeypatch.setattr(supervisor, "_DELAYS", (0.0,) * 100)
 
 
 @pytest.fixture(autouse=True)
@@ -119,102 +168,139 @@ def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert descriptors() == open_before and threading.active_count() == threads
 
 
-@pytest.fixture
-def load(tmp_path: Path) -> Load:
-    """Loads a model whose second device is in a daemon that goes wrong."""
-
-    def one(stage: str, misdeed: int | str, lives: tuple[int, ...] = (1,), always: bool = False, **more: Any) -> Model:
-        fields = {
-            "stage": stage,
-            "misdeed": misdeed,
-            "lives": lives,
-            "always": always,
-            "marker": str(tmp_path / "lives"),
-        }
-        program = interpreter(tmp_path / "python", GOES_WRONG.format(**fields))
-        settings = {"max_ctx": 1024, "chunk": 16, "shard_timeout": 2, **more}
-        return luce.load(REFERENCE.path, target_devices="cpu:0,cpu:1", target_shard_ipc_bin=program, **settings)
-
-    return one
+def reply(model: Model, turned: int = 0) -> list[int]:
+    """To the prompt; `turned`: to another one of its tokens, of which nothing is kept."""
+    prompt = PROMPT[turned:] + PROMPT[:turned]
+    return [token.id for token in model.generate(prompt, max_tokens=6, temperature=0, ignore_eos=True)]
 
 
-def reply(model: Model) -> list[int]:
-    return [token.id for token in model.generate(PROMPT, max_tokens=6, temperature=0, ignore_eos=True)]
+@pytest.mark.parametrize("stage", ["prefill", "decode", "save", "restore"])
+def test_death_in_a_request(plan: Plan, stage: str) -> None:
+    with plan.load() as model:
+        for turned, (death, reason) in enumerate(DEATHS.items(), 1):
+            before = children()
+            if stage == "restore":
+                assert reply(model) == EXPECTED
+            plan.say(f"{stage}: {death}")
+            with pytest.raises(ShardLostError) as caught:
+                reply(model, 0 if stage == "restore" else turned)
+            assert str(caught.value).startswith("shard 1 (cpu:1): cpu:1: the daemon is lost: ")
+            assert reason in str(caught.value) and plan.done()
+            assert reply(model) == EXPECTED
+            assert len(children()) == 1 and not children() & before
 
 
-@pytest.mark.parametrize("death", DEATHS)
-@pytest.mark.parametrize("stage", STAGES)
-def test_death_in_a_request(load: Load, stage: str, death: str) -> None:
-    misdeed, reason = DEATHS[death]
-    with load(stage, misdeed) as model:
-        (before,) = children()
-        with pytest.raises(ShardLostError) as caught:
-            reply(model)
-        assert str(caught.value).startswith("shard 1 (cpu:1): cpu:1: the daemon is lost: ")
-        assert reason in str(caught.value)
+@pytest.mark.parametrize("death", ["SIGKILL", "garbage"])
+def test_death_beside_a_cache_on_disk(plan: Plan, death: str, tmp_path: Path) -> None:
+    settings = {"kv_cache_dir": str(tmp_path / "cache"), "kv_cache_min_tokens": 1}
+    with plan.load(**settings) as model:
+        plan.say(f"fetch: {death}")
+        # What is kept is written while a reply is generated, or after.
+        with contextlib.suppress(ShardLostError):
+            reply(model, 1)
+        assert within(60, plan.done)
         assert reply(model) == EXPECTED
-        assert len(children()) == 1 and before not in children()
+    with plan.load(**settings) as model:
+        plan.say(f"fill: {death}")
+        with pytest.raises(ShardLostError, match=DEATHS[death]):
+            reply(model)
+        assert plan.done() and reply(model) == EXPECTED
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_death_in_the_first_load(load: Load, death: str) -> None:
-    misdeed, reason = DEATHS[death]
-    stopped = death == "SIGSTOP"
+@pytest.mark.parametrize("stage", ["start", "load"])
+def test_death_in_a_start(plan: Plan, stage: str, death: str) -> None:
+    plan.say(f"{stage}: {death}")
     with pytest.raises(DeviceError) as caught:
-        load("load", misdeed, **({"shard_start_timeout": 10} if stopped else {}))
-    expected = "it has not started within 10 s" if stopped else reason
-    assert str(caught.value).startswith("cpu:1: the daemon is lost: ") and expected in str(caught.value)
+        plan.load()
+    assert str(caught.value).startswith("cpu:1: the daemon is lost: ") and DEATHS[death] in str(caught.value)
 
 
-@pytest.mark.parametrize("death", DEATHS)
-def test_death_in_a_later_load(load: Load, death: str) -> None:
-    misdeed, _ = DEATHS[death]
-    with load("load", misdeed, lives=(2,), **({"shard_start_timeout": 10} if death == "SIGSTOP" else {})) as model:
+@pytest.mark.parametrize(
+    ("line", "error", "why"),
+    [
+        *((f"start: {kind}", OutOfMemoryError, f"^cpu:1: .*{why}") for kind, why in MEMORY.items()),
+        *(
+            (f"load: {kind}", OutOfMemoryError, rf"^shard 1 \(cpu:1\): layers \d.*: cpu:1: .*{MEMORY[kind]}")
+            for kind in MEMORY
+        ),
+        *((f"start: {kind}", LuceError, f"^cpu:1: {why}") for kind, why in VERSIONS.items()),
+        ("load: file", ModelError, f"cpu:1: .*{FILES['file']}"),
+    ],
+)
+def test_what_refuses_a_start(plan: Plan, line: str, error: type[LuceError], why: str) -> None:
+    plan.say(line)
+    with pytest.raises(error, match=why):
+        plan.load()
+
+
+@pytest.mark.parametrize("stage", ["start", "load"])
+def test_later_starts_that_go_wrong(plan: Plan, stage: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One life after another, until one is as it should be."""
+    caplog.set_level(logging.WARNING, logger="luce.remote.supervisor")
+    reasons = {**DEATHS, **MEMORY, **(VERSIONS if stage == "start" else FILES)}
+    with plan.load() as model:
         (first,) = children()
         assert reply(model) == EXPECTED
+        plan.say(*(f"{stage}: {misdeed}" for misdeed in reasons))
         os.kill(first, signal.SIGKILL)
-        # Waits for the third life.
         assert within(60, lambda: first not in children())
+        # Waits for the last life.
         assert reply(model) == EXPECTED
-        assert len(children()) == 1
+        assert len(children()) == 1 and plan.done()
+        lines = [text for record in caplog.records if (text := record.getMessage()).endswith("; starting it anew")]
+        assert len(lines) == 1 + len(reasons)
+        for line, reason in zip(lines, ("SIGKILL", *reasons.values()), strict=True):
+            assert line.startswith("cpu:1: ") and re.search(reason, line), line
 
 
-@pytest.mark.parametrize("kind", MEMORY)
-def test_no_memory_in_a_load(load: Load, kind: str) -> None:
-    with pytest.raises(OutOfMemoryError, match=rf"^shard 1 \(cpu:1\): layers \d+\.\.\d+: cpu:1: .*{MEMORY[kind]}"):
-        load("load", kind)
-
-
-@pytest.mark.parametrize("kind", MEMORY)
-@pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_no_memory_in_a_step(load: Load, stage: str, kind: str) -> None:
-    with load(stage, kind, parallel=2) as model:
-        before = children()
-        with pytest.raises(LuceError, match=rf"^shard 1 \(cpu:1\): .*{MEMORY[kind]}") as caught:
+@pytest.mark.parametrize(("line", "why"), [("start: version", VERSIONS["version"]), ("load: file", FILES["file"])])
+def test_another_program_or_file_after_a_death(
+    plan: Plan, line: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has changed on the disk while the server ran: the server says so, and stays."""
+    monkeypatch.setattr(supervisor, "_RESTARTS", 2)
+    with plan.load() as model:
+        plan.say("decode: SIGKILL", line, line)
+        with pytest.raises(ShardLostError, match="ended by SIGKILL"):
             reply(model)
-        assert isinstance(caught.value, (OutOfMemoryError, BackendError)) and not isinstance(
-            caught.value, ShardLostError
-        )
-        assert reply(model) == EXPECTED and children() == before
+        with pytest.raises(ShardLostError, match=rf"^shard 1 \(cpu:1\): .*{why}"):
+            reply(model)
+        assert re.search(why, model.down()) and not children() and plan.done()
 
 
-@pytest.mark.parametrize("kind", MEMORY)
-def test_no_memory_in_a_save(load: Load, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="luce.cache")
-    with load("save", kind) as model:
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_no_memory_in_a_step(plan: Plan, stage: str) -> None:
+    with plan.load(parallel=2) as model:
         before = children()
-        # The reply is worth more than its cached prefix.
-        assert reply(model) == EXPECTED
-        assert re.search(rf"a prefix could not be kept: shard 1 \(cpu:1\): .*{MEMORY[kind]}", caplog.text)
-        caplog.clear()
-        assert reply(model) == EXPECTED and children() == before
+        for turned, (kind, why) in enumerate(MEMORY.items(), 1):
+            plan.say(f"{stage}: {kind}")
+            with pytest.raises(LuceError, match=rf"^shard 1 \(cpu:1\): .*{why}") as caught:
+                reply(model, turned)
+            assert isinstance(caught.value, (OutOfMemoryError, BackendError))
+            assert not isinstance(caught.value, ShardLostError)
+            assert reply(model) == EXPECTED and children() == before
 
 
-def test_nothing_leaks_where_memory_runs_out(load: Load) -> None:
-    with load("prefill", "memory", always=True) as model:
+def test_no_memory_in_a_save(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="luce.cache")
+    with plan.load() as model:
+        before = children()
+        for turned, (kind, why) in enumerate(MEMORY.items(), 1):
+            plan.say(f"save: {kind}")
+            # The reply is worth more than its cached prefix.
+            assert len(reply(model, turned)) == 6
+            assert re.search(rf"a prefix could not be kept: shard 1 \(cpu:1\): .*{why}", caplog.text)
+            caplog.clear()
+            assert reply(model) == EXPECTED and children() == before
+
+
+def test_nothing_leaks_where_memory_runs_out(plan: Plan) -> None:
+    with plan.load() as model:
         (pid,) = children()
 
         def fail() -> None:
+            plan.say("prefill: memory")
             with pytest.raises(LuceError, match="bytes asked"):
                 reply(model)
 

@@ -53,7 +53,7 @@ def listener(
 
 def interpreter(path: Path, text: str) -> Path:
     """A program that stands for a daemon's interpreter: Python code, with the daemon's command in sys.argv[3:]."""
-    path.write_text(f"#!{sys.executable}\nimport os, socket, sys, time\n{text}")
+    path.write_text(f"#!{sys.executable}\nimport os, signal, socket, sys, time\n{text}")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 
@@ -110,6 +110,14 @@ def _counts(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return b"renderer.main" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
+
+
+def state(pid: int) -> str:
+    """What a process is at: T stopped, Z dead and not waited for, or gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
 
 
 def descriptors() -> list[str]:
