@@ -16,7 +16,7 @@ from luce.backend.requests import PER_BYTE, PER_ROW, Request, Requests
 from luce.backend.shard import Activation, Captured, Pending, ShardInfo
 from luce.backend.shared import ANSWER, OUTPUTS, Answer, shared_size
 from luce.backend.wire import Wire
-from luce.errors import BackendError
+from luce.errors import BackendError, OutOfMemoryError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile
 from luce.models.spec import ModelSpec
@@ -94,7 +94,7 @@ class RemoteShard:
         self._on_captured = on_captured
         size = shared_size(rows, self._takes, self._gives)
         self._spin = 0.0 if all(device.host for device in devices) else _SPIN
-        self._arena = shared_arena(size) if self._daemon.shares else Arena(size, None)
+        self._arena = self._memory_of(size)
         self._answer = self._arena.take(ANSWER)
         self._outputs = [self._arena.take(4 * rows * sum(self._gives)) for _ in range(OUTPUTS)]
         self._requests = Requests(name, self._daemon, before=self._release)
@@ -129,6 +129,17 @@ class RemoteShard:
         )
         self._parts = tuple(ShardInfo(str(d.name), part, 0, 0, 0) for d, part in zip(devices, layers, strict=True))
         self._daemon.begin_load(self._load, self._arena)
+
+    def _memory_of(self, size: int) -> Arena:
+        if self._daemon.shares:
+            try:
+                return shared_arena(size)
+            except OutOfMemoryError as error:
+                if self._daemon.required:
+                    raise OutOfMemoryError(f"{self._name}: --shard-transport shared: {error}") from error
+                _log.warning("%s: activations go in messages, which is slower: %s", self._name, error)
+                self._daemon.shares = False
+        return Arena(size, None)
 
     def wait_loaded(self, on_read: Callable[[], None] = lambda: None) -> None:
         """`on_read` is called meanwhile, when `read` may have changed. Raises LuceError if the daemon cannot load."""

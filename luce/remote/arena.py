@@ -5,6 +5,7 @@ Nothing of it has a name: no file, nothing in /dev/shm. It is gone with the last
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -98,14 +99,16 @@ class Arena:
 
 def shared_arena(size: int) -> Arena:
     """An arena in a new memory file, which can neither shrink nor grow. Raises OutOfMemoryError."""
-    fd = os.memfd_create("luce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, max(size, _ALIGNED))
-        # A peer that shrank it would turn the other side's accesses into SIGBUS.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    with contextlib.ExitStack() as failing:
+        try:
+            fd = os.memfd_create("luce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            failing.callback(os.close, fd)
+            os.ftruncate(fd, max(size, _ALIGNED))
+            # A peer that shrank it would turn the other side's accesses into SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            raise OutOfMemoryError(f"{size} bytes of shared memory: {error.strerror}") from error
         arena = Arena(size, fd)
-        arena.fd = fd
-        return arena
-    except BaseException:
-        os.close(fd)
-        raise
+        failing.pop_all()
+    arena.fd = fd
+    return arena

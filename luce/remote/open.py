@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from luce import __version__
@@ -161,6 +162,7 @@ def _supervise(names: Sequence[DeviceName], interpreter: Path | None, config: Co
     chosen = (text.partition(":")[2].partition("=") for text in config.shard_env if text.startswith(f"{kind}:"))
     variables = {name: value for name, _, value in chosen}
     program = interpreter_of(interpreter)
-    shares = config.shard_transport != "stream"
-    wire = config.shard_activations
-    return Supervisor(label, lambda: Child(label, program, variables), opening, limits, shares=shares, wire=wire)
+    way, wire = config.shard_transport, config.shard_activations
+    shares, required = way != "stream", way == "shared"
+    connect = partial(Child, label, program, variables)
+    return Supervisor(label, connect, opening, limits, shares=shares, required=required, wire=wire)

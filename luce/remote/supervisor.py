@@ -94,7 +94,8 @@ class Limits:
 class Supervisor:
     """One daemon, called `name` in messages. `connect` runs in the supervisor's thread, for each life of the daemon.
 
-    `shares`: whether daemon and server can have memory in common. `wire`: what activations are in messages otherwise.
+    `shares`: whether daemon and server have memory in common, which may turn out to be impossible; `required`: that
+    this is an error then. `wire`: what activations are in messages otherwise.
     """
 
     def __init__(
@@ -105,11 +106,13 @@ class Supervisor:
         limits: Limits,
         *,
         shares: bool = True,
+        required: bool = False,
         wire: str = "f32",
     ) -> None:
         self.name = name
         self.limits = limits
         self.shares = shares
+        self.required = required
         self.wire = "f32" if shares else wire
         self._connect = connect
         self._opening = opening
@@ -334,7 +337,10 @@ class Supervisor:
             loaded = self._ask(channel, beat, load, Loaded, deadline, fd)
         if self._loaded is not None and loaded != self._loaded:
             raise BackendError(f"{self.name}: the daemon does not load what it loaded before")
-        log.event(_log, "shard ready", shard=self.name, pid=hello.pid, seconds=time.monotonic() - began)
+        seconds, way = time.monotonic() - began, None
+        if isinstance(load, Load):
+            way = "shared" if load.shared else "stream"
+        log.event(_log, "shard ready", shard=self.name, pid=hello.pid, transport=way, seconds=seconds)
         with self._changed:
             self.read = 1.0
             self._loaded, self._channel, self._ever_ready = loaded, channel, True

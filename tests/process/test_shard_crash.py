@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import pytest
 import luce
 from luce.api import Model
 from luce.backend.layersplit import LayerSplitBackend
-from luce.errors import DeviceError, LuceError, ShardLostError
+from luce.errors import DeviceError, LuceError, OutOfMemoryError, ShardLostError
 from luce.gguf.reader import open_gguf
 from luce.remote import supervisor
 from luce.remote.child import Child
@@ -148,6 +150,31 @@ def test_progress_counts_the_layers_of_daemons() -> None:
     layers = len(REFERENCE.spec.blocks)
     assert shares == sorted(shares) and shares[-1] == 1.0
     assert 1 / layers in shares and 0.5 in shares
+
+
+def test_without_memory_that_can_be_shared(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refused(name: str, flags: int) -> int:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    why = r"\d+ bytes of shared memory: Operation not permitted"
+    with pytest.raises(OutOfMemoryError, match=rf"shard 1 \(cpu:1\): --shard-transport shared: {why}$"):
+        load(shard_transport="shared")
+    with load() as model:
+        assert re.search(rf"shard 1 \(cpu:1\): activations go in messages, which is slower: {why}", caplog.text)
+        assert reply(model) == EXPECTED
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_processes_end_in_any_order(order: tuple[int, ...], tmp_path: Path) -> None:
+    """None has the others' sockets, which would keep them from their ends."""
+    program = interpreter(tmp_path / "python", "os.read(int(sys.argv[-1].split(',')[0]), 1)\n")
+    made = [Child(f"shard {number}", program, {}) for number in range(3)]
+    for at, number in enumerate(order):
+        assert all(made[other].alive() for other in order[at:])
+        made[number].requests.close()
+        made[number].watch.close()
+        assert made[number].end(60) == "it ended with status 0"
 
 
 def test_a_process_that_does_not_end_is_waited_for_in_bounded_time(
