@@ -26,7 +26,7 @@ from tests.support.daemons import key_file
 class Daemon:
     """What Requests needs of a Supervisor. `peer` is the daemon's end."""
 
-    limits = Limits(5.0, 5.0)
+    limits = Limits(60.0, 60.0)
     generation = 0
 
     def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
@@ -60,23 +60,23 @@ def test_what_is_kept_is_dropped_with_its_last_reference(daemon: Daemon) -> None
     gc.disable()
     try:
         kept = RemoteKept(requests, range(4), Save(1, ((2,),), held=False), seconds=0)
-        number, _ = daemon.peer.receive(timeout=5)
-        daemon.peer.send(number, Saved({"blk.3.k": Kind("<f4", (64, 1, 2), paged=True)}, 512), timeout=5)
+        number, _ = daemon.peer.receive(timeout=60)
+        daemon.peer.send(number, Saved({"blk.3.k": Kind("<f4", (64, 1, 2), paged=True)}, 512), timeout=60)
         assert kept.nbytes == 512 and not requests.dropped
         del kept
         assert list(requests.dropped) == [number]
     finally:
         gc.enable()
     requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None)
-    assert daemon.peer.receive(timeout=5)[1] == Drop((number,))
+    assert daemon.peer.receive(timeout=60)[1] == Drop((number,))
     assert not requests.dropped
 
 
 def test_a_lost_daemon_is_the_answer_to_all_that_was_asked(daemon: Daemon) -> None:
     requests = Requests("shard 1", daemon)  # type: ignore[arg-type]
     asked = [requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None) for _ in range(3)]
-    number, _ = daemon.peer.receive(timeout=5)
-    daemon.peer.send(number, Done(), timeout=5)
+    number, _ = daemon.peer.receive(timeout=60)
+    daemon.peer.send(number, Done(), timeout=60)
     asked[0].wait()
     daemon.peer.close()
     for request in (asked[2], asked[1]):

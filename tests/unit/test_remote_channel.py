@@ -64,8 +64,8 @@ def test_round_trip(pair: Pair, message: msgspec.Struct) -> None:
     ours, theirs = pair
     sender = threading.Thread(target=ours.send, args=(7, message), kwargs={"timeout": 5})
     sender.start()
-    number, received = theirs.receive(timeout=5, limit=1 << 26)
-    sender.join()
+    number, received = theirs.receive(timeout=60, limit=1 << 26)
+    sender.join(60)
     assert number == 7 and same(message, received)
 
 
@@ -109,14 +109,14 @@ def test_garbage(pair: Pair, name: str) -> None:
     ours, theirs = pair
     ours.socket.sendall(BAD[name])
     with pytest.raises(GarbageError, match=r"^it "):
-        theirs.receive(timeout=5)
+        theirs.receive(timeout=60)
 
 
 def test_more_than_expected(pair: Pair) -> None:
     ours, theirs = pair
     ours.socket.sendall(frame(b"x", bytes(1001)))
     with pytest.raises(GarbageError, match="more than expected"):
-        theirs.receive(timeout=5, limit=1000)
+        theirs.receive(timeout=60, limit=1000)
 
 
 def test_any_change_and_any_cut_of_a_frame_is_survived() -> None:
@@ -124,7 +124,7 @@ def test_any_change_and_any_cut_of_a_frame_is_survived() -> None:
     for message in (Announce(step(3), -1, 4096, 7), Fetched({"blk.0.k": np.arange(1000, dtype=np.float32)})):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            Channel[Any](ours, Request).send(3, message, timeout=5)
+            Channel[Any](ours, Request).send(3, message, timeout=60)
             whole.append(theirs.recv(1 << 20))
     random.seed(0)
     for _ in range(2000):
@@ -140,7 +140,7 @@ def test_any_change_and_any_cut_of_a_frame_is_survived() -> None:
             ours.shutdown(socket.SHUT_WR)
             channel: Channel[Any] = Channel(theirs, Request | Reply)
             try:
-                channel.receive(timeout=5, limit=1 << 20)
+                channel.receive(timeout=60, limit=1 << 20)
             except (GarbageError, GoneError):
                 continue
 
@@ -155,10 +155,10 @@ def test_end_and_silence(pair: Pair) -> None:
     ours.close()
     assert theirs.ready()
     with pytest.raises(GoneError):
-        theirs.receive(timeout=5)
+        theirs.receive(timeout=60)
     with pytest.raises(GoneError):
-        theirs.send(1, Ping(), timeout=5)
-        theirs.send(1, Ping(), timeout=5)
+        theirs.send(1, Ping(), timeout=60)
+        theirs.send(1, Ping(), timeout=60)
 
 
 def test_a_peer_that_does_not_read(pair: Pair) -> None:
@@ -170,14 +170,14 @@ def test_a_descriptor(pair: Pair) -> None:
     ours, theirs = pair
     source, end = socket.socketpair()
     with source, end:
-        ours.send_descriptor(source.fileno(), timeout=5)
-        with socket.socket(fileno=theirs.receive_descriptor(timeout=5)) as copy:
+        ours.send_descriptor(source.fileno(), timeout=60)
+        with socket.socket(fileno=theirs.receive_descriptor(timeout=60)) as copy:
             assert not copy.get_inheritable()
             copy.sendall(b"through")
             assert end.recv(10) == b"through"
     ours.socket.sendall(b"f")
     with pytest.raises(GarbageError, match="descriptor"):
-        theirs.receive_descriptor(timeout=5)
+        theirs.receive_descriptor(timeout=60)
 
 
 def test_only_arrays_and_messages_travel(pair: Pair) -> None:
@@ -201,7 +201,7 @@ def test_a_descriptor_outlives_the_wait_for_it(pair: Pair, monkeypatch: pytest.M
             waiting.set()
             found = self.poll_object.poll(timeout)
             woken.set()
-            go.wait()
+            assert go.wait(60)
             return found
 
     poll = select.poll
@@ -216,14 +216,14 @@ def test_a_descriptor_outlives_the_wait_for_it(pair: Pair, monkeypatch: pytest.M
     receiver, closer = (threading.Thread(target=call, daemon=True) for call in (receive, ours.close))
     number = ours.socket.fileno()
     receiver.start()
-    waiting.wait()
+    assert waiting.wait(60)
     closer.start()
-    woken.wait()
+    assert woken.wait(60)
     os.fstat(number)
     assert closer.is_alive() and ours.socket.fileno() == number
     go.set()
-    receiver.join()
-    closer.join()
+    receiver.join(60)
+    closer.join(60)
     assert errors and ours.socket.fileno() < 0
 
 
@@ -234,21 +234,21 @@ def test_a_connection_is_not_ended_by_another_ones_number(pair: Pair, monkeypatc
 
     def slow(self: socket.socket, how: int) -> None:
         ending.set()
-        assert go.wait(10)
+        assert go.wait(60)
         shutdown(self, how)
 
     monkeypatch.setattr(socket.socket, "shutdown", slow)
     number = ours.socket.fileno()
     ender, closer = (threading.Thread(target=call, daemon=True) for call in (ours.end, ours.close))
     ender.start()
-    assert ending.wait(10)
+    assert ending.wait(60)
     closer.start()
     closer.join(0.05)
     os.fstat(number)
     assert ours.socket.fileno() == number
     go.set()
-    ender.join(10)
-    closer.join(10)
+    ender.join(60)
+    closer.join(60)
     assert ours.socket.fileno() < 0
     ours.end()
 
@@ -263,7 +263,7 @@ def test_threads_that_wait_on_closed_channels_hear_nothing_of_the_next_ones() ->
             def listen(ours: Channel[Any] = ours, heard: list[object] = heard) -> None:
                 try:
                     while True:
-                        heard.append(ours.receive(timeout=10)[0])
+                        heard.append(ours.receive(timeout=60)[0])
                 except GoneError:
                     pass
                 except BaseException as error:
@@ -271,9 +271,9 @@ def test_threads_that_wait_on_closed_channels_hear_nothing_of_the_next_ones() ->
 
             listener = threading.Thread(target=listen)
             listener.start()
-            theirs.send(number, Done(), timeout=5)
+            theirs.send(number, Done(), timeout=60)
             ours.close()
-            listener.join(10)
+            listener.join(60)
             theirs.close()
             if listener.is_alive() or heard not in ([], [number]):
                 failures.append(heard)

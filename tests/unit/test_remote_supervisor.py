@@ -52,12 +52,12 @@ class Peer:
 
     def _serve(self) -> None:
         try:
-            self._channel.receive(timeout=20)
-            self._channel.send(0, Hello(PROTOCOL, __version__, 0, ()), timeout=5)
-            self._channel.receive(timeout=20)
-            fd = self._channel.receive_descriptor(timeout=5)
+            self._channel.receive(timeout=60)
+            self._channel.send(0, Hello(PROTOCOL, __version__, 0, ()), timeout=60)
+            self._channel.receive(timeout=60)
+            fd = self._channel.receive_descriptor(timeout=60)
             self.ready.wait(60)
-            self._channel.send(0, Loaded((), (), (), 1, words=False), timeout=5)
+            self._channel.send(0, Loaded((), (), (), 1, words=False), timeout=60)
             try:
                 self._live(self._channel, fd)
             finally:
@@ -70,9 +70,9 @@ class Peer:
     def _pong(self) -> None:
         try:
             while True:
-                self._signs.receive(timeout=20)
-                self.awake.wait(20)
-                self._signs.send(0, self.sign, timeout=5)
+                self._signs.receive(timeout=60)
+                self.awake.wait(60)
+                self._signs.send(0, self.sign, timeout=60)
                 self.signs += 1
         except ChannelError:
             self._signs.close()
@@ -84,7 +84,7 @@ class Peer:
         """As a process."""
         self._signs.end()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(60)
         return "it ended"
 
 
@@ -99,7 +99,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(supervisor, "_DELAYS", (0.0,) * 1000)
 
     def one(live: Callable[[Channel[Request], int], None]) -> Supervisor:
-        made.append(Supervisor("shard", lambda: Peer(live), OPEN, Limits(20.0, 20.0)))
+        made.append(Supervisor("shard", lambda: Peer(live), OPEN, Limits(60.0, 60.0)))
         return made[-1]
 
     yield one
@@ -114,8 +114,8 @@ def test_no_life_answers_for_another(watch: Watch) -> None:
     def live(channel: Channel[Request], fd: int) -> None:
         nonlocal lives
         lives += 1
-        channel.send(channel.receive(timeout=20)[0], Done(seconds=lives), timeout=5)
-        channel.receive(timeout=20)
+        channel.send(channel.receive(timeout=60)[0], Done(seconds=lives), timeout=60)
+        channel.receive(timeout=60)
 
     daemon = watch(live)
     with_memory = shared_arena(1)
@@ -136,7 +136,7 @@ def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
 
     def live(channel: Channel[Request], fd: int) -> None:
         sizes.append(os.fstat(fd).st_size)
-        channel.receive(timeout=20)
+        channel.receive(timeout=60)
 
     before = set(os.listdir("/proc/self/fd"))
     daemon = watch(live)
@@ -249,8 +249,8 @@ def test_a_silent_daemon_is_suspected_before_it_is_lost(
     monkeypatch.setattr(supervisor, "_SUSPECT", 0.2)
 
     def live(channel: Channel[Request], fd: int) -> None:
-        channel.send(channel.receive(timeout=20)[0], Done(), timeout=5)
-        channel.receive(timeout=20)
+        channel.send(channel.receive(timeout=60)[0], Done(), timeout=60)
+        channel.receive(timeout=60)
 
     def logged(text: str) -> bool:
         return within(60, lambda: any(text in record.getMessage() for record in caplog.records))
