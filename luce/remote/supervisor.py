@@ -32,7 +32,7 @@ from luce.errors import (
     UsageError,
 )
 from luce.remote.arena import Arena
-from luce.remote.channel import Channel, ChannelError, GarbageError, GoneError, LateError
+from luce.remote.channel import DTYPES, Channel, ChannelError, GarbageError, GoneError, LateError
 from luce.remote.messages import (
     PROTOCOL,
     DraftLoaded,
@@ -57,6 +57,8 @@ _SILENCE = 15.0
 _FIRST = 60.0
 #: what a daemon reads of its layers between two lines of the log
 _SHARE = 0.1
+#: lanes of a warp or a wavefront, and of the host
+_LANES = (1, 32, 64)
 #: most letters of what a daemon says that it is at
 _KIND = 40
 #: seconds that a daemon gets to take what it is sent
@@ -374,6 +376,9 @@ class Supervisor:
             )
         if tuple(device.name for device in hello.devices) != self._opening.devices:
             raise DeviceError(f"{self.name}: the daemon opened other devices than it was asked to")
+        for device in hello.devices:
+            if device.kv_dtype not in DTYPES or device.lanes not in _LANES or min(device.free, device.total) < 0:
+                raise GarbageError(f"it described {device.name} as no device is")
 
     def _ask(
         self,

@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from luce.errors import DeviceError, ShardLostError
 from luce.remote import supervisor
 from luce.remote.arena import shared_arena
 from luce.remote.channel import Channel, ChannelError
-from luce.remote.messages import PROTOCOL, Accept, Done, Hello, Load, Loaded, Open, Ping, Pong, Request
+from luce.remote.messages import PROTOCOL, Accept, DeviceFacts, Done, Hello, Load, Loaded, Open, Ping, Pong, Request
 from luce.remote.supervisor import Limits, Supervisor
 from tests.support.daemons import within
 
@@ -33,8 +34,9 @@ class Peer:
 
     awake = threading.Event()
     awake.set()
-    #: what it says then
+    #: what it says then, and of its devices
     sign = Pong()
+    devices: tuple[DeviceFacts, ...] = ()
     #: whether it has loaded what it is to load
     ready = threading.Event()
     ready.set()
@@ -53,7 +55,7 @@ class Peer:
     def _serve(self) -> None:
         try:
             self._channel.receive(timeout=60)
-            self._channel.send(0, Hello(PROTOCOL, __version__, 0, ()), timeout=60)
+            self._channel.send(0, Hello(PROTOCOL, __version__, 0, self.devices), timeout=60)
             self._channel.receive(timeout=60)
             fd = self._channel.receive_descriptor(timeout=60)
             self.ready.wait(60)
@@ -191,6 +193,17 @@ def test_what_is_read_of_layers(
     assert daemon.read == 1.0
     lines = [record.fields for record in caplog.records if record.getMessage() == "shard loading"]  # type: ignore[attr-defined]
     assert lines == [{"shard": "shard", "percent": 25}, {"shard": "shard", "percent": 50}]
+
+
+@pytest.mark.parametrize("lie", [{"kv_dtype": "frob"}, {"kv_dtype": "|O"}, {"lanes": 0}, {"free": -1}], ids=str)
+def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch, lie: dict[str, Any]) -> None:
+    facts = {"host": True, "lanes": 1, "kv_dtype": "<f4", "free": 1, "total": 2, "facts": {}, **lie}
+    monkeypatch.setattr(Peer, "devices", (DeviceFacts("cpu:0", **facts),))
+    opening = Open(PROTOCOL, __version__, ("cpu:0",), "info", 0)
+    daemon = Supervisor("shard", lambda: Peer(waits), opening, Limits(60.0, 60.0))
+    with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it described cpu:0 as no device is$"):
+        daemon.hello()
+    daemon.close()
 
 
 @pytest.mark.parametrize(
