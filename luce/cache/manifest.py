@@ -10,7 +10,7 @@ import msgspec
 from luce.cache.part import DamagedError, PartInfo, digest
 from luce.runtime.step import PAGE, Int32
 
-FORMAT = 2
+FORMAT = 3
 #: the file of a manifest, the names of the tensors with a point's logits and its residency, and how the name of that
 #: with features begins
 MANIFEST, LOGITS, RESIDENCY, FEATURES = "manifest.json", "logits", "residency", "features"

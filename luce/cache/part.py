@@ -7,10 +7,11 @@ few MiB, so that threads can work side by side and memory stays bounded.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import struct
 import threading
-import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -28,6 +29,8 @@ _TRAILER = struct.Struct("<Q16s8s")
 _LEVEL = 1
 #: bytes of values that are split into planes
 _PLANES = (2, 4)
+#: where a plane begins in memory
+_ALIGNED = 64
 #: largest frame that a reader accepts, uncompressed
 _MOST = 1 << 30
 
@@ -41,7 +44,7 @@ class Frame(msgspec.Struct, frozen=True):
 
     page    number of the first page, -1 where the tensor is not made of a sequence's pages
     stored  bytes of the zstd frames that it lies in, one behind the other: a plane each, with its XXH64 at the end
-    crc     CRC-32 of all of them: it finds every flipped bit, also those that mean nothing to the decoder
+    sums    of the 64-bit words of each: they find every flipped bit, also those that mean nothing to the decoder
     """
 
     name: str
@@ -50,7 +53,7 @@ class Frame(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     offset: int
     stored: tuple[int, ...]
-    crc: int
+    sums: tuple[int, ...]
 
 
 class PartInfo(msgspec.Struct, frozen=True):
@@ -66,12 +69,22 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+def word_sum(data: bytes | bytearray | memoryview) -> int:
+    """Of the little-endian 64-bit words, the last one filled up with zeros, modulo 2^64.
+
+    Four times as fast as CRC-32. That the contents are right is for XXH64 to say.
+    """
+    whole = len(data) // 8
+    words = np.frombuffer(data, "<u8", whole)
+    return (int(np.add.reduce(words)) + int.from_bytes(data[8 * whole :], "little")) % (1 << 64)
+
+
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor as it is stored: the zstd frames of its planes. `crc` as in Frame."""
+    """A tensor as it is stored: the zstd frames of its planes. `sums` as in Frame."""
 
     planes: tuple[bytes, ...]
-    crc: int
+    sums: tuple[int, ...]
 
 
 class _Tools(threading.local):
@@ -84,9 +97,9 @@ class _Tools(threading.local):
 
     def buffer(self, use: str, size: int) -> memoryview:
         """Memory of so many bytes, until the next call for the same use."""
-        if size > len(self._buffers.get(use, b"")):
+        if size > len(self._buffers.setdefault(use, bytearray())):
             self._buffers[use] = bytearray(size)
-        return memoryview(self._buffers.get(use, b""))[:size]
+        return memoryview(self._buffers[use])[:size]
 
 
 _tools = _Tools()
@@ -98,34 +111,30 @@ def encode(array: NDArray[np.generic]) -> Encoded:
     The bytes of floats are split into planes: signs and exponents then lie together and shrink, and mantissas, which do
     not, cost neither side much.
     """
-    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    size = array.dtype.itemsize if array.dtype.itemsize in _PLANES else 1
-    planes = (np.ascontiguousarray(raw[plane::size]) for plane in range(size))
-    packed = tuple(_tools.packer.compress(plane.data) for plane in planes)
-    crc = 0
-    for plane in packed:
-        crc = zlib.crc32(plane, crc)
-    return Encoded(packed, crc)
+    values = np.ascontiguousarray(array).reshape(-1)
+    packed = tuple(_tools.packer.compress(plane) for plane in _split(values))
+    return Encoded(packed, tuple(map(word_sum, packed)))
 
 
-def decode(frame: Frame, stored: memoryview, into: NDArray[np.generic] | None = None) -> NDArray[np.generic]:
-    """The array of a frame, in `into` if that is given: C-contiguous, of its shape and dtype. Raises DamagedError."""
-    if zlib.crc32(stored) != frame.crc:
-        raise DamagedError(f"{frame.name}: the checksum is wrong")
+def decode(frame: Frame, stored: Sequence[memoryview], into: NDArray[np.generic] | None = None) -> NDArray[np.generic]:
+    """The array of a frame from its planes as they are stored. Raises DamagedError.
+
+    In `into` if that is given: C-contiguous, of its shape and dtype.
+    """
     try:
         dtype = np.dtype(frame.dtype)
         size = int(np.prod(frame.shape, dtype=np.int64)) * dtype.itemsize
-        count = len(frame.stored)
+        count = len(stored)
         if not 0 <= size <= _MOST or dtype.hasobject or count not in (1, dtype.itemsize) or count not in (1, *_PLANES):
             raise ValueError(f"{size} bytes of {dtype} in {count} planes")
         array = np.empty(frame.shape, dtype) if into is None else into
         if (array.shape, array.dtype) != (frame.shape, dtype):
             raise ValueError(f"{frame.shape} of {dtype} instead of {array.shape} of {array.dtype}")
-        room, at = _tools.buffer("planes", size), 0
-        planes = np.frombuffer(room, np.uint8).reshape(count, -1)
-        for plane, length in zip(planes, frame.stored, strict=True):
-            _open(stored[at : at + length], plane.data)
-            at += length
+        planes = np.frombuffer(_tools.buffer("planes", size), np.uint8).reshape(count, -1)
+        for plane, data, expected in zip(planes, stored, frame.sums, strict=True):
+            if word_sum(data) != expected:
+                raise ValueError("the checksum is wrong")
+            _open(data, plane.data)
         _join(planes, array)
         return array
     except (ValueError, TypeError, zstandard.ZstdError) as error:
@@ -141,6 +150,19 @@ def _open(stored: memoryview, plane: memoryview) -> None:
     with _tools.opener.stream_reader(stored) as reader:
         if reader.readinto(plane) != len(plane):
             raise ValueError("a plane that ends too early")
+
+
+def _split(values: NDArray[np.generic]) -> Iterator[memoryview]:
+    """The planes of values, each until the next one is asked for."""
+    size = values.dtype.itemsize
+    if size not in _PLANES:
+        yield values.view(np.uint8).data
+        return
+    # Casts are twice as fast as reading every second byte, and memory that is used again as making it.
+    words, plane = values.view(f"<u{size}"), np.frombuffer(_tools.buffer("plane", len(values)), np.uint8)
+    for number in range(size):
+        np.right_shift(words, 8 * number, out=plane, dtype=words.dtype, casting="unsafe")
+        yield plane.data
 
 
 def _join(planes: NDArray[np.uint8], array: NDArray[np.generic]) -> None:
@@ -169,7 +191,7 @@ class PartWriter:
     def add(self, name: str, array: NDArray[np.generic], encoded: Encoded, page: int = -1) -> None:
         """Append a tensor, which `encode` has encoded."""
         stored = tuple(map(len, encoded.planes))
-        frame = Frame(name, page, array.dtype.str, array.shape, self.nbytes, stored, encoded.crc)
+        frame = Frame(name, page, array.dtype.str, array.shape, self.nbytes, stored, encoded.sums)
         self._frames.append(frame)
         for plane in encoded.planes:
             self._file.write(plane)
@@ -204,8 +226,11 @@ class PartReader:
 
     def read(self, frame: Frame, into: NDArray[np.generic] | None = None) -> NDArray[np.generic]:
         """The tensor of a frame, in `into` if that is given. Raises DamagedError."""
-        stored = _tools.buffer("stored", sum(frame.stored))
-        if os.preadv(self._file.fileno(), [stored], frame.offset) != len(stored):
+        # Words are summed where they are aligned.
+        places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in frame.stored)]
+        room = _tools.buffer("stored", places[-1])
+        stored = [room[at : at + size] for at, size in zip(places, frame.stored, strict=False)]
+        if os.preadv(self._file.fileno(), stored, frame.offset) != sum(frame.stored):
             raise DamagedError(f"{frame.name}: the file ends before it")
         return decode(frame, stored, into)
 

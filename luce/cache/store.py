@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from luce.cache import manifest as manifests
-from luce.cache.files import alive, read_if_there, sync_directory, write_file
+from luce.cache.files import alive, read_if_there, size_of, sync_directory, write_file
 from luce.cache.index import Entry, Index
 from luce.cache.manifest import MANIFEST, Manifest, keys, snapshot_id
 from luce.cache.part import DamagedError
@@ -36,7 +36,7 @@ from luce.runtime.step import PAGE, Int32
 
 _log = logging.getLogger(__name__)
 
-LAYOUT = "luce-v2"
+LAYOUT = f"luce-v{manifests.FORMAT}"
 #: snapshots of models that were of no use for so long go before all others
 _FORGOTTEN_SECONDS = 30 * 86400.0
 #: garbage in tmp/ older than this has no writer, whatever its process number says
@@ -66,6 +66,8 @@ class Store(Index):
         #: bytes written to tmp/ by this process, and stored bytes per raw byte so far
         self._writing = 0
         self._ratio = 1.0
+        #: bytes of what earlier versions of the format left behind
+        self._older = {path: size_of(path) for path in self._outdated(root)}
         self.evictions = self.quarantines = 0
         for directory in (self.root, self._tmp, self._trash, self.root / model):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,7 +86,8 @@ class Store(Index):
     def nbytes(self) -> int:
         """Bytes of all snapshots, and of those that are being written."""
         with self._lock:
-            return self._writing + sum(entry.manifest.nbytes for entry in self._entries.values())
+            stored = sum(entry.manifest.nbytes for entry in self._entries.values())
+            return self._writing + stored + sum(self._older.values())
 
     # --- finding
 
@@ -198,6 +201,8 @@ class Store(Index):
                 return
             with self._exclusive() as held:
                 kept = set(keep)
+                if held and self._lacking(size) > 0:
+                    self._remove_older()
                 while held and self._lacking(size) > 0 and (victim := self._coldest(kept)) is not None:
                     self.give_up(victim)
                     self.evictions += 1
@@ -249,9 +254,18 @@ class Store(Index):
                     self.give_up(entry)
             for path in self._trash.iterdir():
                 shutil.rmtree(path, ignore_errors=True)
+            self._remove_older()
             self.make_room(0)
 
     # What follows is called by writers, one at a time.
+
+    @staticmethod
+    def _outdated(root: Path) -> Iterator[Path]:
+        """The directories of earlier versions of the format: of no use, but they take room."""
+        for path in root.glob("luce-v*"):
+            version = path.name.removeprefix("luce-v")
+            if version.isdecimal() and int(version) < manifests.FORMAT and path.is_dir() and not path.is_symlink():
+                yield path
 
     def _models(self) -> list[Path]:
         with os.scandir(self.root) as items:
@@ -260,6 +274,10 @@ class Store(Index):
                 for item in items
                 if item.name not in ("tmp", "trash") and item.is_dir(follow_symlinks=False)
             ]
+
+    def _remove_older(self) -> None:
+        while self._older:
+            shutil.rmtree(self._older.popitem()[0], ignore_errors=True)
 
     @staticmethod
     def _renamed(path: Path, target: Path) -> bool:

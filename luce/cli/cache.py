@@ -7,13 +7,13 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from luce.cache.files import size_of
 from luce.cache.index import Entry
 from luce.cache.part import DamagedError
 from luce.cache.reader import verify
@@ -119,14 +119,10 @@ def _remove(store: Store, ids: list[str], *, everything: bool) -> int:
 
 
 def _collect(store: Store) -> int:
-    before = _size(store.root)
+    before = size_of(store.root)
     store.collect()
-    print(f"{before - _size(store.root):,} bytes freed, {store.nbytes:,} bytes in {len(store.entries)} snapshots")
+    print(f"{before - size_of(store.root):,} bytes freed, {store.nbytes:,} bytes in {len(store.entries)} snapshots")
     return 0
-
-
-def _size(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
 
 
 def _span(seconds: float) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce.cache.disk import DiskTier
-from luce.cache.part import DamagedError, PartReader, PartWriter, encode
+from luce.cache.part import DamagedError, PartReader, PartWriter, encode, word_sum
 
 DTYPES = st.sampled_from(["<f4", "<f2", "<u2", "u1", "<i4"])
 
@@ -79,6 +79,31 @@ def test_any_flipped_bit_is_found(place: float, bit: int, tmp_path_factory: pyte
                 reader.read(frame)
         finally:
             reader.close()
+
+
+def test_changes_that_leave_the_sums_as_they_are_are_found(tmp_path: Path) -> None:
+    # Noise is stored as it is: its words can be changed without harm to the frame around them.
+    noise = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
+    reader, data = write(tmp_path / "part", [noise])
+    (frame,) = reader.frames
+    stored = bytearray(data[frame.offset : frame.offset + frame.stored[0]])
+    words = np.frombuffer(stored, "<u8", 100, offset=64)
+    assert words[1:90].tobytes() in noise.tobytes()
+    before = word_sum(stored)
+    words[[7, 30]] = words[[30, 7]]
+    assert word_sum(stored) == before
+    (tmp_path / "part").write_bytes(data[: frame.offset] + stored + data[frame.offset + len(stored) :])
+    with pytest.raises(DamagedError):
+        reader.read(frame)
+    reader.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=40))
+def test_sums_of_words(data: bytes) -> None:
+    padded = data + bytes(-len(data) % 8)
+    expected = sum(int.from_bytes(padded[i : i + 8], "little") for i in range(0, len(padded), 8)) % 2**64
+    assert word_sum(data) == word_sum(memoryview(data)) == expected
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])

@@ -143,6 +143,22 @@ def test_a_file_cut_short_is_put_aside(file: str, size: str, tmp_path: Path) -> 
     assert sound(tmp_path, conversation) == 1
 
 
+def test_what_an_earlier_format_left_takes_room_and_goes_first(tmp_path: Path) -> None:
+    old = tmp_path / "luce-v1" / MODEL / "some"
+    old.mkdir(parents=True)
+    (old / "part").write_bytes(bytes(5000))
+    for name in ("luce-v99", "luce-vain"):
+        (tmp_path / name).mkdir()
+    store, conversation = Store(tmp_path, MODEL, 0), turns(2)
+    assert store.nbytes == 5000
+    write(store, conversation[0])
+    store.budget = store.nbytes + 2500
+    write(store, conversation[1])
+    assert store.nbytes <= store.budget and store.evictions == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["luce-v3", "luce-v99", "luce-vain"]
+    assert sound(tmp_path, conversation) == 2
+
+
 def test_only_the_last_damaged_ones_are_kept(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     for seed in range(6):
