@@ -22,6 +22,7 @@ from luce.backend.pool import Wanted, tail_pages
 from luce.backend.timing import ShardTimes
 from luce.cache import fingerprint, manifest
 from luce.cache.disk import DiskTier
+from luce.cache.fingerprint import Fingerprint
 from luce.cache.store import Store
 from luce.config.directories import cache_directory
 from luce.config.resolve import override, resolve
@@ -413,20 +414,21 @@ def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: 
     directory = cache_directory(config)
     if directory is None or not config.cache_ram:
         return None
-    meaning = [
-        f"format {manifest.FORMAT}",
-        f"K {config.cache_type_k}, V {config.cache_type_v}",
-        "" if chat.template is None else chat.template.source,
+    meaning = {
+        "format": str(manifest.FORMAT),
+        "--cache-type-k": config.cache_type_k,
+        "--cache-type-v": config.cache_type_v,
         # Behind a sequence's first so many pages, what is computed depends on them.
-        *([] if backend.bound is None else [f"pool {backend.bound}"]),
-    ]
+        "--kvflash": "off" if backend.bound is None else f"{backend.bound} pages",
+    }
+    texts = {"the chat template": "" if chat.template is None else chat.template.source}
     record = directory / "contents.json"
     known = fingerprint.remembered(file.paths, record) is not None
 
-    def identify() -> str:
+    def identify() -> Fingerprint:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         contents = fingerprint.remembered(file.paths, record) or fingerprint.content_digest(file.paths, record)
-        return fingerprint.model_id(contents, meaning)
+        return Fingerprint.of(contents, meaning, texts)
 
     return DiskTier(
         directory,

@@ -7,6 +7,7 @@ be read is a miss.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.kept import Tensors
+from luce.cache.fingerprint import Fingerprint, describe, described
 from luce.cache.index import Entry
 from luce.cache.part import DamagedError
 from luce.cache.reader import Reader, Share, verify
@@ -55,9 +57,23 @@ _PATIENCE = 5.0
 _LEAST_SECONDS = 1.0
 
 
+@dataclass(frozen=True)
+class Unused:
+    """Snapshots of the same weights that are of no use here, and why."""
+
+    model: str
+    snapshots: int
+    bytes: int
+    reason: str
+
+
 @dataclass
 class DiskStats:
-    """Counters since the start, beside the state at one moment. Seconds are of work, not of waiting."""
+    """Counters since the start, beside the state at one moment. Seconds are of work, not of waiting.
+
+    `damaged`, `unreadable`, `refused`: snapshots that were found and not resumed, by why; `refused` are those that do
+    not fit this model, or that there was no memory for. `others`: as they were at the start.
+    """
 
     bytes: int = 0
     budget: int = 0
@@ -69,10 +85,14 @@ class DiskStats:
     failures: int = 0
     evictions: int = 0
     quarantines: int = 0
+    damaged: int = 0
+    unreadable: int = 0
+    refused: int = 0
     written: int = 0
     raw: int = 0
     save_seconds: float = 0.0
     load_seconds: float = 0.0
+    others: tuple[Unused, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +115,7 @@ class CachedPrefix:
 class DiskTier:
     """Snapshots of one model under `directory`.
 
-    identify  gives the model's id; may take long, so it is called on the writing thread
+    identify  says which model it is; may take long, so it is called on the writing thread
     known     whether it takes no time; a request then waits for the directory
     layers    of each shard: a file for each
     """
@@ -105,7 +125,7 @@ class DiskTier:
         directory: Path,
         *,
         budget: int,
-        identify: Callable[[], str],
+        identify: Callable[[], Fingerprint],
         known: bool,
         layers: Sequence[range],
         on_open: Callable[[Store], None] | None = None,
@@ -258,6 +278,12 @@ class DiskTier:
         """A snapshot could not be read or restored: it is left alone, and looked at behind the scenes."""
         _log.warning("snapshot %s is not used: %s", entry.manifest.id, error)
         entry.unusable = str(error)
+        if isinstance(error, DamagedError):
+            self.stats.damaged += 1
+        elif isinstance(error, OSError):
+            self.stats.unreadable += 1
+        else:
+            self.stats.refused += 1
         if isinstance(error, DamagedError | OSError):
             self._post(lambda: self._check(entry))
 
@@ -319,9 +345,12 @@ class DiskTier:
 
     def _main(self) -> None:
         try:
-            self._store = Store(self.directory, self._identify(), self._budget)
+            fingerprint = self._identify()
+            store = Store(self.directory, fingerprint.model, self._budget)
+            self._look_around(store, fingerprint)
+            self._store = store
             if self._on_open is not None:
-                self._on_open(self._store)
+                self._on_open(store)
         except Exception as error:
             advice = "--kv-cache-dir names another directory, or off"
             known = isinstance(error, OSError | LuceError)
@@ -331,6 +360,27 @@ class DiskTier:
         self._work()
         if self._unfinished is not None:
             self._unfinished.end()
+
+    def _look_around(self, store: Store, fingerprint: Fingerprint) -> None:
+        """Keep to the budget, which may be another one than last time, and say what is there that is not used."""
+        with contextlib.suppress(StoreFullError):
+            store.make_room(0)
+        with contextlib.suppress(OSError):
+            describe(store.root / store.model, fingerprint)
+        found: dict[str, list[Entry]] = {}
+        for entry in store.entries:
+            if entry.manifest.model != store.model and entry.manifest.point:
+                found.setdefault(entry.manifest.model, []).append(entry)
+        others = []
+        for model, entries in sorted(found.items()):
+            other = described(store.root / model)
+            if other is not None and other.contents == fingerprint.contents:
+                reason = fingerprint.differences(other)
+                others.append(Unused(model, len(entries), sum(entry.manifest.nbytes for entry in entries), reason))
+                _log.info("%d snapshots of this model are not used: %s", len(entries), reason)
+        self.stats.others = tuple(others)
+        if any(self.directory.glob("*.dkv")) or any(self.directory.glob("*/*.dkv")):
+            _log.info("%s holds .dkv files of another server, which are not read", self.directory)
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -6,21 +6,60 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import msgspec
+
+from luce.cache.files import write_file
 
 _CHUNK = 32 << 20
 _THREADS = 4
 _REMEMBERED = 64
+#: what a model's directory says of it
+_ABOUT = "about.json"
 
 
-def model_id(contents: str, meaning: Iterable[str]) -> str:
-    """32 hex digits from a content digest and, in order, the other things that count."""
-    hashed = hashlib.blake2b(contents.encode(), digest_size=16)
-    for text in meaning:
-        hashed.update(len(text.encode()).to_bytes(8, "little") + text.encode())
-    return hashed.hexdigest()
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What a snapshot is of: a digest of the files' bytes, and by name whatever else gives its own bytes meaning."""
+
+    contents: str
+    settings: dict[str, str]
+
+    @classmethod
+    def of(cls, contents: str, settings: Mapping[str, str], texts: Mapping[str, str]) -> Fingerprint:
+        """`texts` are long ones: their digests count."""
+        digests = {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
+        return cls(contents, {**settings, **digests})
+
+    @property
+    def model(self) -> str:
+        """32 hex digits."""
+        return hashlib.blake2b(msgspec.json.encode(self, order="sorted"), digest_size=16).hexdigest()
+
+    def differences(self, other: Fingerprint) -> str:
+        """In what another one differs, for people."""
+        names = sorted({*self.settings, *other.settings})
+        return ", ".join(
+            f"{name} is {self.settings.get(name, 'off')} here and {other.settings.get(name, 'off')} there"
+            for name in names
+            if self.settings.get(name) != other.settings.get(name)
+        )
+
+
+def describe(directory: Path, fingerprint: Fingerprint) -> None:
+    """Let a model's directory say what its snapshots are of. Raises OSError."""
+    if described(directory) != fingerprint:
+        write_file(directory / _ABOUT, msgspec.json.encode(fingerprint))
+
+
+def described(directory: Path) -> Fingerprint | None:
+    """What a model's directory says of itself, None if that cannot be read."""
+    try:
+        return msgspec.json.decode((directory / _ABOUT).read_bytes(), type=Fingerprint)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def remembered(paths: Sequence[Path], record: Path) -> str | None:

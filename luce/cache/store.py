@@ -69,8 +69,9 @@ class Store(Index):
         #: bytes of what earlier versions of the format left behind
         self._older = {path: size_of(path) for path in self._outdated(root)}
         self.evictions = self.quarantines = 0
-        for directory in (self.root, self._tmp, self._trash, self.root / model):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._trashed = 0
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._prepare()
         self._sweep()
         self.rescan()
 
@@ -84,17 +85,21 @@ class Store(Index):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all snapshots, and of those that are being written."""
+        """Bytes of all snapshots, those that are being written or were put aside, and what earlier formats left."""
         with self._lock:
             stored = sum(entry.manifest.nbytes for entry in self._entries.values())
-            return self._writing + stored + sum(self._older.values())
+            return self._writing + self._trashed + stored + sum(self._older.values())
 
     # --- finding
 
     def rescan(self) -> None:
         """Take notice of what other processes wrote or removed."""
         with self._writers:
-            for directory in self._models():
+            models = self._models()
+            for entry in self.entries:
+                if entry.path.parent not in models:
+                    self._forget(entry)
+            for directory in models:
                 try:
                     changed = directory.stat().st_mtime_ns
                     if self._seen.get(directory.name) == changed:
@@ -142,13 +147,15 @@ class Store(Index):
 
         Raises StoreFullError or OSError.
         """
+        self._prepare()
         ((length, key),) = keys(ids, [len(ids)])
         own = self._get(self.model, snapshot_id(key, length))
         keep = [*([] if parent is None else self.chain(parent)), *([] if own is None else [own])]
-        self.make_room(int(raw * self._ratio), keep)
+        reserved = int(raw * self._ratio)
+        self.make_room(reserved, keep)
         path = self._tmp / f"{os.getpid()}-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
-        writer = Writer(self, path, len(ids), key, parent, first, passing, spread)
+        writer = Writer(self, path, len(ids), key, parent, first, passing, spread, reserved, keep)
         try:
             writer.tokens(ids[first * PAGE :])
         except BaseException:
@@ -203,6 +210,7 @@ class Store(Index):
                 kept = set(keep)
                 if held and self._lacking(size) > 0:
                     self._remove_older()
+                    self._empty_trash(0)
                 while held and self._lacking(size) > 0 and (victim := self._coldest(kept)) is not None:
                     self.give_up(victim)
                     self.evictions += 1
@@ -252,8 +260,7 @@ class Store(Index):
             while useless := [e for e in self._entries.values() if not e.manifest.point and not e.children]:
                 for entry in useless:
                     self.give_up(entry)
-            for path in self._trash.iterdir():
-                shutil.rmtree(path, ignore_errors=True)
+            self._empty_trash(0)
             self._remove_older()
             self.make_room(0)
 
@@ -268,12 +275,12 @@ class Store(Index):
                 yield path
 
     def _models(self) -> list[Path]:
-        with os.scandir(self.root) as items:
-            return [
-                self.root / item.name
-                for item in items
-                if item.name not in ("tmp", "trash") and item.is_dir(follow_symlinks=False)
-            ]
+        try:
+            items = list(os.scandir(self.root))
+        except FileNotFoundError:
+            return []
+        others = (item for item in items if item.name not in ("tmp", "trash"))
+        return [self.root / item.name for item in others if item.is_dir(follow_symlinks=False)]
 
     def _remove_older(self) -> None:
         while self._older:
@@ -411,10 +418,16 @@ class Store(Index):
             os.rename(entry.path, trash)
             shutil.rmtree(trash, ignore_errors=True)
 
+    def _prepare(self) -> None:
+        """Make what is missing below the directory. Raises OSError if that itself is gone, as its disk may be."""
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        for directory in (self._tmp, self._trash, self.root / self.model):
+            directory.mkdir(mode=0o700, exist_ok=True)
+
     def _put_aside(self, path: Path) -> None:
         with contextlib.suppress(OSError):
             os.rename(path, self._trash / f"bad-{time.time_ns()}-{path.name}")
-        self._empty_trash()
+            self._empty_trash(_QUARANTINED)
 
     def _sweep(self) -> None:
         """Remove what ended writers left behind."""
@@ -422,10 +435,13 @@ class Store(Index):
             with contextlib.suppress(OSError):
                 if not alive(path.name) or time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                     shutil.rmtree(path, ignore_errors=True)
-        self._empty_trash()
+        self._empty_trash(_QUARANTINED)
 
-    def _empty_trash(self) -> None:
-        bad = sorted(path.name for path in self._trash.iterdir() if path.name.startswith("bad-"))
+    def _empty_trash(self, kept: int) -> None:
+        """Leave nothing there but so many of those that were put aside last."""
+        bad = sorted(path for path in self._trash.iterdir() if path.name.startswith("bad-"))
+        left = bad[::-1][:kept]
         for path in self._trash.iterdir():
-            if path.name not in bad[-_QUARANTINED:]:
+            if path not in left:
                 shutil.rmtree(path, ignore_errors=True)
+        self._trashed = sum(size_of(path) for path in left)

@@ -23,6 +23,8 @@ from luce.cache.tree import Residency
 from luce.draft.tails import Tail
 from luce.runtime.step import Int32
 
+#: what is reserved may be exceeded so many times before there has to be more room
+_EXCESS = 1.25
 #: `map`, or that of an executor
 Spread = Callable[[Callable[[NDArray[np.generic]], Encoded], Iterable[NDArray[np.generic]]], Iterable[Encoded]]
 
@@ -38,11 +40,14 @@ class Destination(Protocol):
     def account(self, grown: int) -> None:
         """So many more bytes are in tmp/ (fewer, if negative)."""
 
+    def make_room(self, size: int, keep: Sequence[Entry] = ()) -> None:
+        """Give up others than `keep` until so many more bytes fit."""
+
 
 class Writer:
-    """One snapshot while it is written. `abort` it, or `finish` it. Methods raise OSError.
+    """One snapshot while it is written. `abort` it, or `finish` it. Methods raise OSError, StoreFullError.
 
-    `spread` encodes tensors side by side, if it can.
+    `spread` encodes tensors side by side, if it can. There is room for `reserved` bytes; more is made beside `keep`.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class Writer:
         first: int,
         passing: bool,
         spread: Spread,
+        reserved: int,
+        keep: Sequence[Entry],
     ) -> None:
         self._store = store
         self._path = path
@@ -64,6 +71,8 @@ class Writer:
         self._first = first
         self._spread = spread
         self._passing = passing
+        self._reserved = reserved
+        self._keep = keep
         self._raw = self._accounted = 0
         self._open: dict[str, PartWriter] = {}
 
@@ -135,6 +144,9 @@ class Writer:
             self._raw += tensor.nbytes
             self._accounted += part.nbytes - before
             self._store.account(part.nbytes - before)
+            if self._accounted > self._reserved * _EXCESS:
+                self._reserved = self._accounted
+                self._store.make_room(0, self._keep)
 
     def _settle(self) -> None:
         self._store.account(-self._accounted)

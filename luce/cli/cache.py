@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from luce.cache.files import size_of
+from luce.cache.fingerprint import described
 from luce.cache.index import Entry
 from luce.cache.part import DamagedError
 from luce.cache.reader import verify
@@ -91,7 +92,9 @@ def _facts(entry: Entry) -> dict[str, Any]:
 
 def _show(entries: list[Entry]) -> int:
     for entry in entries:
-        print(json.dumps({"path": str(entry.path), **_facts(entry)}, indent=2))
+        about = described(entry.path.parent)
+        of = {} if about is None else {"settings": about.settings}
+        print(json.dumps({"path": str(entry.path), **_facts(entry), **of}, indent=2))
     return 0
 
 

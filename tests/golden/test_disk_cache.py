@@ -221,6 +221,12 @@ def test_stored_types(name: str, types: tuple[str, str], tmp_path: Path) -> None
             assert ask(model, prompt, 20) == (expected[0], saved(model, prompt), "disk")
     with load(reference.path, tmp_path) as model:
         assert ask(model, prompt, 20)[1:] == (0, "none")
+        disk = model.engine.stats().cache.disk
+        assert disk is not None
+        k, v = types
+        assert [other.reason for other in disk.others] == [
+            f"--cache-type-k is auto here and {k} there, --cache-type-v is auto here and {v} there"
+        ]
 
 
 def test_a_copy_of_the_file_is_the_same_model_and_another_file_is_not(tmp_path: Path) -> None:

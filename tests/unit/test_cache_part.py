@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce.cache.disk import DiskTier
+from luce.cache.fingerprint import Fingerprint
 from luce.cache.part import DamagedError, PartReader, PartWriter, encode, word_sum
 
 DTYPES = st.sampled_from(["<f4", "<f2", "<u2", "u1", "<i4"])
@@ -120,7 +121,7 @@ def test_a_file_cut_short_is_found(share: float, tmp_path: Path) -> None:
 
 def test_files_are_not_closed_under_reads_that_run(tmp_path: Path) -> None:
     # A descriptor that is closed meanwhile may name another file, whose bytes a healthy snapshot would be blamed for.
-    tier = DiskTier(tmp_path, budget=1 << 20, identify=lambda: "model", known=True, layers=[range(1)])
+    tier = DiskTier(tmp_path, budget=1 << 20, identify=lambda: Fingerprint("model", {}), known=True, layers=[range(1)])
     begun, go, over = threading.Event(), threading.Event(), threading.Event()
 
     class Damaged:

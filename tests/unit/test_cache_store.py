@@ -143,6 +143,55 @@ def test_a_file_cut_short_is_put_aside(file: str, size: str, tmp_path: Path) -> 
     assert sound(tmp_path, conversation) == 1
 
 
+def test_what_was_put_aside_takes_room_and_goes_first(tmp_path: Path) -> None:
+    store = Store(tmp_path, MODEL, 0)
+    for seed in range(2):
+        entry = write(store, ids(100, seed))
+    assert entry is not None
+    before = store.nbytes
+    store.quarantine(entry, "a test")
+    assert store.nbytes >= before
+    store.budget = before + 1000
+    store.make_room(2000)
+    assert not list((store.root / "trash").iterdir())
+    assert len(store.entries) == 1 and store.evictions == 0
+
+
+def test_what_takes_more_room_than_was_thought_makes_others_go_or_is_given_up(tmp_path: Path) -> None:
+    store = Store(tmp_path, MODEL, 0)
+    write(store, ids(100))
+    store.budget = store.nbytes + 2000
+    store._ratio = 0.01
+    write(store, ids(150, seed=1))
+    assert store.evictions == 1 and store.nbytes <= store.budget
+    store._ratio = 0.01
+    with pytest.raises(StoreFullError):
+        write(store, ids(1500, seed=2))
+    assert store.nbytes <= store.budget and not list((store.root / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("gone", ["luce-v3", "luce-v3/tmp", f"luce-v3/{MODEL}"])
+def test_what_somebody_cleared_away_is_begun_anew(gone: str, tmp_path: Path) -> None:
+    store, conversation = Store(tmp_path, MODEL, 0), turns(2)
+    write(store, conversation[0])
+    shutil.rmtree(tmp_path / gone)
+    store.rescan()
+    assert bool(store.entries) == gone.endswith("tmp")
+    for turn in conversation:
+        write(store, turn)
+        store.rescan()
+        check(store, store.find(turn)[0], turn)
+    assert sound(tmp_path, conversation) == 2
+
+
+def test_a_disk_that_is_gone_is_not_written_where_it_was(tmp_path: Path) -> None:
+    store = Store(tmp_path / "disk", MODEL, 0)
+    shutil.rmtree(tmp_path / "disk")
+    with pytest.raises(FileNotFoundError):
+        write(store, ids(100))
+    assert not (tmp_path / "disk").exists()
+
+
 def test_what_an_earlier_format_left_takes_room_and_goes_first(tmp_path: Path) -> None:
     old = tmp_path / "luce-v1" / MODEL / "some"
     old.mkdir(parents=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from luce.cache.fingerprint import Fingerprint, describe
 from luce.cache.store import Store
 from luce.cli.main import main
 from tests.support.snapshots import MODEL, sound, write
@@ -41,6 +42,9 @@ def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureF
     assert cache(filled, "show", entry.manifest.id[:12]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["key"] == entry.manifest.key and shown["path"] == str(entry.path)
+    describe(entry.path.parent, Fingerprint("weights", {"--cache-type-k": "q8_0"}))
+    assert cache(filled, "show", entry.manifest.id) == 0
+    assert json.loads(capsys.readouterr().out) == {**shown, "settings": {"--cache-type-k": "q8_0"}}
 
 
 @pytest.mark.parametrize("arguments", [("show",), ("rm", "nobody"), ("rm",), ("show", "")])

@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 
 from luce.cache import part, saver, store
 from luce.cache.disk import DiskTier
+from luce.cache.fingerprint import Fingerprint
 from luce.engine.loop import Engine
 from luce.errors import BackendError
 from luce.runtime.step import PAGE
 from tests.support.scripted_backend import ScriptedBackend
 from tests.unit.test_engine_cache import EXACT, FREE, Rig, finish, ids
 
-MODEL = "0123456789abcdef"
+MODEL = Fingerprint("0123456789abcdef", {"--cache-type-k": "f16"})
 each = pytest.mark.parametrize("kind", [FREE, *EXACT], ids=["free", "recurrent", "windowed", "both"])
 
 
@@ -37,7 +38,7 @@ def rig(
     *,
     budget: int = 0,
     known: bool = True,
-    model: str = MODEL,
+    model: Fingerprint = MODEL,
     interval: int = 8192,
     **backend: Any,
 ) -> Iterator[Rig]:
@@ -143,7 +144,7 @@ def test_no_page_is_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             pass
         monkeypatch.setattr(part.os, "fsync", slow)
         r.ask(ids(400), 5)
-    opened = store.Store(tmp_path, MODEL, 0)
+    opened = store.Store(tmp_path, MODEL.model, 0)
     entries = sorted(opened.entries, key=lambda entry: entry.manifest.length)
     assert [entry.manifest.length for entry in entries] == [100, 200, 300, 400, 404]
     for before, entry in pairwise(entries):
@@ -183,8 +184,47 @@ def test_while_sequences_run_the_disk_gets_a_small_share_of_the_engine(
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.ask(ids(100), 3)
-    with rig(tmp_path, model="fedcba9876543210") as r:
+    with rig(tmp_path, model=Fingerprint("fedcba9876543210", MODEL.settings)) as r:
         assert r.ask(ids(100), 3)[1] == 0
+        assert not tier(r).snapshot_stats().others
+
+
+def test_what_the_same_weights_left_under_other_settings_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with rig(tmp_path) as r:
+        r.ask(ids(100), 3)
+    other = Fingerprint(MODEL.contents, {"--cache-type-k": "q8_0", "--kvflash": "9 pages"})
+    with rig(tmp_path, model=other) as r:
+        assert r.ask(ids(100), 3)[1] == 0
+        (unused,) = tier(r).snapshot_stats().others
+    reason = "--cache-type-k is q8_0 here and f16 there, --kvflash is 9 pages here and off there"
+    assert (unused.model, unused.snapshots, unused.reason) == (MODEL.model, 2, reason) and unused.bytes > 0
+    assert f"2 snapshots of this model are not used: {reason}" in caplog.text
+    with rig(tmp_path) as r:
+        assert r.ask(ids(100), 3)[1] == 100
+
+
+def test_files_of_another_server_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    (tmp_path / "layout").mkdir()
+    (tmp_path / "layout" / "prefix.dkv").write_bytes(b"DKVC")
+    with rig(tmp_path) as r:
+        for _ in range(2):
+            r.ask(ids(100), 3)
+    assert caplog.text.count(".dkv") == 1
+    assert (tmp_path / "layout" / "prefix.dkv").exists()
+
+
+def test_a_smaller_budget_holds_from_the_start(tmp_path: Path) -> None:
+    with rig(tmp_path, recurrent=True) as r:
+        for seed in range(4):
+            r.ask(ids(200, seed), 3)
+    budget = sum(path.stat().st_size for path in files(tmp_path)) // 2
+    with rig(tmp_path, budget=budget, recurrent=True) as r:
+        assert tier(r).works
+        assert 0 < tier(r).snapshot_stats().bytes <= budget
 
 
 def test_short_prompts_are_not_written(tmp_path: Path) -> None:
@@ -209,6 +249,8 @@ def test_another_layout_is_a_miss_and_stays(tmp_path: Path, caplog: pytest.LogCa
         r.backend.fill = refuse  # type: ignore[method-assign]
         assert r.ask(ids(100), 3) == (expected, 0)
         assert "blk.0.k" in caplog.text
+        assert tier(r).stats.refused == 1 and not tier(r).stats.damaged
+        assert "blk.0.k" in next(entry.unusable for entry in r.engine.cached() if entry.unusable)
     assert set(files(tmp_path)) >= set(before)
 
 

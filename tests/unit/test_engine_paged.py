@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.cache.disk import DiskTier
+from luce.cache.fingerprint import Fingerprint
 from luce.cache.tree import Residency
 from luce.draft.ngram import NgramDrafter
 from luce.engine.loop import Engine
@@ -127,9 +128,8 @@ def test_a_conversation_goes_on_behind_what_is_known_of_it() -> None:
 @contextmanager
 def disk(directory: Path, policy: Policy, windows: tuple[int | None, ...]) -> Iterator[Engine]:
     """An engine that starts anew over a directory; all is written when it ends."""
-    tier = DiskTier(
-        directory, budget=0, identify=lambda: "0123456789abcdef", known=True, layers=LAYERS[: len(windows) + 1]
-    )
+    model, layers = Fingerprint("0123456789abcdef", {}), LAYERS[: len(windows) + 1]
+    tier = DiskTier(directory, budget=0, identify=lambda: model, known=True, layers=layers)
     options = {"cache_bytes": 1 << 30, "disk": tier, "disk_tokens": 1}
     with running(policy, windows=windows, **options) as (engine, backend):
         assert backend.layers == LAYERS[: len(windows) + 1]
