@@ -28,7 +28,7 @@ from luce.cache.fingerprint import Fingerprint, describe, described
 from luce.cache.index import Entry
 from luce.cache.part import DamagedError
 from luce.cache.reader import Reader, Share, verify
-from luce.cache.store import Store, StoreFullError
+from luce.cache.store import GoneError, Store, StoreFullError
 from luce.cache.tree import Residency
 from luce.cache.writer import Writer
 from luce.draft.tails import Tail
@@ -410,6 +410,10 @@ class DiskTier:
         entry.unusable = ""
 
     def _fail(self, error: Exception) -> None:
+        if isinstance(error, GoneError):
+            self.stats.skipped += 1
+            _log.info("a snapshot was not written: %s", error)
+            return
         self.stats.failures += 1
         self._row += 1
         if self._row >= _FAILURES:

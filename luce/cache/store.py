@@ -50,6 +50,10 @@ class StoreFullError(LuceError):
     """There is no room for a snapshot, and none can be made."""
 
 
+class GoneError(LuceError):
+    """Somebody else removed what a snapshot rests on while it was written: the next one is written whole."""
+
+
 class Store(Index):
     """The snapshots below `root`.
 
@@ -164,7 +168,7 @@ class Store(Index):
         return writer
 
     def commit(self, path: Path, manifest: Manifest) -> Entry:
-        """Make a directory that is written and synchronised a snapshot. Raises OSError, StoreFullError."""
+        """Make a directory that is written and synchronised a snapshot. Raises OSError, GoneError."""
         with self._writers:
             directory = self.root / self.model
             old = self._get(self.model, manifest.id)
@@ -172,7 +176,7 @@ class Store(Index):
                 return self._revive(old, path, manifest)
             parent = self._get(self.model, manifest.parent)
             if manifest.first * PAGE > (0 if parent is None else parent.manifest.length):
-                raise StoreFullError("the snapshot that this one continues is gone")
+                raise GoneError("the snapshot that this one continues is gone")
             if self._renamed(path, directory / manifest.id):
                 sync_directory(directory)
                 entry = Entry(manifest, directory / manifest.id, time.time())
@@ -184,7 +188,7 @@ class Store(Index):
                 shutil.rmtree(path, ignore_errors=True)
                 self._admit(directory, manifest.id)
                 if self._get(self.model, manifest.id) is None:
-                    raise StoreFullError(f"{directory / manifest.id} was removed by another server")
+                    raise GoneError(f"{directory / manifest.id} was removed by another server")
             self._relink()
             entry = self._entries[self.model, manifest.id]
             with contextlib.suppress(StoreFullError):
@@ -400,7 +404,7 @@ class Store(Index):
             self._rewrite(entry, whole)
         except FileNotFoundError:
             self._forget(entry)
-            raise StoreFullError(f"{entry.path} was removed by another server") from None
+            raise GoneError(f"{entry.path} was removed by another server") from None
         finally:
             shutil.rmtree(path, ignore_errors=True)
         entry.manifest = whole

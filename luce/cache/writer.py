@@ -45,7 +45,7 @@ class Destination(Protocol):
 
 
 class Writer:
-    """One snapshot while it is written. `abort` it, or `finish` it. Methods raise OSError, StoreFullError.
+    """One snapshot while it is written. `abort` it, or `finish` it. Methods raise OSError, StoreFullError, GoneError.
 
     `spread` encodes tensors side by side, if it can. There is room for `reserved` bytes; more is made beside `keep`.
     """

@@ -208,8 +208,10 @@ def test_a_daemon_that_ends_costs_the_request_and_not_the_snapshots(
         assert ask(model, prompt, 32) == (expected, known, "disk")
 
 
-@pytest.mark.parametrize("types", [("bf16", "bf16"), ("q8_0", "q4_0")], ids="-".join)
-@pytest.mark.parametrize("name", ["qwen3-a-F32", "qwen35-a-F32", "qwen35moe-a-F32", "laguna-a-F32", "gemma4-e-F32"])
+@pytest.mark.parametrize("types", [("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q4_0")], ids="-".join)
+@pytest.mark.parametrize(
+    "name", ["qwen3-a-F32", "qwen35-a-F32", "qwen35moe-a-F32", "laguna-a-F32", "gemma4-e-F32", "gemma4-moe-F32"]
+)
 def test_stored_types(name: str, types: tuple[str, str], tmp_path: Path) -> None:
     reference = Reference(name)
     prompt = reference.expected["prompt_long"].tolist()

@@ -14,7 +14,7 @@ import pytest
 
 from luce.cache import store as stores
 from luce.cache.manifest import keys
-from luce.cache.store import Store, StoreFullError
+from luce.cache.store import LAYOUT, GoneError, Store, StoreFullError
 from luce.runtime.step import PAGE, Int32
 from tests.support.snapshots import MODEL, check, sound, write
 
@@ -170,7 +170,7 @@ def test_what_takes_more_room_than_was_thought_makes_others_go_or_is_given_up(tm
     assert store.nbytes <= store.budget and not list((store.root / "tmp").iterdir())
 
 
-@pytest.mark.parametrize("gone", ["luce-v3", "luce-v3/tmp", f"luce-v3/{MODEL}"])
+@pytest.mark.parametrize("gone", [LAYOUT, f"{LAYOUT}/tmp", f"{LAYOUT}/{MODEL}"])
 def test_what_somebody_cleared_away_is_begun_anew(gone: str, tmp_path: Path) -> None:
     store, conversation = Store(tmp_path, MODEL, 0), turns(2)
     write(store, conversation[0])
@@ -204,7 +204,7 @@ def test_what_an_earlier_format_left_takes_room_and_goes_first(tmp_path: Path) -
     store.budget = store.nbytes + 2500
     write(store, conversation[1])
     assert store.nbytes <= store.budget and store.evictions == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["luce-v3", "luce-v99", "luce-vain"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LAYOUT, "luce-v99", "luce-vain"]
     assert sound(tmp_path, conversation) == 2
 
 
@@ -326,12 +326,12 @@ def test_two_servers_and_a_reader_at_once(tmp_path: Path) -> None:
     def serve(seed: int) -> None:
         try:
             store, rng = Store(tmp_path, MODEL, 60_000), np.random.default_rng(seed)
-            for _ in range(60):
+            for _ in range(150):
                 turn = conversations[rng.integers(4)][rng.integers(4)]
                 store.rescan()
                 try:
                     write(store, turn)
-                except StoreFullError:
+                except (StoreFullError, GoneError):
                     continue
         except BaseException as error:
             errors.append(error)
@@ -361,6 +361,7 @@ def test_two_servers_and_a_reader_at_once(tmp_path: Path) -> None:
     over.set()
     reader.join()
     assert not errors, errors
+    assert not list((tmp_path / LAYOUT / "trash").iterdir())
     sound(tmp_path, [turn for conversation in conversations for turn in conversation])
 
 

@@ -68,6 +68,14 @@ def tier(r: Rig) -> DiskTier:
     return r.engine.cache.disk
 
 
+def wait_for(r: Rig, snapshots: int) -> None:
+    """Until so many are written, or are not going to be."""
+    end = time.monotonic() + 60
+    while (stats := tier(r).stats).saves + stats.skipped + stats.failures < snapshots:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file() and "trash" not in path.parts)
 
@@ -359,6 +367,22 @@ def test_a_directory_that_vanishes_is_no_harm(tmp_path: Path) -> None:
         for prompt in (ids(100), ids(120, seed=1)):
             assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 0)
         assert r.ask(ids(100), 3) == (r.backend.reply(ids(100), 3), 100)
+
+
+def test_what_was_removed_while_its_next_turn_was_written_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rig(tmp_path) as r:
+        r.ask(ids(100), 3)
+        wait_for(r, 2)
+        shutil.rmtree(tmp_path / store.LAYOUT)
+        r.ask(ids(200), 3)
+        wait_for(r, 4)
+        assert tier(r).stats.failures == 0
+        r.ask(ids(300), 3)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    with rig(tmp_path) as r:
+        assert r.ask(ids(300), 3)[1] == 300
 
 
 def test_a_small_budget_holds(tmp_path: Path) -> None:
