@@ -141,6 +141,7 @@ def open_backend(
         ring=ring,
         claims=claims,
         unpack=config.prompt_weights == "auto",
+        peer=config.peer_access,
         on_progress=on_progress,
     )
     opened.callback(backend.close)

@@ -6,7 +6,7 @@
     │   ├── FormatError        the bytes are not a valid GGUF file
     │   └── UnsupportedError   valid, but nothing Luce runs; or it does not fit
     ├── DeviceError            driver, device, memory, kernel                   exit 4
-    │   └── OutOfMemoryError   a device cannot hold what was asked
+    │   └── OutOfMemoryError   a device cannot hold what was asked              exit 3
     ├── ListenError            the address to listen on is taken                exit 5
     ├── BackendError           a shard failed while a step ran                  HTTP 500, exit 6
     │   └── ShardLostError     a shard's process is gone, and all that it kept
@@ -75,6 +75,9 @@ class DeviceError(LuceError):
 
 class OutOfMemoryError(DeviceError):
     """A device cannot hold what was asked of it."""
+
+    # At the start the model does not fit: trying again changes nothing, as with a ModelError.
+    exit_code = ModelError.exit_code
 
 
 class BackendError(LuceError):

@@ -387,4 +387,8 @@ def _naming(number: int, shard: ShardPlan) -> Iterator[None]:
     try:
         yield
     except OutOfMemoryError as error:
-        raise OutOfMemoryError(f"{_name(number, shard)}: {error}") from error
+        # It was planned to fit: somebody else has taken memory since, or it is in pieces.
+        needs = f"it needs {shard.needed} bytes in all, {shard.state} of them for context"
+        raise OutOfMemoryError(
+            f"{_name(number, shard)}: {error}; {needs}, which a smaller --max-ctx makes less", param="max_ctx"
+        ) from error

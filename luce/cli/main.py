@@ -26,7 +26,9 @@ class Verb:
     model: bool = True
 
 
-RUNTIME = ("placement", "remote", "engine", "pool", "residency", "draft", "cache", "disk cache", "limits", "text")
+RUNTIME = (
+    *("placement", "copies", "remote", "engine", "pool", "residency", "draft", "cache", "disk cache", "limits", "text"),
+)
 VERBS = {
     "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),
     "chat": Verb("talk with a model", (*RUNTIME, "sampling")),
@@ -35,7 +37,7 @@ VERBS = {
         "show what a model file holds and where its layers would go",
         ("placement", "remote", "engine", "pool", "draft"),
     ),
-    "bench": Verb("measure how fast a model runs on this machine", ("placement", "engine")),
+    "bench": Verb("measure how fast a model runs on this machine", ("placement", "copies", "engine")),
     "cache": Verb("show and clean the directory that keeps prompts across restarts", ("disk cache",), model=False),
     "pull": Verb("download a model"),
     "shard": Verb("hold layers for a server in another process", model=False),

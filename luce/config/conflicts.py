@@ -17,20 +17,56 @@ def _placement_problems(
     """
     devices: tuple[str, ...] = values.get("target_devices", ())
     weights: tuple[float, ...] = values.get("target_layer_split", ())
+    listed = spelled.get("target_devices", flag("target_devices"))
+    named = f"{listed} {','.join(devices)}"
     if devices and "target_device" in values:
-        yield "target_devices", f"{spelled['target_device']} and {spelled['target_devices']}: give only one of them"
+        one = f"{spelled['target_device']} {values['target_device']}"
+        yield "target_devices", f"{one} and {named}: give only one of them"
     for device in sorted({device for device in devices if devices.count(device) > 1}):
-        yield "target_devices", f"{spelled['target_devices']}: {device} is named twice"
+        yield "target_devices", f"{named}: {device} is named twice"
     if not weights or "target_devices" in wrong:
         return
+    given = f"{spelled['target_layer_split']} {','.join(f'{weight:g}' for weight in weights)}"
     if len(devices) < 2 and devices != ("auto",):
-        devices_flag = spelled.get("target_devices", flag("target_devices"))
-        yield "target_layer_split", f"{spelled['target_layer_split']}: requires {devices_flag} with two or more devices"
+        yield "target_layer_split", f"{given}: requires {listed} with two or more devices"
     elif "auto" not in devices and len(weights) != len(devices):
-        yield (
-            "target_layer_split",
-            f"{spelled['target_layer_split']}: {len(weights)} weights for {len(devices)} devices",
-        )
+        yield "target_layer_split", f"{given}: {len(weights)} weights for {len(devices)} devices"
+
+
+_STARTED, _DRAFTS, _NETWORK = flag("target_shard_ipc_bin"), flag("draft_ipc_bin"), "a device at tcp://HOST:PORT/"
+#: settings of daemons, and what they need one of: a program that starts some, or a device of a network daemon
+_DAEMONS = {
+    "isolate_shards": (_STARTED,),
+    "shard_env": (_STARTED, _DRAFTS),
+    "shard_transport": (_STARTED, _DRAFTS),
+    "shard_key_file": (_NETWORK,),
+}
+
+
+def _daemon_problems(
+    values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Field and message of settings of daemons where there are none. Fields in `wrong` have been reported."""
+    there = {flag(name) for name in ("target_shard_ipc_bin", "draft_ipc_bin") if values.get(name) or name in wrong}
+    named = (*values.get("target_devices", ()), values.get("target_device", ""), values.get("draft_device", ""))
+    far = [device for device in named if "/" in device]
+    if far or {"target_device", "target_devices", "draft_device"} & set(wrong):
+        there.add(_NETWORK)
+    if far and values.get("shard_transport") == "shared":
+        yield "shard_transport", f"{spelled['shard_transport']} shared: {far[0]} is on another machine"
+    if values.get("draft_ipc_bin") and "/" in values.get("draft_device", ""):
+        daemon = f"{spelled['draft_device']} {values['draft_device']}"
+        yield "draft_ipc_bin", f"{spelled['draft_ipc_bin']}: {daemon} is in a daemon already"
+    for name, needs in _DAEMONS.items():
+        if values.get(name, FIELDS[name].default) != FIELDS[name].default and there.isdisjoint(needs):
+            yield name, f"{spelled[name]}: requires {' or '.join(needs)}"
+
+
+def _cache_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Field and message of a directory that nothing would be written to."""
+    directory = values.get("kv_cache_dir", "auto")
+    if values.get("cache_ram") == 0 and directory not in ("auto", "off"):
+        yield "kv_cache_dir", f"{spelled['kv_cache_dir']} {directory}: {spelled['cache_ram']} 0 keeps no prompts"
 
 
 #: settings of drafts that have weights
@@ -48,7 +84,11 @@ def _draft_problems(
         yield "ddtree", f"{spelled['ddtree']}: requires {flag('draft')} with a DFlash draft"
     if values.get("ddtree", False) and values.get("kvflash", "off") != "off" and "kvflash" not in wrong:
         yield "ddtree", f"{spelled['ddtree']}: not together with {flag('kvflash')}"
-    if values.get("draft", "") not in ("", "ngram") or "draft" in wrong:
+    if "draft" in wrong:
+        return
+    if values.get("verify_width", 0) and not values.get("draft", ""):
+        yield "verify_width", f"{spelled['verify_width']}: requires {flag('draft')}"
+    if values.get("draft", "") not in ("", "ngram"):
         return
     for name in _DRAFT:
         if values.get(name, FIELDS[name].default) != FIELDS[name].default:
@@ -86,5 +126,7 @@ def problems(
     what depends on them is left alone.
     """
     yield from _placement_problems(values, spelled, wrong)
+    yield from _daemon_problems(values, spelled, wrong)
     yield from _draft_problems(values, spelled, wrong)
     yield from _pool_problems(values, spelled, wrong)
+    yield from _cache_problems(values, spelled)

@@ -75,6 +75,12 @@ class Config:
         metavar="PATH",
         group="remote",
     )
+    peer_access: bool = _setting(
+        True,
+        text,
+        "let GPUs copy to each other where the pair can; --no-peer-access: always by way of host memory",
+        group="copies",
+    )
     isolate_shards: bool = _setting(
         False, text, "a daemon for each device, not one for devices of a backend side by side", group="remote"
     )

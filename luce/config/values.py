@@ -100,13 +100,17 @@ def names(text: str) -> tuple[str, ...]:
     return parts
 
 
-_DEVICE = re.compile(r"(auto|(?:tcp://[^/,\s]+:[0-9]{1,5}/)?(?:cuda|hip|cpu)):(0|[1-9][0-9]*)", re.ASCII)
-_LAST_INDEX = 2**31 - 1
+_DEVICE = re.compile(
+    r"(?:auto|(?:tcp://[^/,\s]+:(?P<port>[1-9][0-9]*)/)?(?:cuda|hip|cpu)):(?P<index>0|[1-9][0-9]*)", re.ASCII
+)
+_LAST_INDEX, _LAST_PORT = 2**31 - 1, 2**16 - 1
 
 
 def _is_device(text: str) -> bool:
     match = _DEVICE.fullmatch(text)
-    return text == "auto" or (match is not None and int(match[2]) <= _LAST_INDEX)
+    if match is None:
+        return text == "auto"
+    return int(match["index"]) <= _LAST_INDEX and int(match["port"] or 1) <= _LAST_PORT
 
 
 def device(text: str) -> str:

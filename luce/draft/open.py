@@ -9,7 +9,7 @@ from functools import cached_property
 
 from luce.backend.placement import Claim, usable
 from luce.backend.shard import Shard
-from luce.config.settings import Config
+from luce.config.settings import FIELDS, Config
 from luce.draft.drafter import Drafter
 from luce.draft.ends import Ends
 from luce.draft.ngram import NgramDrafter
@@ -27,7 +27,7 @@ from luce.remote.device import RemoteDevice
 from luce.remote.open import open_draft_daemon
 from luce.runtime.device import Device, DeviceName
 from luce.runtime.host import HostDevice
-from luce.runtime.open import named, open_device
+from luce.runtime.open import named, open_all
 from luce.runtime.step import TREE
 
 
@@ -120,6 +120,8 @@ def plan_drafter(
     recipe = read_recipe(opened, target, config.draft, config.draft_swa)
     if config.ddtree and not recipe.trees:
         raise UsageError(f"--ddtree: {recipe.path or config.draft} is no DFlash draft", param="ddtree")
+    if not recipe.layers and config.draft_tail not in (0, FIELDS["draft_tail"].default):
+        raise UsageError(f"--draft-tail: {recipe.path} reads no hidden states", param="draft_tail")
     return DraftPlan(target, recipe, _device(opened, config, devices))
 
 
@@ -175,7 +177,9 @@ def _device(opened: contextlib.ExitStack, config: Config, devices: Sequence[Devi
     for device in devices:
         if device.name == name:
             return device
-    return opened.enter_context(contextlib.closing(open_device(name)))
+    here = [device.name for device in devices if not device.shared]
+    (opening,) = open_all([name], "draft_device", beside=here)
+    return opened.enter_context(contextlib.closing(opening))
 
 
 def _name(config: Config, devices: Sequence[Device]) -> DeviceName:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import shutil
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def open_placement(config: Config) -> list[Device]:
     items = config.target_devices or (config.target_device,)
     if not config.target_shard_ipc_bin and not any("/" in item for item in items):
         _check_messages(config, messages=False)
+        _check_variables(config, ())
         return open_devices(config)
     field = "target_devices" if config.target_devices else "target_device"
     names = named(items)
@@ -42,6 +44,7 @@ def open_placement(config: Config) -> list[Device]:
     if torn:
         raise UsageError(f"{flag(field)}: devices of {torn[0]} must stand side by side", param=field)
     _check_messages(config, messages=bool(places or (groups and config.shard_transport == "stream")))
+    _check_variables(config, {names[group[0]].kind for group in groups if not names[group[0]].place})
     with contextlib.ExitStack() as opened:
         supervisors: dict[int, Supervisor] = {}
         for group in groups:
@@ -147,6 +150,24 @@ def _check_messages(config: Config, *, messages: bool) -> None:
         )
 
 
+def _check_variables(config: Config, kinds: Collection[str]) -> None:
+    """Raises UsageError for variables of a backend that no daemon has that is to be started: those with layers are of
+    `kinds`."""
+    drafting = "" if config.draft in ("", "ngram") else config.draft_device.partition(":")[0]
+    if drafting == "auto":
+        return
+    for kind in sorted({text.partition(":")[0] for text in config.shard_env} - {*kinds, drafting}):
+        raise UsageError(f"{flag('shard_env')} {kind}: there is no {kind} daemon to be started", param="shard_env")
+
+
+def _program(setting: str, path: Path) -> Path:
+    """The Python that a setting names. Raises UsageError if there is none."""
+    program = interpreter_of(path)
+    if shutil.which(program) is None:
+        raise UsageError(f"{flag(setting)} {path}: {program} is not there, or no program", param=setting)
+    return program
+
+
 def _supervise(names: Sequence[DeviceName], interpreter: Path | None, config: Config, label: str = "") -> Supervisor:
     """The daemon of devices: a child process, or one of the network without an interpreter."""
     kind, label = names[0].kind, label or ",".join(map(str, names))
@@ -161,7 +182,7 @@ def _supervise(names: Sequence[DeviceName], interpreter: Path | None, config: Co
         return Supervisor(label, lambda: Connection(label, where, context), opening, limits, shares=False, wire=wire)
     chosen = (text.partition(":")[2].partition("=") for text in config.shard_env if text.startswith(f"{kind}:"))
     variables = {name: value for name, _, value in chosen}
-    program = interpreter_of(interpreter)
+    program = _program("draft_ipc_bin" if interpreter is config.draft_ipc_bin else "target_shard_ipc_bin", interpreter)
     way, wire = config.shard_transport, config.shard_activations
     shares, required = way != "stream", way == "shared"
     connect = partial(Child, label, program, variables)

@@ -57,9 +57,12 @@ def open_devices(config: Config) -> list[Device]:
     return open_all(named(config.target_devices or (config.target_device,)), field)
 
 
-def open_all(names: Sequence[DeviceName], field: str) -> list[Device]:
-    """Devices of this process in order. Raises as open_devices; `field` is the setting that names them."""
-    problems = list(_problems(names))
+def open_all(names: Sequence[DeviceName], field: str, *, beside: Sequence[DeviceName] = ()) -> list[Device]:
+    """Devices of this process in order. Raises as open_devices.
+
+    `field` is the setting that names them; `beside`: others that this process has open.
+    """
+    problems = list(_problems(names, beside))
     if problems:
         raise UsageError("; ".join(f"{flag(field)} {problem}" for problem in problems), param=field)
     devices = []
@@ -87,7 +90,7 @@ def named(items: Sequence[str]) -> list[DeviceName]:
     return names
 
 
-def _problems(names: Sequence[DeviceName]) -> Iterator[str]:
+def _problems(names: Sequence[DeviceName], beside: Sequence[DeviceName]) -> Iterator[str]:
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield f"{name}: named twice"
@@ -100,8 +103,10 @@ def _problems(names: Sequence[DeviceName]) -> Iterator[str]:
             yield f"{name}: no {name.kind} devices are available: {driver.absence(name.kind)} (luce doctor tells more)"
         elif name.index >= count:
             yield f"{name}: index {name.index} is out of range [0, {count})"
-    if {name.kind for name in names} >= set(VENDORS):
-        yield ",".join(map(str, names)) + ": one process drives GPUs of one vendor, cuda or hip, and not both"
+    together = [*beside, *names]
+    if {name.kind for name in together} >= set(VENDORS):
+        listed, needed = ",".join(map(str, together)), flag("draft_ipc_bin" if beside else "target_shard_ipc_bin")
+        yield f"{listed}: one process drives GPUs of one vendor, cuda or hip; for the other one give {needed}"
 
 
 def _count(vendor: Vendor) -> int:

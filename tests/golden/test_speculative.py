@@ -89,7 +89,8 @@ def test_prompt_lookup(name: str) -> None:
     reference, replies = Reference(name), []
     bias = dict.fromkeys((50, 60, 70), 100.0)
     for draft in ("", "ngram"):
-        with luce.load(reference.path, target_devices="cpu:0", max_ctx=512, draft=draft, verify_width=9) as model:
+        width = 9 if draft else 0
+        with luce.load(reference.path, target_devices="cpu:0", max_ctx=512, draft=draft, verify_width=width) as model:
             for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 5}):
                 prompt = reference.expected["prompt_17"].tolist()
                 generation = model.generate(prompt, max_tokens=150, logit_bias=bias, ignore_eos=True, **sampling)

@@ -16,7 +16,7 @@ import luce
 from luce.api import Model
 from luce.draft.remote import RemoteDrafter
 from luce.engine.speculate import DraftStats
-from luce.errors import DeviceError
+from luce.errors import DeviceError, LuceError, UsageError
 from tests.support.daemons import HERE, children, interpreter, key_file, listener, within
 from tests.support.drafts import DraftReference
 from tests.support.guesses import drafter_of, recorded
@@ -204,11 +204,16 @@ def test_replies_stay_what_they_are(case: str, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("program", "why"),
-    [("", "draft on cpu:0: cannot run"), ("sys.exit('no CuPy here')\n", "draft on cpu:0: .* no CuPy here")],
+    ("program", "error", "why"),
+    [
+        ("", UsageError, "^--draft-ipc-bin .*/nothing: "),
+        ("sys.exit('no CuPy here')\n", DeviceError, "draft on cpu:0: .* no CuPy here"),
+    ],
 )
-def test_a_daemon_that_does_not_start_ends_the_start(program: str, why: str, tmp_path: Path) -> None:
+def test_a_daemon_that_does_not_start_ends_the_start(
+    program: str, error: type[LuceError], why: str, tmp_path: Path
+) -> None:
     path = interpreter(tmp_path / "python", program) if program else tmp_path / "nothing"
-    with pytest.raises(DeviceError, match=why):
+    with pytest.raises(error, match=why):
         luce.load(FIT.target.path, draft=str(FIT.path), target_devices="cpu:0", max_ctx=256, draft_ipc_bin=str(path))
     assert within(60, lambda: not children())

@@ -270,7 +270,7 @@ def test_exit_statuses(serve: Any, tmp_path: Path) -> None:
             (serve("--max-ctx", "many"), 2, "--max-ctx"),
             (serve("--api-key-file", str(tmp_path / "none")), 2, "--api-key-file"),
             (serve("--port", str(port)), 5, f"--port {port}"),
-            (serve("--target-device", "cpu:1"), 2, "--target-device and --target-devices"),
+            (serve("--target-device", "cpu:1"), 2, "--target-device cpu:1 and --target-devices cpu:0"),
             (serve("--target-devices", "hip:99"), 2, "--target-devices hip:99"),
         ]
         for child, status, named in cases:

@@ -240,14 +240,18 @@ def test_a_daemon_that_does_not_start(name: str, tmp_path: Path) -> None:
 def test_variables_of_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUCE_MAX_CTX", "77")
     show = interpreter(tmp_path / "python", "print({k: v for k, v in os.environ.items() if k[:4] in ('LUCE', 'HSA_')})")
+    variables = ["cpu:HSA_A=1,2", "hip:HSA_B=3", "cpu:HSA_C=cuda:4=5"]
     with pytest.raises(DeviceError) as caught:
-        load(target_shard_ipc_bin=show, shard_env=["cpu:HSA_A=1,2", "hip:HSA_B=3", "cpu:HSA_C=cuda:4=5"])
+        load(target_devices="cpu:0,cpu:1,hip:0", target_shard_ipc_bin=show, shard_env=variables)
     assert str(caught.value).endswith("its last words: {'HSA_A': '1,2', 'HSA_C': 'cuda:4=5'}")
 
 
-def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match=r"^cpu:1: cannot run .*/bin/python: No such file"):
-        load(target_shard_ipc_bin=tmp_path)
+def test_an_interpreter_that_does_not_run(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text("no script, no program")
+    program.chmod(0o700)
+    with pytest.raises(DeviceError, match=rf"^cpu:1: cannot run {program}: Exec format error"):
+        load(target_shard_ipc_bin=program)
 
 
 def test_a_device_that_the_daemon_does_not_have() -> None:

@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 import luce
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.pieces import cut
+from luce.backend.placement import plan_shards
 from luce.engine.sequence import FinishReason
 from luce.errors import BackendError, DeviceError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile, open_gguf
@@ -77,10 +78,13 @@ def allocated(device: Device) -> int:
 @pytest.mark.parametrize("arrays", [0, 1, 10, 20])
 def test_memory_that_runs_out_while_loading(file: GGUFFile, spec: ModelSpec, arrays: int) -> None:
     devices = [EmulatedDevice(), Small(arrays), EmulatedDevice()]
-    with pytest.raises(
-        OutOfMemoryError, match=r"^shard 1 \(cuda:7\): layers 3\.\.3: .* 123 bytes asked, 45 bytes free$"
-    ):
+    shard = plan_shards(file, spec, devices, weights=(3, 2, 3), context=256)[1]
+    needs = f"it needs {shard.weights + shard.state + shard.buffers} bytes in all, {shard.state} of them for context"
+    asked = r"^shard 1 \(cuda:7\): layers 3\.\.3: .* 123 bytes asked, 45 bytes free"
+    with pytest.raises(OutOfMemoryError, match=f"{asked}; {needs}, which a smaller --max-ctx makes less$") as caught:
         LayerSplitBackend(file, spec, devices, weights=(3, 2, 3), context=256)
+    assert caught.value.exit_code == 3
+    del caught
     gc.collect()  # an error's frames may hold on to each other
     assert [allocated(device) for device in devices] == [0, 0, 0]
 
@@ -221,6 +225,24 @@ def test_shards_work_side_by_side(file: GGUFFile, spec: ModelSpec, step: int) ->
         pieces = cut(one.step((one.start(), prompt)), 64)
         expected = np.concatenate([alone.forward(piece).logits for piece in pieces])
         assert (two.feed((two.start(), prompt))[0] == expected).all()
+
+
+def test_steps_of_a_prompt_go_side_by_side(file: GGUFFile, spec: ModelSpec) -> None:
+    # The first host begins with the second step when the other one begins with the first step.
+    with ExitStack() as stack:
+        alone = LayerSplitBackend(file, spec, [HostDevice()], context=256)
+        stack.callback(alone.close)
+        barrier = threading.Barrier(2)
+        devices = [Meeting(0, barrier, 2), Meeting(1, barrier, 0)]
+        backend = LayerSplitBackend(file, spec, devices, context=256)
+        stack.callback(backend.close)
+        replies = []
+        for driver in (Driver(alone), Driver(backend)):
+            sequence = driver.start()
+            for at in (0, 60):
+                driver.feed((sequence, PROMPT[at : at + 60]), wanted=False)
+            replies.append(driver.feed((sequence, PROMPT[120:]))[0])
+        assert (replies[0] == replies[1]).all()
 
 
 def test_close_ends_the_threads(file: GGUFFile, spec: ModelSpec) -> None:

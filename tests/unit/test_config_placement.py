@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from luce.config.resolve import resolve
 from luce.config.settings import Config
 from luce.errors import UsageError
 
-devices = st.tuples(st.sampled_from(["auto", "cuda", "hip", "cpu"]), st.integers(0, 2**31 - 1)).map(
-    lambda item: f"{item[0]}:{item[1]}"
+local = st.tuples(st.sampled_from(["cuda", "hip", "cpu"]), st.integers(0, 2**31 - 1)).map("{0[0]}:{0[1]}".format)
+far = st.tuples(st.sampled_from(["far", "[::1]"]), st.integers(1, 2**16 - 1), local).map(
+    "tcp://{0[0]}:{0[1]}/{0[2]}".format
 )
+devices = st.one_of(local, far, st.integers(0, 2**31 - 1).map("auto:{}".format))
 
 BAD_DEVICES = (
     *("", "cuda", "cuda:", ":0", "cuda:-1", "cuda:+1", "cuda: 0", " cuda:0", "cuda:0 ", "cuda:01", "CUDA:0", "rocm:0"),
     *("cuda:0:0", "cuda:0x1", "cpu:1.0", "cuda:0\n", "cuda:\u0663", "Auto", "auto:", f"cuda:{2**31}"),
+    *("tcp://far/cpu:0", "tcp://far:65536/cpu:0", "tcp://far:0/cpu:0", "tcp://:9/cpu:0", "tcp://far:9/auto:0"),
 )
 BAD_LISTS = ("cuda:0,", ",cuda:0", "cuda:0,,cuda:1", ",", "cuda:0, cuda:1", "cuda:0;cuda:1")
 BAD_WEIGHTS = (
@@ -93,24 +97,30 @@ def test_weights(text: str, values: tuple[float, ...]) -> None:
     [
         (
             {"target_device": "cpu:0", "target_devices": "cpu:0,cpu:1"},
-            "--target-device and --target-devices: give only one of them",
+            "--target-device cpu:0 and --target-devices cpu:0,cpu:1: give only one of them",
         ),
-        ({"target_layer_split": "1,2"}, "--target-layer-split: requires --target-devices with two or more devices"),
+        ({"target_layer_split": "1,2"}, "--target-layer-split 1,2: requires --target-devices with two or more devices"),
         (
             {"target_device": "cpu:0", "target_layer_split": "1"},
-            "--target-layer-split: requires --target-devices with two or more devices",
+            "--target-layer-split 1: requires --target-devices with two or more devices",
         ),
         (
             {"target_devices": "cpu:0", "target_layer_split": "1"},
-            "--target-layer-split: requires --target-devices with two or more devices",
+            "--target-layer-split 1: requires --target-devices with two or more devices",
         ),
-        ({"target_devices": "cpu:0,cpu:1", "target_layer_split": "1"}, "--target-layer-split: 1 weights for 2 devices"),
+        (
+            {"target_devices": "cpu:0,cpu:1", "target_layer_split": ".50"},
+            "--target-layer-split 0.5: 1 weights for 2 devices",
+        ),
         (
             {"target_devices": "cpu:0,cpu:1", "target_layer_split": "1,2,3"},
-            "--target-layer-split: 3 weights for 2 devices",
+            "--target-layer-split 1,2,3: 3 weights for 2 devices",
         ),
-        ({"target_devices": "cuda:1,cpu:0,cuda:1"}, "--target-devices: cuda:1 is named twice"),
-        ({"target_devices": "auto,auto"}, "--target-devices: auto is named twice"),
+        (
+            {"target_devices": "cuda:1,cpu:0,cuda:1"},
+            "--target-devices cuda:1,cpu:0,cuda:1: cuda:1 is named twice",
+        ),
+        ({"target_devices": "auto,auto"}, "--target-devices auto,auto: auto is named twice"),
         ({"max_ctx": "-1"}, "--max-ctx: expected an integer in 0..2147483647, got '-1'"),
     ],
 )
@@ -127,7 +137,7 @@ def test_several_errors_are_reported_together() -> None:
     message = refusal(
         target_device="cpu", target_devices="cpu:0,cpu:0", target_layer_split="1,2,3", port="x", cache_type_k="q3"
     )
-    assert [part.partition(":")[0] for part in message.split("; ")] == [
+    assert [re.split("[: ]", part)[0] for part in message.split("; ")] == [
         "--target-device",
         "--port",
         "--cache-type-k",
@@ -158,7 +168,8 @@ def test_a_refusal_at_start(verb: str, order: int, capsys: pytest.CaptureFixture
     flags = [("--target-device", "cpu:0"), ("--target-devices", "cpu:0,cpu:1")][::order]
     assert main([verb, "nowhere.gguf", *(part for pair in flags for part in pair)]) == 2
     printed = capsys.readouterr()
-    assert printed == ("", "luce: --target-device and --target-devices: give only one of them\n")
+    message = "--target-device cpu:0 and --target-devices cpu:0,cpu:1: give only one of them"
+    assert printed == ("", f"luce: {message}\n")
 
 
 def test_a_stronger_origin_that_names_devices_replaces_the_placement(tmp_path: Path) -> None:
@@ -172,5 +183,6 @@ def test_a_stronger_origin_that_names_devices_replaces_the_placement(tmp_path: P
     assert named == Config(target_devices=("cpu:1", "cpu:2"), max_ctx=100)
     weighed = resolve({"config": path, "target_layer_split": "5,1"}, env={})
     assert weighed == Config(target_devices=("cuda:0", "cuda:1"), target_layer_split=(5.0, 1.0), max_ctx=100)
-    with pytest.raises(UsageError, match=r"^LUCE_TARGET_DEVICE and LUCE_TARGET_DEVICES: give only one of them$"):
+    both = "LUCE_TARGET_DEVICE cpu:0 and LUCE_TARGET_DEVICES cpu:1,cpu:2: give only one of them"
+    with pytest.raises(UsageError, match=f"^{both}$"):
         resolve({}, env={"LUCE_TARGET_DEVICE": "cpu:0", "LUCE_TARGET_DEVICES": "cpu:1,cpu:2"})

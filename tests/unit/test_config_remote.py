@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from luce.config.resolve import resolve
+from luce.config.settings import FIELDS
 from luce.errors import UsageError
 
 GOOD = [
@@ -37,7 +38,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "given", "expected"), GOOD)
 def test_values(name: str, given: Any, expected: Any) -> None:
-    assert getattr(resolve({name: given}, env={}), name) == expected
+    assert getattr(resolve({"target_shard_ipc_bin": "/python", name: given}, env={}), name) == expected
 
 
 @pytest.mark.parametrize(("name", "given"), BAD)
@@ -45,3 +46,73 @@ def test_refusals(name: str, given: str) -> None:
     with pytest.raises(UsageError, match="--" + name.replace("_", "-")) as caught:
         resolve({name: given}, env={})
     assert caught.value.param == name
+
+
+STARTED, DRAFTS, NETWORK = "--target-shard-ipc-bin", "--draft-ipc-bin", "a device at tcp://HOST:PORT/"
+#: a setting, and what it needs one of
+NEEDS: list[tuple[str, Any, tuple[str, ...]]] = [
+    ("isolate_shards", True, (STARTED,)),
+    ("shard_env", "cpu:A=1", (STARTED, DRAFTS)),
+    ("shard_transport", "stream", (STARTED, DRAFTS)),
+    ("shard_key_file", "/key", (NETWORK,)),
+]
+DAEMONS: list[tuple[dict[str, str], str]] = [
+    ({"target_device": "cuda:0"}, ""),
+    ({"target_devices": "cpu:0,cpu:1"}, ""),
+    ({"target_shard_ipc_bin": "cpu=/python"}, STARTED),
+    ({"draft": "x.gguf", "draft_ipc_bin": "/python"}, DRAFTS),
+    ({"target_devices": "cpu:0,tcp://far:9/cpu:0"}, NETWORK),
+    ({"target_device": "tcp://far:9/cpu:0"}, NETWORK),
+    ({"draft": "x.gguf", "draft_device": "tcp://far:9/cpu:0"}, NETWORK),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "needs"), NEEDS, ids=str)
+@pytest.mark.parametrize(("daemons", "kind"), DAEMONS, ids=str)
+def test_settings_of_daemons_need_one(
+    name: str, value: Any, needs: tuple[str, ...], daemons: dict[str, str], kind: str
+) -> None:
+    for given in ({name: value, **daemons}, {**daemons, name: value}):
+        if kind in needs:
+            assert getattr(resolve(given, env={}), name) != FIELDS[name].default
+            continue
+        with pytest.raises(UsageError) as caught:
+            resolve(given, env={})
+        assert str(caught.value) == f"--{name.replace('_', '-')}: requires {' or '.join(needs)}"
+        assert (caught.value.param, caught.value.exit_code) == (name, 2)
+
+
+FAR = "tcp://far:9/cpu:0"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {
+                "shard_transport": "shared",
+                "target_devices": f"cpu:0,cpu:1,{FAR}",
+                "target_shard_ipc_bin": "cpu=/python",
+            },
+            f"--shard-transport shared: {FAR} is on another machine",
+        ),
+        (
+            {"draft_ipc_bin": "/python", "draft": "x.gguf", "draft_device": FAR},
+            f"--draft-ipc-bin: --draft-device {FAR} is in a daemon already",
+        ),
+    ],
+)
+def test_settings_that_devices_over_a_network_have_no_use_for(given: dict[str, str], message: str) -> None:
+    for some in (given, dict(reversed(given.items()))):
+        with pytest.raises(UsageError) as caught:
+            resolve(some, env={})
+        assert str(caught.value) == message
+
+
+def test_where_devices_are_wrong_nothing_is_said_of_their_daemons() -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve({"target_devices": "tcp://far/cpu:0", "shard_key_file": "/key", "isolate_shards": "yes"}, env={})
+    assert [part.partition(":")[0] for part in str(caught.value).split("; ")] == [
+        "--target-devices",
+        "--isolate-shards",
+    ]

@@ -15,7 +15,7 @@ from luce.draft.drafter import Draftable, Drafter
 from luce.draft.ngram import NgramDrafter
 from luce.draft.open import Prepared, open_drafter
 from luce.draft.resident import ResidentDrafter
-from luce.errors import DeviceError, FormatError, LuceError, ModelError, OutOfMemoryError, UnsupportedError, UsageError
+from luce.errors import FormatError, LuceError, ModelError, OutOfMemoryError, UnsupportedError, UsageError
 from luce.gguf.reader import open_gguf
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
@@ -82,8 +82,9 @@ def test_devices(stack: ExitStack) -> None:
         assert prepared is not None and prepared.ring is not None and prepared.ring.device is devices[index]
     prepared = prepare(stack, FIT, devices, draft_device="cpu:3")
     assert prepared is not None and prepared.ring is not None and str(prepared.ring.device.name) == "cpu:3"
-    with pytest.raises(DeviceError, match="cuda:77"):
+    with pytest.raises(UsageError, match=r"^--draft-device cuda:77: ") as caught:
         prepare(stack, FIT, devices, draft_device="cuda:77")
+    assert (caught.value.param, caught.value.exit_code) == ("draft_device", 2)
     with pytest.raises(UsageError, match="network daemons require --shard-key-file"):
         prepare(stack, FIT, devices, draft_device="tcp://far:1/cpu:0")
 
@@ -93,6 +94,12 @@ def test_the_window_option(stack: ExitStack) -> None:
         prepare(stack, TARGET.path, draft_swa=64)
     with pytest.raises(UsageError, match=r"--ddtree: .*qwen35-a-F32.gguf is no DFlash draft"):
         prepare(stack, TARGET.path, ddtree=True)
+
+
+def test_a_tail_of_what_is_not_read(stack: ExitStack) -> None:
+    with pytest.raises(UsageError, match=r"--draft-tail: .*qwen35-a-F32.gguf reads no hidden states"):
+        prepare(stack, TARGET.path, draft_tail=64)
+    assert prepare(stack, TARGET.path, draft_tail=0) is not None
 
 
 @pytest.mark.parametrize(
@@ -132,6 +139,7 @@ def test_a_refused_draft_ends_the_start(changes: dict[str, Any], message: str, t
         ({"draft_residency": "request-scoped"}, "--draft-residency: requires --draft with a file or mtp"),
         ({"draft_device": "cpu:1", "draft": "ngram"}, "--draft-device: requires --draft with a file or mtp"),
         ({"draft_swa": 9}, "--draft-swa: requires --draft"),
+        ({"verify_width": 4}, "--verify-width: requires --draft"),
         ({"ddtree": True}, "--ddtree: requires --draft with a DFlash draft"),
         ({"ddtree": True, "draft": "mtp"}, "--ddtree: requires --draft with a DFlash draft"),
         ({"ddtree": True, "draft": "x", "kvflash": "4096"}, "--ddtree: not together with --kvflash"),

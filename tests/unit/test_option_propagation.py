@@ -14,7 +14,9 @@ from luce import api
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.pool import Wanted
 from luce.cli.main import VERBS
+from luce.config.resolve import resolve
 from luce.config.settings import FIELDS, flag
+from luce.errors import UsageError
 from luce.ops.kvtype import KVTypes
 from tests.support.reference import Reference
 
@@ -61,11 +63,22 @@ def test_every_setting_belongs_to_a_verb() -> None:
     assert {field.metadata["group"] for field in FIELDS.values()} == groups
 
 
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
+def test_a_directory_for_prompts_is_used_or_refused(devices: str) -> None:
+    given = {"target_devices": devices, "kv_cache_dir": "/srv/kept", "cache_ram": "0"}
+    with pytest.raises(UsageError, match=r"^--kv-cache-dir /srv/kept: --cache-ram 0 keeps no prompts$") as caught:
+        resolve(given, env={})
+    assert (caught.value.param, caught.value.exit_code) == ("kv_cache_dir", 2)
+    for directory in ("auto", "off"):
+        assert resolve({**given, "kv_cache_dir": directory}, env={}).kv_cache_dir == directory
+
+
 #: value that a user gives, what the backend gets under which name
 GIVEN: dict[str, tuple[Any, str, Any]] = {
     "target_device": ("cpu:5", "devices", ["cpu:5"]),
     "target_devices": ("cpu:2,cpu:1", "devices", ["cpu:2", "cpu:1"]),
     "target_layer_split": ("1,3", "weights", (1.0, 3.0)),
+    "peer_access": ("false", "peer", False),
     "max_ctx": ("99", "context", 99),
     "parallel": ("3", "slots", 3),
     "chunk": ("77", "chunk", 77),
@@ -77,7 +90,8 @@ GIVEN: dict[str, tuple[Any, str, Any]] = {
 
 
 def test_the_table_of_options_is_complete() -> None:
-    assert set(GIVEN) == {name for name, f in FIELDS.items() if f.metadata["group"] in ("placement", "engine", "pool")}
+    groups = ("placement", "copies", "engine", "pool")
+    assert set(GIVEN) == {name for name, f in FIELDS.items() if f.metadata["group"] in groups}
 
 
 @pytest.mark.parametrize("name", GIVEN)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import luce
+from luce.config.resolve import resolve
 from luce.config.settings import Config
 from luce.errors import UsageError
 from luce.remote import open as opening
 from luce.runtime.open import named
+from tests.support.daemons import HERE
+from tests.support.drafts import DraftReference
+
+FIT = DraftReference("qwen35-a-draft-fit-F32")
 
 
 def places(text: str, given: dict[str, str], *, isolate: bool = False) -> tuple[str, Sequence[object]]:
@@ -71,3 +78,44 @@ def test_16_bits_where_nothing_travels_are_refused(settings: dict[str, Any]) -> 
     with pytest.raises(UsageError, match="--shard-activations bf16: activations travel in messages only") as caught:
         opening.open_placement(config)
     assert caught.value.param == "shard_activations"
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ({"target_shard_ipc_bin": "{}"}, "--target-shard-ipc-bin {}"),
+        ({"target_shard_ipc_bin": "cpu={}"}, "--target-shard-ipc-bin {}"),
+        ({"draft": str(FIT.path), "draft_ipc_bin": "{}"}, "--draft-ipc-bin {}"),
+    ],
+)
+def test_an_interpreter_that_is_not_there(settings: dict[str, str], setting: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not to be run")
+    for path, program in ((tmp_path, tmp_path / "bin/python"), (tmp_path / "text",) * 2, (Path("no-python-9"),) * 2):
+        given = {name: value.format(path) for name, value in settings.items()}
+        with pytest.raises(UsageError) as caught:
+            luce.load(FIT.target.path, target_devices="cpu:0,cpu:1", **given)
+        assert str(caught.value) == f"{setting.format(path)}: {program} is not there, or no program"
+        assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"target_shard_ipc_bin": HERE}, "hip"),
+        ({"target_shard_ipc_bin": HERE, "draft": "ngram"}, "hip"),
+        ({"target_shard_ipc_bin": HERE, "draft": "x", "draft_device": "cuda:0"}, "hip"),
+        ({"draft": "x", "draft_ipc_bin": HERE, "draft_device": "hip:0"}, "cpu"),
+    ],
+)
+def test_variables_that_no_daemon_gets(settings: dict[str, Any], refused: str) -> None:
+    config = resolve({"target_devices": "cpu:0,cpu:1", "shard_env": "hip:A=1,cpu:B=2", **settings}, env={})
+    with pytest.raises(UsageError, match=f"^--shard-env {refused}: there is no {refused} daemon to be started$"):
+        opening.open_placement(config)
+
+
+def test_variables_for_a_draft() -> None:
+    given = {"draft": "x", "draft_ipc_bin": HERE, "target_devices": "cpu:0,cpu:1"}
+    for device, variable in (("auto", "hip:A=1"), ("hip:0", "hip:A=1"), ("cpu:3", "cpu:A=1")):
+        config = resolve({**given, "draft_device": device, "shard_env": variable}, env={})
+        with ExitStack() as stack:
+            assert [stack.enter_context(closing(device)) for device in opening.open_placement(config)]

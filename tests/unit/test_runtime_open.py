@@ -16,7 +16,7 @@ from luce.runtime import open as opening
 from luce.runtime.device import DeviceName
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
-from luce.runtime.open import open_devices
+from luce.runtime.open import open_all, open_devices
 from tests.support.fake_cuda import fake_driver
 
 
@@ -85,13 +85,21 @@ def test_devices_that_do_not_exist_are_named_together() -> None:
         f"--target-devices cuda:{index}: index {index} is out of range [0, 2)" for index in (2, 9)
     ]
     assert caught.value.exit_code == 2
+    with pytest.raises(UsageError, match=r"^--target-device cuda:2: index 2 is out of range \[0, 2\)$"):
+        open_devices(Config(target_device="cuda:2"))
 
 
 def test_one_process_drives_one_vendor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake = fake_driver(tmp_path)
     monkeypatch.setattr(driver, "load", {"cuda": fake, "hip": fake}.get)
-    with pytest.raises(UsageError, match=r"^--target-devices cuda:0,hip:0: one process drives GPUs of one vendor"):
-        opened("cuda:0", "hip:0")
+    why = "one process drives GPUs of one vendor, cuda or hip; for the other one give"
+    with pytest.raises(UsageError) as caught:
+        opened("cuda:0", "cpu:0", "hip:0")
+    assert str(caught.value) == f"--target-devices cuda:0,cpu:0,hip:0: {why} --target-shard-ipc-bin"
+    with pytest.raises(UsageError) as caught:
+        open_all([DeviceName("hip", 1)], "draft_device", beside=[DeviceName("cuda", 1)])
+    assert str(caught.value) == f"--draft-device cuda:1,hip:1: {why} --draft-ipc-bin"
+    assert (caught.value.param, caught.value.exit_code) == ("draft_device", 2)
 
 
 @pytest.mark.usefixtures("two_fakes")
