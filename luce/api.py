@@ -109,7 +109,10 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
             policy = open_policy(config, backend, scorer)
             opened.callback(policy.close)
             kvflash = _kvflash(spec, config, policy)
-        return Model(file, spec, tokenizer, chat, backend, config, opened.pop_all(), disk, drafter, tails, kvflash)
+        held = contextlib.ExitStack()
+        model = Model(file, spec, tokenizer, chat, backend, config, held, disk, drafter, tails, kvflash)
+        held.enter_context(opened.pop_all())
+        return model
 
 
 def open_backend(
@@ -252,7 +255,7 @@ class Model:
                 "weights": part.weights,
                 "unpacked": part.unpacked,
                 "state": part.state,
-                "handed_on": handed_on(self.spec, part.layers.stop),
+                "handed_on": handed_on(self._backend.spec, part.layers.stop),
             }
             for part in self._backend.parts
         ]

@@ -72,7 +72,7 @@ def place(model: Opened) -> dict[str, Any]:
             instead), window, state per sequence
     kv      per page group: window, layers, KV per token, positions and bytes that one sequence takes at most
     """
-    file, spec, config = model.file, model.spec, model.config
+    file, spec, config = model.file, model.served, model.config
     facts = plan.plan(model)
     context = config.max_ctx or spec.context_length
     chunk, pool = served_chunk(model.devices, config.chunk), facts.get("pool", {}).get("positions")

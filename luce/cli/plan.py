@@ -46,6 +46,12 @@ class Opened:
     draft: DraftPlan | None
 
     @property
+    def served(self) -> ModelSpec:
+        """The spec as it is loaded: with what the settings add to what the file says."""
+        captured = () if self.draft is None else self.draft.recipe.layers
+        return replace(self.spec, ranked=ranked(self.config), captured=captured)
+
+    @property
     def kv(self) -> KVTypes:
         """How the context is stored."""
         return KVTypes(self.config.cache_type_k, self.config.cache_type_v)
@@ -104,10 +110,7 @@ def plan(model: Opened) -> dict[str, Any]:
             their free memory
     fits    whether every device holds its part
     """
-    config = model.config
-    spec = replace(model.spec, ranked=ranked(config))
-    if model.draft is not None:
-        spec = replace(spec, captured=model.draft.recipe.layers)
+    config, spec = model.config, model.served
     context, chunk, slots = (
         served_context(spec, config.max_ctx),
         served_chunk(model.devices, config.chunk),

@@ -34,6 +34,7 @@ async def props(request: web.Request) -> web.Response:
 def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: bool) -> dict[str, Any]:
     config, template, stats = model.config, model.chat.template, model.engine.stats()
     source = "" if template is None else template.source
+    first = model.placement[0]["device"]
     return {
         "server": {"name": "luce", "version": __version__, "props_schema": _SCHEMA},
         "build_info": f"luce {__version__}",
@@ -62,8 +63,8 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             ]
         },
         "runtime": {
-            "backend": model.placement[0]["device"].partition(":")[0],
-            "target_device": model.placement[0]["device"],
+            "backend": first.rpartition("/")[2].partition(":")[0],
+            "target_device": first,
             "target_sharding": model.placement,
             "kv_cache_k": config.cache_type_k,
             "kv_cache_v": config.cache_type_v,

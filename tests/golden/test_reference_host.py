@@ -65,7 +65,7 @@ def test_residual_stream(reference: Reference, make_driver: MakeDriver) -> None:
 def test_shards_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
     prompt = reference.expected["prompt_long"]
     results = []
-    for count in (1, 2, 3, len(reference.spec.blocks)):
+    for count in (1, 2, 3, 4, len(reference.spec.blocks)):
         driver = make_driver(reference, [HostDevice(i) for i in range(count)])
         sequence, other = driver.start(), driver.start()
         parts = [driver.feed((sequence, part))[0] for part in (prompt[:100], prompt[100:-2])]

@@ -50,6 +50,9 @@ async def test_placement() -> None:
             "kv_cache_v": "bf16",
             "chunk": 64,
         }
+        here.model.placement[0]["device"] = "tcp://far:9/cuda:0"
+        runtime = (await here.get("/props"))[1]["runtime"]
+        assert (runtime["backend"], runtime["target_device"]) == ("cuda", "tcp://far:9/cuda:0")
 
 
 async def test_where_pages_are() -> None:
