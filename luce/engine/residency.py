@@ -250,8 +250,11 @@ class Pager:
         page = PAGE - 1 - length % PAGE
         stay = self._stays.get(slot)
         if stay is None:
-            # The next page may be the first one that does not fit.
-            return page if -(-(length + 1) // PAGE) >= self._bound else None
+            entry = length // PAGE
+            if entry + 1 < self._bound:
+                return None
+            # The first row of the first page that does not fit is alone: pages are scored behind it.
+            return page if entry < self._bound else 0
         return max(0, min(page, stay.scored + self._interval(length) - length - 1))
 
     def due(self, slot: int, length: int) -> bool:

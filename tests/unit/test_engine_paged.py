@@ -101,6 +101,16 @@ def test_drafting_changes_nothing(policy: type[Age]) -> None:
         assert all(sequence.drafted > 20 for sequence in sequences)
 
 
+@pytest.mark.parametrize("length", [BOUND * PAGE - 76, BOUND * PAGE - 1, BOUND * PAGE])
+def test_a_reply_outgrows_its_pool_as_it_does_without_drafting(length: int) -> None:
+    asked = [np.resize(np.random.default_rng(length).integers(0, VOCAB, 50), length).tolist()]
+    expected = alone(asked, 200)
+    with running(drafter=NgramDrafter(block=15), verify_width=8) as (engine, _):
+        sequence = Asked(engine, asked[0], 200)
+        assert [sequence.reply()] == expected
+        assert sequence.drafted > 20 and residency(engine).ins
+
+
 @pytest.mark.parametrize("windows", [(None,), (None, 100), (100, None)])
 def test_a_prompt_asked_again_is_answered_as_the_first_time(windows: tuple[int | None, ...]) -> None:
     asked = [prompt for prompt in prompts(3) if len(prompt) > BOUND * PAGE]

@@ -267,6 +267,7 @@ def test_proposals_end_where_a_page_ends_and_where_scores_are_found() -> None:
     assert bench.pager.ahead(0, 100) is None
     bench.write(0, 7 * PAGE + 10)
     assert bench.pager.ahead(0, 7 * PAGE + 10) == PAGE - 11, "the next page would be the ninth"
+    assert bench.pager.ahead(0, 8 * PAGE) == 0, "the ninth page begins, and scores are found behind its first row"
     bench.write(0, PAGE)
     bench.rescore(0)
     assert bench.pager.ahead(0, 8 * PAGE + 10) == 39
