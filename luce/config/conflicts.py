@@ -82,8 +82,6 @@ def _draft_problems(
         yield budget, f"{spelled[budget]}: requires {flag('ddtree')}"
     if values.get("ddtree", False) and values.get("draft", "") in ("", "ngram", "mtp") and "draft" not in wrong:
         yield "ddtree", f"{spelled['ddtree']}: requires {flag('draft')} with a DFlash draft"
-    if values.get("ddtree", False) and values.get("kvflash", "off") != "off" and "kvflash" not in wrong:
-        yield "ddtree", f"{spelled['ddtree']}: not together with {flag('kvflash')}"
     if "draft" in wrong:
         return
     if values.get("verify_width", 0) and not values.get("draft", ""):

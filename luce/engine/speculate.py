@@ -237,7 +237,9 @@ class Speculator:
         # Each row gives a token, and the last one needs no row behind it.
         depth = min(self._drafter.block, sequence.room - len(sequence.reply) - 1)
         if sequence.ahead is not None:
-            depth = min(depth, sequence.ahead)
+            # Behind the last of these rows pages may be ranked by its query, and a tree's rows at one position
+            # overwrite each other's (luce.ops.rank).
+            depth = min(depth, sequence.ahead - (self._tree is not None))
         most = min(depth if self._tree is None else self._tree, self._verify - 1, room)
         if known.off or min(depth, most) <= 0:
             return None

@@ -36,6 +36,7 @@ def page_moments(device: Device, k_pool: Array, d: int, pages: Int32) -> Array:
 def keep_queries(device: Device, q: Array, spans: SpanArrays, kept: Array, k_pool: Array) -> None:
     """kept[slot, place % KEPT] = q[row] of the last KEPT rows of each span; `place`: the row's number in its sequence.
 
+    Where branches of a tree have a place in common, it is not said whose query is there afterwards.
     q float32 [n, heads, d] (any row and head strides), kept float32 [slots, KEPT, heads, d]. The pool tells which build
     of the kernels the layer uses.
     """

@@ -14,17 +14,19 @@ import numpy as np
 import pytest
 
 import luce
+from luce import api
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.pool import Wanted
 from luce.draft.drafter import Drafter
-from luce.engine.loop import Engine
+from luce.draft.open import Prepared
+from luce.engine.loop import Engine, EngineStats
 from luce.engine.residency import KVFlash, ResidencyStats
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, Output, PageView, Step
 from tests.support.changed import changed
 from tests.support.daemons import HERE
-from tests.support.drafters import ScriptedDrafter
+from tests.support.drafters import BranchingDrafter, ScriptedDrafter
 from tests.support.paging import Asked, Hashed
 from tests.support.reference import Reference
 
@@ -196,6 +198,34 @@ def test_two_devices_and_daemons_page_alike(smoke: str, tmp_path: Path) -> None:
         with load(path, **two, **more) as model:
             assert [tuple(shard["layers"]) for shard in model.placement] == layers
             assert drive(model, reference) == expected
+
+
+@pytest.mark.parametrize(("policy", "name"), [("qk", "qwen35-a-F32"), ("lru", "gemma4-e-F32")])
+def test_trees_change_nothing(policy: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several rows of a step at one position, of which pages are ranked by the one that counts."""
+    reference = Reference(name)
+    prompts = [prompt(reference, 700), prompt(reference, 480, 3)]
+    settings = {"kvflash": "512", "kvflash_policy": policy, "kvflash_tau": 8, "parallel": 2, "cache_ram": 0}
+
+    def replies(**more: Any) -> tuple[list[list[int]], EngineStats]:
+        with load(reference.path, **settings, **more) as model:
+            running = [model.generate(ids, max_tokens=140, temperature=0, ignore_eos=True) for ids in prompts]
+            return [[t.id for t in generation if t.id >= 0] for generation in running], model.engine.stats()
+
+    expected, stats = replies()
+    assert stats.residency is not None and stats.residency.rescored > 10
+    texts = [[*ids, *reply] for ids, reply in zip(prompts, expected, strict=True)]
+
+    def follow(text: Sequence[int], count: int) -> Sequence[int]:
+        return next(whole[len(text) :][:count] for whole in texts if whole[: len(text)] == list(text))
+
+    drafter = BranchingDrafter(follow, vocab=reference.spec.vocab)
+    prepared = Prepared(None, lambda first, last: drafter)
+    monkeypatch.setattr(api, "open_drafter", lambda *_, **__: prepared)
+    for devices in ("cpu:0", "cpu:0,cpu:1"):
+        found, stats = replies(draft="any.gguf", ddtree=True, verify_width=16, target_devices=devices)
+        assert found == expected
+        assert stats.draft is not None and stats.draft.accepted > stats.draft.steps
 
 
 @pytest.mark.usefixtures("hashed")

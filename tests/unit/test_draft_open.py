@@ -142,7 +142,6 @@ def test_a_refused_draft_ends_the_start(changes: dict[str, Any], message: str, t
         ({"verify_width": 4}, "--verify-width: requires --draft"),
         ({"ddtree": True}, "--ddtree: requires --draft with a DFlash draft"),
         ({"ddtree": True, "draft": "mtp"}, "--ddtree: requires --draft with a DFlash draft"),
-        ({"ddtree": True, "draft": "x", "kvflash": "4096"}, "--ddtree: not together with --kvflash"),
         ({"ddtree_budget": 8, "draft": "x"}, "--ddtree-budget: requires --ddtree"),
         ({"ddtree_budget": 65, "ddtree": True, "draft": "x"}, "--ddtree-budget: expected"),
         ({"draft_residency": "sometimes", "draft": "x"}, "--draft-residency: expected auto or persistent"),

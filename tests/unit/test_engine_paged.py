@@ -24,6 +24,7 @@ from luce.engine.loop import Engine
 from luce.engine.residency import Age, KVFlash, Policy, ResidencyStats
 from luce.errors import BackendError
 from luce.runtime.step import PAGE
+from tests.support.drafters import BranchingDrafter, sometimes
 from tests.support.paging import Asked, Hashed
 from tests.support.scripted_backend import ScriptedBackend
 
@@ -35,7 +36,8 @@ LAYERS = tuple(range(i, i + 1) for i in range(3))
 def running(
     policy: Policy | None = None, *, chunk: int = 4 * PAGE, slots: int = 3, tau: int = 16, **options: Any
 ) -> Iterator[tuple[Engine, ScriptedBackend]]:
-    scripted = {name: options.pop(name) for name in ("hook", "windows", "recurrent", "bound", "lag") if name in options}
+    own = ("hook", "windows", "recurrent", "bound", "lag", "branch_pages")
+    scripted = {name: options.pop(name) for name in own if name in options}
     backend = ScriptedBackend(
         vocab=VOCAB, context=CONTEXT, slots=slots, chunk=chunk, **({"bound": BOUND, "recurrent": True} | scripted)
     )
@@ -99,6 +101,26 @@ def test_drafting_changes_nothing(policy: type[Age]) -> None:
         sequences = [Asked(engine, prompt, 200) for prompt in asked]
         assert [sequence.reply() for sequence in sequences] == expected
         assert all(sequence.drafted > 20 for sequence in sequences)
+
+
+@pytest.mark.parametrize(("policy", "windows"), [(Age, (None,)), (Hashed, (100, None))])
+def test_trees_change_nothing(policy: type[Age], windows: tuple[int | None, ...]) -> None:
+    asked = [*prompts(2, 4), prompts(8, 1)[0][: BOUND * PAGE - 50]]
+    expected = alone(asked, 200, policy=policy(), windows=windows)
+    texts = [[*prompt, *reply] for prompt, reply in zip(asked, expected, strict=True)]
+
+    def follow(text: Sequence[int], count: int) -> Sequence[int]:
+        return next(whole[len(text) :][:count] for whole in texts if whole[: len(text)] == list(text))
+
+    drafter = BranchingDrafter(follow, vocab=VOCAB, wrong=sometimes(0.1, 1))
+    trees = {"drafter": drafter, "verify_width": 8, "tree": 15, "branch_pages": 30}
+    with running(policy(), windows=windows, cache_bytes=1 << 30, **trees) as (engine, backend):
+        for _ in range(2):
+            sequences = [Asked(engine, prompt, 200) for prompt in asked]
+            assert [sequence.reply() for sequence in sequences] == expected
+            assert all(sequence.drafted > 100 for sequence in sequences)
+        assert all(sequence.cached for sequence in sequences)
+        assert len(backend.moved) > 20 and residency(engine).outs > 20
 
 
 @pytest.mark.parametrize("length", [BOUND * PAGE - 76, BOUND * PAGE - 1, BOUND * PAGE])
