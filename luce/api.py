@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import logging
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -45,7 +47,7 @@ from luce.engine.sequence import (
     Token,
     Tokens,
 )
-from luce.errors import LuceError, ModelError, UsageError
+from luce.errors import LuceError, ModelError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub import resolve_model
 from luce.layers.features import FeatureRing
@@ -64,6 +66,8 @@ from luce.text.output import ReplyText
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
+
 #: snapshots of earlier runs whose texts are looked through
 _RECOLLECTED = 32
 
@@ -78,8 +82,38 @@ def load(path: str | Path, **fields: Any) -> Model:
     return open_model(resolve_model(str(path)), resolve(fields, spell=str))
 
 
+class _UndraftedError(Exception):
+    """The drafter cannot be had, for the reason that the cause tells."""
+
+
 def open_model(path: Path, config: Config, on_progress: Callable[[float], None] = lambda fraction: None) -> Model:
-    """A Model from a file and a checked Config. `on_progress` gets the share of the layers that are read."""
+    """A Model from a file and a checked Config. `on_progress` gets the share of the layers that are read.
+
+    A --draft that is missing or refused, or for which there is no memory, is done without; EngineStats.draft says why.
+    """
+    try:
+        return _open_model(path, config, on_progress)
+    except _UndraftedError as error:
+        why = str(error)
+    _log.warning("replies go on without drafting: %s", why)
+    scorer = config.kvflash_drafter or config.draft
+    alone = dataclasses.replace(config, draft="", ddtree=False, kvflash_drafter=scorer)
+    return _open_model(path, alone, on_progress, undrafted=why)
+
+
+@contextlib.contextmanager
+def _without_draft(*kinds: type[LuceError]) -> Iterator[None]:
+    """Errors of these kinds, but for those of the command line, are the drafter's."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except kinds as error:
+        raise _UndraftedError(str(error)) from error
+
+
+def _open_model(path: Path, config: Config, on_progress: Callable[[float], None], *, undrafted: str = "") -> Model:
+    """As open_model; `undrafted`: why there is no drafter although one is wanted."""
     if config.threads:
         threadpoolctl.threadpool_limits(config.threads, user_api="blas")
     with contextlib.ExitStack() as opened:
@@ -94,11 +128,14 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
         devices = open_placement(config)
         for device in devices:
             opened.callback(device.close)
-        prepared = open_drafter(opened, config, file, spec, devices, context=served_context(spec, config.max_ctx))
+        with _without_draft(LuceError):
+            prepared = open_drafter(opened, config, file, spec, devices, context=served_context(spec, config.max_ctx))
         ring = None if prepared is None else prepared.ring
         claims = () if prepared is None else prepared.claims
-        backend = open_backend(opened, file, spec, devices, config, on_progress, ring=ring, claims=claims)
-        drafter = None if prepared is None else prepared.open(backend.shards[0], backend.shards[-1])
+        with _without_draft(*[OutOfMemoryError] if claims else []):
+            backend = open_backend(opened, file, spec, devices, config, on_progress, ring=ring, claims=claims)
+        with _without_draft(LuceError):
+            drafter = None if prepared is None else prepared.open(backend.shards[0], backend.shards[-1])
         if drafter is not None:
             opened.callback(drafter.close)
         tails = None if prepared is None else prepared.tails
@@ -110,7 +147,7 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
             opened.callback(policy.close)
             kvflash = _kvflash(spec, config, policy)
         held = contextlib.ExitStack()
-        model = Model(file, spec, tokenizer, chat, backend, config, held, disk, drafter, tails, kvflash)
+        model = Model(file, spec, tokenizer, chat, backend, config, held, disk, drafter, tails, kvflash, undrafted)
         held.enter_context(opened.pop_all())
         return model
 
@@ -211,6 +248,7 @@ class Model:
         drafter: Drafter | None = None,
         tails: Tails | None = None,
         kvflash: KVFlash | None = None,
+        undrafted: str = "",
     ) -> None:
         self._backend = backend
         self._opened = opened
@@ -242,6 +280,7 @@ class Model:
             tree=config.ddtree_budget if config.ddtree else None,
             tails=tails,
             kvflash=kvflash,
+            undrafted=undrafted,
         )
 
     @property

@@ -137,6 +137,9 @@ def acceptance(target: str, prompts: dict[str, list[str]], tokens: int, count: i
     """Load a pair and report what its steps give, by task; of `count` prompts of each, evenly spread (0: of all)."""
     settings = {"parallel": 1, "verify_width": 16, "cache_ram": 0, **fields}
     with luce.load(target, **settings) as model:
+        drafter = model.engine.stats().draft
+        if drafter is not None and drafter.state != "on":
+            raise LuceError(f"nothing is drafted: {drafter.state}")
         tasks = {}
         for task, texts in prompts.items():
             chosen = texts[:: max(1, len(texts) // count)][:count] if count else texts

@@ -86,6 +86,7 @@ class Engine:
     closed with the engine; verify_width: rows of a sequence that are verified at once, 0 for as many as pay; tree: most
     tokens of a tree that it is asked for, None if it is asked for chains; tails: of the drafter's ring, kept with
     prefixes. kvflash: which pages stay on the devices, needed where the backend bounds the pages of a sequence.
+    undrafted: why there is no drafter, if one was wanted.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Engine:
         tree: int | None = None,
         tails: Tails | None = None,
         kvflash: KVFlash | None = None,
+        undrafted: str = "",
     ) -> None:
         self._backend = backend
         self._eos = eos
@@ -134,6 +136,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._pages, slots=backend.slots, chunk=chunk, scored=max(1, _SCORED_BYTES // (4 * backend.vocab))
         )
+        self._undrafted = DraftStats({}, f"refused: {undrafted}") if undrafted else None
         self._speculator: Speculator | None = None
         if drafter is not None:
             # More rows, of all sequences together, would have other bits (luce.ops.matmul).
@@ -223,7 +226,7 @@ class Engine:
             steps=self._steps,
             stalled=stalled,
             cache=CacheStats() if self.cache is None else self.cache.stats(),
-            draft=None if self._speculator is None else self._speculator.stats(),
+            draft=self._undrafted if self._speculator is None else self._speculator.stats(),
             residency=None if self._pager is None else self._pager.stats(),
         )
 

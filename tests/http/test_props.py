@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
 from luce import __version__
+from luce.draft.drafter import Draftable, Proposal
+from luce.draft.ngram import NgramDrafter
+from luce.errors import OutOfMemoryError
 from luce.server import props
 from tests.support.http_server import running
-from tests.support.scripted_model import TEMPLATE
+from tests.support.scripted_model import REPLY, TEMPLATE
 
 
 async def test_what_is_served() -> None:
@@ -53,6 +57,35 @@ async def test_placement() -> None:
         here.model.placement[0]["device"] = "tcp://far:9/cuda:0"
         runtime = (await here.get("/props"))[1]["runtime"]
         assert (runtime["backend"], runtime["target_device"]) == ("cuda", "tcp://far:9/cuda:0")
+
+
+class Broken(NgramDrafter):
+    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
+        raise OutOfMemoryError("cpu:0: 9 bytes asked")
+
+
+async def test_what_drafts() -> None:
+    turn = "<|im_start|>assistant\n"
+    body = {"prompt": turn + REPLY + turn, "max_tokens": 60, "temperature": 0}
+    async with running(verify_width=8, model={"drafter": NgramDrafter(block=7)}) as here:
+        assert (await here.post("/v1/completions", body))[0] == 200
+        shown = (await here.get("/props"))[1]["speculative"]
+        steps, drafted, accepted = (shown.pop(name) for name in ("steps", "draft_n", "draft_n_accepted"))
+        assert 0 < accepted <= drafted <= 7 * steps
+        assert shown.pop("accept_rate") == pytest.approx(accepted / drafted, abs=1e-4)
+        assert shown.pop("tokens_per_step") == pytest.approx(1 + accepted / steps, abs=1e-3)
+        assert shown == {"kind": "ngram", "block": 7, "longest": 4, "shortest": 2, "state": "on"}
+    for model, state in (
+        ({"drafter": Broken(block=7)}, "given up: cpu:0: 9 bytes asked"),
+        ({"undrafted": "draft.gguf: No such file"}, "refused: draft.gguf: No such file"),
+    ):
+        async with running(verify_width=8, model=model) as here:
+            for _ in range(4):
+                assert (await here.post("/v1/completions", body))[0] == 200
+            assert (await here.get("/props"))[1]["speculative"]["state"] == state
+            assert "luce_draft_on 0.0" in (await here.get("/metrics"))[1]
+    async with running() as here:
+        assert "speculative" not in (await here.get("/props"))[1]
 
 
 async def test_where_pages_are() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from luce.backend.pool import Wanted
 from luce.backend.timing import ShardTimes
 from luce.config.settings import Config
+from luce.draft.drafter import Drafter
 from luce.engine.loop import Engine
 from luce.engine.residency import Age, KVFlash
 from luce.models.spec import Dialect, Markers, ModelSpec
@@ -100,7 +101,8 @@ def saying(text: str | Sequence[int], *, marker: str = "<|im_start|>assistant\n"
 
 
 class ScriptedModel:
-    """The attributes of luce.api.Model that the server uses. `backend` is for tests to look at."""
+    """The attributes of luce.api.Model that the server uses. `backend` is for tests to look at; `drafter`, `undrafted`
+    as for Engine."""
 
     def __init__(
         self,
@@ -109,6 +111,8 @@ class ScriptedModel:
         script: Script | None = None,
         add_bos: bool = False,
         context: int = 512,
+        drafter: Drafter | None = None,
+        undrafted: str = "",
         **backend: Any,
     ) -> None:
         self.config = config
@@ -147,6 +151,9 @@ class ScriptedModel:
             cache_bytes=config.cache_ram << 20,
             cache_interval=config.cache_interval,
             kvflash=None if pool is None else KVFlash(Age(), 4, config.kvflash_tau, config.kvflash_host_mb << 20),
+            drafter=drafter,
+            verify_width=config.verify_width,
+            undrafted=undrafted,
         )
 
     def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> ReplyText:

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 import luce
+from luce.backend.placement import Claim
 from luce.config.resolve import resolve
 from luce.draft.drafter import Draftable, Drafter
 from luce.draft.ngram import NgramDrafter
-from luce.draft.open import Prepared, open_drafter
+from luce.draft.open import DraftPlan, Prepared, open_drafter
+from luce.draft.recipe import Target
 from luce.draft.resident import ResidentDrafter
 from luce.errors import FormatError, LuceError, ModelError, OutOfMemoryError, UnsupportedError, UsageError
 from luce.gguf.reader import open_gguf
+from luce.layers.features import FeatureRing
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Span
@@ -125,12 +128,67 @@ def test_files_that_cannot_draft(draft: str, error: type[LuceError], message: st
         ({"rope__freq_base": None}, "rope.freq_base' is missing"),
     ],
 )
-def test_a_refused_draft_ends_the_start(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_replies_go_on_without_a_refused_draft(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     draft = MadeDraft.random(0, hidden=64, **{"vocab_size": 768, "dflash__mask_token_id": 5, **changes})
     path = draft.write(tmp_path / "made.gguf")
-    with pytest.raises((ModelError, FormatError, UnsupportedError), match=message) as raised:
-        luce.load(TARGET.path, target_devices="cpu:0", max_ctx=256, draft=str(path))
-    assert str(path) in str(raised.value)
+    with ExitStack() as stack, pytest.raises((ModelError, FormatError, UnsupportedError), match=message):
+        prepare(stack, path)
+    state = undrafted(draft=str(path), ddtree=True)
+    assert message in state and str(path) in state
+
+
+def undrafted(**settings: Any) -> str:
+    """The state of a drafter that is done without; replies are the expected ones."""
+    with luce.load(TARGET.path, target_devices="cpu:0", max_ctx=256, **settings) as model:
+        prompt = TARGET.expected["prompt_17"].tolist()
+        reply = model.generate(prompt, max_tokens=16, temperature=0, ignore_eos=True)
+        assert [token.id for token in reply] == TARGET.expected["greedy_17"][:16].tolist()
+        stats = model.engine.stats().draft
+    assert stats is not None and stats.state.startswith("refused: ") and not stats.steps
+    return stats.state
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"draft": "nowhere.gguf"}, "nowhere.gguf: No such file"),
+        ({"draft": "mtp"}, "--draft mtp: has no block"),
+        ({"draft": str(TARGET.path), "draft_device": "cuda:77"}, "cuda:77"),
+    ],
+)
+def test_replies_go_on_without_a_missing_draft(
+    settings: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert message in undrafted(**settings)
+    assert "replies go on without drafting: " in caplog.text and message in caplog.text
+
+
+def test_a_tensor_that_is_missing_shows_when_the_layers_are_there(tmp_path: Path) -> None:
+    draft = MadeDraft.random(0, hidden=64, vocab_size=768, dflash__mask_token_id=5)
+    del draft.tensors["blk.1.ffn_up.weight"]
+    assert "tensor blk.1.ffn_up.weight is missing" in undrafted(draft=str(draft.write(tmp_path / "made.gguf")))
+
+
+@pytest.mark.parametrize("where", ["ring", "layers"])
+def test_replies_go_on_without_a_draft_for_which_there_is_no_room(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> FeatureRing:
+        raise OutOfMemoryError("cpu:0: 9 bytes asked")
+
+    if where == "ring":
+        monkeypatch.setattr(Target, "ring", full)
+        assert "9 bytes asked" in undrafted(draft=str(FIT))
+    else:
+        monkeypatch.setattr(DraftPlan, "claims", lambda self, allocated: (Claim(self.device, 1 << 60),))
+        assert f"0 are free beside {1 << 60} for the draft" in undrafted(draft=str(FIT))
+
+
+def test_flags_that_are_wrong_end_the_start() -> None:
+    for settings, message in (
+        ({"draft": str(TARGET.path), "draft_swa": 9}, "--draft-swa: .* is no DFlash draft"),
+        ({"draft": str(TARGET.path), "ddtree": True}, "--ddtree: .* is no DFlash draft"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            luce.load(TARGET.path, target_devices="cpu:0", max_ctx=256, **settings)
 
 
 @pytest.mark.parametrize(

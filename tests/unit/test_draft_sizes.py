@@ -16,7 +16,6 @@ from luce.draft.dflash import DFlashDrafter
 from luce.draft.mtp import MTPDrafter
 from luce.draft.open import DraftPlan, plan_drafter
 from luce.draft.plain import ModelDrafter
-from luce.errors import OutOfMemoryError
 from luce.gguf.reader import open_gguf
 from luce.layers.build import placed_bytes
 from luce.layers.features import FeatureRing
@@ -143,9 +142,3 @@ def test_a_draft_that_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypat
     flags = ["--draft", str(FIT.path), "--target-device", "cpu:0", "--draft-device", "cpu:1", "--max-ctx", "512"]
     assert main(["run", str(FIT.target.path), "--dry-run", *flags]) == 3
     assert "luce: cpu:1: the draft needs" in capsys.readouterr().err
-
-
-def test_the_message_names_what_the_draft_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftPlan, "claims", lambda self, allocated: (Claim(self.device, 1 << 60),))
-    with pytest.raises(OutOfMemoryError, match=rf"0 are free beside {1 << 60} for the draft"):
-        luce.load(FIT.target.path, target_devices="cpu:0", max_ctx=256, draft=str(FIT.path))
