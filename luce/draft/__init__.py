@@ -9,6 +9,7 @@
     plain         a small model of any family
     spec          a DFlash draft as data, from metadata; safetensors shows a published checkpoint as such a file
     context       what a draft remembers of each slot's text: rings of pages
+    reader        what drafters share that read the target's features
     features      which of the target's hidden states are in a drafter's ring
     ends          the target's embedding and head
     chances       how sure a draft is

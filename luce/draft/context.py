@@ -16,6 +16,8 @@ from luce.runtime.step import PAGE, DeviceStep, Int32, PageView, Span, Step, Ste
 
 #: numbers of rows for which kernels differ, up to FEW_ROWS of luce.ops.matmul
 KINDS_OF_ROWS = (1, 2, 4, 8, 16)
+#: most rows of a text that are told at a time
+PIECE = 512
 
 
 @dataclass(frozen=True)

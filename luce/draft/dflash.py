@@ -10,35 +10,30 @@ from numpy.typing import NDArray
 from luce.draft.chances import log_chances
 from luce.draft.drafter import Draftable, Proposal
 from luce.draft.ends import Ends
-from luce.draft.features import Known, batches
-from luce.draft.model import PIECE, DraftModel
+from luce.draft.model import DraftModel
+from luce.draft.reader import FeatureReader
 from luce.draft.tree import likeliest
 from luce.layers.features import FeatureRing
-from luce.runtime.step import Int32, Span
+from luce.runtime.step import Int32
 
 
-class DFlashDrafter:
+class DFlashDrafter(FeatureReader):
     """Proposes by a model that reads `ring`, which the target fills."""
 
     def __init__(self, model: DraftModel, ring: FeatureRing, ends: Ends) -> None:
-        self.block = model.spec.block - 1
+        super().__init__(model, ring, ends, kind="dflash", block=model.spec.block - 1)
         self._spec = model.spec
         self._model = model
-        self._known = Known(ring)
-        self._ends = ends
-
-    def observe(self, spans: Sequence[Span]) -> None:
-        for span in spans:
-            self._known.observe(span)
-            self._model.context.rewind(span.slot, span.position)
 
     def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
         proposals = [Proposal()] * len(asked)
-        ready = [index for index, one in enumerate(asked) if self._known.has(one.slot, len(one.tokens) - 2)]
+        ready = [index for index, one in enumerate(asked) if self._ready(one)]
         if not ready:
             return proposals
         slots = [asked[index].slot for index in ready]
-        self._catch_up(slots, [len(asked[index].tokens) - 1 for index in ready])
+        for parts in self._owed(slots, [len(asked[index].tokens) - 1 for index in ready]):
+            counts = [len(part.positions) for part in parts]
+            self._model.remember([part.slot for part in parts], counts, self._known.places(parts))
         seeds = np.array([asked[index].tokens[-1] for index in ready], np.int32)
         filled = self._model.fill(slots, self._ends.embed(seeds))
         output = self._ends.project(filled, scale=self._spec.logit_scale, softcap=self._spec.logit_softcap)
@@ -52,29 +47,6 @@ class DFlashDrafter:
             else:
                 proposals[index] = Proposal(output.ids[own].tolist(), np.exp(scores[own, 0]).tolist())
         return proposals
-
-    def forget(self, slot: int) -> None:
-        self._known.forget(slot)
-        self._model.context.forget(slot)
-
-    def idle(self) -> None:
-        pass
-
-    def describe(self) -> dict[str, str | int]:
-        return {"kind": "dflash", "block": self._spec.block, "device": str(self._ends.device.name)}
-
-    def close(self) -> None:
-        self._model.close()
-
-    def _catch_up(self, slots: Sequence[int], committed: Sequence[int]) -> None:
-        """Let the model remember what it does not yet of each slot's text, as far back as it sees."""
-        owed = [
-            (slot, range(self._model.context.resume(slot, self._known.first(slot), end), end))
-            for slot, end in zip(slots, committed, strict=True)
-        ]
-        for parts in batches(owed, PIECE):
-            counts = [len(part.positions) for part in parts]
-            self._model.remember([part.slot for part in parts], counts, self._known.places(parts))
 
 
 def _tree(ids: Int32, scores: NDArray[np.float64], budget: int) -> Proposal:

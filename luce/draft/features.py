@@ -6,9 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from gguf import GGMLQuantizationType
 
 from luce.layers.features import FeatureRing
+from luce.ops.weight import Weight, WeightPart
+from luce.runtime.device import Array
 from luce.runtime.step import Int32, Span
+
+
+def as_table(rows: Array) -> Weight:
+    """Captured rows, uint16 (bfloat16) or float32 [n, width], as a table that rows are looked up in."""
+    n, width = rows.shape
+    if rows.dtype == np.float32:
+        return Weight(n, width, (WeightPart(rows, GGMLQuantizationType.F32, 0, n),))
+    return Weight(n, width, (WeightPart(rows.view(np.uint8), GGMLQuantizationType.BF16, 0, n),))
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from luce.backend.replay import Replayer
-from luce.draft.context import KINDS_OF_ROWS, Context, Ring
+from luce.draft.context import KINDS_OF_ROWS, PIECE, Context, Ring
+from luce.draft.features import as_table
 from luce.draft.spec import FINAL_NORM, FUSION, FUSION_NORM, MASK_EMBEDDING, DraftSpec, capture_norm, stored
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile
@@ -31,12 +31,8 @@ from luce.ops.embedding import embed, take_rows
 from luce.ops.matmul import matmul, takes_bytes
 from luce.ops.norm import head_rms_norm, rms_norm
 from luce.ops.quantise import Quantised, quantise
-from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep, Int32
-
-#: most context rows that are fused in one step
-PIECE = 512
 
 
 class DraftModel:
@@ -91,10 +87,7 @@ class DraftModel:
         self._context_rotary = None
         if spec.context_base is not None:
             self._context_rotary = Rotary(device, replace(mixer.rope, base=spec.context_base), None)
-        floats = rows.dtype == np.float32
-        type = GGMLQuantizationType.F32 if floats else GGMLQuantizationType.BF16
-        part = WeightPart(rows if floats else rows.view(np.uint8), type, 0, len(rows))
-        self._captured = Weight(len(rows), spec.count * hidden, (part,))
+        self._captured = as_table(rows)
         #: bytes on the device
         self.weights = weights.nbytes
         pools = [block.mixer.state for block in self._blocks]

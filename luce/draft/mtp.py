@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from gguf import GGMLQuantizationType
 
 from luce.backend.replay import Replayer
 from luce.draft.chances import one_by_one
-from luce.draft.context import KINDS_OF_ROWS, Context, Ring
+from luce.draft.context import KINDS_OF_ROWS, PIECE, Context, Ring
 from luce.draft.drafter import Draftable, Proposal
 from luce.draft.ends import Ends
-from luce.draft.features import Known, Part, batches
+from luce.draft.features import Part, as_table
+from luce.draft.reader import FeatureReader
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
@@ -31,13 +31,11 @@ from luce.ops.activation import add
 from luce.ops.embedding import embed
 from luce.ops.matmul import matmul
 from luce.ops.norm import rms_norm
-from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
-from luce.runtime.step import DeviceStep, Int32, Output, Span
+from luce.runtime.step import DeviceStep, Int32, Output
 
-_PIECE = 512
-# Most tokens that are drafted at a time: each takes a pass of the head.
-_BLOCK = 4
+#: most tokens that are drafted at a time: each takes a pass of the head
+MTP_BLOCK = 4
 
 
 def captured(spec: ModelSpec) -> tuple[int, ...]:
@@ -50,7 +48,7 @@ def block_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, 
     own = f"blk.{len(spec.blocks)}."
     infos = [info for name, info in file.tensors.items() if name.startswith(own) or name == "output_norm.weight"]
     like = next(block.mixer for block in spec.blocks if isinstance(block.mixer, Attention))
-    return placed_bytes(infos, device), slots * Ring(context, _PIECE).pages * KVPool.page_bytes(device, like)
+    return placed_bytes(infos, device), slots * Ring(context, PIECE).pages * KVPool.page_bytes(device, like)
 
 
 class MTPModel:
@@ -69,7 +67,7 @@ class MTPModel:
             raise UnsupportedError(f"{file.paths[0]}: has no block for multi-token prediction")
         self.device = device
         self._eps, hidden, index = spec.norm_eps, spec.hidden, len(spec.blocks)
-        self.context = Context([Ring(context, _PIECE)], slots)
+        self.context = Context([Ring(context, PIECE)], slots)
         whole = replace(spec, blocks=(*spec.blocks, like))
         builder = LayerBuilder(file, whole, range(index, index + 1), device, pages=self.context.pages, slots=slots)
         weights, name = builder.weights, f"blk.{index}.nextn."
@@ -82,9 +80,7 @@ class MTPModel:
         block = builder.block(index)
         assert isinstance(block, PreNormBlock)
         self._block = block
-        self._captured = Weight(
-            len(rows), hidden, (WeightPart(rows.view(np.uint8), GGMLQuantizationType.BF16, 0, len(rows)),)
-        )
+        self._captured = as_table(rows)
         #: bytes on the device
         self.weights = weights.nbytes
         pool = block.mixer.state
@@ -97,7 +93,7 @@ class MTPModel:
     def rehearse(self, hidden: int) -> None:
         """Launch what later steps will, with nothing in them."""
         device = self.device
-        for rows in (*KINDS_OF_ROWS, _PIECE):
+        for rows in (*KINDS_OF_ROWS, PIECE):
             x = self._mixed(*(device.zeros((rows, hidden)) for _ in range(2)))
             self._keep(self.context.empty(device, rows, 1, rows, 1, sees=False), (x,))
         for rows in (rows for rows in KINDS_OF_ROWS if rows <= self.context.slots):
@@ -149,50 +145,25 @@ class MTPModel:
         return matmul(device, both, self._mix)
 
 
-class MTPDrafter:
+class MTPDrafter(FeatureReader):
     """Proposes by an MTPModel that reads `ring`."""
 
-    block = _BLOCK
-
     def __init__(self, model: MTPModel, ring: FeatureRing, ends: Ends) -> None:
+        # The row before a position has read the token that stands there.
+        super().__init__(model, ring, ends, kind="mtp", block=MTP_BLOCK, lookahead=1)
         self._model = model
-        self._known = Known(ring)
-        self._ends = ends
-
-    def observe(self, spans: Sequence[Span]) -> None:
-        for span in spans:
-            self._known.observe(span)
-            # The row before has read the token that stood at this position.
-            self._model.context.rewind(span.slot, max(0, span.position - 1))
 
     def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
-        ready = [one for one in asked if self._known.has(one.slot, len(one.tokens) - 2)]
+        ready = [one for one in asked if self._ready(one)]
         drafted = dict(zip((one.slot for one in ready), self._draft(ready), strict=True)) if ready else {}
         return [drafted.get(one.slot, Proposal()) for one in asked]
-
-    def forget(self, slot: int) -> None:
-        self._known.forget(slot)
-        self._model.context.forget(slot)
-
-    def idle(self) -> None:
-        pass
-
-    def describe(self) -> dict[str, str | int]:
-        return {"kind": "mtp", "block": self.block, "device": str(self._ends.device.name)}
-
-    def close(self) -> None:
-        self._model.close()
 
     def _draft(self, asked: Sequence[Draftable]) -> list[Proposal]:
         model, slots = self._model, [one.slot for one in asked]
         texts = {one.slot: one.tokens for one in asked}
         # The row before the seed is the last one that the target has computed.
         last = [len(one.tokens) - 2 for one in asked]
-        owed = [
-            (slot, range(model.context.resume(slot, self._known.first(slot), end), end))
-            for slot, end in zip(slots, last, strict=True)
-        ]
-        for parts in batches(owed, _PIECE):
+        for parts in self._owed(slots, last):
             counts = [len(part.positions) for part in parts]
             tokens = np.concatenate([texts[part.slot][part.positions + 1] for part in parts])
             states = model.states(self._known.places(parts))

@@ -10,7 +10,7 @@ from luce.backend.kept import Kept
 from luce.backend.local import LocalShard
 from luce.backend.plan import state_bytes
 from luce.draft.chances import one_by_one
-from luce.draft.context import Context, Ring
+from luce.draft.context import PIECE, Context, Ring
 from luce.draft.drafter import Draftable, Proposal
 from luce.draft.features import batches
 from luce.errors import ModelError
@@ -21,7 +21,6 @@ from luce.models.spec import ModelSpec
 from luce.runtime.device import Device
 from luce.runtime.step import Int32, Output, Span, Step
 
-_PIECE = 512
 _TOKENS = "tokenizer.ggml.tokens"
 
 
@@ -43,7 +42,7 @@ def model_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, 
 def _rings(spec: ModelSpec, context: int) -> list[Ring]:
     """Of each page group."""
     context = min(context, spec.context_length)
-    return [Ring(min(group.window or context, context), _PIECE) for group in spec.page_groups]
+    return [Ring(min(group.window or context, context), PIECE) for group in spec.page_groups]
 
 
 class ModelDrafter:
@@ -67,7 +66,7 @@ class ModelDrafter:
     def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
         slots = [one.slot for one in asked]
         texts = {one.slot: one.tokens for one in asked}
-        for parts in batches([(one.slot, self._owed(one)) for one in asked], _PIECE):
+        for parts in batches([(one.slot, self._owed(one)) for one in asked], PIECE):
             tokens = np.concatenate([texts[part.slot][part.positions] for part in parts])
             counts = [len(part.positions) for part in parts]
             self._run([part.slot for part in parts], counts, tokens, wanted=False)

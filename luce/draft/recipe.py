@@ -14,7 +14,7 @@ from luce.draft.dflash import DFlashDrafter
 from luce.draft.drafter import Drafter
 from luce.draft.ends import Ends
 from luce.draft.model import DraftModel, draft_bytes
-from luce.draft.mtp import MTPDrafter, MTPModel, block_bytes, captured
+from luce.draft.mtp import MTP_BLOCK, MTPDrafter, MTPModel, block_bytes, captured
 from luce.draft.plain import ModelDrafter, check_tokens, model_bytes
 from luce.draft.safetensors import is_checkpoint, open_checkpoint
 from luce.draft.spec import ARCHITECTURES, DraftSpec, read_draft
@@ -134,7 +134,7 @@ def _mtp(target: Target, window: int) -> Recipe:
     def size(device: Device) -> tuple[int, int]:
         return block_bytes(target.file, target.spec, device, slots=target.slots, context=target.context)
 
-    return Recipe("mtp", "", MTPDrafter.block, captured(target.spec), True, make, lambda: "", size)
+    return Recipe("mtp", "", MTP_BLOCK, captured(target.spec), True, make, lambda: "", size)
 
 
 def _model(target: Target, file: GGUFFile, spec: ModelSpec) -> Recipe:

@@ -129,7 +129,7 @@ class RemoteDrafter:
             state = "ready"
         except ShardLostError as error:
             state = str(error)
-        return self._facts | {"block": self.block + 1, "device": str(self._device.name), "daemon": state}
+        return self._facts | {"block": self.block, "device": str(self._device.name), "daemon": state}
 
     def close(self) -> None:
         self._daemon.close()

@@ -111,6 +111,7 @@ def test_guesses_are_those_of_a_local_drafter(kind: str, place: str) -> None:
         stats = drafted(model)
     assert stats.state == "on" and stats.facts["daemon"] == "ready"
     assert stats.facts["device"] == PLACES[place].get("draft_device", "cpu:0")
+    assert stats.facts["block"] == {"dflash": 7, "mtp": 4, "model": 8}[kind]
 
 
 def test_over_a_network(tmp_path: Path) -> None:

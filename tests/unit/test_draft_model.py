@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from luce.draft.model import PIECE
+from luce.draft.context import PIECE
 from luce.draft.spec import DraftSpec, read_draft
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
