@@ -38,6 +38,8 @@ _TYPES = {
     "BF16": (GGMLQuantizationType.BF16, 2),
 }
 _ARCHITECTURE = "dflash-draft"
+#: of published checkpoints, and of those of transformers' own class
+_PUBLISHED, _NATIVE = "DFlashDraftModel", "MuseGlimmerAssistantModel"
 
 _WHOLE = {
     "fc.weight": FUSION[0],
@@ -261,13 +263,16 @@ class _Config:
         self._top = values
         own = values.get("dflash_config")
         self._own: Mapping[str, Any] = own if isinstance(own, dict) else {}
+        #: whether it is of a class whose rows all see each other, and one position more than the window says
+        self._native = False
         self._keys: dict[str, Value] = {"general.architecture": _ARCHITECTURE, "general.type": "model"}
 
     def keys(self) -> dict[str, Value]:
         """Raises UnsupportedError naming the key that is unknown, or whose value is not run."""
-        architectures = self._top.get("architectures") or ["DFlashDraftModel"]
-        if not isinstance(architectures, list) or architectures[0] != "DFlashDraftModel":
-            raise self._refuse("architectures", f"is {architectures}, expected DFlashDraftModel")
+        architectures = self._top.get("architectures") or [_PUBLISHED]
+        if not isinstance(architectures, list) or architectures[0] not in (_PUBLISHED, _NATIVE):
+            raise self._refuse("architectures", f"is {architectures}, expected {_PUBLISHED} or {_NATIVE}")
+        self._native = architectures[0] == _NATIVE
         self._unknown(self._top, _IGNORED | _OTHERWISE_READ, "")
         self._unknown(self._own, _DFLASH_READ, "dflash_config.")
         for name, key in _INTEGERS.items():
@@ -307,6 +312,8 @@ class _Config:
         causal = self._flag("is_causal", self._top.get("is_causal"))
         if causal is None:
             causal = self._flag("dflash_config.causal", self._own.get("causal"))
+        if self._native and causal is None:
+            causal = False
         self._put("attention.causal", causal)
 
     def _rope(self) -> None:
@@ -346,7 +353,7 @@ class _Config:
     def _windows(self) -> None:
         layers = self._top.get("num_hidden_layers")
         types = self._top.get("layer_types")
-        if types is None:
+        if types is None and not self._native:
             return
         known = ("sliding_attention", "full_attention")
         if not isinstance(types, list) or len(types) != layers or not all(t in known for t in types):
@@ -354,6 +361,8 @@ class _Config:
         window = self._integer("sliding_window", self._top.get("sliding_window")) or 0
         if self._flag("use_sliding_window", self._top.get("use_sliding_window")) is False:
             window = 0
+        elif self._native:
+            window += 1
         # Without a window such layers still are causal (luce.draft.spec).
         if "sliding_attention" in types:
             self._put("attention.sliding_window", window)

@@ -113,6 +113,19 @@ EVERY_KEY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "partial rotation": ({"partial_rotary_factor": 0.5}, {"rope__dimension_count": 8}),
+    "transformers' own class": (
+        {
+            "architectures": ["MuseGlimmerAssistantModel"],
+            "model_type": "muse_glimmer_assistant",
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 24,
+        },
+        {
+            "attention__sliding_window": 25,
+            "attention__sliding_window_pattern": [True, False],
+            "attention__causal": False,
+        },
+    ),
     "factors": (
         {
             "input_embedding_scale": 2.0,
@@ -132,12 +145,16 @@ EVERY_KEY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+NATIVE = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+
+
 @pytest.mark.parametrize("case", EVERY_KEY)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_every_key(case: str, parts: int, tmp_path: Path) -> None:
     changes, keys = EVERY_KEY[case]
     made = MadeDraft.random(1, gate=1, capture_norms=True, **keys)
-    tensors = {name: brain(tensor) for name, tensor in made.published().items()}
+    names = NATIVE if "own class" in case else {}
+    tensors = {names.get(name, name): brain(tensor) for name, tensor in made.published().items()}
     checkpoint = write_checkpoint(tmp_path / "checkpoint", config(**changes), tensors, parts)
     assert convert_dflash.main([str(checkpoint), str(tmp_path / "out.gguf")]) == 0
     with (
@@ -166,6 +183,7 @@ def test_every_key(case: str, parts: int, tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling is of type 'llama3'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_scaling.mscale is unknown"),
         ({"layer_types": ["full_attention"]}, "layer_types must name"),
+        ({"architectures": ["MuseGlimmerAssistantModel"]}, "layer_types must name"),
         ({"hidden_size": "32"}, "hidden_size is '32', expected an integer"),
         ({"rms_norm_eps": None}, "layer_norm_rms_epsilon' is missing"),
         ({"target_layer_ids": "x", "dflash_config": {}}, "target_layer_ids must be a list"),
