@@ -80,6 +80,24 @@ def test_formula(variant: str, rows: int, tmp_path: Path) -> None:
     np.testing.assert_allclose(drafting.fill(made.seed), made.expected(rows), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+def test_other_names_of_tensors(suffix: str, tmp_path: Path) -> None:
+    draft = MadeDraft.random(4, capture_norms=True)
+    expected = Made(tmp_path, draft, 20).expected(20)
+    names = {
+        "dflash.fc.weight": "dflash_fc.weight",
+        "dflash.hidden_norm.weight": "dflash_hidden_norm.weight",
+        **{f"dflash.aux_hidden_norm.{i}.weight": f"dflash_aux_hidden_norm.{i}{suffix}" for i in range(2)},
+        **{f"blk.{i}.ffn_norm.weight": f"blk.{i}.post_attention_norm.weight" for i in range(2)},
+    }
+    draft.tensors = {names.pop(name, name): tensor for name, tensor in draft.tensors.items()}
+    assert not names
+    drafting = Made(tmp_path, draft, 20).drafting()
+    drafting.remember(20)
+    seed = Made(tmp_path, draft, 20).seed
+    np.testing.assert_allclose(drafting.fill(seed), expected, rtol=0, atol=2e-5)
+
+
 def test_learned_mask(tmp_path: Path) -> None:
     draft = MadeDraft.random(4)
     made = Made(tmp_path, draft, 20)

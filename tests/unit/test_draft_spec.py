@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFValueType, GGUFWriter
 
 from luce.draft.spec import DraftSpec, spread
 from luce.errors import FormatError, ModelError, UnsupportedError
@@ -33,6 +34,15 @@ def test_a_plain_draft(tmp_path: Path) -> None:
     assert (spec.hidden, spec.vocab, spec.block, spec.mask_token, spec.captures) == (32, 64, 8, 63, (0, 1))
     assert [(m.window, m.bidirectional, m.output_gate) for m in mixers(spec)] == [(None, True, 0)] * 2
     assert not (spec.capture_norms or spec.context_norm or spec.mask_embedding or spec.context_base)
+
+
+@pytest.mark.parametrize("kind", [GGUFValueType.INT32, GGUFValueType.UINT32, GGUFValueType.INT64])
+def test_types_of_ids(kind: GGUFValueType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(writer: GGUFWriter, key: str, values: list[int]) -> None:
+        writer.add_key_value(key, values, GGUFValueType.ARRAY, sub_type=kind)
+
+    monkeypatch.setattr(GGUFWriter, "add_array", add)
+    assert read(tmp_path, MadeDraft.random(dflash__target_layer_ids=[0, 3])).captures == (0, 3)
 
 
 @pytest.mark.parametrize("architecture", ["qwen35-dflash-draft", "dflash-draft", "gemma4-dflash-draft"])

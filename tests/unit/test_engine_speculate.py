@@ -55,7 +55,7 @@ def drafted(made: Engine) -> tuple[int, int, int]:
     return stats.steps, stats.proposed, stats.accepted
 
 
-@pytest.mark.parametrize("width", [2, 3, 8, 16])
+@pytest.mark.parametrize("width", range(2, 17))
 @pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("wrong", [never, always, sometimes(0.3, 1)], ids=["oracle", "adversary", "mixed"])
 def test_the_reply_is_that_of_plain_decoding(wrong: Callable[[int], bool], recurrent: bool, width: int) -> None:
@@ -73,6 +73,15 @@ def test_the_reply_is_that_of_plain_decoding(wrong: Callable[[int], bool], recur
         assert steps == 59 // width + (59 % width > 1)
     elif wrong is always:
         assert accepted == 0 and steps >= 57
+
+
+def test_a_width_of_one_row_drafts_nothing() -> None:
+    backend = ScriptedBackend(recurrent=True)
+    drafter = oracle(backend)
+    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=1) as made:
+        reply, _ = submit(made, PROMPT, max_tokens=20)
+        reply.finished()
+    assert reply.ids == backend.reply(PROMPT, 20) and not drafter.asked
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 20))
