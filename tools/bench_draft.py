@@ -138,7 +138,7 @@ def acceptance(target: str, prompts: dict[str, list[str]], tokens: int, count: i
     settings = {"parallel": 1, "verify_width": 16, "cache_ram": 0, **fields}
     with luce.load(target, **settings) as model:
         drafter = model.engine.stats().draft
-        if drafter is not None and drafter.state != "on":
+        if drafter is not None and not drafter.on:
             raise LuceError(f"nothing is drafted: {drafter.state}")
         tasks = {}
         for task, texts in prompts.items():

@@ -146,7 +146,7 @@ def open_drafter(
     keep = config.draft_residency != "request-scoped"
     facts = recipe.facts | plan.sizes
     if config.ddtree:
-        facts |= {"tree": min(config.ddtree_budget, TREE - 1)}
+        facts |= {"ddtree_budget": min(config.ddtree_budget, TREE - 1)}
     # Of a drafter in a daemon here too, where the rings of all slots outlive the daemon.
     ring = target.ring(HostDevice() if plan.remote else device, recipe.layers) if recipe.layers else None
     claims = plan.claims(allocated=True)

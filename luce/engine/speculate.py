@@ -52,6 +52,11 @@ class DraftStats:
     seconds: float = 0.0
 
     @property
+    def on(self) -> bool:
+        """Whether sequences are drafted for."""
+        return self.state == "on"
+
+    @property
     def accept_rate(self) -> float:
         """Share of the proposed rows that counted."""
         return self.accepted / self.proposed if self.proposed else 0.0

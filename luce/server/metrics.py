@@ -102,9 +102,7 @@ class _EngineCollector(Collector):
 
 
 def _draft_metrics(stats: DraftStats) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "luce_draft_on", "Whether tokens are drafted: 0 after a failure.", float(stats.state == "on")
-    )
+    yield GaugeMetricFamily("luce_draft_on", "Whether tokens are drafted: 0 after a failure.", float(stats.on))
     yield CounterMetricFamily("luce_draft_steps", "Verifications of a sequence's drafted tokens.", stats.steps)
     yield CounterMetricFamily("luce_draft_tokens", "Drafted tokens that were verified.", stats.proposed)
     yield CounterMetricFamily("luce_draft_accepted_tokens", "Of these, tokens that replies have.", stats.accepted)

@@ -70,7 +70,7 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             "kv_cache_v": config.cache_type_v,
             "chunk": model.chunk,
         },
-        **({} if stats.draft is None else {"speculative": _speculative(stats.draft)}),
+        "speculative": _speculative(stats.draft, paths=paths),
         **({} if stats.residency is None else {"kvflash": _residency(stats.residency)}),
     }
 
@@ -95,10 +95,14 @@ def _residency(stats: ResidencyStats) -> dict[str, Any]:
     }
 
 
-def _speculative(draft: DraftStats) -> dict[str, Any]:
+def _speculative(draft: DraftStats | None, *, paths: bool) -> dict[str, Any]:
+    """`enabled`: whether tokens are drafted. What went wrong may name a file."""
+    if draft is None:
+        return {"enabled": False}
     return {
-        **draft.facts,
-        "state": draft.state,
+        **{name: fact for name, fact in draft.facts.items() if paths or name != "file"},
+        "enabled": draft.on,
+        "state": draft.state if paths else draft.state.partition(":")[0],
         "steps": draft.steps,
         "draft_n": draft.proposed,
         "draft_n_accepted": draft.accepted,

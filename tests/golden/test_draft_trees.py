@@ -37,7 +37,7 @@ def test_replies_are_those_of_plain_decoding(kind: str, place: str, budget: int,
         assert model.engine.wait_idle(30)
         stats = drafted(model)
     assert stats.state == "on" and stats.proposed > (100 if width else 0)
-    assert stats.facts["tree"] == min(budget, 15)
+    assert stats.facts["ddtree_budget"] == min(budget, 15)
     if right and width:
         assert stats.accepted > 10
 

@@ -10,6 +10,7 @@ import pytest
 from luce import __version__
 from luce.draft.drafter import Draftable, Proposal
 from luce.draft.ngram import NgramDrafter
+from luce.engine.speculate import DraftStats
 from luce.errors import OutOfMemoryError
 from luce.server import props
 from tests.support.http_server import running
@@ -74,7 +75,7 @@ async def test_what_drafts() -> None:
         assert 0 < accepted <= drafted <= 7 * steps
         assert shown.pop("accept_rate") == pytest.approx(accepted / drafted, abs=1e-4)
         assert shown.pop("tokens_per_step") == pytest.approx(1 + accepted / steps, abs=1e-3)
-        assert shown == {"kind": "ngram", "block": 7, "longest": 4, "shortest": 2, "state": "on"}
+        assert shown == {"kind": "ngram", "block": 7, "longest": 4, "shortest": 2, "enabled": True, "state": "on"}
     for model, state in (
         ({"drafter": Broken(block=7)}, "given up: cpu:0: 9 bytes asked"),
         ({"undrafted": "draft.gguf: No such file"}, "refused: draft.gguf: No such file"),
@@ -82,10 +83,11 @@ async def test_what_drafts() -> None:
         async with running(verify_width=8, model=model) as here:
             for _ in range(4):
                 assert (await here.post("/v1/completions", body))[0] == 200
-            assert (await here.get("/props"))[1]["speculative"]["state"] == state
-            assert "luce_draft_on 0.0" in (await here.get("/metrics"))[1]
+            shown = (await here.get("/props"))[1]["speculative"]
+            assert (shown["enabled"], shown["state"]) == (False, state)
+            assert await here.metric("luce_draft_on") == 0
     async with running() as here:
-        assert "speculative" not in (await here.get("/props"))[1]
+        assert (await here.get("/props"))[1]["speculative"] == {"enabled": False}
 
 
 async def test_where_pages_are() -> None:
@@ -141,6 +143,11 @@ async def test_paths_are_for_callers_with_a_key_or_on_this_machine(monkeypatch: 
         monkeypatch.setattr(props, "is_loopback", lambda host: False)
         _, body, _ = await here.get("/props")
         assert "model_path" not in body and "scripted.gguf" not in str(body)
+    async with running(model={"undrafted": "scripted.gguf: No such file"}) as here:
+        shown = (await here.get("/props"))[1]["speculative"]
+        assert shown["state"] == "refused" and "scripted.gguf" not in str(shown)
+        assert "file" not in props._speculative(DraftStats({"file": "scripted.gguf"}, "on"), paths=False)
+    monkeypatch.undo()
     async with running(api_key=("k",)) as here:
         assert (await here.get("/props"))[0] == 401
         assert (await here.get("/props", headers={"x-api-key": "k"}))[1]["model_path"] == "scripted.gguf"
