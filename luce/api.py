@@ -36,7 +36,7 @@ from luce.draft.tails import Tails
 from luce.engine.intake import Ticket
 from luce.engine.loop import Engine
 from luce.engine.policies import open_policy, ranked
-from luce.engine.residency import KVFlash, Policy
+from luce.engine.residency import KVFlash
 from luce.engine.sequence import (
     Event,
     Failed,
@@ -140,12 +140,7 @@ def _open_model(path: Path, config: Config, on_progress: Callable[[float], None]
             opened.callback(drafter.close)
         tails = None if prepared is None else prepared.tails
         disk = _disk(file, backend, chat, config)
-        kvflash = None
-        if backend.bound is not None:
-            scorer = partial(_scorer, opened, config, tokenizer, devices)
-            policy = open_policy(config, backend, scorer)
-            opened.callback(policy.close)
-            kvflash = _kvflash(spec, config, policy)
+        kvflash = open_kvflash(opened, backend, devices, config, lambda: tokenizer)
         held = contextlib.ExitStack()
         model = Model(file, spec, tokenizer, chat, backend, config, held, disk, drafter, tails, kvflash, undrafted)
         held.enter_context(opened.pop_all())
@@ -186,6 +181,26 @@ def open_backend(
     )
     opened.callback(backend.close)
     return backend
+
+
+def open_kvflash(
+    opened: contextlib.ExitStack,
+    backend: LayerSplitBackend,
+    devices: Sequence[Device],
+    config: Config,
+    tokenizer: Callable[[], Tokenizer],
+) -> KVFlash | None:
+    """What is to stay on the devices, and how much host memory the rest may take; None where all stays.
+
+    `opened` closes the policy. `tokenizer`: of the model, for policies that read. Raises UsageError, ModelError and
+    DeviceError where --kvflash-drafter cannot be used at all.
+    """
+    if backend.bound is None:
+        return None
+    budget = config.kvflash_host_mb << 20 or host_memory().free // 2
+    policy = open_policy(config, backend, partial(_scorer, opened, config, tokenizer, devices), budget)
+    opened.callback(policy.close)
+    return KVFlash(policy, tail_pages(backend.spec.tail), config.kvflash_tau, budget)
 
 
 class Generation(Iterator[Token]):
@@ -430,14 +445,8 @@ def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None
     return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer, reasoning)
 
 
-def _kvflash(spec: ModelSpec, config: Config, policy: Policy) -> KVFlash:
-    """What is to stay on the devices, and how much host memory the rest may take."""
-    budget = config.kvflash_host_mb << 20 or host_memory().free // 2
-    return KVFlash(policy, tail_pages(spec.tail), config.kvflash_tau, budget)
-
-
 def _scorer(
-    opened: contextlib.ExitStack, config: Config, tokenizer: Tokenizer, devices: Sequence[Device]
+    opened: contextlib.ExitStack, config: Config, tokenizer: Callable[[], Tokenizer], devices: Sequence[Device]
 ) -> Callable[[], Scorer]:
     """What loads the drafter that scores pages, beside the last layers or as near as can be.
 
@@ -449,7 +458,8 @@ def _scorer(
     theirs = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
     own = [device for device in devices if not device.shared]
     device = own[-1] if own else opened.enter_context(contextlib.closing(open_device(named(["cpu:0"])[0])))
-    return partial(Scorer, file, spec, device, None if theirs.alike(tokenizer) else Bridge(tokenizer, theirs))
+    ours = tokenizer()
+    return partial(Scorer, file, spec, device, None if theirs.alike(ours) else Bridge(ours, theirs))
 
 
 def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier | None:

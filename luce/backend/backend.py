@@ -36,6 +36,10 @@ class Backend(Protocol):
         """Most pages of full attention that a sequence may hold at a time, None if as many as it is long."""
 
     @property
+    def sealed_bytes(self) -> int:
+        """Host memory for what `seal` keeps of a page."""
+
+    @property
     def pages(self) -> tuple[int, ...]:
         """Pages that exist in each page group: numbers 0..pages-1."""
 
@@ -74,6 +78,9 @@ class Backend(Protocol):
 
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         """As luce.backend.shard.Shard.seal, in all layers."""
+
+    def unseal(self, slot: int) -> None:
+        """As luce.backend.shard.Shard.unseal, in all layers. Raises LuceError."""
 
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
         """The mean of what the layers say, float64 [n]: luce.backend.shard.Shard.rank. Raises LuceError."""

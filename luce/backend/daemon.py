@@ -53,6 +53,7 @@ from luce.remote.messages import (
     Restore,
     Save,
     Seal,
+    Unseal,
 )
 from luce.runtime.device import Device, Word
 from luce.runtime.host import HostDevice
@@ -277,6 +278,9 @@ class _Session:
             return Done()
         if isinstance(message, Seal):
             model.seal(message)
+            return Done()
+        if isinstance(message, Unseal):
+            model.unseal(message)
             return Done()
         if isinstance(message, Rank):
             return Ranked(model.rank(message))

@@ -28,6 +28,7 @@ from luce.backend.pieces import PIECE, cut, largest_piece
 from luce.backend.placement import Claim, ShardPlan, group_pages, plan_pool, plan_shards
 from luce.backend.plan import handed_on, state_bytes
 from luce.backend.pool import Wanted
+from luce.backend.rank import sealed_bytes
 from luce.backend.remote import RemoteShard
 from luce.backend.shard import Shard, ShardInfo
 from luce.backend.timing import ShardTimes
@@ -85,6 +86,7 @@ class LayerSplitBackend:
             spec = replace(spec, captured=ring.layers)
         spec = replace(spec, ranked=ranked)
         self.spec = spec
+        self.sealed_bytes = sealed_bytes(spec)
         self._ring = ring
         #: what is still to be put into the ring, because somebody else drives its device: on the host
         self._captured: deque[tuple[Step, list[NDArray[np.uint16]]]] = deque()
@@ -263,6 +265,11 @@ class LayerSplitBackend:
         self._wait()
         for shard in self._chain.shards:
             shard.seal(slot, entries, pages)
+
+    def unseal(self, slot: int) -> None:
+        self._wait()
+        for shard in self._chain.shards:
+            shard.unseal(slot)
 
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
         self._wait()

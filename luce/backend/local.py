@@ -227,6 +227,9 @@ class LocalShard:
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         self._ranker.seal(slot, entries, pages)
 
+    def unseal(self, slot: int) -> None:
+        self._ranker.unseal(slot)
+
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
         return self._ranker.rank(slot, position, entries)
 

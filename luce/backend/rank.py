@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from luce.errors import BackendError
 from luce.layers.attention import AttentionLayer
+from luce.models.spec import Attention, ModelSpec
 from luce.ops.kvtype import dequantise
-from luce.ops.rank import KEPT, page_moments
+from luce.ops.rank import KEPT, moments_bytes, page_moments
 from luce.runtime.device import Device
 from luce.runtime.step import Int32
 
@@ -78,6 +79,10 @@ class Ranker:
         self._pending.append((sealed, places, [self._device.fetch(moments) for moments in found]))
         self._receive(_BEHIND)
 
+    def unseal(self, slot: int) -> None:
+        """What is on its way to the host goes nowhere. Idempotent."""
+        self._sealed.pop(slot, None)
+
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
         """Raises BackendError if a page is not sealed."""
         result = np.zeros((len(self._layers), len(entries)))
@@ -118,6 +123,12 @@ class Ranker:
         self._layers.clear()
         self._sealed.clear()
         self._pending.clear()
+
+
+def sealed_bytes(spec: ModelSpec) -> int:
+    """Host memory for what all shards of a model together keep of a page that is sealed."""
+    mixers = [block.mixer for number, block in enumerate(spec.blocks) if spec.ranks(number)]
+    return sum(moments_bytes(m.kv_heads, m.head_dim) for m in mixers if isinstance(m, Attention))
 
 
 def attention(

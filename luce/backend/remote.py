@@ -40,6 +40,7 @@ from luce.remote.messages import (
     Restore,
     Save,
     Seal,
+    Unseal,
 )
 from luce.remote.supervisor import Supervisor
 from luce.runtime.device import Array, Device, Event, Word
@@ -284,6 +285,9 @@ class RemoteShard:
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         message = Seal(slot, tuple(map(int, entries)), tuple(map(int, pages)))
         self._requests.ask(message, seconds=self._copying, limit=SMALL, take=_done)
+
+    def unseal(self, slot: int) -> None:
+        self._requests.ask(Unseal(slot), seconds=0, limit=SMALL, take=_done)
 
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
         shape = (self._ranking, len(entries))

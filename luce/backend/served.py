@@ -53,6 +53,7 @@ from luce.remote.messages import (
     Save,
     Saved,
     Seal,
+    Unseal,
 )
 from luce.runtime.device import Array, Device, Event, Word
 from luce.runtime.host import HostDevice, HostEvent
@@ -344,6 +345,13 @@ class ServedModel:
             raise BackendError("pages of a sequence that cannot be")
         for shard in self.chain.shards:
             shard.seal(message.slot, message.entries, message.pages)
+
+    def unseal(self, message: Unseal) -> None:
+        """Give up what was kept of a slot's pages."""
+        self.chain.wait()
+        check_pages(self.load, message.slot)
+        for shard in self.chain.shards:
+            shard.unseal(message.slot)
 
     def rank(self, message: Rank) -> NDArray[np.float64]:
         """Shares of sealed pages, by layer."""

@@ -106,6 +106,9 @@ class Shard(Protocol):
         them later wait for the work. Only where the spec says that pages are ranked.
         """
 
+    def unseal(self, slot: int) -> None:
+        """Give up what `seal` kept of a slot's pages. Idempotent."""
+
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
         """How much of its attention the slot's row at `position` gives to sealed pages, estimated: float64 [layers,
         n], for int32 [n], entries of the sequence in ascending order; one row for each layer that ranks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -32,25 +33,40 @@ def ranked(config: Config) -> bool:
     return config.kvflash != "off" and config.kvflash_policy != DraftPolicy.label
 
 
-def open_policy(config: Config, backend: Backend, scorer: Callable[[], Callable[[], PageScorer]]) -> Policy:
-    """It is closed with the pager that gets it.
+def open_policy(
+    config: Config, backend: Backend, scorer: Callable[[], Callable[[], PageScorer]], budget: int
+) -> Policy:
+    """It is closed with the pager that gets it, and keeps at most `budget` bytes of host memory.
 
     `scorer` finds a drafter, for the policy that needs one, and returns what loads it. Raises what `scorer` raises.
     """
     if config.kvflash_policy == DraftPolicy.label:
         return DraftPolicy(scorer())
-    return QueryPolicy(backend) if config.kvflash_policy == QueryPolicy.name else UsePolicy(backend)
+    chosen = QueryPolicy if config.kvflash_policy == QueryPolicy.name else UsePolicy
+    return chosen(backend, budget)
 
 
 class QueryPolicy:
-    """Pages that the newest row would attend to, by the model's own heads (luce.backend.shard.Shard.rank)."""
+    """Pages that the newest row would attend to, by the model's own heads (luce.backend.shard.Shard.rank).
+
+    What is kept of pages takes `budget` bytes at most; nothing is known of those that are too many.
+    """
 
     name = "qk"
     reads = asks = True
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, budget: int) -> None:
         self._backend = backend
+        self._most = budget // max(1, backend.sealed_bytes)
         self._sealed: dict[int, set[int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._count * self._backend.sealed_bytes
+
+    @property
+    def _count(self) -> int:
+        return sum(map(len, tuple(self._sealed.values())))
 
     def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
         self.leave(slot, range(len(pages)), pages)
@@ -71,12 +87,15 @@ class QueryPolicy:
     def leave(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         sealed = self._sealed.setdefault(slot, set())
         fresh = [(entry, page) for entry, page in zip(entries, pages, strict=True) if page >= 0 and entry not in sealed]
-        if fresh:
+        if fresh := fresh[: max(0, self._most - self._count)]:
             self._backend.seal(slot, [entry for entry, _ in fresh], [page for _, page in fresh])
             sealed.update(entry for entry, _ in fresh)
 
     def forget(self, slot: int) -> None:
-        self._sealed.pop(slot, None)
+        if self._sealed.pop(slot, None):
+            # Who has failed keeps nothing.
+            with contextlib.suppress(LuceError):
+                self._backend.unseal(slot)
 
     def close(self) -> None:
         pass
@@ -102,6 +121,7 @@ class DraftPolicy:
 
     label = "drafter"
     reads = asks = False
+    nbytes = 0
 
     def __init__(self, load: Callable[[], PageScorer]) -> None:
         self._trouble = ""

@@ -56,6 +56,10 @@ class Policy(Protocol):
     def asks(self) -> bool:
         """Whether the newest row of a sequence says what matters, so that one has to have run."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that it keeps of the pages of sequences. Any thread may ask."""
+
     def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
         """Of the first pages of the sequence in a slot, whose tokens so far are given: at least of those in `pages`.
 
@@ -79,6 +83,7 @@ class Age:
 
     name = "lru"
     reads = asks = False
+    nbytes = 0
 
     def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
         return None
@@ -98,10 +103,10 @@ class ResidencyStats:
     """Numbers at one moment; counters since the start.
 
     bound, tau: pages of a sequence, tokens between two looks at the scores. resident: pages of sequences on the
-    devices; host: pages in host memory, of sequences that run. outs, ins: pages that left and came back; copies: pages
-    that were copied to the host, each once at most. lost: pages that host memory had no room
-    for. rescored: times that scores were found; hits: pages that scores wanted and that were there already; seconds:
-    what asking the policy and moving pages took the engine.
+    devices; host: pages in host memory, of sequences that run; host_bytes: of these and of what the policy keeps, of
+    `budget` at most. outs, ins: pages that left and came back; copies: pages that were copied to the host, each once at
+    most. lost: pages that host memory had no room for. rescored: times that scores were found; hits: pages that scores
+    wanted and that were there already; seconds: what asking the policy and moving pages took the engine.
     """
 
     policy: str
@@ -242,7 +247,7 @@ class Pager:
         movable.sort(key=lambda entry: (self._score(stay, entry), stay.used.get(entry, 0), entry))
         self._out(slot, stay, sorted(movable[:over]))
         # Those that are likely to leave next are copied while the step runs, so that they can go at once.
-        if self._bytes + over * self._page_bytes <= self._budget:
+        if self._host_bytes + over * self._page_bytes <= self._budget:
             self._copy(slot, stay, sorted(movable[over : 2 * over]), held=True)
 
     def ahead(self, slot: int, length: int) -> int | None:
@@ -335,7 +340,7 @@ class Pager:
             tau=self._tau,
             resident=self._pool.total - self._pool.free - self._pool.spare,
             host=sum(len(stay.host) for stay in tuple(self._stays.values())),
-            host_bytes=self._bytes,
+            host_bytes=self._host_bytes,
             budget=self._budget,
             outs=self._outs,
             copies=self._copies,
@@ -363,6 +368,7 @@ class Pager:
             return
         if scores is None:
             return
+        self._fit()
         self._troubled = False
         stay.scores = scores
         self._rescored += 1
@@ -376,6 +382,11 @@ class Pager:
         self._hits += len(best & here)
         self._out(slot, stay, sorted(e for e in here - fixed - best if e < whole))
         self._in(slot, stay, sorted((fixed | best) - here))
+
+    @property
+    def _host_bytes(self) -> int:
+        """Of copies, and of what the policy keeps."""
+        return self._bytes + self._policy.nbytes
 
     def _stay(self, slot: int) -> _Stay:
         return self._stays.setdefault(slot, _Stay())
@@ -459,7 +470,7 @@ class Pager:
 
         What is on the devices too is dropped first, then what matters least of the rest, which cannot come back.
         """
-        while self._bytes > self._budget:
+        while self._bytes and self._host_bytes > self._budget:
             here = {slot: set(self._pool.present(slot)) for slot in self._stays}
             gone, _, slot, entry = min(
                 (entry not in here[slot], self._score(stay, entry), slot, entry)

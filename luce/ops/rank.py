@@ -15,6 +15,11 @@ GROUP = 16
 _THREADS = 256
 
 
+def moments_bytes(kv_heads: int, d: int) -> int:
+    """Bytes of what `page_moments` says of a page."""
+    return PAGE // GROUP * kv_heads * 2 * d * 4
+
+
 def page_moments(device: Device, k_pool: Array, d: int, pages: Int32) -> Array:
     """Mean and variance of each channel over each GROUP of a page's keys: int32 [n], on the host -> float32 [n,
     PAGE / GROUP, kv_heads, 2, d] on the device. `k_pool` as in luce.ops.attention."""

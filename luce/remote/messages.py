@@ -8,6 +8,7 @@
     Project  -> Done      the head's product with rows
     Accept   -> Done      rows of a tentative span count
     Seal     -> Done      pages of a sequence that nobody writes to any more can be ranked
+    Unseal   -> Done      nobody is going to ask for them
     Rank     -> Ranked    which of them matter
     Save     -> Saved     a sequence's state stays with the daemon, by the number of the request
     Fetch    -> Fetched   some tensors of it
@@ -168,7 +169,7 @@ class Project(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A Forward, Project, Accept, Seal, Restore, Fill or Rest is done.
+    """A Forward, Project, Accept, Seal, Unseal, Restore, Fill or Rest is done.
 
     `data`: what is handed on, if it is not shared; `seconds`: what the work took.
     """
@@ -193,6 +194,12 @@ class Seal(msgspec.Struct, tag=True):
     slot: int
     entries: tuple[int, ...]
     pages: tuple[int, ...]
+
+
+class Unseal(msgspec.Struct, tag=True):
+    """Give up what was kept of a slot's pages. See Shard.unseal."""
+
+    slot: int
 
 
 class Rank(msgspec.Struct, tag=True):
@@ -355,7 +362,8 @@ class Pong(msgspec.Struct, tag=True):
     read: float = 0.0
 
 
-Layers = Load | Announce | Forward | Embed | Project | Accept | Seal | Rank | Save | Fetch | Restore | Drop | Fill
+Ranking = Seal | Unseal | Rank
+Layers = Load | Announce | Forward | Embed | Project | Accept | Ranking | Save | Fetch | Restore | Drop | Fill
 Drafting = LoadDraft | Propose | Rest
 Request = Open | Layers | Drafting
 Reply = Hello | Loaded | Done | Embedded | Ranked | Saved | Fetched | DraftLoaded | Proposed | Failed

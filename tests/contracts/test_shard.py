@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from luce.backend.kept import Piece, gathered
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.local import LocalShard
 from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
@@ -228,6 +229,19 @@ def test_pages_are_ranked_alike_wherever_layers_are(backend: LayerSplitBackend, 
             with pytest.raises(BackendError, match="not all of these pages are sealed"):
                 each.rank(other.slot, 19, both)
             assert sum(shard.rank(sequence.slot, 128, both).shape[0] for shard in each.shards) > 0
+            assert each.sealed_bytes == alone.sealed_bytes
+            if each is alone:
+                (shard,) = alone.shards
+                assert isinstance(shard, LocalShard)
+                kept = shard._ranker._sealed[sequence.slot].moments
+                assert sum(moments.nbytes for moments in kept if moments is not None) == 2 * alone.sealed_bytes > 0
+            each.seal(other.slot, [0], pages[:1])
+            for _ in range(2):
+                each.unseal(sequence.slot)
+            with pytest.raises(BackendError, match="not all of these pages are sealed"):
+                each.rank(sequence.slot, 128, both)
+            assert each.rank(other.slot, 19, both[:1]).tolist() == [1.0]
+            each.unseal(other.slot)
             driver.end(sequence)
             driver.end(other)
     for expected, scores in zip(*found, strict=True):

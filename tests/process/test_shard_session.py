@@ -48,6 +48,7 @@ from luce.remote.messages import (
     Save,
     Saved,
     Seal,
+    Unseal,
 )
 from luce.runtime.step import TOP, PageView, Span, Step
 from tests.support.daemons import within
@@ -264,6 +265,8 @@ def test_steps(server: Server) -> None:
         Seal(0, (-1,), (0,)),
         Seal(0, (0, 1), (0,)),
         Seal(0, (1 << 24,), (0,)),
+        Unseal(2),
+        Unseal(-1),
         Rank(2, 0, np.array([0], np.int32)),
         Rank(0, 0, np.array([0], np.int32)),
         Rank(0, -1, np.array([0], np.int32)),

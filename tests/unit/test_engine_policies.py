@@ -21,12 +21,18 @@ from luce.runtime.step import PAGE, Int32
 class Ranking:
     """A backend that remembers which pages were sealed, and gives each the share that its number says."""
 
+    sealed_bytes = 100
+
     def __init__(self) -> None:
         self.sealed: list[tuple[int, int, int]] = []
+        self.unsealed: list[int] = []
         self.asked: list[tuple[int, int, list[int]]] = []
 
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         self.sealed += [(slot, entry, page) for entry, page in zip(entries, pages, strict=True)]
+
+    def unseal(self, slot: int) -> None:
+        self.unsealed.append(slot)
 
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
         self.asked.append((slot, position, entries.tolist()))
@@ -37,9 +43,9 @@ def tokens(count: int) -> Int32:
     return np.arange(count, dtype=np.int32)
 
 
-def query() -> tuple[QueryPolicy, Ranking]:
+def query(budget: int = 1 << 30) -> tuple[QueryPolicy, Ranking]:
     backend = Ranking()
-    return QueryPolicy(cast(Backend, backend)), backend
+    return QueryPolicy(cast(Backend, backend), budget), backend
 
 
 def test_pages_are_sealed_once_and_before_they_leave() -> None:
@@ -69,14 +75,42 @@ def test_another_sequence_begins_anew() -> None:
     policy.leave(0, [0, 1], [8, 9])
     policy.forget(0)
     policy.forget(0)
+    assert backend.unsealed == [0]
     assert policy.scores(0, tokens(2 * PAGE), [-1, -1]) is None and not backend.asked
     policy.leave(0, [0], [3])
     assert backend.sealed[2:] == [(0, 0, 3)]
 
 
+def test_what_is_kept_of_pages_has_a_budget() -> None:
+    policy, backend = query(599)
+    assert policy.nbytes == 0
+    policy.leave(0, [0, 1, 2], [3, 4, 5])
+    assert policy.nbytes == 300
+    policy.leave(1, [0, 1], [6, 7])
+    policy.leave(1, [0, 1, 2], [6, 7, 8])
+    assert policy.nbytes == 500 and backend.sealed[3:] == [(1, 0, 6), (1, 1, 7)]
+    scores = policy.scores(1, tokens(3 * PAGE + 9), [6, 7, 8])
+    assert scores is not None and np.isfinite(scores).tolist() == [True, True, False]
+    policy.forget(0)
+    assert policy.nbytes == 200 and backend.unsealed == [0]
+    assert np.isfinite(policy.scores(1, tokens(3 * PAGE + 9), [6, 7, 8])).all()  # type: ignore[call-overload]
+
+
+def test_a_sequence_may_end_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, backend = query()
+    policy.leave(0, [0], [3])
+
+    def unseal(slot: int) -> None:
+        raise DeviceError("gone")
+
+    monkeypatch.setattr(backend, "unseal", unseal)
+    policy.forget(0)
+    assert policy.nbytes == 0
+
+
 def test_lru_ranks_what_is_there_and_lets_nothing_come_back() -> None:
     backend = Ranking()
-    policy = UsePolicy(cast(Backend, backend))
+    policy = UsePolicy(cast(Backend, backend), 1 << 30)
     assert policy.scores(0, tokens(9), []) is None
     policy.leave(0, [1], [4])
     assert not backend.sealed
@@ -148,7 +182,7 @@ def test_pages_go_by_age_if_the_drafter_cannot_be_loaded(caplog: pytest.LogCaptu
 @pytest.mark.parametrize("name", ["qk", "drafter", "lru"])
 def test_settings_choose(name: str) -> None:
     scorer = Scripted()
-    policy = open_policy(Config(kvflash_policy=name), cast(Backend, Ranking()), lambda: lambda: scorer)
+    policy = open_policy(Config(kvflash_policy=name), cast(Backend, Ranking()), lambda: lambda: scorer, 1 << 30)
     assert policy.name == name
     policy.close()
     assert scorer.closed == (name == "drafter")

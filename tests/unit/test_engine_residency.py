@@ -55,7 +55,7 @@ class Told:
     name = "told"
 
     def __init__(self, *, reads: bool = False) -> None:
-        self.reads, self.asks = reads, False
+        self.reads, self.asks, self.nbytes = reads, False, 0
         self.next: Scores | None = None
         self.pages: Sequence[int] = ()
         self.error: LuceError | None = None
@@ -249,6 +249,25 @@ def test_host_memory_has_a_budget(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1 and "--kvflash-host-mb" in caplog.text
     policy.next = -np.arange(12, dtype=np.float32)
     bench.rescore(0)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 8 * PAGE, 10 * 8 * PAGE, 1 << 40])
+def test_what_the_policy_keeps_counts(nbytes: int) -> None:
+    """Copies go until both fit, or until there are none."""
+    page, policy = 8 * PAGE, Told()
+    bench = Bench(6, policy=policy, budget=10 * page)
+    for _ in range(14):
+        bench.write(0, PAGE)
+    assert bench.pager.stats().host_bytes <= 10 * page and bench.pager.stats().lost == 0
+    policy.next, policy.nbytes = np.arange(14, dtype=np.float32), nbytes
+    bench.rescore(0)
+    room = max(0, 10 * page - nbytes) // page
+    stats = bench.pager.stats()
+    assert stats.host_bytes == nbytes + page * min(room, 9)
+    assert stats.lost == max(0, 8 - room)
+    assert bench.pager.whole(0) == (not stats.lost)
+    bench.write(0, PAGE)
+    bench.check(0)
 
 
 @pytest.mark.parametrize("length, since, due", [(64, 0, True), (63, 0, False), (4500, 4400, True), (4500, 4401, False)])
