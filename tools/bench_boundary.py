@@ -133,7 +133,7 @@ def measured(backend: LayerSplitBackend, options: argparse.Namespace, notes: Not
         notes.setdefault("begun", []).append(time.monotonic())
         stepper.decode([0])
         notes.setdefault("ended", []).append(time.monotonic())
-        tokens.append(int(stepper._next[0]))
+        tokens.append(stepper.newest(0))
     notes["after"] = totals(backend)
     steps = zip(notes["begun"][-options.steps :], notes["ended"][-options.steps :], strict=True)
     return options.prompt / min(prompts), statistics.median(end - begin for begin, end in steps), tokens

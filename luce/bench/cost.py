@@ -38,13 +38,16 @@ class Rows:
 
 class ShardCost:
     """What the layers of one shard cost. Weights count as the device holds them: in the file's types on a GPU, float32
-    on the CPU."""
+    on the CPU. `pool`: most positions of a sequence that layers of full attention see, None for all."""
 
-    def __init__(self, file: GGUFFile, spec: ModelSpec, layers: range, device: Device, kv: KVTypes) -> None:
+    def __init__(
+        self, file: GGUFFile, spec: ModelSpec, layers: range, device: Device, kv: KVTypes, pool: int | None = None
+    ) -> None:
         self._spec = spec
         self._layers = layers
         self._device = device
         self._kv = kv
+        self._pool = pool or spec.context_length
         self._tensors = [file.tensors[name] for name in sorted(shard_tensors(file, spec, layers, ends=False))]
         head = EMBEDDING if spec.tied_head else "output.weight"
         self._head = file.tensors[head] if layers.stop == len(spec.blocks) else None
@@ -83,9 +86,9 @@ class ShardCost:
     def _mixing(self, layer: int, span: Rows) -> Cost:
         mixer = self._spec.blocks[layer].mixer
         if isinstance(mixer, Attention):
-            window = mixer.window or self._spec.context_length
-            first = max(0, span.position + 1 - window)
-            keys = span.position + span.rows - first
+            window = mixer.window or self._pool
+            # Rows have a window each, and one pool together.
+            keys = min(span.position + span.rows, window + (span.rows - 1 if mixer.window else 0))
             # One key more from row to row until the window is full.
             seen = int(np.minimum(np.arange(1, span.rows + 1) + span.position, window).sum())
             pages = KVPool.page_bytes(self._device, mixer, self._kv) / PAGE

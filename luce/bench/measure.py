@@ -1,7 +1,11 @@
-"""Steps on a backend, timed from the host: prompts, decoding, verification, many sequences."""
+"""Steps on a backend, timed from the host: prompts, decoding, verification, many sequences.
+
+Where the backend bounds the pages of a sequence, they come and go as in the engine (luce.engine.residency).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +15,10 @@ import numpy as np
 
 from luce.backend.backend import Backend
 from luce.bench.cost import Rows
+from luce.cache.tree import Residency, Segment
 from luce.engine.pages import Pages
+from luce.engine.residency import QUESTION, KVFlash, Pager
+from luce.engine.scheduler import Sequence as Text
 from luce.runtime.step import Int32, Span, Step
 
 Kind = Literal["prompt", "decode", "verify", "batch"]
@@ -68,24 +75,88 @@ def seconds(work: Callable[[], object], times: int = 1) -> float:
     return time.perf_counter() - start
 
 
-class Stepper:
-    """Sequences with random prompts on a backend, continued greedily. Slot s is sequence s."""
+@dataclass(frozen=True)
+class Traffic:
+    """What went between devices and host memory, and why.
 
-    def __init__(self, backend: Backend, chunk: int) -> None:
+    pages_out, pages_in: that left and came back; bytes: copied for that, of pages that left once; looks: times that the
+    policy was asked, and the seconds that this took, with the pages that moved then.
+    """
+
+    pages_out: int = 0
+    pages_in: int = 0
+    bytes: int = 0
+    looks: int = 0
+    look_seconds: float = 0
+
+    def since(self, before: Traffic) -> Traffic:
+        """What has come since."""
+        own, theirs = dataclasses.astuple(self), dataclasses.astuple(before)
+        return Traffic(*(now - then for now, then in zip(own, theirs, strict=True)))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a piece of work took."""
+
+    seconds: float
+    traffic: Traffic
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A sequence of `length` positions that does not fit, and where its other pages are."""
+
+    length: int
+    residency: Residency
+    away: dict[int, tuple[Segment, int]]
+
+
+class Stepper:
+    """Sequences with random prompts on a backend, continued greedily. Slot s is sequence s.
+
+    `kvflash`: which pages stay on the devices, needed where the backend bounds the pages of a sequence.
+    """
+
+    def __init__(self, backend: Backend, chunk: int, kvflash: KVFlash | None = None) -> None:
         self._backend = backend
         self._chunk = chunk
-        self._pages = Pages(backend.pages, backend.windows, slots=backend.slots, context=backend.context, chunk=chunk)
+        self._pages = Pages(
+            backend.pages,
+            backend.windows,
+            slots=backend.slots,
+            context=backend.context,
+            chunk=chunk,
+            bound=backend.bound,
+        )
+        self._pager = None if kvflash is None else Pager.over(backend, self._pages.groups, kvflash, chunk)
         self._random = np.random.default_rng(0)
+        self._texts = np.zeros((backend.slots, backend.context + 1), np.int32)
         self._position = [0] * backend.slots
-        self._next = np.zeros(backend.slots, np.int32)
+        self._filled: dict[int, _Filled] = {}
+
+    def look(self, slot: int) -> tuple[float, int] | None:
+        """Seconds of a look at the pages of a sequence, and tokens from one to the next; None if it fits."""
+        position = self._position[slot]
+        if self._pager is None or self._pager.snapshot(slot, position) is None:
+            return None
+        pager, text = self._pager, self._texts[slot, : position + 1]
+        return seconds(lambda: pager.rescore(slot, position, text)), pager.interval(position)
 
     def read(self, slot: int, rows: int) -> None:
         """Read `rows` prompt tokens, in chunks, and wait for the token that follows them."""
-        end = self._position[slot] + rows
-        while (left := end - self._position[slot]) > 0:
-            count = min(left, self._chunk)
-            tokens = self._random.integers(0, self._backend.vocab, count, np.int32)
-            self._forward([slot], tokens, count, wanted=int(count == left))
+        begin = self._position[slot]
+        end = begin + rows
+        self._texts[slot, begin:end] = self._random.integers(0, self._backend.vocab, rows, np.int32)
+        text = Text(self._texts[slot, :end], room=0, done=begin)
+        if self._pager is not None and end > self._pager.size:
+            text.block, text.question = self._pager.block, QUESTION
+            self._pager.begin(slot, text.prompt, begin)
+        while text.prompt_left:
+            self._page(slot, end)
+            at, count = text.done, min(text.stretch, self._chunk)
+            text.done += count
+            self._forward([slot], text.prompt[at : text.done], count, wanted=int(text.done == end))
 
     def verify(self, slot: int, rows: int) -> None:
         """Rows of one sequence whose next tokens are all wanted; the sequence does not advance."""
@@ -95,21 +166,71 @@ class Stepper:
 
     def decode(self, slots: Sequence[int]) -> None:
         """One greedy token more for each sequence."""
-        self._forward(slots, self._next[list(slots)], 1, wanted=1)
+        for slot in slots:
+            self._page(slot, self._position[slot] + 1)
+        self._forward(slots, np.array([self.newest(slot) for slot in slots], np.int32), 1, wanted=1)
+
+    def newest(self, slot: int) -> int:
+        """The token that follows a sequence's rows."""
+        return int(self._texts[slot, self._position[slot]])
 
     def place(self, slot: int, position: int) -> None:
-        """Let a sequence stand at a position. Its pages hold what they held: time does not depend on it."""
-        self._pages.release(slot)
-        self._pages.reserve(slot, self._backend.context)
-        for at in range(0, position, self._chunk):
-            self._pages.extend(slot, at, min(self._chunk, position - at))
+        """Let a sequence stand at a position. Its pages hold what they held: time does not depend on it.
+
+        A sequence that does not fit must have been filled up to there.
+        """
+        self._release(slot)
+        filled = self._filled.get(slot)
+        if filled is None or filled.length != position:
+            for at in range(0, position, self._chunk):
+                self._pages.extend(slot, at, min(self._chunk, position - at))
+        else:
+            assert self._pager is not None
+            away = self._pager.absent(position, filled.residency)
+            for group in self._pages.groups:
+                group.resume(slot, position, (), () if group.bound is None else away)
+            self._pager.resume(slot, filled.away, filled.residency)
         self._position[slot] = position
 
-    def fill(self, slots: Sequence[int], depth: int) -> None:
+    def fill(self, slots: Sequence[int], depth: int) -> Run:
         """Let sequences read `depth` tokens, so that what `place` finds in their pages are numbers like any others."""
         for slot in slots:
+            self._filled.pop(slot, None)
             self.place(slot, 0)
-            self.read(slot, depth)
+
+        def read() -> None:
+            for slot in slots:
+                self.read(slot, depth)
+
+        run = self._timed(read)
+        for slot in slots:
+            if self._pager is not None and (residency := self._pager.snapshot(slot, depth)) is not None:
+                away = {entry: self._pager.data(slot, entry) for entry in self._pager.absent(depth, residency)}
+                known = {entry: data for entry, data in away.items() if data is not None}
+                self._filled[slot] = _Filled(depth, residency, known)
+        return run
+
+    def _timed(self, work: Callable[[], object], times: int = 1) -> Run:
+        before = self._traffic()
+        return Run(seconds(work, times), self._traffic().since(before))
+
+    def _traffic(self) -> Traffic:
+        if self._pager is None:
+            return Traffic()
+        stats = self._pager.stats()
+        return Traffic(stats.outs, stats.ins, stats.moved_bytes, stats.rescored, stats.seconds)
+
+    def _release(self, slot: int) -> None:
+        if self._pager is not None:
+            self._pager.release(slot)
+        self._pages.release(slot)
+        self._pages.reserve(slot, self._backend.context)
+
+    def _page(self, slot: int, end: int) -> None:
+        """Let the pages that matter be there, of a sequence of which the tokens before `end` are known."""
+        position = self._position[slot]
+        if self._pager is not None and self._pager.due(slot, position):
+            self._pager.rescore(slot, position, self._texts[slot, :end])
 
     def _forward(self, slots: Sequence[int], tokens: Int32, rows: int, wanted: int) -> None:
         """`rows` rows of each sequence in one step; the next tokens of the last `wanted` of them are waited for."""
@@ -130,18 +251,18 @@ class Stepper:
             full=np.zeros(len(wanted_rows), np.bool_),
         )
         output = self._backend.forward(step)
-        for slot in slots:
+        for index, slot in enumerate(slots):
             self._position[slot] += rows
-        if wanted:
-            self._next[list(slots)] = output.ids[wanted - 1 :: wanted]
+            if wanted:
+                self._texts[slot, self._position[slot]] = output.ids[(index + 1) * wanted - 1]
 
-    def run(self, test: Workload) -> float:
-        """Seconds of one run of a test."""
+    def run(self, test: Workload) -> Run:
+        """One run of a test."""
         slots = range(test.size if test.kind == "batch" else 1)
         for slot in slots:
             self.place(slot, test.depth)
         if test.kind == "prompt":
-            return seconds(lambda: self.read(0, test.size))
+            return self._timed(lambda: self.read(0, test.size))
         if test.kind == "verify":
-            return seconds(lambda: self.verify(0, test.size), _VERIFIED)
-        return seconds(lambda: self.decode(slots), test.steps if test.kind == "batch" else test.size)
+            return self._timed(lambda: self.verify(0, test.size), _VERIFIED)
+        return self._timed(lambda: self.decode(slots), test.steps if test.kind == "batch" else test.size)

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from luce import __version__
-from luce.api import open_backend
+from luce.api import open_backend, open_kvflash
 from luce.bench.cost import Cost, ShardCost
 from luce.bench.limits import Limits, limits
-from luce.bench.measure import Stepper, Workload, seconds
+from luce.bench.measure import Run, Stepper, Workload, seconds
 from luce.cli.main import settings
 from luce.cli.pull import fetch
 from luce.config.settings import Config
@@ -33,6 +33,8 @@ from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from luce.runtime.open import open_devices
+from luce.runtime.step import PAGE
+from luce.text.tokenizer import Tokenizer
 
 # Tokens that each of many sequences generates, if -n does not say.
 _STEPS = 32
@@ -107,6 +109,7 @@ def _facts(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device]) -> dict[s
         "bytes": sum(tensor.nbytes for tensor in file.tensors.values()),
         "devices": [{"device": str(device.name), **device.describe()} for device in devices],
         "loads": [],
+        "fills": [],
         "results": [],
     }
 
@@ -121,7 +124,7 @@ def _measure(
     report: dict[str, Any],
     tell: Any,
 ) -> None:
-    """Load the model and run tests: adds to the report's loads and results."""
+    """Load the model and run tests: adds to the report's loads, fills and results."""
     tell("loading the model")
     with contextlib.ExitStack() as opened:
         started = time.perf_counter()
@@ -130,9 +133,11 @@ def _measure(
             opened.callback(device.close)
         backend = open_backend(opened, file, spec, devices, config)
         loaded = time.perf_counter() - started
+        kvflash = open_kvflash(opened, backend, devices, config, lambda: _tokenizer(file, spec))
+        pool = None if backend.bound is None else backend.bound * PAGE
         kv = KVTypes(config.cache_type_k, config.cache_type_v)
-        costs = [ShardCost(file, spec, shard.info.layers, shard.device, kv) for shard in backend.shards]
-        stepper = Stepper(backend, backend.chunk)
+        costs = [ShardCost(file, spec, shard.info.layers, shard.device, kv, pool) for shard in backend.shards]
+        stepper = Stepper(backend, backend.chunk, kvflash)
         stepper.place(0, 0)
         first = seconds(lambda: stepper.read(0, 1))
         report["loads"].append(
@@ -141,6 +146,8 @@ def _measure(
                 "sequences": config.parallel,
                 "seconds": loaded,
                 "first_token_seconds": first,
+                "pool": pool,
+                "policy": None if kvflash is None else kvflash.policy.name,
                 "shards": [
                     {"device": s.info.device, "layers": [s.info.layers.start, s.info.layers.stop - 1]}
                     for s in backend.shards
@@ -151,14 +158,39 @@ def _measure(
         for test in tests:
             tell(test.name)
             if test.depth and test.depth != filled:
-                stepper.fill(range(config.parallel), test.depth)
+                report["fills"].append(_fill(stepper, pool, config.parallel, test.depth))
                 filled = test.depth
             # The first runs load kernels and capture graphs.
             for _ in range(2):
                 stepper.run(test)
-            times = [stepper.run(test) for _ in range(repeat)]
+            runs = [stepper.run(test) for _ in range(repeat)]
             shares = [sum((cost.step(*step) for step in test.plan(backend.chunk)), Cost()) for cost in costs]
-            report["results"].append(_result(test, times, shares, reached))
+            result = _result(test, [run.seconds for run in runs], shares, reached)
+            report["results"].append(result | _paging(pool, runs))
+
+
+def _tokenizer(file: GGUFFile, spec: ModelSpec) -> Tokenizer:
+    return Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
+
+
+def _fill(stepper: Stepper, pool: int | None, sequences: int, depth: int) -> dict[str, Any]:
+    """What it took to let sequences read their context, and what a look at the pages of one takes then."""
+    run = stepper.fill(range(sequences), depth)
+    look = stepper.look(0)
+    return {
+        "depth": depth,
+        "sequences": sequences,
+        "seconds": run.seconds,
+        "tokens_per_second": sequences * depth / run.seconds,
+        **_paging(pool, [run]),
+        "look": None if look is None else {"seconds": look[0], "every": look[1]},
+    }
+
+
+def _paging(pool: int | None, runs: Sequence[Run]) -> dict[str, Any]:
+    """What went between devices and host memory in a run on average, None without a pool."""
+    fields = [dataclasses.asdict(run.traffic) for run in runs]
+    return {"paging": None if pool is None else {name: statistics.fmean(f[name] for f in fields) for name in fields[0]}}
 
 
 def _result(test: Workload, times: Sequence[float], costs: Sequence[Cost], reached: Sequence[Limits]) -> dict[str, Any]:
@@ -196,10 +228,19 @@ def show(console: Console, report: dict[str, Any]) -> None:
         console.print(
             f"{load['sequences']} x {load['context']} tokens: loaded in {load['seconds']:.2f} s, "
             f"first token {load['first_token_seconds']:.2f} s later"
+            + (f"; a pool of {load['pool']}, policy {load['policy']}" if load["pool"] else "")
         )
+    for fill in report["fills"]:
+        told = [f"{fill['sequences']} x {fill['depth']} tokens read at {fill['tokens_per_second']:.0f} tok/s"]
+        if fill["paging"]:
+            told.append(_traffic(fill["paging"]))
+        if fill["look"]:
+            told.append(f"a look at what matters takes {fill['look']['seconds']:.3f} s every {fill['look']['every']}")
+        console.print("; ".join(told))
     table = Table()
     table.add_column("test")
-    for name in ("tok/s", "+-", "ms/step", "GB/s", "of copy", "TFLOP/s", "of products"):
+    paged = any(result["paging"] for result in report["results"])
+    for name in ("tok/s", "+-", "ms/step", "GB/s", "of copy", "TFLOP/s", "of products", *(["paged"] if paged else [])):
         table.add_column(name, justify="right")
     for result in report["results"]:
         of_products = result["of_matmul_rate"]
@@ -212,5 +253,10 @@ def show(console: Console, report: dict[str, Any]) -> None:
             f"{result['of_copy_bandwidth']:.0%}",
             f"{result['flops_per_second'] / 1e12:.2f}",
             "" if of_products is None else f"{of_products:.0%}",
+            *([_traffic(result["paging"])] if result["paging"] else []),
         )
     console.print(table)
+
+
+def _traffic(paging: dict[str, Any]) -> str:
+    return f"{paging['pages_out']:.0f} pages out, {paging['pages_in']:.0f} in, {paging['bytes'] / 1e6:.1f} MB"

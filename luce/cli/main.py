@@ -37,7 +37,9 @@ VERBS = {
         "show what a model file holds and where its layers would go",
         ("placement", "remote", "engine", "pool", "draft"),
     ),
-    "bench": Verb("measure how fast a model runs on this machine", ("placement", "copies", "engine")),
+    "bench": Verb(
+        "measure how fast a model runs on this machine", ("placement", "copies", "engine", "pool", "residency")
+    ),
     "cache": Verb("show and clean the directory that keeps prompts across restarts", ("disk cache",), model=False),
     "pull": Verb("download a model"),
     "shard": Verb("hold layers for a server in another process", model=False),

@@ -167,7 +167,8 @@ class Config:
         "qk",
         choice("qk", "drafter", "lru"),
         "what stays on the devices beside a sequence's first and last tokens: qk (what the newest token would attend "
-        "to), drafter (what a small model attends to when it reads the last tokens), lru (what came last)",
+        "to), drafter (what a small model attends to when it reads the last tokens), lru (as qk, but nothing comes "
+        "back)",
         metavar="POLICY",
         group="residency",
     )

@@ -250,6 +250,10 @@ class Pager:
         if self._host_bytes + over * self._page_bytes <= self._budget:
             self._copy(slot, stay, sorted(movable[over : 2 * over]), held=True)
 
+    def interval(self, length: int) -> int:
+        """Positions between two looks at the scores of a sequence that has so many."""
+        return max(self._tau, length // _HISTORY)
+
     def ahead(self, slot: int, length: int) -> int | None:
         """Most rows that may be verified behind the one at `length`, None if there is no limit."""
         page = PAGE - 1 - length % PAGE
@@ -260,7 +264,7 @@ class Pager:
                 return None
             # The first row of the first page that does not fit is alone: pages are scored behind it.
             return page if entry < self._bound else 0
-        return max(0, min(page, stay.scored + self._interval(length) - length - 1))
+        return max(0, min(page, stay.scored + self.interval(length) - length - 1))
 
     def due(self, slot: int, length: int) -> bool:
         """Whether a sequence of `length` positions ought to be scored again."""
@@ -269,7 +273,7 @@ class Pager:
             return False
         if length < stay.prompt:
             return length == stay.prompt - QUESTION and length != stay.scored
-        return length >= stay.scored + self._interval(length)
+        return length >= stay.scored + self.interval(length)
 
     def rescore(self, slot: int, length: int, tokens: Int32) -> None:
         """Score a sequence of `length` positions, and let the pages be there that matter most."""
@@ -390,9 +394,6 @@ class Pager:
 
     def _stay(self, slot: int) -> _Stay:
         return self._stays.setdefault(slot, _Stay())
-
-    def _interval(self, length: int) -> int:
-        return max(self._tau, length // _HISTORY)
 
     @staticmethod
     def _score(stay: _Stay, entry: int) -> float:

@@ -57,6 +57,19 @@ def test_a_dense_model(host: bool) -> None:
     assert cost.step([Rows(4, 0)], wanted=0).bytes < step.bytes - head[0]
 
 
+def test_a_pool_is_all_that_rows_see() -> None:
+    whole, spec = opened("qwen3-a-MIX", HostDevice())
+    with open_gguf(FILES / "qwen3-a-MIX.gguf") as file:
+        pool = ShardCost(file, spec, range(len(spec.blocks)), HostDevice(), KVTypes("q8_0", "f16"), 512)
+    for rows, position in ((1, 0), (100, 412), (1, 511)):
+        assert pool.step([Rows(rows, position)], 1) == whole.step([Rows(rows, position)], 1)
+    far = pool.step([Rows(1, 9000)], 1)
+    assert far == whole.step([Rows(1, 511)], 1)
+    # Of 64 rows of a block of a prompt each sees the pool; its pages are read once.
+    assert pool.step([Rows(64, 9000)], 0).bytes == whole.step([Rows(64, 448)], 0).bytes
+    assert pool.step([Rows(64, 9000)], 0).flops > whole.step([Rows(64, 448)], 0).flops
+
+
 def test_experts_are_read_as_far_as_rows_choose_them() -> None:
     cost, spec = opened("qwen35moe-a-Q4_0", EmulatedDevice())
     tensors = sizes("qwen35moe-a-Q4_0")

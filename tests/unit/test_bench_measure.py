@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from luce.bench.cost import Rows
-from luce.bench.measure import Stepper, Workload
-from luce.runtime.step import Output, Step
+from luce.bench.measure import Kind, Stepper, Workload
+from luce.engine.loop import Engine
+from luce.engine.residency import KVFlash
+from luce.runtime.step import PAGE, Output, Step
+from tests.support.paging import Asked, Hashed
 from tests.support.scripted_backend import ScriptedBackend
 
 CHUNK = 16
@@ -49,10 +52,91 @@ def test_plans_are_what_runs(test: Workload) -> None:
     stepper = Stepper(backend, CHUNK)
     for _ in range(2):
         ran.clear()
-        assert stepper.run(test) > 0
+        assert stepper.run(test).seconds > 0
         assert ran == test.plan(CHUNK)
     assert sum(span.rows for spans, _ in ran for span in spans) == test.tokens
     assert max(span.position + span.rows for spans, _ in ran for span in spans) == test.context
+
+
+def paged(backend: ScriptedBackend, tau: int = 16) -> Stepper:
+    return Stepper(backend, backend.chunk, KVFlash(Hashed(), 4, tau, 1 << 30))
+
+
+def test_pages_come_and_go_as_in_the_engine() -> None:
+    """A row's token depends on which pages it sees."""
+    sizes = {"chunk": 2 * PAGE, "context": 30 * PAGE, "bound": 9, "slots": 2, "windows": (None, 100)}
+    backend = ScriptedBackend(**sizes)  # type: ignore[arg-type]
+    stepper = paged(backend)
+    depth = 20 * PAGE + 9
+    filled = stepper.fill([0, 1], depth)
+    assert filled.traffic.pages_out > 20 and filled.traffic.pages_in > 0 and filled.traffic.looks == 2
+    for _ in range(100):
+        stepper.decode([0, 1])
+    assert backend.broken is None
+    again = ScriptedBackend(**sizes)  # type: ignore[arg-type]
+    how = KVFlash(Hashed(), 4, 16, 1 << 30)
+    engine = Engine(again, eos=frozenset(), max_queue=4, chunk=again.chunk, kvflash=how)
+    try:
+        for seen in backend._seen:
+            assert Asked(engine, seen[:depth], 100).reply() == seen[depth:]
+        stats = engine.stats().residency
+    finally:
+        engine.close()
+    pager = stepper._pager
+    assert stats is not None and pager is not None
+    # The engine counts what was there at the end of each reply; neither copies what left twice.
+    found = pager.stats()
+    assert (found.outs, found.ins, found.rescored, found.moved_bytes) == (
+        stats.outs,
+        stats.ins,
+        stats.rescored,
+        stats.moved_bytes,
+    )
+
+
+@pytest.mark.parametrize("kind", ["prompt", "decode", "verify", "batch"])
+def test_every_run_begins_with_the_same_pages(kind: Kind) -> None:
+    class Unread(ScriptedBackend):
+        def _forward(self, step: Step) -> Output:
+            return Output(np.zeros(len(step.wanted), np.int32), np.empty((0, self.vocab), np.float32))
+
+    views: list[list[list[int]]] = []
+
+    def hook(step: Step) -> None:
+        view = step.views[0]
+        assert view.count.max() <= 9
+        views[-1].append(view.first[0, : view.count[0]].tolist())
+
+    backend = Unread(chunk=2 * PAGE, context=30 * PAGE, bound=9, slots=2, hook=hook)
+    stepper = paged(backend)
+    views.append([])
+    stepper.fill([0, 1], 20 * PAGE)
+    test = Workload(kind, {"batch": 2, "verify": 3}.get(kind, 100), 20 * PAGE, 100 if kind == "batch" else 1)
+    runs = []
+    for _ in range(3):
+        views.append([])
+        runs.append(stepper.run(test).traffic)
+    # Another prompt brings other pages back.
+    same = slice(0, 1) if kind == "prompt" else slice(None)
+    assert views[1][same] == views[2][same] == views[3][same]
+    if kind == "verify":
+        assert runs[0].pages_out <= 1 and not runs[0].looks
+    else:
+        assert runs[0].pages_out > 1 and runs[0].looks > 0 and runs[0].look_seconds > 0
+    assert len({run.looks for run in runs}) == 1
+    assert len({(run.pages_out, run.pages_in) for run in runs}) == 1 or kind == "prompt"
+
+
+def test_a_look_at_pages() -> None:
+    backend = ScriptedBackend(chunk=2 * PAGE, context=200 * PAGE, bound=9, slots=1)
+    stepper = paged(backend)
+    stepper.fill([0], 9 * PAGE)
+    assert stepper.look(0) is None, "all of it is there"
+    for depth, every in ((10 * PAGE, 16), (150 * PAGE, 150 * PAGE // 45)):
+        stepper.fill([0], depth)
+        look = stepper.look(0)
+        assert look is not None and look[0] > 0 and look[1] == every
+    assert Stepper(ScriptedBackend(chunk=CHUNK), CHUNK).look(0) is None
 
 
 def test_names() -> None:

@@ -54,6 +54,61 @@ def test_two_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert [shard["layers"] for shard in report["loads"][0]["shards"]] == [[0, 1], [2, 7]]
 
 
+def test_a_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts and decoding far beyond it, with what went between devices and host memory for them."""
+    flags = ["--target-devices", "cpu:0,cpu:1", "--chunk", "128", "--kvflash", "512", "--kvflash-tau", "16"]
+    lists = ["-p", "600", "-n", "30", "-d", "0,1000", "--rows", "", "--sequences", "", "-r", "1"]
+    report = run(capsys, *flags, *lists)
+    (load,) = report["loads"]
+    assert (load["pool"], load["policy"]) == (512, "qk")
+    (large,) = report["fills"]
+    assert (large["depth"], large["sequences"]) == (1000, 1)
+    # Of 16 pages there are 8; what came back took the place of others.
+    assert large["paging"]["pages_out"] - large["paging"]["pages_in"] == 16 - 8
+    assert large["look"]["seconds"] > 0 and large["look"]["every"] == 1000 // 45
+    assert large["tokens_per_second"] == 1000 / large["seconds"]
+    for result in report["results"]:
+        paging = result["paging"]
+        far = result["depth"] + result["size"] > 512
+        assert (paging["pages_out"] > 0) == far and (paging["bytes"] > 0) == far
+        # Once at the end of a prompt, and in a reply after 22 tokens.
+        assert paging["looks"] == far
+    first = report["results"][0]["paging"]
+    assert first["pages_out"] - first["pages_in"] == 10 - 8
+
+
+def test_a_pool_for_many(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--target-devices", "cpu:0", "--kvflash", "512", "--kvflash-policy", "lru"]
+    lists = ["-d", "900", "-p", "", "-n", "", "--sequences", "2", "-r", "1"]
+    assert main(["bench", str(MODEL), *flags, *lists]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for expected in (
+        "2 x 932 tokens: loaded in",
+        "a pool of 512, policy lru",
+        "2 x 900 tokens read at",
+        "pages out, 0 in,",
+        "a look at what matters takes",
+        "every 64",
+    ):
+        assert expected in text
+
+
+def test_a_pool_that_is_read_by_a_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = MODEL.parents[2] / "models" / "tiny"
+    flags = ["--kvflash-policy", "drafter", "--kvflash-drafter", str(tiny / "drafter.gguf"), "--kvflash", "512"]
+    rest = ["-d", "0", "-p", "600", "-n", "", "-r", "1", "--target-devices", "cpu:0", "--json"]
+    assert main(["bench", str(tiny / "target.gguf"), *flags, *rest]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["loads"][0]["policy"] == "drafter" and report["results"][0]["paging"]["looks"] == 2
+
+
+def test_no_pool(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run(capsys, "--target-devices", "cpu:0")
+    assert {load["pool"] for load in report["loads"]} == {load["policy"] for load in report["loads"]} == {None}
+    assert {result["paging"] for result in report["results"]} == {None}
+    assert [(fill["depth"], fill["paging"], fill["look"]) for fill in report["fills"]] == [(20, None, None)]
+
+
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(MODEL), *SMALL, "--target-devices", "cpu:0"]) == 0
     text = capsys.readouterr().out
