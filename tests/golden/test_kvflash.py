@@ -16,6 +16,7 @@ import pytest
 import luce
 from luce import api
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.local import LocalShard
 from luce.backend.pool import Wanted
 from luce.draft.drafter import Drafter
 from luce.draft.open import Prepared
@@ -256,20 +257,35 @@ def test_a_restart(name: str, tmp_path: Path) -> None:
     assert again(3, kvflash="1024")[1:] == ("none", 0)
 
 
+def held(model: luce.Model) -> int:
+    """Bytes of keys, values and states."""
+    arrays = {}
+    for shard in model._backend.shards:
+        assert isinstance(shard, LocalShard)
+        for block in shard._blocks.values():
+            arrays.update({id(array): array for array in vars(block.mixer.state).values() if hasattr(array, "nbytes")})
+    return sum(array.nbytes for array in arrays.values())
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_memory_does_not_grow_with_the_context(name: str) -> None:
+def test_memory_does_not_grow_with_the_context(name: str, tmp_path: Path) -> None:
+    """Sixteen times as much context, and once a text of that length."""
     reference = Reference(name)
-    states: list[int] = []
-    free: list[int] = []
-    for context in (256, 4096):
-        for kvflash, sizes in (("512", states), ("off", free)):
-            with load(reference.path, kvflash=kvflash, max_ctx=context) as model:
-                sizes.append(sum(shard["state"] for shard in model.placement))
-    assert free[1] > 2 * free[0]
-    # A context of 256 is too short for a pool, and has no more pages than it.
-    assert states[0] <= states[1]
-    with load(reference.path, kvflash="512", max_ctx=512) as model:
-        assert sum(shard["state"] for shard in model.placement) == states[1]
+    path = changed(reference.path, tmp_path / "long.gguf", context_length=8192)
+    pool, whole, planned = [], [], []
+    for context in (512, 8192):
+        with load(path, kvflash="off", max_ctx=context) as model:
+            whole.append(held(model))
+        with load(path, kvflash="512", max_ctx=context) as model:
+            pool.append(held(model))
+            planned.append(model.placement)
+            if name == "qwen35-a-F32":
+                assert len(ask(model, prompt(reference, context - 100), 90)) == 90
+                assert held(model) == pool[-1]
+                stats = residency(model)
+                assert (stats.bound, stats.outs - stats.ins) == (8, (context - 512) // PAGE)
+    assert pool[0] == pool[1] and planned[0] == planned[1]
+    assert whole[1] > 4 * whole[0] and whole[0] >= pool[0]
 
 
 def test_the_size_that_auto_finds(caplog: pytest.LogCaptureFixture) -> None:
