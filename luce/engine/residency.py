@@ -421,10 +421,18 @@ class Pager:
             pages = [self._pool.entries(slot, entry, entry + 1)[0] for entry in batch]
             segment = Segment(self._backend.save(None, self._only(pages), held=held), len(batch))
             self._copies += len(batch)
-            if held:
-                stay.copying.add(segment)
-            for index, entry in enumerate(batch):
-                self._remember(stay, entry, segment, index)
+            for index, (entry, page) in enumerate(zip(batch, pages, strict=True)):
+                for each in (stay, *self._sharing(slot, entry, page)):
+                    self._remember(each, entry, segment, index)
+                    if held:
+                        each.copying.add(segment)
+
+    def _sharing(self, slot: int, entry: int, page: int) -> Iterator[_Stay]:
+        """The others that hold a page as the same entry, and know no copy of it."""
+        for other, stay in self._stays.items():
+            theirs = self._pool.entries(other, entry, entry + 1) if entry < self._pool.high(other) else []
+            if other != slot and theirs == [page] and entry not in stay.host:
+                yield stay
 
     def _in(self, slot: int, stay: _Stay, entries: Sequence[int]) -> None:
         if not entries:

@@ -157,6 +157,28 @@ def test_a_conversation_goes_on_behind_what_is_known_of_it() -> None:
         assert len(text) > 2 * BOUND * PAGE
 
 
+def test_sequences_share_the_pages_of_a_long_prefix() -> None:
+    (text,) = prompts(12, 1)
+    text = np.resize(text, 25 * PAGE).tolist()
+    asked = [[*text, *np.resize([i, 5, 2, i], PAGE + 40 * i).tolist()] for i in range(3)]
+    expected = []
+    for prompt in asked:
+        with running(cache_bytes=1 << 30) as (engine, _):
+            Asked(engine, text, 1).reply()
+            expected.append(Asked(engine, prompt, 150).reply())
+    used: list[int] = []
+    with running(cache_bytes=1 << 30) as (engine, backend):
+        Asked(engine, text, 1).reply()
+        before = residency(engine)
+        backend.hook = lambda step: used.append(engine.stats().pages_used if len(step.spans) == 3 else 0)
+        sequences = [Asked(engine, prompt, 150) for prompt in asked]
+        assert [sequence.reply() for sequence in sequences] == expected
+        assert [sequence.cached for sequence in sequences] == [len(text)] * 3
+        stats = residency(engine)
+        assert 0 < max(used) < 3 * BOUND
+        assert stats.copies - before.copies < stats.outs - before.outs
+
+
 @contextmanager
 def disk(directory: Path, policy: Policy, windows: tuple[int | None, ...]) -> Iterator[Engine]:
     """An engine that starts anew over a directory; all is written when it ends."""

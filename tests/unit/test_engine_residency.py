@@ -385,6 +385,49 @@ def test_a_sequence_goes_on_in_another_slot(reads: bool, extra: int) -> None:
     bench.write(1, 100 if extra else 1)
 
 
+@pytest.mark.parametrize("budget", [1 << 40, 3 * 8 * PAGE])
+def test_a_page_that_two_hold_is_copied_once(budget: int) -> None:
+    policy = Told()
+    bench = Bench(8, policy=policy, budget=budget)
+    bench.write(0, 8 * PAGE)
+    bench.group.resume(1, 8 * PAGE, bench.group.held(0))
+    assert bench.group.free == bench.group.total - 8
+    bench.length[1] = 8 * PAGE
+    bench.look = lambda slot, entry, page: None  # type: ignore[method-assign]
+    policy.look = bench.look
+
+    def sees(slot: int) -> None:
+        """Shared pages have what the first sequence wrote."""
+        for entry in bench.group.present(slot):
+            (page,) = bench.group.entries(slot, entry, entry + 1)
+            begin = entry * PAGE + (0 if entry < 8 else slot * CONTEXT)
+            assert (bench.pool.k[page * PAGE : (page + 1) * PAGE, 0] == begin + np.arange(PAGE)).all()
+
+    bench.check = sees  # type: ignore[method-assign]
+    policy.next = np.zeros(64, np.float32)
+    for slot in (0, 1):
+        bench.pager.rescore(slot, 8 * PAGE, bench.tokens(slot))
+    for _ in range(3):
+        for slot in (0, 1):
+            bench.write(slot, PAGE)
+    stats = bench.pager.stats()
+    assert stats.outs == 6 and stats.host_bytes <= budget
+    if budget > 1 << 20:
+        # Three of the pages that both had, and one of them ahead; then the pages are each one's own.
+        assert (stats.copies, stats.host, stats.host_bytes) == (4, 8, 4 * 8 * PAGE)
+        policy.next = -np.arange(64, dtype=np.float32)
+        for slot in (1, 0):
+            bench.rescore(slot)
+            assert 1 in bench.group.present(slot)
+        # Of 6, 7 and 8, which both let go, only 8 is not the same page.
+        assert bench.pager.stats().copies == 4 + 2 + 2
+    for slot in (0, 1):
+        bench.pager.release(slot)
+        bench.pages.release(slot)
+        assert bench.group.free == (bench.group.total if slot else bench.group.total - len(bench.group.held(1)))
+    assert bench.pager.stats().host_bytes == 0
+
+
 def test_without_a_snapshot_the_newest_pages_are_there() -> None:
     bench = Bench(9)
     assert list(bench.pager.absent(9 * PAGE, None)) == []
