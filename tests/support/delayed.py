@@ -1,7 +1,7 @@
 """Devices whose work is only queued: a run picks which stream goes on next, so that a missing wait shows.
 
-Streams of two devices hold closures, and events order them as on GPUs. `run` takes the next closure of a random stream
-that does not wait, until all are done: every order that the events allow may occur.
+Streams of two devices hold closures, and events order them as on GPUs. `run` takes the next closure of a stream that
+does not wait, until all are done: every order that the events allow may occur, and some streams lag far behind.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from luce.runtime.device import Array, CopyStream, Event
 from luce.runtime.host import HostDevice
+
+# How often another stream goes first.
+_CHANGE = 0.1
 
 
 class World:
@@ -32,12 +35,15 @@ class World:
 
     def run(self, until: DelayedEvent | None = None) -> None:
         """Work until an event has happened, or until nothing is left."""
+        order = self._random.sample(self._streams, len(self._streams))
         while until is None or not until.done:
-            ready = [s for s in self._streams if s and not (isinstance(s[0], tuple) and not s[0][1].done)]
-            if not ready:
+            if self._random.random() < _CHANGE:
+                self._random.shuffle(order)
+            ready = (s for s in order if s and not (isinstance(s[0], tuple) and not s[0][1].done))
+            if (stream := next(ready, None)) is None:
                 assert not any(self._streams) and until is None, "streams wait for each other"
                 return
-            item = self._random.choice(ready).popleft()
+            item = stream.popleft()
             if isinstance(item, DelayedEvent):
                 item.done = True
             elif not isinstance(item, tuple):
