@@ -84,6 +84,21 @@ def test_company_changes_nothing(policy: type[Age], seed: int) -> None:
         assert (stats.host, stats.host_bytes, stats.resident) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("chunk", [PAGE // 2, PAGE, 5 * PAGE])
+def test_prompts_about_as_long_as_the_pool(chunk: int) -> None:
+    """By age, a row sees the first page and the newest ones, as many as there may be."""
+    edges = [BOUND * PAGE + extra for extra in (-PAGE - 1, -PAGE, -PAGE + 1, -1, 0, 1, PAGE - 1, PAGE, PAGE + 1)]
+    asked = [np.resize([1, 2, 5, 0, 3, 1], length).tolist() for length in (*edges, 2 * BOUND * PAGE, 40 * PAGE - 1)]
+    with running(Age(), chunk=chunk) as (engine, backend):
+        sequences = [Asked(engine, prompt, 2 * PAGE) for prompt in asked]
+        for prompt, sequence in zip(asked, sequences, strict=True):
+            history = list(prompt)
+            for _ in range(2 * PAGE):
+                missing = range(1, -(-len(history) // PAGE) - BOUND + 1)
+                history.append(int(backend.logits(history, missing).argmax()))
+            assert sequence.reply() == history[len(prompt) :]
+
+
 def test_pages_stay_until_they_are_copied() -> None:
     asked = prompts(9)
     expected = alone(asked, 100, cache_bytes=1 << 30)

@@ -223,6 +223,19 @@ def test_scores_decide_who_leaves_and_who_comes_back() -> None:
     assert bench.group.present(0) == [0, 1, 3, 8, 9, 10, 11], "the lowest score leaves; newer pages have none yet"
 
 
+def test_of_pages_that_matter_alike_those_stay_that_are_there_then_the_newer_ones_come() -> None:
+    policy = Told()
+    bench = Bench(7, policy=policy)
+    for _ in range(10):
+        bench.write(0, PAGE)
+    policy.next = np.zeros(10, np.float32)
+    bench.rescore(0)
+    assert bench.group.present(0) == [0, 4, 5, 6, 7, 8, 9] and bench.pager.stats().ins == 0
+    policy.next = np.array([0, 1, 1, 1, 0, 5, 0, 5, 0, 0], np.float32)
+    bench.rescore(0)
+    assert bench.group.present(0) == [0, 2, 3, 5, 7, 8, 9]
+
+
 def test_a_page_is_copied_once() -> None:
     policy = Told()
     bench = Bench(6, policy=policy)
