@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 import luce
+from luce.gguf.reader import open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
 from tests.support.daemons import HERE
+from tests.support.made_drafts import MadeDraft
 from tools.bench_retrieval import Case, cases, recalled
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -61,6 +65,18 @@ def test_replies_are_the_same(by_queries: list[tuple[bool, list[int]]], settings
     with opened("qk", **settings) as model:
         found = list(recalled(model, some(model)))
     assert found == [by_queries[number] for number in SOME]
+
+
+def test_replies_are_the_same_with_a_tree_of_guesses(by_queries: list[tuple[bool, list[int]]], tmp_path: Path) -> None:
+    """Of a DFlash draft, whatever it guesses."""
+    with open_gguf(TINY / "target.gguf") as file:
+        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+    made = MadeDraft.random(1, hidden=spec.hidden, vocab_size=spec.vocab, dflash__mask_token_id=5)
+    with opened("qk", draft=str(made.write(tmp_path / "draft.gguf")), ddtree=True, verify_width=16) as model:
+        found = list(recalled(model, some(model)[:2]))
+        draft = model.engine.stats().draft
+        assert draft is not None and draft.state == "on" and draft.proposed > 20
+    assert found == [by_queries[number] for number in SOME[:2]]
 
 
 def test_a_drafter_brings_back_what_is_asked_for() -> None:
