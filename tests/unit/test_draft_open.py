@@ -153,7 +153,6 @@ def undrafted(**settings: Any) -> str:
     [
         ({"draft": "nowhere.gguf"}, "nowhere.gguf: No such file"),
         ({"draft": "mtp"}, "--draft mtp: has no block"),
-        ({"draft": str(TARGET.path), "draft_device": "cuda:77"}, "cuda:77"),
     ],
 )
 def test_replies_go_on_without_a_missing_draft(
@@ -186,6 +185,7 @@ def test_flags_that_are_wrong_end_the_start() -> None:
     for settings, message in (
         ({"draft": str(TARGET.path), "draft_swa": 9}, "--draft-swa: .* is no DFlash draft"),
         ({"draft": str(TARGET.path), "ddtree": True}, "--ddtree: .* is no DFlash draft"),
+        ({"draft": str(TARGET.path), "draft_device": "cuda:77"}, "cuda:77"),
     ):
         with pytest.raises(UsageError, match=message):
             luce.load(TARGET.path, target_devices="cpu:0", max_ctx=256, **settings)
