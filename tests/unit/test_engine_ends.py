@@ -248,7 +248,7 @@ def test_close_ends_what_runs_and_what_waits() -> None:
     runs, ticket = submit(made, max_tokens=None)
     gate.wait()
     waits, _ = submit(made)
-    closing = threading.Thread(target=made.close)
+    closing = threading.Thread(target=made.close, daemon=True)
     closing.start()
     while not made._intake.closing:
         time.sleep(0.001)
