@@ -6,11 +6,15 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.support.emulated import EmulatedDevice
 
 # Nothing that a test computes lands in the user's cache directory, nor comes from there.
 os.environ["LUCE_KV_CACHE_DIR"] = "off"
+# How long an example takes says how loaded the machine is.
+settings.register_profile("luce", deadline=None)
+settings.load_profile("luce")
 
 
 @pytest.fixture(params=[32, 64], ids="{} lanes".format)

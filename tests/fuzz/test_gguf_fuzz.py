@@ -94,7 +94,7 @@ def mutations(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(data=mutations())
 def test_mutated_bytes(path: Path, data: bytes) -> None:
     attempt(path, data)
@@ -136,7 +136,7 @@ TENSORS = st.lists(
 COUNTS = st.one_of(st.none(), st.none(), NUMBERS)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(
     keys=KEYS,
     tensors=TENSORS,
@@ -160,13 +160,13 @@ def test_mutated_structure(
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.binary(max_size=200))
 def test_random_bytes_behind_a_valid_start(path: Path, data: bytes) -> None:
     attempt(path, SAMPLE[:8] + data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(number=st.one_of(st.integers(0, 2), NUMBERS), count=st.one_of(st.integers(0, 3), NUMBERS), total=NUMBERS)
 def test_split_keys(path: Path, number: int, count: int, total: int) -> None:
     keys = [

@@ -143,12 +143,16 @@ def sampled(**settings: Any) -> tuple[list[list[int]], EngineStats]:
         return [[token.id for token in generation if token.id >= 0] for generation in running], model.engine.stats()
 
 
-def test_sampled_replies_are_those_of_plain_decoding() -> None:
-    expected, _ = sampled(target_devices="cpu:0", parallel=1)
-    for settings in PLACES.values():
-        found, stats = sampled(parallel=4, draft=PAIRS["trained model"].draft, **settings)
-        assert found == expected
-        assert stats.draft is not None and 0 < stats.draft.accepted < stats.draft.proposed
+@pytest.fixture(scope="module")
+def sampled_plainly() -> list[list[int]]:
+    return sampled(target_devices="cpu:0", parallel=1)[0]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_sampled_replies_are_those_of_plain_decoding(sampled_plainly: list[list[int]], place: str) -> None:
+    found, stats = sampled(parallel=4, draft=PAIRS["trained model"].draft, **PLACES[place])
+    assert found == sampled_plainly
+    assert stats.draft is not None and 0 < stats.draft.accepted < stats.draft.proposed
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ MESSAGE = st.fixed_dictionaries(
 def test_no_body_gives_a_500() -> None:
     bodies: list[tuple[str, bytes]] = []
 
-    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @settings(max_examples=250, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
     @given(
         st.sampled_from([CHAT, "/v1/completions"]),
         st.lists(MESSAGE, max_size=3) | JSON,

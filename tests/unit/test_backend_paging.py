@@ -163,7 +163,7 @@ def test_what_comes_back_is_what_left(name: str, types: str) -> None:
     k, v = types.split()
     with opened(name, KVTypes(k, v), 2) as backend:
 
-        @settings(max_examples=15, deadline=None)
+        @settings(max_examples=15)
         @given(moves=MOVES, seed=st.integers(0, 1 << 32))
         def traffic(moves: list[tuple[int, int, int]], seed: int) -> None:
             shards = Shards(backend, seed)
@@ -200,7 +200,7 @@ class Queued(Shards):
             self.world.run(self.device.record())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(moves=MOVES, seed=st.integers(0, 1 << 32))
 def test_copies_and_steps_wait_for_each_other(moves: list[tuple[int, int, int]], seed: int) -> None:
     with opened("qwen35-a-F32", KVTypes("auto", "auto"), 1) as backend:

@@ -105,7 +105,7 @@ def test_sizes(spans: list[int], pages: int) -> None:
         assert ends == spans[last.slot] or (ends % PAGE == 0 and spans[last.slot] - ends > 16)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 6), st.booleans()), min_size=1, max_size=4),
     pages=st.integers(1, 3),

@@ -28,7 +28,7 @@ def write(path: Path, arrays: list[np.ndarray]) -> tuple[PartReader, bytes]:  # 
     return PartReader(path.parent, info), data
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_what_is_written_is_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     arrays = []
@@ -61,7 +61,7 @@ def test_noise_grows_by_nothing_to_speak_of(tmp_path: Path) -> None:
     reader.close()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_found(place: float, bit: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("parts") / "part"
@@ -99,7 +99,7 @@ def test_changes_that_leave_the_sums_as_they_are_are_found(tmp_path: Path) -> No
     reader.close()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.binary(max_size=40))
 def test_sums_of_words(data: bytes) -> None:
     padded = data + bytes(-len(data) % 8)

@@ -253,7 +253,7 @@ def test_a_copy_that_fails_costs_the_cache_only(verb: str, monkeypatch: pytest.M
         assert r.engine.stats().pages_used == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_traffic_gives_the_replies_of_an_engine_without_a_cache(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from([FREE, *EXACT]))

@@ -262,7 +262,7 @@ def test_another_layout_is_a_miss_and_stays(tmp_path: Path, caplog: pytest.LogCa
     assert set(files(tmp_path)) >= set(before)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_is_a_miss(data: st.DataObject, tmp_path: Path) -> None:
     """Any file, any byte: never a wrong token, never an error, and the next start is clean."""

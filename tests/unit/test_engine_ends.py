@@ -328,7 +328,7 @@ clients = st.lists(
 
 
 @given(clients=clients, failures=st.sets(st.integers(1, 30), max_size=2), slots=st.integers(1, 3))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_any_clients_get_one_last_event_each(clients: list[Client], failures: set[int], slots: int) -> None:
     number = 0
 

@@ -78,12 +78,11 @@ class Account(RuleBasedStateMachine):
         assert self.pages.used == sum(len(g.held(s)) for g in self.pages.groups for s in range(SLOTS))
 
 
-Account.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+Account.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestAccount = Account.TestCase
 
 
 @given(order=st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=60))
-@settings(deadline=None)
 def test_pages_of_a_sequence_are_consecutive_where_each_has_its_share(order: list[int]) -> None:
     pages = Pages((SLOTS * 10,), (None,), slots=SLOTS, context=10 * PAGE, chunk=CHUNK)
     done = dict.fromkeys(range(SLOTS), 0)

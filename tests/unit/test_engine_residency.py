@@ -154,7 +154,7 @@ class Bench:
         assert protected <= seen
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     bound=st.integers(SINK + TAIL + 2, 12),
     moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(1, 500)), max_size=60),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -156,7 +156,6 @@ def test_picking_never_takes_what_has_no_mass() -> None:
     values=st.lists(st.integers(-20, 20), min_size=1, max_size=700),
     share=st.floats(0, 1),
 )
-@settings(deadline=None)
 def test_largest_equals_a_full_sort(values: list[int], share: float) -> None:
     array = np.array(values, np.float32)
     k = max(1, int(share * len(values)))
@@ -180,7 +179,6 @@ def test_largest_of_a_real_vocabulary(k: int) -> None:
     presence=st.sampled_from([-0.5, 0.0, 1.1]),
     bias=st.dictionaries(st.integers(0, 29), st.floats(-50, 50), max_size=4),
 )
-@settings(deadline=None)
 def test_bias_and_penalties_equal_the_textbook(
     seed: int,
     prompt: list[int],

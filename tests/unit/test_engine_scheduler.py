@@ -78,7 +78,6 @@ def rows(plan: Plan | None) -> dict[Sequence, int]:
 
 
 @given(budget=st.integers(1, 60), demands=st.lists(st.integers(1, 40), min_size=1, max_size=12))
-@settings(deadline=None)
 def test_fair_shares_equal_dealing_row_by_row(budget: int, demands: list[int]) -> None:
     dealt = [0] * len(demands)
     for _ in range(min(budget, sum(demands))):
@@ -269,7 +268,7 @@ arrivals = st.lists(
 
 @pytest.mark.parametrize("windows", [(None,), (None, 40), (70,), ()], ids=str)
 @given(arrivals=arrivals, failures=st.sets(st.integers(0, 40), max_size=2), scarce=st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_any_arrivals_leave_nothing_and_do_not_change_replies(
     windows: tuple[int | None, ...], arrivals: list[Arrival], failures: set[int], scarce: bool
 ) -> None:

@@ -154,7 +154,7 @@ def test_sampled_replies_are_those_of_plain_decoding(params: dict[str, Any], wid
     assert accepted > steps or not width
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_sequences_share_the_rows(data: st.DataObject) -> None:
     backend = ScriptedBackend(slots=data.draw(st.integers(1, 5)), chunk=16, recurrent=data.draw(st.booleans()))

@@ -180,7 +180,7 @@ def test_the_reply_is_that_of_plain_decoding(wrong: Callable[[int], bool], recur
         assert accepted > steps and proposed > 10 * steps and len(backend.moved) > steps // 8
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_sequences_share_the_rows(data: st.DataObject) -> None:
     recurrent = data.draw(st.booleans())

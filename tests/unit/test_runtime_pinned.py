@@ -50,7 +50,7 @@ def settled(pool: PinnedPool) -> None:
         time.sleep(0.001)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * SLAB)), max_size=40))
 def test_pieces_do_not_overlap(work: list[tuple[bool, int]]) -> None:
     pool, held = PinnedPool(Pins(), SLAB), list[tuple[int, NDArray[np.uint8]]]()

@@ -101,7 +101,7 @@ def test_contents_of_any_kind_keep_their_text_and_the_structure(chat: ChatFormat
     tokenizer = Tokenizer(KEYS)
     parts = ["<|s|>", "<|e|>", "<bos>", "<", "|", "s", "|>", "e", ">", "\ue000", "\ue001", " "]
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.lists(st.sampled_from(parts)).map("".join))
     def check(content: str) -> None:
         ids = chat.prompt([user(content)])

@@ -15,7 +15,7 @@ from tests.support.vocabulary import NAMES, byte_level, metadata, sentencepiece
 def test_any_ids_give_the_text_of_all_their_bytes(name: str) -> None:
     tokenizer = Tokenizer(metadata(name))
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(st.lists(st.integers(0, tokenizer.vocab - 1), max_size=30))
     def check(ids: list[int]) -> None:
         detokenizer = Detokenizer(tokenizer)
@@ -25,7 +25,6 @@ def test_any_ids_give_the_text_of_all_their_bytes(name: str) -> None:
     check()
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_any_bytes_are_decoded_as_a_whole_would_be(data: bytes) -> None:
     detokenizer = Detokenizer(TOKENIZER)

@@ -30,7 +30,7 @@ STOPS = st.lists(st.text("abé", min_size=1, max_size=4), max_size=4)
 TOKENS = st.lists(st.sampled_from([*IDS.values(), *"é".encode()]), max_size=12)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(TOKENS, STOPS)
 def test_every_chunking_gives_what_a_search_of_the_whole_gives(tokens: list[int], stops: list[str]) -> None:
     reply = ReplyText(TOKENIZER, stops)
@@ -39,7 +39,7 @@ def test_every_chunking_gives_what_a_search_of_the_whole_gives(tokens: list[int]
     assert (text, reply.stopped) == search(whole, stops)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(st.sampled_from(list(IDS.values())), max_size=12), STOPS)
 def test_only_the_beginning_of_a_stop_string_is_held_back(tokens: list[int], stops: list[str]) -> None:
     reply, shown, whole = ReplyText(TOKENIZER, stops), "", ""

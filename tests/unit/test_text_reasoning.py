@@ -30,7 +30,7 @@ def parts(text: str, *, inside: bool) -> tuple[str, str]:
     return ("", unfinished[1]) if unfinished else (text, "")
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(PIECES, st.booleans())
 def test_every_chunking_gives_what_a_search_of_the_whole_gives(pieces: list[str], inside: bool) -> None:
     splitter = ReasoningSplitter(MARKERS, inside=inside)

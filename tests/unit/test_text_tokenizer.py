@@ -165,7 +165,7 @@ def test_byte_level_vocabularies_agree_with_textbook_bpe(pre: str) -> None:
     several = ["'s", "'T", "'rE", "'ve", "'M", "'ll", "'D", "'ſ", "12", "345", "6789", "  ", "   ", " '", "\r\n", " \n"]
     ids, rank = tables(keys)
 
-    @settings(max_examples=250, deadline=None)
+    @settings(max_examples=250)
     @given(st.lists(st.sampled_from([*ALPHABET, *several]), max_size=30).map("".join))
     def check(text: str) -> None:
         assert tokenizer.encode(text, specials=False) == byte_pair_ids(ids, rank, text, pre)
@@ -188,7 +188,7 @@ def test_sentencepiece_vocabularies_agree_with_the_textbook(prefix: bool) -> Non
     keys = sentencepiece({word: -float(i) for i, word in enumerate(words)}, add_space_prefix=prefix)
     tokenizer = Tokenizer(keys)
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=400)
     @given(st.text("ab é日\n€", max_size=24))
     def check(text: str) -> None:
         ids = tokenizer.encode(text, specials=False)
@@ -213,7 +213,7 @@ def test_decoding_what_was_encoded_gives_the_text(name: str) -> None:
     anything = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=excluded))
     stable = st.text("eaoE\u0301\u0300\u0323\u0327éÅ\u212bΩ\u2126가각ᄀ\u1161\u11a8日本🙂\0 \n\t")
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(stable if nfc(name) else anything)
     def check(text: str) -> None:
         ids = tokenizer.encode(text, specials=False)
