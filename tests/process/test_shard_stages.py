@@ -165,7 +165,7 @@ def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     caplog.get_records("call").clear()
     gc.collect()
     assert not children()
-    assert descriptors() == open_before and threading.active_count() == threads
+    assert descriptors() == open_before and threading.active_count() <= threads
 
 
 def reply(model: Model, turned: int = 0) -> list[int]:
