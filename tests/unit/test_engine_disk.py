@@ -25,6 +25,7 @@ from luce.cache.fingerprint import Fingerprint
 from luce.engine.loop import Engine
 from luce.errors import BackendError
 from luce.runtime.step import PAGE
+from tests.support.daemons import within
 from tests.support.scripted_backend import ScriptedBackend
 from tests.unit.test_engine_cache import EXACT, FREE, Rig, finish, ids
 
@@ -70,10 +71,8 @@ def tier(r: Rig) -> DiskTier:
 
 def wait_for(r: Rig, snapshots: int) -> None:
     """Until so many are written, or are not going to be."""
-    end = time.monotonic() + 60
-    while (stats := tier(r).stats).saves + stats.skipped + stats.failures < snapshots:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    stats = tier(r).stats
+    assert within(60, lambda: stats.saves + stats.skipped + stats.failures >= snapshots)
 
 
 def files(directory: Path) -> list[Path]:
