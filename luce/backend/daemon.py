@@ -198,9 +198,8 @@ class _Session:
     def sign(self) -> Pong:
         """What it is at. Any thread may ask."""
         now, queued = self._now, len(self._running)
-        oldest: _Asked | None = None
         try:
-            oldest = self._running[0][2]
+            oldest: _Asked | None = self._running[0][2]
         except IndexError:
             oldest = now
         if oldest is None:

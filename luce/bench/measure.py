@@ -121,14 +121,7 @@ class Stepper:
     def __init__(self, backend: Backend, chunk: int, kvflash: KVFlash | None = None) -> None:
         self._backend = backend
         self._chunk = chunk
-        self._pages = Pages(
-            backend.pages,
-            backend.windows,
-            slots=backend.slots,
-            context=backend.context,
-            chunk=chunk,
-            bound=backend.bound,
-        )
+        self._pages = Pages.over(backend, chunk)
         self._pager = None if kvflash is None else Pager.over(backend, self._pages.groups, kvflash, chunk)
         self._random = np.random.default_rng(0)
         self._texts = np.zeros((backend.slots, backend.context + 1), np.int32)

@@ -27,7 +27,17 @@ class Verb:
 
 
 RUNTIME = (
-    *("placement", "copies", "remote", "engine", "pool", "residency", "draft", "cache", "disk cache", "limits", "text"),
+    "placement",
+    "copies",
+    "remote",
+    "engine",
+    "pool",
+    "residency",
+    "draft",
+    "cache",
+    "disk cache",
+    "limits",
+    "text",
 )
 VERBS = {
     "serve": Verb("serve a model over HTTP", (*RUNTIME, "sampling", "server", "log")),

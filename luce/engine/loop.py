@@ -115,15 +115,7 @@ class Engine:
         self._slots = backend.slots
         self._max_queue_seconds = max_queue_seconds
         self._timeout = timeout
-        self._pages = Pages(
-            backend.pages,
-            backend.windows,
-            slots=backend.slots,
-            context=backend.context,
-            chunk=chunk,
-            bound=backend.bound,
-            branch_pages=backend.branch_pages,
-        )
+        self._pages = Pages.over(backend, chunk)
         self._pager = None if kvflash is None else Pager.over(backend, self._pages.groups, kvflash, chunk)
         self._context = self._pages.longest
         #: belongs to the engine's thread, but for what it says that any thread may call

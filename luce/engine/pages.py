@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
+from luce.backend.backend import Backend
 from luce.backend.plan import pages_for
 from luce.runtime.step import PAGE, Int32, PageView
 
@@ -305,6 +306,19 @@ class Pages:
         )
         #: most positions of one sequence, be the context as long as it may
         self.longest = min([context, *(group.longest for group in self.groups)])
+
+    @classmethod
+    def over(cls, backend: Backend, chunk: int) -> Pages:
+        """The pages that a backend has."""
+        return cls(
+            backend.pages,
+            backend.windows,
+            slots=backend.slots,
+            context=backend.context,
+            chunk=chunk,
+            bound=backend.bound,
+            branch_pages=backend.branch_pages,
+        )
 
     @property
     def total(self) -> int:

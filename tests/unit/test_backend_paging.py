@@ -49,9 +49,7 @@ class Shards:
         self.backend = backend
         assert backend.bound is not None
         self.bound = backend.bound
-        self.pages = Pages(
-            backend.pages, backend.windows, slots=SLOTS, context=CONTEXT, chunk=CHUNK, bound=backend.bound
-        )
+        self.pages = Pages.over(backend, CHUNK)
         number = backend.windows.index(None)
         self.group = self.pages.groups[number]
         how = KVFlash(Random(seed), 4, 64, 1 << 40)
