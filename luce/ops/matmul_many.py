@@ -67,18 +67,19 @@ def matmul_many(device: Device, x: Array, weight: Weight, out: Array) -> None:
     made = halves(device, x) if any(part.type != _T.F32 for part in weight.parts) else None
     packed: list[WeightPart] = []
     for part in weight.parts:
-        to = out[:, part.first : part.first + part.rows]
+        if made is not None and blas and part.type not in (_T.F32, _T.F16):
+            packed.append(part)
+            continue
+        to = _columns(out, part.first, part.first + part.rows)
         if made is None or part.type == _T.F32:
             if blas:
                 device.gemm(x, part.data.view(np.float32), to)
             else:
                 _tiles(device, x, None, part, cols, to)
-        elif not blas:
-            _tiles(device, made.values, made.scale, part, cols, to)
-        elif part.type == _T.F16:
+        elif blas:
             _multiply(device, made, part.data.view(np.float16), to)
         else:
-            packed.append(part)
+            _tiles(device, made.values, made.scale, part, cols, to)
     if made is not None and packed:
         _multiply_packed(device, made, packed, weight, out)
 
@@ -86,9 +87,14 @@ def matmul_many(device: Device, x: Array, weight: Weight, out: Array) -> None:
 def _multiply(device: Device, x: Halves, weight: Array, out: Array) -> None:
     """out = x weight^T by the BLAS library; weight float16 [rows, cols]."""
     n, rows = out.shape
-    device.gemm(x.values[:, : weight.shape[1]], weight, out)
+    device.gemm(_columns(x.values, 0, weight.shape[1]), weight, out)
     args = (out, x.scale, np.int32(rows), np.int64(out.strides[0] // 4))
     device.launch("half", "rescale_rows", (n,), (_ROW_THREADS,), args)
+
+
+def _columns(array: Array, begin: int, end: int) -> Array:
+    """array[:, begin:end], itself where that is all of it: CuPy takes microseconds for a view."""
+    return array if not begin and end == array.shape[1] else array[:, begin:end]
 
 
 def _multiply_packed(device: Device, x: Halves, parts: list[WeightPart], weight: Weight, out: Array) -> None:
@@ -97,12 +103,12 @@ def _multiply_packed(device: Device, x: Halves, parts: list[WeightPart], weight:
     # Slices that begin at odd features cost the library its fast kernels: 8.5 ms instead of 1.2 (H200, 2048 rows).
     most = max(1, _BUFFER // (2 * cols * TILE_FEATURES)) * TILE_FEATURES
     kept = weight.halves
-    size = 0 if kept is not None else min(most, sum(part.rows for part in parts))
-    buffer = device.empty((size, cols), np.float16)
+    size = min(most, sum(part.rows for part in parts))
+    buffer = device.empty((size, cols), np.float16) if kept is None else kept
 
     def multiply(begin: int, end: int) -> None:
-        own = buffer[: end - begin] if kept is None else kept[begin:end]
-        _multiply(device, x, own, out[:, begin:end])
+        own = buffer[: end - begin] if kept is None else buffer[begin:end]
+        _multiply(device, x, own, _columns(out, begin, end))
 
     begin = end = parts[0].first  # features of the slice
     for part in parts:
