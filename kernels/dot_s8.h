@@ -8,7 +8,8 @@
 //
 // 32 neighbouring threads, a worker, take one chain of 16 weight rows, a tile. With luce_dot4 a thread has two rows and
 // one set. Many rows of x go to tensor cores where the target has them.
-#pragma once
+#ifndef DOT_S8_H
+#define DOT_S8_H
 #include "mma.h"
 #include "quants_s8.h"
 #include "reduce.h"
@@ -318,3 +319,5 @@ LUCE_FN float chain_sum(const float* partial, int bits, int step) {
     for (int chain = 1; chain < 1 << bits; chain++) sum += partial[chain * step];
     return sum;
 }
+
+#endif

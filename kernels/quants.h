@@ -9,7 +9,8 @@
 //
 // Formats as in the gguf package, and exactly its float32 values for finite scales: each scale times its integers has at
 // most 24 significant bits, so these products are exact, and fused with an addition they give the same value.
-#pragma once
+#ifndef QUANTS_H
+#define QUANTS_H
 #include "gpu.h"
 
 // The numbers are GGUF's.
@@ -363,3 +364,5 @@ LUCE_FN void unpack(const u8* __restrict__ row, int unit, int left, float* __res
 #pragma unroll
     for (int run = 0; run < RUNS; run++) unpack_run(packed, unit, run, w + run * RUN);
 }
+
+#endif

@@ -5,7 +5,8 @@
 //   w[c] = scale * q[c] - minimum
 // with a scale and a minimum per group, exactly as quants.h has it: where q is the file's number times a power of two,
 // the scale has the inverse.
-#pragma once
+#ifndef QUANTS_S8_H
+#define QUANTS_S8_H
 #include "quants.h"
 
 #define UNIT_COLS 256
@@ -275,3 +276,5 @@ LUCE_FN float group_minimum(const UnitScales& s, int group) {
     return 0.0f;
 #endif
 }
+
+#endif

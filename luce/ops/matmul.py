@@ -14,13 +14,14 @@ the sums is the same for every such row count, so that a row has the same bits i
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
-from luce.ops.matmul_bytes import BYTE_TYPES, multiply
+from luce.ops.matmul_bytes import BYTE_TYPES, multiply, multiply_pair, pairs
 from luce.ops.matmul_many import matmul_many
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
@@ -64,10 +65,17 @@ def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> No
     quantised = x if isinstance(x, Quantised) else None
     floats = x.x if isinstance(x, Quantised) else x
     split: Split | None = None
-    for part in weight.parts:
+    joined = None
+    for part, behind in itertools.zip_longest(weight.parts, weight.parts[1:]):
+        if part is joined:
+            continue
         if part.type in BYTE_TYPES:
             quantised = quantised or quantise(device, floats)
-            multiply(device, quantised, part, weight.cols, out)
+            if behind is not None and pairs(part, behind, weight.cols, device.lanes):
+                multiply_pair(device, quantised, part, behind, weight.cols, out)
+                joined = behind
+            else:
+                multiply(device, quantised, part, weight.cols, out)
         elif part.type == GGMLQuantizationType.BF16 and takes_tiles(device, part, weight.cols):
             split = split or split_rows(device, floats)
             multiply_bf16(device, split, part, weight.cols, out)

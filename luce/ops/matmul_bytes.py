@@ -54,6 +54,34 @@ def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Arr
     )
 
 
+#: formats of two parts that kernels/matmul_s8_pair.cu takes
+_PAIRS = frozenset({(_T.Q5_K, _T.Q4_K), (_T.Q4_K, _T.Q6_K)})
+
+
+def pairs(first: WeightPart, second: WeightPart, cols: int, lanes: int) -> bool:
+    """Whether multiply_pair takes these parts: formats that there is a kernel for, and as many chains."""
+    if (first.type, second.type) not in _PAIRS:
+        return False
+    shapes = (_shape(part.type, part.rows, cols, 1, lanes) for part in (first, second))
+    return len({shape.chain_bits for shape in shapes}) == 1
+
+
+def multiply_pair(device: Device, x: Quantised, first: WeightPart, second: WeightPart, cols: int, out: Array) -> None:
+    """Two parts' columns, in one launch: blocks of the second fill what the first leaves of the multiprocessors."""
+    shapes = [_shape(part.type, part.rows, cols, x.space, device.lanes) for part in (first, second)]
+    chain_bits = shapes[0].chain_bits
+    sizes = (x.count, first.rows, second.rows, cols, chain_bits, out.strides[0] // 4, first.first, second.first)
+    device.launch(
+        "matmul_s8_pair",
+        "matmul_s8_pair",
+        (-(-first.rows // _TILE) - (-second.rows // _TILE),),
+        (shapes[0].threads,),
+        (first.data, second.data, x.values, x.scales, out, *(np.int32(size) for size in sizes)),
+        defines={"FIRST": first.type.name, "SECOND": second.type.name, "ROWS": x.space},
+        shared=max(shape.shared for shape in shapes),
+    )
+
+
 @lru_cache(1024)
 def _shape(type: GGMLQuantizationType, rows: int, cols: int, space: int, lanes: int) -> Shape:
     """The block of a dense product. Chains come from the weight alone.

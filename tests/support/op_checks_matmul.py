@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -87,6 +88,24 @@ def check_parts(device: Device, n: int) -> None:
     ]
     x = _x(n, 512, seed=8)
     together = _product(device, x, tensors)
+    apart = np.concatenate([_product(device, x, [t]) for t in tensors], axis=1)
+    np.testing.assert_array_equal(together, apart)
+
+
+def check_pair(device: Device, first: str, second: str, n: int) -> None:
+    """Two tensors whose formats share a launch give the products of each, bit for bit; neither fills its last block."""
+    tensors = [random_tensor("F16", 1, 1536, 1), random_tensor(first, 37, 1536, 2), random_tensor(second, 18, 1536, 3)]
+    x = _x(n, 1536, seed=9)
+    launched: list[str] = []
+    launch = type(device).launch
+
+    def record(self: Device, source: str, *args: Any, **options: Any) -> None:
+        launched.append(source)
+        launch(self, source, *args, **options)
+
+    with mock.patch.object(type(device), "launch", record):
+        together = _product(device, x, tensors)
+    assert launched.count("matmul_s8_pair") == 1 and "matmul_s8" not in launched
     apart = np.concatenate([_product(device, x, [t]) for t in tensors], axis=1)
     np.testing.assert_array_equal(together, apart)
 

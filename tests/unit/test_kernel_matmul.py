@@ -113,6 +113,12 @@ def test_parts_lie_side_by_side(emulated: Device, n: int) -> None:
     checks.check_parts(emulated, n)
 
 
+@pytest.mark.parametrize("n", [1, 5, 16])
+@pytest.mark.parametrize(("first", "second"), [("Q5_K", "Q4_K"), ("Q4_K", "Q6_K")])
+def test_two_formats_in_one_launch(emulated: Device, first: str, second: str, n: int) -> None:
+    checks.check_pair(emulated, first, second, n)
+
+
 @pytest.mark.parametrize(("name", "cols"), [("F32", 37), ("Q4_K", 256)])
 @pytest.mark.parametrize("n", [3, 18])
 def test_row_stride(emulated: Device, name: str, cols: int, n: int) -> None:

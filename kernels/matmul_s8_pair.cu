@@ -1,0 +1,49 @@
+// variants: ROWS=1,2,8,16 FIRST=Q5_K SECOND=Q4_K
+// variants: ROWS=1,2,8,16 FIRST=Q4_K SECOND=Q6_K
+//
+// Products of two weight matrices of different formats with the same quantised rows of x, in one launch: the blocks of
+// the second fill what the first leaves of the multiprocessors.
+#include "mma.h"
+#include "reduce.h"
+
+#define QTYPE FIRST
+namespace first_of_pair {
+#include "product_s8.h"
+}
+
+// What depends on the format, and the guards of headers that do.
+#undef BLOCK
+#undef BLOCK_BYTES
+#undef DOT_S8_H
+#undef GROUP
+#undef PLAIN
+#undef QTYPE
+#undef QUANTS_H
+#undef QUANTS_S8_H
+#undef RUN
+#undef RUNS
+#undef SET_GROUPS
+#undef SPAN32
+#undef STEP
+
+#define QTYPE SECOND
+namespace second_of_pair {
+#include "product_s8.h"
+}
+
+// Arguments as of matmul_s8; both parts have as many chains. Grid: ceil(rows / 16) blocks for each of both.
+extern "C" __global__ void __launch_bounds__(BOUNDS)
+    matmul_s8_pair(const u8* __restrict__ weight, const u8* __restrict__ second, const i8* __restrict__ values,
+                   const float* __restrict__ scales, float* __restrict__ out, const int n, const int rows,
+                   const int second_rows, const int cols, const int chain_bits, const int out_stride, const int first,
+                   const int second_first) {
+    LUCE_DYNAMIC_SHARED(u8, shared);
+    const int block = (int)blockIdx.x, blocks = luce_ceil_div(rows, 16);
+    if (block < blocks) {
+        first_of_pair::product_s8(block, weight, values, scales, out, n, rows, cols, chain_bits, out_stride, first,
+                                  shared);
+    } else {
+        second_of_pair::product_s8(block - blocks, second, values, scales, out, n, second_rows, cols, chain_bits,
+                                   out_stride, second_first, shared);
+    }
+}
