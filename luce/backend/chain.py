@@ -138,6 +138,9 @@ class Chain:
                 done = passage.taken or end
             else:
                 done = self._leave(step, result, end)
+            # Behind a step of which tokens are wanted, nothing is queued until they are there.
+            if shard.reuses and not len(step.wanted):
+                device.wait_for(done)
             failing.pop_all()
             if handed is not None:
                 # What is handed on may lie in what was handed over.

@@ -24,7 +24,7 @@ from luce.backend.chain import Chain
 from luce.backend.fill import fill
 from luce.backend.kept import JoinedKept, Kept, Piece
 from luce.backend.local import LocalShard
-from luce.backend.pieces import PIECE, cut, largest_piece
+from luce.backend.pieces import cut, largest_piece, usual_piece
 from luce.backend.placement import Claim, ShardPlan, group_pages, plan_pool, plan_shards
 from luce.backend.plan import handed_on, state_bytes
 from luce.backend.pool import Wanted
@@ -52,11 +52,11 @@ class LayerSplitBackend:
     much of a longer sequence is on the devices; `ranked`: whether its pages can be sealed and ranked; `branch_pages`:
     of each group, for branches of trees. `ring` gets what its layers compute in every step; `claims`: what a drafter is
     going to take of the devices. `unpack`: GPUs keep matrices unpacked beside their blocks, in what memory can be
-    spared, which makes prompts faster and nothing else. `piece`: rows in which long steps go through several shards.
-    `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host memory. `on_progress`
-    gets the share of the layers that are read, after each of this process and about once a second from daemons.
-    Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError naming shard,
-    bytes and the context that would fit. Nothing stays allocated then.
+    spared, which makes prompts faster and nothing else. `piece`: rows in which long steps go through several shards, 0
+    for as many as usual. `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host
+    memory. `on_progress` gets the share of the layers that are read, after each of this process and about once a second
+    from daemons. Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError
+    naming shard, bytes and the context that would fit. Nothing stays allocated then.
     The devices stay their owner's: they are closed after the backend.
     """
 
@@ -78,7 +78,7 @@ class LayerSplitBackend:
         ring: FeatureRing | None = None,
         claims: Sequence[Claim] = (),
         unpack: bool = False,
-        piece: int = PIECE,
+        piece: int = 0,
         peer: bool = True,
         on_progress: Callable[[float], None] = lambda fraction: None,
     ) -> None:
@@ -91,7 +91,7 @@ class LayerSplitBackend:
         #: what is still to be put into the ring, because somebody else drives its device: on the host
         self._captured: deque[tuple[Step, list[NDArray[np.uint16]]]] = deque()
         self._kv = kv
-        self._piece = piece
+        self._piece = piece = piece or usual_piece(len(devices))
         self.vocab = spec.vocab
         self.slots = slots
         self.verify = verify
@@ -129,6 +129,9 @@ class LayerSplitBackend:
         spare = [shard.spare if unpack else 0 for shard in plan]
         rows = largest_piece(piece)
         groups = _groups(devices)
+        # What one device would do twice at a time shares its memory for graphs.
+        gpus = [group[0].name for _, group in groups if not (_remote(group) or group[0].host)]
+        pieces = len(gpus) > 1 and len(set(gpus)) == len(gpus)
         remote: dict[int, RemoteShard] = {}
         read = itertools.count(1)
 
@@ -174,6 +177,7 @@ class LayerSplitBackend:
                             kv=kv,
                             verify=verify,
                             spare=spare[number],
+                            pieces=pieces,
                             on_captured=partial(self._capture, group[0]),
                             on_layer=lambda: report(next(read)),
                         )

@@ -57,14 +57,16 @@ class LocalShard:
         kv: KVTypes = AUTO,
         verify: int = 0,
         spare: int = 0,
+        pieces: bool = False,
         on_layer: Callable[[], None] = lambda: None,
         on_captured: Captured = lambda step, outputs: None,
         places: Callable[[Step], Sequence[NDArray[Any]] | None] = lambda step: None,
     ) -> None:
-        """`verify`: most rows of a tentative span. `spare`: bytes in which matrices may be kept unpacked. `on_layer` is
-        called when a layer is read, `on_captured` by the last shard where layers are captured. `places`: host memory
-        for the ids, the logits and, if there are any, the keys of the candidates of a step, which its output is in
-        then; None: new arrays.
+        """`verify`: most rows of a tentative span. `spare`: bytes in which matrices may be kept unpacked. `pieces`:
+        whether long steps come in pieces, while other GPUs of this process work on others. `on_layer` is called when
+        a layer is read, `on_captured` by the last shard where layers are captured. `places`: host memory for the ids,
+        the logits and, if there are any, the keys of the candidates of a step, which its output is in then; None: new
+        arrays.
         """
         self.device = device
         self._places = places
@@ -73,7 +75,7 @@ class LocalShard:
         self._copied: deque[tuple[Event, object]] = deque()
         builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv, verify=verify)
         self._ranker = Ranker(device)
-        self._replayer = Replayer(device, self._run, pages)
+        self._replayer = Replayer(device, self._run, pages, long=pieces)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}
         self._blocks: dict[int, PreNormBlock | SandwichBlock] = {}
@@ -102,6 +104,10 @@ class LocalShard:
         device.synchronize()
 
     apart = False
+
+    @property
+    def reuses(self) -> bool:
+        return self._replayer.reuses
 
     @property
     def parts(self) -> tuple[ShardInfo, ...]:

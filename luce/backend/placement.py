@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from luce.backend.handover import handovers
-from luce.backend.pieces import PIECE, largest_piece
+from luce.backend.pieces import largest_piece, usual_piece
 from luce.backend.plan import (
     Room,
     align,
@@ -126,20 +126,23 @@ def plan_shards(
     branch_pages: int = 0,
     claims: Sequence[Claim] = (),
     bound: int | None = None,
-    piece: int = PIECE,
+    piece: int = 0,
 ) -> tuple[ShardPlan, ...]:
     """The shards of a model, one for each device, whether they fit or not.
 
     `weights` decide (plan_layers), or without them bytes and free memory (fill_layers), where the CPU gets only what
     the GPUs cannot hold; the boundary of two devices is aligned if both then hold their part. There is room for `slots`
     sequences of `context` positions, in steps of up to `chunk` rows and tentative spans of up to `verify`, which go
-    through the shards in pieces of about `piece` rows, where a sequence has `bound` pages of full attention at most,
-    and for `branch_pages` pages of each group beside theirs; what is claimed is left free. Raises UsageError for more
-    devices than layers, for another number of weights than of devices, and if the heads do not take a type of `kv`.
+    through the shards in pieces of about `piece` rows (0: as many as usual), where a sequence has `bound` pages of full
+    attention at most, and for `branch_pages` pages of each group beside theirs; what is claimed is left free. Raises
+    UsageError for more devices than layers, for another number of weights than of devices, and if the heads do not take
+    a type of `kv`.
     """
     check_devices(len(spec.blocks), len(devices))
     pages = [count + branch_pages for count in group_pages(spec, slots, context, chunk, bound)]
-    sizes = _Sizes(file, spec, devices, slots, pages, kv, verify, claims, largest_piece(piece))
+    sizes = _Sizes(
+        file, spec, devices, slots, pages, kv, verify, claims, largest_piece(piece or usual_piece(len(devices)))
+    )
     if weights:
         return sizes.shards(plan_layers(spec, len(devices), weights))
     ranges = fill_layers(sizes.rooms(), [spec.donor(layer) for layer in range(len(spec.blocks))])

@@ -177,7 +177,7 @@ class RemoteShard:
             sum(part.unpacked for part in parts),
         )
 
-    apart = True
+    apart, reuses = True, False
 
     @property
     def parts(self) -> tuple[ShardInfo, ...]:

@@ -176,6 +176,7 @@ class ServedModel:
                 kv=KVTypes(*load.kv),
                 verify=load.verify,
                 spare=spare,
+                pieces=len(devices) > 1,
                 places=self._places,
                 on_captured=self._hand_captured,
                 on_layer=lambda: on_read(next(read) / count),

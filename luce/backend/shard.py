@@ -58,6 +58,10 @@ class Shard(Protocol):
     def apart(self) -> bool:
         """Whether calls wait for another process."""
 
+    @property
+    def reuses(self) -> bool:
+        """Whether the next step overwrites the Activation that the last one returned."""
+
     def lost(self) -> str:
         """Why all that sequences keep here has been lost since the last call; empty if it has not."""
 

@@ -1,65 +1,116 @@
-"""cuBLAS or hipBLAS through CuPy: the one call that large products need. Luce also runs without the library."""
+"""cuBLAS or hipBLAS: the one call that large products need. Luce also runs without the library."""
 
 from __future__ import annotations
 
+import ctypes
+from abc import ABC, abstractmethod
+from ctypes import c_int, c_size_t, c_void_p
 from typing import Any
 
 import numpy as np
 
+from luce.errors import DeviceError
 from luce.runtime.device import Array
 from luce.runtime.driver import Vendor
+from luce.runtime.library import open_library
 
 _NONE, _TRANSPOSE = 0, 1  # cublasOperation_t
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2}  # cudaDataType_t
+_DEFAULT_ALGORITHM = -1
 # cublasComputeType_t for CUDA; what CuPy turns into hipBLAS's type is a cudaDataType_t.
 _COMPUTE_FLOAT: dict[Vendor, int] = {"cuda": 68, "hip": 0}
-_DEFAULT_ALGORITHM = -1
+#: bytes of device memory that products may use; what the library takes by itself on Hopper
+WORKSPACE = 32 << 20
 
 
-class Blas:
-    """The library, with CuPy's handle for the current device and thread and CuPy's current stream."""
+class Blas(ABC):
+    """The library, on one device's stream. One thread at a time uses it."""
 
-    def __init__(self, vendor: Vendor, library: Any, handle: Any) -> None:
-        self._library = library
-        self._handle = handle
+    def __init__(self, vendor: Vendor) -> None:
         self._compute = _COMPUTE_FLOAT[vendor]
         # The library reads the factors when it is called.
         self._factors = np.array([1, 0], np.float32)
+        self._one = self._factors.ctypes.data
 
     def gemm(self, x: Array, weight: Array, out: Array) -> None:
-        """out = x weight^T on the current device, as Device.gemm says. To the library, which puts columns first, this
-        is out^T [rows, n] of the transposed [cols, rows] and of [cols, n]."""
+        """out = x weight^T, as Device.gemm says. To the library, which puts columns first, this is out^T [rows, n] of
+        the transposed [cols, rows] and of [cols, n]. Raises DeviceError or what CuPy raises."""
         (n, cols), rows = x.shape, weight.shape[0]
-        one = self._factors.ctypes.data
-        self._library.gemmEx(
-            self._handle(),
-            _TRANSPOSE,
-            _NONE,
-            rows,
-            n,
-            cols,
-            one,
-            weight.data.ptr,
-            _TYPES[weight.dtype],
-            weight.strides[0] // weight.itemsize,
-            x.data.ptr,
-            _TYPES[x.dtype],
-            x.strides[0] // x.itemsize,
-            one + 4,
-            out.data.ptr,
-            _TYPES[out.dtype],
-            out.strides[0] // out.itemsize,
-            self._compute,
-            _DEFAULT_ALGORITHM,
-        )
+        arrays = [
+            part
+            for array in (weight, x, out)
+            for part in (array.data.ptr, _TYPES[array.dtype], array.strides[0] // array.itemsize)
+        ]
+        sizes, factors = (_TRANSPOSE, _NONE, rows, n, cols), (self._one, self._one + 4)
+        self._call(*sizes, factors[0], *arrays[:6], factors[1], *arrays[6:], self._compute, _DEFAULT_ALGORITHM)
+
+    @abstractmethod
+    def _call(self, *arguments: int) -> None:
+        """cublasGemmEx with the handle left out."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the library's handle. Idempotent."""
 
 
-def load(vendor: Vendor) -> Blas | None:
-    """The library that CuPy finds for the current device; None if there is none, or none that works."""
+class _Cublas(Blas):
+    """By the C interface: CuPy's refuses to be captured, and takes 12 us a call."""
+
+    def __init__(self, library: ctypes.CDLL, stream: int, workspace: Array) -> None:
+        """The library of the current device, on `stream`, with memory that products may use: without it, a captured
+        product would allocate some in each replay."""
+        super().__init__("cuda")
+        self._library = library
+        self._workspace = workspace
+        self._handle = c_void_p()
+        self._check("cublasCreate", library.cublasCreate_v2(ctypes.byref(self._handle)))
+        self._check("cublasSetStream", library.cublasSetStream_v2(self._handle, c_void_p(stream)))
+        given = library.cublasSetWorkspace_v2(self._handle, c_void_p(workspace.data.ptr), c_size_t(workspace.nbytes))
+        self._check("cublasSetWorkspace", given)
+        self._gemm = library.cublasGemmEx
+        matrix = (c_void_p, c_int, c_int)
+        self._gemm.argtypes = (c_void_p, *(c_int,) * 5, c_void_p, *matrix, *matrix, c_void_p, *matrix, c_int, c_int)
+
+    def _call(self, *arguments: int) -> None:
+        self._check("cublasGemmEx", self._gemm(self._handle, *arguments))
+
+    def _check(self, symbol: str, status: int) -> None:
+        if status:
+            raise DeviceError(f"{symbol} failed with status {status}")
+
+    def close(self) -> None:
+        if self._handle:
+            self._library.cublasDestroy_v2(self._handle)
+            self._handle = c_void_p()
+
+
+class _Hipblas(Blas):
+    """By CuPy, which knows the constants of the library's versions, with its handle for the current device and thread
+    and its current stream."""
+
+    def __init__(self, library: Any, handle: Any) -> None:
+        super().__init__("hip")
+        self._library = library
+        self._handle = handle
+
+    def _call(self, *arguments: int) -> None:
+        self._library.gemmEx(self._handle(), *arguments)
+
+    def close(self) -> None:
+        """CuPy keeps its handles."""
+
+
+def load(vendor: Vendor, stream: int, empty: Any) -> Blas | None:
+    """The library that CuPy finds for the current device; None if there is none, or none that works. `empty` makes an
+    array of so many bytes on the device."""
     try:
         from cupy.cuda import cublas, device
 
-        device.get_cublas_handle()
+        handle = device.get_cublas_handle()
     except (ImportError, RuntimeError):
         return None
-    return Blas(vendor, cublas, device.get_cublas_handle)
+    if vendor == "hip":
+        return _Hipblas(cublas, device.get_cublas_handle)
+    # The one that CuPy has loaded, which is found by its name wherever it is.
+    found = open_library((f"libcublas.so.{cublas.getVersion(handle) // 10000}",))
+    return None if found is None else _Cublas(found[0], stream, empty(WORKSPACE))

@@ -42,10 +42,11 @@ class DeviceName:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device's memory."""
+    """Bytes of a device's memory; `cached` of the free ones are held by this process for its next arrays."""
 
     free: int
     total: int
+    cached: int = 0
 
 
 class Graph(Protocol):

@@ -166,7 +166,7 @@ class GpuDevice(Device):
         self._stager: Stager | None = None
         self._pinned = PinnedPool(self.pin)
         self._rehearsed: dict[KernelBuild, None] | None = None
-        self._blas = blas.load(kind)
+        self._blas = blas.load(kind, self.stream, lambda size: self.empty(size, np.uint8))
         self.blas = self._blas is not None
 
     @property
@@ -465,7 +465,7 @@ class GpuDevice(Device):
             self._settle()
         try:
             self._blas.gemm(x, weight, out)
-        except (RuntimeError, ValueError, *self._failures) as error:
+        except (RuntimeError, ValueError, DeviceError, *self._failures) as error:
             shape = f"{list(x.shape)} times {list(weight.shape)}"
             raise DeviceError(f"{self.name}: product of {shape}: {error}") from error
 
@@ -478,8 +478,8 @@ class GpuDevice(Device):
     def memory(self) -> Memory:
         """Free counts what CuPy's pool holds unused as well: it serves the next arrays."""
         self._activate()
-        device = self._driver.memory()
-        return Memory(device.free + self._cupy.get_default_memory_pool().free_bytes(), device.total)
+        device, cached = self._driver.memory(), self._cupy.get_default_memory_pool().free_bytes()
+        return Memory(device.free + cached, device.total, cached)
 
     def describe(self) -> dict[str, str | int]:
         facts = self.properties
@@ -502,6 +502,9 @@ class GpuDevice(Device):
         self._activate()
         self._settle()
         self._pinned.close()
+        if self._blas is not None:
+            self._blas.close()
+            self._blas = None
         self._functions.clear()
         self._modules.clear()
         self._arena.free_all_blocks()

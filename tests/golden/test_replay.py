@@ -10,10 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from luce.backend import replay
 from luce.backend.replay import MAX_ROWS, MAX_SPAN
+from luce.runtime.device import DeviceName
 from tests.golden.conftest import MakeDriver
 from tests.support.capturing import CapturingDevice
+from tests.support.drive import Driver
 from tests.support.emulated import EmulatedDevice
 from tests.support.golden_checks import check_replayed
 from tests.support.reference import Reference
@@ -32,6 +36,30 @@ def test_shards_hand_on_what_they_replay(make_driver: MakeDriver) -> None:
     reference, device = Reference("gemma4-e-Q4_0"), CapturingDevice()
     check_replayed(reference, make_driver(reference, [device, device]), make_driver(reference, [EmulatedDevice()]))
     assert device.captured == 8 and device.launched == 16
+
+
+@pytest.mark.parametrize("name", ["qwen35-a-Q8_0", "gemma4-e-Q4_0"])
+def test_pieces_of_prompts(name: str, make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_LONG", 32)
+    reference, devices, plain = Reference(name), [], []
+    for index in range(2):
+        for made in (devices, plain):
+            made.append((CapturingDevice if made is devices else EmulatedDevice)())
+            made[-1].name = DeviceName("cuda", index)
+    ours, theirs = (make_driver(reference, each, chunk=128, piece=32) for each in (devices, plain))
+    prompt, last = reference.expected["prompt_long"][:128], np.array([1], np.int32)
+
+    def read(driver: Driver) -> NDArray[np.float32]:
+        sequence = driver.start()
+        driver.feed((sequence, prompt), wanted=False)
+        return driver.feed((sequence, last))[0]
+
+    expected = read(theirs)
+    # Two pieces of one shape, so that three of these prompts' six are replayed on each device.
+    for _ in range(3):
+        np.testing.assert_array_equal(read(ours), expected)
+    for device in devices:
+        assert device.launched >= 4
 
 
 def test_a_device_that_cannot_capture_runs_on(make_driver: MakeDriver, caplog: pytest.LogCaptureFixture) -> None:

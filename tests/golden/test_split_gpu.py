@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from luce.backend import replay
+from luce.backend.local import LocalShard
 from luce.backend.pieces import cut
 from luce.runtime.device import Array, CopyStream, Device
 from luce.runtime.gpu import GpuCopyStream, GpuDevice
@@ -115,6 +117,21 @@ def test_pieces_keep_order(reference: Reference, make_driver: MakeDriver, open_g
     assert len(pieces) == 3
     for _ in range(3):
         np.testing.assert_array_equal(split.feed((split.start(), prompt))[0], expected)
+
+
+@each_file
+def test_pieces_are_replayed(
+    reference: Reference, make_driver: MakeDriver, open_gpus: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = np.tile(reference.expected["prompt_long"], 2)[:250]
+    eager = make_driver(reference, open_gpus([0, 1]), piece=64)
+    expected = eager.feed((eager.start(), prompt))[0]
+    monkeypatch.setattr(replay, "_LONG", 32)
+    replayed = make_driver(reference, open_gpus([0, 1], Dawdling), piece=64)
+    for _ in range(4):
+        np.testing.assert_array_equal(replayed.feed((replayed.start(), prompt))[0], expected)
+    shards = [shard for shard in replayed.backend.shards if isinstance(shard, LocalShard)]
+    assert [shard.replayed > 0 for shard in shards] == [True, True]
 
 
 @each_file

@@ -453,6 +453,27 @@ def test_captured_work_shares_its_memory_with_other_graphs(gpu: GpuDevice) -> No
     assert not gpu.download(two).any(), "a graph reads what is there when it runs"
 
 
+def test_captured_products(gpu: GpuDevice) -> None:
+    random = np.random.default_rng(0)
+    x, weight = (gpu.upload(random.standard_normal((n, 512)).astype(np.float16)) for n in (300, 640))
+
+    def work() -> tuple[Any, ...]:
+        out = gpu.empty((300, 640))
+        gpu.gemm(x, weight, out)
+        return (out,)
+
+    expected = gpu.download(work()[0])
+    graph, (out,) = gpu.capture(work)
+    free = gpu.memory().free
+    for _ in range(3):
+        out[...] = 0
+        graph.launch()
+        np.testing.assert_array_equal(gpu.download(out), expected)
+    assert gpu.memory().free == free, "a replay takes no memory"
+    exact = gpu.download(x).astype(np.float64) @ gpu.download(weight).astype(np.float64).T
+    assert np.abs(expected - exact).max() < 1e-3
+
+
 def test_work_that_cannot_be_captured(gpu: GpuDevice) -> None:
     array = gpu.zeros(4)
     with pytest.raises(DeviceError, match="captur"):

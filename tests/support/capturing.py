@@ -15,12 +15,12 @@ from tests.support.emulated import EmulatedDevice
 class _Launches:
     def __init__(self, device: CapturingDevice) -> None:
         self._device = device
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[tuple[Callable[..., None], tuple[Any, ...], dict[str, Any]]] = []
 
     def launch(self) -> None:
         self._device.launched += 1
-        for positional, named in self.calls:
-            EmulatedDevice.launch(self._device, *positional, **named)
+        for call, positional, named in self.calls:
+            call(self._device, *positional, **named)
 
 
 class CapturingDevice(EmulatedDevice):
@@ -59,7 +59,14 @@ class CapturingDevice(EmulatedDevice):
         if self._graph is None:
             super().launch(source, kernel, grid, block, args, defines=defines, shared=shared)
         else:
-            self._graph.calls.append(((source, kernel, grid, block, args), {"defines": defines, "shared": shared}))
+            positional, named = (source, kernel, grid, block, args), {"defines": defines, "shared": shared}
+            self._graph.calls.append((EmulatedDevice.launch, positional, named))
+
+    def gemm(self, x: Array, weight: Array, out: Array) -> None:
+        if self._graph is None:
+            super().gemm(x, weight, out)
+        else:
+            self._graph.calls.append((EmulatedDevice.gemm, (x, weight, out), {}))
 
     def upload(self, array: NDArray[Any]) -> Array:
         self._refuse("upload")
