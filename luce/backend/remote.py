@@ -367,7 +367,8 @@ class RemoteShard:
     def _read(self, answer: Answer, step: Step, announced: _Announced) -> Output:
         """The output of a step that was told. Raises GarbageError if it is none."""
         output = answer.output()
-        self._check_step(output, step)
+        # Its shapes are this process's own.
+        self._check_ids(output)
         self._hand_captured(step, announced)
         return output
 
@@ -389,8 +390,14 @@ class RemoteShard:
             raise GarbageError(f"it returned ids {ids.shape} and logits {logits.shape} for {rows} rows")
         if (top is None) != (not asked[0]) or (top is not None and not top.ids.shape == top.logits.shape == shape):
             raise GarbageError("it returned other candidates than were asked for")
-        for found in (ids, *([] if top is None else [top.ids])):
-            if found.min(initial=0) < 0 or found.max(initial=0) >= self._vocab:
+        self._check_ids(output)
+
+    def _check_ids(self, output: Output) -> None:
+        """Raises GarbageError if there is no such token."""
+        for ids in (output.ids, *([] if output.top is None else [output.top.ids])):
+            # Negative ones are larger than all. NumPy takes 15 us to find the largest of one.
+            values = ids.view(np.uint32).ravel()
+            if (max(values.tolist(), default=0) if values.size <= 64 else values.max()) >= self._vocab:
                 raise GarbageError(f"it returned ids outside 0..{self._vocab - 1}")
 
     def _moment(self) -> Event:

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from luce.backend.remote import RemoteShard
 from luce.backend.remotekept import RemoteKept
 from luce.backend.requests import Requests
 from luce.errors import ShardLostError
-from luce.remote.channel import Channel, ChannelError
+from luce.remote.channel import Channel, ChannelError, GarbageError
 from luce.remote.messages import Accept, Done, Drop, Forward, Kind, Reply, Request, Save, Saved
 from luce.remote.supervisor import Limits
 from luce.remote.tcp import tls
+from luce.runtime.step import Output
 from tests.support.daemons import key_file
 
 
@@ -123,3 +125,18 @@ def test_large_messages_pass_each_other(secured: bool, tmp_path: Path) -> None:
     peer.join(60)
     assert len(heard) == 3 and all(np.array_equal(each, data) for each in heard)  # type: ignore[arg-type]
     daemon.close()
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_there_are_no_other_tokens(count: int) -> None:
+    shard = RemoteShard.__new__(RemoteShard)
+    shard._vocab = 9
+
+    def output(last: int) -> Output:
+        return Output(np.array([8] * (count - 1) + [last], np.int32), np.empty((0, 9), np.float32))
+
+    shard._check_ids(output(0))
+    shard._check_ids(output(8))
+    for wrong in (9, -1, np.iinfo(np.int32).min):
+        with pytest.raises(GarbageError, match=r"outside 0\.\.8"):
+            shard._check_ids(output(wrong))
