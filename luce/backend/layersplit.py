@@ -24,7 +24,7 @@ from luce.backend.chain import Chain
 from luce.backend.fill import fill
 from luce.backend.kept import JoinedKept, Kept, Piece
 from luce.backend.local import LocalShard
-from luce.backend.pieces import cut, largest_piece, usual_piece
+from luce.backend.pieces import cut, largest_piece, separate, usual_piece
 from luce.backend.placement import Claim, ShardPlan, group_pages, plan_pool, plan_shards
 from luce.backend.plan import handed_on, state_bytes
 from luce.backend.pool import Wanted
@@ -234,27 +234,31 @@ class LayerSplitBackend:
     def forward(self, step: Step) -> Output:
         if not self._chain.shards:
             raise BackendError("the backend is closed")
-        chain = self._chain
         try:
-            pieces = cut(step, self._piece) if chain.links else [step]
-            if len(pieces) == 1 and (not chain.links or (len(step.wanted) and chain.idle)):
-                ran = [chain.through(step)]
-            else:
-                queued = [chain.queue(piece) for piece in pieces]
-                # What is captured is read by others as soon as this returns.
-                if not len(step.wanted) and self._ring is None:
-                    self._unwaited = True
-                    return self._output([])
-                ran = [result.result() for result in queued]
-                chain.wait()
-            outputs = [_output(made) for (made, _), piece in zip(ran, pieces, strict=True) if len(piece.wanted)]
-            chain.look()
-            self._store_captured()
-            self._unwaited = False
+            return self._output([output for part in separate(step) for output in self._run(part)])
         except BaseException as error:
             self._give_up(error)
             raise
-        return self._output(outputs)
+
+    def _run(self, step: Step) -> list[Output]:
+        """What the pieces of a part gave of which output is wanted."""
+        chain = self._chain
+        pieces = cut(step, self._piece) if chain.links else [step]
+        if len(pieces) == 1 and (not chain.links or (len(step.wanted) and chain.idle)):
+            ran = [chain.through(step)]
+        else:
+            queued = [chain.queue(piece) for piece in pieces]
+            # What is captured is read by others as soon as `forward` returns.
+            if not len(step.wanted) and self._ring is None:
+                self._unwaited = True
+                return []
+            ran = [result.result() for result in queued]
+            chain.wait()
+        outputs = [_output(made) for (made, _), piece in zip(ran, pieces, strict=True) if len(piece.wanted)]
+        chain.look()
+        self._store_captured()
+        self._unwaited = False
+        return outputs
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
         self._wait()

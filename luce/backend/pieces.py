@@ -1,4 +1,5 @@
-"""Cutting a step into pieces that follow each other through the shards. Pure."""
+"""Cutting a step into replies and prompts, which run one after the other, and those into pieces that follow each other
+through the shards. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +8,26 @@ from dataclasses import replace
 
 import numpy as np
 
+from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import PAGE, PageView, Span, Step
 
 #: the fewest rows that a cut leaves of a span: more than kernels treat as single steps
-_LEAST = 17
+_LEAST = FEW_ROWS + 1
+
+
+def separate(step: Step) -> list[Step]:
+    """The rows that go on with replies, and then the prompts that are read beside them; whole if all are few.
+
+    Products round more than FEW_ROWS rows in another way, and a reply, drafted or not, shall have the same bits whether
+    a prompt is read meanwhile or not. Rows of more than FEW_ROWS replies have other bits by themselves.
+    """
+    begun = list(itertools.takewhile(lambda span: span.tentative or span.rows == 1, step.spans))
+    replies = [sum(span.rows for span in own) for _, own in itertools.groupby(begun, lambda span: span.slot)]
+    most = max(FEW_ROWS, len(replies))
+    end = max((rows for rows in itertools.accumulate(replies) if rows <= most), default=0)
+    if step.rows <= FEW_ROWS or end in (0, step.rows):
+        return [step]
+    return [_part(step, 0, end), _part(step, end, step.rows)]
 
 
 def usual_piece(shards: int) -> int:

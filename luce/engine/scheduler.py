@@ -1,10 +1,10 @@
 """Which rows run next. Pure: sequences and step results in, steps out; no clock, no I/O, no threads.
 
-Every step holds the next row of all sequences that decode, with the rows of what was proposed to follow it, and up to
-`chunk` prompt rows, shared evenly between the prompts that are being read: a long prompt slows the others down, but
-neither stops replies nor keeps a short prompt waiting for its end. Sequences wait first in, first out within a session,
-and the sessions take turns. The one whose turn it is waits until a slot and its pages are free, and all others behind
-it, so that a large one gets its turn too.
+Every step holds the next row of all sequences that decode, with the rows of what was proposed to follow it, and behind
+these up to `chunk` prompt rows, shared evenly between the prompts that are being read: a long prompt slows the others
+down, but neither stops replies nor keeps a short prompt waiting for its end. Sequences wait first in, first out within
+a session, and the sessions take turns. The one whose turn it is waits until a slot and its pages are free, and all
+others behind it, so that a large one gets its turn too.
 """
 
 from __future__ import annotations

@@ -46,6 +46,19 @@ def replies(model: Model, reference: Reference) -> list[list[int]]:
     return found
 
 
+def beside(model: Model, reference: Reference) -> list[list[int]]:
+    """Greedy and sampled replies to one prompt while another one is read, and to that. Which rows share a step is a
+    matter of time, and changes nothing: kernels of more rows than decoding has round otherwise."""
+    prompts = [reference.expected[f"prompt_{key}"].tolist() for key in ("17", "long")]
+    found = []
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
+        first = model.generate(prompts[0], max_tokens=48, ignore_eos=True, **sampling)
+        begun = [next(first).id]
+        second = model.generate(prompts[1], max_tokens=24, ignore_eos=True, **sampling)
+        found += [begun + [token.id for token in first], [token.id for token in second]]
+    return found
+
+
 def drafted(model: Model) -> DraftStats:
     stats = model.engine.stats().draft
     assert stats is not None

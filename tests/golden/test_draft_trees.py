@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import luce
-from luce.runtime.device import Device
-from tests.golden.test_draft_engine import FIT, KINDS, PLACES, SETTINGS, drafted, expected, replies
+from tests.golden.test_draft_engine import FIT, KINDS, PLACES, SETTINGS, beside, drafted, expected, replies
 from tests.support.daemons import HERE
 
 DAEMON = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE)}
@@ -64,13 +63,33 @@ def test_no_budget_drafts_nothing() -> None:
         assert drafted(model).proposed == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [0, 6, 16])
-@pytest.mark.parametrize("kind", ["fitted", "random", "bfloat16"])
-def test_a_gpu_gives_the_tokens_of_plain_decoding(kind: str, width: int, gpu: Device) -> None:
+@pytest.mark.parametrize(
+    ("kind", "width", "device"),
+    [
+        ("fitted", 16, "host"),
+        *(
+            pytest.param(kind, width, "gpu", marks=pytest.mark.gpu)
+            for kind in ("fitted", "random", "bfloat16")
+            for width in (0, 6, 16)
+        ),
+    ],
+)
+def test_replies_beside_a_prompt_that_is_read(
+    kind: str, width: int, device: str, request: pytest.FixtureRequest
+) -> None:
     reference, draft, _ = KINDS[kind]
+    place = str(request.getfixturevalue("gpu").name) if device == "gpu" else "cpu:0"
+    ways: list[dict[str, Any]] = [
+        {},
+        {"draft": draft, "verify_width": width},
+        {"draft": draft, "verify_width": width, "ddtree": True},
+    ]
     found = []
-    for tree in ({}, {"draft": draft, "ddtree": True, "verify_width": width}):
-        with luce.load(reference.path, target_devices=str(gpu.name), **tree, **SETTINGS) as model:
-            found.append(replies(model, reference))
-    assert found[0] == found[1]
+    for drafting in ways:
+        with luce.load(reference.path, target_devices=place, **drafting, **SETTINGS) as model:
+            found.append(beside(model, reference))
+    assert found[0] == found[1] == found[2]
+    with luce.load(reference.path, target_devices=place, **SETTINGS) as model:
+        prompt = reference.expected["prompt_17"].tolist()
+        alone = [token.id for token in model.generate(prompt, max_tokens=48, temperature=0, ignore_eos=True)]
+    assert found[0][0] == alone

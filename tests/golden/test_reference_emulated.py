@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from luce.runtime.device import Device
 from tests.golden.conftest import MakeDriver
+from tests.support.emulated import EmulatedDevice
 from tests.support.golden_checks import check_logits_in_chunks
 from tests.support.reference import Reference, check_logits
 
@@ -46,6 +49,28 @@ def test_rows_do_not_depend_on_their_neighbours(name: str, make_driver: MakeDriv
     together = driver.feed((driver.start(), prompt[:7]))[0]
     assert (np.array(alone) == np.array(beside)).all()
     assert (np.concatenate(alone) == together[5:]).all()
+
+
+@pytest.mark.parametrize("name", ["qwen35-a-Q8_0", "gemma4-e-Q4_0", "qwen35moe-a-Q4_0"])
+def test_replies_do_not_depend_on_prompts_that_are_read(name: str, make_driver: MakeDriver) -> None:
+    """Products of more than 16 rows, of which a prompt makes every step, round otherwise."""
+    reference = Reference(name)
+    prompt, read = reference.expected["prompt_17"], reference.expected["prompt_long"][:20]
+    driver = make_driver(reference, [EmulatedDevice()], verify=16)
+    alone, beside, reader, other = (driver.start() for _ in range(4))
+    for sequence in (alone, beside):
+        driver.feed((sequence, prompt[:5]))
+    rows = [driver.feed((alone, prompt[i : i + 1]))[0] for i in (5, 6, 7)]
+    (first, _) = driver.feed((beside, prompt[5:6]), (reader, read))
+    # Guesses of which one counts, and a prompt; a step of no more rows than decoding may have is one.
+    work = driver.step((beside, prompt[[6, 8, 9]]), (other, read))
+    beside.length -= 3
+    guess, *prompts = work.spans
+    step = replace(work, spans=(replace(guess, tentative=True), *prompts))
+    verified = driver.backend.forward(step).logits[:3]
+    driver.accept(beside, 1)
+    (last, _) = driver.feed((beside, prompt[7:8]), (reader, read[:6]))
+    np.testing.assert_array_equal(np.concatenate((first, verified[:1], last)), np.concatenate(rows))
 
 
 # A recurrent state; windows, and layers that borrow keys and values.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.backend.pieces import cut, largest_piece
+from luce.backend.pieces import cut, largest_piece, separate
 from luce.engine.pages import Pages
 from luce.engine.scheduler import Scheduler, Sequence
 from luce.engine.tree import spans as spans_of_tree
@@ -32,6 +33,41 @@ def step_of(*spans: tuple[int, int], wanted: tuple[int, ...] = ()) -> Step:
 
 def sizes(step: Step, rows: int) -> list[int]:
     return [piece.rows for piece in cut(step, rows)]
+
+
+def tree_of(slot: int, start: int, rows: int) -> list[Span]:
+    """A root with as many branches as there are other rows."""
+    return spans_of_tree((0,) * (rows - 1), Span(slot, start, rows, 70))
+
+
+def parts_of(*spans: Span) -> list[int]:
+    """Rows of the parts of a step of these spans."""
+    step = step_of(*((span.rows, span.position) for span in spans))
+    parts = separate(replace(step, spans=spans))
+    for first, part in zip(itertools.accumulate([part.rows for part in parts], initial=0), parts, strict=False):
+        assert all(row >= 0 for span in part.spans for row in span.behind)
+        np.testing.assert_array_equal(part.tokens, step.tokens[first : first + part.rows])
+    assert sum(len(part.spans) for part in parts) == len(spans)
+    return [part.rows for part in parts]
+
+
+def test_replies_run_apart_from_prompts() -> None:
+    prompt = Span(9, 16, 40, 0)
+    # Single rows, chains and trees of as many rows as have the bits of one.
+    singles = [Span(slot, slot, 1, 70) for slot in range(3)]
+    chain = Span(3, 3, 5, 70, tentative=True)
+    tree = tree_of(4, 8, 8)
+    assert parts_of(*singles, chain, *tree, prompt) == [16, 40]
+    assert parts_of(*tree_of(0, 0, 16), Span(9, 16, 40, 0)) == [16, 40]
+    # The last row of a prompt is as good as another single row if there is room for it.
+    assert parts_of(*tree_of(0, 0, 15), Span(1, 15, 1, 30)) == [16]
+    assert parts_of(*tree_of(0, 0, 16), Span(1, 16, 1, 30)) == [16, 1]
+    # No kernel makes a difference between these rows,
+    assert parts_of(*singles, Span(9, 3, 13, 0)) == [16]
+    # nor between those of more replies and of prompts.
+    many = [Span(slot, slot, 1, 70) for slot in range(20)]
+    assert parts_of(*many, Span(20, 20, 40, 0)) == [20, 40]
+    assert parts_of(prompt) == [40] and parts_of(*many) == [20]
 
 
 def test_short_steps_stay_whole() -> None:
@@ -126,7 +162,12 @@ def test_pieces_give_the_replies_of_whole_steps(
         scheduler.add(sequence)
     list(scheduler.admit())
     while (plan := scheduler.plan()) is not None:
-        outputs = [backend.forward(piece) for piece in cut(plan.step, rows)]
+        parts = separate(plan.step)
+        replying = sum(part.rows for part in plan.parts if part.position >= len(part.sequence.prompt))
+        if plan.step.rows > 16 and replying:
+            # And with them what is left of a prompt, if that is a single row.
+            assert replying <= parts[0].rows <= 4
+        outputs = [backend.forward(piece) for part in parts for piece in cut(part, rows)]
         output = Output(*(np.concatenate([getattr(o, part) for o in outputs]) for part in ("ids", "logits")))
         scheduler.advance(plan)
         for part in plan.parts:
