@@ -82,6 +82,9 @@ def load(path: str | Path, **fields: Any) -> Model:
     return open_model(resolve_model(str(path)), resolve(fields, spell=str))
 
 
+_UNDRAFTED = "replies go on without drafting: %s"
+
+
 class _UndraftedError(Exception):
     """The drafter cannot be had, for the reason that the cause tells."""
 
@@ -95,7 +98,7 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
         return _open_model(path, config, on_progress)
     except _UndraftedError as error:
         why = str(error)
-    _log.warning("replies go on without drafting: %s", why)
+    _log.warning(_UNDRAFTED, why)
     scorer = config.kvflash_drafter or config.draft
     alone = dataclasses.replace(config, draft="", ddtree=False, kvflash_drafter=scorer)
     return _open_model(path, alone, on_progress, undrafted=why)
@@ -134,10 +137,18 @@ def _open_model(path: Path, config: Config, on_progress: Callable[[float], None]
         claims = () if prepared is None else prepared.claims
         with _without_draft(*[OutOfMemoryError] if claims else []):
             backend = open_backend(opened, file, spec, devices, config, on_progress, ring=ring, claims=claims)
-        with _without_draft(LuceError):
-            drafter = None if prepared is None else prepared.open(backend.shards[0], backend.shards[-1])
-        if drafter is not None:
-            opened.callback(drafter.close)
+        drafter = None
+        if prepared is not None:
+            try:
+                drafter = prepared.open(backend.shards[0], backend.shards[-1])
+            except UsageError:
+                raise
+            except LuceError as error:
+                # The layers stay where they are, beside the room that was left for it.
+                undrafted = str(error)
+                _log.warning(_UNDRAFTED, undrafted)
+            else:
+                opened.callback(drafter.close)
         tails = None if prepared is None else prepared.tails
         disk = _disk(file, backend, chat, config)
         kvflash = open_kvflash(opened, backend, devices, config, lambda: tokenizer)

@@ -155,7 +155,11 @@ def open_drafter(
         remote = RemoteDrafter(device, target, recipe, ring, window=config.draft_swa, keep=keep, facts=facts)
 
         def wait(first: Shard, last: Shard) -> Drafter:
-            remote.wait_loaded()
+            try:
+                remote.wait_loaded()
+            except BaseException:
+                remote.close()
+                raise
             return remote
 
         return Prepared(ring, wait, claims, tails)

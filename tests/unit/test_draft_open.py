@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import luce
+from luce import api
+from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import Claim
 from luce.config.resolve import resolve
 from luce.draft.drafter import Draftable, Drafter
@@ -23,6 +25,7 @@ from luce.layers.features import FeatureRing
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Span
+from tests.support.daemons import HERE, children
 from tests.support.drafts import DRAFTS
 from tests.support.made_drafts import MadeDraft
 from tests.support.reference import Reference
@@ -162,10 +165,24 @@ def test_replies_go_on_without_a_missing_draft(
     assert "replies go on without drafting: " in caplog.text and message in caplog.text
 
 
-def test_a_tensor_that_is_missing_shows_when_the_layers_are_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"draft_ipc_bin": str(HERE), "shard_start_timeout": 60.0}])
+def test_layers_are_loaded_once_where_a_draft_is_refused_beside_them(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = []
+    made = api.open_backend
+
+    def counted(*given: Any, **options: Any) -> LayerSplitBackend:
+        loads.append(made(*given, **options))
+        return loads[-1]
+
+    monkeypatch.setattr(api, "open_backend", counted)
     draft = MadeDraft.random(0, hidden=64, vocab_size=768, dflash__mask_token_id=5)
     del draft.tensors["blk.1.ffn_up.weight"]
-    assert "tensor blk.1.ffn_up.weight is missing" in undrafted(draft=str(draft.write(tmp_path / "made.gguf")))
+    path = str(draft.write(tmp_path / "made.gguf"))
+    assert "tensor blk.1.ffn_up.weight is missing" in undrafted(draft=path, ddtree=True, **settings)
+    assert len(loads) == 1
+    assert not children()
 
 
 @pytest.mark.parametrize("where", ["ring", "layers"])
