@@ -13,6 +13,7 @@
     features      which of the target's hidden states are in a drafter's ring
     ends          the target's embedding and head
     chances       how sure a draft is
+    correction    heads of drafts that go over a block's tokens one by one
     tree          the likeliest texts by what a block-diffusion draft says of each position
 
 Called by luce.api, which opens drafters, and by luce.engine, which asks them. Calls luce.layers, and luce.backend for

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.draft.chances import log_chances
+from luce.draft.correction import corrected
 from luce.draft.drafter import Draftable, Proposal
 from luce.draft.ends import Ends
 from luce.draft.model import DraftModel
@@ -36,16 +37,23 @@ class DFlashDrafter(FeatureReader):
             self._model.remember([part.slot for part in parts], counts, self._known.places(parts))
         seeds = np.array([asked[index].tokens[-1] for index in ready], np.int32)
         filled = self._model.fill(slots, self._ends.embed(seeds))
+        head = self._model.correction
+        z = None if head is None else self._ends.device.download(filled).reshape(len(ready), self.block, -1)
         output = self._ends.project(filled, scale=self._spec.logit_scale, softcap=self._spec.logit_softcap)
         assert output.top is not None
         scores = log_chances(output.top, scale=self._spec.logit_scale, softcap=self._spec.logit_softcap)
+        texts = (len(ready), self.block, -1)
+        ids, scores, sure = output.top.ids.reshape(texts), scores.reshape(texts), None
+        if head is not None and z is not None:
+            ids, scores, sure = corrected(head, seeds, z, ids, scores, self._ends.embed)
         for row, index in enumerate(ready):
             one = asked[index]
-            own = slice(row * self.block, row * self.block + min(self.block, one.depth or one.most))
+            own = row, slice(min(self.block, one.depth or one.most))
             if one.depth:
-                proposals[index] = _tree(output.top.ids[own], scores[own], one.most)
+                proposals[index] = _tree(ids[own], scores[own], one.most)
             else:
-                proposals[index] = Proposal(output.ids[own].tolist(), np.exp(scores[own, 0]).tolist())
+                chances = np.exp(scores[own][:, 0]) if sure is None else sure[own]
+                proposals[index] = Proposal(ids[own][:, 0].tolist(), chances.tolist())
         return proposals
 
 

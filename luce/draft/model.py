@@ -7,7 +7,7 @@ where the next context rows overwrite them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from luce.backend.replay import Replayer
 from luce.draft.context import KINDS_OF_ROWS, PIECE, Context, Ring
+from luce.draft.correction import DOMINO, DSPARK, MULTIPLIED, Correction, open_correction
 from luce.draft.features import as_table
 from luce.draft.spec import FINAL_NORM, FUSION, FUSION_NORM, MASK_EMBEDDING, DraftSpec, capture_norm, stored
 from luce.errors import UnsupportedError
-from luce.gguf.reader import GGUFFile
+from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.attention import AttentionLayer
 from luce.layers.block import PreNormBlock, Residual
 from luce.layers.build import LayerBuilder, placed_bytes
@@ -79,7 +80,11 @@ class DraftModel:
             block = builder.block(index)
             assert isinstance(block, PreNormBlock)
             self._blocks.append(block)
-        unknown = sorted(file.tensors.keys() - weights.used)
+        #: None also where the file has one that is off
+        self.correction: Correction | None = None
+        if spec.correction is not None:
+            self.correction = open_correction(file, spec.correction, hidden, weights, device)
+        unknown = sorted(_needed(file, spec).keys() - weights.used)
         if unknown:
             raise UnsupportedError(f"{spec.path}: tensor {unknown[0]} is unknown: what the draft computes may need it")
         mixer = spec.blocks[0].mixer
@@ -175,7 +180,19 @@ def draft_bytes(file: GGUFFile, spec: DraftSpec, device: Device, *, slots: int, 
     }
     mixers = [block.mixer for block in spec.blocks if isinstance(block.mixer, Attention)]
     state = sum(pages[mixer.window] * KVPool.page_bytes(device, mixer) for mixer in mixers)
-    return placed_bytes(file.tensors.values(), device), state
+    placed = [info for name, info in _needed(file, spec).items() if not _of_head(name) or name in MULTIPLIED]
+    return placed_bytes(placed, device), state
+
+
+def _needed(file: GGUFFile, spec: DraftSpec) -> Mapping[str, TensorInfo]:
+    """The file's tensors without those of a head that is off."""
+    if spec.correction is not None:
+        return file.tensors
+    return {name: info for name, info in file.tensors.items() if not _of_head(name)}
+
+
+def _of_head(name: str) -> bool:
+    return name.startswith((DOMINO, DSPARK))
 
 
 def _rings(spec: DraftSpec, context: int) -> list[Ring]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.runtime.device import Device
+
+_log = logging.getLogger(__name__)
 
 #: tokens that drafts of these families begin with behind the seed, where their files do not say
 _MASKS = {"qwen35": 248070, "qwen35moe": 248070, "gemma4": 4, "laguna": 12}
@@ -104,6 +107,10 @@ def read_recipe(opened: contextlib.ExitStack, target: Target, draft: str, window
 def _dflash(target: Target, file: GGUFFile, spec: DraftSpec) -> Recipe:
     layers = spec.captured(target.spec)
     mask = _mask(target, spec)
+    if spec.correction is not None and spec.correction.vocab != target.spec.vocab:
+        told = f"its {spec.correction.kind} head is for {spec.correction.vocab} tokens, the model has"
+        _log.warning("%s: %s %d: the head is left out", spec.path, told, target.spec.vocab)
+        spec = replace(spec, correction=None)
     if spec.target_scale:
         spec = replace(spec, embedding_scale=spec.embedding_scale * target.spec.embedding_scale)
 

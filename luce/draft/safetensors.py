@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from luce.draft.correction import DOMINO, DSPARK
 from luce.draft.spec import (
     CAPTURE_NORM,
     FINAL_NORM,
@@ -64,6 +65,23 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+#: of correction heads, whose sizes no key tells
+_HEADS = {
+    "domino_start": f"{DOMINO}start",
+    **{f"domino_gru.{part}_l0": f"{DOMINO}gru.{part}" for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
+    **{f"domino_head.W{i}.weight": f"{DOMINO}head.w{i}" for i in (1, 2)},
+    **{f"domino_head.W{i}.bias": f"{DOMINO}head.b{i}" for i in (1, 2)},
+    **{
+        f"{prefix}markov_head.markov_w{i}.weight": f"{DSPARK}markov.w{i}"
+        for prefix in ("dspark_", "mtp.2.")
+        for i in (1, 2)
+    },
+    **{
+        f"{prefix}.{part}": f"{DSPARK}confidence.{part}"
+        for prefix in ("dspark_confidence_head", "mtp.2.confidence_head.proj")
+        for part in ("weight", "bias")
+    },
 }
 _CAPTURE_NORMS = ("aux_hidden_norm.", "aux_hidden_norms.")
 
@@ -150,7 +168,8 @@ def open_checkpoint(path: Path) -> GGUFFile:
             if info.name in tensors:
                 raise FormatError(f"{file}: tensor {info.name} occurs twice")
             tensors[info.name] = info
-    metadata = Metadata(_Config(directory / _CONFIG, config).keys(), directory / _CONFIG)
+    keys = _Config(directory / _CONFIG, config).keys() | _head_keys(tensors)
+    metadata = Metadata(keys, directory / _CONFIG)
     return GGUFFile(tuple(paths), metadata, tensors, tuple(maps))
 
 
@@ -241,8 +260,9 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int, part: int) 
 def _name(path: Path, name: str) -> str:
     """The GGUF name of a tensor."""
     own = name.removeprefix("model.")
-    if own in _WHOLE:
-        return _WHOLE[own]
+    for names in (_WHOLE, _HEADS):
+        if own in names:
+            return names[own]
     stem, dot, suffix = own.rpartition(".")
     for prefix in _CAPTURE_NORMS:
         index = stem.removeprefix(prefix)
@@ -253,6 +273,22 @@ def _name(path: Path, name: str) -> str:
     if layers == "layers" and index.isdecimal() and suffix == "weight" and part in _LAYER:
         return f"blk.{int(index)}.{_LAYER[part]}.weight"
     raise UnsupportedError(f"{path}: tensor {name[:80]!r} is unknown: what the draft computes may depend on it")
+
+
+def _head_keys(tensors: Mapping[str, TensorInfo]) -> dict[str, Value]:
+    """The keys of the correction heads that there are, by the shapes of their tensors."""
+    keys: dict[str, Value] = {}
+    w2, w1 = tensors.get(f"{DOMINO}head.w2"), tensors.get(f"{DSPARK}markov.w1")
+    if w2 is not None:
+        start = tensors.get(f"{DOMINO}start", w2)
+        keys |= {f"{DOMINO}gru_hidden_dim": start.cols, f"{DOMINO}emb_dim": w2.cols, f"{DOMINO}vocab_size": w2.rows}
+        keys[f"{DOMINO}enabled"] = 1
+    if w1 is not None:
+        keys |= {f"{DSPARK}markov_rank": w1.cols, f"{DSPARK}vocab_size": w1.rows, f"{DSPARK}enabled": 1}
+        confidence = tensors.get(f"{DSPARK}confidence.weight")
+        if confidence is not None:
+            keys |= {f"{DSPARK}confidence_dim": confidence.cols, f"{DSPARK}confidence.enabled": 1}
+    return {f"{_ARCHITECTURE}.{name}": value for name, value in keys.items()}
 
 
 class _Config:

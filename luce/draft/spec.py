@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from luce.draft.correction import DOMINO, DSPARK, CorrectionSpec
 from luce.errors import ModelError, UnsupportedError
 from luce.models.keys import Source, attention_heads, rope_dims
 from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, Rope, Yarn
@@ -24,7 +25,7 @@ ARCHITECTURES = ("qwen35-dflash-draft", "dflash-draft", "gemma4-dflash-draft")
 
 # Far above real drafts; they bound what a hostile file makes us build.
 _MOST_LAYERS, _MOST_HIDDEN, _MOST_FFN, _MOST_HEADS, _MOST_HEAD_DIM = 1024, 131072, 524288, 1024, 1024
-_MOST_BLOCK, _MOST_CAPTURES = 64, 8
+_MOST_BLOCK, _MOST_CAPTURES, _MOST_VOCAB = 64, 8, 1 << 24
 
 #: the names that files give to tensors of the whole draft, the usual one first
 FUSION = ("dflash.fc.weight", "dflash_fc.weight")
@@ -67,11 +68,11 @@ _READ = frozenset(
         "dflash.input_embedding_scale",
         "dflash.output_multiplier",
         "dflash.laguna",
+        *(f"{DOMINO}{name}" for name in ("enabled", "gru_hidden_dim", "emb_dim", "vocab_size")),
+        *(f"{DSPARK}{name}" for name in ("enabled", "markov_rank", "vocab_size", "confidence_dim")),
+        f"{DSPARK}confidence.enabled",
     }
 )
-#: keys of variants that are known and not run, unless they are off
-_REFUSED_IF_SET = ("dflash.domino.enabled", "dflash.dspark.enabled", "dflash.dspark.confidence.enabled")
-_HEADS_OF_THEIR_OWN = ("dflash.domino.", "dflash.dspark.")
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class DraftSpec:
     context_base  rotary base of the keys of context rows where it is another one than that of block rows
     mask_embedding whether the draft has the rows behind the seed itself, and needs no mask_token
     target_scale  whether rows of the target's embedding get the target's own factor
+    correction    the head that goes over a block's rows, if there is one
     """
 
     path: str
@@ -108,6 +110,7 @@ class DraftSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    correction: CorrectionSpec | None = None
 
     @property
     def model(self) -> ModelSpec:
@@ -202,6 +205,7 @@ def read_draft(source: Source, *, window: int = 0) -> DraftSpec:
         embedding_scale=source.number("dflash.input_embedding_scale", 1.0),
         logit_scale=source.number("dflash.output_multiplier", 1.0),
         logit_softcap=source.number("final_logit_softcapping", 0.0),
+        correction=_correction(source, hidden),
     )
 
 
@@ -209,13 +213,27 @@ def _refuse_unknown(source: Source) -> None:
     prefix = source.key("")
     for key in source.metadata:
         name = key.removeprefix(prefix)
-        if name == key or name in _READ:
-            continue
-        if name in _REFUSED_IF_SET:
-            if source.integer(name):
-                raise source.refuse(name, "is set: correction heads are not supported")
-        elif not name.startswith(_HEADS_OF_THEIR_OWN):
+        if name != key and name not in _READ:
             raise source.refuse(name, "is unknown: what the draft computes may depend on it")
+
+
+def _correction(source: Source, hidden: int) -> CorrectionSpec | None:
+    domino, dspark = (source.integer(f"{name}enabled", 0) for name in (DOMINO, DSPARK))
+    if domino and dspark:
+        raise source.refuse(f"{DSPARK}enabled", f"is set beside {DOMINO}enabled: one head can correct a row")
+    if domino:
+        vocab = _bounded(source, f"{DOMINO}vocab_size", _MOST_VOCAB)
+        width, inner = (_bounded(source, f"{DOMINO}{name}", _MOST_HIDDEN) for name in ("gru_hidden_dim", "emb_dim"))
+        return CorrectionSpec("domino", vocab, width, inner)
+    if not dspark:
+        return None
+    rank, confidence = _bounded(source, f"{DSPARK}markov_rank", _MOST_HIDDEN), 0
+    if source.integer(f"{DSPARK}confidence.enabled", 0):
+        confidence = source.positive(f"{DSPARK}confidence_dim")
+        if confidence not in (hidden, hidden + rank):
+            expected = f"expected {hidden} or {hidden + rank}"
+            raise source.refuse(f"{DSPARK}confidence_dim", f"is {confidence}, {expected}")
+    return CorrectionSpec("dspark", _bounded(source, f"{DSPARK}vocab_size", _MOST_VOCAB), rank, confidence=confidence)
 
 
 def _bounded(source: Source, name: str, most: int) -> int:

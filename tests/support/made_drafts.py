@@ -27,6 +27,15 @@ LAYER = {
     "attn_gate": "self_attn.gate_proj",
     **{f"ffn_{p}": f"mlp.{p}_proj" for p in ("gate", "up", "down")},
 }
+#: of correction heads
+HEADS = {
+    "dflash.domino.start": "domino_start",
+    **{f"dflash.domino.gru.{p}": f"domino_gru.{p}_l0" for p in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
+    **{f"dflash.domino.head.w{i}": f"domino_head.W{i}.weight" for i in (1, 2)},
+    **{f"dflash.domino.head.b{i}": f"domino_head.W{i}.bias" for i in (1, 2)},
+    **{f"dflash.dspark.markov.w{i}": f"dspark_markov_head.markov_w{i}.weight" for i in (1, 2)},
+    **{f"dflash.dspark.confidence.{p}": f"dspark_confidence_head.{p}" for p in ("weight", "bias")},
+}
 _SAFETENSORS = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(np.uint16): "BF16"}
 
 
@@ -85,9 +94,7 @@ class MadeDraft:
         for name, shape in shapes.items():
             values = rng.standard_normal(shape)
             values = 1 + 0.2 * values if len(shape) == 1 else values * shape[1] ** -0.5
-            # Values that bfloat16 holds, so that every format has them all.
-            bits = values.astype(np.float32).view(np.uint32) & 0xFFFF0000
-            tensors[f"{name}.weight"] = bits.astype(np.uint32).view(np.float32)
+            tensors[f"{name}.weight"] = _short(values)
         return cls(
             {
                 "context_length": 4096,
@@ -118,6 +125,38 @@ class MadeDraft:
                 self.keys[key] = value
         return self
 
+    def with_domino(self, vocab: int, *, width: int = 12, inner: int = 10) -> MadeDraft:
+        """A head of Domino whose biases are as large as logits."""
+        hidden = self.keys["embedding_length"]
+        shapes = {
+            "start": (width,),
+            "gru.weight_ih": (3 * width, hidden),
+            "gru.weight_hh": (3 * width, width),
+            "gru.bias_ih": (3 * width,),
+            "gru.bias_hh": (3 * width,),
+            "head.w1": (inner, hidden + width),
+            "head.b1": (inner,),
+            "head.w2": (vocab, inner),
+            "head.b2": (vocab,),
+        }
+        return self._headed("domino", shapes, gru_hidden_dim=width, emb_dim=inner, vocab_size=vocab)
+
+    def with_dspark(self, vocab: int, *, rank: int = 6, confidence: int = 0) -> MadeDraft:
+        """A head of DSpark; `confidence` columns of the matrix that tells how sure it is."""
+        shapes: dict[str, tuple[int, ...]] = {"markov.w1": (vocab, rank), "markov.w2": (vocab, rank)}
+        keys = {"markov_rank": rank, "vocab_size": vocab}
+        if confidence:
+            shapes |= {"confidence.weight": (1, confidence), "confidence.bias": (1,)}
+            keys |= {"confidence.enabled": 1, "confidence_dim": confidence}
+        return self._headed("dspark", shapes, **keys)
+
+    def _headed(self, kind: str, shapes: Mapping[str, tuple[int, ...]], **keys: int) -> MadeDraft:
+        rng = np.random.default_rng(len(shapes))
+        for name, shape in shapes.items():
+            self.tensors[f"dflash.{kind}.{name}"] = _short(rng.standard_normal(shape))
+        self.keys |= {f"dflash.{kind}.{name}": value for name, value in {"enabled": 1, **keys}.items()}
+        return self
+
     def write(self, path: Path, architecture: str = ARCHITECTURE) -> Path:
         """The GGUF file."""
         writer = gguf.GGUFWriter(path, architecture)
@@ -136,6 +175,9 @@ class MadeDraft:
         named = {}
         for name, tensor in self.tensors.items():
             stem = name.removesuffix(".weight")
+            if name in HEADS:
+                named[HEADS[name]] = tensor
+                continue
             if stem in WHOLE:
                 own = WHOLE[stem]
             elif stem.startswith("blk."):
@@ -145,6 +187,12 @@ class MadeDraft:
                 own = stem.removeprefix("dflash.")
             named[f"{own}.weight"] = tensor
         return named
+
+
+def _short(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Values that bfloat16 holds, so that every format has them all."""
+    bits = values.astype(np.float32).view(np.uint32) & 0xFFFF0000
+    return bits.astype(np.uint32).view(np.float32)
 
 
 def safetensors(tensors: Mapping[str, NDArray[Any]]) -> bytes:

@@ -171,6 +171,21 @@ def test_every_key(case: str, parts: int, tmp_path: Path) -> None:
         assert spec_of(direct, tmp_path).blocks == spec.blocks
 
 
+@pytest.mark.parametrize("kind", ["domino", "dspark", "sure"])
+def test_correction_heads(kind: str, tmp_path: Path) -> None:
+    made = MadeDraft.random(1)
+    made = made.with_domino(64) if kind == "domino" else made.with_dspark(64, confidence=38 if kind == "sure" else 0)
+    tensors = {name: brain(tensor) for name, tensor in made.published().items()}
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", config(), tensors)
+    assert convert_dflash.main([str(checkpoint), str(tmp_path / "out.gguf")]) == 0
+    with open_gguf(tmp_path / "out.gguf") as converted, open_gguf(made.write(tmp_path / "made.gguf")) as expected:
+        spec = spec_of(converted, tmp_path)
+        assert spec.correction is not None and spec == spec_of(expected, tmp_path)
+        assert converted.tensors.keys() == expected.tensors.keys()
+        for name in expected.tensors:
+            np.testing.assert_array_equal(matrix(converted, name), matrix(expected, name))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

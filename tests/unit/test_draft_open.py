@@ -127,7 +127,7 @@ def test_files_that_cannot_draft(draft: str, error: type[LuceError], message: st
         ({"vocab_size": 700}, "is a draft for 700 tokens, the model has 768"),
         ({"dflash__target_layer_ids": [2, 8]}, "reads layer 8 of the model, which has 8"),
         ({"dflash__mask_token_id": None}, "dflash.mask_token_id 248070 is no token of the model"),
-        ({"dflash__domino__enabled": 1}, "dflash.domino.enabled is set"),
+        ({"dflash__domino__enabled": 1}, "dflash.domino.vocab_size' is missing"),
         ({"rope__freq_base": None}, "rope.freq_base' is missing"),
     ],
 )

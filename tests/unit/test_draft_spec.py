@@ -123,8 +123,6 @@ def test_the_fusing_matrix_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture
         ({"dflash__block_size": 1}, "block_size is 1"),
         ({"dflash__block_size": 65}, "block_size is 65"),
         ({"rope__scaling__type": "longrope"}, "rope.scaling.type is 'longrope'"),
-        ({"dflash__domino__enabled": 1}, "dflash.domino.enabled is set"),
-        ({"dflash__dspark__enabled": 1}, "dflash.dspark.enabled is set"),
         ({"dflash__conv_kernel_size": 4}, "dflash.conv_kernel_size is unknown"),
         ({"dflash__selector_rank": 4}, "dflash.selector_rank is unknown"),
         ({"attention__value_scale": 2.0}, "attention.value_scale is unknown"),
