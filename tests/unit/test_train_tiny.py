@@ -199,6 +199,23 @@ def test_continuations_end_with_their_time() -> None:
     assert torch.equal(few.ids, every.ids[:1]) and torch.equal(few.captured, every.captured[:1])
 
 
+def test_blocks_begin_before_a_continuation(corpus: data.Corpus) -> None:
+    torch.manual_seed(0)
+    run = train.continuations(
+        target.fresh(), target.Target(torch.float32), torch.zeros(1, 128).long(), 64, batch=1, before=64
+    )
+    assert (run.prompt, run.first) == (128, 64)
+
+
+def test_copies_that_have_begun(corpus: data.Corpus) -> None:
+    made = train.copies(corpus, 12, 256, 1)
+    assert made.shape == (12, 256)
+    for ids in made.tolist():
+        snippet, _, begun = corpus.tokenizer.decode(ids).removeprefix("\nText:\n").rpartition("\nCopy:\n")
+        left = corpus.tokenizer.encode(snippet.removeprefix(begun)).ids
+        assert begun and snippet.startswith(begun) and len(left) >= 128
+
+
 def test_prompts_of_every_task(corpus: data.Corpus) -> None:
     own = prompts.own()
     assert len({text for texts in prompts.make(*own, 20).values() for text in texts}) == 20

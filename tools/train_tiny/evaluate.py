@@ -95,7 +95,7 @@ def task_prompts(corpus: Corpus, setup: Setup, count: int) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def acceptance(
-    base: Weights, model: draft_model.Draft, w: Weights, corpus: Corpus, setup: Setup, *, count: int, budget: int = 256
+    base: Weights, model: draft_model.Draft, w: Weights, corpus: Corpus, setup: Setup, *, count: int, budget: int = 128
 ) -> None:
     """Print, by task, the tokens committed per step and how often each number of them was."""
     teacher = target_model.Target(setup.dtype)
@@ -124,7 +124,7 @@ def chained(
     setup: Setup,
     *,
     count: int,
-    budget: int = 256,
+    budget: int = 128,
 ) -> None:
     """Print the tokens committed per step by task when the drafter, token by token, drafts as many as a block holds."""
     teacher = target_model.Target(setup.dtype)

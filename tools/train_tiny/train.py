@@ -194,7 +194,7 @@ def language(
             )
             if not np.isfinite(total):
                 raise SystemExit(f"{out.stem}: the loss is {total}")
-            if time.monotonic() - shown > 60:
+            if time.monotonic() - shown > 30:
                 shown = time.monotonic()
                 save(out, w)
     save(out, w)
@@ -204,18 +204,27 @@ def language(
 @dataclass(frozen=True)
 class Run:
     """Greedy text of the target: ids [n, prompt + generated], and captured states [n, prompt + generated, N * HIDDEN],
-    bfloat16. Blocks are drafted from `prompt` on."""
+    bfloat16. Blocks are drafted from `first` on."""
 
     ids: Tensor
     captured: Tensor
     prompt: int
+    first: int
 
 
 def continuations(
-    base: Weights, model: target_model.Target, prompts: Tensor, tokens: int, *, batch: int, seconds: float = math.inf
+    base: Weights,
+    model: target_model.Target,
+    prompts: Tensor,
+    tokens: int,
+    *,
+    batch: int,
+    before: int = 0,
+    seconds: float = math.inf,
 ) -> Run:
     """Let the target continue the prompts [n, T] (T and tokens multiples of 64) and capture its states; fewer of them,
-    but one batch at least, if more would take longer than `seconds`."""
+    but one batch at least, if more would take longer than `seconds`. Blocks are drafted from `before` tokens before the
+    continuations on."""
     begun, done = time.monotonic(), 0
     ids = prompts.new_empty(len(prompts), prompts.shape[1] + tokens)
     width = len(draft_model.CAPTURE) * target_model.HIDDEN
@@ -231,16 +240,29 @@ def continuations(
                 torch.cuda.synchronize()  # the clock must not run ahead of the device
             if (time.monotonic() - begun) * (1 + batch / done) > seconds:
                 break
-    return Run(ids[:done], captured[:done], prompts.shape[1])
+    return Run(ids[:done], captured[:done], prompts.shape[1], prompts.shape[1] - before)
 
 
 def prompts(feed: Feed, count: int, length: int) -> Tensor:
-    """Beginnings for the target: three parts of corpus, one of tasks cut anywhere."""
-    made = count // 4
+    """Beginnings for the target: seven parts of corpus, one of tasks cut anywhere."""
+    made = -(-count // 8)
     ids, _ = feed.episodes(made)
     places = torch.randint(0, ids.shape[1] - length, (made, 1)).to(ids.device)
     cut = ids.gather(1, places + torch.arange(length, device=ids.device))
-    return torch.cat([feed.windows(count - made, length), cut])
+    mixed = torch.cat([feed.windows(count - made, length), cut])
+    return mixed[torch.randperm(count).to(mixed.device)]
+
+
+def copies(corpus: Corpus, count: int, length: int, seed: int) -> Tensor:
+    """Snippets [count, length] whose copies have begun, on the host: at least `length` / 2 tokens are still to come."""
+    tasks = Tasks(corpus, seed)
+    begin, middle = tasks.encode("\nText:\n"), tasks.encode("\nCopy:\n")
+    rows = []
+    for _ in range(count):
+        given = int(tasks.random.integers(1, length // 8))
+        snippet = tasks.filler(length - len(begin) - len(middle) - given)
+        rows.append(np.concatenate([begin, snippet, middle, snippet[:given]]))
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 def draft(
@@ -253,21 +275,30 @@ def draft(
     out: Path,
     *,
     sequences: int,
-    tokens: int = 256,
+    tokens: int = 128,
     lr: float = 3e-3,
 ) -> dict[str, Tensor]:
-    """Train the draft on the target's own greedy continuations, as many of `sequences` as are made in half of the time,
-    of `tokens` tokens each, and save it."""
+    """Train the draft on the target's own greedy continuations, as many of `sequences` as are made in 0.4 of the time,
+    of `tokens` tokens each, and save it. They are short: soon a target this small only repeats itself."""
     base = {name: w.to(setup.device, torch.float32) for name, w in base.items()}
     teacher = target_model.Target(setup.dtype)
     started = time.monotonic()
-    short, long = 256, 64 * max(1, setup.length // 64 // 3)
-    few = max(8, sequences // 16)
+    short, middle, long = 128, 320, max(64, min(1792, setup.length // 64 * 64) - tokens)
+    copied = copies(corpus, sequences // 8, 256, torch.initial_seed() % 2**32).to(setup.device)
+    # What is begun, sequences at a time, tokens of the beginning that are drafted too, and the share of the time. All
+    # lengths divide as many drafted rows, so that these are compiled for once.
+    begun = (
+        (prompts(feed, sequences // 2, short), 4096, short // 2, 0.2),
+        (prompts(feed, sequences // 4, middle), 4096, short // 2, 0.1),
+        (copied, 4096, 0, 0.06),
+        (prompts(feed, max(8, sequences // 64), long), 1024, 0, 0.04),
+    )
     runs = [
-        continuations(base, teacher, prompts(feed, sequences, short), tokens, batch=4096, seconds=0.4 * seconds),
-        continuations(base, teacher, prompts(feed, few, long), tokens, batch=1024, seconds=0.1 * seconds),
+        continuations(base, teacher, ids, tokens, batch=batch, before=before, seconds=share * seconds)
+        for ids, batch, before, share in begun
     ]
-    made = " and ".join(str(len(run.ids)) for run in runs)
+    turns = (0, 1, 0, 2, 0, 1, 0, 3)
+    made = ", ".join(str(len(run.ids)) for run in runs)
     print(f"draft: {made} continuations took {time.monotonic() - started:.1f} s", flush=True)
     model = draft_model.Draft(setup.dtype, token_id(corpus.tokenizer, MASK), setup.compile)
     w = trainable(weights, setup.device)
@@ -280,13 +311,12 @@ def draft(
     random = torch.Generator(setup.device).manual_seed(torch.initial_seed() % 2**63)
     started, clock = time.monotonic(), Clock(max(1.0, seconds - (time.monotonic() - started)))
     while clock.progress < 1.0:
-        run = runs[step % 8 == 7]
-        # as many drafted rows in every step, so that they are compiled for once
+        run = runs[turns[step % len(turns)]]
         size = max(1, budget // run.ids.shape[1])
         blocks = max(1, budget // 2 // (size * draft_model.BLOCK))
         pick = torch.randint(0, len(run.ids), (min(size, len(run.ids)),), device=setup.device, generator=random)
         last = run.ids.shape[1] - draft_model.BLOCK
-        anchors = torch.randint(run.prompt, last + 1, (len(pick), blocks), device=setup.device, generator=random)
+        anchors = torch.randint(run.first, last + 1, (len(pick), blocks), device=setup.device, generator=random)
         loss, right = model.loss(w, base, run.captured[pick], run.ids[pick], anchors)
         loss.backward()
         norm = optimiser.step(clock.factor)
@@ -301,7 +331,7 @@ def draft(
             )
             if not np.isfinite(float(loss.detach())):
                 raise FloatingPointError("draft: the loss is not finite")
-            if time.monotonic() - shown > 60:
+            if time.monotonic() - shown > 30:
                 shown = time.monotonic()
                 save(out, w)
     save(out, w)
