@@ -17,7 +17,8 @@ from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
 from tests.support.daemons import devices, with_words
 from tests.support.drive import Driver
-from tests.support.reference import Reference, references
+from tests.support.emulated import EmulatedDevice
+from tests.support.reference import Reference, errors, references
 
 each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
 CAPACITY = 64
@@ -151,14 +152,31 @@ def test_what_a_daemon_captures_is_there_with_the_output(
     assert not told[0] and told[2:] == [True] * 19
 
 
-@pytest.mark.gpu
-@each_file
-def test_a_gpu_captures_the_same(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
+@pytest.mark.parametrize(
+    ("reference", "device"),
+    [
+        *(pytest.param(reference, "gpu", marks=pytest.mark.gpu) for reference in references()),
+        (Reference("qwen35-a-Q8_0"), "emulated"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_a_gpu_captures_the_same(
+    reference: Reference, device: str, make_driver: MakeDriver, request: pytest.FixtureRequest
+) -> None:
+    gpu: Device = EmulatedDevice() if device == "emulated" else request.getfixturevalue("gpu")
+    places = [[HostDevice()], [gpu]] + [[gpu, gpu], [gpu, HostDevice(1)]] * (device == "gpu")
     prompt, results = reference.expected["prompt_long"], []
-    for placed in ([HostDevice()], [gpu], [gpu, gpu], [gpu, HostDevice(1)]):
+    for placed in places:
         ring = make_ring(placed[0], reference)
         driver = make_driver(reference, placed, ring=ring, verify=16)
         results.append(floats(held(ring, *text(driver, prompt))))
+    # What products round shows in all values of a row, and at its largest in rows where an expert is chosen otherwise
+    # or a state has added it up: as far as logits may be off, so may be what they are made from. Of a file that is met
+    # as bytes, single values are off by up to a sixth of the largest one.
+    limits, layers = reference.limits(reference.kind(1)), len(ring.layers)
     for result in results[1:]:
-        assert np.abs(result - results[0]).max() < 0.1 * np.abs(results[0]).max()
-    np.testing.assert_array_equal(results[1], results[2])
+        for values, expected in zip(np.split(result, layers, 1), np.split(results[0], layers, 1), strict=True):
+            each = errors(values, expected)
+            assert np.median(each) <= limits["nmse_median"] and np.quantile(each, 0.9) <= limits["nmse_p90"]
+    if device == "gpu":
+        np.testing.assert_array_equal(results[1], results[2])

@@ -20,6 +20,7 @@ from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Span
 from tests.support.drafts import F32, DraftReference, bfloat16, open_draft, spec_of
+from tests.support.emulated import EmulatedDevice
 
 FIT = DraftReference("qwen35-a-draft-fit-F32")
 
@@ -46,7 +47,7 @@ class Drafted:
         )
         ends = Ends(device, backend.shards[0], backend.shards[-1])
         assert self.spec.mask_token is not None
-        mask = ends.embed(np.array([self.spec.mask_token], np.int32))[0]
+        mask = device.download(ends.embed(np.array([self.spec.mask_token], np.int32)))[0]
         self.model = DraftModel(file, self.spec, device, slots=slots, context=256, rows=self.ring.rows, mask=mask)
         self.drafter = DFlashDrafter(self.model, self.ring, ends)
         stack.callback(self.drafter.close)
@@ -80,17 +81,30 @@ def text(reference: DraftReference, prompt: str = "17") -> tuple[NDArray[np.int3
     return tokens, reference.captured(tokens[:-1])
 
 
-@pytest.mark.parametrize("name", ["qwen35-a-draft-fit-F32", "qwen35-a-draft-var-F32", "qwen35-b-draft-BF16"])
-@pytest.mark.parametrize("device", ["host", pytest.param("gpu", marks=pytest.mark.gpu)])
+DRAFTS = ("qwen35-a-draft-fit-F32", "qwen35-a-draft-var-F32", "qwen35-b-draft-BF16")
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        *((name, "host") for name in DRAFTS),
+        (DRAFTS[0], "emulated"),
+        *(pytest.param(name, "gpu", marks=pytest.mark.gpu) for name in DRAFTS),
+    ],
+)
 def test_blocks_of_a_run(name: str, device: str, stack: ExitStack, request: pytest.FixtureRequest) -> None:
     reference = DraftReference(name)
-    own: Device = request.getfixturevalue("gpu") if device == "gpu" else HostDevice(0)
+    own: Device = HostDevice(0) if device == "host" else EmulatedDevice()
+    if device == "gpu":
+        own = request.getfixturevalue("gpu")
     drafted, (tokens, captured) = Drafted(stack, reference, own), text(reference)
     expected = {
         part: reference.expected[f"spec_17_{part}"] for part in ("committed", "block", "accept", "draft_margin")
     }
     told = compared = 0
-    for step, committed in enumerate(expected["committed"].tolist()):
+    # The emulated device is slow.
+    steps = 5 if device == "emulated" else len(expected["committed"])
+    for step, committed in enumerate(expected["committed"][:steps].tolist()):
         # The target computed all rows of the last verification, whether they count or not.
         drafted.tell(0, captured, told, min(committed + 3, len(captured)))
         told = committed

@@ -68,7 +68,8 @@ class Opened:
         logits, expected = z @ self.head.T, self.expected[f"draft_logits_{prompt}"]
         assert ((logits - expected) ** 2).mean() / expected.var() <= limit
         sure = self.expected[f"draft_margin_{prompt}"] > 5 * np.sqrt(((logits - expected) ** 2).mean())
-        assert sure.mean() > 0.5
+        # The limit is of squares, a margin is none.
+        assert sure.mean() > 0.5 / np.sqrt(self.coarse)
         assert (logits.argmax(axis=1) == self.expected[f"draft_tokens_{prompt}"])[sure].all()
 
 

@@ -12,7 +12,6 @@ import luce
 from luce import api
 from luce.draft.drafter import Drafter
 from luce.draft.open import Prepared
-from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
 from tests.support.daemons import HERE
@@ -100,12 +99,22 @@ def test_prompt_lookup(name: str) -> None:
     assert stats is not None and stats.accepted > 10
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [0, 5, 16])
-@pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
-def test_a_gpu_gives_the_tokens_of_plain_decoding(
-    reference: Reference, width: int, gpu: Device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("reference", "width", "device"),
+    [
+        (Reference("gemma4-e-F32"), 5, "host"),
+        *(
+            pytest.param(reference, width, "gpu", marks=pytest.mark.gpu)
+            for reference in references()
+            for width in (0, 5, 16)
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Reference) else str(value),
+)
+def test_a_device_gives_the_tokens_of_plain_decoding(
+    reference: Reference, width: int, device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    place = str(request.getfixturevalue("gpu").name) if device == "gpu" else "cpu:0"
     prompt, replies = reference.expected["prompt_17"].tolist(), list[list[int]]()
 
     def known(text: Sequence[int], count: int) -> Sequence[int]:
@@ -116,8 +125,8 @@ def test_a_gpu_gives_the_tokens_of_plain_decoding(
         drafter = ScriptedDrafter(known, vocab=reference.spec.vocab, wrong=sometimes(0.25, 4))
         prepared = Prepared(None, lambda first, last, drafter=drafter: drafter) if draft else None
         monkeypatch.setattr(api, "open_drafter", lambda *_, prepared=prepared, **__: prepared)
-        place = str(gpu.name)
-        with luce.load(reference.path, target_device=place, max_ctx=512, draft=draft, verify_width=width) as model:
+        rows = width if draft else 0
+        with luce.load(reference.path, target_device=place, max_ctx=512, draft=draft, verify_width=rows) as model:
             generation = model.generate(prompt, max_tokens=128, temperature=0, ignore_eos=True)
             replies.append([token.id for token in generation if token.id >= 0])
     assert replies[0] == replies[1]

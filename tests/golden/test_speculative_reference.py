@@ -31,6 +31,7 @@ def replay(driver: Driver, target: Reference, expected: dict[str, Any], prompt: 
         key.removeprefix(f"trace_{prompt}_"): v for key, v in expected.items() if key.startswith(f"trace_{prompt}")
     }
     limit = target.limits(kind)
+    compared = []
     sequence = driver.start()
     driver.feed((sequence, expected[f"prompt_{prompt}"]))
     seed, found = int(expected[f"seed_{prompt}"]), []
@@ -39,15 +40,19 @@ def replay(driver: Driver, target: Reference, expected: dict[str, Any], prompt: 
         assert (sequence.length, seed) == (trace["committed"][step], trace["seed"][step]) and block[0] == seed
         (logits,) = driver.verify((sequence, block))
         best = logits.argmax(axis=1)
-        sure = trace["argmax_margin"][step][:width] > 10 * limit["nmse_median"] ** 0.5 * logits.std()
-        assert (best == trace["argmax"][step][:width])[sure].all()
+        right = best == trace["argmax"][step][:width]
+        sure = trace["argmax_margin"][step][:width] > 5 * limit["nmse_median"] ** 0.5 * logits.std()
+        assert right[sure].all()
+        compared.append(sure)
         accepted = 1 + next((i for i in range(width - 1) if block[i + 1] != best[i]), width - 1)
-        assert accepted == trace["accept"][step]
+        # By a row that is not sure another number may count.
+        assert accepted == trace["accept"][step] or not right[: trace["accept"][step]].all()
         count = int(trace["commit"][step])
         driver.accept(sequence, count)
         found.append(logits[count - 1])
         seed = int(trace["argmax"][step][count - 1])
         assert seed == trace["next_seed"][step]
+    assert np.concatenate(compared).mean() > (0.1 if kind == "int8_activations" else 0.4)
     found.append(driver.feed((sequence, np.array([seed], np.int32)))[0][0])
     each = errors(np.array(found), np.concatenate((trace["next_logits"], trace["final_logits"][None])))
     assert np.median(each) <= limit["nmse_median"] and np.quantile(each, 0.9) <= limit["nmse_p90"]

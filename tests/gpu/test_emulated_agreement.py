@@ -17,7 +17,9 @@ from luce.ops.weight import upload_weight
 from luce.runtime.device import Device
 from tests.golden.conftest import MakeDriver, make_driver
 from tests.support.emulated import EmulatedDevice
-from tests.support.quant_blocks import random_tensor
+from tests.support.op_checks_matmul import product_limit, rounds_to_halves
+from tests.support.quant_blocks import decoded, random_tensor
+from tests.support.quantised import seen
 from tests.support.reference import Reference, errors
 
 __all__ = ["make_driver"]
@@ -28,8 +30,8 @@ Result = NDArray[np.generic]
 
 @pytest.fixture
 def twin(gpu: Device) -> Iterator[EmulatedDevice]:
-    """An emulated device with as many lanes as the GPU."""
-    device = EmulatedDevice(gpu.lanes)
+    """An emulated device with as many lanes as the GPU, and products in hardware for the same types."""
+    device = EmulatedDevice(gpu.lanes, products=gpu.products & {"F16", "BF16"})
     yield device
     device.close()
 
@@ -42,7 +44,8 @@ def same_bits(gpu: Device, twin: Device, work: Callable[[Device], Result]) -> No
     np.testing.assert_array_equal(work(gpu), work(twin))
 
 
-FORMATS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+#: of up to 16 rows, BF16 alone is multiplied by tensor cores
+FORMATS = ["F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 
 
 @pytest.mark.parametrize("rows", [1, 5, FEW_ROWS])
@@ -52,12 +55,18 @@ def test_matmul(gpu: Device, twin: Device, format: str, rows: int) -> None:
     same_bits(gpu, twin, lambda d: d.download(matmul(d, d.upload(x), upload_weight(d, [tensor]))))
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_matmul_of_many_rows(gpu: Device, twin: Device, format: str) -> None:
-    # In what order tensor cores add products is their business.
-    tensor, x = random_tensor(format, 70, 768, seed=1), normal(40, 768)
+@pytest.mark.parametrize(
+    ("format", "rows"), [("BF16", 1), ("BF16", 5), ("BF16", FEW_ROWS), *((format, 40) for format in ("BF16", *FORMATS))]
+)
+def test_matmul_by_tensor_cores(gpu: Device, twin: Device, format: str, rows: int) -> None:
+    # In what order they add products is their business; both come as close to float64 as float32 sums can.
+    tensor, x = random_tensor(format, 70, 768, seed=1), normal(rows, 768)
     results = [d.download(matmul(d, d.upload(x), upload_weight(d, [tensor]))) for d in (gpu, twin)]
     assert errors(*results).max() < 1e-10
+    w, met = decoded(tensor), seen(gpu, format, x)
+    limit = product_limit(met, w, halves=rounds_to_halves(gpu, format, rows))
+    for result in results:
+        assert (np.abs(result - met @ w.astype(np.float64).T) <= limit).all()
 
 
 def test_embed(gpu: Device, twin: Device) -> None:

@@ -153,7 +153,7 @@ class Drafting:
 
     def fill(self, *seeds: F32, slots: tuple[int, ...] = (0,)) -> F32:
         """The blocks behind what slots remember."""
-        result: F32 = self.device.download(self.model.fill(slots, np.stack(seeds)))
+        result: F32 = self.device.download(self.model.fill(slots, self.device.upload(np.stack(seeds))))
         return result.copy()
 
 

@@ -158,6 +158,8 @@ class EmulatedDevice(Device):
         return array
 
     def upload(self, array: NDArray[Any]) -> Array:
+        if isinstance(array, DeviceArray):
+            raise DeviceError(f"{self.name}: upload of an array of this device")
         self._next_step()
         copy = self._allocate(array.shape, array.dtype, written=True)
         copy[...] = array
@@ -170,13 +172,25 @@ class EmulatedDevice(Device):
 
     def write(self, array: Array, values: NDArray[Any]) -> None:
         self._next_step()
-        array[...] = values
+        if isinstance(values, DeviceArray):
+            raise DeviceError(f"{self.name}: write of an array of this device")
+        self._put("write", array, values)
 
     def _next_step(self) -> None:
         """Kernels queued before a copy from the host end before those behind it start."""
         self._step = 2 + (self._step - 1) % 254
 
     def copy(self, target: Array, source: Array) -> None:
+        if not isinstance(source, DeviceArray) or not source.flags.c_contiguous:
+            raise DeviceError(f"{self.name}: copy of {_type(source)}, which is no whole array of this device")
+        self._put("copy", target, source)
+
+    def _put(self, verb: str, target: Array, source: Array) -> None:
+        """What a GPU, which copies bytes, is asked for."""
+        alike = (target.shape, target.dtype) == (source.shape, source.dtype)
+        if not isinstance(target, DeviceArray) or not target.flags.c_contiguous or not alike:
+            shapes = [f"{_type(array)} {list(array.shape)}" for array in (source, target)]
+            raise DeviceError(f"{self.name}: {verb} of {' to '.join(shapes)}")
         target[...] = source
 
     def launch(

@@ -384,6 +384,30 @@ def test_a_launch_after_a_fault_is_unharmed(checks: Checks) -> None:
         test_block_sums(checks)
 
 
+def test_copies_between_the_wrong_memories() -> None:
+    """NumPy would let them pass; CuPy takes the one for the other, or the bytes as they lie."""
+    device, here = EmulatedDevice(), np.ones((2, 4), np.float32)
+    there = device.upload(here)
+    for what, work in {
+        "upload of an array of this device": lambda: device.upload(there),
+        "write of an array of this device": lambda: device.write(there, there),
+        r"write of ndarray of float32 \[2, 4\] to ndarray of": lambda: device.write(here, here),
+        r"write of ndarray of float64 \[2, 4\] to": lambda: device.write(there, here.astype(np.float64)),
+        r"write of ndarray of float32 \[4\] to": lambda: device.write(there, here[0]),
+        r"write of .* to DeviceArray of float32 \[2, 2\]": lambda: device.write(there[:, :2], here[:, :2]),
+        "copy of ndarray of float32, which is no whole array of this device": lambda: device.copy(there, here),
+        "copy of DeviceArray of float32, which": lambda: device.copy(there[:, 0], there[:, 1]),
+        r"copy of DeviceArray of float32 \[4\] to DeviceArray of float32 \[2, 4\]": lambda: device.copy(
+            there, there[0]
+        ),
+        "download of ndarray": lambda: device.download(here),
+    }.items():
+        with pytest.raises(DeviceError, match=what):
+            work()
+    device.copy(there[0], there[1])
+    device.write(there[1], here[0])
+
+
 def test_memory_is_counted_and_released() -> None:
     device = EmulatedDevice()
     array = device.empty((10, 10))[2:5]
