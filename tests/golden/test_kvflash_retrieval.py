@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 
 import luce
-from luce.gguf.reader import open_gguf
-from luce.models.keys import Source
-from luce.models.registry import read_spec
 from tests.support.daemons import HERE
-from tests.support.made_drafts import MadeDraft
 from tools.bench_retrieval import Case, cases, recalled
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -52,31 +48,38 @@ def test_queries_bring_back_what_is_asked_for(by_queries: list[tuple[bool, list[
     assert sum(right for right, _ in by_queries) >= 0.95 * len(DEPTHS)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"target_devices": "cpu:0,cpu:1,cpu:2"},
-        {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": f"cpu={HERE}", "isolate_shards": True},
-        {"draft": str(TINY / "drafter.gguf")},
-    ],
-    ids=["three shards", "daemon", "drafting"],
-)
-def test_replies_are_the_same(by_queries: list[tuple[bool, list[int]]], settings: dict[str, Any]) -> None:
-    with opened("qk", **settings) as model:
-        found = list(recalled(model, some(model)))
-    assert found == [by_queries[number] for number in SOME]
+SHARDS = {"target_devices": "cpu:0,cpu:1,cpu:2"}
+DAEMON = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": f"cpu={HERE}", "isolate_shards": True}
+DFLASH = {"draft": str(TINY / "draft.gguf")}
+PLACES: dict[str, dict[str, Any]] = {
+    "three shards": SHARDS,
+    "three shards, drafting": {**SHARDS, **DFLASH},
+    "daemon, drafting": {**DAEMON, **DFLASH},
+    "trees": {**DFLASH, "ddtree": True, "verify_width": 16},
+    "another model drafting": {"draft": str(TINY / "drafter.gguf")},
+}
 
 
-def test_replies_are_the_same_with_a_tree_of_guesses(by_queries: list[tuple[bool, list[int]]], tmp_path: Path) -> None:
-    """Of a DFlash draft, whatever it guesses."""
-    with open_gguf(TINY / "target.gguf") as file:
-        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
-    made = MadeDraft.random(1, hidden=spec.hidden, vocab_size=spec.vocab, dflash__mask_token_id=5)
-    with opened("qk", draft=str(made.write(tmp_path / "draft.gguf")), ddtree=True, verify_width=16) as model:
-        found = list(recalled(model, some(model)[:2]))
+def check_replies(expected: Sequence[tuple[bool, list[int]]], place: str, numbers: Sequence[int]) -> None:
+    """The same as on one device, and of what a draft guesses some tokens count."""
+    with opened("qk", **PLACES[place]) as model:
+        every = list(cases(model, CONTEXT, DEPTHS))
+        found = list(recalled(model, [every[number] for number in numbers]))
         draft = model.engine.stats().draft
-        assert draft is not None and draft.state == "on" and draft.proposed > 20
-    assert found == [by_queries[number] for number in SOME[:2]]
+    assert found == [expected[number] for number in numbers]
+    if "draft" in PLACES[place]:
+        assert draft is not None and draft.state == "on" and draft.accepted > 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_replies_are_the_same(by_queries: list[tuple[bool, list[int]]], place: str) -> None:
+    check_replies(by_queries, place, SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_replies_at_all_depths_are_the_same(by_queries: list[tuple[bool, list[int]]], place: str) -> None:
+    check_replies(by_queries, place, range(len(DEPTHS)))
 
 
 def test_a_drafter_brings_back_what_is_asked_for() -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 import luce
-from luce.draft import open as opened
-from luce.draft.dflash import DFlashDrafter
-from luce.draft.drafter import Draftable, Proposal
+from tests.support.guesses import recorded
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
 CASES: list[dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text())
@@ -44,23 +42,13 @@ def test_greedy_text_equals_pytorch(model: tuple[str, luce.Model], case: dict[st
     assert tokens(runs, case["ids"], len(case[name])) == case[name]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "draft" in case], ids=lambda case: case["prompt"][:12])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["prompt"][:12])
 def test_the_draft_s_block_equals_pytorch(case: dict[str, Any]) -> None:
     """Its first proposal behind the prompt and the target's first token, which all count or are taken back."""
-    proposed: list[list[int]] = []
-
-    class Watched(DFlashDrafter):
-        def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
-            proposals = super().propose(asked)
-            proposed.extend(list(proposal.tokens) for proposal in proposals)
-            return proposals
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opened, "DFlashDrafter", Watched)
-        settings = {"max_ctx": CONTEXT, "draft": str(FOLDER / "draft.gguf"), "verify_width": 16}
-        with luce.load(FOLDER / "target.gguf", target_devices="cpu:0", **settings) as model:
-            assert tokens(model, case["ids"], 32) == case["target"][:32]
-    assert proposed[0] == case["draft"]
+    settings = {"max_ctx": CONTEXT, "draft": str(FOLDER / "draft.gguf"), "verify_width": 16}
+    with luce.load(FOLDER / "target.gguf", target_devices="cpu:0", **settings) as model, recorded(model) as proposed:
+        assert tokens(model, case["ids"], 32) == case["target"][:32]
+    assert proposed[0] == (len(case["ids"]) + 1, case["draft"])
 
 
 @pytest.mark.parametrize("length", [1024, 2048])

@@ -185,7 +185,10 @@ def expected(folder: Path, corpus: Corpus, tokens: int = 64) -> None:
         }
         if "draft" in files:
             padded = torch.tensor([ids + [0] * (-len(ids) % 64)])
-            states = torch.cat(model(base, padded, capture=draft_model.CAPTURE)[1], -1)[:, : len(ids)]
+            # Rounded, as drafts get them.
+            states = (
+                torch.cat(model(base, padded, capture=draft_model.CAPTURE)[1], -1)[:, : len(ids)].bfloat16().float()
+            )
             seed, anchor = torch.tensor([[case["target"][0]]]), torch.tensor([[len(ids)]])
             z = draft(files["draft"], base, states, seed, anchor)[0, 0, 1:]
             case["draft"] = (z @ base["output.weight"].T).argmax(-1).tolist()
