@@ -1,21 +1,21 @@
-// Sums of products of quantised weight rows with quantised rows of x: the inner loops of matmul_s8.cu and moe_s8.cu.
+// Sums of products of quantised weight rows with quantised rows of x: the inner loop of matmul_s8.cu and moe_s8.cu.
 //
 // A weight row's units are dealt to chains, unit u to chain u % chains, and a unit's groups to four sets. Each set of
 // each chain is one sum, over its units and their groups in order; then sets are added as (0 + 2) + (1 + 3), and chains
 // in order. The columns alone decide how many chains there are. The sum of a group's integer products is exact, and
-// both paths below do the same float operations with it: so a row's result has the same bits for every count of rows,
-// on tensor cores and without, on every target.
+// both paths do the same float operations with it: so a row's result has the same bits for every count of rows, on
+// tensor cores and without, on every target.
 //
-// 32 neighbouring threads, a worker, take one chain of 16 weight rows, a tile. With luce_dot4 a thread has two rows and
-// one set. Many rows of x go to tensor cores where the target has them.
+// 32 neighbouring threads, a worker, take one chain of 16 weight rows, a tile; a thread has two rows and one set. Where
+// the target has tensor cores, many rows of x go to these (mma_s8.h).
 #ifndef DOT_S8_H
 #define DOT_S8_H
 #include "mma.h"
 #include "quants_s8.h"
 #include "reduce.h"
 
-// Rows of x up to which luce_dot4 is as fast: it loads each byte of x for two weight rows only.
-#define MOST_DOT 2
+// Rows of x that are loaded before the wait for weights.
+#define MOST_AHEAD 2
 
 // Float bits of 1.5 * 2^23: an int32 that starts from here, and moves by less than 2^22, is a float of that much more.
 #define MAGIC_BITS 0x4b400000
@@ -83,12 +83,10 @@ LUCE_FN void copy_run(u8* to, const RowCopy& copy, int at, int run) {
     }
 }
 
-// From one row's units to the next row's in shared memory. Four rows of a load, of 8 bytes on tensor cores and of 16
-// without, lie in different banks.
-template <int COUNT> LUCE_FN int run_stride(int chains) {
+// From one row's units to the next row's in shared memory. Four rows of a load of 16 bytes lie in different banks.
+LUCE_FN int run_stride(int chains) {
     const int run = luce_ceil_div(chains * UNIT_BYTES + (ODD_UNITS ? 18 : 0), 16) * 16;
-    if (ODD_UNITS) return run;
-    return COUNT > MOST_DOT ? luce_ceil_div(run - 32, 64) * 64 + 32 : luce_ceil_div(run - 16, 32) * 32 + 16;
+    return ODD_UNITS ? run : luce_ceil_div(run - 16, 32) * 32 + 16;
 }
 
 // How many groups of a set there are in a row of `cols` columns: fewer than all only where a unit may be cut short.
@@ -122,7 +120,7 @@ LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int cols, int set) {
 }
 
 // Adds to sum[i][r] the products of one set of a unit of row i of two with row r of x. `rows` are at hand already, if
-// there are at most MOST_DOT.
+// there are at most MOST_AHEAD.
 template <int COUNT>
 LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, int unit, int cols, int set,
                      float (&sum)[2][COUNT]) {
@@ -136,7 +134,7 @@ LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, in
         set_scales(in[i], set, groups, scale, minimum);
 #pragma unroll
         for (int r = 0; r < COUNT; r++) {
-            const SetRow row = COUNT <= MOST_DOT ? rows[r] : load_row(x, r, unit, cols, set);
+            const SetRow row = COUNT <= MOST_AHEAD ? rows[r] : load_row(x, r, unit, cols, set);
 #pragma unroll
             for (int k = 0; k < SET_GROUPS; k++) {
                 if (k >= groups) break;
@@ -151,72 +149,6 @@ LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, in
     }
 }
 
-#if LUCE_MMA_S8
-
-// Adds to sum[c][e][set] the products of unit `unit` of 16 rows with 8 * EIGHTS rows of x. Element e is where
-// luce_mma_s8_32 has it; `in` are rows lane / 4 and 8 more.
-template <int EIGHTS>
-LUCE_FN void add_tile_unit(const Unit (&in)[2], const Rows8& x, int unit, int cols, float (&sum)[EIGHTS][4][4]) {
-    const int g = luce_lane() / 4, t = luce_lane() % 4;
-    const UnitScales scales[2] = {unit_scales(in[0]), unit_scales(in[1])};
-    const i64 place = (i64)unit * BLOCKS32 * x.stride;
-    const i8* values = x.values + (place + g) * 32 + t * (APART ? 4 : 8);
-    const float2* factors = x.scales + place + 2 * t;
-#pragma unroll
-    for (int span = 0; span < BLOCKS32 / SPAN32; span++) {
-        if (BLOCK == 32 && unit * UNIT_COLS + span * 32 >= cols) break;
-        u32 w[2][SPAN32][2];
-        span_pairs(in[0], span, t, w[0]);
-        span_pairs(in[1], span, t, w[1]);
-#pragma unroll
-        for (int j = 0; j < SPAN32; j++) {
-            const int block = span * SPAN32 + j;
-            u32 b[EIGHTS][2];
-            float4 factor[EIGHTS];
-#pragma unroll
-            for (int c = 0; c < EIGHTS; c++) {
-                const int at = block * x.stride + c * 8;
-#if APART
-                b[c][0] = luce_u32_at4(values + at * 32), b[c][1] = luce_u32_at4(values + at * 32 + 16);
-#else
-                const uint2 pair = *reinterpret_cast<const uint2*>(values + at * 32);
-                b[c][0] = pair.x, b[c][1] = pair.y;
-#endif
-                factor[c] = *reinterpret_cast<const float4*>(factors + at);
-            }
-#pragma unroll
-            for (int half = 0; half < GROUPS32; half++) {
-                const int group = block * GROUPS32 + half;
-                float scale[2], minimum[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    scale[i] = group_scale(scales[i], group);
-                    minimum[i] = group_minimum(scales[i], group);
-                }
-#pragma unroll
-                for (int c = 0; c < EIGHTS; c++) {
-                    i32 products[4];
-#if GROUP == 32
-                    const u32 a[4] = {w[0][j][0], w[1][j][0], w[0][j][1], w[1][j][1]};
-                    luce_mma_s8_32(products, a, b[c], MAGIC_BITS);
-#else
-                    const u32 a[2] = {w[0][j][half], w[1][j][half]};
-                    luce_mma_s8_16(products, a, b[c][half], MAGIC_BITS);
-#endif
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const float2 own =
-                            e % 2 ? make_float2(factor[c].z, factor[c].w) : make_float2(factor[c].x, factor[c].y);
-                        add_group(products[e], scale[e / 2], minimum[e / 2], own, sum[c][e][set_of(block, half)]);
-                    }
-                }
-            }
-        }
-    }
-}
-
-#endif
-
 // From row to row of x in what block_sums returns: neither its writers nor its readers meet in a bank.
 #define PARTIAL_STRIDE(features) ((features) + 4)
 
@@ -230,7 +162,7 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
     const int worker = luce_thread() / 32, lane = luce_thread() % 32, g = lane / 4, t = lane % 4;
     const bool live = worker < tiles << bits;
     const int tile = luce_min(worker >> bits, tiles - 1) * 16, chain = worker & (chains - 1);
-    const int stride = run_stride<COUNT>(chains), stage_bytes = 16 * tiles * stride;
+    const int stride = run_stride(chains), stage_bytes = 16 * tiles * stride;
 
     // Two threads per chain share a row.
     const int copied = luce_thread() >> (bits + 1);
@@ -248,21 +180,15 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
     const Rows8 x = upper.x;
     const u8* const own = shared + (tile + g) * stride + (ODD_UNITS ? 0 : chain * UNIT_BYTES);
     const u32 low[2] = {(u32)(u64)upper.row, (u32)(u64)lower.row};
-#if LUCE_MMA_S8
-    const bool on_tiles = COUNT > MOST_DOT;
-#else
-    const bool on_tiles = false;
-#endif
-    float sum[on_tiles ? 1 : 2][on_tiles ? 1 : COUNT] = {};
-    float tile_sum[on_tiles ? COUNT / 8 : 1][4][4] = {};
+    float sum[2][COUNT] = {};
 
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; stage++) copy(stage << bits);
     luce_await();  // weights alone were fetched so far
     for (int unit0 = 0; unit0 < units; unit0 += chains) {
         const int unit = unit0 + chain;
-        SetRow rows[MOST_DOT];
-        if (COUNT <= MOST_DOT && unit < units) {
+        SetRow rows[MOST_AHEAD];
+        if (COUNT <= MOST_AHEAD && unit < units) {
             // Before the wait: these loads take as long.
 #pragma unroll
             for (int r = 0; r < COUNT; r++) rows[r] = load_row(x, r, unit, cols, t);
@@ -277,36 +203,19 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
             in[i] = {own + take + i * 8 * stride + (skew & ~3), (u32)(skew & 2) * 8};
         }
         take = take == (STAGES - 1) * stage_bytes ? 0 : take + stage_bytes;
-        if (unit >= units) continue;
-        if constexpr (on_tiles) {
-#if LUCE_MMA_S8
-            add_tile_unit(in, x, unit, cols, tile_sum);
-#endif
-        } else {
-            add_set(in, x, rows, unit, cols, t, sum);
-        }
+        if (unit < units) add_set(in, x, rows, unit, cols, t, sum);
     }
     luce_release();
     luce_sync();  // the partial sums take the units' place
 
     float* const partial = reinterpret_cast<float*>(shared);
     float* const to_sum = partial + chain * COUNT * PARTIAL_STRIDE(16 * tiles) + tile + g;
-    if constexpr (on_tiles) {
 #pragma unroll
-        for (int i = 0; i < COUNT / 2; i++) {
-            const float(&sets)[4] = tile_sum[i / 4][i % 4];
-            const int r = i / 4 * 8 + t * 2 + i % 2;
-            const float total = (sets[0] + sets[2]) + (sets[1] + sets[3]);
-            if (live) to_sum[r * PARTIAL_STRIDE(16 * tiles) + i % 4 / 2 * 8] = total;
-        }
-    } else {
+    for (int i = 0; i < 2; i++) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-#pragma unroll
-            for (int r = 0; r < COUNT; r++) {
-                const float total = luce_lane_sum<4>(sum[i][r]);
-                if (live && t == 0) to_sum[r * PARTIAL_STRIDE(16 * tiles) + i * 8] = total;
-            }
+        for (int r = 0; r < COUNT; r++) {
+            const float total = luce_lane_sum<4>(sum[i][r]);
+            if (live && t == 0) to_sum[r * PARTIAL_STRIDE(16 * tiles) + i * 8] = total;
         }
     }
     luce_sync();

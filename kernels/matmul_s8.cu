@@ -1,11 +1,15 @@
 // variants: ROWS=1,2,8,16 QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
+// variants for cuda: ROWS=8,16 CHAINS=4,8 QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
+// variants for cuda: ROWS=8,16 CHAINS=8 TILES=3 QTYPE=Q4_0,Q4_K,Q5_K
+// variants for cuda: ROWS=8 CHAINS=8 TILES=3 QTYPE=Q6_K
+// variants for cuda: ROWS=8,16 CHAINS=4 TILES=3 QTYPE=Q8_0
 //
 // Products of a quantised weight matrix with up to ROWS quantised rows of x: decoding and verification.
 #include "product_s8.h"
 
 // out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and j < rows.
 // values, scales: ROWS quantised rows. out float32, rows out_stride apart.
-// Grid: ceil(rows / 16) blocks of 32 << chain_bits threads, chain_bits at most 3.
+// Grid: ceil(rows / FEATURES) blocks of 32 << chain_bits threads, chain_bits at most 3; CHAINS, if given, are as many.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_s8(const u8* __restrict__ weight, const i8* __restrict__ values, const float* __restrict__ scales,
               float* __restrict__ out, const int n, const int rows, const int cols, const int chain_bits,

@@ -1,5 +1,7 @@
 // variants: ROWS=1,2,8,16 FIRST=Q5_K SECOND=Q4_K
 // variants: ROWS=1,2,8,16 FIRST=Q4_K SECOND=Q6_K
+// variants for cuda: ROWS=8,16 CHAINS=4,8 FIRST=Q5_K SECOND=Q4_K
+// variants for cuda: ROWS=8,16 CHAINS=4,8 FIRST=Q4_K SECOND=Q6_K
 //
 // Products of two weight matrices of different formats with the same quantised rows of x, in one launch: the blocks of
 // the second fill what the first leaves of the multiprocessors.
@@ -16,6 +18,7 @@ namespace first_of_pair {
 #undef BLOCK_BYTES
 #undef DOT_S8_H
 #undef GROUP
+#undef MMA_S8_H
 #undef PLAIN
 #undef QTYPE
 #undef QUANTS_H

@@ -71,7 +71,7 @@ def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> No
             continue
         if part.type in BYTE_TYPES:
             quantised = quantised or quantise(device, floats)
-            if behind is not None and pairs(part, behind, weight.cols, device.lanes):
+            if behind is not None and pairs(device, quantised, part, behind, weight.cols):
                 multiply_pair(device, quantised, part, behind, weight.cols, out)
                 joined = behind
             else:

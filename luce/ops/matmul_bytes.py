@@ -7,7 +7,8 @@ for any number of rows, alone or among others, on every device with kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -20,11 +21,15 @@ from luce.runtime.device import Array, Device
 _T = GGMLQuantizationType
 #: what kernels/quants_s8.h reads
 BYTE_TYPES = frozenset({_T.Q4_0, _T.Q8_0, _T.Q4_K, _T.Q5_K, _T.Q6_K})
-# The constants of dot_s8.h: rows of a tile, threads of a worker, columns of a unit, and units in flight per chain.
+# The constants of dot_s8.h and mma_s8.h: rows of a tile, threads of a worker, columns of a unit, units in flight.
 _TILE, _WORKER, _UNIT_COLS, _STAGES = 16, 32, 256, 2
-_MOST_DOT, _PARTIAL_PAD = 2, 4
+_PARTIAL_PAD = 4
 # Rows of a weight that take fewer blocks than GPUs of today have multiprocessors.
 _FEW_FEATURES = 1024
+# Rows of x from which on they meet tensor cores, and log2 of the chains that kernels for these come with.
+_TILE_ROWS, _TILE_BITS = 8, (2, 3)
+# Tiles of a block where one block to a multiprocessor does better than several of one tile each (see _tall).
+_TALL_TILES = 3
 _ROWS = (1, 16)
 #: what every supported GPU gives a block
 MOST_SHARED = 65536
@@ -32,24 +37,27 @@ MOST_SHARED = 65536
 
 @dataclass(frozen=True)
 class Shape:
-    """How a block goes about its tiles of weight rows: log2 of the chains per row, threads, bytes of shared memory."""
+    """How a block goes about its tiles of weight rows: log2 of the chains per row, threads, bytes of shared memory, and
+    what the kernel is built with besides."""
 
     chain_bits: int
     threads: int
     shared: int
+    tiles: int = 1
+    defines: Mapping[str, int | str] = field(default_factory=dict)
 
 
 def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Array) -> None:
     """One part's columns of out [n, rows] = x W^T: x of n <= 16 rows, the part of a type in BYTE_TYPES."""
-    shape = _shape(part.type, part.rows, cols, x.space, device.lanes)
+    shape = _shape(part.type, part.rows, cols, x.space, device.lanes, _tile_limit(device))
     sizes = (x.count, part.rows, cols, shape.chain_bits, out.strides[0] // 4, part.first)
     device.launch(
         "matmul_s8",
         "matmul_s8",
-        (-(-part.rows // _TILE),),
+        (-(-part.rows // (_TILE * shape.tiles)),),
         (shape.threads,),
         (part.data, x.values, x.scales, out, *(np.int32(size) for size in sizes)),
-        defines={"QTYPE": part.type.name, "ROWS": x.space},
+        defines={"QTYPE": part.type.name, "ROWS": x.space, **shape.defines},
         shared=shape.shared,
     )
 
@@ -58,33 +66,80 @@ def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Arr
 _PAIRS = frozenset({(_T.Q5_K, _T.Q4_K), (_T.Q4_K, _T.Q6_K)})
 
 
-def pairs(first: WeightPart, second: WeightPart, cols: int, lanes: int) -> bool:
-    """Whether multiply_pair takes these parts: formats that there is a kernel for, and as many chains."""
+def pairs(device: Device, x: Quantised, first: WeightPart, second: WeightPart, cols: int) -> bool:
+    """Whether multiply_pair takes these parts: formats that there is a kernel for, as many chains, one tile a block."""
     if (first.type, second.type) not in _PAIRS:
         return False
-    shapes = (_shape(part.type, part.rows, cols, 1, lanes) for part in (first, second))
-    return len({shape.chain_bits for shape in shapes}) == 1
+    limit = _tile_limit(device)
+    one, other = (_shape(part.type, part.rows, cols, x.space, device.lanes, limit) for part in (first, second))
+    return one.chain_bits == other.chain_bits and one.tiles == other.tiles == 1
 
 
 def multiply_pair(device: Device, x: Quantised, first: WeightPart, second: WeightPart, cols: int, out: Array) -> None:
     """Two parts' columns, in one launch: blocks of the second fill what the first leaves of the multiprocessors."""
-    shapes = [_shape(part.type, part.rows, cols, x.space, device.lanes) for part in (first, second)]
-    chain_bits = shapes[0].chain_bits
-    sizes = (x.count, first.rows, second.rows, cols, chain_bits, out.strides[0] // 4, first.first, second.first)
+    limit = _tile_limit(device)
+    one, other = (_shape(p.type, p.rows, cols, x.space, device.lanes, limit) for p in (first, second))
+    sizes = (x.count, first.rows, second.rows, cols, one.chain_bits, out.strides[0] // 4, first.first, second.first)
     device.launch(
         "matmul_s8_pair",
         "matmul_s8_pair",
         (-(-first.rows // _TILE) - (-second.rows // _TILE),),
-        (shapes[0].threads,),
+        (one.threads,),
         (first.data, second.data, x.values, x.scales, out, *(np.int32(size) for size in sizes)),
-        defines={"FIRST": first.type.name, "SECOND": second.type.name, "ROWS": x.space},
-        shared=max(shape.shared for shape in shapes),
+        defines={"FIRST": first.type.name, "SECOND": second.type.name, "ROWS": x.space, **one.defines},
+        shared=max(one.shared, other.shared),
     )
 
 
+def _tile_limit(device: Device) -> int:
+    """The shared memory that a block may have of a device with tensor cores that take bytes, 0 of others."""
+    return device.shared_limit if "BF16" in device.products else 0
+
+
 @lru_cache(1024)
-def _shape(type: GGMLQuantizationType, rows: int, cols: int, space: int, lanes: int) -> Shape:
-    """The block of a dense product. Chains come from the weight alone.
+def _shape(type: GGMLQuantizationType, rows: int, cols: int, space: int, lanes: int, limit: int) -> Shape:
+    """The block of a dense product. `limit`: see _tile_limit."""
+    bits = _chain_bits(type, rows, cols)
+    if not limit or space < _TILE_ROWS or bits not in _TILE_BITS:
+        return block_shape(type, cols, space, 1, bits, lanes)
+    if _tall(type, rows, cols, space, bits):
+        shape = _tile_shape(type, space, bits, _TALL_TILES)
+        if shape.shared <= limit:
+            return shape
+    return _tile_shape(type, space, bits, 1)
+
+
+def _tall(type: GGMLQuantizationType, rows: int, cols: int, space: int, bits: int) -> bool:
+    """Whether three tiles a block pay: where one tile after another would fetch x from beyond the first-level cache.
+
+    Such a block takes all of a multiprocessor, of which an H200 has 132: not more of them with 16 rows of x, nor much
+    fewer. There, one tile and three, us: 16 rows Q4_K 5120 x 17408 40.0 and 29.8, Q5_K 46.2 and 34.1, Q4_0 62.2 and
+    36.5, Q8_0 83.8 and 57.5, Q4_K 5120 x 6144 13.9 and 11.8, but 6240 x 5120 11.3 and 15.0, 34816 x 5120 48.4 and 50.2;
+    8 rows, in the same order: 24.3 and 22.8, 30.1 and 26.0, 39.8 and 30.4, 79.5 and 54.6, 9.8 and 9.4, 10.2 and 11.1,
+    37.8 and 37.4, and Q6_K 5120 x 17408 44.1 and 40.1.
+    """
+    chains = 2 if type == _T.Q8_0 else 3  # log2 of those that such kernels come with
+    most = _TALL_TILES * _TILE * 132 if space == 16 else rows
+    return cols >= 6144 and bits == chains and 2 * _TILE * 132 < rows <= most
+
+
+def _tile_shape(type: GGMLQuantizationType, space: int, bits: int, tiles: int) -> Shape:
+    """The block of tile_sums (kernels/mma_s8.h)."""
+    chains = 1 << bits
+    elements, size = GGML_QUANT_SIZES[type]
+    odd = size % 16 != 0
+    run = -(-(chains * (_UNIT_COLS // elements) * size + (18 if odd else 0)) // 16) * 16
+    stride = run if odd else -(-(run - 32) // 64) * 64 + 32
+    x = chains * space * (_UNIT_COLS + _UNIT_COLS // 32 * 8) if tiles > 1 else 0
+    stages = 3 if type == _T.Q6_K and bits == 3 and space == 16 else _STAGES
+    shared = max(stages * (_TILE * tiles * stride + x), 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))
+    defines = {"CHAINS": chains} | ({"TILES": tiles} if tiles > 1 else {})
+    return Shape(bits, _WORKER * chains, int(shared), tiles, defines)
+
+
+@lru_cache(1024)
+def _chain_bits(type: GGMLQuantizationType, rows: int, cols: int) -> int:
+    """log2 of the chains of a dense product's rows: from the weight alone.
 
     Eight chains read faster than four (H200, Q4_K 5120 x 17408: 17.3 us and 19.7) unless a tenth or more of them idles
     in the last of their steps, or there is one step only (Q5_K 10240 x 5120, 20 units: 15.8 us and 12.3). Where so few
@@ -93,7 +148,7 @@ def _shape(type: GGMLQuantizationType, rows: int, cols: int, space: int, lanes: 
     units = -(-cols // _UNIT_COLS)
     steps = -(-units // 8)
     most = rows <= _FEW_FEATURES or (steps > 1 and 8 * steps <= 1.1 * units)
-    return block_shape(type, cols, space, 1, most_chains(type, cols, 1, 3 if most else 2), lanes)
+    return most_chains(type, cols, 1, 3 if most else 2)
 
 
 def most_chains(type: GGMLQuantizationType, cols: int, tiles: int, bits: int) -> int:
@@ -113,7 +168,7 @@ def block_shape(
     odd = size % 16 != 0
     run = -(-(chains * (_UNIT_COLS // elements) * size + (18 if odd else 0)) // 16) * 16
     if not odd:
-        run = -(-(run - 32) // 64) * 64 + 32 if space > _MOST_DOT else -(-(run - 16) // 32) * 32 + 16
+        run = -(-(run - 16) // 32) * 32 + 16
     if cols <= chains * _UNIT_COLS:
         stages = 1  # one step fills no other
     shared = max(stages * _TILE * tiles * run, 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))

@@ -23,6 +23,17 @@ def test_company_of_few_rows_does_not_matter(gpu: Device, name: str) -> None:
     checks.check_company(gpu, name, rows=133, cols=2816, counts=checks.each_few())
 
 
+@pytest.mark.parametrize("name", BYTES)
+def test_company_of_blocks_of_three_tiles_does_not_matter(gpu: Device, name: str) -> None:
+    checks.check_company(gpu, name, rows=4300, cols=6144, counts=[1, 3, 8, 9, 16])
+
+
+@pytest.mark.parametrize(("first", "second"), [("Q5_K", "Q4_K"), ("Q4_K", "Q6_K")])
+@pytest.mark.parametrize("n", [1, 2, 8, 16])
+def test_two_formats_in_one_launch(gpu: Device, first: str, second: str, n: int) -> None:
+    checks.check_pair(gpu, first, second, n)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 17, 33, 100, BLAS_ROWS + 8])
 def test_product(gpu: Device, name: str, n: int) -> None:

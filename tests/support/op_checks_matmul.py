@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.models.spec import Activation
-from luce.ops import matmul_many
+from luce.ops import matmul_bytes, matmul_many
 from luce.ops.activation import gated_activation, quantised_gated_activation
 from luce.ops.matmul import FEW_ROWS, matmul
 from luce.ops.matmul_many import halves, halves_bytes, keep_halves
@@ -76,6 +77,14 @@ def check_company(device: Device, name: str, rows: int, cols: int, counts: Seque
         np.testing.assert_array_equal(_product(device, x[:n], [tensor]), whole[:n], err_msg=f"{n} rows")
         turned = np.roll(x[:n], 1, axis=0)
         np.testing.assert_array_equal(_product(device, turned, [tensor]), np.roll(whole[:n], 1, axis=0))
+
+
+@contextlib.contextmanager
+def three_tiles() -> Iterator[None]:
+    """Blocks have three tiles wherever kernels can."""
+    shape = matmul_bytes._shape.__wrapped__
+    with mock.patch.object(matmul_bytes, "_shape", shape), mock.patch.object(matmul_bytes, "_tall", lambda *_: True):
+        yield
 
 
 def check_parts(device: Device, n: int) -> None:

@@ -102,8 +102,15 @@ def _heads(device: Device) -> None:
 
 
 def _dot_s8(device: Device) -> None:
+    device.products = frozenset()
     for n in (1, 3):
         op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4608, n=n)
+
+
+def _mma_s8(device: Device) -> None:
+    op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4608, n=3)
+    with op_checks_matmul.three_tiles():
+        op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4608, n=3)
 
 
 def _moe_s8(device: Device) -> None:
@@ -150,6 +157,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "dot.h": _matmul_vec,
     "dot_s8.h": _dot_s8,
     "matmul_vec.cu": _matmul_vec,
+    "mma_s8.h": _mma_s8,
     "moe.cu": _moe,
     "moe_matmul.cu": _moe_matmul,
     "moe_s8.cu": _moe_s8,

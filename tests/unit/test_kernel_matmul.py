@@ -78,10 +78,23 @@ def test_company_of_few_rows_does_not_matter(emulated: Device, name: str, cols: 
 
 @pytest.mark.parametrize(
     ("name", "rows", "cols"),
-    [("Q4_K", 37, 1280), ("Q5_K", 9, 768), ("Q6_K", 21, 1280), ("Q8_0", 19, 1312), ("Q4_0", 7, 96)],
+    [
+        *(("Q4_K", 37, 1280), ("Q5_K", 9, 768), ("Q6_K", 21, 1280), ("Q8_0", 19, 1312), ("Q4_0", 7, 96)),
+        *(("Q4_K", 18, 2304), ("Q6_K", 21, 4352), ("Q4_0", 18, 2080)),  # eight chains
+    ],
 )
 def test_company_in_bytes_does_not_matter(emulated: Device, name: str, rows: int, cols: int) -> None:
     checks.check_company(emulated, name, rows, cols, counts=[1, 2, 3, 8, 9, 16])
+
+
+@pytest.mark.parametrize(
+    ("name", "cols"), [("Q4_K", 2304), ("Q5_K", 2048), ("Q6_K", 2048), ("Q8_0", 1312), ("Q4_0", 2080)]
+)
+def test_three_tiles_a_block(name: str, cols: int) -> None:
+    device = EmulatedDevice()
+    with checks.three_tiles():
+        checks.check_company(device, name, rows=70, cols=cols, counts=[1, 8, 16])
+    device.close()
 
 
 @pytest.mark.parametrize("name", BYTES)
