@@ -18,6 +18,7 @@ from luce.draft.spec import DraftSpec
 from luce.errors import LuceError, UnsupportedError
 from luce.gguf.reader import open_gguf
 from luce.layers.weights import WeightLoader
+from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Candidates
 from tests.support.drafts import Drafting, spec_of
@@ -81,6 +82,15 @@ def chain(
 
 @pytest.mark.parametrize("name", HEADS)
 def test_blocks_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
+    check_blocks(name, HostDevice(), tmp_path)
+
+
+def test_blocks_on_a_device(emulated: Device, tmp_path: Path) -> None:
+    """The head whose matrices go there."""
+    check_blocks("domino", emulated, tmp_path)
+
+
+def check_blocks(name: str, device: Device, path: Path) -> None:
     rng, texts, places = np.random.default_rng(3), 3, 7
     table = rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32)
     z = rng.standard_normal((texts, places, HIDDEN)).astype(np.float32)
@@ -91,13 +101,12 @@ def test_blocks_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
     flat = Candidates(
         order.reshape(-1, VOCAB), np.take_along_axis(logits, order, -1).reshape(-1, VOCAB), norms.reshape(-1)
     )
-    device = HostDevice()
-    with open_gguf(HEADS[name].write(tmp_path / "draft.gguf")) as file:
-        spec = spec_of(file, tmp_path)
+    with open_gguf(HEADS[name].write(path / "draft.gguf")) as file:
+        spec = spec_of(file, path)
         assert spec.correction is not None
         head = open_correction(file, spec.correction, HIDDEN, WeightLoader(file, device), device)
         ids, scores, sure = corrected(
-            head, seeds, z, order, log_chances(flat).reshape(order.shape), lambda ids: table[ids]
+            head, seeds, z, order, log_chances(flat).reshape(order.shape), lambda ids: device.upload(table[ids])
         )
     assert (np.diff(scores, axis=-1) <= 0).all()
     np.testing.assert_allclose(np.exp(scores).sum(axis=-1), 1, atol=1e-5)
