@@ -25,7 +25,6 @@ from luce.backend.timing import ShardTimes
 from luce.cache import fingerprint, manifest
 from luce.cache.disk import DiskTier
 from luce.cache.fingerprint import Fingerprint
-from luce.cache.store import Store
 from luce.config.directories import cache_directory
 from luce.config.resolve import override, resolve
 from luce.config.settings import Config
@@ -67,9 +66,6 @@ from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-#: snapshots of earlier runs whose texts are looked through
-_RECOLLECTED = 32
 
 
 def load(path: str | Path, **fields: Any) -> Model:
@@ -494,21 +490,11 @@ def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: 
         contents = fingerprint.remembered(file.paths, record) or fingerprint.content_digest(file.paths, record)
         return Fingerprint.of(contents, meaning, texts)
 
-    return DiskTier(
-        directory,
-        budget=config.kv_cache_budget << 20,
-        identify=identify,
-        known=known,
-        layers=backend.layers,
-        on_open=lambda store: _recollect(store, chat),
+    disk = DiskTier(
+        directory, budget=config.kv_cache_budget << 20, identify=identify, known=known, layers=backend.layers
     )
-
-
-def _recollect(store: Store, chat: ChatFormat) -> None:
-    """Replies of earlier runs come back with the ids that they were made of."""
-    for entry in store.newest(_RECOLLECTED):
-        with contextlib.suppress(LuceError, OSError):
-            chat.remember((), store.tokens(entry).tolist())
+    chat.memory.elsewhere = disk.recall
+    return disk
 
 
 def _fingerprint(file: GGUFFile) -> str:

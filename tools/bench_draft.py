@@ -88,6 +88,7 @@ class _Silent:
     """No text."""
 
     stopped = None
+    texts = ()
 
     def push(self, token: int) -> str:
         return ""

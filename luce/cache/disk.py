@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from luce.backend.kept import Tensors
 from luce.cache.fingerprint import Fingerprint, describe, described
 from luce.cache.index import Entry
+from luce.cache.manifest import Recall
 from luce.cache.part import DamagedError
 from luce.cache.reader import Reader, Share, verify
 from luce.cache.store import GoneError, Store, StoreFullError
@@ -128,7 +129,6 @@ class DiskTier:
         identify: Callable[[], Fingerprint],
         known: bool,
         layers: Sequence[range],
-        on_open: Callable[[Store], None] | None = None,
     ) -> None:
         self.directory = directory
         self.stats = DiskStats(budget=budget)
@@ -137,10 +137,10 @@ class DiskTier:
         self._layers = tuple(layers)
         self._identify = identify
         self._known = known
-        self._on_open = on_open
         self._budget = budget
         self._store: Store | None = None
         self._opened = threading.Event()
+        self._begun = time.monotonic()
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._waiting = 0
         self._count = threading.Lock()
@@ -160,9 +160,7 @@ class DiskTier:
     @property
     def works(self) -> bool:
         """Whether something can be written, now or soon."""
-        if self._known:
-            self._opened.wait(_PATIENCE)
-        return self._store is not None and time.monotonic() >= self._paused
+        return self._read() is not None and time.monotonic() >= self._paused
 
     @property
     def room(self) -> bool:
@@ -213,13 +211,23 @@ class DiskTier:
         for workers in (self._workers, self._encoders):
             workers.shutdown(wait=False, cancel_futures=True)
 
+    def recall(self, digest: str) -> list[int] | None:
+        """The ids of a text that some reply had, None if there is none. Any thread may ask; reads a file."""
+        store = self._read()
+        return None if store is None else store.recall(digest)
+
+    def _read(self) -> Store | None:
+        """The directory, for which those who come first wait a little."""
+        if self._known and not self._opened.is_set():
+            self._opened.wait(max(0.0, self._begun + _PATIENCE - time.monotonic()))
+        return self._store
+
     # --- for the engine's thread: reading
 
     def find(self, ids: Int32, beyond: int) -> list[Entry]:
         """Snapshots of prefixes of `ids` of more than `beyond` tokens, longest first."""
-        if self._known:
-            self._opened.wait(_PATIENCE)
-        return [] if self._store is None else self._store.find(ids, beyond)
+        store = self._read()
+        return [] if store is None else store.find(ids, beyond)
 
     def open(self, entry: Entry) -> Reader:
         """Opens a snapshot. Raises DamagedError or OSError."""
@@ -349,8 +357,6 @@ class DiskTier:
             store = Store(self.directory, fingerprint.model, self._budget)
             self._look_around(store, fingerprint)
             self._store = store
-            if self._on_open is not None:
-                self._on_open(store)
         except Exception as error:
             advice = "--kv-cache-dir names another directory, or off"
             known = isinstance(error, OSError | LuceError)
@@ -478,12 +484,12 @@ class Save:
 
         self._tier.post(write, self)
 
-    def finish(self, logits: NDArray[np.float32] | None) -> None:
-        """Everything is handed over but the logits of the last token."""
+    def finish(self, logits: NDArray[np.float32] | None, recall: Recall | None) -> None:
+        """Everything is handed over but the logits of the last token, and what the reply's texts are."""
 
         def write() -> None:
             assert self._writer is not None
-            manifest = self._writer.finish(logits).manifest
+            manifest = self._writer.finish(logits, recall).manifest
             self.over = True
             self._tier.written(manifest.raw, manifest.nbytes)
 

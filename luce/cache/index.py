@@ -34,6 +34,8 @@ class Index:
         self.model = model
         self._lock = threading.Lock()
         self._entries: dict[tuple[str, str], Entry] = {}
+        #: by the digest of a text, the snapshots that have its ids
+        self._recalls: dict[str, set[Entry]] = {}
 
     @property
     def entries(self) -> list[Entry]:
@@ -64,11 +66,10 @@ class Index:
                 chain.append(found)
             return chain[::-1]
 
-    def newest(self, count: int) -> list[Entry]:
-        """The snapshots of this model that were of use last and that none continues."""
+    def said(self, digest: str) -> Entry | None:
+        """The snapshot that has the ids of a text: of several the newest."""
         with self._lock:
-            mine = [e for e in self._entries.values() if e.manifest.model == self.model and not e.children]
-            return sorted(mine, key=lambda entry: entry.used)[-count:]
+            return max(self._recalls.get(digest, ()), key=lambda entry: entry.manifest.created, default=None)
 
     def missing(self, ids: Int32) -> tuple[Entry | None, int] | None:
         """What a snapshot of `ids` has to store: (the snapshot that it continues, its first page); None if it is there.
@@ -92,13 +93,24 @@ class Index:
     def _put(self, entry: Entry) -> None:
         with self._lock:
             self._entries[entry.manifest.model, entry.manifest.id] = entry
+            for digest in self._digests(entry):
+                self._recalls.setdefault(digest, set()).add(entry)
 
     def _forget(self, entry: Entry) -> None:
         with self._lock:
             self._entries.pop((entry.manifest.model, entry.manifest.id), None)
+            for digest in self._digests(entry):
+                others = self._recalls.get(digest, set())
+                others.discard(entry)
+                if not others:
+                    self._recalls.pop(digest, None)
         parent = self._get(entry.manifest.model, entry.manifest.parent)
         if parent is not None:
             parent.children.discard(entry)
+
+    def _digests(self, entry: Entry) -> list[str]:
+        recall = entry.manifest.recall
+        return [] if recall is None or entry.manifest.model != self.model else [text[0] for text in recall.texts]
 
     def _link(self) -> list[Entry]:
         """Find out who continues whom; returns what continues nothing that is there."""

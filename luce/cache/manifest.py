@@ -16,6 +16,17 @@ FORMAT = 3
 MANIFEST, LOGITS, RESIDENCY, FEATURES = "manifest.json", "logits", "residency", "features"
 
 
+class Recall(msgspec.Struct, frozen=True, array_like=True):
+    """Texts of a reply, so that they come back in later prompts with the ids that they were made of.
+
+    texts   of each its digest, and where its ids are: positions [begin, end)
+    behind  ids of the reply that no state has seen: as a rule its last one
+    """
+
+    texts: tuple[tuple[str, int, int], ...]
+    behind: tuple[int, ...]
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """One snapshot.
 
@@ -28,6 +39,7 @@ class Manifest(msgspec.Struct, frozen=True):
     logits   whether those of the last token are there
     tokens, pages, state   files: the tokens from page `first` on; whole pages; what a point has beside them
     raw      bytes before compression
+    recall   texts of the reply that it ends with
     """
 
     format: int
@@ -46,6 +58,7 @@ class Manifest(msgspec.Struct, frozen=True):
     pages: tuple[PartInfo, ...]
     state: tuple[PartInfo, ...]
     raw: int
+    recall: Recall | None = None
 
     @property
     def parts(self) -> tuple[PartInfo, ...]:
@@ -89,7 +102,13 @@ def without_state(manifest: Manifest) -> Manifest:
 def with_state(manifest: Manifest, other: Manifest) -> Manifest:
     """A manifest with the state of another one of the same tokens."""
     return msgspec.structs.replace(
-        manifest, point=True, logits=other.logits, state=other.state, passing=other.passing, created=other.created
+        manifest,
+        point=True,
+        logits=other.logits,
+        state=other.state,
+        passing=other.passing,
+        created=other.created,
+        recall=other.recall or manifest.recall,
     )
 
 

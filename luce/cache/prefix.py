@@ -26,7 +26,7 @@ from luce.backend.backend import Backend
 from luce.backend.kept import Piece
 from luce.cache.disk import CachedPrefix, DiskStats, DiskTier
 from luce.cache.index import Entry
-from luce.cache.manifest import keys, snapshot_id
+from luce.cache.manifest import Recall, keys, snapshot_id
 from luce.cache.memory import BATCH, MemoryTier
 from luce.cache.part import DamagedError
 from luce.cache.pools import PagePool, Place, Pools, Residence
@@ -172,11 +172,13 @@ class PrefixCache:
         passing: bool,
         after: Point | None = None,
         save: bool = True,
+        recall: Recall | None = None,
     ) -> Point | None:
         """Keep what a slot holds: the state after exactly `ids`. None if that failed.
 
         `after`: the point of the same sequence that this one follows; it becomes stale if it is a passing one. `save`:
-        whether it is worth writing to the disk. `features`: what a drafter reads of the last positions.
+        whether it is worth writing to the disk, with what `recall` tells. `features`: what a drafter reads of the last
+        positions.
         """
         if self._residence is not None and not self._residence.whole(slot):
             return None
@@ -190,7 +192,7 @@ class PrefixCache:
         if after is not None and after is not point:
             after.stale = after.passing
         if save and self.saver is not None:
-            self.saver.offer(point)
+            self.saver.offer(point, recall)
         return point
 
     def contents(self) -> list[CachedPrefix]:

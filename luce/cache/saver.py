@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from luce.backend.kept import Kept
 from luce.cache.disk import DiskTier, Save
+from luce.cache.manifest import Recall
 from luce.cache.memory import BATCH, MemoryTier
 from luce.cache.tree import Block, Point
 from luce.errors import LuceError
@@ -28,18 +29,18 @@ class Saver:
         self._memory = memory
         self._disk = disk
         self._least = least
-        self._offered: deque[Point] = deque()
+        self._offered: deque[tuple[Point, Recall | None]] = deque()
         self._export: Iterator[Kept | None] | None = None
         self._awaited: Kept | None = None
         self._saving: Save | None = None
         #: when `pump` goes on, on time.monotonic's clock
         self._next = 0.0
 
-    def offer(self, point: Point) -> None:
-        """A point is worth writing, if it is long enough."""
+    def offer(self, point: Point, recall: Recall | None = None) -> None:
+        """A point is worth writing, if it is long enough, with the texts of the reply that it ends with."""
         if point.length < self._least:
             return
-        self._offered.append(point)
+        self._offered.append((point, recall))
         if len(self._offered) > _OFFERED:
             self._offered.popleft()
             self._disk.stats.skipped += 1
@@ -71,7 +72,7 @@ class Saver:
         if not self.pending or not (idle or started >= self._next):
             return
         if self._export is None:
-            self._export = self._exported(self._offered.popleft())
+            self._export = self._exported(*self._offered.popleft())
         try:
             if idle and self._awaited is not None:
                 self._awaited.wait()
@@ -93,7 +94,7 @@ class Saver:
                 time.sleep(0.002)
         self._disk.close(max(0.0, end - time.monotonic()))
 
-    def _exported(self, point: Point) -> Iterator[Kept | None]:
+    def _exported(self, point: Point, recall: Recall | None) -> Iterator[Kept | None]:
         """Copies a point's pages to host memory and hands it to the disk, a bounded piece each turn.
 
         Gives what it waits for, if anything. Raises LuceError.
@@ -130,7 +131,7 @@ class Saver:
             for tail in () if point.features is None else point.features.windows():
                 save.features(tail)
                 yield None
-            save.finish(point.logits)
+            save.finish(point.logits, recall)
             complete = True
         finally:
             if save is not None and not complete:

@@ -132,15 +132,29 @@ class Store(Index):
         """Opens a snapshot's files, all of them before anything is read. Raises DamagedError or OSError."""
         return Reader(self.chain(entry))
 
-    def tokens(self, entry: Entry) -> Int32:
-        """The tokens of a snapshot: int32 [length]. Raises DamagedError or OSError."""
-        pieces: list[Int32] = []
+    def tokens(self, entry: Entry, begin: int = 0) -> Int32:
+        """The tokens of a snapshot from a position on: int32 [length - begin]. Raises DamagedError or OSError."""
+        pieces: list[Int32] = [np.empty(0, np.int32)]
         chain = self.chain(entry)
         for part, after in zip(chain, [*chain[1:], None], strict=True):
-            piece = read_tokens(part)
+            first = part.manifest.first * PAGE
             end = part.manifest.length if after is None else after.manifest.first * PAGE
-            pieces.append(piece[: end - part.manifest.first * PAGE])
+            if end > begin:
+                pieces.append(read_tokens(part)[max(begin - first, 0) : end - first])
         return np.concatenate(pieces)
+
+    def recall(self, digest: str) -> list[int] | None:
+        """The ids of a text of a reply, None if they cannot be had."""
+        entry = self.said(digest)
+        recall = None if entry is None else entry.manifest.recall
+        if entry is None or recall is None:
+            return None
+        begin, end = next(text[1:] for text in recall.texts if text[0] == digest)
+        try:
+            return [*self.tokens(entry, begin).tolist(), *recall.behind][: end - begin]
+        except (DamagedError, OSError) as error:
+            _log.warning("a reply's tokens are those of its text: %s", error)
+            return None
 
     # --- writing
 
@@ -407,7 +421,9 @@ class Store(Index):
             raise GoneError(f"{entry.path} was removed by another server") from None
         finally:
             shutil.rmtree(path, ignore_errors=True)
+        self._forget(entry)
         entry.manifest = whole
+        self._put(entry)
         return entry
 
     def _remove_all(self, entry: Entry) -> None:

@@ -17,7 +17,7 @@ from luce.backend.kept import Tensors, layer_of
 from luce.cache import manifest as manifests
 from luce.cache.files import sync_directory, write_file
 from luce.cache.index import Entry
-from luce.cache.manifest import FEATURES, LOGITS, MANIFEST, RESIDENCY, Manifest, snapshot_id
+from luce.cache.manifest import FEATURES, LOGITS, MANIFEST, RESIDENCY, Manifest, Recall, snapshot_id
 from luce.cache.part import Encoded, PartWriter, encode
 from luce.cache.tree import Residency
 from luce.draft.tails import Tail
@@ -97,7 +97,7 @@ class Writer:
         """Which pages are to be on the devices."""
         self._write({RESIDENCY: residency.encode()}, lambda name: "state-residency.part")
 
-    def finish(self, logits: NDArray[np.float32] | None) -> Entry:
+    def finish(self, logits: NDArray[np.float32] | None, recall: Recall | None = None) -> Entry:
         """Everything is written but the logits of the last token, if they are kept: make it a snapshot."""
         if logits is not None:
             self._write({LOGITS: logits}, lambda name: "state-logits.part")
@@ -119,6 +119,7 @@ class Writer:
             pages=tuple(part for name, part in parts.items() if name.startswith("pages")),
             state=tuple(part for name, part in parts.items() if name.startswith("state")),
             raw=self._raw,
+            recall=recall,
         )
         write_file(self._path / MANIFEST, manifest.encode())
         sync_directory(self._path)

@@ -511,7 +511,7 @@ class Engine:
             self._fail(reply, _reply_error(error))
             return
         if self._points is not None and not reply.ticket.over:
-            self._points.finished(reply.sequence)
+            self._points.finished(reply.sequence, reply.output.texts)
         self._end(reply, Finished(reason, text, reply.timings(time.monotonic()), reply.seed, stop))
 
     def _reply_failed(self, reply: Reply, error: Exception) -> None:

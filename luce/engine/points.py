@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
+from luce.cache.manifest import Recall
 from luce.cache.prefix import Hit, PrefixCache
 from luce.cache.tree import Point
 from luce.engine.scheduler import Sequence
+from luce.engine.sequence import Texts
 from luce.engine.speculate import Speculator
 from luce.errors import LuceError
 
@@ -75,9 +77,12 @@ class Points:
         alone = not (self._cache.exact and bounded)
         self._keep(sequence, None if logits is None else logits.copy(), save=alone)
 
-    def finished(self, sequence: Sequence) -> None:
-        """The reply ends in order."""
-        self._keep(sequence)
+    def finished(self, sequence: Sequence, texts: Texts) -> None:
+        """The reply ends in order; `texts` of it as in TextOutput."""
+        recall = None
+        if texts and sequence.reply and not sequence.prompt_left:
+            recall = Recall(texts, tuple(sequence.tokens[sequence.done :].tolist()))
+        self._keep(sequence, recall=recall)
 
     def ended(self, sequence: Sequence) -> None:
         """The sequence is over, in order or not."""
@@ -90,6 +95,7 @@ class Points:
         *,
         passing: bool = True,
         save: bool = True,
+        recall: Recall | None = None,
     ) -> None:
         """Let later sequences begin where this one is."""
         if sequence.slot is None or not sequence.done:
@@ -104,6 +110,8 @@ class Points:
         ids = sequence.tokens[: sequence.done]
         tail = None if self._speculator is None else self._speculator.tail(sequence.slot, sequence.done)
         after = self._newest.get(sequence)
-        kept = self._cache.keep(sequence.slot, ids, logits, tail, passing=passing, after=after, save=save)
+        kept = self._cache.keep(
+            sequence.slot, ids, logits, tail, passing=passing, after=after, save=save, recall=recall
+        )
         if kept is not None:
             self._newest[sequence] = kept

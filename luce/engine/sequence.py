@@ -146,12 +146,20 @@ Event = Started | Progress | PromptScores | PromptLogits | Tokens | Finished | F
 EventSink = Callable[[Event], None]
 
 
+#: texts of a reply between special tokens: of each its digest, and where its ids are, [begin, end) from the prompt's on
+Texts = tuple[tuple[str, int, int], ...]
+
+
 class TextOutput(Protocol):
     """Turns a sequence's ids into text; implemented by luce.text.output, called on the engine thread."""
 
     @property
     def stopped(self) -> str | None:
         """The stop string that was reached, if any."""
+
+    @property
+    def texts(self) -> Texts:
+        """Those that later prompts may bring back; known once all is flushed."""
 
     def push(self, token: int) -> str:
         """Text that is certain after one more token (nothing of a stop string or of an unfinished character)."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from luce.engine.sequence import Texts
 from luce.errors import RequestError
 from luce.models.spec import Markers
 from luce.text.boundaries import Boundaries
@@ -16,6 +17,8 @@ from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+#: most of them that templates put between a reply and what closes its message
+_LINE_FEEDS = 2
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
@@ -38,7 +41,8 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._reasoning = reasoning
         self._boundaries = Boundaries(tokenizer)
-        self._memory = TokenMemory(tokenizer)
+        #: which ids the texts of replies have
+        self.memory = TokenMemory(tokenizer)
 
     def text(
         self,
@@ -64,7 +68,7 @@ class ChatFormat:
     ) -> list[int]:
         """The prompt as ids, with BOS if the tokenizer wants one and the template wrote none. Raises RequestError.
 
-        Texts that `remember` knows have the ids that they had there.
+        Texts that `remember` knows have the ids that they had there, also where the template adds line feeds to them.
         """
         text, marks = self._render(messages, tools, add_generation_prompt, kwargs)
         tokenizer = self._tokenizer
@@ -73,16 +77,19 @@ class ChatFormat:
             if token is not None:
                 ids.append(token)
             else:
-                plain = piece.translate(marks)
-                ids += self._memory.recall(plain) or tokenizer.encode(plain, specials=False)
+                ids += self._encoded(piece.translate(marks))
         return tokenizer.with_bos(ids)
 
-    def remember(self, prompt: Sequence[int], reply: Sequence[int]) -> None:
-        """Let a reply have the same ids when it is part of a later prompt, with what the prompt opened it with."""
+    def remember(self, prompt: Sequence[int], reply: Sequence[int]) -> Texts:
+        """Let a reply have the same ids when it is part of a later prompt, with what the prompt opened it with.
+
+        Returns the texts of both that are remembered.
+        """
         opening = len(prompt)
         while opening and not self._tokenizer.is_special(prompt[opening - 1]):
             opening -= 1
-        self._memory.remember([*prompt[opening:], *reply])
+        found = self.memory.remember([*prompt[opening:], *reply])
+        return tuple((digest, opening + begin, opening + end) for digest, begin, end in found)
 
     def boundaries(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Lengths at which prompts that begin like this one are likely to part from it, ascending."""
@@ -91,6 +98,13 @@ class ChatFormat:
     def splitter(self, prompt: Sequence[int]) -> ReasoningSplitter | None:
         """What tells reasoning from content in a reply to a prompt; None if the model marks no reasoning."""
         return None if self._reasoning is None else reasoning_splitter(self._reasoning, self._tokenizer, prompt)
+
+    def _encoded(self, text: str) -> Sequence[int]:
+        for end in range(len(text), max(len(text.rstrip("\n")), len(text) - _LINE_FEEDS, 1) - 1, -1):
+            found = self.memory.recall(text[:end])
+            if found is not None:
+                return [*found, *self._tokenizer.encode(text[end:], specials=False)]
+        return self._tokenizer.encode(text, specials=False)
 
     def _render(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from luce.engine.sequence import TextOutput
+from luce.engine.sequence import TextOutput, Texts
 from luce.text.detokenizer import Detokenizer
 from luce.text.reasoning import overlap
 from luce.text.tokenizer import Tokenizer
@@ -15,13 +15,14 @@ class ReplyText(TextOutput):
 
     The stop string that is complete first ends the reply (of several that end together the longest), and the text is
     cut before it. That makes the result independent of how the text falls into tokens. `remember` gets the ids at the
-    end.
+    end, and says which texts they are.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], remember: Callable[[Sequence[int]], None] | None = None
+        self, tokenizer: Tokenizer, stops: Sequence[str], remember: Callable[[Sequence[int]], Texts] | None = None
     ) -> None:
         self._remember = remember
+        self._texts: Texts = ()
         self._ids: list[int] = []
         self._detokenizer = Detokenizer(tokenizer, continues=True)
         self._stops = tuple(stops)
@@ -33,6 +34,11 @@ class ReplyText(TextOutput):
         """The stop string that was reached, if any."""
         return self._stopped
 
+    @property
+    def texts(self) -> Texts:
+        """As in TextOutput."""
+        return self._texts
+
     def push(self, token: int) -> str:
         """Text that is certain after one more token; nothing once a stop string was reached."""
         self._ids.append(token)
@@ -41,7 +47,7 @@ class ReplyText(TextOutput):
     def flush(self) -> str:
         """What was held back; unfinished bytes become U+FFFD. Empty if a stop string was reached."""
         if self._remember is not None:
-            self._remember(self._ids)
+            self._texts = self._remember(self._ids)
         text = self._release(self._detokenizer.flush()) + self._held
         self._held = ""
         return text

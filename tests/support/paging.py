@@ -44,6 +44,7 @@ class Plain:
     """Text is of no concern here."""
 
     stopped = None
+    texts = ()
 
     def push(self, token: int) -> str:
         return ""

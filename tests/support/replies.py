@@ -24,6 +24,7 @@ class Letters:
 
     def __init__(self, stop: str | None = None, broken: bool = False) -> None:
         self.stopped: str | None = None
+        self.texts = ()
         self._stop = stop
         self._held = ""
         self._broken = broken

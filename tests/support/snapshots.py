@@ -9,6 +9,7 @@ import numpy as np
 
 from luce.backend.kept import Tensors
 from luce.cache.index import Entry
+from luce.cache.manifest import Recall
 from luce.cache.store import Store
 from luce.runtime.step import PAGE, Int32
 
@@ -31,7 +32,9 @@ def logits(ids: Int32) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return np.sin(np.arange(97, dtype=np.float32) + np.float32(ids[-1]))
 
 
-def write(store: Store, ids: Int32, *, passing: bool = False, batch: int = 2) -> Entry | None:
+def write(
+    store: Store, ids: Int32, *, passing: bool = False, batch: int = 2, recall: Recall | None = None
+) -> Entry | None:
     """Write a snapshot as the engine would; None if it is there."""
     missing = store.missing(ids)
     if missing is None:
@@ -44,7 +47,7 @@ def write(store: Store, ids: Int32, *, passing: bool = False, batch: int = 2) ->
             pages = [page(ids[i * PAGE : (i + 1) * PAGE]) for i in range(begin, min(begin + batch, whole))]
             writer.pages(begin, {name: np.concatenate([p[name] for p in pages]) for name in pages[0]}, LAYERS)
         writer.state(state(ids), LAYERS)
-        return writer.finish(logits(ids))
+        return writer.finish(logits(ids), recall)
     except BaseException:
         writer.abort()
         raise

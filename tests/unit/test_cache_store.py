@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from luce.cache import store as stores
-from luce.cache.manifest import keys
+from luce.cache.manifest import Recall, keys
 from luce.cache.store import LAYOUT, GoneError, Store, StoreFullError
 from luce.runtime.step import PAGE, Int32
 from tests.support.snapshots import MODEL, check, sound, write
@@ -79,6 +79,30 @@ def test_children_stay_readable_when_their_parents_go(tmp_path: Path) -> None:
         store.give_up(store.find(turn)[0])
     assert store.nbytes == 0 and not store.entries
     assert not list((store.root / MODEL).iterdir())
+
+
+def test_texts_of_replies_are_known_as_long_as_their_tokens_are_there(tmp_path: Path) -> None:
+    store, conversation = Store(tmp_path, MODEL, 0), turns(3)
+    for turn, (digest, begin) in zip(conversation, (("a", 30), ("b", 70), ("a", 300)), strict=True):
+        write(store, turn, recall=Recall(((digest, begin, len(turn) + 1),), (7,)))
+    for opened in (store, Store(tmp_path, MODEL, 0)):
+        # Of two the newer one; where it ends with what no snapshot has, that too.
+        assert opened.recall("b") == [*conversation[1][70:], 7]
+        assert opened.recall("a") == [7] and opened.recall("c") is None
+    assert Store(tmp_path, "f" * 32, 0).recall("b") is None
+    store.give_up(store.find(conversation[1])[0])
+    store.give_up(store.find(conversation[2])[0])
+    assert store.recall("b") is None and store.recall("a") == [*conversation[0][30:], 7]
+    write(store, conversation[1])
+    store.give_up(store.find(conversation[0])[0])
+    # Its pages are needed still.
+    assert store.recall("a") == [*conversation[0][30:], 7]
+    write(store, conversation[0], recall=Recall((("d", 0, 5),), ()))
+    for opened in (store, Store(tmp_path, MODEL, 0)):
+        assert opened.recall("d") == conversation[0][:5].tolist()
+        assert opened.recall("a") is None
+    (store.find(conversation[0])[0].path / "tokens.part").unlink()
+    assert store.recall("d") is None
 
 
 def test_the_budget_takes_what_was_of_no_use_for_longest(tmp_path: Path) -> None:

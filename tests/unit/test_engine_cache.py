@@ -26,6 +26,7 @@ class Silent:
     """Text of a reply that nobody reads."""
 
     stopped = None
+    texts = ()
 
     def push(self, token: int) -> str:
         return ""

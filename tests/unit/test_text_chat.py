@@ -199,3 +199,16 @@ def test_the_client_s_messages_are_not_changed(chat: ChatFormat) -> None:
     chat.prompt([message])
     assert message == {"role": "developer", "content": ["<|e|>"], "tool_calls": [call]}
     assert call == {"function": {"name": "f", "arguments": "{}"}}
+
+
+def test_a_reply_has_its_ids_also_before_line_feeds_of_the_template() -> None:
+    template = ChatTemplate("{% for m in messages %}<|s|>{{ m.content }}{{ feeds }}<|e|>{% endfor %}")
+    chat = ChatFormat(template, Tokenizer(KEYS))
+    assert chat.prompt([user("us")])[1:-1] == Tokenizer(KEYS).encode("us", specials=False) != [*b"us"]
+    assert [text[1:] for text in chat.remember([START], [*b"us", END])] == [(1, 3)]
+    for count in range(3):
+        feeds = "\n" * count
+        assert chat.prompt([user("us")], feeds=feeds) == [START, *b"us", *feeds.encode(), END]
+    assert chat.prompt([user("us")], feeds=" ") != [START, *b"us", *b" ", END]
+    assert chat.prompt([user("\n")]) == [START, *b"\n", END]
+    template.close()

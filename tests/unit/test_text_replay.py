@@ -56,3 +56,32 @@ def test_the_oldest_texts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     assert memory.recall("xxxx") is not None
     memory.remember(list(b"wwwwwwwwwwww"))
     assert memory.recall("wwwwwwwwwwww") is None
+
+
+def test_where_texts_are_is_told() -> None:
+    memory = TokenMemory(tokenizer())
+    (first, begin, end), second, third = memory.remember([START, *b"x\n", A, B, THINK, AB, A, THOUGHT, B, END])
+    assert (begin, end) == (1, 5) and second[1:] == (6, 8) and third[1:] == (9, 10)
+    # Known by what it says, not by its ids.
+    assert memory.remember([*b"x\n", AB]) == ((first, 0, 3),)
+    assert not memory.remember([START, "é".encode()[0], END])
+
+
+def test_what_earlier_runs_knew_is_asked_for_once() -> None:
+    memory, asked = TokenMemory(tokenizer()), list[str]()
+    ((digest, _, _),) = TokenMemory(tokenizer()).remember([A, B])
+
+    def elsewhere(wanted: str) -> list[int] | None:
+        asked.append(wanted)
+        return [A, B] if wanted == digest else None
+
+    memory.elsewhere = elsewhere
+    assert memory.recall("ab") == memory.recall("ab") == (A, B)
+    assert memory.recall("ba") is memory.recall("\ud800") is None
+    assert asked[0] == digest and len(asked) == len(set(asked)) == 3
+
+
+def test_ids_of_another_text_are_not_believed() -> None:
+    memory = TokenMemory(tokenizer())
+    memory.elsewhere = lambda digest: [A, A]
+    assert memory.recall("ab") is None and memory.recall("aa") == (A, A)
