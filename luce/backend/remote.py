@@ -316,6 +316,8 @@ class RemoteShard:
         return self._requests.ask(message, seconds=self._copying, limit=SMALL, take=_done).wait
 
     def fill(self, piece: Piece) -> None:
+        if not any(layer in piece.layers for layer in (*self.layers, *self._mirrored)):
+            return
         own = {
             name: tensor
             for name, tensor in piece.tensors.items()

@@ -42,8 +42,8 @@ _log = logging.getLogger(__name__)
 
 #: pieces that may wait to be written
 _WAITING = 2
-#: shares that are decoded ahead of the devices
-_AHEAD = 2
+#: bytes of shares that are decoded ahead of the devices, and of memory that their tensors have together
+_AHEAD, _TOGETHER = 192 << 20, 16 << 20
 #: where each of their tensors begins
 _ALIGNED = 256
 #: threads that decode while a sequence waits, and that encode while others go on
@@ -242,18 +242,22 @@ class DiskTier:
         They lie in what `memory` gives for so many bytes.
         """
         ahead: deque[tuple[dict[str, Future[NDArray[np.generic]]], T]] = deque()
+        sizes: deque[int] = deque()
 
         def first() -> tuple[Tensors, T]:
             futures, with_it = ahead[0]
             tensors = {name: future.result() for name, future in futures.items()}
             ahead.popleft()
+            sizes.popleft()
             return tensors, with_it
 
         try:
             for share, with_it in shares:
-                ahead.append((self._begin(share, memory), with_it))
-                if len(ahead) > _AHEAD:
+                size = sum(rows.nbytes for rows in share.values())
+                while ahead and sum(sizes) + size > _AHEAD:
                     yield first()
+                ahead.append((self._begin(share, memory), with_it))
+                sizes.append(size)
             while ahead:
                 yield first()
         finally:
@@ -266,11 +270,16 @@ class DiskTier:
     def _begin(
         self, share: Share, memory: Callable[[int], NDArray[np.uint8]]
     ) -> dict[str, Future[NDArray[np.generic]]]:
+        # Memory that is fast to copy from comes in slabs: pieces of a slab are there before they are asked for.
+        room, futures = np.empty(0, np.uint8), {}
         sizes = {name: -(-rows.nbytes // _ALIGNED) * _ALIGNED for name, rows in share.items()}
-        room, at, futures = memory(sum(sizes.values())), 0, {}
+        left = sum(sizes.values())
         for name, rows in share.items():
-            futures[name] = self._workers.submit(rows.read, room[at : at + rows.nbytes])
-            at += sizes[name]
+            if sizes[name] > len(room):
+                room = memory(max(min(left, _TOGETHER), sizes[name]))
+            futures[name] = self._workers.submit(rows.read, room[: rows.nbytes])
+            room = room[sizes[name] :]
+            left -= sizes[name]
         return futures
 
     def loaded(self, entry: Entry, seconds: float) -> None:

@@ -31,6 +31,8 @@ _LEVEL = 1
 _PLANES = (2, 4)
 #: where a plane begins in memory
 _ALIGNED = 64
+#: bytes of memory that is used again are a multiple of this
+_ROUND = 1 << 20
 #: largest frame that a reader accepts, uncompressed
 _MOST = 1 << 30
 
@@ -93,13 +95,15 @@ class _Tools(threading.local):
     def __init__(self) -> None:
         self.packer = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
         self.opener = zstandard.ZstdDecompressor()
-        self._buffers: dict[str, bytearray] = {}
+        self._buffers: dict[str, NDArray[np.uint8]] = {}
 
-    def buffer(self, use: str, size: int) -> memoryview:
+    def buffer(self, use: str, size: int) -> NDArray[np.uint8]:
         """Memory of so many bytes, until the next call for the same use."""
-        if size > len(self._buffers.setdefault(use, bytearray())):
-            self._buffers[use] = bytearray(size)
-        return memoryview(self._buffers[use])[:size]
+        found = self._buffers.get(use)
+        if found is None or size > len(found):
+            # Nobody fills it first: that would take the interpreter from all threads. Sizes of frames differ a little.
+            found = self._buffers[use] = np.empty(-(-size // _ROUND) * _ROUND, np.uint8)
+        return found[:size]
 
 
 _tools = _Tools()
@@ -130,7 +134,7 @@ def decode(frame: Frame, stored: Sequence[memoryview], into: NDArray[np.generic]
         array = np.empty(frame.shape, dtype) if into is None else into
         if (array.shape, array.dtype) != (frame.shape, dtype):
             raise ValueError(f"{frame.shape} of {dtype} instead of {array.shape} of {array.dtype}")
-        planes = np.frombuffer(_tools.buffer("planes", size), np.uint8).reshape(count, -1)
+        planes = _tools.buffer("planes", size).reshape(count, -1)
         for plane, data, expected in zip(planes, stored, frame.sums, strict=True):
             if word_sum(data) != expected:
                 raise ValueError("the checksum is wrong")
@@ -159,7 +163,7 @@ def _split(values: NDArray[np.generic]) -> Iterator[memoryview]:
         yield values.view(np.uint8).data
         return
     # Casts are twice as fast as reading every second byte, and memory that is used again as making it.
-    words, plane = values.view(f"<u{size}"), np.frombuffer(_tools.buffer("plane", len(values)), np.uint8)
+    words, plane = values.view(f"<u{size}"), _tools.buffer("plane", len(values))
     for number in range(size):
         np.right_shift(words, 8 * number, out=plane, dtype=words.dtype, casting="unsafe")
         yield plane.data
@@ -228,7 +232,7 @@ class PartReader:
         """The tensor of a frame, in `into` if that is given. Raises DamagedError."""
         # Words are summed where they are aligned.
         places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in frame.stored)]
-        room = _tools.buffer("stored", places[-1])
+        room = _tools.buffer("stored", places[-1]).data
         stored = [room[at : at + size] for at, size in zip(places, frame.stored, strict=False)]
         if os.preadv(self._file.fileno(), stored, frame.offset) != sum(frame.stored):
             raise DamagedError(f"{frame.name}: the file ends before it")

@@ -30,7 +30,7 @@ from luce.cache.manifest import Recall, keys, snapshot_id
 from luce.cache.memory import BATCH, MemoryTier
 from luce.cache.part import DamagedError
 from luce.cache.pools import PagePool, Place, Pools, Residence
-from luce.cache.reader import Reader, Share
+from luce.cache.reader import Reader, Share, by_layers
 from luce.cache.saver import Saver
 from luce.cache.tree import Block, Point, Residency, Segment
 from luce.draft.tails import Tail
@@ -41,7 +41,6 @@ _log = logging.getLogger(__name__)
 
 # Tokens that the disk must know beyond what memory does.
 _WORTH = 64
-_ALL = range(sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -327,12 +326,14 @@ class PrefixCache:
         data: dict[int, tuple[Segment, int]] = {}
         if not away:
             return data
-        assert self._pools.full is not None
+        assert self._pools.full is not None and self.disk is not None
         ours = [self._pools.full.entries(slot, entry, entry + 1)[0] for entry in there[:BATCH]]
         for run in _side_by_side(away, len(ours)):
             shares = reader.pages(run.start, run.stop)
             self._fill(
-                (share, (self._pools.only(ours[first - run.start :][:count]), _ALL)) for first, count, share in shares
+                (part, (self._pools.only(ours[first - run.start :][:count]), layers))
+                for first, count, share in shares
+                for layers, part in by_layers(share, self.disk.layers)
             )
             segment = Segment(self._backend.save(*self._pools.only(ours[: len(run)])), len(run))
             data |= {entry: (segment, entry - run.start) for entry in run}
@@ -342,13 +343,16 @@ class PrefixCache:
         self, reader: Reader, slot: int, there: Sequence[int], length: int
     ) -> Iterator[tuple[Share, tuple[Place, range]]]:
         """What a snapshot has of some pages for a slot, and of its state; where that belongs, and of which layers."""
+        assert self.disk is not None
+        shards = self.disk.layers
         if self._pools.full is not None:
             pages = self._pools.full.entries(slot, 0, length // PAGE)
             for run in _side_by_side(there):
                 for first, count, share in reader.pages(run.start, run.stop):
-                    yield share, (self._pools.only(pages[first : first + count]), _ALL)
-        for layers, share in reader.states():
-            yield share, (self._pools.state(slot, length), layers)
+                    place = self._pools.only(pages[first : first + count])
+                    yield from ((part, (place, layers)) for layers, part in by_layers(share, shards))
+        place = self._pools.state(slot, length)
+        yield from ((part, (place, layers)) for layers, part in by_layers(reader.states(), shards))
 
     @staticmethod
     def _tail_of(reader: Reader) -> Tail | None:

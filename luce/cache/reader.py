@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,8 @@ from luce.cache.tree import Residency
 from luce.draft.tails import Tail
 from luce.runtime.step import PAGE, Int32
 
-#: pages that are read together, and bytes of a state
-_TOGETHER, _STATE_BYTES = 32, 64 << 20
+#: pages that are read together, and bytes of a share
+_TOGETHER, _SHARE_BYTES = 32, 32 << 20
 
 
 @dataclass(frozen=True)
@@ -105,19 +105,9 @@ class Reader:
         if first + count < high:
             raise DamagedError(f"{self.manifest.id}: page {first + count} is missing")
 
-    def states(self) -> Iterator[tuple[range, Share]]:
-        """(layers, share) of the point's state, a few layers at a time; together they are all layers there can be."""
-        begin, size = 0, 0
-        found: dict[str, Rows] = {}
-        for part, frame in sorted(self.state_frames(), key=lambda item: layer_of(item[1].name)):
-            layer = layer_of(frame.name)
-            rows = Rows([(part, frame, slice(None))])
-            if size and size + rows.nbytes > _STATE_BYTES and layer not in {layer_of(name) for name in found}:
-                yield range(begin, layer), found
-                begin, size, found = layer, 0, {}
-            found[frame.name] = rows
-            size += rows.nbytes
-        yield range(begin, sys.maxsize), found
+    def states(self) -> Share:
+        """The point's state."""
+        return {frame.name: Rows([(part, frame, slice(None))]) for part, frame in self.state_frames()}
 
     def state_frames(self) -> list[tuple[PartReader, Frame]]:
         """The frames of the point's state."""
@@ -180,6 +170,27 @@ class Reader:
     def _opened(self, directory: Path, info: PartInfo) -> PartReader:
         self._parts.append(PartReader(directory, info))
         return self._parts[-1]
+
+
+def by_layers(share: Share, shards: Sequence[range]) -> Iterator[tuple[range, Share]]:
+    """A share as smaller ones, each of some layers of a shard, for the shards in turn; together of all their layers."""
+    parts = [list(_apart(share, layers)) for layers in shards]
+    for together in zip_longest(*parts):
+        yield from (part for part in together if part is not None)
+
+
+def _apart(share: Share, layers: range) -> Iterator[tuple[range, Share]]:
+    begin, size = layers.start, 0
+    found: dict[str, Rows] = {}
+    own = {name: layer for name in share if (layer := layer_of(name)) in layers}
+    for name, layer in sorted(own.items(), key=lambda item: item[1]):
+        rows = share[name]
+        if size and size + rows.nbytes > _SHARE_BYTES and layer not in map(layer_of, found):
+            yield range(begin, layer), found
+            begin, size, found = layer, 0, {}
+        found[name] = rows
+        size += rows.nbytes
+    yield range(begin, layers.stop), found
 
 
 def read_tokens(entry: Entry) -> Int32:
