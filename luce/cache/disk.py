@@ -224,10 +224,10 @@ class DiskTier:
 
     # --- for the engine's thread: reading
 
-    def find(self, ids: Int32, beyond: int) -> list[Entry]:
-        """Snapshots of prefixes of `ids` of more than `beyond` tokens, longest first."""
+    def find(self, ids: Int32, beyond: int, most: int) -> list[Entry]:
+        """Snapshots of prefixes of `ids` of more than `beyond` tokens and `most` of them, longest first."""
         store = self._read()
-        return [] if store is None else store.find(ids, beyond)
+        return [] if store is None else store.find(ids, beyond, most)
 
     def open(self, entry: Entry) -> Reader:
         """Opens a snapshot. Raises DamagedError or OSError."""

@@ -43,14 +43,15 @@ class Index:
         with self._lock:
             return list(self._entries.values())
 
-    def find(self, ids: Int32, beyond: int = 0) -> list[Entry]:
+    def find(self, ids: Int32, beyond: int = 0, most: int | None = None) -> list[Entry]:
         """The snapshots that `ids` begin with and that can be resumed, of more than `beyond` tokens, longest first.
 
-        A snapshot of all of `ids` needs the logits of the last token.
+        At most `most` tokens, if that is given. A snapshot of all of `ids` needs the logits of the last token.
         """
+        end = len(ids) if most is None else min(most, len(ids))
         with self._lock:
             mine = [e for e in self._entries.values() if e.manifest.model == self.model and e.manifest.point]
-            lengths = sorted({e.manifest.length for e in mine if beyond < e.manifest.length <= len(ids)})
+            lengths = sorted({e.manifest.length for e in mine if beyond < e.manifest.length <= end})
             found = [self._entries.get((self.model, snapshot_id(key, n))) for n, key in keys(ids, lengths)]
             usable = (e for e in reversed(found) if e is not None and e.manifest.point and not e.unusable)
             return [e for e in usable if e.manifest.length < len(ids) or e.manifest.logits]

@@ -130,13 +130,13 @@ class PrefixCache:
             disk=None if self.disk is None else self.disk.snapshot_stats(),
         )
 
-    def resume(self, prompt: Int32, slot: int) -> Hit:
-        """Put the longest prefix of a prompt that is known into a slot that holds nothing yet.
+    def resume(self, prompt: Int32, slot: int, most: int | None = None) -> Hit:
+        """Put the longest prefix of a prompt that is known, of `most` tokens, into a slot that holds nothing yet.
 
         A whole prompt needs the logits of its last token, so it is resumed only at a point that has them.
         """
         started = time.monotonic()
-        hit = self._resumed(prompt, slot)
+        hit = self._resumed(prompt, slot, len(prompt) if most is None else most)
         tokens, seconds = self._read
         if hit.length and tokens:
             self._seconds_saved += max(0.0, hit.length * seconds / tokens - (time.monotonic() - started))
@@ -146,14 +146,14 @@ class PrefixCache:
         """Tokens of a prompt were computed in so many seconds."""
         self._read = self._read[0] + tokens, self._read[1] + seconds
 
-    def _resumed(self, prompt: Int32, slot: int) -> Hit:
-        found, known = self._find(prompt)
-        for entry in self._stored(prompt, 0 if found is None else found.length + _WORTH):
+    def _resumed(self, prompt: Int32, slot: int, most: int) -> Hit:
+        found, known = self._find(prompt, most)
+        for entry in self._stored(prompt, 0 if found is None else found.length + _WORTH, most):
             point = self._load(prompt, entry, slot)
             if point is not None:
                 return Hit(point.length, point, "disk", max(known, point.length // PAGE * PAGE))
             # Pages were taken and given back: what was found may be gone.
-            found, known = self._find(prompt)
+            found, known = self._find(prompt, most)
         if found is None or not self._share(found, slot):
             self._misses += 1
             return Hit(0, None, "none", known)
@@ -213,9 +213,9 @@ class PrefixCache:
             self.disk.forget()
         return found
 
-    def _find(self, prompt: Int32) -> tuple[_Found | None, int]:
-        """Where in memory a prompt can be resumed, and how many of its tokens lie in whole blocks."""
-        blocks, points = self.memory.tree.match(prompt)
+    def _find(self, prompt: Int32, most: int) -> tuple[_Found | None, int]:
+        """Where in memory a prompt can be resumed, and how many of its first `most` tokens lie in whole blocks."""
+        blocks, points = self.memory.tree.match(prompt[:most])
         usable = [p for p in points if p.length < len(prompt) or p.logits is not None]
         point = usable[-1] if usable else None
         length = 0 if point is None else point.length
@@ -227,8 +227,8 @@ class PrefixCache:
             return None, known
         return _Found(length, tuple(blocks[: length // PAGE]), point), known
 
-    def _stored(self, prompt: Int32, beyond: int) -> list[Entry]:
-        return [] if self.disk is None else self.disk.find(prompt, beyond)
+    def _stored(self, prompt: Int32, beyond: int, most: int) -> list[Entry]:
+        return [] if self.disk is None else self.disk.find(prompt, beyond, most)
 
     def _share(self, found: _Found, slot: int) -> bool:
         """Put what was found in memory into a slot. False, and the slot holds nothing, if that failed."""

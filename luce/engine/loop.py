@@ -164,12 +164,14 @@ class Engine:
         session: str = "",
         timeout: float = 0,
         boundaries: Many[int] = (),
+        shared: int | None = None,
     ) -> Ticket:
         """Queue a prompt; `on_event` gets its events on the engine thread.
 
         Started, Progress and PromptLogits, PromptScores, Tokens, then exactly one Finished or Failed. `session` shares
         the queue fairly. `timeout` in seconds from now (0: the engine's alone) ends it with FinishReason.DEADLINE.
-        `boundaries`: lengths, ascending, at which prompts are likely to part (luce.text.boundaries).
+        `boundaries`: lengths, ascending, at which prompts are likely to part (luce.text.boundaries). `shared`: how many
+        of the prompt's first tokens the prefix cache may find and keep; None for all of it, and the reply.
         Raises RequestError (no token, or an id outside the vocabulary), ContextError, QueueFullError, UnavailableError.
         """
         ids = self._check_prompt(prompt, params)
@@ -183,8 +185,9 @@ class Engine:
             full=needs_logits(params) and not needs_candidates(params),
             top=needs_candidates(params),
             scored=params.prompt_logits or params.prompt_logprobs is not None,
-            kept=self.cache is not None,
-            cuts=() if self._points is None else self._points.cuts(boundaries, len(ids)),
+            kept=self.cache is not None and (shared is None or shared >= len(ids)),
+            cuts=() if self._points is None else self._points.cuts(boundaries, len(ids), shared),
+            shared=shared,
             deadline=now + min(limits) if limits else inf,
             queue_deadline=now + self._max_queue_seconds if self._max_queue_seconds > 0 else inf,
         )

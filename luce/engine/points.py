@@ -39,21 +39,24 @@ class Points:
         #: the newest point of each sequence
         self._newest: dict[Sequence, Point] = {}
 
-    def cuts(self, boundaries: Many[int], length: int) -> tuple[int, ...]:
+    def cuts(self, boundaries: Many[int], length: int, shared: int | None = None) -> tuple[int, ...]:
         """Where in a prompt points are kept: at its first boundary, which conversations share, and at its last one,
-        which the next turn shares whatever becomes of the reply; in long prompts between them as well."""
-        if not self._cache.exact:
-            return ()
-        inside = [at for at in boundaries if 0 < at < length]
-        return tuple(sorted({*inside[:1], *inside[-1:], *range(self._interval, length, self._interval)}))
+        which the next turn shares whatever becomes of the reply; in long prompts between them as well. Nowhere behind
+        `shared` tokens, if that is given, but there."""
+        end = length if shared is None else min(shared, length)
+        found = {end} if 0 < end < length else set()
+        if self._cache.exact:
+            inside = [at for at in boundaries if 0 < at < end]
+            found |= {*inside[:1], *inside[-1:], *range(self._interval, end, self._interval)}
+        return tuple(sorted(found))
 
     def resume(self, sequence: Sequence) -> Hit | None:
         """Let a sequence that has a slot begin where the cache leaves off; None if that is at its beginning."""
         # Scores are wanted at every position.
-        if sequence.scored:
+        if sequence.scored or sequence.shared == 0:
             return None
         assert sequence.slot is not None
-        hit = self._cache.resume(sequence.prompt, sequence.slot)
+        hit = self._cache.resume(sequence.prompt, sequence.slot, sequence.shared)
         if self._cache.exact and hit.length < hit.known < len(sequence.prompt):
             # Prompts part here that are alike up to here: the next one of this kind can be resumed where they do.
             sequence.cuts = tuple(sorted({*sequence.cuts, hit.known}))
@@ -99,6 +102,8 @@ class Points:
     ) -> None:
         """Let later sequences begin where this one is."""
         if sequence.slot is None or not sequence.done:
+            return
+        if sequence.shared is not None and sequence.done > sequence.shared:
             return
         if sequence.accepted and self._backend.recurrent:
             try:

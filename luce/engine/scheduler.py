@@ -35,6 +35,7 @@ class Sequence:
     top       whether it needs the best candidates
     scored    whether whole logits are wanted at every prompt position
     kept      whether whole logits are wanted behind the prompt, to be kept for later
+    shared    how many of the first tokens the prefix cache may find and keep, None for all
     cuts      positions, ascending, that a step ends at while the prompt is read
     proposal  tokens that may follow the reply's last one, to be verified in the next step
     parents   of a proposal that is a tree: the row of each token's parent, row 0 being that of the reply's last token,
@@ -56,6 +57,7 @@ class Sequence:
     top: bool = False
     scored: bool = False
     kept: bool = False
+    shared: int | None = None
     cuts: tuple[int, ...] = ()
     deadline: float = inf
     queue_deadline: float = inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +39,9 @@ class Job:
     """What a checked request asks for: `n` replies to each prompt. Choice i answers prompts[i // n].
 
     prompts: arrays of int64, which the engine copies without touching each id. boundaries: of each prompt, where others
-    may part from it. echoes: the text of each prompt, where
-    it comes before the reply. logprobs: alternatives per token; None: none asked. unknown: number of body fields that
-    Luce does not know.
+    may part from it. shared: how many of a prompt's first tokens the prefix cache may know, None for all and the reply.
+    echoes: the text of each prompt, where it comes before the reply. logprobs: alternatives per token; None: none
+    asked. unknown: number of body fields that Luce does not know.
     """
 
     prompts: tuple[array[int], ...]
@@ -51,6 +52,7 @@ class Job:
     stops: tuple[str, ...]
     model: str
     session: str
+    shared: int | None
     timeout: float
     unknown: int
     stream: bool
@@ -159,6 +161,7 @@ def _job(
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
         model=name,
         session=_session(request, headers),
+        shared=_shared(request),
         timeout=request.timeout_s or 0.0,
         unknown=unknown,
         stream=bool(request.stream),
@@ -218,6 +221,25 @@ def _refuse_unsupported(request: Common) -> None:
     for name, neutral in _NEUTRAL.items():
         if getattr(request, name) not in (None, *neutral):
             raise unsupported(name, f"only the neutral value {neutral[0]:g} is supported")
+
+
+def _shared(request: Common) -> int | None:
+    """As in Job, from `prefix_cache`. What prompts have in common is always looked for: `auto` is `full`."""
+    given = request.prefix_cache
+    if given is None:
+        return None
+    for name in ("ttl_s", "pin"):
+        if getattr(given, name) is not None:
+            raise unsupported(f"prefix_cache.{name}", "what is kept goes when it was of no use for longest")
+    scope = str("auto" if given.scope is None else given.scope).lower()
+    if scope in ("off", "none", "disabled"):
+        return 0
+    if scope in ("full", "full-prefix", "auto"):
+        return None
+    found = re.fullmatch(r"(auto:)?([0-9]{1,7})", scope)
+    if found is None or not 1 <= int(found[2]) <= 1_000_000:
+        raise invalid("prefix_cache.scope", "expected off, full, auto, auto:N or N, with N in 1..1000000")
+    return None if found[1] else int(found[2])
 
 
 def _session(request: Common, headers: Mapping[str, str]) -> str:

@@ -85,11 +85,12 @@ class Replies:
         self._running[choice] = self._model.engine.submit(
             prompt,
             params,
-            output=self._model.reply_text(job.stops, prompt),
+            output=self._model.reply_text(job.stops, prompt, kept=job.shared is None),
             on_event=self._sink(choice),
             session=job.session,
             timeout=job.timeout,
             boundaries=job.boundaries[choice // job.n],
+            shared=job.shared,
         )
         self._stage[choice] = "queued"
         self._submitted[choice] = time.monotonic()

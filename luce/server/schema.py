@@ -55,6 +55,15 @@ class ToolChoice(msgspec.Struct):
     allowed_tools: AllowedTools | None = None
 
 
+class CacheScope(msgspec.Struct, forbid_unknown_fields=True):
+    """`prefix_cache`: what of a request may be kept for others. Nothing is ignored that somebody relies on."""
+
+    scope: str | int | None = None
+    window: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    ttl_s: Any = None
+    pin: Any = None
+
+
 class Common(msgspec.Struct, kw_only=True):
     """Fields of both endpoints. None is the same as absent."""
 
@@ -83,6 +92,7 @@ class Common(msgspec.Struct, kw_only=True):
     return_progress: bool | None = None
     timings_per_token: bool | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
+    prefix_cache: CacheScope | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
@@ -93,7 +103,6 @@ class Common(msgspec.Struct, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     store: bool | None = None
-    prefix_cache: Any = None
     # Neutral values only, see `prepare`.
     typical_p: _Unit | None = None
     top_n_sigma: float | None = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from tests.support.http_server import running
 
@@ -35,6 +38,24 @@ async def test_a_purge_forgets_everything() -> None:
         assert (await here.get("/v1/cache"))[1]["data"] == []
         assert (await here.chat(LONG))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert here.model.engine.stats().pages_used == 0
+
+
+async def test_what_a_request_keeps_to_itself_is_not_there_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    remembered: list[Sequence[int]] = []
+    async with running() as here:
+        monkeypatch.setattr(here.model.chat, "remember", lambda prompt, reply: remembered.append(reply) or ())
+        for _ in range(2):
+            reply = await here.chat(LONG, prefix_cache={"scope": "off"})
+            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            assert (await here.get("/v1/cache"))[1]["data"] == []
+        assert not remembered
+        assert (await here.chat(LONG))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        reply = await here.chat(LONG, prefix_cache={"scope": 70})
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+        body = {"messages": [{"role": "user", "content": "hi"}], "prefix_cache": {"scope": "mine"}}
+        status, error, _ = await here.post("/v1/chat/completions", body)
+        assert status == 400 and error["error"]["param"] == "prefix_cache.scope"
+        assert len(remembered) == 1
 
 
 async def test_without_a_cache_there_is_nothing_to_list() -> None:

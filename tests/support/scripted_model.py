@@ -156,8 +156,8 @@ class ScriptedModel:
             undrafted=undrafted,
         )
 
-    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> ReplyText:
-        return ReplyText(self.tokenizer, stops, lambda reply: self.chat.remember(prompt, reply))
+    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = (), *, kept: bool = True) -> ReplyText:
+        return ReplyText(self.tokenizer, stops, (lambda reply: self.chat.remember(prompt, reply)) if kept else None)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         decoder = Detokenizer(self.tokenizer)

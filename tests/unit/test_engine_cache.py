@@ -43,18 +43,18 @@ class Rig:
     backend: ScriptedBackend
 
     def start(
-        self, prompt: Sequence[int], n: int, boundaries: Sequence[int] = (), **params: Any
+        self, prompt: Sequence[int], n: int, boundaries: Sequence[int] = (), shared: int | None = None, **params: Any
     ) -> queue.SimpleQueue[Event]:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         asked = SamplingParams(max_tokens=n, **params)
-        self.engine.submit(prompt, asked, output=Silent(), on_event=events.put, boundaries=boundaries)
+        self.engine.submit(prompt, asked, output=Silent(), on_event=events.put, boundaries=boundaries, shared=shared)
         return events
 
     def ask(
-        self, prompt: Sequence[int], n: int, boundaries: Sequence[int] = (), **params: Any
+        self, prompt: Sequence[int], n: int, boundaries: Sequence[int] = (), shared: int | None = None, **params: Any
     ) -> tuple[list[int], int]:
         """(reply, tokens from the cache)."""
-        return finish(self.start(prompt, n, boundaries, **params))
+        return finish(self.start(prompt, n, boundaries, shared, **params))
 
 
 def finish(events: queue.SimpleQueue[Event]) -> tuple[list[int], int]:
@@ -215,6 +215,32 @@ def test_prompt_scores_are_computed_for_every_position() -> None:
         prompt = ids(130)
         r.ask(prompt, 2)
         assert r.ask(prompt, 2, prompt_logprobs=1) == (r.backend.reply(prompt, 2), 0)
+
+
+@each
+def test_what_is_not_to_be_shared_is_neither_kept_nor_found(kind: dict[str, Any]) -> None:
+    prompt = ids(200)
+    with rig(**kind) as r:
+        expected = r.backend.reply(prompt, 5)
+        for _ in range(2):
+            assert r.ask(prompt, 5, [70, 150], shared=0) == (expected, 0)
+            assert not r.engine.cached() and not r.engine.stats().pages_used
+        # What others keep is not for it.
+        assert [r.ask(prompt, 5, [70, 150], shared=shared)[1] for shared in (None, 0, None)] == [0, 0, 200]
+
+
+@each
+def test_a_first_part_is_shared_alone(kind: dict[str, Any]) -> None:
+    prompt, other = ids(200), [*ids(100), *ids(100, seed=1)]
+    with rig(**kind) as r:
+        assert r.ask(prompt, 5, [70, 150], shared=90) == (r.backend.reply(prompt, 5), 0)
+        assert max(entry.tokens for entry in r.engine.cached()) == 90
+        # To the token, also for others, and not a token more of what others keep.
+        fewer = 70 if kind else PAGE
+        for asked, shared, known in ((prompt, 90, 90), (other, None, 90), (prompt, 70, fewer), (other, 90, 90)):
+            assert r.ask(asked, 5, [70, 150], shared=shared) == (r.backend.reply(asked, 5), known)
+        assert r.ask(prompt, 5, [70, 150], shared=1000)[1] == 90
+        assert r.ask(prompt, 5, [70, 150])[1] == 200
 
 
 def test_a_cancelled_prompt_is_not_lost() -> None:

@@ -188,6 +188,26 @@ def test_while_sequences_run_the_disk_gets_a_small_share_of_the_engine(
         assert len(worked) == 10
 
 
+@each
+def test_what_is_not_to_be_shared_stays_away_from_the_disk(kind: dict[str, Any], tmp_path: Path) -> None:
+    prompt = ids(200)
+    with rig(tmp_path, **kind) as r:
+        r.ask(prompt, 3, [70], shared=0)
+    assert not [path for path in files(tmp_path) if path.suffix == ".part"]
+    with rig(tmp_path, **kind) as r:
+        r.ask(prompt, 3, [70], shared=100)
+    with rig(tmp_path, **kind) as r:
+        opened = tier(r).works and tier(r).store
+        assert opened and max(entry.manifest.length for entry in opened.entries) == 100
+        assert r.ask(prompt, 3, [70], shared=0)[1] == 0
+    with rig(tmp_path, **kind) as r:
+        assert r.ask(prompt, 3, [70], shared=100) == (r.backend.reply(prompt, 3), 100)
+    with rig(tmp_path, **kind) as r:
+        r.ask(prompt, 3, [70])
+    with rig(tmp_path, **kind) as r:
+        assert r.ask(prompt, 3, [70], shared=100) == (r.backend.reply(prompt, 3), 100)
+
+
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.ask(ids(100), 3)

@@ -10,6 +10,7 @@ import pytest
 
 from luce.api import Model
 from luce.config.settings import Config
+from luce.errors import RequestError
 from luce.server.prepare import Job, chat_job, completion_job
 from tests.support.scripted_model import ScriptedModel
 
@@ -72,3 +73,46 @@ def test_the_request_wins(model: Model) -> None:
 def test_stop_strings(model: Model) -> None:
     assert chat(model, stop="a").stops == ("a",) and chat(model, stop=["a", "b"]).stops == ("a", "b")
     assert chat(model).stops == chat(model, stop=[]).stops == ()
+
+
+@pytest.mark.parametrize(
+    ("scope", "shared"),
+    [
+        *((name, 0) for name in ("off", "none", "disabled", "OFF")),
+        *((name, None) for name in ("full", "full-prefix", "auto", "Auto:30", "auto:1000000", None)),
+        *(("1000", 1000), (1000, 1000), (1, 1), ("1000000", 1000000)),
+    ],
+)
+def test_what_the_prefix_cache_may_know(model: Model, scope: Any, shared: int | None) -> None:
+    assert chat(model, prefix_cache={"scope": scope, "window": 5}).shared == shared
+    assert (
+        completion_job(json.dumps({"prompt": "a", "prefix_cache": {"scope": scope}}).encode(), {}, model).shared
+        == shared
+    )
+    assert chat(model).shared is chat(model, prefix_cache={}).shared is None
+
+
+@pytest.mark.parametrize(
+    "scope", ["core", "task", "", "auto:", "auto:0", "auto:1000001", "full:3", ":5", "0", 0, -1, "1e3", "٣", True, 2.0]
+)
+def test_a_scope_that_is_none_is_refused(model: Model, scope: Any) -> None:
+    with pytest.raises(RequestError, match=r"prefix_cache\.scope") as raised:
+        chat(model, prefix_cache={"scope": scope})
+    assert (raised.value.param, raised.value.status) == ("prefix_cache.scope", 400)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"window": 0}, "prefix_cache.window"),
+        ({"scope": "off", "window": 1000001}, "prefix_cache.window"),
+        ({"ttl_s": 60}, "prefix_cache.ttl_s"),
+        ({"pin": True}, "prefix_cache.pin"),
+        ({"scop": "off"}, "prefix_cache"),
+        ("off", "prefix_cache"),
+    ],
+)
+def test_nothing_about_the_cache_is_ignored(model: Model, given: Any, named: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        chat(model, prefix_cache=given)
+    assert (raised.value.param, raised.value.status) == (named, 400)
