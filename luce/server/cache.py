@@ -23,8 +23,13 @@ async def purge(request: web.Request) -> web.Response:
     """DELETE /v1/cache: forget all of it."""
     server = request.app[SERVER]
     server.keys.check_admin(request.headers, request.remote or "")
-    removed = await server.work(server.ready_model().engine.forget)
+    removed = await server.work(_forget, server.ready_model())
     return json_response({"object": "cache.deleted", "deleted": True, "removed": removed})
+
+
+def _forget(model: Model) -> int:
+    model.chat.memory.forget()
+    return model.engine.forget()
 
 
 def _listing(model: Model) -> dict[str, Any]:

@@ -45,6 +45,12 @@ class TokenMemory:
                 found.append((_digest(text), begin, end))
         return tuple(found)
 
+    def forget(self) -> None:
+        """Know none of them any longer."""
+        with self._lock:
+            self._known.clear()
+            self._size = 0
+
     def recall(self, text: str) -> tuple[int, ...] | None:
         """The ids of a text, None if it is not known."""
         with self._lock:

@@ -31,11 +31,13 @@ async def test_the_listing_shows_lengths_and_counters_but_no_text() -> None:
 
 async def test_a_purge_forgets_everything() -> None:
     async with running() as here:
-        await here.chat(LONG)
+        said = f"assistant\n{(await here.chat(LONG))['choices'][0]['message']['content']}"
+        assert here.model.chat.memory.recall(said) is not None
         async with here.client.delete(here.url + "/v1/cache") as response:
             assert response.status == 200
             assert await response.json() == {"object": "cache.deleted", "deleted": True, "removed": 2}
         assert (await here.get("/v1/cache"))[1]["data"] == []
+        assert here.model.chat.memory.recall(said) is None
         assert (await here.chat(LONG))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert here.model.engine.stats().pages_used == 0
 
