@@ -493,6 +493,15 @@ class Save:
 
         self._tier.post(write, self)
 
+    def opening(self, ids: Sequence[int], logits: NDArray[np.float32]) -> None:
+        """As in Writer."""
+
+        def write() -> None:
+            assert self._writer is not None
+            self._writer.opening(ids, logits)
+
+        self._tier.post(write, self)
+
     def finish(self, logits: NDArray[np.float32] | None, recall: Recall | None) -> None:
         """Everything is handed over but the logits of the last token, and what the reply's texts are."""
 

@@ -11,9 +11,9 @@ from luce.cache.part import DamagedError, PartInfo, digest
 from luce.runtime.step import PAGE, Int32
 
 FORMAT = 3
-#: the file of a manifest, the names of the tensors with a point's logits and its residency, and how the name of that
-#: with features begins
-MANIFEST, LOGITS, RESIDENCY, FEATURES = "manifest.json", "logits", "residency", "features"
+#: the file of a manifest, the names of the tensors with a point's logits, those behind its opening and its residency,
+#: and how the name of that with features begins
+MANIFEST, LOGITS, OPENING, RESIDENCY, FEATURES = "manifest.json", "logits", "opening", "residency", "features"
 
 
 class Recall(msgspec.Struct, frozen=True, array_like=True):
@@ -40,6 +40,7 @@ class Manifest(msgspec.Struct, frozen=True):
     tokens, pages, state   files: the tokens from page `first` on; whole pages; what a point has beside them
     raw      bytes before compression
     recall   texts of the reply that it ends with
+    opening  ids of the prompt that it was made of behind its own, if the logits behind them are there
     """
 
     format: int
@@ -59,6 +60,7 @@ class Manifest(msgspec.Struct, frozen=True):
     state: tuple[PartInfo, ...]
     raw: int
     recall: Recall | None = None
+    opening: tuple[int, ...] = ()
 
     @property
     def parts(self) -> tuple[PartInfo, ...]:
@@ -96,7 +98,7 @@ def decode(data: bytes, model: str, id: str) -> Manifest:
 
 def without_state(manifest: Manifest) -> Manifest:
     """The manifest of a snapshot of which only tokens and pages are left."""
-    return msgspec.structs.replace(manifest, point=False, logits=False, state=())
+    return msgspec.structs.replace(manifest, point=False, logits=False, opening=(), state=())
 
 
 def with_state(manifest: Manifest, other: Manifest) -> Manifest:
@@ -105,6 +107,7 @@ def with_state(manifest: Manifest, other: Manifest) -> Manifest:
         manifest,
         point=True,
         logits=other.logits,
+        opening=other.opening,
         state=other.state,
         passing=other.passing,
         created=other.created,

@@ -26,12 +26,12 @@ from luce.backend.backend import Backend
 from luce.backend.kept import Piece
 from luce.cache.disk import CachedPrefix, DiskStats, DiskTier
 from luce.cache.index import Entry
-from luce.cache.manifest import Recall, keys, snapshot_id
+from luce.cache.manifest import keys, snapshot_id
 from luce.cache.memory import BATCH, MemoryTier
 from luce.cache.part import DamagedError
 from luce.cache.pools import PagePool, Place, Pools, Residence
 from luce.cache.reader import Reader, Share, by_layers
-from luce.cache.saver import Saver
+from luce.cache.saver import Offer, Saver
 from luce.cache.tree import Block, Point, Residency, Segment
 from luce.draft.tails import Tail
 from luce.errors import LuceError, ShardLostError
@@ -48,6 +48,7 @@ class Hit:
     """Where a prompt is resumed: `length` positions are there, the last point among them is `point`.
 
     tier   "ram" or "disk", "none" if nothing was found
+    logits  those behind the whole prompt, if they are known: then it need not be read for its reply to begin
     known  tokens of the prompt that lie in whole blocks of others, whether it could be resumed behind them or not
     """
 
@@ -55,6 +56,7 @@ class Hit:
     point: Point | None
     tier: str
     known: int
+    logits: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -149,9 +151,10 @@ class PrefixCache:
     def _resumed(self, prompt: Int32, slot: int, most: int) -> Hit:
         found, known = self._find(prompt, most)
         for entry in self._stored(prompt, 0 if found is None else found.length + _WORTH, most):
-            point = self._load(prompt, entry, slot)
-            if point is not None:
-                return Hit(point.length, point, "disk", max(known, point.length // PAGE * PAGE))
+            loaded = self._load(prompt, entry, slot)
+            if loaded is not None:
+                point, logits = loaded
+                return Hit(point.length, point, "disk", max(known, point.length // PAGE * PAGE), logits)
             # Pages were taken and given back: what was found may be gone.
             found, known = self._find(prompt, most)
         if found is None or not self._share(found, slot):
@@ -159,7 +162,8 @@ class PrefixCache:
             return Hit(0, None, "none", known)
         self._hits += 1
         self._tokens += found.length
-        return Hit(found.length, found.point, "ram", known)
+        logits = None if found.point is None or found.length < len(prompt) else found.point.logits
+        return Hit(found.length, found.point, "ram", known, logits)
 
     def keep(
         self,
@@ -170,13 +174,12 @@ class PrefixCache:
         *,
         passing: bool,
         after: Point | None = None,
-        save: bool = True,
-        recall: Recall | None = None,
+        offer: Offer | None = None,
     ) -> Point | None:
         """Keep what a slot holds: the state after exactly `ids`. None if that failed.
 
-        `after`: the point of the same sequence that this one follows; it becomes stale if it is a passing one. `save`:
-        whether it is worth writing to the disk, with what `recall` tells. `features`: what a drafter reads of the last
+        `after`: the point of the same sequence that this one follows; it becomes stale if it is a passing one. `offer`:
+        as in `offer`, None if it is not worth writing to the disk. `features`: what a drafter reads of the last
         positions.
         """
         if self._residence is not None and not self._residence.whole(slot):
@@ -190,9 +193,14 @@ class PrefixCache:
         point.stale = False
         if after is not None and after is not point:
             after.stale = after.passing
-        if save and self.saver is not None:
-            self.saver.offer(point, recall)
+        if offer is not None:
+            self.offer(point, offer)
         return point
+
+    def offer(self, point: Point, offer: Offer) -> None:
+        """A point is worth writing to the disk, if there is one."""
+        if self.saver is not None:
+            self.saver.offer(point, offer)
 
     def contents(self) -> list[CachedPrefix]:
         """What is kept, in memory and on the disk, what was of use last first."""
@@ -282,8 +290,11 @@ class PrefixCache:
                 self.memory.place(block, pages[i])
         return data
 
-    def _load(self, prompt: Int32, entry: Entry, slot: int) -> Point | None:
-        """Put a snapshot into a slot and into the tree. None, and the slot holds nothing, if that failed."""
+    def _load(self, prompt: Int32, entry: Entry, slot: int) -> tuple[Point, NDArray[np.float32] | None] | None:
+        """Put a snapshot into a slot and into the tree; returns the logits behind the prompt if they are there.
+
+        None, and the slot holds nothing, if that failed.
+        """
         assert self.disk is not None
         started, length = time.monotonic(), entry.manifest.length
         ids = prompt[:length]
@@ -301,6 +312,7 @@ class PrefixCache:
                 self._fill(self._shares(reader, slot, there, length))
                 self._settle(slot, data, residency)
                 logits, features = reader.logits(), self._tail_of(reader)
+                behind = logits if length == len(prompt) else reader.opened(prompt[length:])
                 point = self.memory.keep(slot, ids, logits, features, passing=entry.manifest.passing)
         except (LuceError, OSError) as error:
             self._let_go(slot)
@@ -310,7 +322,7 @@ class PrefixCache:
                 self.disk.failed(entry, error)
             return None
         self.disk.loaded(entry, time.monotonic() - started)
-        return point
+        return point, behind
 
     def _fill(self, shares: Iterator[tuple[Share, tuple[Place, range]]]) -> None:
         assert self.disk is not None

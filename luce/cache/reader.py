@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from luce.backend.kept import layer_of
 from luce.cache.index import Entry
-from luce.cache.manifest import FEATURES, LOGITS, RESIDENCY
+from luce.cache.manifest import FEATURES, LOGITS, OPENING, RESIDENCY
 from luce.cache.part import DamagedError, Frame, PartInfo, PartReader
 from luce.cache.tree import Residency
 from luce.draft.tails import Tail
@@ -111,15 +111,17 @@ class Reader:
 
     def state_frames(self) -> list[tuple[PartReader, Frame]]:
         """The frames of the point's state."""
-        others = (LOGITS, RESIDENCY, FEATURES)
+        others = (LOGITS, OPENING, RESIDENCY, FEATURES)
         return [(part, frame) for part, frame in self._state if frame.name.partition(".")[0] not in others]
 
     def logits(self) -> NDArray[np.float32] | None:
         """Those of the last token, if they are there."""
-        for part, frame in self._state:
-            if frame.name == LOGITS:
-                return part.read(frame).astype(np.float32, copy=False)
-        return None
+        return self._vector(LOGITS)
+
+    def opened(self, ids: Int32) -> NDArray[np.float32] | None:
+        """The logits behind a prompt of which the snapshot lacks `ids` at the end, if they are there."""
+        same = len(ids) and np.array_equal(ids, np.array(self.manifest.opening, np.int64))
+        return self._vector(OPENING) if same else None
 
     def residency(self) -> Residency | None:
         """Which pages are to be on the devices, None if all are. Raises DamagedError, OSError."""
@@ -148,6 +150,12 @@ class Reader:
         """Idempotent."""
         for part in self._parts:
             part.close()
+
+    def _vector(self, name: str) -> NDArray[np.float32] | None:
+        for part, frame in self._state:
+            if frame.name == name:
+                return part.read(frame).astype(np.float32, copy=False)
+        return None
 
     def _open_pages(self, entry: Entry, end: int) -> None:
         found: dict[int, list[tuple[PartReader, Frame]]] = {}

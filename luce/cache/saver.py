@@ -6,6 +6,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from luce.backend.kept import Kept
 from luce.cache.disk import DiskTier, Save
@@ -22,6 +26,18 @@ _PATIENCE = 100
 _OFFERED = 16
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What is to be written of a point beside itself.
+
+    recall   texts of the reply that it ends with
+    opening  ids behind it up to the end of the prompt, and the logits there
+    """
+
+    recall: Recall | None = None
+    opening: tuple[tuple[int, ...], NDArray[np.float32]] | None = None
+
+
 class Saver:
     """Writes points of at least `least` tokens to `disk`, which it closes. All but `busy` on the engine's thread."""
 
@@ -29,18 +45,18 @@ class Saver:
         self._memory = memory
         self._disk = disk
         self._least = least
-        self._offered: deque[tuple[Point, Recall | None]] = deque()
+        self._offered: deque[tuple[Point, Offer]] = deque()
         self._export: Iterator[Kept | None] | None = None
         self._awaited: Kept | None = None
         self._saving: Save | None = None
         #: when `pump` goes on, on time.monotonic's clock
         self._next = 0.0
 
-    def offer(self, point: Point, recall: Recall | None = None) -> None:
-        """A point is worth writing, if it is long enough, with the texts of the reply that it ends with."""
+    def offer(self, point: Point, offer: Offer) -> None:
+        """A point is worth writing, if it is long enough."""
         if point.length < self._least:
             return
-        self._offered.append((point, recall))
+        self._offered.append((point, offer))
         if len(self._offered) > _OFFERED:
             self._offered.popleft()
             self._disk.stats.skipped += 1
@@ -94,7 +110,7 @@ class Saver:
                 time.sleep(0.002)
         self._disk.close(max(0.0, end - time.monotonic()))
 
-    def _exported(self, point: Point, recall: Recall | None) -> Iterator[Kept | None]:
+    def _exported(self, point: Point, offer: Offer) -> Iterator[Kept | None]:
         """Copies a point's pages to host memory and hands it to the disk, a bounded piece each turn.
 
         Gives what it waits for, if anything. Raises LuceError.
@@ -131,7 +147,9 @@ class Saver:
             for tail in () if point.features is None else point.features.windows():
                 save.features(tail)
                 yield None
-            save.finish(point.logits, recall)
+            if offer.opening is not None:
+                save.opening(*offer.opening)
+            save.finish(point.logits, offer.recall)
             complete = True
         finally:
             if save is not None and not complete:

@@ -17,7 +17,7 @@ from luce.backend.kept import Tensors, layer_of
 from luce.cache import manifest as manifests
 from luce.cache.files import sync_directory, write_file
 from luce.cache.index import Entry
-from luce.cache.manifest import FEATURES, LOGITS, MANIFEST, RESIDENCY, Manifest, Recall, snapshot_id
+from luce.cache.manifest import FEATURES, LOGITS, MANIFEST, OPENING, RESIDENCY, Manifest, Recall, snapshot_id
 from luce.cache.part import Encoded, PartWriter, encode
 from luce.cache.tree import Residency
 from luce.draft.tails import Tail
@@ -74,6 +74,7 @@ class Writer:
         self._reserved = reserved
         self._keep = keep
         self._raw = self._accounted = 0
+        self._opening: tuple[int, ...] = ()
         self._open: dict[str, PartWriter] = {}
 
     def tokens(self, ids: Int32) -> None:
@@ -96,6 +97,11 @@ class Writer:
     def residency(self, residency: Residency) -> None:
         """Which pages are to be on the devices."""
         self._write({RESIDENCY: residency.encode()}, lambda name: "state-residency.part")
+
+    def opening(self, ids: Sequence[int], logits: NDArray[np.float32]) -> None:
+        """The ids behind the snapshot's own up to the end of a prompt, and the logits there."""
+        self._write({OPENING: logits}, lambda name: "state-opening.part")
+        self._opening = tuple(ids)
 
     def finish(self, logits: NDArray[np.float32] | None, recall: Recall | None = None) -> Entry:
         """Everything is written but the logits of the last token, if they are kept: make it a snapshot."""
@@ -120,6 +126,7 @@ class Writer:
             state=tuple(part for name, part in parts.items() if name.startswith("state")),
             raw=self._raw,
             recall=recall,
+            opening=self._opening,
         )
         write_file(self._path / MANIFEST, manifest.encode())
         sync_directory(self._path)

@@ -425,10 +425,8 @@ class Engine:
         reply.cached, reply.tier = hit.length, hit.tier
         try:
             reply.on_event(Progress(sequence.done, len(sequence.prompt), reply.cached))
-            if not sequence.prompt_left:
-                assert hit.point is not None and hit.point.logits is not None
-                logits = hit.point.logits
-                self._begin(reply, Row(int(logits.argmax()), logits), time.monotonic())
+            if hit.logits is not None:
+                self._begin(reply, Row(int(hit.logits.argmax()), hit.logits), time.monotonic())
         except Exception as error:
             self._reply_failed(reply, error)
 
@@ -441,7 +439,10 @@ class Engine:
             self._extend(reply, rows, part)
             return
         self._prompt_tokens += part.rows
-        reply.on_event(Progress(sequence.done, total, reply.cached))
+        # What is left of a prompt may be read when its reply has begun, as the logits behind it were known.
+        begun = bool(sequence.reply)
+        if not begun:
+            reply.on_event(Progress(sequence.done, total, reply.cached))
         if sequence.scored:
             reply.score_prompt(part, output)
         if sequence.prompt_left:
@@ -452,12 +453,13 @@ class Engine:
         row = rows[-1] if rows else Row(-1)
         if self._points is not None:
             self._points.read(sequence, row.logits, bounded=reply.bounded)
-        self._begin(reply, row, now)
+        if not begun:
+            self._begin(reply, row, now)
 
     def _begin(self, reply: Reply, row: Row, now: float) -> None:
-        """The prompt is read: `row` is what comes behind it."""
+        """`row` is what comes behind the prompt."""
         reply.read = now
-        computed = len(reply.sequence.prompt) - reply.cached
+        computed = reply.sequence.done - reply.cached
         if self.cache is not None and computed and reply.started is not None:
             self.cache.note_read(computed, now - reply.started)
         if reply.sequence.room:

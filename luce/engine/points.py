@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from luce.backend.backend import Backend
 from luce.cache.manifest import Recall
 from luce.cache.prefix import Hit, PrefixCache
+from luce.cache.saver import Offer
 from luce.cache.tree import Point
 from luce.engine.scheduler import Sequence
 from luce.engine.sequence import Texts
@@ -23,6 +24,9 @@ from luce.engine.speculate import Speculator
 from luce.errors import LuceError
 
 _log = logging.getLogger(__name__)
+
+# Most tokens between a prompt's last point and its end for which the disk has the logits at the end.
+_OPENING = 64
 
 
 class Points:
@@ -38,6 +42,8 @@ class Points:
         self._interval = interval
         #: the newest point of each sequence
         self._newest: dict[Sequence, Point] = {}
+        #: the last point inside each prompt that is read, which is not offered to the disk yet
+        self._last: dict[Sequence, Point] = {}
 
     def cuts(self, boundaries: Many[int], length: int, shared: int | None = None) -> tuple[int, ...]:
         """Where in a prompt points are kept: at its first boundary, which conversations share, and at its last one,
@@ -71,25 +77,39 @@ class Points:
 
     def reading(self, sequence: Sequence) -> None:
         """Some of the prompt is read, and some is left."""
-        if sequence.done in sequence.cuts:
-            self._keep(sequence, passing=False)
+        if sequence.done not in sequence.cuts:
+            return
+        left = sequence.prompt_left
+        last = sequence.done == sequence.cuts[-1] and left <= _OPENING and self._cache.exact and sequence.kept
+        point = self._keep(sequence, passing=False, offer=None if last else Offer())
+        if last and point is not None:
+            self._last[sequence] = point
 
     def read(self, sequence: Sequence, logits: NDArray[np.float32] | None, *, bounded: bool) -> None:
         """The prompt is read; `logits` of its last row, which are copied. `bounded`: it was kept at a boundary."""
-        # A state is large; its end of the prompt is soon followed by the end of the reply.
+        if logits is not None:
+            logits = logits.copy()
+        # A state is large: of the prompt's end the disk gets the logits only, if there is a point a few tokens before.
         alone = not (self._cache.exact and bounded)
-        self._keep(sequence, None if logits is None else logits.copy(), save=alone)
+        self._keep(sequence, logits, offer=Offer() if alone else None)
+        last = self._last.pop(sequence, None)
+        if last is not None:
+            behind = tuple(sequence.prompt[last.length :].tolist())
+            self._cache.offer(last, Offer(opening=None if logits is None else (behind, logits)))
 
     def finished(self, sequence: Sequence, texts: Texts) -> None:
         """The reply ends in order; `texts` of it as in TextOutput."""
-        recall = None
+        recall: Recall | None = None
         if texts and sequence.reply and not sequence.prompt_left:
             recall = Recall(texts, tuple(sequence.tokens[sequence.done :].tolist()))
-        self._keep(sequence, recall=recall)
+        self._keep(sequence, offer=Offer(recall))
 
     def ended(self, sequence: Sequence) -> None:
         """The sequence is over, in order or not."""
         self._newest.pop(sequence, None)
+        last = self._last.pop(sequence, None)
+        if last is not None:
+            self._cache.offer(last, Offer())
 
     def _keep(
         self,
@@ -97,26 +117,24 @@ class Points:
         logits: NDArray[np.float32] | None = None,
         *,
         passing: bool = True,
-        save: bool = True,
-        recall: Recall | None = None,
-    ) -> None:
-        """Let later sequences begin where this one is."""
+        offer: Offer | None,
+    ) -> Point | None:
+        """Let later sequences begin where this one is; as PrefixCache.keep."""
         if sequence.slot is None or not sequence.done:
-            return
+            return None
         if sequence.shared is not None and sequence.done > sequence.shared:
-            return
+            return None
         if sequence.accepted and self._backend.recurrent:
             try:
                 self._backend.accept(sequence.slot, sequence.path or range(sequence.accepted))
             except LuceError as error:
                 _log.warning("a prefix could not be kept: %s", error)
-                return
+                return None
             sequence.accepted, sequence.path = 0, ()
         ids = sequence.tokens[: sequence.done]
         tail = None if self._speculator is None else self._speculator.tail(sequence.slot, sequence.done)
         after = self._newest.get(sequence)
-        kept = self._cache.keep(
-            sequence.slot, ids, logits, tail, passing=passing, after=after, save=save, recall=recall
-        )
+        kept = self._cache.keep(sequence.slot, ids, logits, tail, passing=passing, after=after, offer=offer)
         if kept is not None:
             self._newest[sequence] = kept
+        return kept

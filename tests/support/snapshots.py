@@ -47,6 +47,7 @@ def write(
             pages = [page(ids[i * PAGE : (i + 1) * PAGE]) for i in range(begin, min(begin + batch, whole))]
             writer.pages(begin, {name: np.concatenate([p[name] for p in pages]) for name in pages[0]}, LAYERS)
         writer.state(state(ids), LAYERS)
+        writer.opening([1, 2], logits(ids[::-1]))
         return writer.finish(logits(ids), recall)
     except BaseException:
         writer.abort()
@@ -72,6 +73,9 @@ def check(store: Store, entry: Entry, ids: Int32) -> None:
         assert found.keys() == state(ids).keys() and all((found[n] == t).all() for n, t in state(ids).items())
         kept = reader.logits()
         assert kept is not None and (kept == logits(ids)).all()
+        opened = reader.opened(np.array([1, 2], np.int32))
+        assert opened is not None and (opened == logits(ids[::-1])).all()
+        assert reader.opened(ids[:0]) is reader.opened(ids[:2]) is None
     finally:
         reader.close()
 

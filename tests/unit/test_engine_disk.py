@@ -23,11 +23,12 @@ from luce.cache import part, saver, store
 from luce.cache.disk import DiskTier
 from luce.cache.fingerprint import Fingerprint
 from luce.engine.loop import Engine
+from luce.engine.sequence import Event, Finished, Progress, SamplingParams
 from luce.errors import BackendError
 from luce.runtime.step import PAGE
 from tests.support.daemons import within
 from tests.support.scripted_backend import ScriptedBackend
-from tests.unit.test_engine_cache import EXACT, FREE, Rig, finish, ids
+from tests.unit.test_engine_cache import EXACT, FREE, Rig, Silent, finish, ids
 
 MODEL = Fingerprint("0123456789abcdef", {"--cache-type-k": "f16"})
 each = pytest.mark.parametrize("kind", [FREE, *EXACT], ids=["free", "recurrent", "windowed", "both"])
@@ -99,6 +100,47 @@ def test_a_repeated_prompt_needs_no_step_after_a_restart(kind: dict[str, Any], t
     with rig(tmp_path, **kind) as r:
         assert r.ask(prompt, 1) == (expected[:1], 150)
         assert not r.backend.steps
+
+
+@each
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_repeated_chat_needs_no_step_for_its_first_token_after_a_restart(
+    params: dict[str, Any], kind: dict[str, Any], tmp_path: Path
+) -> None:
+    # Of large states the disk has that at the start of the last message, and the logits behind it.
+    prompt, known = ids(150), 145 if kind else 150
+    with rig(tmp_path, **kind) as r:
+        expected, _ = r.ask(prompt, 8, [70, 145], **params)
+    with rig(tmp_path, **kind) as r:
+        assert r.ask(prompt, 1, [70, 145], **params) == (expected[:1], known)
+        assert not r.backend.steps
+        assert r.ask(prompt, 8, [70, 145], **params)[0] == expected
+    with rig(tmp_path, **kind) as r:
+        assert r.ask(prompt, 8, [70, 145], **params) == (expected, known)
+        # The rest of the prompt was read beside it, and is in memory now.
+        assert r.ask(prompt, 8, [70, 145], **params) == (expected, 150)
+        # Those of another end are not its own.
+        other = [*prompt[:147], 1, 2, 3]
+        assert r.ask(other, 4, [70, 145]) == (r.backend.reply(other, 4), 145 if kind else 128)
+    with rig(tmp_path, **kind) as r:
+        assert r.ask(other, 4, [70, 145])[0] == r.backend.reply(other, 4)
+
+
+def test_a_prompt_that_is_not_read_to_its_end_is_written_as_far_as_it_was(tmp_path: Path) -> None:
+    over = threading.Event()
+
+    def sink(event: Event) -> None:
+        if isinstance(event, Progress) and event.done == 145:
+            ticket.cancel()
+        elif isinstance(event, Finished):
+            over.set()
+
+    with rig(tmp_path, recurrent=True) as r:
+        params = SamplingParams(max_tokens=4)
+        ticket = r.engine.submit(ids(150), params, output=Silent(), on_event=sink, boundaries=[145])
+        assert over.wait(60)
+    with rig(tmp_path, recurrent=True) as r:
+        assert r.ask(ids(150), 4, [145]) == (r.backend.reply(ids(150), 4), 145)
 
 
 def test_it_is_written_behind_the_reply(tmp_path: Path) -> None:
@@ -289,9 +331,9 @@ def test_damage_is_a_miss(data: st.DataObject, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
     history = ids(150)
     with rig(tmp_path, **kind) as r:
-        reply, _ = r.ask(history, 5)
+        reply, _ = r.ask(history, 5, [70, 145])
         turn = [*history, *reply, *ids(90, seed=1)]
-        r.ask(turn, 5)
+        r.ask(turn, 5, [70, 145, 240])
     paths = [path for path in files(tmp_path) if path.name != "lock"]
     # Shares, not numbers: how many files there are, and their sizes, may differ from run to run.
     share = st.floats(0, 1, exclude_max=True)
@@ -306,7 +348,7 @@ def test_damage_is_a_miss(data: st.DataObject, tmp_path: Path) -> None:
     for _ in range(2):
         with rig(tmp_path, **kind) as r:
             for prompt in (turn, history, [*turn, 1, 2]):
-                assert r.ask(prompt, 5)[0] == r.backend.reply(prompt, 5)
+                assert r.ask(prompt, 5, [70, 145])[0] == r.backend.reply(prompt, 5)
             assert r.engine.stats().pages_used == 0
 
 
