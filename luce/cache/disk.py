@@ -157,6 +157,10 @@ class DiskTier:
         """The directory; None until it is read, and if it cannot be."""
         return self._store
 
+    def wait_opened(self, seconds: float) -> None:
+        """Until the directory is read, or cannot be; for so long at most."""
+        self._opened.wait(seconds)
+
     @property
     def works(self) -> bool:
         """Whether something can be written, now or soon."""

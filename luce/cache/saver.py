@@ -104,6 +104,9 @@ class Saver:
     def flush(self, seconds: float) -> None:
         """Write what waits to be written, for so long at most, and stop writing."""
         end = time.monotonic() + seconds
+        if self._offered:
+            # It is waited for in the end anyway.
+            self._disk.wait_opened(seconds)
         while (self._export or self._offered) and time.monotonic() < end and self._disk.works:
             self.pump(idle=True)
             if not self.pending:

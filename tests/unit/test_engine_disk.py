@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -41,13 +41,15 @@ def rig(
     budget: int = 0,
     known: bool = True,
     model: Fingerprint = MODEL,
+    identify: Callable[[], Fingerprint] | None = None,
     interval: int = 8192,
     **backend: Any,
 ) -> Iterator[Rig]:
     """An engine that starts anew over a directory; all is written when it ends."""
     scripted = ScriptedBackend(context=512, chunk=32, slots=2, **backend)
     scripted.resumes = not scripted.recurrent
-    disk = DiskTier(directory, budget=budget, identify=lambda: model, known=known, layers=scripted.layers)
+    identify = identify or (lambda: model)
+    disk = DiskTier(directory, budget=budget, identify=identify, known=known, layers=scripted.layers)
     engine = Engine(
         scripted,
         eos=frozenset(),
@@ -152,6 +154,20 @@ def test_it_is_written_behind_the_reply(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.ask([*ids(200), 3, 4], 1)
         assert tier(r).stats.hits == 1
+
+
+def test_what_ends_before_the_model_is_known_is_written_all_the_same(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def identify() -> Fingerprint:
+        assert gate.wait(60)
+        return MODEL
+
+    with rig(tmp_path, known=False, identify=identify) as r:
+        expected, _ = r.ask(ids(100), 3)
+        threading.Timer(0.05, gate.set).start()
+    with rig(tmp_path) as r:
+        assert r.ask(ids(100), 3) == (expected, 100)
 
 
 def test_what_the_host_holds_is_written_as_well(tmp_path: Path) -> None:
