@@ -1,7 +1,9 @@
 """Pinned host memory in pieces of any size, out of slabs that a thread makes before they are needed.
 
 Pinning takes milliseconds for each few MiB, too long between two steps. A slab is memory of the system's own, touched
-first and then pinned, so that the driver is busy with it for as short as can be.
+first and then pinned, so that the driver is busy with it for as short as can be. It is private, as shared memory has no
+huge pages: beside an H200 four threads touch 64 MiB in 7 ms instead of 17, and pinning takes 3 instead of 8. A child
+that is forked does not get it, as writing to it would then move it away from the driver.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _SLAB = 64 << 20
 _ALIGNED = 4096
 #: bytes that are made ahead: half as many as are in use, between these
 _LEAST_AHEAD, _MOST_AHEAD = 4 * _SLAB, 1 << 30
-#: threads that touch a slab: one makes 2 GB/s, on a virtual machine
+#: threads that touch a slab
 _TOUCHERS = 4
 
 
@@ -110,9 +112,10 @@ class PinnedPool:
         return np.frombuffer(memoryview(owner), np.uint8)
 
     def _grow(self, size: int) -> None:
-        memory = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                memory.madvise(getattr(mmap, advice))
         slab = np.frombuffer(memory, np.uint8)
         parts = np.array_split(slab[::_ALIGNED], _TOUCHERS)
         with ThreadPoolExecutor(_TOUCHERS, "luce-pin") as touchers:
