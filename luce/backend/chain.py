@@ -138,8 +138,7 @@ class Chain:
                 done = passage.taken or end
             else:
                 done = self._leave(step, result, end)
-            # Behind a step of which tokens are wanted, nothing is queued until they are there.
-            if shard.reuses and not len(step.wanted):
+            if shard.reuses and done is not end:
                 device.wait_for(done)
             failing.pop_all()
             if handed is not None:

@@ -251,6 +251,8 @@ class GpuDevice(Device):
         try:
             if array.nbytes in _PINNED:
                 out = self._landing(array)
+            # Of an array with gaps, this leaves the default stream current.
+            _thread.place = None
             result: NDArray[Any] = array.get(out=out)
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes from the device: {error}") from error
@@ -263,6 +265,7 @@ class GpuDevice(Device):
         self._settle()
         with self._failing(f"copy of {array.nbytes} bytes from the device"):
             out = self._landing(array) if to is None else to
+            _thread.place = None  # as in `download`
             array.get(out=out, blocking=False)
         copied = self.record()
 
