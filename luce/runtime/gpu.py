@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -43,15 +42,6 @@ _EXTRAS: dict[Vendor, str] = {
 
 # What the parameters of kernels may be, besides arrays, in the struct module's letters.
 _SCALARS: dict[type, str] = {np.int32: "i", np.int64: "q", np.float32: "f"}
-
-
-class _Thread(threading.local):
-    """Whose device and stream are current on a thread. Only this module makes any current."""
-
-    place: object = None
-
-
-_thread = _Thread()
 
 
 class _Function:
@@ -156,10 +146,8 @@ class GpuDevice(Device):
         self._modules: dict[KernelBuild, Any] = {}
         self._functions: dict[tuple[Any, ...], _Function] = {}
         self._closed = False
-        self._place = object()
         self._select = cuda.runtime.setDevice
         self._select(index)
-        _thread.place = None
         self._stream = cuda.Stream(non_blocking=True)
         # What captured graphs write to: arrays of eager steps never lie here.
         self._arena = cuda.MemoryPool()
@@ -182,12 +170,8 @@ class GpuDevice(Device):
     def _activate(self) -> None:
         if self._closed:
             raise DeviceError(f"{self.name} is closed")
-        # 3 us if it were done for each launch, and each call would let other threads in.
-        if _thread.place is not self._place:
-            self._select(self.name.index)
-            self._stream.use()
-            self._driver.use(self.name.index)
-            _thread.place = self._place
+        self._select(self.name.index)
+        self._stream.use()
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         self._activate()
@@ -251,8 +235,6 @@ class GpuDevice(Device):
         try:
             if array.nbytes in _PINNED:
                 out = self._landing(array)
-            # Of an array with gaps, this leaves the default stream current.
-            _thread.place = None
             result: NDArray[Any] = array.get(out=out)
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes from the device: {error}") from error
@@ -265,7 +247,6 @@ class GpuDevice(Device):
         self._settle()
         with self._failing(f"copy of {array.nbytes} bytes from the device"):
             out = self._landing(array) if to is None else to
-            _thread.place = None  # as in `download`
             array.get(out=out, blocking=False)
         copied = self.record()
 
@@ -286,6 +267,7 @@ class GpuDevice(Device):
             super().tell(word)
             return
         self._activate()
+        self._driver.use(self.name.index)
         self._driver.write_word(self.stream, word.memory.ctypes.data, word.value)
 
     def prepare(self, build: KernelBuild) -> None:
@@ -408,6 +390,7 @@ class GpuDevice(Device):
         """Let a stream of this device wait for an event."""
         self._activate()
         if isinstance(event, Word) and self.uses_words:
+            self._driver.use(self.name.index)
             self._driver.wait_word(stream.ptr, event.memory.ctypes.data, event.value)
             return
         if not isinstance(event, GpuEvent):
@@ -432,6 +415,7 @@ class GpuDevice(Device):
 
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
         self._activate()
+        self._driver.use(self.name.index)
         address = memory.ctypes.data
         self._driver.register_host(address, memory.nbytes)
         return lambda: self._driver.unregister_host(address)
@@ -444,7 +428,6 @@ class GpuDevice(Device):
         if here == there:
             return True
         try:
-            _thread.place = None
             if not (self._driver.enable_peer(here, there) and self._driver.enable_peer(there, here)):
                 return False
             return self._delivers(other)
@@ -481,6 +464,7 @@ class GpuDevice(Device):
     def memory(self) -> Memory:
         """Free counts what CuPy's pool holds unused as well: it serves the next arrays."""
         self._activate()
+        self._driver.use(self.name.index)
         device, cached = self._driver.memory(), self._cupy.get_default_memory_pool().free_bytes()
         return Memory(device.free + cached, device.total, cached)
 
