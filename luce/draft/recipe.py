@@ -113,15 +113,16 @@ def _dflash(target: Target, file: GGUFFile, spec: DraftSpec) -> Recipe:
         spec = replace(spec, correction=None)
     if spec.target_scale:
         spec = replace(spec, embedding_scale=spec.embedding_scale * target.spec.embedding_scale)
+    # Behind more than it was trained with a draft is hardly ever right.
+    slots, context = target.slots, min(target.context, spec.context_length)
 
     def make(device: Device, ring: FeatureRing | None, ends: Ends | None) -> Drafter:
         assert ring is not None and ends is not None
-        slots, context = target.slots, target.context
         model = DraftModel(file, spec, device, slots=slots, context=context, rows=ring.rows, mask=mask)
         return DFlashDrafter(model, ring, ends)
 
     def size(device: Device) -> tuple[int, int]:
-        return draft_bytes(file, spec, device, slots=target.slots, context=target.context)
+        return draft_bytes(file, spec, device, slots=slots, context=context)
 
     return Recipe("dflash", spec.path, spec.block - 1, layers, True, make, lambda: fingerprint(file), size, trees=True)
 

@@ -50,13 +50,13 @@ def test_queries_bring_back_what_is_asked_for(by_queries: list[tuple[bool, list[
 
 SHARDS = {"target_devices": "cpu:0,cpu:1,cpu:2"}
 DAEMON = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": f"cpu={HERE}", "isolate_shards": True}
-DFLASH = {"draft": str(TINY / "draft.gguf")}
+DFLASH = {"draft": str(TINY / "draft.gguf"), "verify_width": 16}
 PLACES: dict[str, dict[str, Any]] = {
     "three shards": SHARDS,
     "three shards, drafting": {**SHARDS, **DFLASH},
     "daemon, drafting": {**DAEMON, **DFLASH},
-    "trees": {**DFLASH, "ddtree": True, "verify_width": 16},
-    "another model drafting": {"draft": str(TINY / "drafter.gguf")},
+    "trees": {**DFLASH, "ddtree": True},
+    "another model drafting": {"draft": str(TINY / "drafter.gguf"), "verify_width": 9},
 }
 
 

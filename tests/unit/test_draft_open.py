@@ -27,6 +27,7 @@ from luce.runtime.host import HostDevice
 from luce.runtime.step import Span
 from tests.support.daemons import HERE, children
 from tests.support.drafts import DRAFTS
+from tests.support.guesses import drafter_of
 from tests.support.made_drafts import MadeDraft
 from tests.support.reference import Reference
 
@@ -72,6 +73,15 @@ def test_a_draft_reads_the_layers_that_it_names(draft: Path, stack: ExitStack) -
 def test_the_cap_of_its_context(stack: ExitStack) -> None:
     prepared = prepare(stack, FIT, draft_ctx_max=128)
     assert prepared is not None and prepared.ring is not None and prepared.ring.capacity == 128
+
+
+@pytest.mark.parametrize(("trained", "reach"), [(192, 192), (4096, 256)])
+def test_it_sees_no_more_than_it_was_trained_with(trained: int, reach: int, tmp_path: Path) -> None:
+    made = MadeDraft.random(0, hidden=64, vocab_size=768, dflash__mask_token_id=5, context_length=trained)
+    path = made.write(tmp_path / "made.gguf")
+    with luce.load(TARGET.path, target_devices="cpu:0", max_ctx=256, draft=str(path)) as model:
+        drafter = drafter_of(model)._made  # type: ignore[attr-defined]
+        assert drafter._model.context.reach == reach
 
 
 def test_the_model_s_own_block(stack: ExitStack) -> None:

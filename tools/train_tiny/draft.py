@@ -17,6 +17,8 @@ HIDDEN, LAYERS, FFN = target.HIDDEN, 4, 768
 HEADS, KV_HEADS, HEAD = 4, 2, 64
 ROPE_BASE = 1e6
 BLOCK = 16
+#: tokens that it was trained with, and sees at most
+CONTEXT = 1792
 #: Layers whose outputs are captured: the later ones know more of the next tokens; not the last, which references norm.
 CAPTURE = (1, 3, 4, 5, 6)
 # Loss weight of row k = 1.. is exp(-(k - 1) / _GAMMA): a block is worth what comes before its first wrong token.

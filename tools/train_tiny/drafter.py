@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from . import target
 from .data import VOCAB
 from .layers import Weights, attend, feed_forward, linear, matrix, no_compile, rms, rope
 
 HIDDEN, LAYERS, FFN = 192, 4, 512
+CONTEXT = target.CONTEXT
 HEADS, KV_HEADS, HEAD = 4, 2, 64
 ROPE_BASE = 1e6
 

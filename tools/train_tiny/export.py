@@ -95,7 +95,7 @@ def _described(path: Path, architecture: str, name: str, sizes: ModuleType, matr
     writer.add_license("apache-2.0")
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if matrices == Type.Q8_0 else gguf.LlamaFileType.ALL_F32)
-    writer.add_context_length(target.CONTEXT)
+    writer.add_context_length(sizes.CONTEXT)
     writer.add_block_count(sizes.LAYERS)
     writer.add_embedding_length(sizes.HIDDEN)
     writer.add_feed_forward_length(sizes.FFN)

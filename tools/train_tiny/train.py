@@ -283,7 +283,7 @@ def draft(
     base = {name: w.to(setup.device, torch.float32) for name, w in base.items()}
     teacher = target_model.Target(setup.dtype)
     started = time.monotonic()
-    short, middle, long = 128, 320, max(64, min(1792, setup.length // 64 * 64) - tokens)
+    short, middle, long = 128, 320, max(64, min(draft_model.CONTEXT, setup.length // 64 * 64) - tokens)
     copied = copies(corpus, sequences // 8, 256, torch.initial_seed() % 2**32).to(setup.device)
     # What is begun, sequences at a time, tokens of the beginning that are drafted too, and the share of the time. All
     # lengths divide as many drafted rows, so that these are compiled for once.
