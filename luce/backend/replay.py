@@ -40,13 +40,13 @@ Work = Callable[[DeviceStep, tuple[Array, ...]], tuple[Array, ...]]
 
 class Replayer:
     """Runs `work` on a device. `pages` of each page group: no table is wider. `long`: whether long steps of one span
-    are replayed too."""
+    are replayed too, where the device can capture what they consist of."""
 
     def __init__(self, device: Device, work: Work, pages: Sequence[int], *, long: bool = False) -> None:
         self._device = device
         self._work = work
         self._pages = pages
-        self._long = long
+        self._long = long and device.captures_gemm
         self._shapes: dict[StepShape, _Replay] = {}
         #: what graphs read of what is handed over: one runs after another
         self._handed: dict[tuple[int, tuple[int, ...]], Array] = {}

@@ -26,6 +26,9 @@ WORKSPACE = 32 << 20
 class Blas(ABC):
     """The library, on one device's stream. One thread at a time uses it."""
 
+    #: whether its products can be captured
+    captured: bool
+
     def __init__(self, vendor: Vendor) -> None:
         self._compute = _COMPUTE_FLOAT[vendor]
         # The library reads the factors when it is called.
@@ -55,6 +58,8 @@ class Blas(ABC):
 
 class _Cublas(Blas):
     """By the C interface: CuPy's refuses to be captured, and takes 12 us a call."""
+
+    captured = True
 
     def __init__(self, library: ctypes.CDLL, stream: int, workspace: Array) -> None:
         """The library of the current device, on `stream`, with memory that products may use: without it, a captured
@@ -87,6 +92,8 @@ class _Cublas(Blas):
 class _Hipblas(Blas):
     """By CuPy, which knows the constants of the library's versions, with its handle for the current device and thread
     and its current stream."""
+
+    captured = False
 
     def __init__(self, library: Any, handle: Any) -> None:
         super().__init__("hip")

@@ -131,8 +131,9 @@ class Device(ABC):
     shared = False
     #: whether it waits for a Word, and tells one, without stopping the host
     uses_words = False
-    #: whether `capture` may be called
+    #: whether `capture` may be called, and whether `gemm` may be in what is captured
     captures = False
+    captures_gemm = True
     #: whether `gemm` can be called: a BLAS library is at hand
     blas: bool
     #: what of kernels/mma.h it has in hardware: F16 and BF16 (tiles of these types), WGMMA (products of four waves)

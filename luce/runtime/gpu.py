@@ -156,6 +156,7 @@ class GpuDevice(Device):
         self._rehearsed: dict[KernelBuild, None] | None = None
         self._blas = blas.load(kind, self.stream, lambda size: self.empty(size, np.uint8))
         self.blas = self._blas is not None
+        self.captures_gemm = self._blas is None or self._blas.captured
 
     @property
     def stream(self) -> int:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from luce.backend import replay
 from luce.backend.replay import MAX_ROWS, MAX_SPAN
 from luce.runtime.device import DeviceName
+from luce.runtime.step import Span, Step
 from tests.golden.conftest import MakeDriver
 from tests.support.capturing import CapturingDevice
 from tests.support.drive import Driver
@@ -85,6 +86,17 @@ def test_what_is_captured(make_driver: MakeDriver) -> None:
 
     assert captures(1) and captures(MAX_SPAN) and captures(MAX_SPAN, 3)
     assert not captures(MAX_SPAN + 1) and not captures(*[MAX_SPAN] * 4, 1)
+
+
+@pytest.mark.parametrize(("long", "gemm", "captured"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_long_steps_are_captured_where_products_can_be(long: bool, gemm: bool, captured: int) -> None:
+    device, rows = CapturingDevice(), np.arange(300, dtype=np.int32)
+    device.captures_gemm = gemm
+    replayer = replay.Replayer(device, lambda step, handed: (device.empty(1),), (), long=long)
+    step = Step(rows, rows, (Span(0, 0, 300, 0),), (), rows[:0], np.empty(0, np.bool_))
+    for _ in range(3):
+        replayer.run(step, ())
+    assert (device.captured, replayer.reuses) == (captured, captured == 1)
 
 
 def test_some_rows_want_candidates(make_driver: MakeDriver) -> None:
