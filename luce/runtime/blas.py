@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from ctypes import c_int, c_size_t, c_void_p
 from typing import Any
 
@@ -17,8 +18,6 @@ from luce.runtime.library import open_library
 _NONE, _TRANSPOSE = 0, 1  # cublasOperation_t
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2}  # cudaDataType_t
 _DEFAULT_ALGORITHM = -1
-# cublasComputeType_t for CUDA; what CuPy turns into hipBLAS's type is a cudaDataType_t.
-_COMPUTE_FLOAT: dict[Vendor, int] = {"cuda": 68, "hip": 0}
 #: bytes of device memory that products may use; what the library takes by itself on Hopper
 WORKSPACE = 32 << 20
 
@@ -28,9 +27,10 @@ class Blas(ABC):
 
     #: whether its products can be captured
     captured: bool
+    #: what says that sums are accumulated in float32
+    compute: int
 
-    def __init__(self, vendor: Vendor) -> None:
-        self._compute = _COMPUTE_FLOAT[vendor]
+    def __init__(self) -> None:
         # The library reads the factors when it is called.
         self._factors = np.array([1, 0], np.float32)
         self._one = self._factors.ctypes.data
@@ -44,8 +44,8 @@ class Blas(ABC):
             for array in (weight, x, out)
             for part in (array.data.ptr, _TYPES[array.dtype], array.strides[0] // array.itemsize)
         ]
-        sizes, factors = (_TRANSPOSE, _NONE, rows, n, cols), (self._one, self._one + 4)
-        self._call(*sizes, factors[0], *arrays[:6], factors[1], *arrays[6:], self._compute, _DEFAULT_ALGORITHM)
+        sizes, one, zero = (_TRANSPOSE, _NONE, rows, n, cols), self._one, self._one + 4
+        self._call(*sizes, one, *arrays[:6], zero, *arrays[6:], self.compute, _DEFAULT_ALGORITHM)
 
     @abstractmethod
     def _call(self, *arguments: int) -> None:
@@ -59,12 +59,12 @@ class Blas(ABC):
 class _Cublas(Blas):
     """By the C interface: CuPy's refuses to be captured, and takes 12 us a call."""
 
-    captured = True
+    captured, compute = True, 68  # CUBLAS_COMPUTE_32F
 
     def __init__(self, library: ctypes.CDLL, stream: int, workspace: Array) -> None:
         """The library of the current device, on `stream`, with memory that products may use: without it, a captured
         product would allocate some in each replay."""
-        super().__init__("cuda")
+        super().__init__()
         self._library = library
         self._workspace = workspace
         self._handle = c_void_p()
@@ -93,10 +93,10 @@ class _Hipblas(Blas):
     """By CuPy, which knows the constants of the library's versions, with its handle for the current device and thread
     and its current stream."""
 
-    captured = False
+    captured, compute = False, 0  # a cudaDataType_t, which CuPy turns into the library's
 
     def __init__(self, library: Any, handle: Any) -> None:
-        super().__init__("hip")
+        super().__init__()
         self._library = library
         self._handle = handle
 
@@ -107,7 +107,7 @@ class _Hipblas(Blas):
         """CuPy keeps its handles."""
 
 
-def load(vendor: Vendor, stream: int, empty: Any) -> Blas | None:
+def load(vendor: Vendor, stream: int, empty: Callable[[int], Array]) -> Blas | None:
     """The library that CuPy finds for the current device; None if there is none, or none that works. `empty` makes an
     array of so many bytes on the device."""
     try:
