@@ -49,7 +49,7 @@ class Shape:
 
 def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Array) -> None:
     """One part's columns of out [n, rows] = x W^T: x of n <= 16 rows, the part of a type in BYTE_TYPES."""
-    shape = _shape(part.type, part.rows, cols, x.space, device.lanes, _tile_limit(device))
+    shape = _part_shape(device, x, part, cols)
     sizes = (x.count, part.rows, cols, shape.chain_bits, out.strides[0] // 4, part.first)
     device.launch(
         "matmul_s8",
@@ -70,15 +70,13 @@ def pairs(device: Device, x: Quantised, first: WeightPart, second: WeightPart, c
     """Whether multiply_pair takes these parts: formats that there is a kernel for, as many chains, one tile a block."""
     if (first.type, second.type) not in _PAIRS:
         return False
-    limit = _tile_limit(device)
-    one, other = (_shape(part.type, part.rows, cols, x.space, device.lanes, limit) for part in (first, second))
+    one, other = (_part_shape(device, x, part, cols) for part in (first, second))
     return one.chain_bits == other.chain_bits and one.tiles == other.tiles == 1
 
 
 def multiply_pair(device: Device, x: Quantised, first: WeightPart, second: WeightPart, cols: int, out: Array) -> None:
     """Two parts' columns, in one launch: blocks of the second fill what the first leaves of the multiprocessors."""
-    limit = _tile_limit(device)
-    one, other = (_shape(p.type, p.rows, cols, x.space, device.lanes, limit) for p in (first, second))
+    one, other = (_part_shape(device, x, part, cols) for part in (first, second))
     sizes = (x.count, first.rows, second.rows, cols, one.chain_bits, out.strides[0] // 4, first.first, second.first)
     device.launch(
         "matmul_s8_pair",
@@ -91,14 +89,15 @@ def multiply_pair(device: Device, x: Quantised, first: WeightPart, second: Weigh
     )
 
 
-def _tile_limit(device: Device) -> int:
-    """The shared memory that a block may have of a device with tensor cores that take bytes, 0 of others."""
-    return device.shared_limit if "BF16" in device.products else 0
+def _part_shape(device: Device, x: Quantised, part: WeightPart, cols: int) -> Shape:
+    limit = device.shared_limit if "BF16" in device.products else 0
+    return _shape(part.type, part.rows, cols, x.space, device.lanes, limit)
 
 
 @lru_cache(1024)
 def _shape(type: GGMLQuantizationType, rows: int, cols: int, space: int, lanes: int, limit: int) -> Shape:
-    """The block of a dense product. `limit`: see _tile_limit."""
+    """The block of a dense product. `limit`: the shared memory that a block may have of a device with tensor cores that
+    take bytes, 0 of others."""
     bits = _chain_bits(type, rows, cols)
     if not limit or space < _TILE_ROWS or bits not in _TILE_BITS:
         return block_shape(type, cols, space, 1, bits, lanes)
@@ -126,15 +125,20 @@ def _tall(type: GGMLQuantizationType, rows: int, cols: int, space: int, bits: in
 def _tile_shape(type: GGMLQuantizationType, space: int, bits: int, tiles: int) -> Shape:
     """The block of tile_sums (kernels/mma_s8.h)."""
     chains = 1 << bits
-    elements, size = GGML_QUANT_SIZES[type]
-    odd = size % 16 != 0
-    run = -(-(chains * (_UNIT_COLS // elements) * size + (18 if odd else 0)) // 16) * 16
+    run, odd = _run(type, chains)
     stride = run if odd else -(-(run - 32) // 64) * 64 + 32
     x = chains * space * (_UNIT_COLS + _UNIT_COLS // 32 * 8) if tiles > 1 else 0
     stages = 3 if type == _T.Q6_K and bits == 3 and space == 16 else _STAGES
     shared = max(stages * (_TILE * tiles * stride + x), 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))
     defines = {"CHAINS": chains} | ({"TILES": tiles} if tiles > 1 else {})
     return Shape(bits, _WORKER * chains, int(shared), tiles, defines)
+
+
+def _run(type: GGMLQuantizationType, chains: int) -> tuple[int, bool]:
+    """Bytes that a row's next units, one for each chain, take in shared memory, and whether they begin at any place."""
+    elements, size = GGML_QUANT_SIZES[type]
+    odd = size % 16 != 0
+    return -(-(chains * (_UNIT_COLS // elements) * size + (18 if odd else 0)) // 16) * 16, odd
 
 
 @lru_cache(1024)
@@ -164,9 +168,7 @@ def block_shape(
 ) -> Shape:
     """The block of block_sums for `tiles` tiles, 1 << bits chains and up to `stages` units of each in flight."""
     chains = 1 << bits
-    elements, size = GGML_QUANT_SIZES[type]
-    odd = size % 16 != 0
-    run = -(-(chains * (_UNIT_COLS // elements) * size + (18 if odd else 0)) // 16) * 16
+    run, odd = _run(type, chains)
     if not odd:
         run = -(-(run - 16) // 32) * 32 + 16
     if cols <= chains * _UNIT_COLS:

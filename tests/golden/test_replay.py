@@ -56,7 +56,7 @@ def test_pieces_of_prompts(name: str, make_driver: MakeDriver, monkeypatch: pyte
         return driver.feed((sequence, last))[0]
 
     expected = read(theirs)
-    # Two pieces of one shape, so that three of these prompts' six are replayed on each device.
+    # Two pieces of one shape each time: the first of all runs eagerly, the second is captured, the others are replayed.
     for _ in range(3):
         np.testing.assert_array_equal(read(ours), expected)
     for device in devices:
