@@ -129,16 +129,16 @@ def test_a_start_that_fails_here_leaves_no_daemon(where: str, monkeypatch: pytes
         monkeypatch.setattr(LayerBuilder, "block", fail)
     else:
         monkeypatch.setattr(api, "Engine", fail)
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     with pytest.raises(DeviceError):
         luce.load(FIT.target.path, **SPLITS["daemon"], max_ctx=256)
-    assert within(60, lambda: not children() and threading.active_count() <= threads)
+    assert within(60, lambda: not children() and not set(threading.enumerate()) - threads)
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("stage", ["prompt", "reply"])
 def test_a_stop_in_the_middle(split: str, stage: str) -> None:
-    threads, begun = threading.active_count(), {"prompt": threading.Event(), "reply": threading.Event()}
+    threads, begun = set(threading.enumerate()), {"prompt": threading.Event(), "reply": threading.Event()}
     prompt = FIT.target.expected["prompt_long"].tolist()
     model = luce.load(FIT.target.path, **SPLITS[split], chunk=16, kv_cache_dir="off")
     reply = model.generate(
@@ -157,6 +157,6 @@ def test_a_stop_in_the_middle(split: str, stage: str) -> None:
         thread.start()
     for thread in working:
         thread.join(60)
-    assert within(60, lambda: not children() and threading.active_count() <= threads)
+    assert within(60, lambda: not children() and not set(threading.enumerate()) - threads)
     assert reply.finish is not None and reply.finish.reason == FinishReason.SHUTDOWN
     model.close()

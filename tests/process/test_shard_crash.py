@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import re
 import signal
@@ -27,7 +26,7 @@ from luce.remote import supervisor
 from luce.remote.child import Child
 from luce.remote.supervisor import Limits
 from luce.runtime import driver
-from tests.support.daemons import HERE, children, descriptors, devices, interpreter, state, within
+from tests.support.daemons import HERE, children, devices, interpreter, nothing_left, state, within
 from tests.support.reference import Reference
 
 REFERENCE = Reference("gemma4-e-Q4_0")
@@ -52,16 +51,9 @@ def first() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No process, no descriptor and no thread outlives a test."""
-    gc.collect()
-    open_before, threads = descriptors(), threading.active_count()
-    yield
-    # Records hold errors, errors hold frames, and frames hold the memory that was shared.
-    caplog.get_records("call").clear()
-    gc.collect()
-    assert not children()
-    assert descriptors() == open_before and threading.active_count() <= threads
+def _nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with nothing_left(caplog):
+        yield
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -161,13 +153,21 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert re.match(r"shard 1 \(cpu:1\): .*SIGKILL", model.down())
 
 
-def test_progress_counts_the_layers_of_daemons() -> None:
-    shares: list[float] = []
+def test_progress_counts_the_layers_of_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares, told, read = list[float](), list[float](), RemoteShard.read.fget
+
+    def noted(shard: RemoteShard) -> float:
+        assert read is not None
+        told.append(read(shard))
+        return told[-1]
+
+    monkeypatch.setattr(RemoteShard, "read", property(noted))
     with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1") as opened:
         LayerSplitBackend(file, REFERENCE.spec, opened, weights=(1, 1), on_progress=shares.append).close()
-    layers = len(REFERENCE.spec.blocks)
-    assert shares == sorted(shares) and shares[-1] == 1.0
-    assert 1 / layers in shares and 0.5 in shares
+    half = len(REFERENCE.spec.blocks) // 2
+    own = [*range(1, half + 1), *[half] * (len(shares) - half)]
+    assert shares == [(done + share * half) / (2 * half) for done, share in zip(own, told, strict=True)]
+    assert told == sorted(told) and told[-1] == 1.0
 
 
 def test_without_memory_that_can_be_shared(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

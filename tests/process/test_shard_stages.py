@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from luce.api import Model
 from luce.errors import BackendError, DeviceError, LuceError, ModelError, OutOfMemoryError, ShardLostError
 from luce.remote import supervisor
 from luce.remote.messages import PROTOCOL
-from tests.support.daemons import HERE, children, descriptors, interpreter, state, within
+from tests.support.daemons import HERE, children, interpreter, nothing_left, state, within
 from tests.support.reference import Reference
 
 #: a recurrent model: the state behind a prompt is saved while the reply is generated
@@ -156,16 +154,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No process, no descriptor and no thread outlives a test."""
-    gc.collect()
-    open_before, threads = descriptors(), threading.active_count()
-    yield
-    # Records hold errors, errors hold frames, and frames hold the memory that was shared.
-    caplog.get_records("call").clear()
-    gc.collect()
-    assert not children()
-    assert descriptors() == open_before and threading.active_count() <= threads
+def _nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with nothing_left(caplog):
+        yield
 
 
 def reply(model: Model, turned: int = 0) -> list[int]:

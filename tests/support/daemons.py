@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -130,6 +133,21 @@ def descriptors() -> list[str]:
             # The descriptor of this very look.
             continue
     return sorted(names)
+
+
+@contextmanager
+def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No daemon, no descriptor and no thread outlives what is done inside."""
+    gc.collect()
+    # What earlier tests have left may go meanwhile.
+    before, threads = Counter(descriptors()), set(threading.enumerate())
+    yield
+    # Records hold errors, errors hold frames, and frames hold the memory that was shared.
+    caplog.get_records("call").clear()
+    gc.collect()
+    assert not children()
+    assert not Counter(descriptors()) - before
+    assert not set(threading.enumerate()) - threads
 
 
 def within(seconds: float, condition: Callable[[], bool]) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import queue
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -79,17 +82,25 @@ def test_halves_of_two_servers_do_not_mix(served: Listener, keys: list[Path]) ->
         half.close()
 
 
-def test_halves_without_another_are_dropped(
-    served: Listener, keys: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_halves_without_another_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "_HALVES", 1)
-    where, servers = served
-    context = tls(keys[0], "--shard-key-file", server=False)
-    with tcp._connect(where, context, b"R" + bytes(16)) as alone, tcp._connect(where, context, b"R" + b"1" * 16):
-        ours = connected(where, keys[0])
-        requests, watch = next(servers)
-        with ours.requests, ours.watch, requests, watch:
-            assert alone.recv(1) == b"" and met(ours.requests, requests)
+    arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    others = {}
+    # Given here, as connections may arrive in another order than they were made in.
+    for name, role, token in (
+        ("alone", b"R", b"1"),
+        ("older", b"R", b"2"),
+        ("ours", b"R", b"3"),
+        ("watch", b"W", b"3"),
+    ):
+        others[name], sock = socket.socketpair()
+        arrivals.put(tcp._Arrival(role, token, cast("ssl.SSLSocket", sock)))
+    requests, watch = next(tcp._pairs(arrivals))
+    with requests, watch, contextlib.ExitStack() as opened:
+        for sock in others.values():
+            opened.enter_context(sock)
+        assert others["alone"].recv(1) == others["older"].recv(1) == b""
+        assert met(others["ours"], requests) and met(others["watch"], watch)
 
 
 def test_another_key_gets_nowhere(served: Listener, keys: list[Path]) -> None:
