@@ -5,7 +5,8 @@ The packages in the order in which a request flows down them; imports point the 
     cli       one file per verb: serve, chat, run, inspect, bench, cache, pull, shard, doctor
     server    HTTP: routes, request checks, OpenAI shapes, streams, metrics
     bench     how fast a model runs here, beside the measured limits of its devices
-    api       `luce.load(...)`: the same engine as a Python object
+    assembly  `luce.load(...)`: a file and a Config become a Model: what is opened, in which order
+    api       Model: the engine as a Python object
     text      tokenizer, detokenizer, stop strings, reasoning, chat template, where prompts part
     engine    sequences, the pure scheduler, KV page accounting, sampling, the engine thread
     cache     what past sequences leave for later ones: a tree of prefixes, their pages and states
@@ -35,13 +36,14 @@ __version__ = "0.1.0"
 __all__ = ["Model", "load"]
 
 if TYPE_CHECKING:
-    from luce.api import Model, load
+    from luce.api import Model
+    from luce.assembly import load
 
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: `import luce` must stay cheap for tools that only want the version.
     if name in __all__:
-        from luce import api
+        from luce import assembly
 
-        return getattr(api, name)
+        return getattr(assembly, name)
     raise AttributeError(f"module 'luce' has no attribute {name!r}")

@@ -37,7 +37,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 import luce
-from luce.api import open_backend
+from luce.assembly import open_backend
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import served_context
 from luce.config.resolve import resolve

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from luce import __version__
-from luce.api import open_backend, open_kvflash
+from luce.assembly import open_backend, open_kvflash
 from luce.bench.cost import Cost, ShardCost
 from luce.bench.limits import Limits, limits
 from luce.bench.measure import Run, Stepper, Workload, seconds

@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from luce.api import Model, open_model
+from luce.api import Model
+from luce.assembly import open_model
 from luce.cli import conversation as disk
 from luce.cli import options
 from luce.cli.conversation import Conversation, Message

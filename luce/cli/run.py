@@ -7,7 +7,8 @@ import json
 import sys
 from typing import Any
 
-from luce.api import Model, open_model
+from luce.api import Model
+from luce.assembly import open_model
 from luce.cli import options
 from luce.cli.main import settings
 from luce.cli.markdown import printable

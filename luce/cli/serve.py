@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from luce import log
-from luce.api import Model, open_model
+from luce.api import Model
+from luce.assembly import open_model
 from luce.cli.main import settings
 from luce.config.settings import Config
 from luce.errors import UsageError

@@ -16,6 +16,6 @@
     correction    heads of drafts that go over a block's tokens one by one
     tree          the likeliest texts by what a block-diffusion draft says of each position
 
-Called by luce.api, which opens drafters, and by luce.engine, which asks them. Calls luce.layers, and luce.backend for
-the target's ends and for graphs.
+Called by luce.assembly, which opens drafters, and by luce.engine, which asks them. Calls luce.layers, and luce.backend
+for the target's ends and for graphs.
 """

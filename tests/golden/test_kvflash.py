@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import luce
-from luce import api
+from luce import assembly
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.local import LocalShard
 from luce.backend.pool import Wanted
@@ -146,7 +146,7 @@ def residency(model: luce.Model) -> ResidencyStats:
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every policy is Hashed, which recalls pages."""
-    monkeypatch.setattr("luce.api.open_policy", lambda *args, **options: Hashed())
+    monkeypatch.setattr("luce.assembly.open_policy", lambda *args, **options: Hashed())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -222,7 +222,7 @@ def test_trees_change_nothing(policy: str, name: str, monkeypatch: pytest.Monkey
 
     drafter = BranchingDrafter(follow, vocab=reference.spec.vocab)
     prepared = Prepared(None, lambda first, last: drafter)
-    monkeypatch.setattr(api, "open_drafter", lambda *_, **__: prepared)
+    monkeypatch.setattr(assembly, "open_drafter", lambda *_, **__: prepared)
     for devices in ("cpu:0", "cpu:0,cpu:1"):
         found, stats = replies(draft="any.gguf", ddtree=True, verify_width=16, target_devices=devices)
         assert found == expected

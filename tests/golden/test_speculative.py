@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import luce
-from luce import api
+from luce import assembly
 from luce.draft.drafter import Drafter
 from luce.draft.open import Prepared
 from luce.runtime.host import HostDevice
@@ -42,7 +42,7 @@ def knowing(reference: Reference) -> Drafter:
 @pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
 def test_greedy(reference: Reference, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = Prepared(None, lambda first, last: knowing(reference))
-    monkeypatch.setattr(api, "open_drafter", lambda *_, **__: scripted)
+    monkeypatch.setattr(assembly, "open_drafter", lambda *_, **__: scripted)
     settings = {"max_ctx": 512, "parallel": 2, "chunk": 16, "draft": "ngram", "verify_width": 16, **PLACES[place]}
     with luce.load(reference.path, **settings) as model:
         for keys in (("long",), ("long", "17")):
@@ -124,7 +124,7 @@ def test_a_device_gives_the_tokens_of_plain_decoding(
     for draft in ("", "ngram"):
         drafter = ScriptedDrafter(known, vocab=reference.spec.vocab, wrong=sometimes(0.25, 4))
         prepared = Prepared(None, lambda first, last, drafter=drafter: drafter) if draft else None
-        monkeypatch.setattr(api, "open_drafter", lambda *_, prepared=prepared, **__: prepared)
+        monkeypatch.setattr(assembly, "open_drafter", lambda *_, prepared=prepared, **__: prepared)
         rows = width if draft else 0
         with luce.load(reference.path, target_device=place, max_ctx=512, draft=draft, verify_width=rows) as model:
             generation = model.generate(prompt, max_tokens=128, temperature=0, ignore_eos=True)

@@ -18,7 +18,21 @@ import luce
 ROOT = Path(__file__).parents[2]
 #: from top to bottom; a module imports only from its own layer or from below
 FLOW = [
-    *("cli", "server", "bench", "api", "text", "engine", "cache", "draft", "backend", "layers", "ops", "remote"),
+    *(
+        "cli",
+        "server",
+        "bench",
+        "assembly",
+        "api",
+        "text",
+        "engine",
+        "cache",
+        "draft",
+        "backend",
+        "layers",
+        "ops",
+        "remote",
+    ),
     "runtime",
 ]
 BESIDE = {"models": {"gguf"}, "gguf": set(), "hub": set()}

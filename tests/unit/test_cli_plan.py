@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import luce
-import luce.api
+import luce.assembly
 import luce.cli.plan
 from luce.cli.main import main
 from luce.config.settings import Config
@@ -112,7 +112,7 @@ def test_gpus_have_what_was_planned(
         opened[:] = [Gpu(index) for index in range(3)]
         return list(opened)
 
-    for module in (luce.api, luce.cli.plan):
+    for module in (luce.assembly, luce.cli.plan):
         monkeypatch.setattr(module, "open_placement", open_placement)
     given = {"target_devices": "cuda:0,cuda:1,cuda:2", "max_ctx": 1000, "prompt_weights": prompt_weights, **settings}
     facts = planned(capsys, reference.path, given)

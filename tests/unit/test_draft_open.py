@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import luce
-from luce import api
+from luce import assembly
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import Claim
 from luce.config.resolve import resolve
@@ -180,13 +180,13 @@ def test_layers_are_loaded_once_where_a_draft_is_refused_beside_them(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = []
-    made = api.open_backend
+    made = assembly.open_backend
 
     def counted(*given: Any, **options: Any) -> LayerSplitBackend:
         loads.append(made(*given, **options))
         return loads[-1]
 
-    monkeypatch.setattr(api, "open_backend", counted)
+    monkeypatch.setattr(assembly, "open_backend", counted)
     draft = MadeDraft.random(0, hidden=64, vocab_size=768, dflash__mask_token_id=5)
     del draft.tensors["blk.1.ffn_up.weight"]
     path = str(draft.write(tmp_path / "made.gguf"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import luce
-from luce import api
+from luce import assembly
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.pool import Wanted
 from luce.cli.main import VERBS
@@ -21,14 +21,27 @@ from luce.ops.kvtype import KVTypes
 from tests.support.reference import Reference
 
 PACKAGE = Path(luce.__file__).parent
-BELOW = ("api.py", "config", "text", "engine", "cache", "draft", "backend", "layers", "ops", "remote", "runtime")
+BELOW = (
+    "assembly.py",
+    "api.py",
+    "config",
+    "text",
+    "engine",
+    "cache",
+    "draft",
+    "backend",
+    "layers",
+    "ops",
+    "remote",
+    "runtime",
+)
 #: the parts of the package that a verb's settings can reach; all start from a Config
 REACHED = {
     "serve": ("cli/serve.py", "cli/main.py", "server", "log.py", *BELOW),
     "chat": ("cli/chat.py", "cli/main.py", *BELOW),
     "run": ("cli/run.py", "cli/main.py", *BELOW),
     "inspect": ("cli/inspect.py", "cli/plan.py", "draft", "backend", "remote", "runtime"),
-    "bench": ("cli/bench.py", "api.py", "engine/policies.py", "backend", "runtime"),
+    "bench": ("cli/bench.py", "assembly.py", "engine/policies.py", "backend", "runtime"),
     "cache": ("cli/cache.py", "config"),
 }
 
@@ -103,7 +116,7 @@ def test_the_split_gets_what_was_given(name: str, monkeypatch: pytest.MonkeyPatc
             seen.update(options, devices=[str(device.name) for device in devices])
             super().__init__(file, spec, devices, **options)
 
-    monkeypatch.setattr(api, "LayerSplitBackend", Watched)
+    monkeypatch.setattr(assembly, "LayerSplitBackend", Watched)
     value, option, expected = GIVEN[name]
     split = {} if name == "target_device" else {"target_devices": "cpu:0,cpu:1"}
     with luce.load(Reference("qwen3-a-F32").path, **{"max_ctx": 64, **split, name: value}) as model:
