@@ -50,13 +50,13 @@ def table(report: Report) -> str:
         "|---|---|---|---|---|---|",
     ]
     for result in report["results"]:
-        products = result["of_matmul_rate"]
+        copy, products = result["of_copy_bandwidth"], result["of_matmul_rate"]
         cells = (
             result["test"],
             f"{result['tokens_per_second']:.1f}",
             f"{result['spread']:.1f}",
             f"{result['milliseconds_per_step']:.2f}",
-            f"{result['of_copy_bandwidth']:.0%}",
+            "" if copy is None else f"{copy:.0%}",
             "" if products is None else f"{products:.0%}",
         )
         lines.append(f"| {' | '.join(cells)} |")

@@ -31,8 +31,8 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
+from luce.remote.open import open_placement
 from luce.runtime.device import Device
-from luce.runtime.open import open_devices
 from luce.runtime.step import PAGE
 from luce.text.tokenizer import Tokenizer
 
@@ -50,11 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     with open_gguf(fetch(arguments.model)) as file, console.status("measuring the devices") as status:
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         with contextlib.ExitStack() as opened:
-            devices = [opened.enter_context(contextlib.closing(d)) for d in open_devices(config)]
+            devices = [opened.enter_context(contextlib.closing(d)) for d in open_placement(config)]
             report = _facts(file, spec, devices)
-            reached = [limits(device) for device in devices]
+            # Daemons have no request for it.
+            reached = [None if device.shared else limits(device) for device in devices]
         for device, limit in zip(report["devices"], reached, strict=True):
-            device["limits"] = dataclasses.asdict(limit)
+            device["limits"] = None if limit is None else dataclasses.asdict(limit)
         # Sequences side by side need slots, long contexts need pages: not both at once.
         for tests in filter(None, (single, many)):
             needs = dataclasses.replace(
@@ -119,7 +120,7 @@ def _measure(
     spec: ModelSpec,
     config: Config,
     tests: Sequence[Workload],
-    reached: Sequence[Limits],
+    reached: Sequence[Limits | None],
     repeat: int,
     report: dict[str, Any],
     tell: Any,
@@ -128,7 +129,7 @@ def _measure(
     tell("loading the model")
     with contextlib.ExitStack() as opened:
         started = time.perf_counter()
-        devices = open_devices(config)
+        devices = open_placement(config)
         for device in devices:
             opened.callback(device.close)
         backend = open_backend(opened, file, spec, devices, config)
@@ -136,7 +137,10 @@ def _measure(
         kvflash = open_kvflash(opened, backend, devices, config, lambda: _tokenizer(file, spec))
         pool = None if backend.bound is None else backend.bound * PAGE
         kv = KVTypes(config.cache_type_k, config.cache_type_v)
-        costs = [ShardCost(file, spec, shard.info.layers, shard.device, kv, pool) for shard in backend.shards]
+        costs = [
+            ShardCost(file, spec, part.layers, device, kv, pool)
+            for part, device in zip(backend.parts, devices, strict=True)
+        ]
         stepper = Stepper(backend, backend.chunk, kvflash)
         stepper.place(0, 0)
         first = seconds(lambda: stepper.read(0, 1))
@@ -149,8 +153,8 @@ def _measure(
                 "pool": pool,
                 "policy": None if kvflash is None else kvflash.policy.name,
                 "shards": [
-                    {"device": s.info.device, "layers": [s.info.layers.start, s.info.layers.stop - 1]}
-                    for s in backend.shards
+                    {"device": part.device, "layers": [part.layers.start, part.layers.stop - 1]}
+                    for part in backend.parts
                 ],
             }
         )
@@ -193,13 +197,16 @@ def _paging(pool: int | None, runs: Sequence[Run]) -> dict[str, Any]:
     return {"paging": None if pool is None else {name: statistics.fmean(f[name] for f in fields) for name in fields[0]}}
 
 
-def _result(test: Workload, times: Sequence[float], costs: Sequence[Cost], reached: Sequence[Limits]) -> dict[str, Any]:
+def _result(
+    test: Workload, times: Sequence[float], costs: Sequence[Cost], reached: Sequence[Limits | None]
+) -> dict[str, Any]:
     """Rates are of the median run. A share of a limit is the time that the devices would need at their limits, one
-    after another, by the time that was needed."""
+    after another, by the time that was needed; None where a device's limit is not known."""
     median = statistics.median(times)
     rates = sorted(test.tokens / t for t in times)
-    memory = sum(cost.bytes / limit.copy for cost, limit in zip(costs, reached, strict=True))
-    arithmetic = [cost.flops / limit.matmul for cost, limit in zip(costs, reached, strict=True) if limit.matmul]
+    known = [(cost, limit) for cost, limit in zip(costs, reached, strict=True) if limit is not None]
+    memory = [cost.bytes / limit.copy for cost, limit in known]
+    arithmetic = [cost.flops / limit.matmul for cost, limit in known if limit.matmul]
     return {
         "test": test.name,
         **dataclasses.asdict(test),
@@ -209,7 +216,7 @@ def _result(test: Workload, times: Sequence[float], costs: Sequence[Cost], reach
         "milliseconds_per_step": 1000 * median / len(test.plan(1 << 30)),
         "bytes_per_second": sum(cost.bytes for cost in costs) / median,
         "flops_per_second": sum(cost.flops for cost in costs) / median,
-        "of_copy_bandwidth": memory / median,
+        "of_copy_bandwidth": sum(memory) / median if len(memory) == len(costs) else None,
         "of_matmul_rate": sum(arithmetic) / median if len(arithmetic) == len(costs) else None,
     }
 
@@ -219,6 +226,9 @@ def show(console: Console, report: dict[str, Any]) -> None:
     console.print(f"{report['model']} ({report['family']}, {report['bytes'] / 1e9:.2f} GB), luce {report['luce']}")
     for device in report["devices"]:
         limit = device["limits"]
+        if limit is None:
+            console.print(f"{device['device']} ({device['name']}): in a daemon, not measured")
+            continue
         rates = [f"copies {limit['copy'] / 1e9:.0f} GB/s"]
         if limit["read"]:
             rates.append(f"reads {limit['read'] / 1e9:.0f} GB/s")
@@ -243,14 +253,14 @@ def show(console: Console, report: dict[str, Any]) -> None:
     for name in ("tok/s", "+-", "ms/step", "GB/s", "of copy", "TFLOP/s", "of products", *(["paged"] if paged else [])):
         table.add_column(name, justify="right")
     for result in report["results"]:
-        of_products = result["of_matmul_rate"]
+        of_copy, of_products = result["of_copy_bandwidth"], result["of_matmul_rate"]
         table.add_row(
             result["test"],
             f"{result['tokens_per_second']:.1f}",
             f"{result['spread']:.1f}",
             f"{result['milliseconds_per_step']:.2f}",
             f"{result['bytes_per_second'] / 1e9:.0f}",
-            f"{result['of_copy_bandwidth']:.0%}",
+            "" if of_copy is None else f"{of_copy:.0%}",
             f"{result['flops_per_second'] / 1e12:.2f}",
             "" if of_products is None else f"{of_products:.0%}",
             *([_traffic(result["paging"])] if result["paging"] else []),

@@ -48,7 +48,8 @@ VERBS = {
         ("placement", "remote", "engine", "pool", "draft"),
     ),
     "bench": Verb(
-        "measure how fast a model runs on this machine", ("placement", "copies", "engine", "pool", "residency")
+        "measure how fast a model runs on this machine",
+        ("placement", "copies", "remote", "engine", "pool", "residency"),
     ),
     "cache": Verb("show and clean the directory that keeps prompts across restarts", ("disk cache",), model=False),
     "pull": Verb("download a model"),

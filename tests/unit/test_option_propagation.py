@@ -41,7 +41,7 @@ REACHED = {
     "chat": ("cli/chat.py", "cli/main.py", *BELOW),
     "run": ("cli/run.py", "cli/main.py", *BELOW),
     "inspect": ("cli/inspect.py", "cli/plan.py", "draft", "backend", "remote", "runtime"),
-    "bench": ("cli/bench.py", "assembly.py", "engine/policies.py", "backend", "runtime"),
+    "bench": ("cli/bench.py", "assembly.py", "engine/policies.py", "backend", "remote", "runtime"),
     "cache": ("cli/cache.py", "config"),
 }
 
