@@ -19,7 +19,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -230,21 +230,22 @@ class Store(Index):
                     self._remove_older()
                     self._empty_trash(0)
                 while held and self._lacking(size) > 0 and (victim := self._coldest(kept)) is not None:
-                    self.give_up(victim)
+                    self.give_up(victim, kept)
                     self.evictions += 1
             if self._lacking(size) > 0:
                 raise StoreFullError(f"no room for {size} bytes in {self.root}")
 
-    def give_up(self, entry: Entry) -> None:
-        """A snapshot can no longer be resumed; it goes as a whole if no other continues it, and so do its parents."""
+    def give_up(self, entry: Entry, keep: Collection[Entry] = ()) -> None:
+        """A snapshot can no longer be resumed; it goes as a whole if no other continues it, and so do its parents but
+        for those to `keep`, which somebody is about to continue."""
         with self._writers:
             if entry.children:
                 self._retire(entry)
                 return
             parent = self._get(entry.manifest.model, entry.manifest.parent)
             self._remove(entry)
-            if parent is not None and not parent.manifest.point and not parent.children:
-                self.give_up(parent)
+            if parent is not None and parent not in keep and not parent.manifest.point and not parent.children:
+                self.give_up(parent, keep)
 
     def reread(self, entry: Entry) -> None:
         """Look at a snapshot again, which another process may have changed or removed."""

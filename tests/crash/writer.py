@@ -102,7 +102,8 @@ def killed_at_times(root: Path, rounds: int) -> None:
                 work(place, 20_000 if number % 2 else 0)
         time.sleep(random.expovariate(1 / 0.03))
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), f"round {number}: it ended by itself, status {status}"
         found.append(snapshots.sound(root / "times", conversations()))
     print(f"rounds {rounds} snapshots {min(found)}..{max(found)}")
 

@@ -120,6 +120,21 @@ def test_the_budget_takes_what_was_of_no_use_for_longest(tmp_path: Path) -> None
     assert left == sorted((3, 0, 4, 1, 2)[store.evictions :])
 
 
+def test_pages_that_a_new_snapshot_continues_stay_when_room_is_made_for_it(tmp_path: Path) -> None:
+    store = Store(tmp_path, MODEL, 0)
+    first, second = turns(2)
+    for turn in (first, second):
+        write(store, turn)
+    store.give_up(store.find(first)[0])
+    # What is left of the first turn served the second one only, which has to go.
+    store.budget = store.nbytes + 100
+    other = np.concatenate([first, ids(100, seed=7)])
+    written = write(store, other)
+    assert written is not None and written.manifest.first == len(first) // PAGE
+    assert not store.find(second) and store.evictions == 1
+    assert sound(tmp_path, [other]) == 1
+
+
 def test_of_one_conversation_the_newest_stays(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     other, conversation = ids(150, seed=5), turns(5)
