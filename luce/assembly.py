@@ -233,6 +233,9 @@ def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: 
         # Behind a sequence's first so many pages, what is computed depends on them.
         "--kvflash": "off" if backend.bound is None else f"{backend.bound} pages",
     }
+    if config.kv_cache_placement == "exact":
+        layers = (f"{part.device} {part.layers.start}..{part.layers.stop - 1}" for part in backend.parts)
+        meaning["--kv-cache-placement exact"] = ", ".join(layers)
     texts = {"the chat template": "" if chat.template is None else chat.template.source}
     record = directory / "contents.json"
     known = fingerprint.remembered(file.paths, record) is not None

@@ -325,6 +325,14 @@ class Config:
         metavar="N",
         group="cache",
     )
+    kv_cache_placement: str = _setting(
+        "reshard",
+        choice("reshard", "exact"),
+        "which snapshots in the directory are used: those of every placement of the model (reshard), or those alone "
+        "that the same devices with the same layers wrote (exact)",
+        metavar="WHICH",
+        group="cache",
+    )
     kv_cache_flush_timeout: float = _setting(
         30.0,
         number(0, 3600),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -79,6 +80,29 @@ def test_any_placement_restores_what_any_other_one_saved(name: str, tmp_path: Pa
                 with load(reference.path, directory, target_devices=devices, target_layer_split=split) as model:
                     known = saved(model, prompt) if tier == "disk" else 0
                     assert ask(model, prompt, 32) == (expected, known, tier)
+
+
+def test_only_the_same_placement_restores_what_is_to_be_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    reference = Reference("qwen35-a-F32")
+    prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
+    layers = len(reference.spec.blocks)
+    one, two = {"target_devices": "cpu:0"}, {"target_devices": "cpu:0,cpu:1", "target_layer_split": (1.0, layers - 1.0)}
+
+    def tier(**more: Any) -> str:
+        with load(reference.path, tmp_path, **more) as model:
+            reply, _, tier = ask(model, prompt, 32)
+            assert reply == expected
+            return tier
+
+    exact = {"kv_cache_placement": "exact"}
+    assert [tier(**one, **exact), tier(**one, **exact)] == ["none", "disk"]
+    assert tier(**two, **exact) == "none"
+    here, there = f"cpu:0 0..0, cpu:1 1..{layers - 1} here", f"cpu:0 0..{layers - 1} there"
+    assert f"snapshots of this model are not used: --kv-cache-placement exact is {here} and {there}" in caplog.text
+    # Both have their own; what any placement may use is apart from these.
+    assert [tier(**two, **exact), tier(**one, **exact)] == ["disk", "disk"]
+    assert [tier(**one), tier(**two)] == ["none", "disk"]
 
 
 #: shards in this process, in child processes, on another machine, of which a daemon may have two
