@@ -23,10 +23,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from luce import log
 from luce.backend.kept import Tensors
 from luce.cache.fingerprint import Fingerprint, describe, described
 from luce.cache.index import Entry
-from luce.cache.manifest import Recall
+from luce.cache.manifest import Manifest, Recall
 from luce.cache.part import DamagedError
 from luce.cache.reader import Reader, Share, verify
 from luce.cache.store import GoneError, Store, StoreFullError
@@ -34,7 +35,7 @@ from luce.cache.tree import Residency
 from luce.cache.writer import Writer
 from luce.draft.tails import Tail
 from luce.errors import LuceError
-from luce.runtime.step import Int32
+from luce.runtime.step import PAGE, Int32
 
 T = TypeVar("T")
 
@@ -338,11 +339,13 @@ class DiskTier:
 
         self._post(run)
 
-    def written(self, raw: int, stored: int) -> None:
-        """A snapshot is complete."""
+    def written(self, manifest: Manifest, seconds: float) -> None:
+        """A snapshot is complete, so long after its first piece was handed over."""
         self.stats.saves += 1
-        self.stats.raw += raw
-        self.stats.written += stored
+        self.stats.raw += manifest.raw
+        self.stats.written += manifest.nbytes
+        facts = {"snapshot": manifest.id, "tokens": manifest.length, "new": manifest.length - manifest.first * PAGE}
+        log.event(_log, "snapshot written", logging.DEBUG, **facts, bytes=manifest.nbytes, seconds=round(seconds, 4))
         self._row = 0
         self._unfinished = None
 
@@ -453,6 +456,7 @@ class Save:
     def __init__(self, tier: DiskTier, ids: Int32, parent: Entry | None, first: int, raw: int, passing: bool) -> None:
         self._tier = tier
         self._writer: Writer | None = None
+        self._begun = time.monotonic()
         #: whether it is written, failed or given up
         self.over = False
 
@@ -513,7 +517,7 @@ class Save:
             assert self._writer is not None
             manifest = self._writer.finish(logits, recall).manifest
             self.over = True
-            self._tier.written(manifest.raw, manifest.nbytes)
+            self._tier.written(manifest, time.monotonic() - self._begun)
 
         self._tier.post(write, self)
 

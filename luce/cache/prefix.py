@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from luce import log
 from luce.backend.backend import Backend
 from luce.backend.kept import Piece
 from luce.cache.disk import CachedPrefix, DiskStats, DiskTier
@@ -139,9 +140,13 @@ class PrefixCache:
         """
         started = time.monotonic()
         hit = self._resumed(prompt, slot, len(prompt) if most is None else most)
+        took = time.monotonic() - started
         tokens, seconds = self._read
         if hit.length and tokens:
-            self._seconds_saved += max(0.0, hit.length * seconds / tokens - (time.monotonic() - started))
+            self._seconds_saved += max(0.0, hit.length * seconds / tokens - took)
+        if hit.length:
+            facts = {"tier": hit.tier, "tokens": hit.length, "prompt": len(prompt), "seconds": round(took, 4)}
+            log.event(_log, "prefix reused", logging.DEBUG, **facts)
         return hit
 
     def note_read(self, tokens: int, seconds: float) -> None:
@@ -159,6 +164,12 @@ class PrefixCache:
             found, known = self._find(prompt, most)
         if found is None or not self._share(found, slot):
             self._misses += 1
+            why = "nothing of it is kept"
+            if found is not None:
+                why = "it could not be restored"
+            elif known:
+                why = "pages of it are kept, but no state behind them"
+            log.event(_log, "prefix not reused", logging.DEBUG, prompt=len(prompt), known=known, why=why)
             return Hit(0, None, "none", known)
         self._hits += 1
         self._tokens += found.length

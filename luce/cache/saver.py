@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from luce import log
 from luce.backend.kept import Kept
 from luce.cache.disk import DiskTier, Save
 from luce.cache.manifest import Recall
@@ -58,8 +59,9 @@ class Saver:
             return
         self._offered.append((point, offer))
         if len(self._offered) > _OFFERED:
-            self._offered.popleft()
+            skipped, _ = self._offered.popleft()
             self._disk.stats.skipped += 1
+            log.event(_log, "snapshot skipped", logging.DEBUG, tokens=skipped.length, why="too many wait for the disk")
 
     def forget(self) -> None:
         """What was offered is not worth it any longer."""

@@ -192,6 +192,8 @@ class Speculator:
     def resumed(self, slot: int, end: int, tail: Tail | None) -> None:
         """A sequence begins behind `end` positions that were kept, with this tail."""
         span = None if self._tails is None or tail is None else self._tails.put(slot, end, tail)
+        if span is None and self._tails is not None:
+            _log.debug("drafting begins anew: of %d tokens there is nothing that the draft reads", end)
         if span is not None and self._failures < _FAILURES:
             spans = [span]
             self._tell(lambda: self._drafter.observe(spans))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,13 @@ def test_after_a_restart_and_in_another_placement(kind: str, tmp_path: Path) -> 
             goes_on(kind, model, "disk")
 
 
-def test_without_a_tail_the_context_grows(tmp_path: Path) -> None:
+def test_without_a_tail_the_context_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "luce.engine")
     saved(tmp_path, draft_tail=0)
     assert not list(tmp_path.rglob("state-features.part"))
     with load("dflash", kv_cache_dir=str(tmp_path)) as model:
         goes_on("dflash", model, "disk", tail=False)
+    assert "drafting begins anew" in caplog.text
     with load("dflash", draft_tail=0) as model:
         ask(model, prompt_of("dflash"), BEFORE)
         goes_on("dflash", model, "ram", tail=False)

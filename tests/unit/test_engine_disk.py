@@ -291,6 +291,34 @@ def test_what_the_same_weights_left_under_other_settings_is_named(
         assert r.ask(ids(100), 3)[1] == 100
 
 
+def test_the_log_says_what_is_written_and_reused_and_why_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "luce.cache")
+
+    def told(name: str) -> list[dict[str, Any]]:
+        found = [vars(record)["fields"] for record in caplog.records if record.getMessage() == name]
+        caplog.clear()
+        assert all(fields.pop("seconds", 0.0) >= 0 for fields in found)
+        return found
+
+    prompt = ids(150)
+    with rig(tmp_path, recurrent=True) as r:
+        r.ask(prompt, 3)
+        nothing = {"prompt": 150, "known": 0, "why": "nothing of it is kept"}
+        assert told("prefix not reused") == [nothing]
+        wait_for(r, 2)
+        r.ask([*prompt[:70], *ids(20, seed=1)], 1)
+        parted = {"prompt": 90, "known": 64, "why": "pages of it are kept, but no state behind them"}
+        assert told("prefix not reused") == [parted]
+    with rig(tmp_path, recurrent=True) as r:
+        caplog.clear()
+        for tier_name in ("disk", "ram"):
+            r.ask(prompt, 3)
+            assert told("prefix reused") == [{"tier": tier_name, "tokens": 150, "prompt": 150}]
+        r.ask([*prompt, *ids(80, seed=2)], 1)
+    written = {fields["tokens"]: fields for fields in told("snapshot written")}
+    assert written[230]["new"] == 230 - 2 * PAGE and written[230]["snapshot"].endswith("-230") and written[230]["bytes"]
+
+
 def test_files_of_another_server_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     (tmp_path / "layout").mkdir()
