@@ -44,6 +44,10 @@ class Backend(Protocol):
         """Pages that exist in each page group: numbers 0..pages-1."""
 
     @property
+    def page_bytes(self) -> int:
+        """Host memory for a page of full attention that is saved."""
+
+    @property
     def branch_pages(self) -> int:
         """Pages of each group beside `pages`, numbered behind them, for branches of trees; 0 if there may be none."""
 
@@ -97,6 +101,10 @@ class Backend(Protocol):
 
     def landing(self, size: int) -> NDArray[np.uint8]:
         """Host memory of `size` bytes that `fill` copies from fastest. Raises LuceError."""
+
+    def expect(self, pages: int) -> None:
+        """So many pages of full attention may be saved soon: host memory for what of them lies on this process's
+        devices is made ready behind the scenes."""
 
     def fill(self, pieces: Iterable[Piece]) -> None:
         """Copy pieces to where they belong as they come, each shard its own share at its own pace.

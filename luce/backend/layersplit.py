@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -124,6 +124,11 @@ class LayerSplitBackend:
         self.bound = chosen.bound
         self.pages = group_pages(spec, slots, context, chunk, chosen.bound)
         plan = planned(bound=chosen.bound)
+        #: of each device, host memory for a page of full attention
+        self._page_bytes: Counter[Device] = Counter()
+        for device, part in zip(devices, plan, strict=True):
+            sizes = state_bytes(device, spec, part.layers, kv, verify).page
+            self._page_bytes[device] += sum(size for size, w in zip(sizes, self.windows, strict=True) if w is None)
         pages = [count + branch_pages for count in self.pages]
         self._check_memory(plan, devices)
         spare = [shard.spare if unpack else 0 for shard in plan]
@@ -202,6 +207,10 @@ class LayerSplitBackend:
     @property
     def layers(self) -> tuple[range, ...]:
         return tuple(shard.info.layers for shard in self._chain.shards)
+
+    @property
+    def page_bytes(self) -> int:
+        return self._page_bytes.total()
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -303,6 +312,10 @@ class LayerSplitBackend:
         local = (shard.device for shard in self._chain.shards if isinstance(shard, LocalShard))
         best = min(local, key=lambda device: device.host, default=None)
         return np.empty(size, np.uint8) if best is None else best.landing(size)
+
+    def expect(self, pages: int) -> None:
+        for device, size in self._page_bytes.items():
+            device.expect(pages * size)
 
     def fill(self, pieces: Iterable[Piece]) -> None:
         self._wait()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Generator, Sequence
 from heapq import nsmallest
 
@@ -28,8 +27,8 @@ _log = logging.getLogger(__name__)
 
 #: pages that are copied to host memory together, and lie in one frame of a file
 BATCH = 32
-# Bytes of host memory that are made ready at the start: what a snapshot of a large model passes through.
-_READY = 768 << 20
+# Bytes of host memory for pages that are made ready at the start: what a snapshot of a large model passes through.
+_READY = 512 << 20
 
 
 class MemoryTier:
@@ -46,14 +45,12 @@ class MemoryTier:
         self.tree = Tree()
         #: bytes of host memory, pages on the devices, points that were given up for others
         self.bytes = self.pages = self.evictions = 0
+        #: of these pages, those that are nowhere else
+        self._alone = 0
         #: pages that are held while they are copied, and the copy
         self._copying: tuple[Kept, list[int]] | None = None
-        threading.Thread(target=self._prepare, name="luce-cache-memory", daemon=True).start()
-
-    def _prepare(self) -> None:
-        """Let memory that copies are fast with be there before the first prompt; pinning takes long."""
-        with contextlib.suppress(LuceError):
-            self._backend.landing(min(self.budget, _READY))
+        self._page_bytes = max(1, backend.page_bytes)
+        backend.expect(min(budget, _READY) // self._page_bytes)
 
     def keep(
         self, slot: int, ids: Int32, logits: NDArray[np.float32] | None, features: Tail | None, *, passing: bool
@@ -75,6 +72,7 @@ class MemoryTier:
                 elif block.page is None:
                     self.place(block, page)
         self._make_room(0)
+        self._foresee()
         return point
 
     def shared(self, point: Point) -> list[Block]:
@@ -87,6 +85,7 @@ class MemoryTier:
         block.page = page
         self._pools.full.keep(page)
         self.pages += 1
+        self._alone += block.data is None
 
     def copies(self, blocks: Sequence[tuple[int, Block]]) -> dict[int, tuple[Segment, int]]:
         """Where the contents of blocks are in host memory, into which they are copied if they are not there yet."""
@@ -113,7 +112,13 @@ class MemoryTier:
             while self._copying is not None and not kept.ready():
                 yield kept
             self._landed()
-        self._copied(blocks, kept)
+        # As long as there is room, they need not be copied again to leave it to others on the devices.
+        free = all(block.alive and block.data is None for block in blocks)
+        if free and self.bytes + kept.nbytes <= self.budget:
+            segment = Segment(kept, len(blocks))
+            for index, block in enumerate(blocks):
+                self._copied(block, segment, index)
+            self._foresee()
         return kept, 0
 
     def reclaim(self, count: int) -> None:
@@ -135,11 +140,13 @@ class MemoryTier:
                 if batch and not self._spill(batch):
                     self.clear()
                     break
+        self._foresee()
 
     def clear(self) -> None:
         """Forget everything."""
         while self.tree.points:
             self._evict(next(iter(self.tree.points)))
+        self._foresee()
 
     def _add(self, slot: int, ids: Int32, *, passing: bool) -> Point:
         """A new point with the state of a slot. Raises LuceError."""
@@ -154,9 +161,9 @@ class MemoryTier:
         """A block is in host memory only, where the sequence in a slot has it."""
         if block.data is None and block.page is None:
             assert self._residence is not None
-            block.data = self._residence.data(slot, block.index)
-            assert block.data is not None, "a sequence of which a page is lost is not kept"
-            self.bytes += block.data[0].page_bytes
+            data = self._residence.data(slot, block.index)
+            assert data is not None, "a sequence of which a page is lost is not kept"
+            self._copied(block, *data)
 
     def _landed(self) -> None:
         """Wait for pages that are copied, and do not hold them any longer."""
@@ -171,15 +178,28 @@ class MemoryTier:
             for page in pages:
                 self._pools.full.give(page)
 
-    def _copied(self, blocks: Sequence[Block], kept: Kept) -> None:
-        """Blocks are in host memory as well: as long as there is room, they need not be copied again to leave it to
-        others on the devices."""
-        free = all(block.alive and block.data is None for block in blocks)
-        if free and self.bytes + kept.nbytes <= self.budget:
-            segment = Segment(kept, len(blocks))
-            self.bytes += segment.page_bytes * len(blocks)
-            for index, block in enumerate(blocks):
-                block.data = segment, index
+    def _foresee(self) -> None:
+        """Have host memory made for the pages that the next sequence may push out of the devices, as far as they may
+        move there, also those of sequences that run still: pinning takes so long that it would wait for most of it."""
+        pool = self._pools.full
+        if pool is not None:
+            alone = self._alone + pool.total - pool.free - self.pages
+            pushed = pool.most(pool.longest) - pool.free
+            room = (self.budget - self.bytes) // self._page_bytes
+            self._backend.expect(max(0, min(alone, pushed, room)))
+
+    def _copied(self, block: Block, segment: Segment, at: int) -> None:
+        """A block is page `at` of a segment as well."""
+        block.data = segment, at
+        self.bytes += segment.page_bytes
+        self._alone -= block.page is not None
+
+    def _uncopied(self, block: Block) -> None:
+        """A block is not in host memory any longer, if it was."""
+        if block.data is not None:
+            self.bytes -= block.data[0].page_bytes
+            block.data = None
+            self._alone += block.page is not None
 
     def _spill(self, blocks: list[Block]) -> bool:
         """Move blocks to host memory, or give them up if there can be no room for them. False if the copy failed."""
@@ -192,8 +212,7 @@ class MemoryTier:
             return False
         for index, block in enumerate(blocks):
             if block.alive:
-                block.data = segment, index
-                self.bytes += segment.page_bytes
+                self._copied(block, segment, index)
                 self._displace(block)
         return True
 
@@ -202,6 +221,7 @@ class MemoryTier:
         self._pools.full.drop(block.page)
         block.page = None
         self.pages -= 1
+        self._alone -= block.data is None
 
     def _make_room(self, size: int) -> None:
         """Give up points until `size` more bytes fit, copies of what is on the devices before anything else."""
@@ -209,9 +229,8 @@ class MemoryTier:
             return
         twice = [block for block in self.tree.blocks if block.data is not None and block.page is not None]
         for block in sorted(twice, key=lambda block: block.used):
-            if self.bytes + size > self.budget and block.data is not None:
-                self.bytes -= block.data[0].page_bytes
-                block.data = None
+            if self.bytes + size > self.budget:
+                self._uncopied(block)
         while self.bytes + size > self.budget and (coldest := self.tree.coldest()) is not None:
             self._evict(coldest)
             self.evictions += 1
@@ -221,6 +240,4 @@ class MemoryTier:
         for block in self.tree.remove(point):
             if block.page is not None:
                 self._displace(block)
-            if block.data is not None:
-                self.bytes -= block.data[0].page_bytes
-                block.data = None
+            self._uncopied(block)

@@ -16,7 +16,15 @@ class PagePool(Protocol):
     """The account of one page group, as far as the cache takes part in it. See luce.engine.pages.GroupPages."""
 
     window: int | None
+    total: int
     free: int
+
+    @property
+    def longest(self) -> int:
+        """Most positions of a sequence."""
+
+    def most(self, length: int) -> int:
+        """Most pages of a sequence of `length` positions at one time."""
 
     def keep(self, page: int) -> None:
         """The cache keeps a page beside the sequences that hold it."""

@@ -252,6 +252,10 @@ class Device(ABC):
         except DeviceError:
             return np.empty(size, np.uint8)
 
+    def expect(self, size: int) -> None:  # noqa: B027
+        """So many bytes of `landing` may be asked for soon, beside what is in use: where they take long to make, that
+        begins now, behind the scenes. By default there is nothing to do."""
+
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
         """Let this device's copy streams reach memory that somebody else made, without stopping the host.
 

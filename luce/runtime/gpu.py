@@ -414,6 +414,9 @@ class GpuDevice(Device):
         self._activate()
         return self._pinned.take(size)
 
+    def expect(self, size: int) -> None:
+        self._pinned.expect(size)
+
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
         self._activate()
         self._driver.use(self.name.index)

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _SLAB = 64 << 20
 #: where each piece begins
 _ALIGNED = 4096
-#: bytes that are made ahead: half as many as are in use, between these
+#: bytes that are made ahead: half as many as are in use, between these; beside what is expected, the first
 _LEAST_AHEAD, _MOST_AHEAD = 4 * _SLAB, 1 << 30
 #: threads that touch a slab
 _TOUCHERS = 4
@@ -47,6 +47,8 @@ class PinnedPool:
         #: (slab, begin, size) of pieces that nobody has any more, which may be said at any time by any thread
         self._returned: deque[tuple[int, int, int]] = deque()
         self._total = self._used = 0
+        #: most bytes that are expected to be in use
+        self._expected = 0
         self._growing = False
         self._closed = False
 
@@ -57,13 +59,17 @@ class PinnedPool:
         while True:
             with self._lock:
                 found = self._find(room)
-                wanted = self._short and not self._growing
-                self._growing |= wanted
-            if wanted:
-                threading.Thread(target=self._grow_ahead, name="luce-pin", daemon=True).start()
+            self._begin_growing()
             if found is not None:
                 return self._lent(*found, size)
             self._grow(max(room, self._slab))
+
+    def expect(self, size: int) -> None:
+        """So many bytes beside what is in use now may be taken soon: they are made ahead, behind the scenes."""
+        with self._lock:
+            self._collect()
+            self._expected = self._used + size
+        self._begin_growing()
 
     def close(self) -> None:
         """Unpin everything; arrays that are left may still be read. Idempotent."""
@@ -77,12 +83,11 @@ class PinnedPool:
     def _short(self) -> bool:
         """Whether too little is made ahead."""
         ahead = min(max(self._used // 2, _LEAST_AHEAD), _MOST_AHEAD)
-        return self._total - self._used < ahead and not self._closed
+        return self._total < max(self._used + ahead, self._expected + _LEAST_AHEAD) and not self._closed
 
     def _find(self, room: int) -> tuple[int, int, int] | None:
         """(slab, begin, size) of a free range, which is taken."""
-        while self._returned:
-            self._give(*self._returned.popleft())
+        self._collect()
         for number, free in enumerate(self._free):
             for begin, size in free.items():
                 if size >= room:
@@ -92,6 +97,11 @@ class PinnedPool:
                     self._used += room
                     return number, begin, room
         return None
+
+    def _collect(self) -> None:
+        """Take back the pieces that nobody has any more."""
+        while self._returned:
+            self._give(*self._returned.popleft())
 
     def _give(self, number: int, begin: int, size: int) -> None:
         """A range is free again; joined with those on both sides."""
@@ -112,7 +122,10 @@ class PinnedPool:
         return np.frombuffer(memoryview(owner), np.uint8)
 
     def _grow(self, size: int) -> None:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise DeviceError(f"{size} bytes of host memory: {error}") from error
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             if hasattr(mmap, advice):
                 memory.madvise(getattr(mmap, advice))
@@ -131,13 +144,23 @@ class PinnedPool:
         unpin()
         raise DeviceError("the device is closed")
 
+    def _begin_growing(self) -> None:
+        with self._lock:
+            wanted = self._short and not self._growing
+            self._growing |= wanted
+        if wanted:
+            threading.Thread(target=self._grow_ahead, name="luce-pin", daemon=True).start()
+
     def _grow_ahead(self) -> None:
         try:
-            while self._short:
+            while True:
+                with self._lock:
+                    self._growing = self._short
+                    if not self._growing:
+                        return
                 self._grow(self._slab)
         except DeviceError as error:
             _log.debug("no more pinned memory: %s", error)
-        finally:
             self._growing = False
 
 

@@ -97,6 +97,8 @@ class ScriptedBackend:
         #: (rows, spans) of every step that ran
         self.steps: list[tuple[int, int]] = []
         self.closed = False
+        #: pages that may be saved soon, as often as it was said
+        self.expected: list[int] = []
         #: what the next `lost` says
         self.gone = ""
         # What the cache holds: (token, position) of each row of each group; and per slot the tokens seen, and a hash.
@@ -166,6 +168,13 @@ class ScriptedBackend:
 
     def landing(self, size: int) -> NDArray[np.uint8]:
         return np.empty(size, np.uint8)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.windows.count(None) * PAGE * self._rows[0][0].nbytes
+
+    def expect(self, pages: int) -> None:
+        self.expected.append(pages)
 
     def fill(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:

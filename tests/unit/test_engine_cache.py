@@ -77,6 +77,11 @@ def rig(cache: int = 1 << 20, interval: int = 8192, **backend: Any) -> Iterator[
     finally:
         engine.close()
     assert scripted.broken is None, scripted.broken
+    if engine.cache is not None:
+        memory = engine.cache.memory
+        alone = sum(block.page is not None and block.data is None for block in memory.tree.blocks)
+        copies = sum(block.data[0].page_bytes for block in memory.tree.blocks if block.data is not None)
+        assert (memory._alone, memory.bytes) == (alone, copies + sum(point.nbytes for point in memory.tree.points))
 
 
 def ids(n: int, seed: int = 0) -> list[int]:
@@ -188,6 +193,23 @@ def test_pages_move_to_the_host_when_the_pool_runs_dry_and_come_back(kind: dict[
         assert r.engine.stats().cache.evictions == 0
         for prompt in prompts:
             assert r.ask(prompt, 4) == (r.backend.reply(prompt, 4), 400)
+
+
+def test_host_memory_is_expected_for_what_the_next_sequence_may_push_out() -> None:
+    page = PAGE * 16
+    # Room for two contexts of eight pages; a budget of six and a half.
+    with rig(slots=2, cache=13 * page // 2) as r:
+        said = r.backend.expected
+        assert said == [6]
+        r.ask(ids(400, 1), 1)
+        assert said[-1] == 0
+        # Ten pages are the cache's, and one the sequence's that ends: five are free for one of eight.
+        r.ask(ids(300, 2), 1)
+        assert (r.engine.stats().cache.pages, said[-1]) == (10, 3)
+        # Fourteen are: it would push out seven, but there is room for two.
+        r.ask(ids(300, 3), 1)
+        stats = r.engine.stats().cache
+        assert (stats.pages, (stats.budget - stats.bytes) // page, said[-1]) == (14, 2, 2)
 
 
 def test_the_budget_holds_and_the_newest_conversation_stays() -> None:
