@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -29,6 +29,7 @@ from luce.cache.fingerprint import Fingerprint, describe, described
 from luce.cache.index import Entry
 from luce.cache.manifest import Manifest, Recall
 from luce.cache.part import DamagedError
+from luce.cache.patience import Patience, SlowError
 from luce.cache.reader import Reader, Share, verify
 from luce.cache.store import GoneError, Store, StoreFullError
 from luce.cache.tree import Residency
@@ -73,8 +74,8 @@ class Unused:
 class DiskStats:
     """Counters since the start, beside the state at one moment. Seconds are of work, not of waiting.
 
-    `damaged`, `unreadable`, `refused`: snapshots that were found and not resumed, by why; `refused` are those that do
-    not fit this model, or that there was no memory for. `others`: as they were at the start.
+    `damaged`, `unreadable`, `slow`, `refused`: snapshots that were found and not resumed, by why; `refused` are those
+    that do not fit this model, or that there was no memory for. `others`: as they were at the start.
     """
 
     bytes: int = 0
@@ -89,6 +90,7 @@ class DiskStats:
     quarantines: int = 0
     damaged: int = 0
     unreadable: int = 0
+    slow: int = 0
     refused: int = 0
     written: int = 0
     raw: int = 0
@@ -147,6 +149,8 @@ class DiskTier:
         self._count = threading.Lock()
         self._row = 0
         self._paused = self._warned = 0.0
+        #: until when nothing is read, as the disk is slow
+        self._unread = 0.0
         self._unfinished: Save | None = None
         self._workers = ThreadPoolExecutor(_WORKERS, "luce-cache-read")
         self._encoders = ThreadPoolExecutor(_ENCODERS, "luce-cache-encode")
@@ -219,7 +223,13 @@ class DiskTier:
     def recall(self, digest: str) -> list[int] | None:
         """The ids of a text that some reply had, None if there is none. Any thread may ask; reads a file."""
         store = self._read()
-        return None if store is None else store.recall(digest)
+        if store is None or time.monotonic() < self._unread or store.said(digest) is None:
+            return None
+        try:
+            return self.within(Patience(), lambda: store.recall(digest))
+        except SlowError as error:
+            self._shun("a reply's tokens are those of its text", error)
+            return None
 
     def _read(self) -> Store | None:
         """The directory, for which those who come first wait a little."""
@@ -232,17 +242,27 @@ class DiskTier:
     def find(self, ids: Int32, beyond: int, most: int) -> list[Entry]:
         """Snapshots of prefixes of `ids` of more than `beyond` tokens and `most` of them, longest first."""
         store = self._read()
-        return [] if store is None else store.find(ids, beyond, most)
+        return [] if store is None or time.monotonic() < self._unread else store.find(ids, beyond, most)
 
-    def open(self, entry: Entry) -> Reader:
-        """Opens a snapshot. Raises DamagedError or OSError."""
+    def open(self, entry: Entry, patience: Patience) -> Reader:
+        """Opens a snapshot. Raises DamagedError, OSError, SlowError."""
         assert self._store is not None
-        return self._store.reader(entry)
+        opened = self._workers.submit(self._store.reader, entry)
+        try:
+            return patience.wait(opened)
+        except SlowError:
+            opened.add_done_callback(_close)
+            raise
+
+    def within(self, patience: Patience, task: Callable[[], T]) -> T:
+        """What a task that reads gives. Raises what it raises, and SlowError."""
+        return patience.wait(self._workers.submit(task))
 
     def decoded(
-        self, shares: Iterable[tuple[Share, T]], memory: Callable[[int], NDArray[np.uint8]]
+        self, shares: Iterable[tuple[Share, T]], memory: Callable[[int], NDArray[np.uint8]], patience: Patience
     ) -> Generator[tuple[Tensors, T]]:
-        """The tensors of shares, each with what came with it, decoded ahead side by side. Raises DamagedError, OSError.
+        """The tensors of shares, each with what came with it, decoded ahead side by side. Raises DamagedError, OSError,
+        SlowError.
 
         They lie in what `memory` gives for so many bytes.
         """
@@ -251,7 +271,7 @@ class DiskTier:
 
         def first() -> tuple[Tensors, T]:
             futures, with_it = ahead[0]
-            tensors = {name: future.result() for name, future in futures.items()}
+            tensors = {name: patience.wait(future) for name, future in futures.items()}
             ahead.popleft()
             sizes.popleft()
             return tensors, with_it
@@ -266,11 +286,9 @@ class DiskTier:
             while ahead:
                 yield first()
         finally:
-            # The files are closed behind this, and the memory may be used again.
-            left = [future for futures, _ in ahead for future in futures.values()]
-            for future in left:
-                future.cancel()
-            wait(left)
+            for futures, _ in ahead:
+                for future in futures.values():
+                    future.cancel()
 
     def _begin(
         self, share: Share, memory: Callable[[int], NDArray[np.uint8]]
@@ -298,6 +316,10 @@ class DiskTier:
 
     def failed(self, entry: Entry, error: Exception) -> None:
         """A snapshot could not be read or restored: it is left alone, and looked at behind the scenes."""
+        if isinstance(error, SlowError):
+            self.stats.slow += 1
+            self._shun(f"snapshot {entry.manifest.id} is not used", error)
+            return
         _log.warning("snapshot %s is not used: %s", entry.manifest.id, error)
         entry.unusable = str(error)
         if isinstance(error, DamagedError):
@@ -308,6 +330,12 @@ class DiskTier:
             self.stats.refused += 1
         if isinstance(error, DamagedError | OSError):
             self._post(lambda: self._check(entry))
+
+    def _shun(self, what: str, error: SlowError) -> None:
+        """Read nothing for a while."""
+        self._unread = time.monotonic() + _PAUSE_SECONDS
+        advice = "nothing is read from it for a minute; --kv-cache-dir names another directory, or off"
+        _log.warning("%s: %s; %s", what, error, advice)
 
     # --- for the engine's thread: writing
 
@@ -448,6 +476,12 @@ class DiskTier:
                 "raise --kv-cache-budget or free space" if isinstance(error, StoreFullError) else "look at the disk"
             )
             _log.warning("a snapshot was not written: %s; %s, or name another --kv-cache-dir", error, advice)
+
+
+def _close(opened: Future[Reader]) -> None:
+    """Nobody waits for it any longer."""
+    if not opened.cancelled() and opened.exception() is None:
+        opened.result().close()
 
 
 class Save:

@@ -218,10 +218,14 @@ class PartWriter:
 
 
 class PartReader:
-    """Reads one part. Thread-safe. Raises OSError, or DamagedError if it is not the part that the manifest means."""
+    """Reads one part. Thread-safe. Raises OSError, DamagedError if it is not the part that the manifest means, and
+    ValueError once it is closed."""
 
     def __init__(self, directory: Path, info: PartInfo) -> None:
         self._file: BinaryIO = open(directory / info.name, "rb")  # noqa: SIM115
+        self._lock = threading.Lock()
+        #: reads that run, and whether the last of them closes the file
+        self._reads, self._closing = 0, False
         try:
             self.frames = self._index(info)
         except BaseException:
@@ -234,13 +238,30 @@ class PartReader:
         places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in frame.stored)]
         room = _tools.buffer("stored", places[-1]).data
         stored = [room[at : at + size] for at, size in zip(places, frame.stored, strict=False)]
-        if os.preadv(self._file.fileno(), stored, frame.offset) != sum(frame.stored):
+        if self._read(stored, frame.offset) != sum(frame.stored):
             raise DamagedError(f"{frame.name}: the file ends before it")
         return decode(frame, stored, into)
 
     def close(self) -> None:
-        """Idempotent."""
-        self._file.close()
+        """Idempotent. Reads that run come to their end."""
+        with self._lock:
+            self._closing = True
+            if not self._reads:
+                self._file.close()
+
+    def _read(self, into: Sequence[memoryview], offset: int) -> int:
+        # A descriptor that is closed meanwhile may name another file, whose bytes a healthy snapshot would be blamed
+        # for.
+        with self._lock:
+            fd = self._file.fileno()
+            self._reads += 1
+        try:
+            return os.preadv(fd, into, offset)
+        finally:
+            with self._lock:
+                self._reads -= 1
+                if self._closing and not self._reads:
+                    self._file.close()
 
     def _index(self, info: PartInfo) -> tuple[Frame, ...]:
         fd = self._file.fileno()

@@ -30,6 +30,7 @@ from luce.cache.index import Entry
 from luce.cache.manifest import keys, snapshot_id
 from luce.cache.memory import BATCH, MemoryTier
 from luce.cache.part import DamagedError
+from luce.cache.patience import Patience
 from luce.cache.pools import PagePool, Place, Pools, Residence
 from luce.cache.reader import Reader, Share, by_layers
 from luce.cache.saver import Offer, Saver
@@ -309,21 +310,24 @@ class PrefixCache:
         assert self.disk is not None
         started, length = time.monotonic(), entry.manifest.length
         ids = prompt[:length]
+        patience = Patience(length * self._read[1] / self._read[0]) if self._read[0] else Patience()
         try:
-            with contextlib.closing(self.disk.open(entry)) as reader:
-                if not np.array_equal(reader.tokens(), ids[reader.manifest.first * PAGE :]):
+            with contextlib.closing(self.disk.open(entry, patience)) as reader:
+                tokens, residency = self.disk.within(patience, lambda: (reader.tokens(), reader.residency()))
+                if not np.array_equal(tokens, ids[reader.manifest.first * PAGE :]):
                     raise DamagedError("its tokens are others")
                 blocks, _ = self.memory.tree.match(ids)
-                residency = reader.residency()
                 away = self._away(length, residency)
                 data = self._hold(blocks, length, slot, away)
                 left = range(len(blocks), length // PAGE)
                 there = [entry for entry in left if entry not in away]
-                data |= self._passed(reader, slot, [entry for entry in left if entry in away], there)
-                self._fill(self._shares(reader, slot, there, length))
+                data |= self._passed(reader, slot, [entry for entry in left if entry in away], there, patience)
+                self._fill(self._shares(reader, slot, there, length), patience)
                 self._settle(slot, data, residency)
-                logits, features = reader.logits(), self._tail_of(reader)
-                behind = logits if length == len(prompt) else reader.opened(prompt[length:])
+                logits, features, opened = self.disk.within(
+                    patience, lambda: (reader.logits(), self._tail_of(reader), reader.opened(prompt[length:]))
+                )
+                behind = logits if length == len(prompt) else opened
                 point = self.memory.keep(slot, ids, logits, features, passing=entry.manifest.passing)
         except (LuceError, OSError) as error:
             self._let_go(slot)
@@ -335,14 +339,14 @@ class PrefixCache:
         self.disk.loaded(entry, time.monotonic() - started)
         return point, behind
 
-    def _fill(self, shares: Iterator[tuple[Share, tuple[Place, range]]]) -> None:
+    def _fill(self, shares: Iterator[tuple[Share, tuple[Place, range]]], patience: Patience) -> None:
         assert self.disk is not None
-        decoded = self.disk.decoded(shares, self._backend.landing)
+        decoded = self.disk.decoded(shares, self._backend.landing, patience)
         with contextlib.closing(decoded):
             self._backend.fill(Piece(*place, layers, tensors) for tensors, (place, layers) in decoded)
 
     def _passed(
-        self, reader: Reader, slot: int, away: Sequence[int], there: Sequence[int]
+        self, reader: Reader, slot: int, away: Sequence[int], there: Sequence[int], patience: Patience
     ) -> dict[int, tuple[Segment, int]]:
         """Take pages that are to be `away` from a snapshot to host memory, by way of those of `there`, which a slot has
         still to fill."""
@@ -353,11 +357,12 @@ class PrefixCache:
         ours = [self._pools.full.entries(slot, entry, entry + 1)[0] for entry in there[:BATCH]]
         for run in _side_by_side(away, len(ours)):
             shares = reader.pages(run.start, run.stop)
-            self._fill(
+            places = (
                 (part, (self._pools.only(ours[first - run.start :][:count]), layers))
                 for first, count, share in shares
                 for layers, part in by_layers(share, self.disk.layers)
             )
+            self._fill(places, patience)
             segment = Segment(self._backend.save(*self._pools.only(ours[: len(run)])), len(run))
             data |= {entry: (segment, entry - run.start) for entry in run}
         return data

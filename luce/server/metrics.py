@@ -145,7 +145,7 @@ def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:
     text = "Time that reading the reused tokens would have taken, less the time that it took to resume."
     yield CounterMetricFamily("luce_prefix_cache_seconds_saved", text, stats.seconds_saved)
     unused = CounterMetricFamily("luce_snapshot_misses", "Snapshots found and not resumed, by why.", labels=["reason"])
-    for reason in ("damaged", "unreadable", "refused"):
+    for reason in ("damaged", "unreadable", "slow", "refused"):
         unused.add_metric([reason], getattr(disk, reason))
     yield unused
     for name, text, value in (

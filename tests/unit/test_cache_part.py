@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.cache.disk import DiskTier
-from luce.cache.fingerprint import Fingerprint
 from luce.cache.part import DamagedError, PartReader, PartWriter, encode, word_sum
 
 DTYPES = st.sampled_from(["<f4", "<f2", "<u2", "u1", "<i4"])
@@ -119,30 +120,25 @@ def test_a_file_cut_short_is_found(share: float, tmp_path: Path) -> None:
         PartReader(tmp_path, info)
 
 
-def test_files_are_not_closed_under_reads_that_run(tmp_path: Path) -> None:
+def test_files_are_not_closed_under_reads_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A descriptor that is closed meanwhile may name another file, whose bytes a healthy snapshot would be blamed for.
-    tier = DiskTier(tmp_path, budget=1 << 20, identify=lambda: Fingerprint("model", {}), known=True, layers=[range(1)])
-    begun, go, over = threading.Event(), threading.Event(), threading.Event()
+    array = np.arange(300, dtype=np.float32)
+    reader, _ = write(tmp_path / "part", [array])
+    begun, go, read = threading.Event(), threading.Event(), os.preadv
 
-    class Damaged:
-        nbytes = 0
+    def slow(*arguments: Any) -> int:
+        begun.set()
+        assert go.wait(60)
+        return read(*arguments)
 
-        def read(self, memory: object) -> object:
-            assert begun.wait(10)
-            raise DamagedError("the checksum is wrong")
-
-    class Slow:
-        nbytes = 0
-
-        def read(self, memory: object) -> object:
-            begun.set()
-            assert go.wait(10)
-            over.set()
-            return None
-
-    share = {"blk.0.k": Damaged(), "blk.0.v": Slow()}
-    threading.Timer(0.2, go.set).start()
-    with pytest.raises(DamagedError):
-        next(tier.decoded([(share, None)], lambda size: np.empty(size, np.uint8)))  # type: ignore[list-item]
-    assert over.is_set()
-    tier.close(5)
+    monkeypatch.setattr(os, "preadv", slow)
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(reader.read, reader.frames[0])
+        assert begun.wait(60)
+        reader.close()
+        assert not reader._file.closed
+        go.set()
+        assert (found.result(60) == array).all()
+    assert reader._file.closed
+    with pytest.raises(ValueError, match="closed"):
+        reader.read(reader.frames[0])

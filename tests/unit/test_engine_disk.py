@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from luce.cache import part, saver, store
+from luce.cache import part, patience, saver, store
 from luce.cache.disk import DiskTier
 from luce.cache.fingerprint import Fingerprint
+from luce.cache.manifest import Recall
+from luce.cache.part import PartReader
+from luce.cache.reader import Reader
+from luce.cache.store import Store
 from luce.engine.loop import Engine
 from luce.engine.sequence import Event, Finished, Progress, SamplingParams
 from luce.errors import BackendError
 from luce.runtime.step import PAGE
+from tests.support import snapshots
 from tests.support.daemons import within
 from tests.support.scripted_backend import ScriptedBackend
 from tests.unit.test_engine_cache import EXACT, FREE, Rig, Silent, finish, ids
@@ -76,6 +82,15 @@ def wait_for(r: Rig, snapshots: int) -> None:
     """Until so many are written, or are not going to be."""
     stats = tier(r).stats
     assert within(60, lambda: stats.saves + stats.skipped + stats.failures >= snapshots)
+
+
+def descriptors(directory: Path) -> list[str]:
+    """Files below a directory that this process has open."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.append(os.readlink(link))
+    return [path for path in found if path.startswith(str(directory))]
 
 
 def files(directory: Path) -> list[Path]:
@@ -522,6 +537,65 @@ def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         # Little waits in memory; what was too much is skipped.
         assert tier(r)._waiting <= 4 and tier(r).stats.skipped > 0
         gate.set()
+
+
+@pytest.mark.parametrize(
+    ("owner", "call", "at"),
+    [(Store, "reader", 0), (Reader, "tokens", 0), (PartReader, "read", 1), (PartReader, "read", 2)],
+)
+def test_a_disk_that_hangs_is_left_alone(
+    owner: Any, call: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [ids(200, seed) for seed in range(3)]
+    with rig(tmp_path) as r:
+        for prompt in prompts:
+            r.ask(prompt, 3)
+    gate, real, calls = threading.Event(), getattr(owner, call), itertools.count()
+
+    def hangs(*arguments: Any) -> Any:
+        if next(calls) >= at:
+            assert gate.wait(60)
+        return real(*arguments)
+
+    with rig(tmp_path) as r:
+        disk = tier(r)
+        disk.wait_opened(60)
+        with monkeypatch.context() as patched:
+            patched.setattr(patience, "_SECONDS", 0.05)
+            patched.setattr(owner, call, hangs)
+            for prompt in prompts[:2]:
+                assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 0)
+            assert disk.stats.slow == 1, "the second one did not try"
+            gate.set()
+        (told,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+        assert "the disk takes too long; nothing is read from it for a minute" in told.getMessage()
+        # It is asked again when that is over; what hung was not damaged.
+        disk._unread = 0.0
+        assert r.ask(prompts[2], 3) == (r.backend.reply(prompts[2], 3), 200)
+        assert disk.stats.hits == 1 and not [entry for entry in disk.contents() if entry.unusable]
+    assert within(60, lambda: not descriptors(tmp_path))
+
+
+def test_a_reply_that_a_disk_does_not_give_is_made_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, real = threading.Event(), Store.recall
+
+    def hangs(*arguments: Any) -> Any:
+        assert gate.wait(60)
+        return real(*arguments)
+
+    text = np.arange(100, dtype=np.int32)
+    snapshots.write(Store(tmp_path, MODEL.model, 0), text, recall=Recall((("digest", 90, 101),), (7,)))
+    with rig(tmp_path) as r:
+        disk = tier(r)
+        disk.wait_opened(60)
+        with monkeypatch.context() as patched:
+            patched.setattr(patience, "_SECONDS", 0.05)
+            patched.setattr(Store, "recall", hangs)
+            assert disk.recall("digest") is None
+            gate.set()
+        assert disk.recall("digest") is None
+        disk._unread = 0.0
+        assert disk.recall("digest") == [*range(90, 100), 7] and disk.recall("another") is None
 
 
 def test_text_that_is_unknown_at_the_start_is_found_when_the_directory_is_read(tmp_path: Path) -> None:
