@@ -36,6 +36,7 @@ from luce.engine.sequence import (
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
 from luce.models.spec import ModelSpec
+from luce.runtime.device import Memory
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText
@@ -139,8 +140,9 @@ class Model:
 
     @property
     def placement(self) -> list[dict[str, Any]]:
-        """device, layers (first, last), bytes of weights, of state, of weights unpacked as well, and bytes per token
-        handed on, of each shard."""
+        """device, layers (first, last), bytes of weights, of state, of weights unpacked as well, bytes per token handed
+        on, and as `memory` says bytes that are free and all, of each shard."""
+        memory = self.memory()
         return [
             {
                 "device": part.device,
@@ -149,6 +151,7 @@ class Model:
                 "unpacked": part.unpacked,
                 "state": part.state,
                 "handed_on": handed_on(self._backend.spec, part.layers.stop),
+                "memory": _shown(memory.get(part.device)),
             }
             for part in self._backend.parts
         ]
@@ -156,6 +159,10 @@ class Model:
     def down(self) -> str:
         """Why nothing can be generated any more, such as a daemon that has died too often; empty otherwise."""
         return self._backend.down()
+
+    def memory(self) -> dict[str, Memory]:
+        """What each shard's device had left when it was last looked at, by its name; those that are not known lack."""
+        return self._backend.memory()
 
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the load."""
@@ -261,6 +268,10 @@ class Model:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _shown(memory: Memory | None) -> dict[str, int] | None:
+    return None if memory is None else {"free": memory.free, "total": memory.total}
 
 
 def _within(name: str, value: float, low: float, high: float) -> float:

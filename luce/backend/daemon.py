@@ -21,6 +21,7 @@ import threadpoolctl
 
 from luce import __version__
 from luce.backend.checks import check_descriptor
+from luce.backend.left import BEAT, Left
 from luce.backend.served import Announced, ServedModel, Work
 from luce.config.resolve import resolve
 from luce.errors import BackendError, LuceError, OutOfMemoryError
@@ -159,6 +160,7 @@ class _Session:
         self._guest: Guest | None = None
         self._spin = 0.0
         self._devices: list[Device] = []
+        self._left = Left(())
         self._model: ServedModel | None = None
         self._announced: Announced | None = None
         #: requests whose work is queued
@@ -173,6 +175,7 @@ class _Session:
         try:
             while True:
                 self._answer_finished()
+                self._look()
                 number, message = self._channel.receive(timeout=None, limit=_LARGEST + self._held(), spin=self._spin)
                 self._now = type(message).__name__, time.monotonic()
                 try:
@@ -202,10 +205,11 @@ class _Session:
             oldest: _Asked | None = self._running[0][2]
         except IndexError:
             oldest = now
+        memory = tuple((memory.free, memory.total) for memory in self._left.seen)
         if oldest is None:
-            return Pong(read=self._read)
+            return Pong(read=self._read, memory=memory)
         kind, at = oldest
-        return Pong(kind, time.monotonic() - at, queued + (now is not None), self._read)
+        return Pong(kind, time.monotonic() - at, queued + (now is not None), self._read, memory)
 
     def _held(self) -> int:
         """Bytes that a Fill may bring."""
@@ -216,6 +220,15 @@ class _Session:
         while self._running and not self._channel.ready(_PATIENCE if self._running[0][1].patient else 0.0):
             if _over(self._running[0][1]):
                 self._answer_first()
+
+    def _look(self) -> None:
+        """While nobody drives the devices, look at what they have left, and again each second until a message comes."""
+        spin = self._spin
+        while not self._running and self._announced is None:
+            self._left.look()
+            if self._channel.ready(BEAT, spin=spin):
+                break
+            spin = 0.0
 
     def _finish_all(self) -> None:
         """Answers keep the order of the requests."""
@@ -310,6 +323,7 @@ class _Session:
         if config.threads:
             threadpoolctl.threadpool_limits(config.threads, user_api="blas")
         self._devices = open_devices(config)
+        self._left = Left(self._devices)
         facts = []
         for device in self._devices:
             self._opened.callback(device.close)

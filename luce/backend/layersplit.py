@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from luce.backend.chain import Chain
 from luce.backend.fill import fill
 from luce.backend.kept import JoinedKept, Kept, Piece
+from luce.backend.left import Left
 from luce.backend.local import LocalShard
 from luce.backend.pieces import cut, largest_piece, separate, usual_piece
 from luce.backend.placement import Claim, ShardPlan, group_pages, plan_pool, plan_shards
@@ -38,7 +39,7 @@ from luce.layers.features import FeatureRing
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.remote.device import RemoteDevice
-from luce.runtime.device import Array, Device
+from luce.runtime.device import Array, Device, Memory
 from luce.runtime.step import PAGE, Int32, Output, Step
 from luce.runtime.transfer import Link
 
@@ -101,6 +102,9 @@ class LayerSplitBackend:
         self.recurrent = spec.recurrent
         self.windows = tuple(group.window for group in spec.page_groups)
         self._chain = Chain(peer=peer)
+        self._devices = tuple(devices)
+        self._own = [device for device in devices if not isinstance(device, RemoteDevice)]
+        self._left = Left(self._own)
         #: whether steps may have failed that nobody has waited for, and why one did
         self._unwaited, self._forgotten = False, ""
         planned = partial(
@@ -193,6 +197,7 @@ class LayerSplitBackend:
             for number, shard in remote.items():
                 with _naming(number, plan[number]):
                     shard.wait_loaded(lambda: report(own))
+            self._left.look()
         except BaseException:
             for shard in remote.values():
                 shard.close()
@@ -240,6 +245,13 @@ class LayerSplitBackend:
         """What the shards' work and the copies between them took since the start. Any thread may ask."""
         return self._chain.times()
 
+    def memory(self) -> dict[str, Memory]:
+        """What each device has left, by its name, as far as it is known: of this process's devices as of the last step,
+        of a daemon's as of its last sign of life. Any thread may ask."""
+        own = dict(zip((str(device.name) for device in self._own), self._left.seen, strict=False))
+        there = {str(device.name): device.left() for device in self._devices if isinstance(device, RemoteDevice)}
+        return own | {name: memory for name, memory in there.items() if memory is not None}
+
     def forward(self, step: Step) -> Output:
         if not self._chain.shards:
             raise BackendError("the backend is closed")
@@ -264,6 +276,7 @@ class LayerSplitBackend:
             ran = [result.result() for result in queued]
             chain.wait()
         outputs = [_output(made) for (made, _), piece in zip(ran, pieces, strict=True) if len(piece.wanted)]
+        self._left.look()
         chain.look()
         self._store_captured()
         self._unwaited = False

@@ -112,8 +112,15 @@ class Channel(Generic[Incoming]):
         finally:
             self._apart.clear()
 
-    def ready(self, seconds: float = 0.0) -> bool:
-        """Whether something is there to receive, or comes in so many seconds: a frame, a part of one, the end."""
+    def ready(self, seconds: float = 0.0, *, spin: float = 0.0) -> bool:
+        """Whether something is there to receive, or comes in so many seconds: a frame, a part of one, the end.
+
+        `spin`: seconds to look for it without sleeping before, as a sleeping thread takes tens of microseconds to wake.
+        """
+        end = time.monotonic() + spin
+        while spin and time.monotonic() < end:
+            if self.ready():
+                return True
         with self._using:
             if self._tls and isinstance(self.socket, ssl.SSLSocket) and self.socket.pending():
                 return True
@@ -123,13 +130,11 @@ class Channel(Generic[Incoming]):
     def receive(self, *, timeout: float | None, limit: int = SMALL, spin: float = 0.0) -> tuple[int, Incoming]:
         """The next message and its request's number. Raises ChannelError; the channel is of no use then.
 
-        `spin`: seconds to look for a frame without sleeping, as a sleeping thread takes tens of microseconds to wake.
+        `spin`: as in `ready`, within the time.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         if spin:
-            end = min(deadline, time.monotonic() + spin)
-            while not self.ready() and time.monotonic() < end:
-                pass
+            self.ready(spin=spin if timeout is None else min(spin, timeout))
         with self._using:
             return self._frame(deadline, limit)
 

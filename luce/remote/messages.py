@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from luce.runtime.step import Output, Step
 
 #: changes with every message that an older peer would not understand
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 class Open(msgspec.Struct, tag=True):
@@ -354,12 +354,14 @@ class Ping(msgspec.Struct, tag=True):
 
 class Pong(msgspec.Struct, tag=True):
     """What the daemon is at: the oldest request that is not answered, empty if there is none, and the seconds since it
-    came; how many there are; and the share of its layers that are read."""
+    came; how many there are; the share of its layers that are read; and of each device the bytes of memory that were
+    free when it was last looked at, and all, nothing as long as that is not known."""
 
     request: str = ""
     seconds: float = 0.0
     requests: int = 0
     read: float = 0.0
+    memory: tuple[tuple[int, int], ...] = ()
 
 
 Ranking = Seal | Unseal | Rank

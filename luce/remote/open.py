@@ -63,7 +63,7 @@ def open_placement(config: Config) -> list[Device]:
                 supervisor = supervisors[number]
                 rank = counts.setdefault(supervisor, 0)
                 counts[supervisor] += 1
-                device = RemoteDevice(name, supervisor, supervisor.hello().devices[rank])
+                device = RemoteDevice(name, supervisor, rank)
             devices.append(device)
         opened.pop_all()
     return devices
@@ -86,7 +86,7 @@ def open_draft_daemon(config: Config, name: DeviceName, targets: Sequence[Device
         return None
     supervisor = _supervise([name], interpreter, config, f"draft on {name}")
     try:
-        return RemoteDevice(name, supervisor, supervisor.hello().devices[0])
+        return RemoteDevice(name, supervisor)
     except BaseException:
         supervisor.close()
         raise

@@ -46,6 +46,7 @@ from luce.remote.messages import (
     Pong,
     Reply,
 )
+from luce.runtime.device import Memory
 
 _log = logging.getLogger(__name__)
 
@@ -140,6 +141,8 @@ class Supervisor:
         self.generation = 0
         #: share of its layers that the daemon has read, as far as is known, and as the log has it
         self.read = self._told = 0.0
+        #: signs of this life
+        self._beat: _Heartbeat | None = None
         self._thread = threading.Thread(target=self._main, name=f"luce-{name}", daemon=True)
         self._thread.start()
 
@@ -216,6 +219,12 @@ class Supervisor:
         with self._changed:
             return str(self._error) if self._ended and not self._closing else ""
 
+    def memory(self) -> tuple[Memory, ...]:
+        """What each of the daemon's devices had left when it was last heard of; empty while it is not. Any thread may
+        ask."""
+        beat = self._beat
+        return () if beat is None else beat.memory
+
     def loss(self) -> str:
         """Why the daemon was lost when it was last ready."""
         with self._changed:
@@ -266,7 +275,7 @@ class Supervisor:
             error = self._live()
             with self._changed:
                 was_ready = self._channel is not None
-                self._channel = self._peer = self._suspicion = None
+                self._channel = self._peer = self._suspicion = self._beat = None
                 self.generation += was_ready
                 self._error = error
                 self._loss = error if was_ready else self._loss
@@ -296,7 +305,7 @@ class Supervisor:
         suspicion: ChannelError | LuceError
         channel: Channel[Reply] = Channel(peer.requests, Reply)
         watch: Channel[Pong] = Channel(peer.watch, Pong)
-        beat = _Heartbeat(self.name, watch, self._note_read)
+        beat = self._beat = _Heartbeat(self.name, watch, len(self._opening.devices), self._note_read)
         with contextlib.closing(channel), contextlib.closing(watch):
             try:
                 with self._changed:
@@ -413,14 +422,20 @@ class Supervisor:
 
 
 class _Heartbeat:
-    """Pings a daemon and counts the silence. `on_read` gets the share of its layers that it has read, when it grows."""
+    """Pings a daemon of so many devices and counts the silence.
 
-    def __init__(self, name: str, watch: Channel[Pong], on_read: Callable[[float], None]) -> None:
+    `on_read` gets the share of its layers that it has read, when it grows.
+    """
+
+    def __init__(self, name: str, watch: Channel[Pong], devices: int, on_read: Callable[[float], None]) -> None:
         self._name = name
         self._watch = watch
+        self._devices = devices
         self._on_read = on_read
         #: the last sign of life
         self._sign: Pong | None = None
+        #: of each device, as it says; empty as long as it is not known
+        self.memory: tuple[Memory, ...] = ()
         self._suspect = False
         self._next = self._heard = time.monotonic()
 
@@ -458,9 +473,11 @@ class _Heartbeat:
             return
         _, sign = self._watch.receive(timeout=_SILENCE)
         real = sign.requests >= 0 and 0 <= sign.seconds < math.inf and 0 <= sign.read <= 1
+        real &= len(sign.memory) in (0, self._devices) and min(map(min, sign.memory), default=0) >= 0
         if not real or len(sign.request) > _KIND or not sign.request.isprintable():
             raise GarbageError("it sent a sign of life that is none")
         before, self._sign, self._heard = self._sign, sign, time.monotonic()
+        self.memory = tuple(Memory(free, total) for free, total in sign.memory)
         if self._suspect:
             self._suspect = False
             _log.warning("%s: gives signs of life again", self._name)

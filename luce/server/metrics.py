@@ -16,16 +16,21 @@ from luce.cache.prefix import CacheStats
 from luce.engine.loop import EngineStats
 from luce.engine.residency import ResidencyStats
 from luce.engine.speculate import DraftStats
+from luce.runtime.device import Memory
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
 class Metrics:
-    """The server's counters. `stats` gives the engine's own figures, `times` the shards', None without a model."""
+    """The server's counters. `stats` gives the engine's own figures, `times` the shards', None without a model, and
+    `memory` that of their devices as far as it is known."""
 
     def __init__(
-        self, stats: Callable[[], EngineStats | None], times: Callable[[], tuple[ShardTimes, ...] | None]
+        self,
+        stats: Callable[[], EngineStats | None],
+        times: Callable[[], tuple[ShardTimes, ...] | None],
+        memory: Callable[[], dict[str, Memory]],
     ) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
@@ -60,7 +65,7 @@ class Metrics:
             "luce_unknown_field", "Fields of request bodies that Luce does not know.", registry=registry
         )
         registry.register(_EngineCollector(stats))
-        registry.register(_ShardCollector(times))
+        registry.register(_ShardCollector(times, memory))
 
     def text(self) -> bytes:
         """All metrics in the Prometheus text format. Any thread may call it."""
@@ -171,8 +176,11 @@ def _tiers(
 
 
 class _ShardCollector(Collector):
-    def __init__(self, times: Callable[[], tuple[ShardTimes, ...] | None]) -> None:
+    def __init__(
+        self, times: Callable[[], tuple[ShardTimes, ...] | None], memory: Callable[[], dict[str, Memory]]
+    ) -> None:
         self._times = times
+        self._memory = memory
 
     def collect(self) -> Iterator[Metric]:
         work = HistogramMetricFamily(
@@ -190,6 +198,13 @@ class _ShardCollector(Collector):
                 copies.add_metric(labels, _buckets(shard.copies), shard.copies.total)
         yield work
         yield copies
+        memory = GaugeMetricFamily(
+            "luce_device_memory_bytes", "Memory of a shard's device: free, and all.", labels=["device", "kind"]
+        )
+        for device, left in self._memory().items():
+            memory.add_metric([device, "free"], left.free)
+            memory.add_metric([device, "total"], left.total)
+        yield memory
 
 
 def _buckets(durations: Durations) -> list[tuple[str, float]]:

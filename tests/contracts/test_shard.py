@@ -19,7 +19,7 @@ from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, TOP
-from tests.support.daemons import HERE, devices, key_file, listener, with_words
+from tests.support.daemons import HERE, devices, key_file, listener, with_words, within
 from tests.support.drive import Driver
 from tests.support.golden_checks import TREES, check_rollback, check_tree
 from tests.support.reference import Reference
@@ -90,6 +90,13 @@ def test_facts(backend: LayerSplitBackend, reference: Reference) -> None:
     for shard in (first, last):
         assert shard.info.weights > 0 and shard.info.state > 0 and not shard.lost()
         assert shard.parts == (shard.info,)
+
+
+def test_what_devices_have_left(backend: LayerSplitBackend) -> None:
+    # A daemon's first sign of life after its start may be on its way.
+    assert within(60, lambda: list(backend.memory()) == [part.device for part in backend.parts])
+    for memory in backend.memory().values():
+        assert memory.total == HostDevice().memory().total and 0 < memory.free <= memory.total
 
 
 def test_embed(backend: LayerSplitBackend, reference: Reference) -> None:

@@ -145,7 +145,7 @@ def converse(whole: int, seed: int, limits: Limits) -> str:
         supervised = Supervisor("cpu:1", Thread, opening, limits)
         stack.callback(supervised.close)
         try:
-            device = RemoteDevice(name, supervised, supervised.hello().devices[0])
+            device = RemoteDevice(name, supervised)
             backend = LayerSplitBackend(file, REFERENCE.spec, [HostDevice(0), device], slots=2, context=128, piece=8)
             stack.callback(backend.close)
             driver = Driver(backend)

@@ -14,6 +14,7 @@ import pytest
 
 from luce.backend.timing import BOUNDS, Durations, ShardTimes
 from luce.errors import DeviceError
+from luce.runtime.device import Memory
 from luce.runtime.step import Step
 from luce.server import app, state
 from luce.text.chat import ChatFormat
@@ -482,3 +483,9 @@ async def test_metrics_hold_the_times_of_each_shard() -> None:
         assert 'luce_shard_seconds_bucket{device="cpu:0",le="+Inf",shard="1"} 8.0' in text
         assert 'luce_transfer_seconds_count{device="cuda:0",shard="0"} 8.0' in text
         assert 'luce_transfer_seconds_count{device="cpu:0"' not in text
+        assert "luce_device_memory_bytes{" not in text
+        here.model.left = {"cuda:0": Memory(1 << 30, 3 << 30)}
+        _, text, _ = await here.get("/metrics")
+        assert 'luce_device_memory_bytes{device="cuda:0",kind="free"} 1.073741824e+09' in text
+        assert 'luce_device_memory_bytes{device="cuda:0",kind="total"} 3.221225472e+09' in text
+        assert text.count("luce_device_memory_bytes{") == 2

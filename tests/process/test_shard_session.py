@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from luce import __version__
+from luce.backend import daemon, left
 from luce.backend.daemon import serve
 from luce.backend.local import LocalShard
 from luce.backend.plan import handed_widths
@@ -50,6 +51,8 @@ from luce.remote.messages import (
     Seal,
     Unseal,
 )
+from luce.runtime.device import Memory
+from luce.runtime.host import HostDevice
 from luce.runtime.step import TOP, PageView, Span, Step
 from tests.support.daemons import within
 from tests.support.reference import Reference
@@ -418,7 +421,7 @@ def test_signs_of_life_tell_what_it_is_at(server: Server, monkeypatch: pytest.Mo
     assert loading.read == 1 / LAYERS and loading.seconds > 0
     go.set()
     assert isinstance(server.channel.receive(timeout=60)[1], Loaded)
-    assert at("", 0) == Pong(read=1.0)
+    assert at("", 0).read == 1.0
     go.clear()
     silent = replace(STEP, wanted=STEP.wanted[:0], full=STEP.full[:0])
     for _ in range(3):
@@ -428,7 +431,48 @@ def test_signs_of_life_tell_what_it_is_at(server: Server, monkeypatch: pytest.Mo
     assert queued.seconds > 0 and queued.read == 1
     go.set()
     assert all(isinstance(server.channel.receive(timeout=60)[1], Done) for _ in range(3))
-    assert at("", 0) == Pong(read=1.0)
+    assert at("", 0).read == 1.0
+
+
+def test_signs_of_life_tell_what_devices_have_left(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, begun, go = LocalShard.forward, threading.Event(), threading.Event()
+    free, threads = [100], set[threading.Thread]()
+
+    def memory(self: HostDevice) -> Memory:
+        threads.add(threading.current_thread())
+        if not free[0]:
+            raise DeviceError("it has fallen off the bus")
+        return Memory(free[0], 1000 + self.name.index)
+
+    def stopped(self: LocalShard, step: Step, handed: Activation | None) -> Activation | Pending:
+        begun.set()
+        go.wait(60)
+        return forward(self, step, handed)
+
+    def told(*memory: tuple[int, int]) -> bool:
+        return within(60, lambda: server.sign().memory == memory)
+
+    monkeypatch.setattr(HostDevice, "memory", memory)
+    monkeypatch.setattr(LocalShard, "forward", stopped)
+    for module in (daemon, left):
+        monkeypatch.setattr(module, "BEAT", 0.01)
+    assert server.sign().memory == ()
+    server.ask(Open(PROTOCOL, __version__, ("cpu:0", "cpu:1"), "info", 0))
+    assert told((100, 1000), (100, 1001))
+    # Also while nobody asks for anything, and when a device cannot say.
+    for free[0], expected in ((90, ((90, 1000), (90, 1001))), (0, ()), (80, ((80, 1000), (80, 1001)))):
+        assert told(*expected)
+    server.ask(BOTH)
+    server.announce(STEP, -1, -1)
+    server.send(Forward())
+    assert begun.wait(60)
+    free[0] = 70
+    # Others drive the devices now.
+    assert all(server.sign().memory == ((80, 1000), (80, 1001)) for _ in range(20))
+    go.set()
+    assert isinstance(server.channel.receive(timeout=60)[1], Done)
+    assert told((70, 1000), (70, 1001))
+    assert threads == {server.thread}
 
 
 def test_activations_that_do_not_fit(server: Server) -> None:

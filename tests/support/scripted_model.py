@@ -15,6 +15,7 @@ from luce.draft.drafter import Drafter
 from luce.engine.loop import Engine
 from luce.engine.residency import Age, KVFlash
 from luce.models.spec import Dialect, Markers, ModelSpec
+from luce.runtime.device import Memory
 from luce.runtime.step import PAGE
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
@@ -141,6 +142,7 @@ class ScriptedModel:
         )
         self.gone = ""
         self.shard_times: tuple[ShardTimes, ...] = ()
+        self.left: dict[str, Memory] = {}
         self.engine = Engine(
             self.backend,
             eos=self.tokenizer.eos_ids,
@@ -169,6 +171,9 @@ class ScriptedModel:
 
     def times(self) -> tuple[ShardTimes, ...]:
         return self.shard_times
+
+    def memory(self) -> dict[str, Memory]:
+        return self.left
 
     def close(self) -> None:
         self.engine.close()

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,8 +19,10 @@ from luce.errors import DeviceError, ShardLostError
 from luce.remote import supervisor
 from luce.remote.arena import shared_arena
 from luce.remote.channel import Channel, ChannelError
+from luce.remote.device import RemoteDevice
 from luce.remote.messages import PROTOCOL, Accept, DeviceFacts, Done, Hello, Load, Loaded, Open, Ping, Pong, Request
 from luce.remote.supervisor import Limits, Supervisor
+from luce.runtime.device import DeviceName, Memory
 from tests.support.daemons import within
 
 OPEN = Open(PROTOCOL, __version__, (), "info", 0)
@@ -206,6 +209,29 @@ def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch, lie: dict[str, A
     daemon.close()
 
 
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let daemons have two."""
+    names = "cpu:0", "cpu:1"
+    monkeypatch.setattr(Peer, "devices", tuple(DeviceFacts(name, True, 1, "<f4", 1, 2, {}) for name in names))
+    monkeypatch.setattr(sys.modules[__name__], "OPEN", Open(PROTOCOL, __version__, names, "info", 0))
+
+
+def test_what_devices_have_left(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
+    two_devices(monkeypatch)
+    daemon = watch(waits)
+    first, second = (RemoteDevice(DeviceName("cpu", number), daemon, number) for number in (0, 1))
+    # Before it tells it in signs of life, as it was when it started.
+    assert first.left() is None and first.memory() == Memory(1, 2)
+    monkeypatch.setattr(Peer, "sign", Pong(memory=((3, 4), (5, 6))))
+    assert within(60, lambda: first.left() is not None)
+    assert first.left() == first.memory() == Memory(3, 4) and second.left() == Memory(5, 6)
+    monkeypatch.setattr(Peer, "sign", Pong(memory=((7, 8), (5, 6))))
+    assert within(60, lambda: first.left() == Memory(7, 8))
+    daemon.close()
+    assert first.left() is None
+
+
 @pytest.mark.parametrize(
     "sign",
     [
@@ -216,11 +242,15 @@ def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch, lie: dict[str, A
         Pong("Load", -1.0, 1),
         Pong("L" * 41, 1.0, 1),
         Pong("Load\n", 1.0, 1),
+        Pong(memory=((1, 2),)),
+        Pong(memory=((1, 2), (-1, 2))),
+        Pong(memory=((1, 2), (1, 2), (1, 2))),
     ],
     ids=str,
 )
 def test_a_sign_of_life_that_is_none(watch: Watch, monkeypatch: pytest.MonkeyPatch, sign: Pong) -> None:
     monkeypatch.setattr(Peer, "sign", sign)
+    two_devices(monkeypatch)
     daemon = watch(waits)
     with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it sent a sign of life that is none$"):
         # Its first answer may come before its first sign.
