@@ -10,7 +10,7 @@ from typing import NoReturn
 import msgspec
 
 from luce.errors import LuceError, ShardLostError
-from luce.remote.channel import Channel, ChannelError, GarbageError
+from luce.remote.channel import Channel, ChannelError, GarbageError, LateError
 from luce.remote.messages import Done, Drop, Failed, Reply
 from luce.remote.supervisor import Supervisor, failure
 from luce.runtime.device import Event, Word
@@ -107,11 +107,11 @@ class Requests:
 
     def _send(self, channel: Channel[Reply], message: msgspec.Struct) -> None:
         self._numbers += 1
-        hear = self._hear if self._asked else None
+        hear, seconds = self._hear if self._asked else None, self._daemon.limits.request
         try:
-            channel.send(self._numbers, message, timeout=self._daemon.limits.request, hear=hear)
+            channel.send(self._numbers, message, timeout=seconds, hear=hear)
         except ChannelError as error:
-            self.lost_by(channel, error)
+            self.lost_by(channel, _within(seconds, error))
 
     def _hear(self) -> bool:
         """An answer comes while something is sent. Whether there may be another one."""
@@ -127,7 +127,7 @@ class Requests:
             head.finish(reply, self.name)
             self._asked.popleft()
         except ChannelError as error:
-            self.lost_by(head.channel, error)
+            self.lost_by(head.channel, _within(head.seconds, error))
 
     def _named(self, error: ShardLostError) -> ShardLostError:
         return ShardLostError(f"{self.name}: {error}")
@@ -227,6 +227,11 @@ class Request(Event):
     def seconds_since(self, start: Event) -> float:
         """The daemon's own measure: between the answers lies what it waited for as well."""
         return self._work
+
+
+def _within(seconds: float, error: ChannelError) -> ChannelError:
+    """The error, with the limit if that is what it is about."""
+    return LateError(f"{error} within {seconds:.4g} s (--shard-timeout)") if isinstance(error, LateError) else error
 
 
 def _nothing(reply: Reply) -> None:

@@ -89,7 +89,8 @@ def test_a_daemon_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
         patient = shard._daemon.limits
         os.kill(pid, signal.SIGSTOP)
         shard._daemon.limits = Limits(patient.start, 0.5)
-        still = r"^shard 1 \(cpu:1\): cpu:1: the daemon is lost: it does not answer; \d+\.\d s ago it wa"
+        limit = r"it does not answer within [\d.]+ s \(--shard-timeout\)"
+        still = rf"^shard 1 \(cpu:1\): cpu:1: the daemon is lost: {limit}; \d+\.\d s ago it wa"
         with pytest.raises(ShardLostError, match=still):
             reply(model)
         shard._daemon.limits = patient
