@@ -67,6 +67,8 @@ _SEND = 30.0
 #: restarts within a time, both at most so many; seconds before each
 _RESTARTS, _WITHIN = 5, 600.0
 _DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)
+#: seconds between later tries of a daemon that cannot even be started or connected to
+_AGAIN = 30.0
 #: how long `lost` waits to learn the reason: longer than a daemon gets to end
 _VERDICT = 20.0
 
@@ -130,7 +132,7 @@ class Supervisor:
         self._channels: tuple[Channel[Reply], Channel[Pong]] | None = None
         self._ever_ready = False
         self._closing = False
-        #: why the daemon's last life ended, and that there will be no other one
+        #: why the daemon's last life ended, and that nobody is to wait for another one
         self._error: LuceError | None = None
         self._ended = False
         #: why the daemon was lost when it was last ready: attempts to start it anew may have failed since
@@ -204,7 +206,7 @@ class Supervisor:
     def channel(self, generation: int) -> Channel[Reply]:
         """The way to a daemon that is ready, for the engine's thread alone; waits while one starts anew.
 
-        Raises ShardLostError if there is none and will be none, and if it is not the one of this generation.
+        Raises ShardLostError if there is none to wait for, and if it is not the one of this generation.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._channel or self._ended or self.generation != generation)
@@ -215,7 +217,7 @@ class Supervisor:
             return self._channel
 
     def down(self) -> str:
-        """Why there is no daemon and will be none; empty if there is one, or one starts anew. Any thread may ask."""
+        """Why there is no daemon and nobody is to wait for one, otherwise empty. Any thread may ask."""
         with self._changed:
             return str(self._error) if self._ended and not self._closing else ""
 
@@ -270,11 +272,12 @@ class Supervisor:
                 self._changed.notify_all()
 
     def _keep(self) -> None:
-        deaths: deque[float] = deque(maxlen=_RESTARTS)
+        deaths: deque[float] = deque()
+        missed = 0
         while True:
             error = self._live()
             with self._changed:
-                was_ready = self._channel is not None
+                was_ready, reached = self._channel is not None, self._peer is not None
                 self._channel = self._peer = self._suspicion = self._beat = None
                 self.generation += was_ready
                 self._error = error
@@ -282,16 +285,24 @@ class Supervisor:
                 now = time.monotonic()
                 while deaths and now - deaths[0] > _WITHIN:
                     deaths.popleft()
-                if self._closing or not self._ever_ready or len(deaths) == _RESTARTS:
+                if reached:
+                    deaths.append(now)
+                missed = 0 if reached else missed + 1
+                tries = len(deaths) + missed - 1
+                delay = _DELAYS[tries] if tries < _RESTARTS else _AGAIN
+                if self._closing or not self._ever_ready or (reached and tries >= _RESTARTS):
                     if not self._closing:
                         _log.error("%s", error)
                     self._ended = True
                     self._changed.notify_all()
                     return
-                delay = _DELAYS[len(deaths)]
-                deaths.append(now)
+                if tries < _RESTARTS:
+                    _log.warning("%s; starting it anew%s", error, f" in {delay:g} s" if delay else "")
+                elif not self._ended:
+                    # Another machine may be switched on again.
+                    _log.error("%s; trying again every %g s", error, delay)
+                    self._ended = True
                 self._changed.notify_all()
-                _log.warning("%s; starting it anew%s", error, f" in {delay:g} s" if delay else "")
                 if self._changed.wait_for(lambda: self._closing, delay):
                     self._ended = True
                     return
@@ -354,7 +365,7 @@ class Supervisor:
         log.event(_log, "shard ready", shard=self.name, pid=hello.pid, transport=way, seconds=seconds)
         with self._changed:
             self.read = 1.0
-            self._loaded, self._channel, self._ever_ready = loaded, channel, True
+            self._loaded, self._channel, self._ever_ready, self._ended = loaded, channel, True, False
             self._changed.notify_all()
 
     def _given_load(self, beat: _Heartbeat) -> tuple[Load | LoadDraft, int | None]:

@@ -11,7 +11,8 @@ import pytest
 import luce
 from luce.cli.main import main
 from luce.errors import DeviceError, ModelError, ShardLostError, UsageError
-from tests.support.daemons import key_file, listener
+from luce.remote import supervisor
+from tests.support.daemons import key_file, listener, within
 from tests.support.reference import Reference
 
 REFERENCE = Reference("gemma4-e-Q4_0")
@@ -57,6 +58,31 @@ def test_a_daemon_that_comes_back(keys: list[Path]) -> None:
                 list(running)
             with listener(REFERENCE.path, keys[0], port):
                 assert reply(model) == EXPECTED
+
+
+def test_a_daemon_that_is_long_away(
+    keys: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "_RESTARTS", 2)
+    monkeypatch.setattr(supervisor, "_DELAYS", (0.0, 0.0))
+    monkeypatch.setattr(supervisor, "_AGAIN", 0.01)
+    with listener(REFERENCE.path, keys[0]) as (port, process):
+        model = load(port, keys[0])
+        with model:
+            for tries in (["starting it anew"] * 2, ["starting it anew"]):
+                process.kill()
+                process.wait()
+                assert within(60, lambda: "cannot connect" in model.down())
+                with pytest.raises(ShardLostError, match=r"^shard 1 \(tcp://127.0.0.1:.*cannot connect"):
+                    reply(model)
+                # The death and tries, and then once that these go on.
+                said = [r.getMessage() for r in caplog.records if r.name == supervisor.__name__ and r.levelno > 20]
+                assert [text.rpartition("; ")[2] for text in said] == [*tries, "trying again every 0.01 s"]
+                caplog.clear()
+                with listener(REFERENCE.path, keys[0], port) as (_, process):
+                    assert within(60, lambda: not model.down())
+                    assert reply(model) == EXPECTED
+                    process.kill()
 
 
 def test_another_file(keys: list[Path]) -> None:
