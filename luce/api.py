@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.plan import handed_on
+from luce.backend.shard import DaemonState
 from luce.backend.timing import ShardTimes
 from luce.cache.disk import DiskTier
 from luce.config.resolve import override
@@ -163,6 +164,10 @@ class Model:
     def memory(self) -> dict[str, Memory]:
         """What each shard's device had left when it was last looked at, by its name; those that are not known lack."""
         return self._backend.memory()
+
+    def daemons(self) -> tuple[DaemonState, ...]:
+        """The shards that are in daemons."""
+        return self._backend.daemons()
 
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the load."""

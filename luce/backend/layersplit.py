@@ -31,7 +31,7 @@ from luce.backend.plan import handed_on, state_bytes
 from luce.backend.pool import Wanted
 from luce.backend.rank import sealed_bytes
 from luce.backend.remote import RemoteShard
-from luce.backend.shard import Shard, ShardInfo
+from luce.backend.shard import DaemonState, Shard, ShardInfo
 from luce.backend.timing import ShardTimes
 from luce.errors import BackendError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile
@@ -241,16 +241,24 @@ class LayerSplitBackend:
         """Why steps will fail from now on; empty as long as they need not. Any thread may ask."""
         return "; ".join(filter(None, [shard.down() for shard in self.shards]))
 
-    def times(self) -> tuple[ShardTimes, ...]:
-        """What the shards' work and the copies between them took since the start. Any thread may ask."""
-        return self._chain.times()
-
     def memory(self) -> dict[str, Memory]:
         """What each device has left, by its name, as far as it is known: of this process's devices as of the last step,
         of a daemon's as of its last sign of life. Any thread may ask."""
         own = dict(zip((str(device.name) for device in self._own), self._left.seen, strict=False))
         there = {str(device.name): device.left() for device in self._devices if isinstance(device, RemoteDevice)}
         return own | {name: memory for name, memory in there.items() if memory is not None}
+
+    def daemons(self) -> tuple[DaemonState, ...]:
+        """The shards that are in daemons. Any thread may ask."""
+        return tuple(
+            DaemonState(number, shard.info.device, shard.up, shard.restarts)
+            for number, shard in enumerate(self.shards)
+            if isinstance(shard, RemoteShard)
+        )
+
+    def times(self) -> tuple[ShardTimes, ...]:
+        """What the shards' work and the copies between them took since the start. Any thread may ask."""
+        return self._chain.times()
 
     def forward(self, step: Step) -> Output:
         if not self._chain.shards:

@@ -190,6 +190,16 @@ class RemoteShard:
         why = self._daemon.down()
         return why and f"{self._name}: {why}"
 
+    @property
+    def up(self) -> bool:
+        """Whether its daemon is ready. Any thread may ask."""
+        return self._daemon.ready()
+
+    @property
+    def restarts(self) -> int:
+        """How often it was lost after it had been ready. Any thread may ask."""
+        return self._daemon.generation
+
     def announce(self, step: Step, handed: Activation | None) -> None:
         self._release()
         self._requests.catch_up()

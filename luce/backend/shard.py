@@ -40,6 +40,16 @@ class ShardInfo:
     unpacked: int
 
 
+@dataclass(frozen=True)
+class DaemonState:
+    """A daemon's shard, by its number and its devices: whether it is there, and how often it was lost before."""
+
+    shard: int
+    device: str
+    up: bool
+    restarts: int
+
+
 class Shard(Protocol):
     """Loaded when constructed. One thread calls it; a failed call leaves it usable.
 

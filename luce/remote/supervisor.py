@@ -216,6 +216,10 @@ class Supervisor:
                 raise ShardLostError(f"{self._error or self.name + ': closed'}")
             return self._channel
 
+    def ready(self) -> bool:
+        """Whether requests can be sent now. Any thread may ask."""
+        return self._channel is not None
+
     def down(self) -> str:
         """Why there is no daemon and nobody is to wait for one, otherwise empty. Any thread may ask."""
         with self._changed:

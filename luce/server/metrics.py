@@ -10,28 +10,22 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from luce.backend.timing import BOUNDS, Durations, ShardTimes
+from luce.api import Model
+from luce.backend.timing import BOUNDS, Durations
 from luce.cache.disk import DiskStats
 from luce.cache.prefix import CacheStats
 from luce.engine.loop import EngineStats
 from luce.engine.residency import ResidencyStats
 from luce.engine.speculate import DraftStats
-from luce.runtime.device import Memory
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
 class Metrics:
-    """The server's counters. `stats` gives the engine's own figures, `times` the shards', None without a model, and
-    `memory` that of their devices as far as it is known."""
+    """The server's counters. `stats` gives the engine's own figures, `model` has the shards', None without a model."""
 
-    def __init__(
-        self,
-        stats: Callable[[], EngineStats | None],
-        times: Callable[[], tuple[ShardTimes, ...] | None],
-        memory: Callable[[], dict[str, Memory]],
-    ) -> None:
+    def __init__(self, stats: Callable[[], EngineStats | None], model: Callable[[], Model | None]) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
             "luce_requests", "Requests answered, by route and status.", ("endpoint", "status"), registry=registry
@@ -65,7 +59,7 @@ class Metrics:
             "luce_unknown_field", "Fields of request bodies that Luce does not know.", registry=registry
         )
         registry.register(_EngineCollector(stats))
-        registry.register(_ShardCollector(times, memory))
+        registry.register(_ShardCollector(model))
 
     def text(self) -> bytes:
         """All metrics in the Prometheus text format. Any thread may call it."""
@@ -176,13 +170,13 @@ def _tiers(
 
 
 class _ShardCollector(Collector):
-    def __init__(
-        self, times: Callable[[], tuple[ShardTimes, ...] | None], memory: Callable[[], dict[str, Memory]]
-    ) -> None:
-        self._times = times
-        self._memory = memory
+    def __init__(self, model: Callable[[], Model | None]) -> None:
+        self._model = model
 
     def collect(self) -> Iterator[Metric]:
+        model = self._model()
+        if model is None:
+            return
         work = HistogramMetricFamily(
             "luce_shard_seconds", "Time of a shard's device for one step or piece of one.", labels=("shard", "device")
         )
@@ -191,7 +185,7 @@ class _ShardCollector(Collector):
             "Time of one copy of what a shard hands to the next; by way of host memory there are two.",
             labels=("shard", "device"),
         )
-        for number, shard in enumerate(self._times() or ()):
+        for number, shard in enumerate(model.times()):
             labels = (str(number), shard.device)
             work.add_metric(labels, _buckets(shard.work), shard.work.total)
             if shard.copies is not None:
@@ -201,10 +195,22 @@ class _ShardCollector(Collector):
         memory = GaugeMetricFamily(
             "luce_device_memory_bytes", "Memory of a shard's device: free, and all.", labels=["device", "kind"]
         )
-        for device, left in self._memory().items():
+        for device, left in model.memory().items():
             memory.add_metric([device, "free"], left.free)
             memory.add_metric([device, "total"], left.total)
         yield memory
+        up = GaugeMetricFamily("luce_shard_up", "Whether a shard's daemon is there.", labels=("shard", "device"))
+        restarts = CounterMetricFamily(
+            "luce_shard_restarts",
+            "Times that a shard's daemon was lost after it had loaded.",
+            labels=("shard", "device"),
+        )
+        for daemon in model.daemons():
+            labels = (str(daemon.shard), daemon.device)
+            up.add_metric(labels, float(daemon.up))
+            restarts.add_metric(labels, daemon.restarts)
+        yield up
+        yield restarts
 
 
 def _buckets(durations: Durations) -> list[tuple[str, float]]:

@@ -13,11 +13,9 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from luce.api import Model
-from luce.backend.timing import ShardTimes
 from luce.config.settings import Config
 from luce.engine.loop import EngineStats
 from luce.errors import UnavailableError
-from luce.runtime.device import Memory
 from luce.server.auth import Cors, HostCheck, Keys
 from luce.server.metrics import Metrics
 
@@ -53,7 +51,7 @@ class Server:
         self.model: Model | None = None
         #: share of the model that is loaded; the loading thread writes it
         self.progress = 0.0
-        self.metrics = Metrics(self.stats, self.times, self.memory)
+        self.metrics = Metrics(self.stats, lambda: self.model)
         self.draining = False
         self.started = int(time.time())
         #: requests whose handler has not returned; `idle` is set while there are none
@@ -80,14 +78,6 @@ class Server:
     def stats(self) -> EngineStats | None:
         """The engine's figures, None without a model. Any thread may ask."""
         return None if self.model is None else self.model.engine.stats()
-
-    def times(self) -> tuple[ShardTimes, ...] | None:
-        """How long the shards take, None without a model. Any thread may ask."""
-        return None if self.model is None else self.model.times()
-
-    def memory(self) -> dict[str, Memory]:
-        """What the shards' devices have left, nothing without a model. Any thread may ask."""
-        return {} if self.model is None else self.model.memory()
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of /health."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from luce.backend.shard import DaemonState
 from luce.backend.timing import BOUNDS, Durations, ShardTimes
 from luce.errors import DeviceError
 from luce.runtime.device import Memory
@@ -489,3 +490,21 @@ async def test_metrics_hold_the_times_of_each_shard() -> None:
         assert 'luce_device_memory_bytes{device="cuda:0",kind="free"} 1.073741824e+09' in text
         assert 'luce_device_memory_bytes{device="cuda:0",kind="total"} 3.221225472e+09' in text
         assert text.count("luce_device_memory_bytes{") == 2
+
+
+async def test_metrics_hold_the_state_of_each_daemon() -> None:
+    async with running() as here:
+        here.model.shard_daemons = (DaemonState(1, "hip:0", True, 3), DaemonState(2, "cpu:0,cpu:1", False, 0))
+        _, text, _ = await here.get("/metrics")
+        for labels, up, restarts in (
+            ('{device="hip:0",shard="1"}', "1.0", "3.0"),
+            ('{device="cpu:0,cpu:1",shard="2"}', "0.0", "0.0"),
+        ):
+            assert f"luce_shard_up{labels} {up}" in text
+            assert f"luce_shard_restarts_total{labels} {restarts}" in text
+
+
+async def test_metrics_without_a_model_have_no_shards() -> None:
+    async with running(loaded=False) as here:
+        _, text, _ = await here.get("/metrics")
+        assert "luce_requests_total" in text and "luce_shard" not in text and "luce_device" not in text

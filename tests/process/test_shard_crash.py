@@ -20,6 +20,7 @@ import luce
 from luce.api import Model
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.remote import RemoteShard
+from luce.backend.shard import DaemonState
 from luce.errors import DeviceError, LuceError, OutOfMemoryError, ShardLostError
 from luce.gguf.reader import open_gguf
 from luce.remote import supervisor
@@ -121,7 +122,8 @@ def test_death_while_reading_a_prompt() -> None:
 
 def test_death_of_an_idle_daemon_fails_nothing() -> None:
     with load() as model:
-        for _ in range(2):
+        for deaths in range(2):
+            assert model.daemons() == (DaemonState(1, "cpu:1", up=True, restarts=deaths),)
             (pid,) = children()
             os.kill(pid, signal.SIGKILL)
             assert within(60, lambda: bool(children()) and children() != {pid})  # noqa: B023
@@ -154,6 +156,7 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(ShardLostError, match=r"^shard 1 \(cpu:1\): .*SIGKILL"):
                 reply(model)
         assert re.match(r"shard 1 \(cpu:1\): .*SIGKILL", model.down())
+        assert model.daemons() == (DaemonState(1, "cpu:1", up=False, restarts=2),)
 
 
 def test_progress_counts_the_layers_of_daemons(monkeypatch: pytest.MonkeyPatch) -> None:

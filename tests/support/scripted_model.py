@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from luce.backend.pool import Wanted
+from luce.backend.shard import DaemonState
 from luce.backend.timing import ShardTimes
 from luce.config.settings import Config
 from luce.draft.drafter import Drafter
@@ -143,6 +144,7 @@ class ScriptedModel:
         self.gone = ""
         self.shard_times: tuple[ShardTimes, ...] = ()
         self.left: dict[str, Memory] = {}
+        self.shard_daemons: tuple[DaemonState, ...] = ()
         self.engine = Engine(
             self.backend,
             eos=self.tokenizer.eos_ids,
@@ -174,6 +176,9 @@ class ScriptedModel:
 
     def memory(self) -> dict[str, Memory]:
         return self.left
+
+    def daemons(self) -> tuple[DaemonState, ...]:
+        return self.shard_daemons
 
     def close(self) -> None:
         self.engine.close()
