@@ -195,7 +195,7 @@ class LayerSplitBackend:
                         self._chain.link(rows * handed_on(spec, plan[number].layers.start) // 4)
             own = next(read) - 1
             for number, shard in remote.items():
-                with _naming(number, plan[number]):
+                with _naming(number, plan[number], named=True):
                     shard.wait_loaded(lambda: report(own))
             self._left.look()
         except BaseException:
@@ -432,12 +432,14 @@ def _name(number: int, shard: ShardPlan) -> str:
 
 
 @contextlib.contextmanager
-def _naming(number: int, shard: ShardPlan) -> Iterator[None]:
+def _naming(number: int, shard: ShardPlan, *, named: bool = False) -> Iterator[None]:
+    """Say in errors of memory which shard lacks it, unless it is `named` there, and what would help."""
     try:
         yield
     except OutOfMemoryError as error:
         # It was planned to fit: somebody else has taken memory since, or it is in pieces.
         needs = f"it needs {shard.needed} bytes in all, {shard.state} of them for context"
+        name = "" if named else f"{_name(number, shard)}: "
         raise OutOfMemoryError(
-            f"{_name(number, shard)}: {error}; {needs}, which a smaller --max-ctx makes less", param="max_ctx"
+            f"{name}{error}; {needs}, which a smaller --max-ctx makes less", param="max_ctx"
         ) from error

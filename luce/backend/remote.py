@@ -98,7 +98,7 @@ class RemoteShard:
         self._arena = self._memory_of(size)
         self._answer = self._arena.take(ANSWER)
         self._outputs = [self._arena.take(4 * rows * sum(self._gives)) for _ in range(OUTPUTS)]
-        self._requests = Requests(name, self._daemon, before=self._release)
+        self._requests = Requests(self._daemon, before=self._release)
         self._announced: _Announced | None = None
         #: whose output comes through shared memory, or came last
         self._reader: Request | None = None
@@ -129,7 +129,7 @@ class RemoteShard:
             (str(device.name.local), (part.start, part.stop)) for device, part in zip(devices, layers, strict=True)
         )
         self._parts = tuple(ShardInfo(str(d.name), part, 0, 0, 0) for d, part in zip(devices, layers, strict=True))
-        self._daemon.begin_load(self._load, self._arena)
+        self._daemon.begin_load(self._load, self._arena, name)
 
     def _memory_of(self, size: int) -> Arena:
         if self._daemon.shares:
@@ -187,8 +187,7 @@ class RemoteShard:
         return self._requests.lost()
 
     def down(self) -> str:
-        why = self._daemon.down()
-        return why and f"{self._name}: {why}"
+        return self._daemon.down()
 
     @property
     def up(self) -> bool:

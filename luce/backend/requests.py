@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import msgspec
 
-from luce.errors import LuceError, ShardLostError
+from luce.errors import LuceError
 from luce.remote.channel import Channel, ChannelError, GarbageError, LateError
 from luce.remote.messages import Done, Drop, Failed, Reply
 from luce.remote.supervisor import Supervisor, failure
@@ -24,14 +24,13 @@ _BEHIND = 8
 
 
 class Requests:
-    """The requests of one shard, which is called `name` in errors. For one thread. `before` is called before each.
+    """The requests of one shard. For one thread. `before` is called before each.
 
     `generation`: the daemon's life that they are for, which `lost` brings up to date. A daemon that is lost is the
     answer to all of them: ShardLostError.
     """
 
-    def __init__(self, name: str, daemon: Supervisor, before: Callable[[], None] = lambda: None) -> None:
-        self.name = name
+    def __init__(self, daemon: Supervisor, before: Callable[[], None] = lambda: None) -> None:
         self.generation = 0
         #: numbers of what was put aside and is of no use any more; any thread may append to it
         self.dropped: deque[int] = deque()
@@ -44,15 +43,12 @@ class Requests:
 
     def channel(self) -> Channel[Reply]:
         """The way to the daemon. Raises ShardLostError."""
-        try:
-            return self._daemon.channel(self.generation)
-        except ShardLostError as error:
-            raise self._named(error) from None
+        return self._daemon.channel(self.generation)
 
     def lost(self) -> str:
         """Why all that the daemon kept has been lost since the last call; empty if it has not."""
         known, self.generation = self.generation, self._daemon.generation
-        return "" if known == self.generation else f"{self.name}: {self._daemon.loss()}"
+        return "" if known == self.generation else self._daemon.loss()
 
     def send(self, message: msgspec.Struct) -> None:
         """A message that gets no answer."""
@@ -98,7 +94,7 @@ class Requests:
 
     def lost_by(self, channel: Channel[Reply], why: ChannelError) -> NoReturn:
         """The daemon's death is the answer to all that was asked."""
-        error = self._named(self._daemon.lost(channel, why))
+        error = self._daemon.lost(channel, why)
         for request in self._asked:
             request.error = error
         self._asked.clear()
@@ -124,13 +120,10 @@ class Requests:
             number, reply = head.channel.receive(timeout=head.seconds, limit=head.limit, spin=head.spin)
             if number != head.number:
                 raise GarbageError(f"it answered request {number} instead of {head.number}")
-            head.finish(reply, self.name)
+            head.finish(reply, self._daemon.name)
             self._asked.popleft()
         except ChannelError as error:
             self.lost_by(head.channel, _within(head.seconds, error))
-
-    def _named(self, error: ShardLostError) -> ShardLostError:
-        return ShardLostError(f"{self.name}: {error}")
 
 
 class Request(Event):

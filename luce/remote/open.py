@@ -179,11 +179,13 @@ def _supervise(names: Sequence[DeviceName], interpreter: Path | None, config: Co
         where = names[0].place.removeprefix("tcp://").rstrip("/")
         context = tls(config.shard_key_file, flag("shard_key_file"), server=False)
         wire = config.shard_activations
-        return Supervisor(label, lambda: Connection(label, where, context), opening, limits, shares=False, wire=wire)
+        return Supervisor(
+            label, lambda called: Connection(called, where, context), opening, limits, shares=False, wire=wire
+        )
     chosen = (text.partition(":")[2].partition("=") for text in config.shard_env if text.startswith(f"{kind}:"))
     variables = {name: value for name, _, value in chosen}
     program = _program("draft_ipc_bin" if interpreter is config.draft_ipc_bin else "target_shard_ipc_bin", interpreter)
     way, wire = config.shard_transport, config.shard_activations
     shares, required = way != "stream", way == "shared"
-    connect = partial(Child, label, program, variables)
+    connect = partial(Child, interpreter=program, variables=variables)
     return Supervisor(label, connect, opening, limits, shares=shares, required=required, wire=wire)

@@ -97,16 +97,17 @@ class Limits:
 
 
 class Supervisor:
-    """One daemon, called `name` in messages. `connect` runs in the supervisor's thread, for each life of the daemon.
+    """One daemon, called `name` in messages until it is known what it is to load.
 
-    `shares`: whether daemon and server have memory in common, which may turn out to be impossible; `required`: that
-    this is an error then. `wire`: what activations are in messages otherwise.
+    `connect` gets what it is called, and runs in the supervisor's thread, for each life of the daemon. `shares`:
+    whether daemon and server have memory in common, which may turn out to be impossible; `required`: that this is an
+    error then. `wire`: what activations are in messages otherwise.
     """
 
     def __init__(
         self,
         name: str,
-        connect: Callable[[], Peer],
+        connect: Callable[[str], Peer],
         opening: Open,
         limits: Limits,
         *,
@@ -156,9 +157,10 @@ class Supervisor:
                 raise self._error or DeviceError(f"{self.name}: closed")
             return self._hello
 
-    def begin_load(self, load: Load, arena: Arena) -> None:
-        """Let this life of the daemon, and all later ones, load layers. The arena stays the caller's."""
+    def begin_load(self, load: Load, arena: Arena, name: str) -> None:
+        """Let this life of the daemon, and all later ones, load layers, called `name`. The arena stays the caller's."""
         with self._changed:
+            self.name = name
             # One of its own: the caller closes the arena while a daemon may start anew.
             self._load = load, None if arena.fd is None else os.dup(arena.fd)
             self._changed.notify_all()
@@ -314,13 +316,13 @@ class Supervisor:
     def _live(self) -> LuceError:
         """One life of the daemon, from its start to its end; why it ended."""
         try:
-            peer = self._connect()
+            peer = self._connect(self.name)
         except LuceError as error:
             return error
         suspicion: ChannelError | LuceError
         channel: Channel[Reply] = Channel(peer.requests, Reply)
         watch: Channel[Pong] = Channel(peer.watch, Pong)
-        beat = self._beat = _Heartbeat(self.name, watch, len(self._opening.devices), self._note_read)
+        beat = self._beat = _Heartbeat(lambda: self.name, watch, len(self._opening.devices), self._note_read)
         with contextlib.closing(channel), contextlib.closing(watch):
             try:
                 with self._changed:
@@ -442,7 +444,9 @@ class _Heartbeat:
     `on_read` gets the share of its layers that it has read, when it grows.
     """
 
-    def __init__(self, name: str, watch: Channel[Pong], devices: int, on_read: Callable[[float], None]) -> None:
+    def __init__(
+        self, name: Callable[[], str], watch: Channel[Pong], devices: int, on_read: Callable[[float], None]
+    ) -> None:
         self._name = name
         self._watch = watch
         self._devices = devices
@@ -477,7 +481,7 @@ class _Heartbeat:
             raise LateError(f"it has given no sign of life for {limit:g} s")
         if silence > _SUSPECT and self._sign is not None and not self._suspect:
             self._suspect = True
-            _log.warning("%s: no sign of life for %.1f s; it counts as lost after %g s", self._name, silence, limit)
+            _log.warning("%s: no sign of life for %.1f s; it counts as lost after %g s", self._name(), silence, limit)
         if now >= self._next:
             self._next = now + _BEAT
             self._watch.send(0, Ping(), timeout=_SILENCE)
@@ -495,7 +499,7 @@ class _Heartbeat:
         self.memory = tuple(Memory(free, total) for free, total in sign.memory)
         if self._suspect:
             self._suspect = False
-            _log.warning("%s: gives signs of life again", self._name)
+            _log.warning("%s: gives signs of life again", self._name())
         if sign.read > (0.0 if before is None else before.read):
             self._on_read(sign.read)
 

@@ -110,7 +110,7 @@ def _other(message: msgspec.Struct, chance: random.Random) -> msgspec.Struct:
 class Thread:
     """A Peer: a daemon in a thread of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.requests, requests = socket.socketpair()
         self.watch, watch = socket.socketpair()
         arguments = {"shares": True, "silence": 60.0}

@@ -319,7 +319,7 @@ async def test_while_draining() -> None:
 async def test_without_a_shard_that_is_gone_for_good() -> None:
     async with running() as here:
         assert (await here.post(CHAT, HI))[0] == 200
-        here.model.gone = why = "shard 1 (cpu:1): cpu:1: the daemon is lost"
+        here.model.gone = why = "shard 1 (cpu:1): the daemon is lost"
         assert (await here.get("/health"))[:2] == (503, {"status": "error", "reason": why})
         status, body, headers = await here.post(CHAT, HI)
         assert status == 503 and body["error"]["code"] == "shard_lost" and why in body["error"]["message"]

@@ -74,7 +74,7 @@ def test_death_while_generating(number: signal.Signals, monkeypatch: pytest.Monk
             with pytest.raises(ShardLostError) as caught:
                 list(generation)
             errors.append(str(caught.value))
-        assert errors[0].startswith("shard 1 (cpu:1): cpu:1: the daemon is lost: it ")
+        assert errors[0].startswith("shard 1 (cpu:1): the daemon is lost: it ")
         assert f"ended by {number.name}" in errors[0]
         assert reply(model) == EXPECTED
         assert children() != {pid} and len(children()) == 1
@@ -91,7 +91,7 @@ def test_a_daemon_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
         os.kill(pid, signal.SIGSTOP)
         shard._daemon.limits = Limits(patient.start, 0.5)
         limit = r"it does not answer within [\d.]+ s \(--shard-timeout\)"
-        still = rf"^shard 1 \(cpu:1\): cpu:1: the daemon is lost: {limit}; \d+\.\d s ago it wa"
+        still = rf"^shard 1 \(cpu:1\): the daemon is lost: {limit}; \d+\.\d s ago it wa"
         with pytest.raises(ShardLostError, match=still):
             reply(model)
         shard._daemon.limits = patient

@@ -88,7 +88,9 @@ def test_a_daemon_that_is_long_away(
 def test_another_file(keys: list[Path]) -> None:
     with (
         listener(Reference("gemma4-e-F32").path, keys[0]) as (port, _),
-        pytest.raises(ModelError, match=r"^tcp://.*gemma4-e-F32.gguf: the daemon's file is not the server's"),
+        pytest.raises(
+            ModelError, match=r"^shard 1 \(tcp://.*\): .*gemma4-e-F32.gguf: the daemon's file is not the server's"
+        ),
     ):
         load(port, keys[0])
 

@@ -28,6 +28,7 @@ from tests.support.daemons import key_file
 class Daemon:
     """What Requests needs of a Supervisor. `peer` is the daemon's end."""
 
+    name = "shard 1"
     limits = Limits(60.0, 60.0)
     generation = 0
 
@@ -58,7 +59,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def test_what_is_kept_is_dropped_with_its_last_reference(daemon: Daemon) -> None:
-    requests = Requests("shard 1", daemon)  # type: ignore[arg-type]
+    requests = Requests(daemon)  # type: ignore[arg-type]
     gc.disable()
     try:
         kept = RemoteKept(requests, range(4), Save(1, ((2,),), held=False), seconds=0)
@@ -75,14 +76,14 @@ def test_what_is_kept_is_dropped_with_its_last_reference(daemon: Daemon) -> None
 
 
 def test_a_lost_daemon_is_the_answer_to_all_that_was_asked(daemon: Daemon) -> None:
-    requests = Requests("shard 1", daemon)  # type: ignore[arg-type]
+    requests = Requests(daemon)  # type: ignore[arg-type]
     asked = [requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None) for _ in range(3)]
     number, _ = daemon.peer.receive(timeout=60)
     daemon.peer.send(number, Done(), timeout=60)
     asked[0].wait()
     daemon.peer.close()
     for request in (asked[2], asked[1]):
-        with pytest.raises(ShardLostError, match="shard 1: it closed the connection"):
+        with pytest.raises(ShardLostError, match="it closed the connection"):
             request.wait()
     asked[0].wait()
     assert requests.newest is None
@@ -118,7 +119,7 @@ def test_large_messages_pass_each_other(secured: bool, tmp_path: Path) -> None:
 
     peer = threading.Thread(target=serve)
     peer.start()
-    requests = Requests("shard 1", daemon)  # type: ignore[arg-type]
+    requests = Requests(daemon)  # type: ignore[arg-type]
     asked = [requests.ask(Forward(data), seconds=60, limit=1 << 24, take=take) for _ in range(3)]
     for request in asked:
         request.wait()

@@ -104,7 +104,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     monkeypatch.setattr(supervisor, "_DELAYS", (0.0,) * 1000)
 
     def one(live: Callable[[Channel[Request], int], None]) -> Supervisor:
-        made.append(Supervisor("shard", lambda: Peer(live), OPEN, Limits(60.0, 60.0)))
+        made.append(Supervisor("shard", lambda name: Peer(live), OPEN, Limits(60.0, 60.0)))
         return made[-1]
 
     yield one
@@ -124,9 +124,9 @@ def test_no_life_answers_for_another(watch: Watch) -> None:
 
     daemon = watch(live)
     with_memory = shared_arena(1)
-    daemon.begin_load(LOAD, with_memory)
+    daemon.begin_load(LOAD, with_memory, "shard")
     with_memory.close()
-    requests = Requests("shard", daemon)
+    requests = Requests(daemon)
     for life in range(1, 61):
         requests.lost()
         answered = requests.ask(Accept(0, tuple(range(life))), seconds=0, limit=0, take=lambda reply: None)
@@ -146,10 +146,10 @@ def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
     before = set(os.listdir("/proc/self/fd"))
     daemon = watch(live)
     arena = shared_arena(3 << 12)
-    daemon.begin_load(LOAD, arena)
+    daemon.begin_load(LOAD, arena, "shard")
     daemon.loaded()
     arena.close()
-    requests = Requests("shard", daemon)
+    requests = Requests(daemon)
     for _ in range(3):
         requests.lost()
         with pytest.raises(ShardLostError):
@@ -163,7 +163,7 @@ def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
 def loading(daemon: Supervisor) -> None:
     """Let it load layers."""
     arena = shared_arena(1)
-    daemon.begin_load(LOAD, arena)
+    daemon.begin_load(LOAD, arena, "shard")
     arena.close()
 
 
@@ -203,7 +203,7 @@ def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch, lie: dict[str, A
     facts = {"host": True, "lanes": 1, "kv_dtype": "<f4", "free": 1, "total": 2, "facts": {}, **lie}
     monkeypatch.setattr(Peer, "devices", (DeviceFacts("cpu:0", **facts),))
     opening = Open(PROTOCOL, __version__, ("cpu:0",), "info", 0)
-    daemon = Supervisor("shard", lambda: Peer(waits), opening, Limits(60.0, 60.0))
+    daemon = Supervisor("shard", lambda name: Peer(waits), opening, Limits(60.0, 60.0))
     with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it described cpu:0 as no device is$"):
         daemon.hello()
     daemon.close()
@@ -310,4 +310,4 @@ def test_a_silent_daemon_is_suspected_before_it_is_lost(
         Peer.awake.set()
     assert logged("shard: gives signs of life again")
     assert daemon.generation == 0
-    Requests("shard", daemon).ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None).wait()
+    Requests(daemon).ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None).wait()
