@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
 import struct
@@ -124,6 +125,15 @@ class Thread:
         self._thread.join(30)
         assert not self._thread.is_alive()
         return "it has lied"
+
+
+@pytest.fixture(autouse=True)
+def _logs() -> Iterator[None]:
+    """What daemons of this process log does not count for later tests."""
+    logger = logging.getLogger("luce")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture
