@@ -15,7 +15,7 @@ from luce.cli.pull import fetch
 from luce.draft.daemon import opener
 from luce.errors import UsageError
 from luce.remote.child import descriptors, die_with_parent
-from luce.remote.tcp import SILENCE, listening, sessions, tls
+from luce.remote.tcp import SILENCE, listening, sessions, spelled, tls
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,8 +47,7 @@ def _serve_network(arguments: argparse.Namespace) -> None:
     draft = None if arguments.draft is None else Path(arguments.draft)
     context = tls(Path(arguments.key_file), "--key-file", server=True)
     with listening(arguments.listen) as listener:
-        host, port = listener.getsockname()[:2]
-        print(f"listening on {host}:{port}", flush=True)
+        print(f"listening on {spelled(*listener.getsockname()[:2])}", flush=True)
         with sessions(listener, context) as servers:
             for requests, watch in servers:
                 serve(requests, watch, shares=False, silence=SILENCE, path=path, open_draft=opener(path, draft))

@@ -15,6 +15,7 @@ import queue
 import secrets
 import socket
 import ssl
+import stat
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +38,10 @@ _REQUESTS, _WATCH = b"R", b"W"
 
 
 def tls(key_file: Path, flag: str, *, server: bool) -> ssl.SSLContext:
-    """Raises UsageError, with the flag that named the file, if it is not a key with its certificate."""
+    """Raises UsageError, with the flag that named the file, if it is not a key with its certificate.
+
+    The log says if other users can read it.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # The certificate is known as a whole; names in it mean nothing.
@@ -49,6 +53,8 @@ def tls(key_file: Path, flag: str, *, server: bool) -> ssl.SSLContext:
     try:
         context.load_cert_chain(key_file)
         context.load_verify_locations(key_file)
+        if key_file.stat().st_mode & stat.S_IROTH:
+            _log.warning("%s %s: every user of this machine can read the key: chmod o= it", flag, key_file)
     except OSError as error:
         raise UsageError(f"{flag} {key_file}: no private key with its certificate: {error}", param="key_file") from None
     return context
@@ -60,6 +66,11 @@ def address(text: str) -> tuple[str, int]:
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ValueError("expected HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def spelled(host: str, port: int) -> str:
+    """The reverse of `address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Connection:

@@ -81,6 +81,7 @@ def key_file(path: Path) -> Path:
     command += ["-subj", "/CN=luce", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(command, check=True, capture_output=True)
     path.write_text(key.read_text() + certificate.read_text())
+    path.chmod(0o600)
     return path
 
 

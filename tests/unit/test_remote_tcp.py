@@ -18,7 +18,7 @@ import pytest
 
 from luce.errors import DeviceError
 from luce.remote import tcp
-from luce.remote.tcp import Connection, listening, sessions, tls
+from luce.remote.tcp import Connection, address, listening, sessions, spelled, tls
 from tests.support.daemons import key_file
 
 Listener = tuple[str, Iterator[tuple[socket.socket, socket.socket]]]
@@ -49,6 +49,19 @@ def met(ours: socket.socket, theirs: socket.socket) -> bool:
     """Whether these are the two ends of one connection."""
     ours.sendall(b"?")
     return theirs.recv(1) == b"?"
+
+
+@pytest.mark.parametrize(("text", "host"), [("[::1]:9000", "::1"), ("far.example:9000", "far.example")])
+def test_addresses(text: str, host: str) -> None:
+    assert address(text) == (host, 9000) and spelled(host, 9000) == text
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_a_key_for_everybody(keys: list[Path], mode: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    keys[1].chmod(mode)
+    tls(keys[1], "--shard-key-file", server=False)
+    warning = f"--shard-key-file {keys[1]}: every user of this machine can read the key: chmod o= it"
+    assert [record.getMessage() for record in caplog.records] == [warning] * warned
 
 
 def test_a_silent_stranger_keeps_nobody_waiting(
