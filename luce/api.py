@@ -141,9 +141,8 @@ class Model:
 
     @property
     def placement(self) -> list[dict[str, Any]]:
-        """device, layers (first, last), bytes of weights, of state, of weights unpacked as well, bytes per token handed
-        on, and as `memory` says bytes that are free and all, of each shard."""
-        memory = self.memory()
+        """device, layers (first, last), bytes of weights, of state, of weights unpacked as well, and bytes per token
+        handed on, of each shard."""
         return [
             {
                 "device": part.device,
@@ -152,7 +151,6 @@ class Model:
                 "unpacked": part.unpacked,
                 "state": part.state,
                 "handed_on": handed_on(self._backend.spec, part.layers.stop),
-                "memory": _shown(memory.get(part.device)),
             }
             for part in self._backend.parts
         ]
@@ -273,10 +271,6 @@ class Model:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-def _shown(memory: Memory | None) -> dict[str, int] | None:
-    return None if memory is None else {"free": memory.free, "total": memory.total}
 
 
 def _within(name: str, value: float, low: float, high: float) -> float:

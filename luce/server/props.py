@@ -65,7 +65,7 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
         "runtime": {
             "backend": first.rpartition("/")[2].partition(":")[0],
             "target_device": first,
-            "target_sharding": model.placement,
+            "target_sharding": _shards(model),
             "kv_cache_k": config.cache_type_k,
             "kv_cache_v": config.cache_type_v,
             "chunk": model.chunk,
@@ -73,6 +73,12 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
         "speculative": _speculative(stats.draft, paths=paths),
         **({} if stats.residency is None else {"kvflash": _residency(stats.residency)}),
     }
+
+
+def _shards(model: Model) -> list[dict[str, Any]]:
+    """Where the layers are, and what the devices have left, null where that is not known."""
+    left = {device: {"free": memory.free, "total": memory.total} for device, memory in model.memory().items()}
+    return [{**shard, "memory": left.get(shard["device"])} for shard in model.placement]
 
 
 def _residency(stats: ResidencyStats) -> dict[str, Any]:

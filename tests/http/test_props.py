@@ -12,6 +12,7 @@ from luce.draft.drafter import Draftable, Proposal
 from luce.draft.ngram import NgramDrafter
 from luce.engine.speculate import DraftStats
 from luce.errors import OutOfMemoryError
+from luce.runtime.device import Memory
 from luce.server import props
 from tests.support.http_server import running
 from tests.support.scripted_model import REPLY, TEMPLATE
@@ -50,11 +51,14 @@ async def test_placement() -> None:
         assert (await here.get("/props"))[1]["runtime"] == {
             "backend": "cpu",
             "target_device": "cpu:0",
-            "target_sharding": here.model.placement,
+            "target_sharding": [{**shard, "memory": None} for shard in here.model.placement],
             "kv_cache_k": "auto",
             "kv_cache_v": "bf16",
             "chunk": 64,
         }
+        here.model.left = {"cpu:0": Memory(1, 3)}
+        shards = (await here.get("/props"))[1]["runtime"]["target_sharding"]
+        assert [shard["memory"] for shard in shards] == [{"free": 1, "total": 3}, None]
         here.model.placement[0]["device"] = "tcp://far:9/cuda:0"
         runtime = (await here.get("/props"))[1]["runtime"]
         assert (runtime["backend"], runtime["target_device"]) == ("cuda", "tcp://far:9/cuda:0")
