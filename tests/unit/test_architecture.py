@@ -14,27 +14,9 @@ from pathlib import Path
 import pytest
 
 import luce
+from tests.support.layering import FLOW
 
 ROOT = Path(__file__).parents[2]
-#: from top to bottom; a module imports only from its own layer or from below
-FLOW = [
-    *(
-        "cli",
-        "server",
-        "bench",
-        "assembly",
-        "api",
-        "text",
-        "engine",
-        "cache",
-        "draft",
-        "backend",
-        "layers",
-        "ops",
-        "remote",
-    ),
-    "runtime",
-]
 BESIDE = {"models": {"gguf"}, "gguf": set(), "hub": set()}
 UNDER = {"config", "errors", "log"}
 SOURCES = sorted((ROOT / "luce").rglob("*.py"))

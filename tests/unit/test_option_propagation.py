@@ -18,37 +18,26 @@ from luce.config.resolve import resolve
 from luce.config.settings import FIELDS, flag
 from luce.errors import UsageError
 from luce.ops.kvtype import KVTypes
+from tests.support.layering import FLOW
 from tests.support.reference import Reference
 
 PACKAGE = Path(luce.__file__).parent
-BELOW = (
-    "assembly.py",
-    "api.py",
-    "config",
-    "text",
-    "engine",
-    "cache",
-    "draft",
-    "backend",
-    "layers",
-    "ops",
-    "remote",
-    "runtime",
-)
+#: what opening a model takes, and all below
+BELOW = ("config", *FLOW[FLOW.index("assembly") :])
 #: the parts of the package that a verb's settings can reach; all start from a Config
 REACHED = {
     "serve": ("cli/serve.py", "cli/main.py", "server", "log.py", *BELOW),
     "chat": ("cli/chat.py", "cli/main.py", *BELOW),
     "run": ("cli/run.py", "cli/main.py", *BELOW),
     "inspect": ("cli/inspect.py", "cli/plan.py", "draft", "backend", "remote", "runtime"),
-    "bench": ("cli/bench.py", "assembly.py", "engine/policies.py", "backend", "remote", "runtime"),
+    "bench": ("cli/bench.py", "assembly", "engine/policies.py", "backend", "remote", "runtime"),
     "cache": ("cli/cache.py", "config"),
 }
 
 
 def files(part: str) -> list[Path]:
     path = PACKAGE / part
-    return [path] if path.suffix else sorted(path.rglob("*.py"))
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
 
 @cache

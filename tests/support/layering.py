@@ -1,0 +1,21 @@
+"""The parts of the package, as luce/__init__.py has them."""
+
+from __future__ import annotations
+
+#: from top to bottom; a module imports only from its own layer or from below
+FLOW = (
+    "cli",
+    "server",
+    "bench",
+    "assembly",
+    "api",
+    "text",
+    "engine",
+    "cache",
+    "draft",
+    "backend",
+    "layers",
+    "ops",
+    "remote",
+    "runtime",
+)
