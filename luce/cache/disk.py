@@ -33,6 +33,7 @@ from luce.cache.patience import Patience, SlowError
 from luce.cache.reader import Reader, Share, verify
 from luce.cache.store import GoneError, Store, StoreFullError
 from luce.cache.tree import Residency
+from luce.cache.turns import turns
 from luce.cache.writer import Writer
 from luce.draft.tails import Tail
 from luce.errors import LuceError
@@ -266,6 +267,12 @@ class DiskTier:
 
         They lie in what `memory` gives for so many bytes.
         """
+        with turns:
+            yield from self._decoded(shares, memory, patience)
+
+    def _decoded(
+        self, shares: Iterable[tuple[Share, T]], memory: Callable[[int], NDArray[np.uint8]], patience: Patience
+    ) -> Generator[tuple[Tensors, T]]:
         ahead: deque[tuple[dict[str, Future[NDArray[np.generic]]], T]] = deque()
         sizes: deque[int] = deque()
 

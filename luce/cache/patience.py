@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import TypeVar
 
 from luce.errors import LuceError
@@ -28,6 +28,9 @@ class Patience:
     def wait(self, future: Future[T]) -> T:
         """What a thread gets from the disk. Raises SlowError; the thread is left to itself then."""
         seconds = min(_SECONDS, self._end - time.monotonic())
-        if not wait([future], max(0.0, seconds)).done:
-            raise SlowError("the disk takes too long")
-        return future.result()
+        try:
+            return future.result(max(0.0, seconds))
+        except TimeoutError:
+            if future.done():  # the disk's own, or what came just now
+                return future.result()
+            raise SlowError("the disk takes too long") from None

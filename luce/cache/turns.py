@@ -1,0 +1,41 @@
+"""Short turns for threads at the interpreter.
+
+Who waits for the interpreter asks for it after an interval of Python's, 5 ms. Until then it can go to and fro between
+threads that decode, each of which hands it back after a few microseconds of a frame's Python and takes it again, while
+the engine's thread, which queues their copies and gives them work, waits on. A snapshot of 32768 tokens of a 27B model
+(H200, 32 cores, 16 threads) was back in 360 ms, with 0.5 ms in 269, with 0.2 in less than 256.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+_SECONDS = 0.0002
+
+
+class Turns:
+    """A context within which nobody waits long for a turn. The interval is the process's: the last one out puts it back
+    to what the first one in found."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._found = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._found = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._found, _SECONDS))
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                sys.setswitchinterval(self._found)
+
+
+#: for whatever reads with several threads
+turns = Turns()
