@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -66,10 +66,12 @@ class Backend(Protocol):
     def lost(self) -> str:
         """Why all that sequences keep in the backend has been lost since the last call; empty if it has not."""
 
-    def forward(self, step: Step) -> Output:
+    def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         """Run one step. Raises BackendError or DeviceError: the step's sequences are lost, later steps work.
 
         ShardLostError: so is every other sequence that has run a step, and steps fail until `lost` has told.
+        `queued` is called once, before the output is waited for if it can be: what is captured of the step comes before
+        all that is queued on the drafter's device from then on. Not if the step failed by then.
         """
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:

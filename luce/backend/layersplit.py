@@ -260,33 +260,43 @@ class LayerSplitBackend:
         """What the shards' work and the copies between them took since the start. Any thread may ask."""
         return self._chain.times()
 
-    def forward(self, step: Step) -> Output:
+    def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         if not self._chain.shards:
             raise BackendError("the backend is closed")
+        *parts, last = separate(step)
         try:
-            return self._output([output for part in separate(step) for output in self._run(part)])
+            outputs = [output for part in parts for output in self._run(part, lambda: None)]
+            return self._output([*outputs, *self._run(last, queued)])
         except BaseException as error:
             self._give_up(error)
             raise
 
-    def _run(self, step: Step) -> list[Output]:
+    def _run(self, step: Step, queued: Callable[[], None]) -> list[Output]:
         """What the pieces of a part gave of which output is wanted."""
         chain = self._chain
         pieces = cut(step, self._piece) if chain.links else [step]
         if len(pieces) == 1 and (not chain.links or (len(step.wanted) and chain.idle)):
             ran = [chain.through(step)]
         else:
-            queued = [chain.queue(piece) for piece in pieces]
+            given = [chain.queue(piece) for piece in pieces]
             # What is captured is read by others as soon as `forward` returns.
             if not len(step.wanted) and self._ring is None:
                 self._unwaited = True
+                queued()
                 return []
-            ran = [result.result() for result in queued]
+            ran = [result.result() for result in given]
             chain.wait()
+        # What a daemon captured comes with its output.
+        late = chain.shards[-1].apart
+        if not late:
+            self._store_captured()
+            queued()
         outputs = [_output(made) for (made, _), piece in zip(ran, pieces, strict=True) if len(piece.wanted)]
         self._left.look()
         chain.look()
-        self._store_captured()
+        if late:
+            self._store_captured()
+            queued()
         self._unwaited = False
         return outputs
 

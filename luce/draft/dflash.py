@@ -11,11 +11,12 @@ from luce.draft.chances import log_chances
 from luce.draft.correction import corrected
 from luce.draft.drafter import Draftable, Proposal
 from luce.draft.ends import Ends
+from luce.draft.features import Part
 from luce.draft.model import DraftModel
 from luce.draft.reader import FeatureReader
 from luce.draft.tree import likeliest
 from luce.layers.features import FeatureRing
-from luce.runtime.step import Int32
+from luce.runtime.step import Int32, Span
 
 
 class DFlashDrafter(FeatureReader):
@@ -26,6 +27,14 @@ class DFlashDrafter(FeatureReader):
         self._spec = model.spec
         self._model = model
 
+    def observe(self, spans: Sequence[Span]) -> None:
+        super().observe(spans)
+        # A GPU reads rows that are being verified at once, the wrong ones too: meanwhile the host learns which count.
+        ahead = [] if self._ends.device.host else [span for span in spans if self._follows(span)]
+        if ahead:
+            rows = [np.arange(span.position, span.position + span.rows, dtype=np.int32) for span in ahead]
+            self._remember([Part(span.slot, own) for span, own in zip(ahead, rows, strict=True)])
+
     def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
         proposals = [Proposal()] * len(asked)
         ready = [index for index, one in enumerate(asked) if self._ready(one)]
@@ -33,8 +42,7 @@ class DFlashDrafter(FeatureReader):
             return proposals
         slots = [asked[index].slot for index in ready]
         for parts in self._owed(slots, [len(asked[index].tokens) - 1 for index in ready]):
-            counts = [len(part.positions) for part in parts]
-            self._model.remember([part.slot for part in parts], counts, self._known.places(parts))
+            self._remember(parts)
         seeds = np.array([asked[index].tokens[-1] for index in ready], np.int32)
         filled = self._model.fill(slots, self._ends.embed(seeds))
         head = self._model.correction
@@ -55,6 +63,16 @@ class DFlashDrafter(FeatureReader):
                 chances = np.exp(scores[own][:, 0]) if sure is None else sure[own]
                 proposals[index] = Proposal(ids[own][:, 0].tolist(), chances.tolist())
         return proposals
+
+    def _follows(self, span: Span) -> bool:
+        """Whether the rows of a span are verified as a chain, right behind what its slot remembers, and in the ring."""
+        chain = span.tentative and not span.behind
+        stop = self._model.context.remembered(span.slot).stop
+        return chain and stop == span.position and self._known.has(span.slot, stop)
+
+    def _remember(self, parts: Sequence[Part]) -> None:
+        counts = [len(part.positions) for part in parts]
+        self._model.remember([part.slot for part in parts], counts, self._known.places(parts))
 
 
 def _tree(ids: Int32, scores: NDArray[np.float64], budget: int) -> Proposal:

@@ -394,7 +394,7 @@ class Engine:
     def _step(self, plan: Plan) -> None:
         begun = time.monotonic()
         try:
-            output = self._backend.forward(plan.step)
+            output = self._backend.forward(plan.step, lambda: self._queued(plan))
         except Exception as error:
             if not isinstance(error, LuceError):
                 _log.exception("a step failed")
@@ -414,6 +414,11 @@ class Engine:
                 self._commit(reply, part, output, now)
             except Exception as error:
                 self._reply_failed(reply, error)
+
+    def _queued(self, plan: Plan) -> None:
+        """The devices have a step, whose output nobody has waited for yet."""
+        if self._speculator is not None:
+            self._speculator.observe(plan)
 
     def _resume(self, reply: Reply) -> None:
         """Begin where the prefix cache leaves off."""

@@ -170,20 +170,24 @@ class Speculator:
         if proposals is not None:
             self._share([s for s, _ in asked], proposals, room, len(decoding))
 
-    def ran(self, plan: Plan, seconds: float) -> None:
-        """A step ran, and took so long."""
-        if all(part.position >= len(part.sequence.prompt) for part in plan.parts):
-            self._seconds.add(plan.step.rows, seconds)
+    def observe(self, plan: Plan) -> None:
+        """A step is queued: what it leaves of its rows comes before all that the drafter asks its device for now."""
+        spans = whole(plan.step.spans)
         if self._tails is not None:
-            self._tails.observe(whole(plan.step.spans))
+            self._tails.observe(spans)
         if self._failures < _FAILURES and not all(self._sequences[part.sequence].off for part in plan.parts):
             try:
-                self._drafter.observe(whole(plan.step.spans))
+                self._drafter.observe(spans)
             except Exception as error:
                 self._failed(error)
                 return
             if self._answered:
                 self._failures, self._trouble = 0, ""
+
+    def ran(self, plan: Plan, seconds: float) -> None:
+        """A step ran, and took so long."""
+        if all(part.position >= len(part.sequence.prompt) for part in plan.parts):
+            self._seconds.add(plan.step.rows, seconds)
 
     def tail(self, slot: int, end: int) -> Tail | None:
         """What is to be kept with the first `end` positions of a slot's sequence, all of which are computed."""

@@ -60,11 +60,11 @@ def in_rows(proposal: Proposal, count: int) -> tuple[Proposal, tuple[int, ...]]:
 
 
 def whole(spans: Sequence[Span]) -> list[Span]:
-    """A step's spans with each tree as one, of all of its rows."""
+    """A step's spans with each tree as one, of all of its rows, which has `behind` of its last branch."""
     found: list[Span] = []
     for span in spans:
         if span.behind:
-            found[-1] = replace(found[-1], rows=found[-1].rows + span.rows)
+            found[-1] = replace(found[-1], rows=found[-1].rows + span.rows, behind=span.behind)
         else:
             found.append(span)
     return found

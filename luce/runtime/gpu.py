@@ -243,7 +243,9 @@ class GpuDevice(Device):
 
     def fetch(self, array: Array, to: NDArray[Any] | None = None) -> Callable[[], NDArray[Any]]:
         if not array.nbytes or (to is None and array.nbytes >= _PINNED.stop):
-            return super().fetch(array)
+            # What is queued from now on may overwrite the array.
+            copy = self.download(array)
+            return lambda: copy
         self._activate()
         self._settle()
         with self._failing(f"copy of {array.nbytes} bytes from the device"):

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from luce.backend.local import LocalShard
 from luce.backend.requests import Requests
+from luce.backend.shard import Pending
 from luce.layers.features import FeatureRing
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
+from luce.runtime.step import Output
 from tests.golden.conftest import MakeDriver
 from tests.support.daemons import devices, with_words
 from tests.support.drive import Driver
@@ -93,6 +96,50 @@ def test_placements_change_nothing(reference: Reference, make_driver: MakeDriver
     ring = make_ring(HostDevice(), reference)
     driver = make_driver(reference, [ring.device], ring=ring)
     np.testing.assert_array_equal(held(ring, *text(driver, prompt, guessed=False)), results[0])
+
+
+@pytest.mark.parametrize(("count", "place"), [(1, 0), (3, 2), (3, 0)])
+def test_captured_rows_are_there_when_a_step_is_said_to_be_queued(
+    count: int, place: int, make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts, waited, fetched = [HostDevice(index) for index in range(count)], list[int](), LocalShard._fetched
+
+    def noted(self: LocalShard, *arguments: Any) -> Pending:
+        pending = fetched(self, *arguments)
+
+        def wait() -> Output:
+            waited.append(len(found))
+            return pending()
+
+        return wait
+
+    found: list[object] = []
+    monkeypatch.setattr(LocalShard, "_fetched", noted)
+    _queued(make_driver, hosts, hosts[place], found)
+    # Of the steps with a prompt alone, a reply beside one, whose output comes first, and a few rows.
+    assert waited == [1, 1, 2, 3]
+
+
+def test_captured_rows_of_a_daemon_are_there_when_a_step_is_said_to_be_queued(
+    make_driver: MakeDriver, tmp_path: Path
+) -> None:
+    with devices("cpu:0,cpu:1", target_shard_ipc_bin=(("", with_words(tmp_path / "python")),)) as (local, daemon):
+        _queued(make_driver, [local, daemon], local, [])
+
+
+def _queued(make_driver: MakeDriver, placed: list[Any], beside: Device, found: list[Any]) -> None:
+    """Prompts in pieces, a reply beside a prompt, a few rows; what was captured whenever a step was queued."""
+    reference = Reference("qwen35-b-Q4_K_M")
+    ring = make_ring(beside, reference)
+    driver = make_driver(reference, placed, ring=ring, verify=16, piece=16)
+    prompt, sequence, other = reference.expected["prompt_long"], driver.start(), driver.start()
+    parts = [[(sequence, prompt[:50])], [(sequence, prompt[50:51]), (other, prompt[:30])], [(other, prompt[30:33])]]
+    for number, part in enumerate(parts, 1):
+        driver.backend.forward(driver.step(*part), lambda: found.append(ring.device.download(ring.rows).copy()))
+        assert len(found) == number
+        np.testing.assert_array_equal(found[-1], ring.device.download(ring.rows))
+    assert found[0].any() and not np.array_equal(found[1], found[0]) and not np.array_equal(found[2], found[1])
+    driver.backend.close()
 
 
 @pytest.mark.parametrize("name", ["qwen35-b-Q4_K_M", "gemma4-e-F32"])

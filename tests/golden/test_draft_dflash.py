@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,13 +53,13 @@ class Drafted:
         self.drafter = DFlashDrafter(self.model, self.ring, ends)
         stack.callback(self.drafter.close)
 
-    def tell(self, slot: int, captured: F32, at: int, to: int) -> None:
-        """Rows of a text are in the target's cache, and their features in the ring."""
+    def tell(self, slot: int, captured: F32, at: int, to: int, **verified: Any) -> None:
+        """Rows of a text are in the target's cache, and their features in the ring. `verified`: as a Span says it."""
         rows = slot * self.ring.capacity + np.arange(at, to) % self.ring.capacity
         values = self.ring.device.download(self.ring.rows).copy()
         values[rows[-self.ring.capacity :]] = bfloat16(captured[at:to])[-self.ring.capacity :]
         self.ring.device.write(self.ring.rows, values)
-        self.drafter.observe([Span(slot, 0, to - at, at)])
+        self.drafter.observe([Span(slot, 0, to - at, at, **verified)])
 
     def propose(self, slot: int, tokens: NDArray[np.int32], most: int = 99) -> list[int]:
         """The tokens behind the last of `tokens`."""
@@ -105,14 +106,33 @@ def test_blocks_of_a_run(name: str, device: str, stack: ExitStack, request: pyte
     # The emulated device is slow.
     steps = 5 if device == "emulated" else len(expected["committed"])
     for step, committed in enumerate(expected["committed"][:steps].tolist()):
-        # The target computed all rows of the last verification, whether they count or not.
-        drafted.tell(0, captured, told, min(committed + 3, len(captured)))
+        # The target computed all rows of the last verification, whether they count or not. GPUs read them at once.
+        end = min(committed + 3, len(captured))
+        drafted.tell(0, captured, told, end, tentative=told > 0)
+        assert drafted.model.context.remembered(0).stop == (told if own.host or not told else end)
         told = committed
         block = drafted.propose(0, tokens[: committed + 1])
         if expected["draft_margin"][step] > 0.05:
             compared += 1
             assert block == expected["block"][step, 1:].tolist()
     assert compared > 3
+
+
+def test_what_is_not_read_before_it_counts(stack: ExitStack) -> None:
+    drafted, (tokens, captured) = Drafted(stack, FIT, EmulatedDevice(), capacity=64), text(FIT)
+    drafted.tell(0, captured, 0, 17)
+    drafted.propose(0, tokens[:18])
+    context = drafted.model.context
+    # A tree, whose rows lie elsewhere; and rows behind some that nobody has read.
+    drafted.tell(0, captured, 17, 22, tentative=True, behind=(0,))
+    assert context.remembered(0) == range(17)
+    drafted.tell(0, captured, 19, 22, tentative=True)
+    assert context.remembered(0) == range(17)
+    # Those that fit are read, and go when other rows take their places.
+    drafted.tell(0, captured, 17, 25, tentative=True)
+    assert context.remembered(0) == range(25)
+    drafted.tell(0, captured, 20, 24, tentative=True)
+    assert context.remembered(0) == range(24)
 
 
 def test_most(stack: ExitStack) -> None:

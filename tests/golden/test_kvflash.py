@@ -4,7 +4,7 @@ against the same without a pool, and the same on every placement."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -46,8 +46,8 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def forward(self, step: Step) -> Output:
-        output = self._backend.forward(step)
+    def forward(self, step: Step, queued: Callable[[], None]) -> Output:
+        output = self._backend.forward(step, queued)
         self.ran.append((step, output))
         return output
 

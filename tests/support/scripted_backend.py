@@ -116,9 +116,10 @@ class ScriptedBackend:
         gone, self.gone = self.gone, ""
         return gone
 
-    def forward(self, step: Step) -> Output:
+    def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         if self.hook is not None:
             self.hook(step)
+        queued()
         if self.delay:
             time.sleep(self.delay)
         try:

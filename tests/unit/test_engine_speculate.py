@@ -304,6 +304,7 @@ class Timed:
             assert plan is not None
             (part,) = plan.parts
             scheduler.advance(plan)
+            made.observe(plan)
             made.ran(plan, self.seconds(plan.step.rows))
             right = 0
             for token in part.proposal:
