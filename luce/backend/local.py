@@ -29,7 +29,7 @@ from luce.ops.embedding import take_rows
 from luce.ops.features import capture
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.matmul import FEW_ROWS
-from luce.ops.sample import argmax, candidates, log_norms
+from luce.ops.sample import argmax, candidates, chosen
 from luce.ops.sample import top as largest
 from luce.runtime.device import Array, Device, Event
 from luce.runtime.step import PAGE, DeviceStep, Int32, Output, Span, SpanArrays, Step, StepShape, branches_of
@@ -139,7 +139,7 @@ class LocalShard:
         return self._fetched(arrays, self._places(step))
 
     def _fetched(self, arrays: Sequence[Array], places: Sequence[NDArray[Any]] | None = None) -> Pending:
-        """What is returned of ids, logits, candidates' keys and norms, whose copies to the host are queued here."""
+        """What is returned of ids, logits and candidates' keys, whose copies to the host are queued here."""
         into: Sequence[NDArray[Any] | None] = (None,) * len(arrays) if places is None else places
         ids, logits, *top = [self.device.fetch(array, place) for array, place in zip(arrays, into, strict=True)]
         return lambda: Output(ids(), logits(), candidates(*(part() for part in top)) if top else None)
@@ -156,9 +156,13 @@ class LocalShard:
             raise BackendError(f"{self.info.device}: only the last shard projects, this one has layers {self._shown}")
         device = self.device
         rows = self._head.project(device.upload(hidden) if isinstance(hidden, np.ndarray) else hidden)
-        best = [largest(device, rows)[:, :top]] if top else []
-        norms = [log_norms(device, rows, scale, softcap)] if top and scale else []
-        return self._fetched([argmax(device, rows), rows if logits else rows[:0], *best, *norms])
+        found, whole = chosen(device, rows, top, scale, softcap), device.fetch(rows if logits else rows[:0])
+
+        def wait() -> Output:
+            ids, best = found()
+            return Output(ids, whole(), best)
+
+        return wait
 
     @property
     def _shown(self) -> str:

@@ -106,7 +106,7 @@ class Shard(Protocol):
 
         `hidden` is float32 [n, H], on this shard's device or on the host. The output has the rows' ids; the `top`
         largest logits of each, at most TOP, if `top` is not 0, and with a `scale` their norms as
-        luce.ops.sample.log_norms has them; all logits if asked for, else none. Raises BackendError if this is not the
+        luce.ops.sample.likeliest has them; all logits if asked for, else none. Raises BackendError if this is not the
         last shard.
         """
 

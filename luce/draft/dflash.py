@@ -16,7 +16,7 @@ from luce.draft.model import DraftModel
 from luce.draft.reader import FeatureReader
 from luce.draft.tree import likeliest
 from luce.layers.features import FeatureRing
-from luce.runtime.step import Int32, Span
+from luce.runtime.step import TOP, Int32, Span
 
 
 class DFlashDrafter(FeatureReader):
@@ -47,7 +47,9 @@ class DFlashDrafter(FeatureReader):
         filled = self._model.fill(slots, self._ends.embed(seeds))
         head = self._model.correction
         z = None if head is None else self._ends.device.download(filled).reshape(len(ready), self.block, -1)
-        output = self._ends.project(filled, scale=self._spec.logit_scale, softcap=self._spec.logit_softcap)
+        # A chain is of each place's likeliest tokens.
+        top = TOP if head is not None or any(one.depth for one in asked) else 1
+        output = self._ends.project(filled, top=top, scale=self._spec.logit_scale, softcap=self._spec.logit_softcap)
         assert output.top is not None
         scores = log_chances(output.top, scale=self._spec.logit_scale, softcap=self._spec.logit_softcap)
         texts = (len(ready), self.block, -1)

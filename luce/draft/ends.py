@@ -11,8 +11,7 @@ from luce.backend.shard import Pending
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import LayerBuilder
 from luce.models.spec import ModelSpec
-from luce.ops.sample import argmax, candidates, log_norms
-from luce.ops.sample import top as largest
+from luce.ops.sample import chosen
 from luce.runtime.device import Array, Device
 from luce.runtime.step import TOP, Int32, Output
 
@@ -46,14 +45,14 @@ class Ends:
             return rows
         return self.device.upload(rows if isinstance(rows, np.ndarray) else self.first.device.download(rows))
 
-    def project(self, rows: Array, *, scale: float = 0.0, softcap: float = 0.0) -> Output:
-        """Ids and TOP candidates of float32 [n, hidden] on the draft's device, by the target's head.
+    def project(self, rows: Array, *, top: int = TOP, scale: float = 0.0, softcap: float = 0.0) -> Output:
+        """Ids and `top` candidates of float32 [n, hidden] on the draft's device, by the target's head.
 
-        With a scale also the candidates' norms, as luce.ops.sample.log_norms has them.
+        With a scale also the candidates' norms, as luce.ops.sample.likeliest has them.
         """
         if self.last.device is not self.device:
             rows = self.device.download(rows)
-        return self.last.project(rows, top=TOP, scale=scale, softcap=softcap)()
+        return self.last.project(rows, top=top, scale=scale, softcap=softcap)()
 
 
 class OwnEnd:
@@ -72,7 +71,10 @@ class OwnEnd:
     def project(self, hidden: Array, *, top: int = 0, scale: float = 0.0, softcap: float = 0.0) -> Pending:
         """As Shard.project, of rows on this device."""
         device, rows = self.device, self._head.project(hidden)
-        norms = [log_norms(device, rows, scale, softcap)] if scale else []
-        ids, *found = [device.fetch(array) for array in (argmax(device, rows), largest(device, rows)[:, :top], *norms)]
-        none = np.empty((0, rows.shape[1]), np.float32)
-        return lambda: Output(ids(), none, candidates(*(part() for part in found)))
+        found = chosen(device, rows, top, scale, softcap)
+
+        def wait() -> Output:
+            ids, best = found()
+            return Output(ids, np.empty((0, rows.shape[1]), np.float32), best)
+
+        return wait

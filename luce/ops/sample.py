@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.runtime.device import Array, Device
-from luce.runtime.step import TOP, Candidates
+from luce.runtime.step import TOP, Candidates, Int32
 
 # Columns that one block searches: a vocabulary of 248320 becomes 61 blocks, enough to draw on the whole memory's rate.
 _PART = 4096
@@ -66,28 +67,52 @@ def top(device: Device, logits: Array) -> Array:
     return out[:, 0, :count]
 
 
-def log_norms(device: Device, logits: Array, scale: float, softcap: float) -> Array:
-    """log sum exp f(logits) of each row: float32 [m, vocab] (any row stride) -> float32 [m].
+def likeliest(device: Device, logits: Array, scale: float, softcap: float) -> Array:
+    """Each row's largest logit and log sum exp f(logits): float32 [m, vocab] (any row stride) -> int32 [3, m].
 
-    f(x) = scale x, and then softcap tanh(f / softcap) if there is one; scale > 0. Sums are of float32 on GPUs.
+    The index as `argmax` has it; the bits of the logit and of the norm, which are float32. f(x) = scale x, and then
+    softcap tanh(f / softcap) if there is one; scale > 0. Sums are of float32 on GPUs.
     """
+    m, vocab = logits.shape
     if device.host:
+        ids = _host(logits)
         values = logits.astype(np.float64) * scale
         values = softcap * np.tanh(values / softcap) if softcap else values
         best = values.max(axis=1, keepdims=True)
         with np.errstate(invalid="ignore"):
-            sums = np.log(np.exp(values - best).sum(axis=1)) + best[:, 0]
-        return sums.astype(np.float32)
-    m, vocab = logits.shape
-    out = device.empty(m)
+            norms = np.log(np.exp(values - best).sum(axis=1)) + best[:, 0]
+        bits = [part.astype(np.float32).view(np.int32) for part in (logits[np.arange(m), ids], norms)]
+        return np.stack([ids, *bits])
+    out = device.empty((3, m), np.int32)
     if m:
         parts = -(-vocab // _PART)
-        state = device.empty((m, parts, 2))
+        state, indices = device.empty((m, parts, 2)), device.empty((m, parts), np.int32)
         sizes = (np.int32(vocab), np.int32(logits.strides[0] // 4), np.int32(_PART))
         factors = (np.float32(scale), np.float32(softcap))
-        device.launch("norms", "norm_parts", (parts, m), _THREADS, (logits, state, *sizes, *factors))
-        device.launch("norms", "norm_join", (m,), _THREADS, (state, out, np.int32(parts)))
+        found = (state, indices)
+        device.launch("likeliest", "likeliest_parts", (parts, m), _THREADS, (logits, *found, *sizes, *factors))
+        device.launch("likeliest", "likeliest_join", (m,), _THREADS, (*found, out, np.int32(parts), *factors))
     return out
+
+
+def chosen(
+    device: Device, logits: Array, count: int, scale: float, softcap: float
+) -> Callable[[], tuple[Int32, Candidates | None]]:
+    """Queue the search for each row's likeliest token, and of its `count` candidates, if that is not 0, with norms if
+    there is a scale: what is returned waits for them. All three as `argmax`, `top` and `likeliest` have them; but one
+    candidate with its norm is the likeliest token, also where there is NaN."""
+    keys = device.fetch(top(device, logits)[:, :count]) if count > (1 if scale else 0) else None
+    if not (count and scale):
+        ids = device.fetch(argmax(device, logits))
+        return lambda: (ids(), None if keys is None else candidates(keys()))
+    best = device.fetch(likeliest(device, logits, scale, softcap))
+
+    def wait() -> tuple[Int32, Candidates]:
+        ids, *bits = best()
+        values, norms = (part.view(np.float32) for part in bits)
+        return ids, Candidates(ids[:, None], values[:, None], norms) if keys is None else candidates(keys(), norms)
+
+    return wait
 
 
 def candidates(keys: NDArray[np.uint64], norms: NDArray[np.float32] | None = None) -> Candidates:

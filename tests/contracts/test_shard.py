@@ -132,6 +132,10 @@ def test_project(backend: LayerSplitBackend, reference: Reference) -> None:
         values = softcap * np.tanh(values / softcap) if softcap else values
         assert norms is not None and norms.norms is not None
         np.testing.assert_allclose(norms.norms, np.logaddexp.reduce(values, axis=1), rtol=1e-5)
+        best = last.project(rows, top=1, scale=scale, softcap=softcap)()
+        assert best.top is not None and best.top.norms is not None and (best.top.norms == norms.norms).all()
+        assert (best.top.ids == order[:, :1]).all() and (best.ids == order[:, 0]).all()
+        assert (best.top.logits[:, 0] == output.logits.max(axis=1)).all()
     with pytest.raises(BackendError, match="only the last shard projects"):
         first.project(rows)()
     assert last.project(rows)().ids.tolist() == output.ids.tolist()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.sample import argmax, candidates, log_norms, top
+from luce.ops.sample import argmax, candidates, likeliest, top
 from luce.runtime.device import Device
 from luce.runtime.step import TOP
 
@@ -72,18 +72,24 @@ def check_top(device: Device, vocab: int) -> None:
     np.testing.assert_array_equal(again.ids, found.ids)
 
 
-def check_norms(device: Device, vocab: int, scale: float, softcap: float) -> None:
-    """Against float64, far from zero on both sides, with what is banned, and as a slice of a wider matrix."""
+def check_likeliest(device: Device, vocab: int, scale: float, softcap: float) -> None:
+    """Norms against float64, far from zero on both sides, with what is banned; ids and logits also of ties, NaN and
+    infinities; as rows of their own and as a slice of a wider matrix."""
     rng = np.random.default_rng(vocab)
     logits = (rng.standard_normal((5, vocab)) * 8).astype(np.float32)
     logits[1] += 200
     logits[2] -= 200
     logits[3, : vocab // 2] = -np.inf
     logits[4] = 7
-    wide = np.full((5, vocab + 3), np.nan, np.float32)
-    wide[:, 1 : 1 + vocab] = logits
     values = logits.astype(np.float64) * scale
     values = softcap * np.tanh(values / softcap) if softcap else values
     expected = np.logaddexp.reduce(values, axis=1)
+    logits = np.concatenate([logits, rows_of_interest(vocab)])
+    best = [first_best(row) for row in logits]
+    wide = np.full((len(logits), vocab + 3), np.nan, np.float32)
+    wide[:, 1 : 1 + vocab] = logits
     for rows in (device.upload(logits), device.upload(wide)[:, 1 : 1 + vocab]):
-        np.testing.assert_allclose(device.download(log_norms(device, rows, scale, softcap)), expected, rtol=2e-6)
+        ids, bits, norms = device.download(likeliest(device, rows, scale, softcap))
+        assert ids.tolist() == best
+        np.testing.assert_array_equal(bits.view(np.float32), logits[np.arange(len(logits)), best])
+        np.testing.assert_allclose(norms[:5].view(np.float32), expected, rtol=2e-6)

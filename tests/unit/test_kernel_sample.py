@@ -1,4 +1,4 @@
-"""kernels/sample.cu and kernels/top.cu on the emulated device."""
+"""kernels/sample.cu, kernels/top.cu and kernels/likeliest.cu on the emulated device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 
 from luce.ops.sample import argmax, candidates, top
 from luce.runtime.device import Device
-from tests.support.op_checks_sample import check_argmax, check_norms, check_top
+from tests.support.op_checks_sample import check_argmax, check_likeliest, check_top
 
 
 @pytest.mark.parametrize(("vocab", "scale", "softcap"), [(1, 1, 0), (300, 0.5, 0), (4097, 1, 30), (9000, 2, 0)])
-def test_norms(emulated: Device, vocab: int, scale: float, softcap: float) -> None:
-    check_norms(emulated, vocab, scale, softcap)
+def test_likeliest(emulated: Device, vocab: int, scale: float, softcap: float) -> None:
+    check_likeliest(emulated, vocab, scale, softcap)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 31, 257, 4096, 4097, 9000])
