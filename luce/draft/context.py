@@ -6,6 +6,7 @@ depend on differences only. Rows behind what is remembered may be written too, f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -127,20 +128,20 @@ class Context:
 
         `sees`: whether they attend, or only keep keys and values. `top`: candidates of the wanted rows are wanted.
         """
-        starts = [self._slots[slot].length + behind for slot in slots]
-        begins = np.cumsum([0, *counts])
-        spans = tuple(map(Span, slots, begins.tolist(), counts, starts))
-        positions = np.concatenate(
-            [np.arange(at, at + n, dtype=np.int32) for at, n in zip(starts, counts, strict=True)]
-        )
-        for span in spans:
-            state = self._slots[span.slot]
-            state.written = max(state.written, span.position + span.rows)
+        spans: list[Span] = []
+        begin = 0
+        for slot, rows in zip(slots, counts, strict=True):
+            state = self._slots[slot]
+            spans.append(Span(slot, begin, rows, state.length + behind))
+            state.written = max(state.written, state.length + behind + rows)
+            begin += rows
+        positions = _joined([np.arange(s.position, s.position + s.rows, dtype=np.int32) for s in spans])
+        places = np.divmod(positions, np.int32(PAGE))
         return Step(
             tokens=tokens,
             positions=positions,
-            spans=spans,
-            views=tuple(self._view(index, spans, positions, sees) for index in range(len(self._rings))),
+            spans=tuple(spans),
+            views=tuple(self._view(index, spans, *places, sees) for index in range(len(self._rings))),
             wanted=wanted,
             full=np.zeros(len(wanted), np.bool_),
             top=np.ones(len(wanted), np.bool_) if top else None,
@@ -157,33 +158,38 @@ class Context:
         for slot, count in zip(slots, counts, strict=True):
             self._slots[slot].length += count
 
-    def _view(self, index: int, spans: Sequence[Span], positions: Int32, sees: bool) -> PageView:
-        """The pages of a ring that rows of each span see, or write to."""
-        ring, lows, highs = self._rings[index], [], []
+    def _view(self, index: int, spans: Sequence[Span], pages: Int32, within: Int32, sees: bool) -> PageView:
+        """The pages of a ring that rows of each span see, or write to: those at `within` of entries `pages`."""
+        ring, entries = self._rings[index], []
         for span in spans:
             state = self._slots[span.slot]
-            first = (span.position - ring.seen if sees else span.position) // PAGE
-            lows.append(max(state.lows[index], ring.low(state.written), first))
-            highs.append((span.position + span.rows - 1) // PAGE + 1)
-        count = np.array(highs, np.int32) - np.array(lows, np.int32)
-        entries = np.array(lows, np.int32)[:, None] + np.arange(count.max(), dtype=np.int32)
-        base = np.array([span.slot * ring.pages for span in spans], np.int32)
-        own = np.repeat(base, [span.rows for span in spans])
-        return PageView(
-            table=base[:, None] + entries % ring.pages,
-            first=entries * PAGE,
-            count=count,
-            dest=(own + positions // PAGE % ring.pages) * PAGE + positions % PAGE,
-            seen=_both_ways(spans, ring) if sees and ring.both else None,
-        )
+            begin = span.position - ring.seen if sees else span.position
+            low = max(state.lows[index], ring.low(state.written), begin // PAGE)
+            entries.append(np.arange(low, (span.position + span.rows - 1) // PAGE + 1, dtype=np.int32))
+        count = np.array([len(own) for own in entries], np.int32)
+        first = np.zeros((len(spans), count.max()), np.int32)
+        table: Int32 = first.copy()
+        dest: Int32 = pages % np.int32(ring.pages)
+        for row, (span, own) in enumerate(zip(spans, entries, strict=True)):
+            base = np.int32(span.slot * ring.pages)
+            first[row, : len(own)] = own * np.int32(PAGE)
+            table[row, : len(own)] = base + own % np.int32(ring.pages)
+            dest[span.start : span.start + span.rows] += base
+        dest *= np.int32(PAGE)
+        dest += within
+        seen = _joined([_both_ways(span.rows, ring.seen) for span in spans]) if sees and ring.both else None
+        return PageView(table=table, first=first, count=count, dest=dest, seen=seen)
 
 
-def _both_ways(spans: Sequence[Span], ring: Ring) -> Int32:
-    """Which rows of its span each row sees: all that its window reaches either way."""
-    rows = []
-    for span in spans:
-        at = np.arange(span.rows)
-        near = np.abs(at[:, None] - at) < ring.seen
-        bits = (near * (np.uint64(1) << at.astype(np.uint64))).sum(axis=1, dtype=np.uint64)
-        rows.append(bits.astype("<u8").view(np.int32).reshape(-1, 2))
-    return np.concatenate(rows)
+@functools.lru_cache
+def _both_ways(rows: int, seen: int) -> Int32:
+    """Which rows of its span each row sees: all that its window reaches either way. Not to be written to."""
+    at = np.arange(rows)
+    near = np.abs(at[:, None] - at) < seen
+    bits = (near * (np.uint64(1) << at.astype(np.uint64))).sum(axis=1, dtype=np.uint64)
+    found: Int32 = bits.astype("<u8").view(np.int32).reshape(-1, 2)
+    return found
+
+
+def _joined(parts: Sequence[Int32]) -> Int32:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

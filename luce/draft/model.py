@@ -7,6 +7,7 @@ where the next context rows overwrite them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -127,11 +128,9 @@ class DraftModel:
         -> float32 [len(slots) * (block - 1), hidden]: of the rows behind seeds, as the target's head takes them, kept
         until the device runs the next step.
         """
-        block, inputs = self.spec.block, self._inputs[1 : 1 + len(slots)]
-        self.device.copy(inputs, seeds)
-        places = np.arange(block * len(slots), dtype=np.int32)
-        rows = np.where(places % block == 0, places // block + 1, 0).astype(np.int32)
-        step = self.context.step(slots, [block] * len(slots), rows, places[places % block > 0], sees=True)
+        block = self.spec.block
+        self.device.copy(self._inputs[1 : 1 + len(slots)], seeds)
+        step = self.context.step(slots, [block] * len(slots), *_filled(block, len(slots)), sees=True)
         (result,) = self._filling.run(step, ())
         return result
 
@@ -182,6 +181,14 @@ def draft_bytes(file: GGUFFile, spec: DraftSpec, device: Device, *, slots: int, 
     state = sum(pages[mixer.window] * KVPool.page_bytes(device, mixer) for mixer in mixers)
     placed = [info for name, info in _needed(file, spec).items() if not _of_head(name) or name in MULTIPLIED]
     return placed_bytes(placed, device), state
+
+
+@functools.lru_cache
+def _filled(block: int, texts: int) -> tuple[Int32, Int32]:
+    """Rows of the inputs that blocks begin as, and those of their rows that are wanted. Not to be written to."""
+    places = np.arange(block * texts, dtype=np.int32)
+    rows = np.where(places % block == 0, places // block + 1, 0).astype(np.int32)
+    return rows, places[places % block > 0]
 
 
 def _needed(file: GGUFFile, spec: DraftSpec) -> Mapping[str, TensorInfo]:
