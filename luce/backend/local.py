@@ -128,8 +128,13 @@ class LocalShard:
         left = self._replayer.run(step, handed or ())
         if self._head is None:
             return left
+        # The output is waited for: it is copied before what else there is to do.
+        output = self._output(step, left)
         if self._captured:
-            self._on_captured(step, [output.view(np.uint16) for output in left[-len(self._captured) :]])
+            self._on_captured(step, [rows.view(np.uint16) for rows in left[-len(self._captured) :]])
+        return output
+
+    def _output(self, step: Step, left: Sequence[Array]) -> Pending:
         if not len(step.wanted):
             return lambda: Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
         ids, logits, *_ = left
