@@ -42,7 +42,7 @@ from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import served_context
 from luce.config.resolve import resolve
 from luce.config.settings import Config
-from luce.draft.drafter import Draftable, Drafter, Proposal
+from luce.draft.drafter import Draftable, Drafter, Drafting, Proposal
 from luce.draft.open import open_drafter
 from luce.engine.loop import Engine
 from luce.engine.sequence import Event, Failed, SamplingParams, Tokens
@@ -170,12 +170,17 @@ class Lent:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
-    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
+    def propose(self, asked: Sequence[Draftable]) -> Drafting:
         """What the drafter proposes."""
-        begun = time.perf_counter()
-        proposals = self._drafter.propose(asked)
-        self.seconds.append(time.perf_counter() - begun)
-        return proposals
+        at = time.perf_counter()
+        begun = self._drafter.propose(asked)
+
+        def wait() -> Sequence[Proposal]:
+            proposals = begun()
+            self.seconds.append(time.perf_counter() - at)
+            return proposals
+
+        return wait
 
     def close(self) -> None:
         """The engine is done with it."""

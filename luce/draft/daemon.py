@@ -97,7 +97,7 @@ class DraftSession:
                 self._put(told, message.features[at : at + told.rows])
                 at += told.rows
         asked = [Draftable(slot, self._texts[slot], most, depth) for slot, most, depth in message.asked]
-        proposals = self._drafter.propose(asked) if asked else []
+        proposals = self._drafter.propose(asked)() if asked else []
         return Proposed(
             tuple(np.array(proposal.tokens, np.int32) for proposal in proposals),
             tuple(np.array(proposal.chances, np.float64) for proposal in proposals),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from luce.draft.chances import log_chances
 from luce.draft.correction import corrected
-from luce.draft.drafter import Draftable, Proposal
+from luce.draft.drafter import Draftable, Drafting, Proposal
 from luce.draft.ends import Ends
 from luce.draft.features import Part
 from luce.draft.model import DraftModel
@@ -35,36 +35,41 @@ class DFlashDrafter(FeatureReader):
             rows = [np.arange(span.position, span.position + span.rows, dtype=np.int32) for span in ahead]
             self._remember([Part(span.slot, own) for span, own in zip(ahead, rows, strict=True)])
 
-    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
+    def propose(self, asked: Sequence[Draftable]) -> Drafting:
         proposals = [Proposal()] * len(asked)
         ready = [index for index, one in enumerate(asked) if self._ready(one)]
         if not ready:
-            return proposals
+            return lambda: proposals
         slots = [asked[index].slot for index in ready]
         for parts in self._owed(slots, [len(asked[index].tokens) - 1 for index in ready]):
             self._remember(parts)
         seeds = np.array([asked[index].tokens[-1] for index in ready], np.int32)
         filled = self._model.fill(slots, self._ends.embed(seeds))
-        head = self._model.correction
-        z = None if head is None else self._ends.device.download(filled).reshape(len(ready), self.block, -1)
+        head, spec = self._model.correction, self._spec
+        z = None if head is None else self._ends.device.fetch(filled)
         # A chain is of each place's likeliest tokens.
         top = TOP if head is not None or any(one.depth for one in asked) else 1
-        output = self._ends.project(filled, top=top, scale=self._spec.logit_scale, softcap=self._spec.logit_softcap)
-        assert output.top is not None
-        scores = log_chances(output.top, scale=self._spec.logit_scale, softcap=self._spec.logit_softcap)
-        texts = (len(ready), self.block, -1)
-        ids, scores, sure = output.top.ids.reshape(texts), scores.reshape(texts), None
-        if head is not None and z is not None:
-            ids, scores, sure = corrected(head, seeds, z, ids, scores, self._ends.embed)
-        for row, index in enumerate(ready):
-            one = asked[index]
-            own = row, slice(min(self.block, one.depth or one.most))
-            if one.depth:
-                proposals[index] = _tree(ids[own], scores[own], one.most)
-            else:
-                chances = np.exp(scores[own][:, 0]) if sure is None else sure[own]
-                proposals[index] = Proposal(ids[own][:, 0].tolist(), chances.tolist())
-        return proposals
+        pending = self._ends.project(filled, top=top, scale=spec.logit_scale, softcap=spec.logit_softcap)
+
+        def wait() -> list[Proposal]:
+            best = pending().top
+            assert best is not None
+            texts = (len(ready), self.block, -1)
+            scores = log_chances(best, scale=spec.logit_scale, softcap=spec.logit_softcap).reshape(texts)
+            ids, sure = best.ids.reshape(texts), None
+            if head is not None and z is not None:
+                ids, scores, sure = corrected(head, seeds, z().reshape(texts), ids, scores, self._ends.embed)
+            for row, index in enumerate(ready):
+                one = asked[index]
+                own = row, slice(min(self.block, one.depth or one.most))
+                if one.depth:
+                    proposals[index] = _tree(ids[own], scores[own], one.most)
+                else:
+                    chances = np.exp(scores[own][:, 0]) if sure is None else sure[own]
+                    proposals[index] = Proposal(ids[own][:, 0].tolist(), chances.tolist())
+            return proposals
+
+        return wait
 
     def _follows(self, span: Span) -> bool:
         """Whether the rows of a span are verified as a chain, right behind what its slot remembers, and in the ring."""

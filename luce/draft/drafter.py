@@ -1,13 +1,14 @@
 """What the engine needs of a drafter: a guess at the tokens that come next. A wrong guess costs time, never a token.
 
-The engine calls it from its own thread: `observe` after every step, `propose` before a step that has rows to spare.
-An exception from either ends drafting for the sequences that run, and the drafter is asked again for later ones; but
-after an AwayError for these as well.
+The engine calls it from its own thread: `observe` when a step is queued, `propose` before one that has rows to spare.
+What is proposed is waited for later, when the host has done what else there is to do between two steps. An exception
+from any of these ends drafting for the sequences that run, and the drafter is asked again for later ones; but after an
+AwayError for these as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +52,10 @@ class Proposal:
     parents: Sequence[int] = ()
 
 
+#: Waits for proposals that were begun; called once, before others are begun. Raises what `propose` raises.
+Drafting = Callable[[], Sequence[Proposal]]
+
+
 class Drafter(Protocol):
     """Proposes tokens for several sequences at once."""
 
@@ -66,8 +71,8 @@ class Drafter(Protocol):
         which here is no branch: it is a tree.
         """
 
-    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
-        """A proposal for each."""
+    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+        """Begin a proposal for each."""
 
     def forget(self, slot: int) -> None:
         """The sequence in a slot has ended."""

@@ -45,14 +45,14 @@ class Ends:
             return rows
         return self.device.upload(rows if isinstance(rows, np.ndarray) else self.first.device.download(rows))
 
-    def project(self, rows: Array, *, top: int = TOP, scale: float = 0.0, softcap: float = 0.0) -> Output:
-        """Ids and `top` candidates of float32 [n, hidden] on the draft's device, by the target's head.
+    def project(self, rows: Array, *, top: int = TOP, scale: float = 0.0, softcap: float = 0.0) -> Pending:
+        """Queue the target's head on float32 [n, hidden] on the draft's device: ids and `top` candidates of each row.
 
         With a scale also the candidates' norms, as luce.ops.sample.likeliest has them.
         """
         if self.last.device is not self.device:
             rows = self.device.download(rows)
-        return self.last.project(rows, top=top, scale=scale, softcap=softcap)()
+        return self.last.project(rows, top=top, scale=scale, softcap=softcap)
 
 
 class OwnEnd:

@@ -15,7 +15,7 @@ import numpy as np
 from luce.backend.replay import Replayer
 from luce.draft.chances import one_by_one
 from luce.draft.context import KINDS_OF_ROWS, PIECE, Context, Ring
-from luce.draft.drafter import Draftable, Proposal
+from luce.draft.drafter import Draftable, Drafting, Proposal
 from luce.draft.ends import Ends
 from luce.draft.features import Part, as_table
 from luce.draft.reader import FeatureReader
@@ -153,10 +153,10 @@ class MTPDrafter(FeatureReader):
         super().__init__(model, ring, ends, kind="mtp", block=MTP_BLOCK, lookahead=1)
         self._model = model
 
-    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
+    def propose(self, asked: Sequence[Draftable]) -> Drafting:
         ready = [one for one in asked if self._ready(one)]
         drafted = dict(zip((one.slot for one in ready), self._draft(ready), strict=True)) if ready else {}
-        return [drafted.get(one.slot, Proposal()) for one in asked]
+        return lambda: [drafted.get(one.slot, Proposal()) for one in asked]
 
     def _draft(self, asked: Sequence[Draftable]) -> list[Proposal]:
         model, slots = self._model, [one.slot for one in asked]
@@ -175,7 +175,7 @@ class MTPDrafter(FeatureReader):
         def run(depth: int, tokens: Int32) -> Output:
             nonlocal states
             states = model.predict(slots, self._ends.embed(tokens), states, behind=depth)
-            return self._ends.project(states)
+            return self._ends.project(states)()
 
         proposals = one_by_one(asked, self.block, run)
         # The first row's inputs were the text's own.

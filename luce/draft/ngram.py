@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from luce.draft.drafter import Draftable, Proposal
+from luce.draft.drafter import Draftable, Drafting, Proposal
 from luce.runtime.step import Int32, Span
 
 
@@ -26,8 +26,8 @@ class NgramDrafter:
     def observe(self, spans: Sequence[Span]) -> None:
         pass
 
-    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
-        return [self._propose(one) for one in asked]
+    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+        return lambda: [self._propose(one) for one in asked]
 
     def forget(self, slot: int) -> None:
         pass

@@ -11,7 +11,7 @@ from luce.backend.local import LocalShard
 from luce.backend.plan import state_bytes
 from luce.draft.chances import one_by_one
 from luce.draft.context import PIECE, Context, Ring
-from luce.draft.drafter import Draftable, Proposal
+from luce.draft.drafter import Draftable, Drafting
 from luce.draft.features import batches
 from luce.errors import ModelError
 from luce.gguf.metadata import Metadata
@@ -63,7 +63,7 @@ class ModelDrafter:
         for span in spans:
             self._rewind(span.slot, span.position)
 
-    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
+    def propose(self, asked: Sequence[Draftable]) -> Drafting:
         slots = [one.slot for one in asked]
         texts = {one.slot: one.tokens for one in asked}
         for parts in batches([(one.slot, self._owed(one)) for one in asked], PIECE):
@@ -84,7 +84,7 @@ class ModelDrafter:
         for slot, state in zip(slots, saved, strict=False):
             self._shard.restore(slot, self._nothing, state)
         self._context.keep(slots, [1] * len(slots))
-        return proposals
+        return lambda: proposals
 
     def forget(self, slot: int) -> None:
         self._context.forget(slot)

@@ -6,7 +6,8 @@ memory go, is told all that it needs and drafts on. While there is none, sequenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.draft.drafter import AwayError, Draftable, Proposal
+from luce.draft.drafter import AwayError, Draftable, Drafting, Proposal
 from luce.draft.features import Known, Part, batches
 from luce.draft.recipe import Recipe, Target
 from luce.errors import BackendError, ShardLostError
@@ -98,19 +99,24 @@ class RemoteDrafter:
                 heard = self._heard[span.slot]
                 heard.features = min(heard.features, span.position)
 
-    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
+    def propose(self, asked: Sequence[Draftable]) -> Drafting:
         if self._generation != self._daemon.generation:
             self._generation = self._daemon.generation
             self._heard.clear()
-        try:
+        with self._believed():
             *first, last = self._batches(asked)
             for parts in first:
-                self._tell(asked, parts, ())
-            return self._tell(asked, last, asked)
-        except BaseException:
-            # What the daemon has made of it is unknown.
-            self._heard.clear()
-            raise
+                self._tell(asked, parts, ())()
+            answer = self._tell(asked, last, asked)
+
+        def wait() -> list[Proposal]:
+            with self._believed():
+                reply = answer()
+            assert isinstance(reply, Proposed)
+            found = zip(reply.tokens, reply.chances, reply.parents, strict=True)
+            return [Proposal(*(part.tolist() for part in parts)) for parts in found]
+
+        return wait
 
     def forget(self, slot: int) -> None:
         if self._known is not None:
@@ -121,7 +127,7 @@ class RemoteDrafter:
         if self._keep or not self._heard:
             return
         self._heard.clear()
-        self._ask(Rest(), 0, Done)
+        self._ask(Rest(), 0, Done)()
 
     def describe(self) -> dict[str, str | int]:
         try:
@@ -144,8 +150,19 @@ class RemoteDrafter:
             owed.append((one.slot, range(max(known.start, heard.features), min(known.stop, len(one.tokens) - 1))))
         return list(batches(owed, max(1, _PIECE // (2 * self._ring.rows.shape[1])))) or [[]]
 
-    def _tell(self, asked: Sequence[Draftable], parts: Sequence[Part], wanted: Sequence[Draftable]) -> list[Proposal]:
-        """Tell of parts, and of the texts of all that are wanted."""
+    @contextlib.contextmanager
+    def _believed(self) -> Iterator[None]:
+        """What fails inside leaves unknown what the daemon has made of it."""
+        try:
+            yield
+        except BaseException:
+            self._heard.clear()
+            raise
+
+    def _tell(
+        self, asked: Sequence[Draftable], parts: Sequence[Part], wanted: Sequence[Draftable]
+    ) -> Callable[[], Reply]:
+        """Tell of parts, and of the texts of all that are wanted: what is returned waits for the proposals."""
         texts = {one.slot: one.tokens for one in asked}
         places = {part.slot: part.positions for part in parts}
         none = np.empty(0, np.int32)
@@ -159,10 +176,7 @@ class RemoteDrafter:
             features = self._ring.rows[self._known.places(parts)]
         message = Propose(tuple(told), features, tuple((one.slot, one.most, one.depth) for one in wanted))
         rows = len(features) + sum(len(part.tokens) for part in told)
-        reply = self._ask(message, rows, Proposed, wanted)
-        assert isinstance(reply, Proposed)
-        found = zip(reply.tokens, reply.chances, reply.parents, strict=True)
-        return [Proposal(*(part.tolist() for part in parts)) for parts in found]
+        return self._ask(message, rows, Proposed, wanted)
 
     def _told(self, slot: int, text: Int32, positions: Int32) -> Told:
         fresh = slot not in self._heard
@@ -173,28 +187,41 @@ class RemoteDrafter:
             heard.features = begin + len(positions)
         return Told(slot, fresh, at, text[at:], begin, len(positions))
 
-    def _ask(self, message: msgspec.Struct, rows: int, kind: type[Reply], wanted: Sequence[Draftable] = ()) -> Reply:
-        """The answer, which is checked. Raises AwayError if there is no daemon, and what the daemon could not do."""
+    def _ask(
+        self, message: msgspec.Struct, rows: int, kind: type[Reply], wanted: Sequence[Draftable] = ()
+    ) -> Callable[[], Reply]:
+        """Send a message: what is returned waits for the answer, and checks it. Both raise AwayError if there is no
+        daemon, the second one what the daemon could not do."""
         try:
             channel = self._daemon.channel_now()
         except ShardLostError as error:
             raise AwayError(str(error)) from None
         self._numbers += 1
         limit = self._daemon.limits.request
-        try:
+
+        @contextlib.contextmanager
+        def talking() -> Iterator[None]:
+            try:
+                yield
+            except ChannelError as error:
+                raise AwayError(str(self._daemon.lost(channel, error))) from None
+
+        def wait() -> Reply:
+            with talking():
+                number, reply = channel.receive(timeout=limit + _PER_ROW * rows, limit=SMALL)
+                if number != self._numbers:
+                    raise GarbageError(f"it answered request {number} instead of {self._numbers}")
+                if isinstance(reply, Proposed):
+                    check(reply, wanted, self._vocab)
+                if not isinstance(reply, (kind, Failed)):
+                    raise GarbageError(f"it sent {type(reply).__name__} instead of {kind.__name__}")
+            if isinstance(reply, Failed):
+                raise failure(self._daemon.name, reply)
+            return reply
+
+        with talking():
             channel.send(self._numbers, message, timeout=limit)
-            number, reply = channel.receive(timeout=limit + _PER_ROW * rows, limit=SMALL)
-            if number != self._numbers:
-                raise GarbageError(f"it answered request {number} instead of {self._numbers}")
-            if isinstance(reply, Proposed):
-                check(reply, wanted, self._vocab)
-            if not isinstance(reply, (kind, Failed)):
-                raise GarbageError(f"it sent {type(reply).__name__} instead of {kind.__name__}")
-        except ChannelError as error:
-            raise AwayError(str(self._daemon.lost(channel, error))) from None
-        if isinstance(reply, Failed):
-            raise failure(self._daemon.name, reply)
-        return reply
+        return wait
 
 
 def check(reply: Proposed, wanted: Sequence[Draftable], vocab: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from luce.draft.drafter import Draftable, Drafter, Proposal
+from luce.draft.drafter import Draftable, Drafter, Drafting
 from luce.errors import OutOfMemoryError
 from luce.runtime.step import Span
 
@@ -43,7 +43,7 @@ class ResidentDrafter:
     def observe(self, spans: Sequence[Span]) -> None:
         self._wanted().observe(spans)
 
-    def propose(self, asked: Sequence[Draftable]) -> Sequence[Proposal]:
+    def propose(self, asked: Sequence[Draftable]) -> Drafting:
         return self._wanted().propose(asked)
 
     def forget(self, slot: int) -> None:

@@ -148,6 +148,8 @@ class Engine:
         self._intake = Intake(slots=backend.slots, max_queue=max_queue)
         self._replies: dict[Sequence, Reply] = {}
         self._by_ticket: dict[Ticket, Reply] = {}
+        #: who is still to be told of what replies have got
+        self._unreported: list[tuple[Reply, Callable[[], None]]] = []
         self._prompt_tokens = self._predicted_tokens = self._cancelled = self._steps = 0
         if disk is not None:
             disk.wake = self._intake.wake
@@ -318,8 +320,7 @@ class Engine:
             if self._speculator is not None:
                 self._speculator.idle()
             self._intake.wait(lambda: self._saver is not None and self._saver.pending)
-        self._intake.work_off()
-        if self._intake.closing:
+        if self._ending():
             return False
         if loss := self._backend.lost():
             self._forget(loss)
@@ -335,21 +336,36 @@ class Engine:
             reply = self._replies[sequence]
             reply.started = now
             self._emit(reply, Started())
+            # Other replies' sinks do not wait for what may take long.
+            self._report()
             self._resume(reply)
         if self._pager is not None:
+            self._report()
             for sequence in self._scheduler.running:
                 self._page(self._pager, sequence)
         if self._speculator is not None:
-            self._speculator.propose(self._scheduler.running)
+            self._speculator.ask(self._scheduler.running)
+        # What the next step does not wait for, while drafts are made; but sinks may have wishes of their own.
+        self._report()
+        if self._saver is not None:
+            self._saver.pump(idle=not self._replies)
+        ending = self._ending()
+        if self._speculator is not None:
+            self._speculator.take()
+        if ending:
+            return False
         plan = self._scheduler.plan()
         if plan is not None:
             for sequence, error in plan.failed:
                 self._fail(self._replies[sequence], _backend_error(error))
             if plan.parts:
                 self._step(plan)
-        if self._saver is not None:
-            self._saver.pump(idle=not self._replies)
         return True
+
+    def _ending(self) -> bool:
+        """Do what other threads, or sinks, want done; whether that is to end."""
+        self._intake.work_off()
+        return self._intake.closing
 
     def _forget(self, loss: str) -> None:
         """The backend has forgotten everything: so do those who build on it."""
@@ -491,11 +507,23 @@ class Engine:
             right = path[1:] if child is None else [*path[1:], child]
             reply.drafted += len(part.proposal)
             reply.accepted += len(right)
-            assert self._speculator is not None
-            self._speculator.verified(reply.sequence, part, right, over=reason is not None)
-        reply.on_event(Tokens(tuple(tokens)))
+            over, speculator = reason is not None, self._speculator
+            assert speculator is not None
+            self._unreported.append((reply, lambda: speculator.verified(reply.sequence, part, right, over=over)))
+        self._unreported.append((reply, lambda: reply.on_event(Tokens(tuple(tokens)))))
         if reason is not None:
             self._finish(reply, reason, stop)
+
+    def _report(self) -> None:
+        """Tell of what replies have got: nobody has heard of it yet."""
+        unreported, self._unreported = self._unreported, []
+        for reply, tell in unreported:
+            if reply.ticket.over:
+                continue
+            try:
+                tell()
+            except Exception as error:
+                self._reply_failed(reply, error)
 
     def _accept(self, part: Part, path: Many[int]) -> None:
         """The rows of a proposal that count."""
@@ -514,6 +542,9 @@ class Engine:
             self._fail(reply, _reply_error(error))
 
     def _finish(self, reply: Reply, reason: FinishReason, stop: str | int | None = None) -> None:
+        self._report()
+        if reply.ticket.over:
+            return
         try:
             text = reply.output.flush()
         except Exception as error:
@@ -535,6 +566,7 @@ class Engine:
 
     def _end(self, reply: Reply, event: Finished | Failed) -> None:
         """The last event. Slot and pages are free before it is seen."""
+        self._report()
         sequence, ticket = reply.sequence, reply.ticket
         if ticket.over:
             return

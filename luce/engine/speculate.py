@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
-from luce.draft.drafter import AwayError, Draftable, Drafter, Proposal
+from luce.draft.drafter import AwayError, Draftable, Drafter, Drafting, Proposal
 from luce.draft.tails import Tail, Tails
 from luce.engine.gain import Rates, StepSeconds, choose_rows
 from luce.engine.scheduler import Part, Plan, Sequence, fair_shares
@@ -27,6 +28,8 @@ from luce.errors import LuceError
 from luce.runtime.step import Int32
 
 _log = logging.getLogger(__name__)
+
+_Given = TypeVar("_Given")
 
 # A drafter that fails so often in a row is given up.
 _FAILURES = 3
@@ -92,6 +95,17 @@ class _Drafted:
         return self.text[:end]
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Proposals that were begun at a time: for which texts, how many rows they may have, and of how many sequences."""
+
+    texts: tuple[tuple[Sequence, Draftable], ...]
+    begun: Drafting
+    started: float
+    room: int
+    plain: int
+
+
 class Speculator:
     """Asks a drafter, which it closes, for the sequences of an engine; all but `stats` on the engine's thread.
 
@@ -121,6 +135,7 @@ class Speculator:
         self._tails = tails
         self._clock = clock
         self._sequences: dict[Sequence, _Drafted] = {}
+        self._asked: _Asked | None = None
         self._rates = Rates()
         self._seconds = StepSeconds()
         self._drafting = StepSeconds()
@@ -141,8 +156,8 @@ class Speculator:
         facts = self._drafter.describe()
         return DraftStats(facts, state, self._steps, self._proposed, self._accepted, self._spent)
 
-    def propose(self, running: Many[Sequence]) -> None:
-        """Give the sequences that decode their proposals for the next step."""
+    def ask(self, running: Many[Sequence]) -> None:
+        """Begin proposals for those of the sequences that decode, for the next step. `take` comes before it."""
         decoding = [s for s in running if not s.prompt_left]
         for sequence in running:
             sequence.proposal = sequence.parents = ()
@@ -163,12 +178,27 @@ class Speculator:
             return
         self._idle = False
         started = self._clock()
-        proposals = self._ask(asked)
-        taken = self._clock() - started
+        begun = self._attempt(lambda: self._drafter.propose([one for _, one in asked]))
+        if begun is not None:
+            self._asked = _Asked(tuple(asked), begun, started, room, len(decoding))
+
+    def take(self) -> None:
+        """Wait for the proposals that were begun, if there are any, and give the sequences those that pay."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        proposals = self._attempt(
+            lambda: [self._checked(p, one) for p, (_, one) in zip(asked.begun(), asked.texts, strict=True)]
+        )
+        taken = self._clock() - asked.started
         self._spent += taken
-        self._drafting.add(len(asked), taken)
-        if proposals is not None:
-            self._share([s for s, _ in asked], proposals, room, len(decoding))
+        self._drafting.add(len(asked.texts), taken)
+        if proposals is None:
+            return
+        self._answered = True
+        # Some may have ended since.
+        left = [(s, p) for (s, _), p in zip(asked.texts, proposals, strict=True) if s in self._sequences]
+        self._share([s for s, _ in left], [p for _, p in left], asked.room, asked.plain)
 
     def observe(self, plan: Plan) -> None:
         """A step is queued: what it leaves of its rows comes before all that the drafter asks its device for now."""
@@ -257,18 +287,15 @@ class Speculator:
         tokens = known.tokens(sequence)
         return sequence, Draftable(sequence.slot or 0, tokens, most, 0 if self._tree is None else depth)
 
-    def _ask(self, asked: Many[tuple[Sequence, Draftable]]) -> list[Proposal] | None:
+    def _attempt(self, ask: Callable[[], _Given]) -> _Given | None:
+        """What the drafter gives, None if it fails."""
         try:
-            given = self._drafter.propose([one for _, one in asked])
-            proposals = [self._checked(p, one) for p, (_, one) in zip(given, asked, strict=True)]
+            return ask()
         except AwayError as error:
             self._away(error)
-            return None
         except Exception as error:
             self._failed(error)
-            return None
-        self._answered = True
-        return proposals
+        return None
 
     def _checked(self, proposal: Proposal, asked: Draftable) -> Proposal:
         """What there is of a proposal up to the first id that is none."""

@@ -63,7 +63,7 @@ class Drafted:
 
     def propose(self, slot: int, tokens: NDArray[np.int32], most: int = 99) -> list[int]:
         """The tokens behind the last of `tokens`."""
-        (proposal,) = self.drafter.propose([Draftable(slot, tokens, most)])
+        (proposal,) = self.drafter.propose([Draftable(slot, tokens, most)])()
         assert len(proposal.chances) == len(proposal.tokens)
         assert all(0 < chance <= 1 for chance in proposal.chances)
         return list(proposal.tokens)
@@ -181,7 +181,7 @@ def test_several_sequences_at_once(stack: ExitStack) -> None:
     drafted.tell(0, captured, 0, 25)
     drafted.tell(1, long[1], 0, 160)
     asked = [Draftable(0, tokens[:26], 9), Draftable(1, long[0][:161], 2)]
-    both = [list(proposal.tokens) for proposal in drafted.drafter.propose(asked)]
+    both = [list(proposal.tokens) for proposal in drafted.drafter.propose(asked)()]
     alone = Drafted(stack, FIT, HostDevice(0))
     alone.tell(0, captured, 0, 25)
     alone.tell(1, long[1], 0, 160)

@@ -103,7 +103,7 @@ def test_first_token_by_the_kernels_of_gpus(stack: ExitStack) -> None:
 def check_first_token(at: int, device: Device, stack: ExitStack) -> None:
     drafted = Drafted(stack, device)
     drafted.drafter.observe([Span(0, 0, at - 1, 0)])
-    (proposal,) = drafted.drafter.propose([Draftable(0, PROMPT[:at], 9)])
+    (proposal,) = drafted.drafter.propose([Draftable(0, PROMPT[:at], 9)])()
     assert 1 <= len(proposal.tokens) == len(proposal.chances) <= drafted.drafter.block
     weights = np.exp(LOGITS[at - 2] - LOGITS[at - 2].max())
     margin = np.diff(np.sort(LOGITS[at - 2])[-2:])[0]
@@ -119,30 +119,30 @@ def test_rows_of_drafts_are_forgotten(device: Device, stack: ExitStack) -> None:
     told = 0
     for at in (6, 7, 12):
         drafted.drafter.observe([Span(0, 0, at - 1 - told, told)])
-        stepwise = drafted.drafter.propose([Draftable(0, PROMPT[:at], 9)])
+        stepwise = drafted.drafter.propose([Draftable(0, PROMPT[:at], 9)])()
         told = at - 1
     drafted.drafter.observe([Span(1, 0, 11, 0)])
-    assert drafted.drafter.propose([Draftable(1, PROMPT[:12], 9)])[0].tokens == stepwise[0].tokens
+    assert drafted.drafter.propose([Draftable(1, PROMPT[:12], 9)])()[0].tokens == stepwise[0].tokens
 
 
 def test_several_sequences(device: Device, stack: ExitStack) -> None:
     drafted = Drafted(stack, device)
     drafted.drafter.observe([Span(0, 0, 16, 0), Span(1, 16, 8, 0)])
     asked = [Draftable(1, PROMPT[:9], 2), Draftable(0, PROMPT[:17], 4)]
-    both = drafted.drafter.propose(asked)
+    both = drafted.drafter.propose(asked)()
     assert len(both[0].tokens) <= 2
     alone = Drafted(stack, device)
     alone.drafter.observe([Span(0, 0, 16, 0), Span(1, 16, 8, 0)])
-    assert [alone.drafter.propose([one])[0].tokens[:1] for one in asked] == [one.tokens[:1] for one in both]
+    assert [alone.drafter.propose([one])()[0].tokens[:1] for one in asked] == [one.tokens[:1] for one in both]
 
 
 def test_without_states_there_is_no_guess(stack: ExitStack) -> None:
     drafted = Drafted(stack, HostDevice(0))
-    assert drafted.drafter.propose([Draftable(0, PROMPT[:9], 9)])[0].tokens == ()
+    assert drafted.drafter.propose([Draftable(0, PROMPT[:9], 9)])()[0].tokens == ()
     drafted.drafter.observe([Span(0, 0, 8, 0)])
-    assert drafted.drafter.propose([Draftable(0, PROMPT[:9], 9)])[0].tokens
+    assert drafted.drafter.propose([Draftable(0, PROMPT[:9], 9)])()[0].tokens
     drafted.drafter.forget(0)
-    assert drafted.drafter.propose([Draftable(0, PROMPT[:9], 9)])[0].tokens == ()
+    assert drafted.drafter.propose([Draftable(0, PROMPT[:9], 9)])()[0].tokens == ()
 
 
 def test_files_without_the_block() -> None:

@@ -41,7 +41,7 @@ def text(name: str) -> tuple[NDArray[np.int32], int]:
 
 
 def propose(model: ModelDrafter, tokens: NDArray[np.int32], slot: int = 0, most: int = 99) -> list[int]:
-    (proposal,) = model.propose([Draftable(slot, tokens, most)])
+    (proposal,) = model.propose([Draftable(slot, tokens, most)])()
     return list(proposal.tokens)
 
 
@@ -69,7 +69,7 @@ def test_another_text_from_some_position_on(name: str, stack: ExitStack) -> None
 def test_several_sequences(stack: ExitStack) -> None:
     model, (tokens, begin) = drafter(stack, "qwen35-a-F32", slots=3), text("qwen35-a-F32")
     asked = [Draftable(2, tokens[: begin + 1], 9), Draftable(0, tokens[:9], 2), Draftable(1, tokens[: begin + 5], 1)]
-    both = [list(proposal.tokens) for proposal in model.propose(asked)]
+    both = [list(proposal.tokens) for proposal in model.propose(asked)()]
     assert [len(ids) <= one.most for ids, one in zip(both, asked, strict=True)] == [True] * 3
     assert both[0] == tokens[begin + 1 : begin + 1 + len(both[0])].tolist()
     assert both[2] == [tokens[begin + 5]]

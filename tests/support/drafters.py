@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from luce.draft.drafter import Draftable, Proposal
+from luce.draft.drafter import Draftable, Drafting, Proposal
 from luce.runtime.step import Span
 
 #: what follows a text: (tokens so far, how many) -> tokens
@@ -38,6 +38,7 @@ class ScriptedDrafter:
         self._hook = hook
         self._known: dict[int, list[int]] = {}
         self.asked = self.idled = 0
+        self._drafting = False
         self.forgotten: list[int] = []
         self.seen: list[Span] = []
         self.closed = False
@@ -46,10 +47,18 @@ class ScriptedDrafter:
         self._hook("observe")
         self.seen += spans
 
-    def propose(self, asked: Sequence[Draftable]) -> list[Proposal]:
+    def propose(self, asked: Sequence[Draftable]) -> Drafting:
         self._hook("propose")
         self.asked += 1
-        return [self._propose(one) for one in asked]
+        assert not self._drafting, "proposals were begun that nobody waited for"
+        self._drafting = True
+
+        def wait() -> list[Proposal]:
+            self._drafting = False
+            self._hook("wait")
+            return [self._propose(one) for one in asked]
+
+        return wait
 
     def forget(self, slot: int) -> None:
         self.forgotten.append(slot)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from luce.api import Model
-from luce.draft.drafter import Draftable, Drafter, Proposal
+from luce.draft.drafter import Draftable, Drafter, Drafting, Proposal
 
 
 def drafter_of(model: Model) -> Drafter:
@@ -21,10 +21,15 @@ def recorded(model: Model) -> Iterator[list[tuple[int, list[int]]]]:
     """What is proposed meanwhile: length of the text, tokens."""
     drafter, found = drafter_of(model), []
 
-    def propose(asked: Sequence[Draftable]) -> Sequence[Proposal]:
-        given = type(drafter).propose(drafter, asked)
-        found.extend((len(one.tokens), list(p.tokens)) for one, p in zip(asked, given, strict=True))
-        return given
+    def propose(asked: Sequence[Draftable]) -> Drafting:
+        begun = type(drafter).propose(drafter, asked)
+
+        def wait() -> Sequence[Proposal]:
+            given = begun()
+            found.extend((len(one.tokens), list(p.tokens)) for one, p in zip(asked, given, strict=True))
+            return given
+
+        return wait
 
     drafter.propose = propose  # type: ignore[method-assign]
     yield found

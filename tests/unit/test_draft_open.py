@@ -265,7 +265,7 @@ def test_request_scoped() -> None:
     drafter = ResidentDrafter(loads, keep=False, block=3, facts={"file": "x"})
     assert (loads.made, loads.closed, drafter.describe()) == (1, 1, {"file": "x", "loaded": "no"})
     drafter.observe([Span(0, 0, 5, 0)])
-    assert list(drafter.propose(ASKED)[0].tokens) == [3, 1]
+    assert list(drafter.propose(ASKED)()[0].tokens) == [3, 1]
     assert (loads.made, loads.closed, drafter.describe()["loaded"]) == (2, 1, "yes")
     drafter.idle()
     drafter.idle()
@@ -276,7 +276,7 @@ def test_request_scoped() -> None:
 def test_persistent() -> None:
     loads = Loads()
     drafter = ResidentDrafter(loads, keep=True, block=3)
-    drafter.propose(ASKED)
+    drafter.propose(ASKED)()
     drafter.idle()
     assert (loads.made, loads.closed) == (1, 0)
     drafter.close()
@@ -290,8 +290,8 @@ def test_no_memory_at_first(caplog: pytest.LogCaptureFixture) -> None:
     assert "the draft is not loaded: cpu:0: 9 bytes asked" in caplog.text
     assert drafter.describe() == {"loaded": "no"}
     with pytest.raises(OutOfMemoryError):
-        drafter.propose(ASKED)
-    assert list(drafter.propose(ASKED)[0].tokens) == [3, 1]
+        drafter.propose(ASKED)()
+    assert list(drafter.propose(ASKED)()[0].tokens) == [3, 1]
 
 
 def test_a_small_model_drafts(tmp_path: Path) -> None:

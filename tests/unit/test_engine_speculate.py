@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.draft.drafter import Draftable, Proposal
+from luce.draft.drafter import AwayError, Draftable, Drafting, Proposal
 from luce.draft.ngram import NgramDrafter
 from luce.engine.gain import StepSeconds, choose_rows
 from luce.engine.loop import Engine
 from luce.engine.pages import Pages
 from luce.engine.scheduler import Scheduler, Sequence
-from luce.engine.sequence import Finished, FinishReason, Tokens
+from luce.engine.sequence import Event, Finished, FinishReason, Tokens
 from luce.engine.speculate import Speculator
 from luce.errors import BackendError, DeviceError
 from tests.support.drafters import ScriptedDrafter, sometimes
@@ -244,8 +244,8 @@ def test_ids_that_are_none_are_not_verified(tokens: list[int]) -> None:
     backend = ScriptedBackend()
 
     class Wild(NgramDrafter):
-        def propose(self, asked: Many[Draftable]) -> list[Proposal]:
-            return [Proposal(tokens, [0.5]) for _ in asked]
+        def propose(self, asked: Many[Draftable]) -> Drafting:
+            return lambda: [Proposal(tokens, [0.5]) for _ in asked]
 
     with engine(backend, eos=frozenset(), drafter=Wild(block=15), verify_width=8) as made:
         reply, _ = submit(made, PROMPT, max_tokens=20)
@@ -269,6 +269,62 @@ def test_a_failed_verification_fails_the_reply_only() -> None:
         again, _ = submit(made, PROMPT, max_tokens=20)
         again.finished()
     assert again.ids == backend.reply(PROMPT, 20)
+
+
+def test_tokens_are_told_of_while_the_next_ones_are_drafted() -> None:
+    heard: list[str] = []
+    backend = ScriptedBackend(recurrent=True)
+
+    def on(event: Event) -> None:
+        if isinstance(event, Tokens | Finished):
+            heard.append(f"{len(event.tokens)} tokens" if isinstance(event, Tokens) else "end")
+
+    with engine(backend, drafter=oracle(backend, hook=heard.append), verify_width=4) as made:
+        submit(made, PROMPT, max_tokens=9, on=on)[0].finished()
+    once = ["propose", "{} tokens", "wait", "observe"]
+    expected = [what.format(count) for count in (1, 4) for what in once]
+    # The step that was queued last ends the reply.
+    assert heard == ["observe", *expected, "4 tokens", "end"]
+
+
+@pytest.mark.parametrize("kind", [Tokens, Finished])
+def test_a_sink_that_fails_while_tokens_are_drafted(kind: type) -> None:
+    backend = ScriptedBackend(recurrent=True)
+
+    def broken(event: Event) -> None:
+        if isinstance(event, kind):
+            raise ValueError("nobody listens")
+
+    with engine(backend, drafter=oracle(backend), verify_width=4) as made:
+        replies = [submit(made, PROMPT, max_tokens=20, on=on)[0] for on in (broken, None)]
+        replies[1].finished()
+        assert made.wait_idle(60)
+    assert replies[1].ids == backend.reply(PROMPT, 20)
+    if kind is Tokens:
+        assert "nobody listens" in str(replies[0].failed())
+
+
+@pytest.mark.parametrize("error", [AwayError("gone for now"), DeviceError("lost")])
+def test_a_drafter_that_fails_while_it_is_waited_for(error: Exception) -> None:
+    backend = ScriptedBackend(recurrent=True)
+    waits: list[str] = []
+
+    def hook(what: str) -> None:
+        if what == "wait":
+            waits.append(what)
+            if len(waits) == 2:
+                raise error
+
+    with engine(backend, drafter=oracle(backend, hook=hook), verify_width=4) as made:
+        first, _ = submit(made, PROMPT, max_tokens=30)
+        first.finished()
+        away, asked = len(waits), isinstance(error, AwayError)
+        again, _ = submit(made, PROMPT, max_tokens=30)
+        again.finished()
+        stats = made.stats().draft
+    assert [reply.ids for reply in (first, again)] == [backend.reply(PROMPT, 30)] * 2
+    # Whoever was away is asked again in the next step, whoever failed for the next reply.
+    assert stats is not None and stats.state == "on" and (away > 2) == asked and len(waits) > away
 
 
 def test_a_drafter_is_told_what_ran_and_when_nothing_does() -> None:
@@ -299,7 +355,8 @@ class Timed:
         list(scheduler.admit())
         expected = backend.reply(PROMPT, 400)
         while len(sequence.reply) < 400:
-            made.propose(scheduler.running)
+            made.ask(scheduler.running)
+            made.take()
             plan = scheduler.plan()
             assert plan is not None
             (part,) = plan.parts

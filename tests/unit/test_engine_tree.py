@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.draft.drafter import Draftable, Proposal
+from luce.draft.drafter import Draftable, Drafting, Proposal
 from luce.draft.ngram import NgramDrafter
 from luce.engine import tree
 from luce.engine.pages import GroupPages
@@ -277,8 +277,8 @@ def test_a_chain_where_pages_are_missing() -> None:
 
 def test_what_is_no_tree_ends_drafting() -> None:
     class Wild(NgramDrafter):
-        def propose(self, asked: Many[Draftable]) -> list[Proposal]:
-            return [Proposal([5, 5], [0.5, 0.5], [-1, -1]) for _ in asked]
+        def propose(self, asked: Many[Draftable]) -> Drafting:
+            return lambda: [Proposal([5, 5], [0.5, 0.5], [-1, -1]) for _ in asked]
 
     backend = ScriptedBackend(branch_pages=30)
     with engine(backend, drafter=Wild(block=15), verify_width=8, **TREES) as made:
