@@ -349,12 +349,9 @@ class Engine:
         self._report()
         if self._saver is not None:
             self._saver.pump(idle=not self._replies)
-        ending = self._ending()
-        if self._speculator is not None:
-            self._speculator.take()
+        ending, plan = self._ending(), self._drafted_plan()
         if ending:
             return False
-        plan = self._scheduler.plan()
         if plan is not None:
             for sequence, error in plan.failed:
                 self._fail(self._replies[sequence], _backend_error(error))
@@ -366,6 +363,17 @@ class Engine:
         """Do what other threads, or sinks, want done; whether that is to end."""
         self._intake.work_off()
         return self._intake.closing
+
+    def _drafted_plan(self) -> Plan | None:
+        """The next step, with what is drafted for it. As far as it does not depend on that, it is planned before."""
+        if self._speculator is None or not self._speculator.asking:
+            return self._scheduler.plan()
+        plan = None
+        # Prompts share a step in turns, which each plan counts, and pages leave for the rows that are planned.
+        if self._pager is None and not any(sequence.prompt_left for sequence in self._scheduler.running):
+            plan = self._scheduler.plan()
+        self._speculator.take()
+        return (None if plan is None else self._scheduler.filled(plan)) or self._scheduler.plan()
 
     def _forget(self, loss: str) -> None:
         """The backend has forgotten everything: so do those who build on it."""

@@ -206,7 +206,7 @@ class Scheduler:
             yield sequence
 
     def plan(self) -> Plan | None:
-        """The next step, None if nothing runs. Its result must be told to `advance` before the next plan.
+        """The next step, None if nothing runs. If it runs, `advance` must be told before the next plan.
 
         A sequence whose prompt is read needs a token of its reply that is not in the cache yet.
         """
@@ -219,6 +219,19 @@ class Scheduler:
         if prompts:
             shares += self._share(prompts)
         return self._build(shares)
+
+    def filled(self, plan: Plan) -> Plan | None:
+        """The newest plan with the tokens that its sequences propose now; None if there are more or fewer of them than
+        there were then, or they are a tree."""
+        parts, row = [], 0
+        for part in plan.parts:
+            proposal = part.sequence.proposal
+            if len(proposal) != len(part.proposal) or part.sequence.parents:
+                return None
+            plan.step.tokens[row + 1 : row + 1 + len(proposal)] = proposal
+            parts.append(replace(part, proposal=proposal))
+            row += part.rows
+        return replace(plan, parts=tuple(parts))
 
     def advance(self, plan: Plan) -> None:
         """The step ran: its rows are in the cache, but for those of proposals until they are accepted."""

@@ -78,6 +78,8 @@ class _Drafted:
     text: Int32
     length: int = 0
     proposal: Proposal = field(default_factory=Proposal)
+    #: tokens of it that were verified
+    rows: int = 0
     #: whether the drafter failed while it ran
     off: bool = False
 
@@ -157,7 +159,8 @@ class Speculator:
         return DraftStats(facts, state, self._steps, self._proposed, self._accepted, self._spent)
 
     def ask(self, running: Many[Sequence]) -> None:
-        """Begin proposals for those of the sequences that decode, for the next step. `take` comes before it."""
+        """Begin proposals for those of the sequences that decode, for the next step. `take` comes before it; until then
+        their proposals are of as many tokens as is likely, whatever these are."""
         decoding = [s for s in running if not s.prompt_left]
         for sequence in running:
             sequence.proposal = sequence.parents = ()
@@ -181,12 +184,23 @@ class Speculator:
         begun = self._attempt(lambda: self._drafter.propose([one for _, one in asked]))
         if begun is not None:
             self._asked = _Asked(tuple(asked), begun, started, room, len(decoding))
+            if self._tree is None:
+                likely = [one.most if self._fixed else min(one.most, self._sequences[s].rows) for s, one in asked]
+                for (sequence, _), count in zip(asked, fair_shares(room, likely), strict=True):
+                    sequence.proposal = (0,) * count
+
+    @property
+    def asking(self) -> bool:
+        """Whether proposals were begun that `take` waits for."""
+        return self._asked is not None
 
     def take(self) -> None:
-        """Wait for the proposals that were begun, if there are any, and give the sequences those that pay."""
+        """Wait for the proposals that were begun, and give the sequences those that pay."""
         asked, self._asked = self._asked, None
         if asked is None:
             return
+        for sequence, _ in asked.texts:
+            sequence.proposal = ()
         proposals = self._attempt(
             lambda: [self._checked(p, one) for p, (_, one) in zip(asked.begun(), asked.texts, strict=True)]
         )
@@ -319,6 +333,7 @@ class Speculator:
             self._resting = self._rest
         for sequence, proposal, count in zip(asked, proposals, counts, strict=True):
             known = self._sequences[sequence]
+            known.rows = count
             if not count:
                 known.rates.forget(proposal)
             known.proposal, sequence.parents = in_rows(proposal, count) if proposal.parents else (proposal, ())

@@ -127,6 +127,33 @@ def test_prompt_rows_of_a_step_are_at_most_a_chunk() -> None:
         assert sum(p.rows for p in plan.parts if p.position < 100) <= CHUNK
 
 
+def test_a_plan_is_filled_with_what_is_proposed_later() -> None:
+    drive = Drive()
+    drafted, plain = sequence(70, room=30), sequence(3, room=30)
+    drive.scheduler.add(drafted)
+    drive.scheduler.add(plain)
+    while min(len(drafted.reply), len(plain.reply)) < 2:
+        drive.step()
+    drafted.proposal = (0, 0, 0)
+    early = drive.scheduler.plan()
+    assert early is not None
+    drafted.proposal = (5, 6, 7)
+    late, filled = drive.scheduler.plan(), drive.scheduler.filled(early)
+    assert late is not None and filled is not None
+    # Nothing but the tokens of proposals could be different.
+    assert filled.parts == late.parts and filled.step.spans == late.step.spans
+    for name in ("tokens", "positions", "wanted", "full", "top"):
+        np.testing.assert_array_equal(getattr(filled.step, name), getattr(late.step, name))
+    for own, other in zip(filled.step.views, late.step.views, strict=True):
+        for name in ("table", "first", "count", "dest"):
+            np.testing.assert_array_equal(getattr(own, name), getattr(other, name))
+    for proposal, parents in (((5, 6), ()), ((), ()), ((5, 6, 7), (0, 0, 1))):
+        drafted.proposal, drafted.parents = proposal, parents
+        assert drive.scheduler.filled(early) is None
+    drafted.proposal = drafted.parents = ()
+    drive.run()
+
+
 def test_sessions_take_turns_and_are_first_in_first_out() -> None:
     drive = Drive(slots=1)
     a = [sequence(2, room=1, session="a") for _ in range(3)]

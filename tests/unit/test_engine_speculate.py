@@ -16,7 +16,7 @@ from luce.draft.ngram import NgramDrafter
 from luce.engine.gain import StepSeconds, choose_rows
 from luce.engine.loop import Engine
 from luce.engine.pages import Pages
-from luce.engine.scheduler import Scheduler, Sequence
+from luce.engine.scheduler import Plan, Scheduler, Sequence
 from luce.engine.sequence import Event, Finished, FinishReason, Tokens
 from luce.engine.speculate import Speculator
 from luce.errors import BackendError, DeviceError
@@ -285,6 +285,40 @@ def test_tokens_are_told_of_while_the_next_ones_are_drafted() -> None:
     expected = [what.format(count) for count in (1, 4) for what in once]
     # The step that was queued last ends the reply.
     assert heard == ["observe", *expected, "4 tokens", "end"]
+
+
+@pytest.mark.parametrize("width", [0, 8])
+def test_steps_are_planned_while_the_next_tokens_are_drafted(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    plan, filled = Scheduler.plan, Scheduler.filled
+
+    def planned(self: Scheduler) -> Plan | None:
+        heard.append("plan")
+        return plan(self)
+
+    def fitted(self: Scheduler, early: Plan) -> Plan | None:
+        found = filled(self, early)
+        heard.append("other number" if found is None else "filled")
+        return found
+
+    monkeypatch.setattr(Scheduler, "plan", planned)
+    monkeypatch.setattr(Scheduler, "filled", fitted)
+    backend = ScriptedBackend(recurrent=True)
+    drafter = oracle(backend, sometimes(0.2, 3), hook=heard.append)
+    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=width) as made:
+        replies = [submit(made, PROMPT, max_tokens=n)[0] for n in (90, 60)]
+        for reply, n in zip(replies, (90, 60), strict=True):
+            reply.finished()
+            assert reply.ids == backend.reply(PROMPT, n)
+    drafts = " ".join(heard).split("propose ")[1:]
+    good, again = (
+        [d for d in drafts if d.startswith(f"plan wait {what} obs")] for what in ("filled", "other number plan")
+    )
+    # Prompts share a step in turns, which a plan counts: it is made once.
+    assert good and all(d.startswith("wait plan obs") for d in drafts if d not in good and d not in again)
+    if width:
+        # Prompts come first, and where a reply ends there may be fewer rows than were asked for.
+        assert len(good) > 0.8 * len(drafts)
 
 
 @pytest.mark.parametrize("kind", [Tokens, Finished])
