@@ -21,11 +21,13 @@ def separate(step: Step) -> list[Step]:
     Products round more than FEW_ROWS rows in another way, and a reply, drafted or not, shall have the same bits whether
     a prompt is read meanwhile or not. Rows of more than FEW_ROWS replies have other bits by themselves.
     """
+    if step.rows <= FEW_ROWS:
+        return [step]
     begun = list(itertools.takewhile(lambda span: span.tentative or span.rows == 1, step.spans))
     replies = [sum(span.rows for span in own) for _, own in itertools.groupby(begun, lambda span: span.slot)]
     most = max(FEW_ROWS, len(replies))
     end = max((rows for rows in itertools.accumulate(replies) if rows <= most), default=0)
-    if step.rows <= FEW_ROWS or end in (0, step.rows):
+    if end in (0, step.rows):
         return [step]
     return [_part(step, 0, end), _part(step, end, step.rows)]
 
