@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
+from luce.backend.layersplit import LayerSplitBackend
+from luce.draft.dflash import DFlashDrafter
+from luce.draft.ends import Ends, OwnEnd
+from luce.draft.model import DraftModel
+from luce.engine.loop import Engine
+from luce.gguf.reader import open_gguf
+from luce.layers.features import FeatureRing
+from luce.runtime.step import Int32
+from tests.support.capturing import SharingDevice
 from tests.support.drafts import Drafting, DraftReference, bfloat16, open_draft, spec_of
 from tests.support.emulated import EmulatedDevice
+from tests.support.replies import submit
 
 
 # Masks both ways, a window, gates and norms; bfloat16 weights; weights that meet bytes.
@@ -32,3 +44,40 @@ def test_block(name: str, lanes: int, products: list[str], limit: float) -> None
     wanted = expected["draft_logits_17"]
     assert ((logits - wanted) ** 2).mean() <= limit * wanted.var()
     np.testing.assert_array_equal(logits.argmax(axis=1), expected["draft_tokens_17"])
+
+
+def test_a_reply_by_graphs_that_share_their_memory() -> None:
+    # Rows are read while nobody has waited for the output of the step that they were verified in.
+    reference, device = DraftReference("qwen35-a-draft-fit-F32"), SharingDevice()
+    with open_draft(reference.path) as file, open_gguf(reference.target.path) as target:
+        spec = spec_of(file, reference.path)
+        layers = spec.captured(reference.target.spec)
+        ring = FeatureRing(device, layers, spec.hidden, slots=1, capacity=64)
+        backend = LayerSplitBackend(
+            target, reference.target.spec, [device], context=64, chunk=32, verify=4, ring=ring, slots=1
+        )
+        assert spec.mask_token is not None
+        mask = reference.ends[0][spec.mask_token]
+        model = DraftModel(file, spec, device, slots=1, context=64, rows=ring.rows, mask=mask)
+        read: list[int] = []
+        remember = model.remember
+
+        def noted(slots: Sequence[int], counts: Sequence[int], rows: Int32) -> None:
+            read.extend(counts)
+            remember(slots, counts, rows)
+
+        model.remember = noted  # type: ignore[method-assign]
+        end = OwnEnd(target, reference.target.spec, device)
+        drafter = DFlashDrafter(model, ring, Ends(device, end, end))
+        engine = Engine(backend, eos=frozenset(), max_queue=1, chunk=32, drafter=drafter, verify_width=4)
+        try:
+            reply, _ = submit(engine, reference.expected["prompt_17"].tolist(), max_tokens=18)
+            reply.finished()
+            stats = engine.stats().draft
+        finally:
+            engine.close()
+        backend.close()
+    assert reply.ids == reference.target.expected["greedy_17"][:18].tolist()
+    assert stats is not None and stats.state == "on" and stats.accepted and device.launched > 6
+    # All rows of each verification, and the prompt's; no more when the next proposal is made.
+    assert read[0] == 17 and sum(read[1:]) == stats.proposed + stats.steps
