@@ -13,8 +13,8 @@ acceptance  greedy replies, one at a time, all rows verified that the drafter pr
             how many steps gave 1, 2, ... tokens.
 steps       from one token to the next as the engine has it, with everything between: drafting, verifying, taking back
             rows that were wrong. Medians of one sequence. A plain step is of the target without a drafter. `draft` is
-            the part in which the drafter was asked, `messages` those sent to daemons in a step. `pays from`: the tokens
-            that a step has to give to be as fast as plain steps.
+            the part from asking the drafter to its answer, `messages` those sent to daemons in a step. `pays from`: the
+            tokens that a step has to give to be as fast as plain steps.
 """
 
 from __future__ import annotations
