@@ -181,13 +181,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
 // The splits' sums added and divided, times sigmoid or softplus (gating 1 or 2, 0: no gate) of gate, one of a head
 // (gate_each 1) or one of each of its values (d). Into out or, with room for `room` quantised rows, of which n are the
-// step's, there alone (quantise.h; d is a multiple of 32).
+// step's, there alone (quantise.h; d is a multiple of 128).
 extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     attention_fold(float* __restrict__ out, const float* __restrict__ values, const float2* __restrict__ state,
                    const int base, const int rows_apart, const int* __restrict__ spans, const int d, const int window,
                    const int few, const float* __restrict__ gate, const i64 gate_row, const i64 gate_head,
-                   const int gating, const int gate_each, const int n, u8* __restrict__ bytes,
-                   float* __restrict__ scales, const int room) {
+                   const int gating, const int gate_each, const int n, u8* __restrict__ to_bytes, const int room,
+                   const int wide) {
     __shared__ float4 part[FOLD_THREADS];
     int span = base + blockIdx.x / rows_apart, row = blockIdx.x % rows_apart, thread = threadIdx.x;
     int4 place = reinterpret_cast<const int4*>(spans)[span];
@@ -270,11 +270,11 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
             result[e] = gating == 1 ? result[e] / (1.0f + expf(-z)) : result[e] * softplus(z);
         }
     }
+    const Bytes bytes = {to_bytes, room, wide};
     if (room) {
-        i8* values8 = reinterpret_cast<i8*>(bytes);
-        quantise_columns(result, inside, head * d + column, row, room, values8, scales);
+        quantise_columns(result, inside, head * d + column, row, bytes);
         for (int r = n; r < room && blockIdx.x == 0; r++)
-            quantise_nothing(head * d, d, r, room, values8, scales, thread, luce_max(QUADS, LUCE_LANES));
+            quantise_nothing(head * d, d, r, bytes, thread, luce_max(QUADS, LUCE_LANES));
     } else if (inside) {
         float4* to = reinterpret_cast<float4*>(out + ((i64)row * gridDim.y + head) * d) + quad;
         *to = make_float4(result[0], result[1], result[2], result[3]);

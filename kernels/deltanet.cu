@@ -170,8 +170,8 @@ LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int par
 // Spans of up to MOST rows; grid (value heads, spans), THREADS threads. x float32 [rows, `stride`] as Layout says; filter
 // [channels, taps]; norm [HEAD]; past [slots, value heads, taps - 1, VECTORS, HEAD]: each head has the past of its own
 // vectors, so that no block reads what another one overwrites; memory [slots, value heads, HEAD values, HEAD keys]; out
-// [rows, value heads * HEAD]. With room for `room` quantised rows, of which n are those of x, the result goes there alone
-// (quantise.h).
+// [rows, value heads * HEAD]. With room for quantised rows, of which n are those of x, the result goes there alone
+// (quantise.h; HEAD is a multiple of 128).
 //
 // PENDING: spans may be tentative or accept rows, as `pending` [spans, 2] says, and those of more than MOST rows only
 // do that. Rows of tentative spans are in kept [slots, value heads, most, KEPT, HEAD], their fades in fades [slots, value
@@ -188,7 +188,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
                    float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                    const i32* __restrict__ spans, const i32* __restrict__ pending, const i32* __restrict__ branches,
                    float* __restrict__ out, i64 stride, int key_heads, int taps, int most, float eps, int n,
-                   i8* __restrict__ values, float* __restrict__ scales, int room) {
+                   const Bytes& bytes) {
     __shared__ Rows<MOST> r;
     const Span span = span_at(spans, blockIdx.y);
     const i32* own_branches = TREE ? branches + blockIdx.y * 2 * (1 + STEPS) : nullptr;
@@ -301,18 +301,22 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
         }
         const float inverse = 1.0f / sqrtf(luce_lane_sum(sum) / (float)HEAD + eps);
         float* to = out + ((i64)step_row * heads + head) * HEAD;
+        if (!bytes.room) {
 #pragma unroll
-        for (int e = 0; e < ELEMENTS; e++) {
-            const int i = lane + e * LUCE_LANES;
-            const float result[1] = {r.answer[row][i] * inverse * r.gate[row][i]};
-            if (room)
-                quantise_columns(result, true, head * HEAD + i, step_row, room, values, scales);
-            else
-                to[i] = result[0];
+            for (int e = 0; e < ELEMENTS; e++) {
+                const int i = lane + e * LUCE_LANES;
+                to[i] = r.answer[row][i] * inverse * r.gate[row][i];
+            }
+        } else if (HEAD % SECTION == 0) {
+            const int i = lane % (HEAD / 4) * 4;
+            float result[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) result[e] = r.answer[row][i + e] * inverse * r.gate[row][i + e];
+            quantise_columns(result, lane < HEAD / 4, head * HEAD + i, step_row, bytes);
         }
     }
-    for (int row = n; row < room && blockIdx.y == 0; row++)
-        quantise_nothing(head * HEAD, HEAD, row, room, values, scales, thread, THREADS);
+    for (int row = n; row < bytes.room && blockIdx.y == 0; row++)
+        quantise_nothing(head * HEAD, HEAD, row, bytes, thread, THREADS);
 }
 
 // Where all spans have one row: the same arithmetic with fewer registers and less shared memory.
@@ -321,10 +325,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
-               int key_heads, int taps, int most, float eps, int n, u8* __restrict__ values,
-               float* __restrict__ scales, int room) {
+               int key_heads, int taps, int most, float eps, int n, u8* __restrict__ to_bytes, int room,
+               int wide) {
     steps<1, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, nullptr, out, stride,
-                     key_heads, taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
+                     key_heads, taps, most, eps, n, {to_bytes, room, wide});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -332,10 +336,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                 float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                 const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
-                int key_heads, int taps, int most, float eps, int n, u8* __restrict__ values,
-                float* __restrict__ scales, int room) {
+                int key_heads, int taps, int most, float eps, int n, u8* __restrict__ to_bytes, int room,
+                int wide) {
     steps<STEPS, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, nullptr, out, stride,
-                     key_heads, taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
+                     key_heads, taps, most, eps, n, {to_bytes, room, wide});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -343,10 +347,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                  const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                  float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                  const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
-                 int key_heads, int taps, int most, float eps, int n, u8* __restrict__ values,
-                 float* __restrict__ scales, int room) {
+                 int key_heads, int taps, int most, float eps, int n, u8* __restrict__ to_bytes, int room,
+                 int wide) {
     steps<STEPS, true>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, nullptr, out, stride,
-                     key_heads, taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
+                     key_heads, taps, most, eps, n, {to_bytes, room, wide});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -355,9 +359,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                  float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                  const i32* __restrict__ spans, const i32* __restrict__ pending, const i32* __restrict__ branches,
                  float* __restrict__ out, i64 stride, int key_heads, int taps, int most, float eps, int n,
-                 u8* __restrict__ values, float* __restrict__ scales, int room) {
+                 u8* __restrict__ to_bytes, int room, int wide) {
     steps<STEPS, true, ACCEPT>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, branches, out,
-                               stride, key_heads, taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
+                               stride, key_heads, taps, most, eps, n, {to_bytes, room, wide});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -366,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                    float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                    const i32* __restrict__ spans, const i32* __restrict__ pending, const i32* __restrict__ branches,
                    float* __restrict__ out, i64 stride, int key_heads, int taps, int most, float eps, int n,
-                   u8* __restrict__ values, float* __restrict__ scales, int room) {
+                   u8* __restrict__ to_bytes, int room, int wide) {
     steps<STEPS, true, BRANCHES>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, branches, out,
-                                 stride, key_heads, taps, most, eps, n, reinterpret_cast<i8*>(values), scales, room);
+                                 stride, key_heads, taps, most, eps, n, {to_bytes, room, wide});
 }

@@ -1,9 +1,14 @@
 // Sums of products of quantised weight rows with quantised rows of x: the inner loop of matmul_s8.cu and moe_s8.cu.
 //
-// A weight row's units are dealt to chains, unit u to chain u % chains, and a unit's groups to four sets. Each set of
-// each chain is one sum, over its units and their groups in order; then sets are added as (0 + 2) + (1 + 3), and chains
-// in order. The columns alone decide how many chains there are. The sum of a group's integer products is exact, and
-// both paths do the same float operations with it: so a row's result has the same bits for every count of rows, on
+// A weight row's units are dealt to chains, unit u to chain u % chains. The sums of products of integers are exact:
+// with INTEGER_SCALES those of 128 columns, a half of a unit and a section of x, as
+//   scale * I - minimum * M  with I = sum over groups of the group's scale times the sum of q * x, and
+//                            M = sum over blocks of the block's minimum times the sum of x,
+// which times the section's scale is added to one of two sums of the chain, one for its units' first and one for their
+// second halves. Else they are those of a block of 32, which has scales of its own in the weight and in x; each chain
+// has a sum for each of the four sets that a unit's blocks fall into, over its units and their blocks in order. Then
+// halves are added, or sets as (0 + 2) + (1 + 3), and chains in order. The columns alone decide how many chains there
+// are, and both paths do the same float operations: so a row's result has the same bits for every count of rows, on
 // tensor cores and without, on every target.
 //
 // 32 neighbouring threads, a worker, take one chain of 16 weight rows, a tile; a thread has two rows and one set. Where
@@ -11,8 +16,8 @@
 #ifndef DOT_S8_H
 #define DOT_S8_H
 #include "mma.h"
+#include "quantise.h"
 #include "quants_s8.h"
-#include "reduce.h"
 
 // Rows of x that are loaded before the wait for weights.
 #define MOST_AHEAD 2
@@ -21,16 +26,24 @@
 #define MAGIC_BITS 0x4b400000
 #define MAGIC 12582912.0f
 
-// Quantised rows of x (see quantise.h): row r of block b lies at b * stride + r.
-struct Rows8 {
-    const i8* values;
-    const float2* scales;
-    int stride;
-};
-
-LUCE_FN Rows8 rows8(const i8* values, const float* scales, int stride, int first = 0) {
-    return {values + (i64)first * 32, reinterpret_cast<const float2*>(scales) + first, stride};
+#if INTEGER_SCALES
+// What a section's integers come to.
+LUCE_FN float section_value(i32 products, float minimums, float scale, float minimum) {
+    const float value = scale * (float)products;
+    return HAS_MINIMUM ? fmaf(-minimum, minimums, value) : value;
 }
+#else
+// A block's integer products, counted from MAGIC_BITS, into a sum: times the weight's scale and x's.
+LUCE_FN float add_block(i32 products, float scale, float x_scale, float sum) {
+    return fmaf(x_scale, fmaf(__uint_as_float((u32)products), scale, -MAGIC * scale), sum);
+}
+#endif
+
+// Quantised rows of x (see quantise.h): those from `first` of `room` on.
+struct Rows8 {
+    const u8* data;
+    int room, first;
+};
 
 // A row of a weight, the end of the memory that it lies in, and the rows of x that it meets, which a tile shares.
 struct Meeting {
@@ -38,15 +51,6 @@ struct Meeting {
     const u8* end;
     Rows8 x;
 };
-
-// A group's integer products, counted from MAGIC_BITS, into a set's sum.
-LUCE_FN void add_group(i32 products, float scale, float minimum, float2 x, float& sum) {
-    const float scaled = fmaf(__uint_as_float((u32)products), scale, -MAGIC * scale);
-    sum = fmaf(x.x, scaled, sum);
-#if HAS_MINIMUM
-    sum = fmaf(-minimum, x.y, sum);
-#endif
-}
 
 // What a thread copies of a row's units, of all chains at a time: every `1 << bits`-th 16 bytes from its own on.
 struct RowCopy {
@@ -91,60 +95,152 @@ LUCE_FN int run_stride(int chains) {
 
 // How many groups of a set there are in a row of `cols` columns: fewer than all only where a unit may be cut short.
 LUCE_FN int live_groups(int unit, int cols, int set) {
-    return BLOCK == 32 ? luce_min(SET_GROUPS, cols / 32 - unit * BLOCKS32 - set_block(set, 0)) : SET_GROUPS;
+    return BLOCK == 32 ? luce_max(0, luce_min(SET_GROUPS, cols / 32 - (unit * 4 + set) * 2)) : SET_GROUPS;
 }
 
-// The values and scales of a row of x that meet one set of a unit.
+// The values of a row of x that meet one set of a unit, and their scales; the sums' lows and highs of its section.
 struct SetRow {
     u32 words[SET_GROUPS][GROUP_WORDS];
-    float2 scales[SET_GROUPS];
+    u32 low, high;
+    float scale[INTEGER_SCALES ? 1 : SET_GROUPS];
 };
 
-LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int cols, int set) {
-    const i64 place = (i64)(unit * BLOCKS32 + set_block(set, 0)) * x.stride + r;
-    const i8* values = x.values + place * 32 + set_word(set) * 4;
-    const int groups = live_groups(unit, cols, set);
-    SetRow row;
+LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int set) {
+    const int row = x.first + r;
+    const u8* section = x.data + (i64)(unit * 2 + set / 2) * section_bytes(x.room, INTEGER_SCALES);
+    SetRow own;
+    const auto four = [](const u8* from, u32* to) {
+        const uint4 all = *reinterpret_cast<const uint4*>(from);
+        to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
+    };
+#if QTYPE == Q6_K
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const u8* values = section + values_place(k / 2, row, x.room);
+        if (in_eights(x.room)) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) own.words[k][i] = luce_u32_at4(values + i * 16 + k % 2 * 8 + set % 2 * 4);
+        } else {
+            four(values + k % 2 * 32 + set % 2 * 16, own.words[k]);
+        }
+    }
+#else
+    const u8* values = section + values_place(set % 2, row, x.room);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (in_eights(x.room)) {
+            u32 words[4];
+            four(values + i * 16, words);
+            own.words[0][i] = words[0], own.words[0][i + 4] = words[1];
+            own.words[1][i] = words[2], own.words[1][i + 4] = words[3];
+        } else {
+            four(values + i * 16, own.words[i / 2] + i % 2 * 4);
+        }
+    }
+#endif
+#if !INTEGER_SCALES
+    const auto scale = [&](int k) { return section + block_scale_place(row, set % 2 * 2 + k, x.room); };
+    if (in_eights(x.room)) {
+        own.scale[0] = *reinterpret_cast<const float*>(scale(0));
+        own.scale[1] = *reinterpret_cast<const float*>(scale(1));
+    } else {
+        const float2 two = *reinterpret_cast<const float2*>(scale(0));
+        own.scale[0] = two.x, own.scale[1] = two.y;
+    }
+#else
+    if (in_eights(x.room)) {
+        const uint2 sums = *reinterpret_cast<const uint2*>(section + sums_place(row, x.room));
+        own.low = sums.x, own.high = sums.y;
+        own.scale[0] = *reinterpret_cast<const float*>(section + scale_place(row, x.room));
+    } else {
+        const uint4 all = *reinterpret_cast<const uint4*>(section + sums_place(row, x.room));
+        own.low = all.x, own.high = all.y, own.scale[0] = __uint_as_float(all.z);
+    }
+#endif
+    return own;
+}
+
+// One set of a unit of a weight row, of which the first `groups` groups count.
+struct SetWeights {
+    u32 words[SET_GROUPS][GROUP_WORDS];
+#if INTEGER_SCALES
+    SetScales scales;
+#else
+    float scales[SET_GROUPS];
+#endif
+};
+
+LUCE_FN SetWeights load_set(const Unit& unit, int set, int groups) {
+    SetWeights own;
+    set_words(unit, set, groups, own.words);
+#if INTEGER_SCALES
+    own.scales = set_scales(unit, set);
+#else
+#pragma unroll
+    for (int k = 0; k < SET_GROUPS; k++)
+        if (k < groups) own.scales[k] = block_scale(unit, set * SET_GROUPS + k);
+#endif
+    return own;
+}
+
+// Adds to `sum` the products of the first `groups` groups of a set, with INTEGER_SCALES those of a section, half of
+// which is the neighbouring lane's. All lanes of the wave must call it.
+LUCE_FN void add_row(const SetWeights& w, const SetRow& row, int groups, float& sum) {
+#if INTEGER_SCALES
+    i32 products = 0, minimums = 0;
+    float factor = 0.0f, scale = 0.0f, minimum = 0.0f;
+    if (groups > 0) {
+        factor = row.scale[0], scale = w.scales.scale, minimum = w.scales.minimum;
+#pragma unroll
+        for (int k = 0; k < SET_GROUPS; k++) {
+            i32 group = 0;
+#pragma unroll
+            for (int word = 0; word < GROUP_WORDS; word++)
+                group = luce_dot4((i32)w.words[k][word], (i32)row.words[k][word], group);
+            products += group * w.scales.groups[k];
+        }
+#if HAS_MINIMUM
+        minimums = luce_dot4((i32)w.scales.minimums, (i32)row.high, 0) * 32;
+        minimums = luce_dot4((i32)w.scales.minimums, (i32)row.low, minimums);
+#endif
+    }
+    products += luce_shfl_xor(products, 1);
+    sum = fmaf(factor, section_value(products, (float)minimums, scale, minimum), sum);
+#else
 #pragma unroll
     for (int k = 0; k < SET_GROUPS; k++) {
         if (k >= groups) break;
+        i32 products = MAGIC_BITS;
 #pragma unroll
-        for (int word = 0; word < GROUP_WORDS; word += 4) {
-            const uint4 four = *reinterpret_cast<const uint4*>(values + k * x.stride * 32 + word * 4);
-            row.words[k][word] = four.x, row.words[k][word + 1] = four.y;
-            row.words[k][word + 2] = four.z, row.words[k][word + 3] = four.w;
-        }
-        row.scales[k] = x.scales[place + k * x.stride];
+        for (int word = 0; word < GROUP_WORDS; word++)
+            products = luce_dot4((i32)w.words[k][word], (i32)row.words[k][word], products);
+        sum = add_block(products, w.scales[k], row.scale[k], sum);
     }
-    return row;
+#endif
 }
 
-// Adds to sum[i][r] the products of one set of a unit of row i of two with row r of x. `rows` are at hand already, if
-// there are at most MOST_AHEAD.
+// The same for two weight rows and COUNT rows of x, which are at hand in `rows` if there are at most MOST_AHEAD.
 template <int COUNT>
-LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, int unit, int cols, int set,
+LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, int unit, int groups, int set,
                      float (&sum)[2][COUNT]) {
-    const int groups = live_groups(unit, cols, set);
-    if (groups <= 0) return;
+    if (!INTEGER_SCALES && groups <= 0) return;
+    if constexpr (COUNT <= MOST_AHEAD) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        u32 w[SET_GROUPS][GROUP_WORDS];
-        float scale[SET_GROUPS], minimum[SET_GROUPS];
-        set_words(in[i], set, groups, w);
-        set_scales(in[i], set, groups, scale, minimum);
+        for (int i = 0; i < 2; i++) {
+            SetWeights w;
+            if (groups > 0) w = load_set(in[i], set, groups);
+#pragma unroll
+            for (int r = 0; r < COUNT; r++) add_row(w, rows[r], groups, sum[i][r]);
+        }
+    } else {
+        SetWeights w[2];
+        if (groups > 0) w[0] = load_set(in[0], set, groups), w[1] = load_set(in[1], set, groups);
 #pragma unroll
         for (int r = 0; r < COUNT; r++) {
-            const SetRow row = COUNT <= MOST_AHEAD ? rows[r] : load_row(x, r, unit, cols, set);
+            SetRow row;
+            if (groups > 0) row = load_row(x, r, unit, set);
 #pragma unroll
-            for (int k = 0; k < SET_GROUPS; k++) {
-                if (k >= groups) break;
-                i32 products = MAGIC_BITS;
-#pragma unroll
-                for (int word = 0; word < GROUP_WORDS; word++) {
-                    products = luce_dot4((i32)w[k][word], (i32)row.words[k][word], products);
-                }
-                add_group(products, scale[k], minimum[k], row.scales[k], sum[i][r]);
-            }
+            for (int i = 0; i < 2; i++) add_row(w[i], row, groups, sum[i][r]);
         }
     }
 }
@@ -188,10 +284,12 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
     for (int unit0 = 0; unit0 < units; unit0 += chains) {
         const int unit = unit0 + chain;
         SetRow rows[MOST_AHEAD];
-        if (COUNT <= MOST_AHEAD && unit < units) {
+        // Of a wave of 64 lanes one half may have a unit more than the other.
+        const int groups = LUCE_LANES > 32 && unit >= units ? 0 : live_groups(unit, cols, t);
+        if (COUNT <= MOST_AHEAD && unit < units && groups > 0) {
             // Before the wait: these loads take as long.
 #pragma unroll
-            for (int r = 0; r < COUNT; r++) rows[r] = load_row(x, r, unit, cols, t);
+            for (int r = 0; r < COUNT; r++) rows[r] = load_row(x, r, unit, t);
         }
         luce_copy_wait<STAGES - 2>();
         luce_sync();  // this step's units are there, and nobody reads any more what is overwritten now
@@ -203,7 +301,7 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
             in[i] = {own + take + i * 8 * stride + (skew & ~3), (u32)(skew & 2) * 8};
         }
         take = take == (STAGES - 1) * stage_bytes ? 0 : take + stage_bytes;
-        if (unit < units) add_set(in, x, rows, unit, cols, t, sum);
+        if (LUCE_LANES > 32 || unit < units) add_set(in, x, rows, unit, groups, t, sum);
     }
     luce_release();
     luce_sync();  // the partial sums take the units' place
@@ -214,7 +312,7 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
     for (int i = 0; i < 2; i++) {
 #pragma unroll
         for (int r = 0; r < COUNT; r++) {
-            const float total = luce_lane_sum<4>(sum[i][r]);
+            const float total = INTEGER_SCALES ? sum[i][r] + luce_shfl_xor(sum[i][r], 2) : luce_lane_sum<4>(sum[i][r]);
             if (live && t == 0) to_sum[r * PARTIAL_STRIDE(16 * tiles) + i * 8] = total;
         }
     }

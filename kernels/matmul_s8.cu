@@ -1,5 +1,6 @@
 // variants: ROWS=1,2,8,16 QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
 // variants for cuda: ROWS=8,16 CHAINS=4,8 QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
+// variants for cuda: ROWS=8,16 CHAINS=4 TILES=2 QTYPE=Q4_K,Q5_K
 // variants for cuda: ROWS=8,16 CHAINS=8 TILES=3 QTYPE=Q4_0,Q4_K,Q5_K
 // variants for cuda: ROWS=8 CHAINS=8 TILES=3 QTYPE=Q6_K
 // variants for cuda: ROWS=8,16 CHAINS=4 TILES=3 QTYPE=Q8_0
@@ -8,12 +9,12 @@
 #include "product_s8.h"
 
 // out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and j < rows.
-// values, scales: ROWS quantised rows. out float32, rows out_stride apart.
+// x: ROWS quantised rows. out float32, rows out_stride apart.
 // Grid: ceil(rows / FEATURES) blocks of 32 << chain_bits threads, chain_bits at most 3; CHAINS, if given, are as many.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
-    matmul_s8(const u8* __restrict__ weight, const i8* __restrict__ values, const float* __restrict__ scales,
-              float* __restrict__ out, const int n, const int rows, const int cols, const int chain_bits,
+    matmul_s8(const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,
+              const int n, const int rows, const int cols, const int chain_bits,
               const int out_stride, const int first) {
     LUCE_DYNAMIC_SHARED(u8, shared);
-    product_s8((int)blockIdx.x, weight, values, scales, out, n, rows, cols, chain_bits, out_stride, first, shared);
+    product_s8((int)blockIdx.x, weight, x, out, n, rows, cols, chain_bits, out_stride, first, shared);
 }

@@ -6,7 +6,7 @@
 // Products of two weight matrices of different formats with the same quantised rows of x, in one launch: the blocks of
 // the second fill what the first leaves of the multiprocessors.
 #include "mma.h"
-#include "reduce.h"
+#include "quantise.h"
 
 #define QTYPE FIRST
 namespace first_of_pair {
@@ -36,17 +36,17 @@ namespace second_of_pair {
 
 // Arguments as of matmul_s8; both parts have as many chains. Grid: ceil(rows / 16) blocks for each of both.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
-    matmul_s8_pair(const u8* __restrict__ weight, const u8* __restrict__ second, const i8* __restrict__ values,
-                   const float* __restrict__ scales, float* __restrict__ out, const int n, const int rows,
+    matmul_s8_pair(const u8* __restrict__ weight, const u8* __restrict__ second, const u8* __restrict__ x,
+                   float* __restrict__ out, const int n, const int rows,
                    const int second_rows, const int cols, const int chain_bits, const int out_stride, const int first,
                    const int second_first) {
     LUCE_DYNAMIC_SHARED(u8, shared);
     const int block = (int)blockIdx.x, blocks = luce_ceil_div(rows, 16);
     if (block < blocks) {
-        first_of_pair::product_s8(block, weight, values, scales, out, n, rows, cols, chain_bits, out_stride, first,
+        first_of_pair::product_s8(block, weight, x, out, n, rows, cols, chain_bits, out_stride, first,
                                   shared);
     } else {
-        second_of_pair::product_s8(block - blocks, second, values, scales, out, n, second_rows, cols, chain_bits,
+        second_of_pair::product_s8(block - blocks, second, x, out, n, second_rows, cols, chain_bits,
                                    out_stride, second_first, shared);
     }
 }

@@ -46,6 +46,17 @@ LUCE_FN u32 luce_f16_scaled(u32 word, int zero) {
 #endif
 }
 
+// Byte `i` of `word` as a half, twice.
+LUCE_FN u32 luce_f16_twice(u32 word, int i) {
+#if defined(__CUDA_ARCH__)
+    u32 pair = __byte_perm(word, 0x64646464u, 0x4040u | (u32)i * 0x101u);  // 1024 + byte
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(pair), "r"(0x64006400u));
+    return pair;
+#else
+    return (u32)luce_f16((float)(word >> i * 8 & 255)).bits * 0x10001u;
+#endif
+}
+
 // Two floats as bfloat16 of one word, as luce_f16_pair.
 LUCE_FN u32 luce_bf16_pair(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -133,6 +144,18 @@ LUCE_FN void luce_mma_f16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 }
 
 #endif
+
+// The first eight columns of a, and rows of b, alone: c += a b with a [16, 8] in a[0], a[1] and b [8, 8] in b.
+LUCE_FN void luce_mma_f16_8(float (&c)[4], const u32 (&a)[2], u32 b) {
+#if defined(LUCE_HOST)
+    const u32 left[4] = {a[0], a[1], 0, 0}, right[2] = {b, 0};
+    luce_mma_shuffled<f16_t>(c, left, right);
+#else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+#endif
+}
 
 // The same of bfloat16.
 LUCE_FN void luce_mma_bf16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {

@@ -1,8 +1,9 @@
 // The sums of dot_s8.h for 8 or 16 rows of x on tensor cores: the same operations in the same order, so the same bits.
 //
 // A block has TILES tiles of 16 weight rows, and a wave for each of CHAINS chains, which takes its chain of all tiles.
-// One tile: x comes out of the caches, and two blocks or more share a multiprocessor. Several: x comes to shared memory
-// once for all, which pays where x is too long for the first-level cache and a multiprocessor has few tiles to do.
+// With one or two, x comes out of the caches, and several blocks share a multiprocessor. With three, x comes to shared
+// memory once for all, which pays where x is too long for the first-level cache and a multiprocessor has few tiles to
+// do.
 #ifndef MMA_S8_H
 #define MMA_S8_H
 #include "dot_s8.h"
@@ -10,21 +11,23 @@
 #ifndef TILES
 #define TILES 1
 #endif
-// Units of each row and chain in flight or at work (H200, Q6_K 5120 x 17408: 16 rows 62.8 us with two and 56.2 with
-// three, 8 rows 44.1 and 75.8).
-#define TILE_STAGES (QTYPE == Q6_K && CHAINS == 8 && ROWS == 16 ? 3 : 2)
+#define SHARED_X (TILES > 2)
+// Units of each row and chain in flight or at work.
+#define TILE_STAGES 2
 
-// From one row's units to the next row's in shared memory: four rows of a load of 8 bytes lie in different banks.
-#define TILE_RUN ((CHAINS * UNIT_BYTES + (ODD_UNITS ? 18 : 0) + 15) / 16 * 16)
-#define TILE_STRIDE (ODD_UNITS ? TILE_RUN : (TILE_RUN - 32 + 63) / 64 * 64 + 32)
-// Bytes of a unit of x: values, then scales.
-#define UNIT_X (ROWS * UNIT_COLS)
-#define UNIT_X_SCALES (ROWS * BLOCKS32 * 8)
+// From one row's units to the next row's in shared memory: an odd number of 16 bytes, so that eight rows of 16 bytes
+// lie in different banks.
+#define TILE_STRIDE ((CHAINS * UNIT_BYTES + (ODD_UNITS ? 18 : 0) + 15) / 16 * 16 | 16)
+// Bytes of a unit of x.
+#define UNIT_X (2 * section_bytes(ROWS, INTEGER_SCALES))
 #define WEIGHT_STAGE (16 * TILES * TILE_STRIDE)
-#define TILE_STAGE (WEIGHT_STAGE + (TILES > 1 ? CHAINS * (UNIT_X + UNIT_X_SCALES) : 0))
+#define TILE_STAGE (WEIGHT_STAGE + (SHARED_X ? CHAINS * UNIT_X : 0))
 // Threads that copy a row of weights.
 #define SHARE (2 * CHAINS)
 #define STEP_BYTES (CHAINS * UNIT_BYTES)
+// Times eight rows of x, and the sums of a chain's result.
+#define EIGHTS (ROWS / 8)
+#define SUMS (INTEGER_SCALES ? 2 : 4)
 
 #if LUCE_MMA_S8
 
@@ -41,6 +44,10 @@ LUCE_FN void copy_step(u8* to, TileCopy& copy, int thread, const u8* end) {
     const int left = luce_min(copy.left, STEP_BYTES - thread * 16) + skew + (ODD_UNITS ? 4 : 0);
     copy.from += STEP_BYTES;
     copy.left -= STEP_BYTES;
+#if defined(__CUDA_ARCH__)
+    // Or the compiler makes both from the loop's counter again, for each copy: 30 of 350 instructions.
+    asm volatile("" : "+l"(copy.from), "+r"(copy.left));
+#endif
 #if ODD_UNITS
     if (from + (left + 15 & ~15) > end) {
         // The last row's last units: what follows them is not ours to read.
@@ -58,72 +65,179 @@ LUCE_FN void copy_step(u8* to, TileCopy& copy, int thread, const u8* end) {
     }
 }
 
-// Adds to sum[c][e][set] the products of a unit of 16 rows, the first `left` columns of it, with the 8 * EIGHTS rows of
-// x that meet it. Element e is where luce_mma_s8_32 has it; `in` are rows lane / 4 and 8 more.
-template <int EIGHTS>
-LUCE_FN void add_tile_unit(const Unit (&in)[2], const Rows8& x, int left, float (&sum)[EIGHTS][4][4]) {
+// A unit of a tile's 16 rows: `in` are rows lane / 4 and 8 more, `line` is row lane % 16 at byte lane / 16 * 16.
+struct TileUnit {
+    Unit in[2];
+    const u8* line;
+};
+
+#if HAS_MINIMUM
+// Words t and t + 4 of rows lane / 4 and 8 more of both blocks of span `span`, as luce_mma_s8_32 wants them; `fifths`
+// are of the unit.
+LUCE_FN void tile_words(const u8* line, const u32 (&fifths)[4], int span, u32 (&a)[2][4]) {
+    u32 bits[4];
+    luce_ldmatrix(bits, line + BLOCK_BYTES - 128 + span * 32);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        a[0][i] = low_bits(bits[i], fifths[i], span * 2), a[1][i] = low_bits(bits[i] >> 4, fifths[i], span * 2 + 1);
+    }
+}
+#endif
+
+// Of COUNT rows of x the floats that meet a lane's results, from those of the first two rows on.
+template <int COUNT> LUCE_FN void row_floats(const u8* from, float (&to)[COUNT / 8][2]) {
+    if constexpr (COUNT == 16) {
+        const float4 four = *reinterpret_cast<const float4*>(from);
+        to[0][0] = four.x, to[0][1] = four.y, to[1][0] = four.z, to[1][1] = four.w;
+    } else {
+        const float2 two = *reinterpret_cast<const float2*>(from);
+        to[0][0] = two.x, to[0][1] = two.y;
+    }
+}
+
+// Of rows g and g + 8 the sum of a block's values, as halves.
+template <int COUNT> LUCE_FN void row_totals(const u8* from, u32 (&to)[COUNT / 8]) {
+    if constexpr (COUNT == 16) {
+        const uint2 two = *reinterpret_cast<const uint2*>(from);
+        to[0] = two.x, to[1] = two.y;
+    } else {
+        to[0] = luce_u32_at4(from);
+    }
+}
+
+// A lane's words of 64 columns of ROWS rows of x: x and y are of the first block, z and w of the second.
+LUCE_FN void row_words(const u8* from, uint4 (&b)[EIGHTS]) {
+#pragma unroll
+    for (int c = 0; c < EIGHTS; c++) b[c] = *reinterpret_cast<const uint4*>(from + values_place(0, c * 8, ROWS));
+}
+
+// Adds to sum[i][tile][c][e] the products of a unit of TILES times 16 rows, the first `left` columns of it, with ROWS
+// rows of x; i is the half, or the set. Element e is where luce_mma_s8_32 has it. x: of the unit.
+#if INTEGER_SCALES
+LUCE_FN void add_tile_unit(const TileUnit (&unit)[TILES], const u8* x, int left, float (&sum)[SUMS][TILES][EIGHTS][4]) {
     const int g = luce_lane() / 4, t = luce_lane() % 4;
-    const UnitScales scales[2] = {unit_scales(in[0]), unit_scales(in[1])};
-    const i8* values = x.values + g * 32 + t * (APART ? 4 : 8);
-    const float2* factors = x.scales + 2 * t;
+    const u8* const values = x + values_place(0, g, ROWS) + t * 16;
+    UnitScales own[TILES][2];
+    u32 fifths[TILES][4] = {};
 #pragma unroll
-    for (int span = 0; span < BLOCKS32 / SPAN32; span++) {
-        if (BLOCK == 32 && span * 32 >= left) break;
-        u32 w[2][SPAN32][2];
-        span_pairs(in[0], span, t, w[0]);
-        span_pairs(in[1], span, t, w[1]);
+    for (int tile = 0; tile < TILES; tile++) {
+        own[tile][0] = unit_scales(unit[tile].in[0]), own[tile][1] = unit_scales(unit[tile].in[1]);
+        if (QTYPE == Q5_K) luce_ldmatrix(fifths[tile], unit[tile].line + 16);
+    }
 #pragma unroll
-        for (int j = 0; j < SPAN32; j++) {
-            const int block = span * SPAN32 + j;
-            u32 b[EIGHTS][2];
-            float4 factor[EIGHTS];
+    for (int half = 0; half < 2; half++) {
+        const u8* const section = x + half * section_bytes(ROWS, true);
+        i32 products[TILES][EIGHTS][4] = {};
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            uint4 b[EIGHTS];
+            row_words(values + half * section_bytes(ROWS, true) + values_place(pair, 0, ROWS), b);
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+#if HAS_MINIMUM
+                u32 a[2][4];
+                tile_words(unit[tile].line, fifths[tile], half * 2 + pair, a);
+#else
+                // Of all of the half, whose blocks share bytes.
+                u32 w[2][SPAN32][2];
+                span_pairs(unit[tile].in[0], half, t, w[0]);
+                span_pairs(unit[tile].in[1], half, t, w[1]);
+#endif
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+#pragma unroll
+                    for (int part = 0; part < GROUPS32; part++) {
+                        const int group = (half * 4 + pair * 2 + k) * GROUPS32 + part;
+                        const i32 scale[2] = {group_scale(own[tile][0], group), group_scale(own[tile][1], group)};
+#pragma unroll
+                        for (int c = 0; c < EIGHTS; c++) {
+                            const u32 words[2] = {k ? b[c].z : b[c].x, k ? b[c].w : b[c].y};
+                            i32 found[4];
+#if HAS_MINIMUM
+                            luce_mma_s8_32(found, a[k], words, 0);
+#else
+                            const u32 rows[2] = {w[0][pair * 2 + k][part], w[1][pair * 2 + k][part]};
+                            luce_mma_s8_16(found, rows, words[part], 0);
+#endif
+#pragma unroll
+                            for (int e = 0; e < 4; e++) products[tile][c][e] += found[e] * scale[e / 2];
+                        }
+                    }
+                }
+            }
+        }
+        float factor[EIGHTS][2];
+        row_floats<ROWS>(section + scale_place(2 * t, ROWS), factor);
+#if HAS_MINIMUM
+        u32 totals[EIGHTS];
+        row_totals<ROWS>(section + halves_place(g, t, ROWS), totals);
+#endif
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+#if HAS_MINIMUM
+            const u32 least[2] = {luce_f16_twice(own[tile][0].minimums[half], t),
+                                  luce_f16_twice(own[tile][1].minimums[half], t)};
+#endif
 #pragma unroll
             for (int c = 0; c < EIGHTS; c++) {
-                const int at = block * x.stride + c * 8;
-#if APART
-                b[c][0] = luce_u32_at4(values + at * 32), b[c][1] = luce_u32_at4(values + at * 32 + 16);
-#else
-                const uint2 pair = *reinterpret_cast<const uint2*>(values + at * 32);
-                b[c][0] = pair.x, b[c][1] = pair.y;
+                float minimums[4] = {};
+#if HAS_MINIMUM
+                luce_mma_f16_8(minimums, least, totals[c]);
 #endif
-                factor[c] = *reinterpret_cast<const float4*>(factors + at);
-            }
 #pragma unroll
-            for (int half = 0; half < GROUPS32; half++) {
-                const int group = block * GROUPS32 + half;
-                float scale[2], minimum[2];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    scale[i] = group_scale(scales[i], group);
-                    minimum[i] = group_minimum(scales[i], group);
+                for (int e = 0; e < 4; e++) {
+                    const UnitScales& s = own[tile][e / 2];
+                    const float value = section_value(products[tile][c][e], minimums[e], s.scale, s.minimum);
+                    sum[half][tile][c][e] = fmaf(factor[c][e % 2], value, sum[half][tile][c][e]);
                 }
+            }
+        }
+    }
+}
+#else
+LUCE_FN void add_tile_unit(const TileUnit (&unit)[TILES], const u8* x, int left, float (&sum)[SUMS][TILES][EIGHTS][4]) {
+    const int g = luce_lane() / 4, t = luce_lane() % 4;
+    const u8* const values = x + values_place(0, g, ROWS) + t * 16;
+#pragma unroll
+    for (int set = 0; set < 4; set++) {
+        if (set * 64 >= left) break;
+        const u8* const section = x + set / 2 * section_bytes(ROWS, false);
+        uint4 b[EIGHTS];
+        row_words(values + set / 2 * section_bytes(ROWS, false) + values_place(set % 2, 0, ROWS), b);
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int block = set * 2 + k;
+            if (block * 32 >= left) break;
+            float factor[EIGHTS][2];
+            row_floats<ROWS>(section + block_scale_place(2 * t, block % 4, ROWS), factor);
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+                u32 w[2][1][2];
+                span_pairs(unit[tile].in[0], block, t, w[0]);
+                span_pairs(unit[tile].in[1], block, t, w[1]);
+                const u32 a[4] = {w[0][0][0], w[1][0][0], w[0][0][1], w[1][0][1]};
+                const float scale[2] = {block_scale(unit[tile].in[0], block), block_scale(unit[tile].in[1], block)};
 #pragma unroll
                 for (int c = 0; c < EIGHTS; c++) {
-                    i32 products[4];
-#if GROUP == 32
-                    const u32 a[4] = {w[0][j][0], w[1][j][0], w[0][j][1], w[1][j][1]};
-                    luce_mma_s8_32(products, a, b[c], MAGIC_BITS);
-#else
-                    const u32 a[2] = {w[0][j][half], w[1][j][half]};
-                    luce_mma_s8_16(products, a, b[c][half], MAGIC_BITS);
-#endif
+                    const u32 words[2] = {k ? b[c].z : b[c].x, k ? b[c].w : b[c].y};
+                    i32 found[4];
+                    luce_mma_s8_32(found, a, words, MAGIC_BITS);
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        const float2 own =
-                            e % 2 ? make_float2(factor[c].z, factor[c].w) : make_float2(factor[c].x, factor[c].y);
-                        add_group(products[e], scale[e / 2], minimum[e / 2], own, sum[c][e][set_of(block, half)]);
+                        float& to = sum[set][tile][c][e];
+                        to = add_block(found[e], scale[e / 2], factor[c][e % 2], to);
                     }
                 }
             }
         }
     }
 }
+#endif
 
 // The products of weight rows feature0 .. feature0 + 16 * TILES - 1, of which those from `rows` on stand for the last
 // one, with ROWS rows of x, by 32 * CHAINS threads. Shared memory: TILE_STAGES * TILE_STAGE bytes or what the result
 // takes. Returns, complete for all threads, partial[(chain * ROWS + r) * PARTIAL_STRIDE(16 * TILES) + feature].
-LUCE_FN const float* tile_sums(const u8* weight, const i8* values, const float* scales, int feature0, int rows,
-                               int cols, u8* shared) {
+LUCE_FN const float* tile_sums(const u8* weight, const u8* x, int feature0, int rows, int cols, u8* shared) {
     const int units = whole_units(cols);
     const int thread = luce_thread(), chain = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const u8* const end = weight + rows * row_bytes(cols);
@@ -140,36 +254,33 @@ LUCE_FN const float* tile_sums(const u8* weight, const i8* values, const float* 
     };
     // The x of a step's units lies together.
     const auto copy_x = [&](int unit, int stage) {
-        if (TILES == 1 || unit >= units) return;
-        const auto part = [&](int at, const void* from, int size, int per_column) {
-            const int left = (cols - unit * UNIT_COLS) * per_column;
+        if (!SHARED_X || unit >= units) return;
+        const int size = luce_min(CHAINS * 2, luce_ceil_div(cols, SECTION) - unit * 2) * (UNIT_X / 2);
+        const u8* from = x + (i64)unit * UNIT_X + thread * 16;
 #pragma unroll
-            for (int i = 0; i < CHAINS * size; i += 512 * CHAINS) {
-                const int own = i + thread * 16;
-                if (own < luce_min(CHAINS * size, left)) {
-                    luce_copy16(shared + stage + WEIGHT_STAGE + at + own, static_cast<const u8*>(from) + own, true);
-                }
-            }
-        };
-        part(0, values + (i64)unit * UNIT_X, UNIT_X, ROWS);
-        part(CHAINS * UNIT_X, scales + (i64)unit * (UNIT_X_SCALES / 4), UNIT_X_SCALES, ROWS / 4);
+        for (int i = 0; i < CHAINS * UNIT_X; i += 512 * CHAINS) {
+            if (i + thread * 16 < size) luce_copy16(shared + stage + WEIGHT_STAGE + i + thread * 16, from + i, true);
+        }
     };
     int put = 0, take = 0;  // offsets of the stages that are filled and read next
     const auto next = [](int stage) { return stage == (TILE_STAGES - 1) * TILE_STAGE ? 0 : stage + TILE_STAGE; };
 
     // This chain's x of this step; in shared memory counted from the stage's place.
-    const i8* met = (TILES > 1 ? reinterpret_cast<const i8*>(shared + WEIGHT_STAGE) : values) + chain * UNIT_X;
-    const float* met_scales =
-        (TILES > 1 ? reinterpret_cast<const float*>(shared + WEIGHT_STAGE + CHAINS * UNIT_X) : scales) +
-        chain * (UNIT_X_SCALES / 4);
+    const u8* met = (SHARED_X ? shared + WEIGHT_STAGE : x) + chain * UNIT_X;
     const u8* const own = shared + g * TILE_STRIDE + (ODD_UNITS ? 0 : chain * UNIT_BYTES);
+    const u8* const line = shared + lane % 16 * TILE_STRIDE + chain * UNIT_BYTES + lane / 16 * 16;
     u32 low[TILES][2];
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) low[tile][i] = (u32)(u64)row(tile * 16 + i * 8 + g);
+        for (int i = 0; i < 2; i++) {
+            low[tile][i] = (u32)(u64)row(tile * 16 + i * 8 + g);
+#if defined(__CUDA_ARCH__) && !INTEGER_SCALES
+            asm("" : "+r"(low[tile][i]));  // as in copy_step; Q6_K has no registers for it
+#endif
+        }
     }
-    float sum[TILES][ROWS / 8][4][4] = {};
+    float sum[SUMS][TILES][EIGHTS][4] = {};
 
 #pragma unroll
     for (int stage = 0; stage < TILE_STAGES - 1; stage++) copy_weights(stage * TILE_STAGE);
@@ -188,25 +299,21 @@ LUCE_FN const float* tile_sums(const u8* weight, const i8* values, const float* 
         copy_x(unit0 + (TILE_STAGES - 1) * CHAINS, put);
         luce_copy_close();
         put = next(put);
-        Unit in[TILES][2];
+        TileUnit unit[TILES];
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
+            unit[tile].line = line + take + tile * 16 * TILE_STRIDE;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const int skew =
                     ODD_UNITS ? (int)(low[tile][i] + (u32)unit0 * UNIT_BYTES & 15) + chain * UNIT_BYTES : 0;
-                in[tile][i] = {own + take + (tile * 16 + i * 8) * TILE_STRIDE + (skew & ~3), (u32)(skew & 2) * 8};
+                unit[tile].in[i] = {own + take + (tile * 16 + i * 8) * TILE_STRIDE + (skew & ~3), (u32)(skew & 2) * 8};
             }
         }
-        const int now = TILES > 1 ? take : 0;
+        const u8* const now = met + (SHARED_X ? take : 0);
         take = next(take);
-        const Rows8 x = {met + now, reinterpret_cast<const float2*>(met_scales + now / 4), ROWS};
-        if (unit0 + chain < units) {
-#pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-                add_tile_unit<ROWS / 8>(in[tile], x, cols - (unit0 + chain) * UNIT_COLS, sum[tile]);
-        }
-        if (TILES == 1) met += CHAINS * UNIT_X, met_scales += CHAINS * (UNIT_X_SCALES / 4);
+        if (unit0 + chain < units) add_tile_unit(unit, now, cols - (unit0 + chain) * UNIT_COLS, sum);
+        if (!SHARED_X) met += CHAINS * UNIT_X;
     }
     luce_release();
     luce_sync();  // the partial sums take the units' place
@@ -218,8 +325,8 @@ LUCE_FN const float* tile_sums(const u8* weight, const i8* values, const float* 
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++) {
             const int r = i / 4 * 8 + t * 2 + i % 2;
-            const float(&sets)[4] = sum[tile][i / 4][i % 4];
-            const float total = (sets[0] + sets[2]) + (sets[1] + sets[3]);
+            const auto of = [&](int k) { return sum[k][tile][i / 4][i % 4]; };
+            const float total = INTEGER_SCALES ? of(0) + of(1) : (of(0) + of(2 % SUMS)) + (of(1) + of(3 % SUMS));
             to_sum[r * PARTIAL_STRIDE(16 * TILES) + tile * 16 + i % 4 / 2 * 8] = total;
         }
     }

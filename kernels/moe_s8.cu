@@ -5,26 +5,24 @@
 // slot: pair = row * slots + slot. Each is computed by itself, so a row's bits do not depend on the others.
 #include "activation.h"
 #include "dot_s8.h"
-#include "quantise.h"
 
 // Units of a chain in flight in expert_gated_s8: three where they fit (_SMALL_UNITS of luce/ops/moe_bytes.py).
 #define GATED_STAGES (QTYPE == Q4_0 || QTYPE == Q4_K ? 3 : 2)
 
-// act(gate x) * up x of every pair, as quantised rows of `half` columns, one per pair. gates, ups: `half` rows for each
-// of `experts`, expert_rows apart, and shared_gates, shared_ups [half, cols], all in blocks of QTYPE; half is a
-// multiple of 32. values, scales: x, with room for x_stride rows; ids [n, k].
+// act(gate x) * up x of every pair: out float32 [pairs, half]. gates, ups: `half` rows for each of `experts`,
+// expert_rows apart, and shared_gates, shared_ups [half, cols], all in blocks of QTYPE; half is a multiple of 32.
+// x_bytes: x, quantised with room for `room` rows; ids [n, k].
 // Grid: (half / 32, slots, n) blocks of 128 << chain_bits threads, chain_bits at most 1.
 extern "C" __global__ void __launch_bounds__(256)
     expert_gated_s8(const u8* __restrict__ gates, const u8* __restrict__ ups, const u8* __restrict__ shared_gates,
-                    const u8* __restrict__ shared_ups, const i32* __restrict__ ids, const i8* __restrict__ values,
-                    const float* __restrict__ scales, i8* __restrict__ out_values, float* __restrict__ out_scales,
-                    const int x_stride, const int experts, const int expert_rows, const int k, const int half,
-                    const int cols, const int chain_bits, const int gelu_gate) {
+                    const u8* __restrict__ shared_ups, const i32* __restrict__ ids, const u8* __restrict__ x_bytes,
+                    float* __restrict__ out, const int room, const int experts, const int expert_rows, const int k,
+                    const int half, const int cols, const int chain_bits, const int gelu_gate) {
     luce_await();
     LUCE_DYNAMIC_SHARED(u8, shared);
     const int feature0 = (int)blockIdx.x * 32;
     const int slot = (int)blockIdx.y, row = (int)blockIdx.z, slots = (int)gridDim.y;
-    const Rows8 x = rows8(values, scales, x_stride, row);
+    const Rows8 x = {x_bytes, room, row};
     const bool chosen = slot < k;
     const u8* gate = chosen ? gates : shared_gates;
     const u8* up = chosen ? ups : shared_ups;
@@ -35,26 +33,23 @@ extern "C" __global__ void __launch_bounds__(256)
         return Meeting{matrix + (first + feature % 32) * row_bytes(cols), matrix + all, x};
     };
     const float* partial = block_sums<1, GATED_STAGES>(meet, 4, chain_bits, cols, shared);
-    // The first wave makes the results, and all of its lanes stay for quantise_columns.
-    if (luce_thread() >= LUCE_LANES) return;
-    const int lane = luce_thread() % 32;
-    const float own = chain_sum(partial + lane, chain_bits, PARTIAL_STRIDE(64));
-    const float other = chain_sum(partial + lane + 32, chain_bits, PARTIAL_STRIDE(64));
-    const float result[1] = {(gelu_gate ? gelu(own) : silu(own)) * other};
-    const int pair = row * slots + slot, pairs = (int)gridDim.z * slots;
-    quantise_columns(result, luce_thread() < 32, feature0 + lane, pair, pairs, out_values, out_scales);
+    const int feature = luce_thread();
+    if (feature >= 32) return;
+    const float own = chain_sum(partial + feature, chain_bits, PARTIAL_STRIDE(64));
+    const float other = chain_sum(partial + feature + 32, chain_bits, PARTIAL_STRIDE(64));
+    out[(i64)(row * slots + slot) * half + feature0 + feature] = (gelu_gate ? gelu(own) : silu(own)) * other;
 }
 
 // out[r, j] = sum over the slots s < k, ascending, of weights[r, s] * (down of its expert times pair (r, s))[j], and
 // with one slot more, plus the shared expert's result, times sigmoid(shared_gate[r]) if `gated`. downs [experts, rows,
-// cols] and shared_down [rows, cols] in blocks of QTYPE; values, scales: a quantised row per pair; weights [n, k];
+// cols] and shared_down [rows, cols] in blocks of QTYPE; inner: a quantised row per pair; weights [n, k];
 // shared_gate elements gate_stride apart; out float32 [n, rows].
 // Grid: (ceil(rows / 16), n) blocks of 32 << chain_bits threads for each of `at_once` slots; the slots take turns.
 // Dynamic shared memory: `sums_bytes`, a multiple of 16, for block_sums, and behind it 16 floats per slot.
 extern "C" __global__ void __launch_bounds__(640)
     expert_down_s8(const u8* __restrict__ downs, const u8* __restrict__ shared_down, const i32* __restrict__ ids,
                    const float* __restrict__ weights, const float* __restrict__ shared_gate,
-                   const i8* __restrict__ values, const float* __restrict__ scales, float* __restrict__ out,
+                   const u8* __restrict__ inner, float* __restrict__ out,
                    const int experts, const int k, const int slots, const int at_once, const int rows, const int cols,
                    const int chain_bits, const int gated, const int gate_stride, const int sums_bytes) {
     luce_await();
@@ -69,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(640)
             const i64 first = chosen ? (i64)ids[row * k + slot] * rows : 0;
             const i64 all = (chosen ? (i64)experts * rows : rows) * row_bytes(cols);
             const i64 own = first + luce_min(feature0 + feature % 16, rows - 1);
-            return Meeting{matrix + own * row_bytes(cols), matrix + all,
-                           rows8(values, scales, pairs, row * slots + slot)};
+            const Rows8 x = {inner, pairs, row * slots + slot};
+            return Meeting{matrix + own * row_bytes(cols), matrix + all, x};
         };
         const float* partial = block_sums<1, 2>(meet, at_once, chain_bits, cols, shared);
         const int feature = luce_thread();

@@ -8,7 +8,8 @@
 // again.
 #define HELD 8
 
-template <int WIDTH> struct alignas(4 * WIDTH) Floats {
+// WIDTH neighbouring elements, whose address is a multiple of ALIGN bytes.
+template <int WIDTH, int ALIGN> struct alignas(ALIGN) Floats {
     float at[WIDTH];
 };
 
@@ -16,26 +17,20 @@ LUCE_FN bool aligned(const float* first, i64 stride) {
     return (reinterpret_cast<u64>(first) | (u64)stride * 4) % 16 == 0;
 }
 
-// Where the result goes in bytes as well, if `stride` is not 0: row blockIdx.x of that many (see quantise.h).
-struct Bytes {
-    i8* values;
-    float* scales;
-    int stride;
-};
-
-template <int WIDTH>
-LUCE_FN void store_bytes(const Bytes& bytes, const Floats<WIDTH>& result, bool inside, int column) {
-    if (bytes.stride) {
-        quantise_columns<WIDTH>(result.at, inside, column, (int)blockIdx.x, bytes.stride, bytes.values, bytes.scales);
+// The result in bytes as well, if they have room: row blockIdx.x. Of elements beyond a row's d there are zeros.
+template <int WIDTH, int ALIGN>
+LUCE_FN void store_bytes(const Bytes& bytes, const Floats<WIDTH, ALIGN>& result, int column, int d) {
+    if constexpr (WIDTH == 4) {
+        if (bytes.room) quantise_columns(result.at, in_section(column, d), column, (int)blockIdx.x, bytes);
     }
 }
 
 // One row, by accesses of WIDTH elements; with `more`, row += more first. Everything is loaded before anything is
 // waited for: a single row is all latency.
-template <int WIDTH>
+template <int WIDTH, int ALIGN>
 LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, const float* __restrict__ more,
                       const float* __restrict__ weight, int d, float eps, const Bytes& bytes) {
-    using Unit = Floats<WIDTH>;
+    using Unit = Floats<WIDTH, ALIGN>;
     const int step = (int)blockDim.x * WIDTH, first = (int)threadIdx.x * WIDTH;
     Unit held[HELD / WIDTH], factor[HELD / WIDTH], added[HELD / WIDTH];
 #pragma unroll
@@ -73,11 +68,13 @@ LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, con
     const float scale = 1.0f / sqrtf(luce_block_sum(sum) / (float)d + eps);
 #pragma unroll
     for (int n = 0; n < HELD / WIDTH; n++) {
-        Unit result;
+        Unit result = {};
+        if (first + n * step < d) {
 #pragma unroll
-        for (int e = 0; e < WIDTH; e++) result.at[e] = held[n].at[e] * scale * factor[n].at[e];
-        if (first + n * step < d) *reinterpret_cast<Unit*>(to + first + n * step) = result;
-        store_bytes(bytes, result, first + n * step < d, first + n * step);
+            for (int e = 0; e < WIDTH; e++) result.at[e] = held[n].at[e] * scale * factor[n].at[e];
+            *reinterpret_cast<Unit*>(to + first + n * step) = result;
+        }
+        store_bytes(bytes, result, first + n * step, d);
     }
     // Each thread reads back only what it wrote itself. Lanes stay together for store_bytes.
     for (int i = first + HELD / WIDTH * step; i - first < d; i += step) {
@@ -86,7 +83,7 @@ LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, con
 #pragma unroll
             for (int e = 0; e < WIDTH; e++) to[i + e] = result.at[e] = row[i + e] * scale * weight[i + e];
         }
-        store_bytes(bytes, result, i < d, i);
+        store_bytes(bytes, result, i, d);
     }
 }
 
@@ -94,39 +91,42 @@ LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, con
 LUCE_FN void beyond(const Bytes& bytes, int d) {
     luce_release();
     luce_await();
-    quantise_nothing(0, d, (int)blockIdx.x, bytes.stride, bytes.values, bytes.scales, (int)threadIdx.x, (int)blockDim.x);
+    quantise_nothing(0, d, (int)blockIdx.x, bytes, (int)threadIdx.x, (int)blockDim.x);
 }
 
 // The norm of n rows of x [n, d]; with room for `room` quantised rows, in bytes too, and then d is a multiple of 32.
 // Grid: n or, if there is room, `room` blocks.
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm(float* __restrict__ out, const float* __restrict__ x, const i64 x_stride, const float* __restrict__ weight,
-             const int n, const int d, const float eps, const int room, u8* __restrict__ values,
-             float* __restrict__ scales) {
-    const Bytes bytes = {reinterpret_cast<i8*>(values), scales, room};
+             const int n, const int d, const float eps, const int room, const int wide, u8* __restrict__ to_bytes) {
+    const Bytes bytes = {to_bytes, room, wide};
     if ((int)blockIdx.x >= n) return beyond(bytes, d);
     const float* row = x + blockIdx.x * x_stride;
     float* to = out + (i64)blockIdx.x * d;
-    if (aligned(x, x_stride) && d % 4 == 0)
-        norm_row<4>(to, row, nullptr, nullptr, weight, d, eps, bytes);
+    if (d % 4)
+        norm_row<1, 4>(to, row, nullptr, nullptr, weight, d, eps, bytes);
+    else if (aligned(x, x_stride))
+        norm_row<4, 16>(to, row, nullptr, nullptr, weight, d, eps, bytes);
     else
-        norm_row<1>(to, row, nullptr, nullptr, weight, d, eps, bytes);
+        norm_row<4, 4>(to, row, nullptr, nullptr, weight, d, eps, bytes);
 }
 
 // x += delta, and the norm of the sums as above.
 extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm(float* __restrict__ out, float* x, const i64 x_stride, const float* __restrict__ delta,
                  const i64 delta_stride, const float* __restrict__ weight, const int n, const int d, const float eps,
-                 const int room, u8* __restrict__ values, float* __restrict__ scales) {
-    const Bytes bytes = {reinterpret_cast<i8*>(values), scales, room};
+                 const int room, const int wide, u8* __restrict__ to_bytes) {
+    const Bytes bytes = {to_bytes, room, wide};
     if ((int)blockIdx.x >= n) return beyond(bytes, d);
     float* row = x + blockIdx.x * x_stride;
     const float* more = delta + blockIdx.x * delta_stride;
     float* to = out + (i64)blockIdx.x * d;
-    if (aligned(x, x_stride) && aligned(delta, delta_stride) && d % 4 == 0)
-        norm_row<4>(to, row, row, more, weight, d, eps, bytes);
+    if (d % 4)
+        norm_row<1, 4>(to, row, row, more, weight, d, eps, bytes);
+    else if (aligned(x, x_stride) && aligned(delta, delta_stride))
+        norm_row<4, 16>(to, row, row, more, weight, d, eps, bytes);
     else
-        norm_row<1>(to, row, row, more, weight, d, eps, bytes);
+        norm_row<4, 4>(to, row, row, more, weight, d, eps, bytes);
 }
 
 extern "C" __global__ void head_rms_norm(float* __restrict__ x, const i64 row_stride, const i64 head_stride,

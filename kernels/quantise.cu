@@ -1,34 +1,46 @@
-// Rows of x as signed bytes with a scale for every 32 columns, for the integer products of dot_s8.h.
+// Rows of x as signed bytes, for the integer products of dot_s8.h.
 #include "activation.h"
 #include "quantise.h"
 
-// x float32 [n, cols], rows x_stride apart, into values int8 [cols / 32, stride, 32] and scales float32 [cols / 32,
-// stride, 2]; rows n, n + 1, ... become zeros. cols is a multiple of 32.
-// Grid: (stride, ceil(cols / the block's threads)).
+// Columns column ... column + 3 of a row, zeros from `cols` on.
+LUCE_FN void load4(const float* __restrict__ row, int column, int cols, float (&x)[4]) {
+    if (column + 4 <= cols && (u64)row % 16 == 0) {
+        const float4 four = *reinterpret_cast<const float4*>(row + column);
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = column + i < cols ? row[column + i] : 0.0f;
+    }
+}
+
+// x float32 [n, cols], rows x_stride apart, as quantise.h has them, with room for as many rows as the grid has; rows n,
+// n + 1, ... become zeros. cols is a multiple of 32.
+// Grid: (room, ceil(cols / 4 / the block's threads)).
 extern "C" __global__ void __launch_bounds__(256)
-    quantise(const float* __restrict__ x, i8* __restrict__ values, float* __restrict__ scales, const i64 x_stride,
-             const int n, const int cols) {
+    quantise(const float* __restrict__ x, u8* __restrict__ to, const i64 x_stride, const int n, const int cols,
+             const int wide) {
     luce_release();
     luce_await();
-    const int row = (int)blockIdx.x, column = (int)(blockIdx.y * blockDim.x + threadIdx.x);
-    const bool inside = column < cols;
-    const float own[1] = {inside && row < n ? x[row * x_stride + column] : 0.0f};
-    quantise_columns(own, inside, column, row, (int)gridDim.x, values, scales);
+    const int row = (int)blockIdx.x, column = (int)(blockIdx.y * blockDim.x + threadIdx.x) * 4;
+    float own[4] = {};
+    if (row < n) load4(x + row * x_stride, column, cols, own);
+    quantise_columns(own, in_section(column, cols), column, row, {to, (int)gridDim.x, wide});
 }
 
 // The same of act(gate) * up: gate and up float32 [n, cols], act silu or gelu.
 extern "C" __global__ void __launch_bounds__(256)
     quantise_gated(const float* __restrict__ gate, const i64 gate_stride, const float* __restrict__ up,
-                   const i64 up_stride, i8* __restrict__ values, float* __restrict__ scales, const int n,
-                   const int cols, const int gelu_gate) {
+                   const i64 up_stride, u8* __restrict__ to, const int n, const int cols, const int gelu_gate,
+                   const int wide) {
     luce_release();
     luce_await();
-    const int row = (int)blockIdx.x, column = (int)(blockIdx.y * blockDim.x + threadIdx.x);
-    const bool inside = column < cols;
-    float own[1] = {0.0f};
-    if (inside && row < n) {
-        const float g = gate[row * gate_stride + column];
-        own[0] = (gelu_gate ? gelu(g) : silu(g)) * up[row * up_stride + column];
+    const int row = (int)blockIdx.x, column = (int)(blockIdx.y * blockDim.x + threadIdx.x) * 4;
+    float own[4] = {}, other[4] = {};
+    if (row < n) {
+        load4(gate + row * gate_stride, column, cols, own);
+        load4(up + row * up_stride, column, cols, other);
+#pragma unroll
+        for (int i = 0; i < 4; i++) own[i] = (gelu_gate ? gelu(own[i]) : silu(own[i])) * other[i];
     }
-    quantise_columns(own, inside, column, row, (int)gridDim.x, values, scales);
+    quantise_columns(own, in_section(column, cols), column, row, {to, (int)gridDim.x, wide});
 }

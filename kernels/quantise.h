@@ -1,50 +1,102 @@
-// A row of x as signed bytes: each block of 32 columns has the scale s = largest |x| / 127 and the values round(x / s).
+// Rows of x as signed bytes. Of the columns that share a scale, s = largest |x| / 127 and the values are round(x / s).
+// These are 128, a section, where weights have integer scales of which products with sections can be summed exactly
+// (the K formats: x is `wide`), and else 32, a block.
+//
+// Rows lie as products read them (dot_s8.h, mma_s8.h), with room for `room` of them. The last section may be shorter in
+// x; its values go on as zeros. A section is section_bytes:
+//   values  int8 [2, room, 64]
+//   scales  [room], of each row 16 bytes: where x is wide, s and the sums of the values of the four blocks, each as
+//           32 * high + low, 0 <= low < 32: four lows, four highs (signed), s and a zero; else s of each block
+// Where tensor cores may meet them, which is at a room of 8 or 16, instead
+//   values  int8 [2, room, 4, 2, 2, 4]: of the eight words (four columns) of both blocks, [w, b, i] is word w + 4 i of
+//           block b, so that what a lane takes is 16 bytes
+//   scales  wide:
+//             bytes [room, 2, 4]            of a row four lows, four highs
+//             halves [8, 4, room / 8, 2]    [g, b, c] is 32 * high and low of block b of row 8 c + g
+//             floats [4, room / 8, 2]       [t, c, i] is s of row 8 c + 2 t + i
+//           else such floats of each block
 #pragma once
 #include "reduce.h"
 
-// COUNT neighbouring columns of row `row`, from `column` on, into values int8 [cols / 32, stride, 32] and scales
-// float32 [cols / 32, stride, 2]: s, and s times the sum of the block's values. 32 / COUNT neighbouring lanes hold a
-// block; all lanes of the wave must call it, and those that are not `inside` write nothing. A block with an infinity or
-// a NaN has that for its scale, and makes NaN of every product; one whose numbers are below 1e-30 becomes zeros.
-template <int COUNT>
-LUCE_FN void quantise_columns(const float (&x)[COUNT], bool inside, int column, int row, int stride,
-                              i8* __restrict__ values, float* __restrict__ scales) {
+#define SECTION 128
+
+LUCE_FN bool in_eights(int room) { return room == 8 || room == 16; }
+LUCE_FN int section_bytes(int room, bool wide) { return room * (SECTION + (wide && in_eights(room) ? 28 : 16)); }
+// In a section: 64 columns of a row; wide, its sums, the halves of one of its blocks, its scale; else a block's scale.
+LUCE_FN int values_place(int half, int row, int room) { return (half * room + row) * 64; }
+LUCE_FN int sums_place(int row, int room) { return room * SECTION + row * (in_eights(room) ? 8 : 16); }
+LUCE_FN int halves_place(int row, int block, int room) {
+    return room * (SECTION + 8) + ((row % 8 * 4 + block) * (room / 8) + row / 8) * 4;
+}
+LUCE_FN int eights_place(int row, int room) { return ((row % 8 / 2 * (room / 8) + row / 8) * 2 + row % 2) * 4; }
+LUCE_FN int scale_place(int row, int room) {
+    return in_eights(room) ? room * (SECTION + 24) + eights_place(row, room) : sums_place(row, room) + 8;
+}
+LUCE_FN int block_scale_place(int row, int block, int room) {
+    return room * SECTION + (in_eights(room) ? block * room * 4 + eights_place(row, room) : row * 16 + block * 4);
+}
+
+// Where rows go; a room of 0 says that none do.
+struct Bytes {
+    u8* to;
+    int room, wide;
+};
+
+// Four columns from `column` on, a multiple of 4: their values, from the first in the lowest byte. Where a block begins
+// the sum of its values too, and its scale.
+LUCE_FN void put_columns(u32 word, i32 sum, float scale, int column, int row, const Bytes& bytes) {
+    const int room = bytes.room;
+    u8* const to = bytes.to + (i64)(column / SECTION) * section_bytes(room, bytes.wide);
+    const int place =
+        in_eights(room) ? column % 16 / 4 * 16 + column % 64 / 32 * 8 + column % 32 / 16 * 4 : column % 64;
+    *reinterpret_cast<u32*>(to + values_place(column % SECTION / 64, row, room) + place) = word;
+    if (column % 32) return;
+    const int block = column % SECTION / 32;
+    if (!bytes.wide) {
+        *reinterpret_cast<float*>(to + block_scale_place(row, block, room)) = scale;
+        return;
+    }
+    const i32 low = sum & 31;
+    u8* const sums = to + sums_place(row, room);
+    sums[block] = (u8)low;
+    sums[block + 4] = (u8)(sum >> 5);
+    if (in_eights(room)) {
+        *reinterpret_cast<u32*>(to + halves_place(row, block, room)) =
+            (u32)luce_f16((float)(sum - low)).bits | (u32)luce_f16((float)low).bits << 16;
+    } else if (block == 0) {
+        *reinterpret_cast<u32*>(sums + 12) = 0;
+    }
+    if (block == 0) *reinterpret_cast<float*>(to + scale_place(row, room)) = scale;
+}
+
+// Whether `column` belongs to a section of a row of `cols` columns; beyond cols its value is zero.
+LUCE_FN bool in_section(int column, int cols) { return column < luce_ceil_div(cols, SECTION) * SECTION; }
+
+// Four neighbouring columns of row `row`, from `column` on, of which 32 neighbouring lanes hold a section. All lanes
+// of the wave must call it, and those that are not `inside` write nothing. With an infinity or a NaN among the
+// columns of a scale that is the scale, and makes NaN of every product; where all numbers are below 1e-30 they
+// become zeros.
+LUCE_FN void quantise_columns(const float (&x)[4], bool inside, int column, int row, const Bytes& bytes) {
     // The bits of magnitudes are in the order of the magnitudes, and NaN comes last.
     i32 bits = 0;
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) bits = luce_max(bits, (i32)(__float_as_uint(x[i]) & 0x7fffffffu));
-    const float most = __uint_as_float((u32)luce_lane_max<32 / COUNT>(bits));
+    for (int i = 0; i < 4; i++) bits = luce_max(bits, (i32)(__float_as_uint(x[i]) & 0x7fffffffu));
+    const float most = __uint_as_float((u32)(bytes.wide ? luce_lane_max<32>(bits) : luce_lane_max<8>(bits)));
     const float factor = most > 1e-30f && most <= LUCE_FLT_MAX ? 127.0f / most : 0.0f;
-    i32 quotients[COUNT], sum = 0;
+    u32 word = 0;
+    i32 sum = 0;
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        quotients[i] = factor > 0.0f ? (i32)rintf(x[i] * factor) : 0;
-        sum += quotients[i];
+    for (int i = 0; i < 4; i++) {
+        const i32 quotient = factor > 0.0f ? (i32)rintf(x[i] * factor) : 0;
+        word |= (u32)(quotient & 255) << 8 * i;
+        sum += quotient;
     }
-    sum = luce_lane_sum<32 / COUNT>(sum);
-    if (!inside) return;
-    const i64 place = (i64)(column / 32) * stride + row;
-    i8* to = values + place * 32 + column % 32;
-    if (COUNT == 4) {
-        *reinterpret_cast<u32*>(to) = (u32)(quotients[0] & 255) | (u32)(quotients[1 % COUNT] & 255) << 8 |
-                                      (u32)(quotients[2 % COUNT] & 255) << 16 | (u32)quotients[3 % COUNT] << 24;
-    } else {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) to[i] = (i8)quotients[i];
-    }
-    if (column % 32 == 0) {
-        const float scale = most <= 1e-30f ? 0.0f : most / 127.0f;
-        scales[place * 2] = scale;
-        scales[place * 2 + 1] = scale * (float)sum;
-    }
+    if (bytes.wide) sum = luce_lane_sum<8>(sum);
+    if (inside) put_columns(word, sum, most <= 1e-30f ? 0.0f : most / 127.0f, column, row, bytes);
 }
 
-// Row `row`, one beyond the last, of `count` columns from `column` on, both multiples of 32: zeros, by `threads` threads.
-LUCE_FN void quantise_nothing(int column, int count, int row, int stride, i8* __restrict__ values,
-                              float* __restrict__ scales, int thread, int threads) {
-    for (int i = column + thread * 4; i < column + count; i += threads * 4) {
-        const i64 place = (i64)(i / 32) * stride + row;
-        *reinterpret_cast<u32*>(values + place * 32 + i % 32) = 0;
-        if (i % 32 < 8) scales[place * 2 + i % 32 / 4] = 0.0f;
-    }
+// Row `row`, one beyond the last, of `count` columns from `column` on, which begins a section: zeros, by `threads`
+// threads.
+LUCE_FN void quantise_nothing(int column, int count, int row, const Bytes& bytes, int thread, int threads) {
+    for (int i = thread * 4; in_section(i, count); i += threads * 4) put_columns(0, 0, 0.0f, column + i, row, bytes);
 }

@@ -37,7 +37,7 @@ from luce.ops.matmul_many import BLAS_ROWS
 from luce.ops.moe import expert_matmul, route
 from luce.ops.moe_bytes import ExpertWeights, expert_mlp
 from luce.ops.norm import add_rms_norm
-from luce.ops.quantise import quantise
+from luce.ops.quantise import SECTION, quantise
 from luce.ops.sample import argmax
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
@@ -139,7 +139,7 @@ def experts_few(device: Device) -> Iterator[Case]:
         shared = ExpertWeights(1, gates[:inner], ups[:inner], inner, inner, type, hidden, own)
         one = 2 * int(gates[:inner].nbytes) + int(own.data.nbytes)
         for n in (1, 4, 16):
-            x = quantise(device, normal(device, n, hidden))
+            x = quantise(device, normal(device, n, hidden), SECTION)
             weight, gate = normal(device, n, used), normal(device, n, 1)
             # Other experts each time: together far more than a cache holds.
             picks = [np.stack([rng.permutation(count)[:used] for _ in range(n)]) for _ in range(16)]

@@ -153,8 +153,9 @@ class DraftModel:
         device, spec = self.device, self.spec
         features = self.fuse(embed(device, self._captured, step.tokens))
         whole: Array | Quantised = features
-        if not spec.context_norm and takes_bytes(device, len(features), self._blocks[0].mixer.reads):
-            whole = quantise(device, features)
+        group = 0 if spec.context_norm else takes_bytes(device, len(features), self._blocks[0].mixer.reads)
+        if group:
+            whole = quantise(device, features, group)
         for block in self._blocks:
             assert isinstance(block.mixer, AttentionLayer)
             y = rms_norm(device, features, block.mixer_norm, block.eps) if spec.context_norm else whole

@@ -32,8 +32,8 @@ class Residual:
     def norm(self, weight: Array, eps: float, reads: Weight) -> Array | Quantised:
         """rms(x + delta) * weight, leaving the sum in x; quantised if `reads`, the weight that it meets, wants that."""
         y: Array | Quantised
-        if takes_bytes(self.device, self.x.shape[0], reads):
-            y = quantised_rms_norm(self.device, self.x, self.delta, weight, eps)
+        if group := takes_bytes(self.device, self.x.shape[0], reads):
+            y = quantised_rms_norm(self.device, self.x, self.delta, weight, eps, group)
         elif self.delta is None:
             y = rms_norm(self.device, self.x, weight, eps)
         else:

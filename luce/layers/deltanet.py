@@ -31,8 +31,8 @@ class DeltaNetLayer:
 
     def accept(self, spans: SpanArrays) -> None:
         """Apply the rows that spans without rows of their own accept."""
-        self._mix(self._device.empty((0, self.reads.rows)), spans, in_bytes=False)
+        self._mix(self._device.empty((0, self.reads.rows)), spans, in_bytes=0)
 
-    def _mix(self, x: Array, spans: SpanArrays, *, in_bytes: bool) -> Array | Quantised:
+    def _mix(self, x: Array, spans: SpanArrays, *, in_bytes: int) -> Array | Quantised:
         states = self.state.memory, self.state.past, self.state.kept, self.state.fades
         return gated_delta_net(self._device, x, self._weights, *states, spans, in_bytes=in_bytes)

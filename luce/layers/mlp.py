@@ -24,8 +24,8 @@ class GatedMLPLayer:
         gate_up = matmul(self._device, y, self.reads)
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
-        if takes_bytes_alone(self._device, y.shape[0], self.down):
-            inner = quantised_gated_activation(self._device, gate, up, self._activation)
+        if group := takes_bytes_alone(self._device, y.shape[0], self.down):
+            inner = quantised_gated_activation(self._device, gate, up, self._activation, group)
         else:
             inner = gated_activation(self._device, gate, up, self._activation)
         return matmul(self._device, inner, self.down)

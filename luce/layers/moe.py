@@ -58,8 +58,8 @@ class MoELayer:
             expert_scale=self._expert_scale,
         )
         shared_gate = scores[:, spec.experts :] if spec.shared_gate else None
-        if self._bytes is not None and takes_bytes(device, rows, self.reads):
-            x = y if isinstance(y, Quantised) else quantise(device, y)
+        if self._bytes is not None and (group := takes_bytes(device, rows, self.reads)):
+            x = y if isinstance(y, Quantised) else quantise(device, y, group)
             joined, gate = self._joined, None if self._joined is None else shared_gate
             out = expert_mlp(device, x, routing.ids, routing.weights, self._bytes, spec.activation, joined, gate)
             if joined is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from luce.models.spec import Activation
-from luce.ops.quantise import Quantised, room, space_for
+from luce.ops.quantise import Quantised, quantise_gated
 from luce.runtime.device import Array, Device
 
 _THREADS = 256
@@ -28,15 +28,9 @@ def gated_activation(device: Device, gate: Array, up: Array, activation: Activat
     return out
 
 
-def quantised_gated_activation(device: Device, gate: Array, up: Array, activation: Activation) -> Quantised:
+def quantised_gated_activation(device: Device, gate: Array, up: Array, activation: Activation, group: int) -> Quantised:
     """gated_activation of 0 < n <= 16 rows on a GPU, in bytes only: those that quantise makes of it; f % 32 == 0."""
-    n, f = gate.shape
-    rows = room(device, n, f, space=space_for(n))
-    strides = np.int64(gate.strides[0] // 4), np.int64(up.strides[0] // 4)
-    sizes = (np.int32(n), np.int32(f), np.int32(activation == "gelu"))
-    args = (gate, strides[0], up, strides[1], rows.values, rows.scales, *sizes)
-    device.launch("quantise", "quantise_gated", (rows.space, -(-f // _THREADS)), (_THREADS,), args)
-    return rows
+    return quantise_gated(device, gate, up, group, gelu=activation == "gelu")
 
 
 def sigmoid_gate(device: Device, x: Array, gate: Array) -> Array:

@@ -21,7 +21,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
-from luce.ops.matmul_bytes import BYTE_TYPES, multiply, multiply_pair, pairs
+from luce.ops.matmul_bytes import BYTE_TYPES, group_for, multiply, multiply_pair, pairs
 from luce.ops.matmul_many import matmul_many
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
@@ -36,7 +36,8 @@ _WAVES = 4
 def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
     """x float32 [n, cols] (any row stride) times weight [rows, cols] transposed: float32 [n, rows].
 
-    Rows that are Quantised already need no float32 if all of the weight takes bytes. Sums are accumulated in float32.
+    Rows that are Quantised already need no float32 if all of the weight takes bytes in their groups. Sums are
+    accumulated in float32.
     Raises ValueError if the inner dimensions differ.
     """
     if x.shape[1] != weight.cols:
@@ -51,18 +52,23 @@ def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
     return out
 
 
-def takes_bytes(device: Device, rows: int, weight: Weight) -> bool:
-    """Whether a product of `rows` rows with any part of the weight wants them quantised."""
-    return not device.host and 0 < rows <= FEW_ROWS and any(part.type in BYTE_TYPES for part in weight.parts)
+def takes_bytes(device: Device, rows: int, weight: Weight) -> int:
+    """In which groups (see Quantised) a product of `rows` rows with any part of the weight wants them quantised: the
+    first such part's; 0 if none does."""
+    if device.host or not 0 < rows <= FEW_ROWS:
+        return 0
+    return next((group_for(part.type) for part in weight.parts if part.type in BYTE_TYPES), 0)
 
 
-def takes_bytes_alone(device: Device, rows: int, weight: Weight) -> bool:
-    """Whether a product of `rows` rows with the weight wants them quantised and not as floats."""
-    return takes_bytes(device, rows, weight) and all(part.type in BYTE_TYPES for part in weight.parts)
+def takes_bytes_alone(device: Device, rows: int, weight: Weight) -> int:
+    """In which groups a product of `rows` rows with the weight wants them quantised, and in no others nor as floats."""
+    group = takes_bytes(device, rows, weight)
+    alone = all(part.type in BYTE_TYPES and group_for(part.type) == group for part in weight.parts)
+    return group if alone else 0
 
 
 def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> None:
-    quantised = x if isinstance(x, Quantised) else None
+    quantised = {x.group: x} if isinstance(x, Quantised) else {}
     floats = x.x if isinstance(x, Quantised) else x
     split: Split | None = None
     joined = None
@@ -70,12 +76,13 @@ def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> No
         if part is joined:
             continue
         if part.type in BYTE_TYPES:
-            quantised = quantised or quantise(device, floats)
-            if behind is not None and pairs(device, quantised, part, behind, weight.cols):
-                multiply_pair(device, quantised, part, behind, weight.cols, out)
+            group = group_for(part.type)
+            own = quantised[group] = quantised.get(group) or quantise(device, floats, group)
+            if behind is not None and pairs(device, own, part, behind, weight.cols):
+                multiply_pair(device, own, part, behind, weight.cols, out)
                 joined = behind
             else:
-                multiply(device, quantised, part, weight.cols, out)
+                multiply(device, own, part, weight.cols, out)
         elif part.type == GGMLQuantizationType.BF16 and takes_tiles(device, part, weight.cols):
             split = split or split_rows(device, floats)
             multiply_bf16(device, split, part, weight.cols, out)

@@ -14,13 +14,15 @@ from functools import lru_cache
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from luce.ops.quantise import Quantised
+from luce.ops.quantise import BLOCK, SECTION, Quantised, section_bytes
 from luce.ops.weight import WeightPart
 from luce.runtime.device import Array, Device
 
 _T = GGMLQuantizationType
 #: what kernels/quants_s8.h reads
 BYTE_TYPES = frozenset({_T.Q4_0, _T.Q8_0, _T.Q4_K, _T.Q5_K, _T.Q6_K})
+# Those of them that have a float for every 32 weights; the others' scales are integers.
+_FLOAT_SCALES = frozenset({_T.Q4_0, _T.Q8_0})
 # The constants of dot_s8.h and mma_s8.h: rows of a tile, threads of a worker, columns of a unit, units in flight.
 _TILE, _WORKER, _UNIT_COLS, _STAGES = 16, 32, 256, 2
 _PARTIAL_PAD = 4
@@ -28,11 +30,14 @@ _PARTIAL_PAD = 4
 _FEW_FEATURES = 1024
 # Rows of x from which on they meet tensor cores, and log2 of the chains that kernels for these come with.
 _TILE_ROWS, _TILE_BITS = 8, (2, 3)
-# Tiles of a block where one block to a multiprocessor does better than several of one tile each (see _tall).
-_TALL_TILES = 3
 _ROWS = (1, 16)
 #: what every supported GPU gives a block
 MOST_SHARED = 65536
+
+
+def group_for(type: GGMLQuantizationType) -> int:
+    """How many columns of x share a scale where it meets a type in BYTE_TYPES: as many as have exact sums."""
+    return BLOCK if type in _FLOAT_SCALES else SECTION
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Shape:
 
 
 def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Array) -> None:
-    """One part's columns of out [n, rows] = x W^T: x of n <= 16 rows, the part of a type in BYTE_TYPES."""
+    """One part's columns of out [n, rows] = x W^T: x of n <= 16 rows in the type's group, which is in BYTE_TYPES."""
     shape = _part_shape(device, x, part, cols)
     sizes = (x.count, part.rows, cols, shape.chain_bits, out.strides[0] // 4, part.first)
     device.launch(
@@ -56,7 +61,7 @@ def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Arr
         "matmul_s8",
         (-(-part.rows // (_TILE * shape.tiles)),),
         (shape.threads,),
-        (part.data, x.values, x.scales, out, *(np.int32(size) for size in sizes)),
+        (part.data, x.data, out, *(np.int32(size) for size in sizes)),
         defines={"QTYPE": part.type.name, "ROWS": x.space, **shape.defines},
         shared=shape.shared,
     )
@@ -83,7 +88,7 @@ def multiply_pair(device: Device, x: Quantised, first: WeightPart, second: Weigh
         "matmul_s8_pair",
         (-(-first.rows // _TILE) - (-second.rows // _TILE),),
         (one.threads,),
-        (first.data, second.data, x.values, x.scales, out, *(np.int32(size) for size in sizes)),
+        (first.data, second.data, x.data, out, *(np.int32(size) for size in sizes)),
         defines={"FIRST": first.type.name, "SECOND": second.type.name, "ROWS": x.space, **one.defines},
         shared=max(one.shared, other.shared),
     )
@@ -101,35 +106,35 @@ def _shape(type: GGMLQuantizationType, rows: int, cols: int, space: int, lanes: 
     bits = _chain_bits(type, rows, cols)
     if not limit or space < _TILE_ROWS or bits not in _TILE_BITS:
         return block_shape(type, cols, space, 1, bits, lanes)
-    if _tall(type, rows, cols, space, bits):
-        shape = _tile_shape(type, space, bits, _TALL_TILES)
-        if shape.shared <= limit:
-            return shape
-    return _tile_shape(type, space, bits, 1)
+    shape = _tile_shape(type, space, bits, _tiles(type, rows, cols, space, bits))
+    return shape if shape.shared <= limit else _tile_shape(type, space, bits, 1)
 
 
-def _tall(type: GGMLQuantizationType, rows: int, cols: int, space: int, bits: int) -> bool:
-    """Whether three tiles a block pay: where one tile after another would fetch x from beyond the first-level cache.
+def _tiles(type: GGMLQuantizationType, rows: int, cols: int, space: int, bits: int) -> int:
+    """How many tiles a block has.
 
-    Such a block takes all of a multiprocessor, of which an H200 has 132: not more of them with 16 rows of x, nor much
-    fewer. There, one tile and three, us: 16 rows Q4_K 5120 x 17408 40.0 and 29.8, Q5_K 46.2 and 34.1, Q4_0 62.2 and
-    36.5, Q8_0 83.8 and 57.5, Q4_K 5120 x 6144 13.9 and 11.8, but 6240 x 5120 11.3 and 15.0, 34816 x 5120 48.4 and 50.2;
-    8 rows, in the same order: 24.3 and 22.8, 30.1 and 26.0, 39.8 and 30.4, 79.5 and 54.6, 9.8 and 9.4, 10.2 and 11.1,
-    37.8 and 37.4, and Q6_K 5120 x 17408 44.1 and 40.1.
+    Three, with x in shared memory, where one tile after another would fetch x from beyond the first-level cache. Such a
+    block takes all of a multiprocessor, of which an H200 has 132: not more of them with 16 rows of x, nor much fewer.
+    Two, which meet the same words of x, where there are blocks enough to fill a GPU twice.
+
+    Trials on an H200, us with one tile and with as many: 16 rows Q4_K 34816 x 5120 38.4 and 36.1, 5120 x 17408 24.9 and
+    23.7, 5120 x 6144 9.8 and 9.7, but 6240 x 5120 8.9 and with two 10.8; Q4_0 5120 x 17408 62.2 and 36.5, Q8_0 83.8 and
+    57.5. 8 rows, in the same order: 36.7 and 32.3, 24.3 and 20.5, 8.7 and 8.6, 9.6 and 9.6; 39.8 and 30.4, 79.5 and
+    54.6.
     """
-    chains = 2 if type == _T.Q8_0 else 3  # log2 of those that such kernels come with
-    most = _TALL_TILES * _TILE * 132 if space == 16 else rows
-    return cols >= 6144 and bits == chains and 2 * _TILE * 132 < rows <= most
+    three = 2 if type == _T.Q8_0 else 3  # log2 of the chains that such kernels come with
+    most = 3 * _TILE * 132 if space == 16 else rows
+    if cols >= 6144 and bits == three and 2 * _TILE * 132 < rows <= most:
+        return 3
+    return 2 if type in (_T.Q4_K, _T.Q5_K) and bits == 2 and rows > 8 * _TILE * 132 else 1
 
 
 def _tile_shape(type: GGMLQuantizationType, space: int, bits: int, tiles: int) -> Shape:
     """The block of tile_sums (kernels/mma_s8.h)."""
     chains = 1 << bits
-    run, odd = _run(type, chains)
-    stride = run if odd else -(-(run - 32) // 64) * 64 + 32
-    x = chains * space * (_UNIT_COLS + _UNIT_COLS // 32 * 8) if tiles > 1 else 0
-    stages = 3 if type == _T.Q6_K and bits == 3 and space == 16 else _STAGES
-    shared = max(stages * (_TILE * tiles * stride + x), 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))
+    run, _ = _run(type, chains)
+    x = chains * (_UNIT_COLS // SECTION) * section_bytes(space, group_for(type)) if tiles == 3 else 0
+    shared = max(_STAGES * (_TILE * tiles * (run | 16) + x), 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))
     defines = {"CHAINS": chains} | ({"TILES": tiles} if tiles > 1 else {})
     return Shape(bits, _WORKER * chains, int(shared), tiles, defines)
 

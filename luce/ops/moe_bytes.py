@@ -1,5 +1,7 @@
 """Experts on few quantised rows: gates, ups and activation in one kernel, the rest and the weighted sum in another.
 
+Between them the results of the first are quantised: its blocks have a quarter of the columns of a scale.
+
 Each pair of a row and a slot is computed by itself, as matmul_bytes.py does it: a row's bits do not depend on the
 others. An expert that all rows take can join as one more slot.
 """
@@ -14,8 +16,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.models.spec import Activation
-from luce.ops.matmul_bytes import BYTE_TYPES, MOST_SHARED, Shape, block_shape, most_chains
-from luce.ops.quantise import BLOCK, Quantised, room
+from luce.ops.matmul_bytes import BYTE_TYPES, MOST_SHARED, Shape, block_shape, group_for, most_chains
+from luce.ops.quantise import BLOCK, Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
@@ -84,12 +86,13 @@ def expert_mlp(
     """Sum over the slots s of weights[r, s] * mlp(ids[r, s])(x[r]), plus mlp(shared)(x[r]), which is multiplied with
     sigmoid(shared_gate[r]) where that is given: float32 [n, rows].
 
-    x of n <= 16 rows; ids int32 [n, k]; weights float32 [n, k]; shared, if any, joins the chosen; shared_gate float32
-    [n, 1] (any row stride). With r fixed, sums run over the slots in order, the shared expert last.
+    x of n <= 16 rows in the group of the gates' type; ids int32 [n, k]; weights float32 [n, k]; shared, if any, joins
+    the chosen; shared_gate float32 [n, 1] (any row stride). With r fixed, sums run over the slots in order, the shared
+    expert last.
     """
     n, k = ids.shape
-    inner = _gated(device, x, ids, chosen, activation, shared)
-    slots = inner.count // n
+    gated = _gated(device, x, ids, chosen, activation, shared)
+    inner, slots = quantise(device, gated, group_for(chosen.downs.type), space=len(gated)), len(gated) // n
     down, rows = chosen.downs, chosen.downs.rows // chosen.experts
     shape, at_once = _down_shape(down.type, chosen.inner, slots, slots if n == 1 else _DOWN_SLOTS, device.lanes)
     out = device.empty((n, rows))
@@ -112,7 +115,7 @@ def expert_mlp(
         "expert_down_s8",
         (-(-rows // _TILE), n),
         (shape.threads,),
-        (down.data, other.data, ids, weights, gate, inner.values, inner.scales, out, *_int32(sizes)),
+        (down.data, other.data, ids, weights, gate, inner.data, out, *_int32(sizes)),
         defines={"QTYPE": down.type.name},
         shared=shape.shared + 4 * _TILE * slots,
     )
@@ -126,12 +129,12 @@ def _gated(
     chosen: ExpertWeights,
     activation: Activation,
     shared: ExpertWeights | None,
-) -> Quantised:
-    """A quantised row of `inner` columns for each row and slot."""
+) -> Array:
+    """A row of `inner` columns for each row and slot: float32 [n * slots, inner]."""
     n, k = ids.shape
     slots = k if shared is None else k + 1
     shape = _gated_shape(chosen.type, chosen.cols, device.lanes)
-    out = room(device, n * slots, chosen.inner, space=n * slots)
+    out = device.empty((n * slots, chosen.inner))
     other = chosen if shared is None else shared  # without one pointers that are not followed
     sizes = (
         x.space,
@@ -150,7 +153,7 @@ def _gated(
         (shape.threads,),
         (
             *(chosen.gates, chosen.ups, other.gates, other.ups, ids),
-            *(x.values, x.scales, out.values, out.scales, *_int32(sizes)),
+            *(x.data, out, *_int32(sizes)),
         ),
         defines={"QTYPE": chosen.type.name},
         shared=shape.shared,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from luce.ops.quantise import Quantised, room, space_for
+from luce.ops.quantise import Quantised, as_arguments, room, space_for
 from luce.runtime.device import Array, Device
 
 # Threads of a block that norms heads, one per wave.
@@ -28,12 +28,15 @@ def add_rms_norm(device: Device, x: Array, delta: Array, weight: Array, eps: flo
     return _norm(device, x, delta, weight, eps, None)
 
 
-def quantised_rms_norm(device: Device, x: Array, delta: Array | None, weight: Array, eps: float) -> Quantised:
+def quantised_rms_norm(
+    device: Device, x: Array, delta: Array | None, weight: Array, eps: float, group: int
+) -> Quantised:
     """add_rms_norm, or rms_norm without a delta, of 0 < n <= 16 rows on a GPU: quantised, and as float32 in `x`.
 
     d is a multiple of 32. The bytes are those of quantise.
     """
-    bytes = room(device, *x.shape, space=space_for(x.shape[0]))
+    n, d = x.shape
+    bytes = room(device, n, d, group, space=space_for(n))
     return replace(bytes, x=_norm(device, x, delta, weight, eps, bytes))
 
 
@@ -42,12 +45,17 @@ def _norm(device: Device, x: Array, delta: Array | None, weight: Array, eps: flo
     out = device.empty((n, d))
     if n:
         added = () if delta is None else (delta, np.int64(delta.strides[0] // 4))
-        space = 0 if bytes is None else bytes.space
-        # Without bytes pointers that are not followed.
-        to = (out, out) if bytes is None else (bytes.values, bytes.scales)
-        sizes = (np.int32(n), np.int32(d), np.float32(eps), np.int32(space))
-        args = (out, x, np.int64(x.strides[0] // 4), *added, weight, *sizes, *to)
-        device.launch("norm", "rms_norm" if delta is None else "add_rms_norm", (space or n,), (_threads(d),), args)
+        to, *room_and_kind = as_arguments(bytes)
+        # Without bytes a pointer that is not followed.
+        sizes = (np.int32(n), np.int32(d), np.float32(eps), *room_and_kind)
+        args = (out, x, np.int64(x.strides[0] // 4), *added, weight, *sizes, out if to is None else to)
+        device.launch(
+            "norm",
+            "rms_norm" if delta is None else "add_rms_norm",
+            (bytes.space if bytes else n,),
+            (_threads(d),),
+            args,
+        )
     return out
 
 

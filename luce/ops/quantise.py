@@ -1,4 +1,4 @@
-"""Rows of activations as signed bytes with a scale for every 32 columns, for integer products (kernels/dot_s8.h)."""
+"""Rows of activations as signed bytes with scales, for integer products (kernels/dot_s8.h)."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ import numpy as np
 
 from luce.runtime.device import Array, Device
 
-#: columns of a scale
-BLOCK = 32
-_THREADS = 256
+#: the columns that may share a scale: a section, or a block, whole ones of which a row has
+SECTION, BLOCK = 128, 32
+# Columns that a block of kernels/quantise.cu takes, and its threads.
+_THREADS = 128
+_COLUMNS = 4 * _THREADS
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """Rows to be multiplied: `count` rows of `cols` columns.
+    """Rows to be multiplied: `count` rows of `cols` columns, as kernels/quantise.h has them.
 
-    values  int8 [cols / 32, space, 32]    rounded quotients of the columns and their block's scale
-    scales  float32 [cols / 32, space, 2]  a block's largest magnitude / 127, and that times the sum of its values
-    x       float32 [count, cols] the rows as they were, for products that take them so; None if there is none
+    group  how many columns share a scale, their largest magnitude / 127: SECTION or BLOCK
+    data   uint8 [sections, section_bytes]: rounded quotients of columns and scales, the scales, sums of quotients
+    x      float32 [count, cols] the rows as they were, for products that take them so; None if there is none
 
-    Rows beyond `count` are zeros, as many as kernels want.
+    Rows beyond `count` are zeros, up to `space`, the rows that kernels want.
     """
 
     count: int
-    values: Array
-    scales: Array
+    cols: int
+    group: int
+    space: int
+    data: Array
     x: Array | None
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
-        return self.count, self.values.shape[0] * BLOCK
-
-    @property
-    def space(self) -> int:
-        """Rows that there is room for."""
-        return int(self.values.shape[1])
+        return self.count, self.cols
 
 
 def space_for(count: int) -> int:
@@ -45,24 +44,47 @@ def space_for(count: int) -> int:
     return count if count <= 2 else 8 if count <= 8 else 16
 
 
-def room(device: Device, count: int, cols: int, *, space: int, x: Array | None = None) -> Quantised:
+def section_bytes(space: int, group: int) -> int:
+    """Bytes of a section of `space` rows (section_bytes of kernels/quantise.h)."""
+    return space * (SECTION + (28 if group == SECTION and space in (8, 16) else 16))
+
+
+def room(device: Device, count: int, cols: int, group: int, *, space: int, x: Array | None = None) -> Quantised:
     """Rows still to be written, by a kernel that has them at hand (kernels/quantise.h)."""
-    values = device.empty((cols // BLOCK, space, BLOCK), np.int8)
-    return Quantised(count, values, device.empty((cols // BLOCK, space, 2)), x)
+    data = device.empty((-(-cols // SECTION), section_bytes(space, group)), np.uint8)
+    return Quantised(count, cols, group, space, data, x)
 
 
-def as_arguments(rows: Quantised | None) -> tuple[Array | None, Array | None, np.int32]:
-    """Values, scales and room, as kernels take them that write bytes or floats; no room means floats."""
-    return (None, None, np.int32(0)) if rows is None else (rows.values, rows.scales, np.int32(rows.space))
+def as_arguments(rows: Quantised | None) -> tuple[Array | None, np.int32, np.int32]:
+    """Bytes, room and whether they are wide, as kernels take them that write bytes or floats; no room means floats."""
+    if rows is None:
+        return None, np.int32(0), np.int32(0)
+    return rows.data, np.int32(rows.space), np.int32(rows.group == SECTION)
 
 
-def quantise(device: Device, x: Array) -> Quantised:
-    """x float32 [n, cols] with 0 < n <= 16 (any row stride) on a GPU; cols is a multiple of 32.
+def quantise(device: Device, x: Array, group: int, *, space: int | None = None) -> Quantised:
+    """x float32 [n, cols] with n > 0 (any row stride) on a GPU; cols is a multiple of 32.
 
-    A block with an infinity or a NaN makes NaN of every product, one whose magnitudes are below 1e-30 is zeros.
+    With room for `space` rows, or as many as products of n <= 16 rows want. An infinity or a NaN makes NaN of every
+    product with its group, one whose magnitudes are below 1e-30 is zeros.
     """
-    rows = room(device, *x.shape, space=space_for(x.shape[0]), x=x)
-    grid = (rows.space, -(-x.shape[1] // _THREADS))
-    sizes = (np.int64(x.strides[0] // 4), np.int32(x.shape[0]), np.int32(x.shape[1]))
-    device.launch("quantise", "quantise", grid, (_THREADS,), (x, rows.values, rows.scales, *sizes))
+    n, cols = x.shape
+    rows = room(device, n, cols, group, space=space or space_for(n), x=x)
+    sizes = (np.int64(x.strides[0] // 4), np.int32(n), np.int32(cols), np.int32(group == SECTION))
+    device.launch("quantise", "quantise", _grid(rows), (_THREADS,), (x, rows.data, *sizes))
     return rows
+
+
+def quantise_gated(device: Device, gate: Array, up: Array, group: int, *, gelu: bool) -> Quantised:
+    """quantise of gelu(gate) * up, or silu(gate) * up: both float32 [n, cols] (any row stride)."""
+    n, cols = gate.shape
+    rows = room(device, n, cols, group, space=space_for(n))
+    strides = np.int64(gate.strides[0] // 4), np.int64(up.strides[0] // 4)
+    sizes = (np.int32(n), np.int32(cols), np.int32(gelu), np.int32(group == SECTION))
+    args = (gate, strides[0], up, strides[1], rows.data, *sizes)
+    device.launch("quantise", "quantise_gated", _grid(rows), (_THREADS,), args)
+    return rows
+
+
+def _grid(rows: Quantised) -> tuple[int, int]:
+    return rows.space, -(-rows.cols // _COLUMNS)

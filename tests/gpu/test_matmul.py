@@ -28,6 +28,11 @@ def test_company_of_blocks_of_three_tiles_does_not_matter(gpu: Device, name: str
     checks.check_company(gpu, name, rows=4300, cols=6144, counts=[1, 3, 8, 9, 16])
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
+def test_company_of_blocks_of_two_tiles_does_not_matter(gpu: Device, name: str) -> None:
+    checks.check_company(gpu, name, rows=17001, cols=1280, counts=[1, 3, 8, 9, 16])
+
+
 @pytest.mark.parametrize(("first", "second"), [("Q5_K", "Q4_K"), ("Q4_K", "Q6_K")])
 @pytest.mark.parametrize("n", [1, 2, 8, 16])
 def test_two_formats_in_one_launch(gpu: Device, first: str, second: str, n: int) -> None:
@@ -110,9 +115,10 @@ def test_bytes_are_the_same_on_all_devices(gpu: Device, name: str, lanes: int) -
         checks.check_same_everywhere([gpu, EmulatedDevice(lanes)], name, 40, 5 * block_cols(name), n)
 
 
+@pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize(("n", "cols"), [(1, 5120), (5, 320), (16, 17408)])
-def test_quantise(gpu: Device, n: int, cols: int) -> None:
-    checks.check_quantise(gpu, n, cols)
+def test_quantise(gpu: Device, n: int, cols: int, group: int) -> None:
+    checks.check_quantise(gpu, n, cols, group)
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -120,10 +126,11 @@ def test_nan_stays_in_its_row(gpu: Device, name: str) -> None:
     checks.check_nan_in_bytes(gpu, name)
 
 
+@pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("n", [1, 2, 7, 16])
-def test_quantised_gate(gpu: Device, activation: Activation, n: int) -> None:
-    checks.check_quantised_gate(gpu, activation, n, 17408)
+def test_quantised_gate(gpu: Device, activation: Activation, n: int, group: int) -> None:
+    checks.check_quantised_gate(gpu, activation, n, 17408, group)
 
 
 @pytest.mark.parametrize("n", [1, 2, 16, 17, 100])

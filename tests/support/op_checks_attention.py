@@ -22,6 +22,7 @@ from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.quantise import Quantised, quantise
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, PageView, SpanArrays
+from tests.support.quantised import same_bytes
 
 F32 = NDArray[np.float32]
 
@@ -331,27 +332,24 @@ def check_gated(
     mixed = device.upload(run(device, chunks, scale=d**-0.5, window=None))
     made: list[Array | Quantised] = []
     kinds: list[Literal["sigmoid", "softplus"]] = ["softplus"] if each == 1 else ["sigmoid", "softplus"]
-    for gate, in_bytes in itertools.product((Gate(values, kind) for kind in kinds), (False, True)):
+    for gate, in_bytes in itertools.product((Gate(values, kind) for kind in kinds), (0, 32, 128)):
 
-        def attend(*args: Any, gate: Gate = gate, in_bytes: bool = in_bytes, **named: Any) -> Array:
+        def attend(*args: Any, gate: Gate = gate, in_bytes: int = in_bytes, **named: Any) -> Array:
             made[:] = [op.gated_attention(*args, gate=gate, in_bytes=in_bytes, **named)]
             return mixed
 
         run(device, chunks, scale=d**-0.5, window=None, attend=attend)
         expected = (sigmoid_gate if gate.kind == "sigmoid" else softplus_gate)(device, mixed, values)
-        same_output(device, made[0], expected, in_bytes and d % 32 == 0 and bool(device.products))
+        same_output(device, made[0], expected, in_bytes if d % 128 == 0 and device.products else 0)
 
 
-def same_output(device: Device, actual: Array | Quantised, expected: Array, in_bytes: bool) -> None:
-    """The bits of `expected`, float32 [n, cols], or of what quantise makes of it."""
-    assert isinstance(actual, Quantised) == in_bytes
+def same_output(device: Device, actual: Array | Quantised, expected: Array, group: int) -> None:
+    """The bits of `expected`, float32 [n, cols], or of what quantise makes of it with a `group`."""
+    assert isinstance(actual, Quantised) == bool(group)
     if isinstance(actual, Quantised):
-        bytes = quantise(device, expected)
-        pairs = [(actual.values, bytes.values), (actual.scales, bytes.scales)]
+        same_bytes(device, actual, quantise(device, expected, group))
     else:
-        pairs = [(actual, expected)]
-    for a, b in pairs:
-        np.testing.assert_array_equal(device.download(a).view(np.uint8), device.download(b).view(np.uint8))
+        same_bits(device.download(actual), device.download(expected))
 
 
 def check_window(device: Device, window: int, position: int, rows: int) -> None:

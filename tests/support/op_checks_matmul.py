@@ -20,7 +20,7 @@ from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.quant_blocks import decoded, random_tensor
-from tests.support.quantised import quantised, seen
+from tests.support.quantised import quantised, same_bytes, seen, unpacked
 
 Matrix = NDArray[np.float32]
 
@@ -80,15 +80,16 @@ def check_company(device: Device, name: str, rows: int, cols: int, counts: Seque
 
 
 @contextlib.contextmanager
-def three_tiles() -> Iterator[None]:
-    """Blocks have three tiles wherever kernels can."""
+def tiles(count: int) -> Iterator[None]:
+    """Blocks have that many tiles wherever kernels can."""
     shape = matmul_bytes._shape.__wrapped__
-    with mock.patch.object(matmul_bytes, "_shape", shape), mock.patch.object(matmul_bytes, "_tall", lambda *_: True):
+    with mock.patch.object(matmul_bytes, "_shape", shape), mock.patch.object(matmul_bytes, "_tiles", lambda *_: count):
         yield
 
 
 def check_parts(device: Device, n: int) -> None:
-    """A weight of several tensors and formats is the products of each side by side, bit for bit."""
+    """A weight of several tensors and formats is the products of each side by side, bit for bit; of rows that are
+    quantised for some of them too."""
     tensors = [
         random_tensor("Q4_K", 7, 512, 1),
         random_tensor("F16", 1, 512, 2),
@@ -96,9 +97,12 @@ def check_parts(device: Device, n: int) -> None:
         random_tensor("Q6_K", 12, 512, 4),
     ]
     x = _x(n, 512, seed=8)
-    together = _product(device, x, tensors)
     apart = np.concatenate([_product(device, x, [t]) for t in tensors], axis=1)
-    np.testing.assert_array_equal(together, apart)
+    np.testing.assert_array_equal(_product(device, x, tensors), apart)
+    for group in (32, 128) if 0 < n <= FEW_ROWS and not device.host else ():
+        rows = quantise(device, device.upload(x), group)
+        together = device.download(matmul(device, rows, upload_weight(device, tensors)))
+        np.testing.assert_array_equal(together, apart)
 
 
 def check_pair(device: Device, first: str, second: str, n: int) -> None:
@@ -183,22 +187,18 @@ def check_same_everywhere(devices: Sequence[Device], name: str, rows: int, cols:
         np.testing.assert_array_equal(other, first)
 
 
-def check_quantise(device: Device, n: int, cols: int) -> None:
+def check_quantise(device: Device, n: int, cols: int, group: int) -> None:
     """The bytes, scales and sums of the definition; rows that are room only are zeros."""
     wide = _x(n, cols + 5, seed=17) * np.float32(2.0) ** np.random.default_rng(3).integers(-30, 30, (n, 1))
     wide = wide.astype(np.float32)
-    wide[0, 3 : 3 + 32] = 0
-    wide[-1, 3 : 3 + 32] *= np.float32(1e-38)
-    made = quantise(device, device.upload(wide)[:, 3 : 3 + cols])
-    values, scales = quantised(wide[:, 3 : 3 + cols])
-    sums = scales * values.sum(axis=2, dtype=np.int32).astype(np.float32)
-    actual, factors = device.download(made.values), device.download(made.scales)
+    wide[0, 3 : 3 + 128] = 0
+    wide[-1, 3 : 3 + 128] *= np.float32(1e-38)
+    made = quantise(device, device.upload(wide)[:, 3 : 3 + cols], group)
+    expected, actual = quantised(wide[:, 3 : 3 + cols], group), unpacked(device, made)
     assert made.shape == (n, cols)
-    np.testing.assert_array_equal(actual[:, :n].swapaxes(0, 1), values)
-    np.testing.assert_array_equal(factors[:, :n, 0].T, scales)
-    np.testing.assert_array_equal(factors[:, :n, 1].T, sums)
-    assert not actual[:, n:].any()
-    assert not factors[:, n:].any()
+    for name in ("values", "sums", "scales"):
+        np.testing.assert_array_equal(getattr(actual, name)[:n], getattr(expected, name), err_msg=name)
+        assert not getattr(actual, name)[n:].any()
 
 
 def check_nan_in_bytes(device: Device, name: str) -> None:
@@ -212,15 +212,13 @@ def check_nan_in_bytes(device: Device, name: str) -> None:
     np.testing.assert_array_equal(actual[[0, 3]], clean[[0, 3]])
 
 
-def check_quantised_gate(device: Device, activation: Activation, n: int, cols: int) -> None:
+def check_quantised_gate(device: Device, activation: Activation, n: int, cols: int, group: int) -> None:
     """In bytes what quantise makes of the gated activation; rows that are room only are zeros."""
     both = device.upload(_x(n, 2 * cols + 3, seed=33))
     gate, up = both[:, 1 : 1 + cols], both[:, cols + 3 :]
-    made = quantised_gated_activation(device, gate, up, activation)
-    again = quantise(device, gated_activation(device, gate, up, activation))
-    assert made.shape == (n, cols)
-    np.testing.assert_array_equal(device.download(made.values), device.download(again.values))
-    np.testing.assert_array_equal(device.download(made.scales), device.download(again.scales))
+    made = quantised_gated_activation(device, gate, up, activation, group)
+    again = quantise(device, gated_activation(device, gate, up, activation), group)
+    same_bytes(device, made, again)
 
 
 def check_slices(device: Device, n: int, features: int) -> None:

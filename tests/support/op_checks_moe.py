@@ -15,7 +15,7 @@ from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, uploa
 from luce.runtime.device import Device
 from tests.support.op_checks_matmul import product_limit, rounds_to_halves
 from tests.support.quant_blocks import decoded, random_tensor
-from tests.support.quantised import quantised, seen
+from tests.support.quantised import group_for, quantised, seen
 
 Floats = NDArray[np.float32]
 #: how each family routes; bare probabilities; everything at once, with negative scores. A bias is drawn from a few
@@ -344,8 +344,7 @@ def _one_mlp(tensors: Sequence[RawTensor], expert: int, row: NDArray[np.float64]
     """One expert's float64 result for a row of floats that its bytes stand for, its inner row quantised."""
     inner = tensors[2].cols
     gate, up = (decoded(t)[expert * inner : (expert + 1) * inner].astype(np.float64) @ row for t in tensors[:2])
-    values, scales = quantised((gate / (1 + np.exp(-gate)) * up)[None])
-    middle = (values * scales[..., None].astype(np.float64)).reshape(-1)
+    middle = quantised((gate / (1 + np.exp(-gate)) * up)[None], group_for(tensors[2].type.name)).floats(inner)[0]
     down = decoded(tensors[2])[expert * len(row) : (expert + 1) * len(row)].astype(np.float64)
     result: NDArray[np.float64] = down @ middle
     return result
@@ -388,7 +387,7 @@ def check_expert_mlp(
         return device.download(
             expert_mlp(
                 device,
-                quantise(device, device.upload(x[rows])),
+                quantise(device, device.upload(x[rows]), group_for(types[0])),
                 device.upload(ids[rows]),
                 device.upload(weights[rows]),
                 placed,

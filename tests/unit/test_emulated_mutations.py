@@ -56,7 +56,7 @@ def _reduce(device: Device) -> None:
 def _norm(device: Device) -> None:
     op_checks_norm.check_rms_norm(device, 2, 1000)
     op_checks_norm.check_add_rms_norm(device, 2, 1000)
-    op_checks_norm.check_quantised_norm(device, 3, 992, adding=True)
+    op_checks_norm.check_quantised_norm(device, 3, 992, adding=True, group=128)
     op_checks_norm.check_add_rms_norm(device, 2, 8203)
     op_checks_norm.check_head_rms_norm(device, 2, 5, 80)
 
@@ -104,12 +104,12 @@ def _heads(device: Device) -> None:
 def _dot_s8(device: Device) -> None:
     device.products = frozenset()
     for n in (1, 3):
-        op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4608, n=n)
+        op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4352, n=n)
 
 
 def _mma_s8(device: Device) -> None:
     op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4608, n=3)
-    with op_checks_matmul.three_tiles():
+    with op_checks_matmul.tiles(3):
         op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4608, n=3)
 
 

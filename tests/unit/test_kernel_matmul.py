@@ -92,8 +92,16 @@ def test_company_in_bytes_does_not_matter(emulated: Device, name: str, rows: int
 )
 def test_three_tiles_a_block(name: str, cols: int) -> None:
     device = EmulatedDevice()
-    with checks.three_tiles():
+    with checks.tiles(3):
         checks.check_company(device, name, rows=70, cols=cols, counts=[1, 8, 16])
+    device.close()
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
+def test_two_tiles_a_block(name: str) -> None:
+    device = EmulatedDevice()
+    with checks.tiles(2):
+        checks.check_company(device, name, rows=50, cols=1280, counts=[1, 8, 16])
     device.close()
 
 
@@ -105,9 +113,10 @@ def test_bytes_are_the_same_on_all_devices(name: str, n: int) -> None:
         checks.check_same_everywhere(devices, name, rows, cols, n)
 
 
+@pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize(("n", "cols"), [(1, 32), (2, 512), (5, 320), (16, 96)])
-def test_quantise(emulated: Device, n: int, cols: int) -> None:
-    checks.check_quantise(emulated, n, cols)
+def test_quantise(emulated: Device, n: int, cols: int, group: int) -> None:
+    checks.check_quantise(emulated, n, cols, group)
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -115,10 +124,11 @@ def test_nan_stays_in_its_row(emulated: Device, name: str) -> None:
     checks.check_nan_in_bytes(emulated, name)
 
 
+@pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize(("n", "cols"), [(1, 32), (3, 352)])
-def test_quantised_gate(emulated: Device, activation: Activation, n: int, cols: int) -> None:
-    checks.check_quantised_gate(emulated, activation, n, cols)
+def test_quantised_gate(emulated: Device, activation: Activation, n: int, cols: int, group: int) -> None:
+    checks.check_quantised_gate(emulated, activation, n, cols, group)
 
 
 @pytest.mark.parametrize("n", [2, 17])

@@ -33,7 +33,8 @@ def test_no_rows(emulated: Device) -> None:
     checks.check_no_rows(emulated)
 
 
+@pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("adding", [False, True])
 @pytest.mark.parametrize(("n", "d"), [(1, 32), (3, 992), (9, 64), (2, 8704)])
-def test_quantised_norm(emulated: Device, n: int, d: int, adding: bool) -> None:
-    checks.check_quantised_norm(emulated, n, d, adding=adding)
+def test_quantised_norm(emulated: Device, n: int, d: int, adding: bool, group: int) -> None:
+    checks.check_quantised_norm(emulated, n, d, adding=adding, group=group)
