@@ -6,7 +6,7 @@
 // A block has a value head: it reads the state once, keeps it in registers over the span's rows and writes it back.
 // Columns of the state (one per value element) never mix, so the rows need no barriers between them: a thread has
 // COLUMNS columns, of which PARTS adjacent lanes have 8 key elements each. Loads are made before anything waits for one,
-// as latency is most of the time that a single row takes.
+// as latency is most of the time that a single row takes; many rows take as long as their instructions.
 #include "deltanet.h"
 #include "quantise.h"
 
@@ -14,18 +14,26 @@
 #define PARTS (HEAD / 8)
 #define THREADS (HEAD / COLUMNS * PARTS)
 #define WAVES (THREADS / LUCE_LANES)
+// Lanes that have the same column for their first one. A thread's column c is the first one of the lanes c groups away
+// (in the sense of xor), so no lane has to select which sums it gives and which it keeps.
+#define GROUP (PARTS / COLUMNS)
 static_assert(THREADS % LUCE_LANES == 0, "whole waves");
 
-// Sums of COLUMNS values each over PARTS lanes; lane `part` gets that of column part % COLUMNS. Every level adds the same
-// two values in both lanes.
-LUCE_FN float column_sum(const float (&value)[COLUMNS], int part) {
-    const bool odd = part & 1, upper = part & 2;
-    const float first = (odd ? value[1] : value[0]) + luce_shfl_xor(odd ? value[0] : value[1], 1);
-    const float second = (odd ? value[3] : value[2]) + luce_shfl_xor(odd ? value[2] : value[3], 1);
-    float sum = (upper ? second : first) + luce_shfl_xor(upper ? first : second, 2);
+// Sums of columns over PARTS lanes; each lane gets that of its first column, the lanes of a group the same bits.
+LUCE_FN float column_sum(const float (&value)[COLUMNS]) {
+    const float first = value[0] + luce_shfl_xor(value[2], 2 * GROUP);
+    const float second = value[1] + luce_shfl_xor(value[3], 2 * GROUP);
+    return luce_lane_sum<GROUP>(first + luce_shfl_xor(second, GROUP));
+}
+
+// s <- fade s + key change, where a lane brings the change of its first column.
+LUCE_FN void update(float (&s)[COLUMNS][2][4], const float (&key)[2][4], float fade, float change) {
 #pragma unroll
-    for (int mask = 4; mask < PARTS; mask *= 2) sum += luce_shfl_xor(sum, mask);
-    return sum;
+    for (int c = 0; c < COLUMNS; c++) {
+        const float own = c ? luce_shfl_xor(change, c * GROUP) : change;
+#pragma unroll
+        for (int e = 0; e < 8; e++) s[c][e / 4][e % 4] = fmaf(key[e / 4][e % 4], own, s[c][e / 4][e % 4] * fade);
+    }
 }
 
 // What is kept of a row of a tentative span, as vectors of a value head: the convolution's inputs, the key that it made
@@ -43,127 +51,133 @@ struct Way {
     __device__ __forceinline__ int kept(int row) const { return row - before + (before ? start - behind[0] : 0); }
 };
 
-// A vector's input `index` rows after the first one of the way; before it, what the state kept. Null where there is
-// nothing.
-struct Window {
-    const float* row;   // of the span's first row
-    const float* past;  // the oldest of the taps - 1 inputs before all that is pending; null if there were none
-    const float* kept;  // of the first row that the slot kept
-    const i32* path;    // which of these count, null: the first ones
-    i64 stride;
-    int taps, accepted;
+// One of the elements of vectors and gates that are a thread's own: no other thread reads or writes their inputs.
+// BATCH: rows whose inputs are loaded at once, while those before are worked on.
+template <int BATCH> struct Element {
+    const float* row;  // of the span's first row
+    int stride;
     Way way;
+    int kind, index;  // among a row's VECTORS + 1 vectors
+    // The last weight meets the row itself; a gate's is the norm's.
+    float weight[TAPS];
+    // The inputs before the next row, and the next ones.
+    float before[TAPS - 1], next[BATCH];
 
-    __device__ __forceinline__ const float* at(int index) const {
-        if (index >= 0) return row + way.at(index) * stride;
-        if (index + accepted >= 0)
-            return kept + (path ? path[index + accepted] : index + accepted) * KEPT * HEAD;
-        return past ? past + (index + accepted + taps - 1) * VECTORS * HEAD : nullptr;
+    __device__ __forceinline__ void fetch(int first, int rows) {
+#pragma unroll
+        for (int b = 0; b < BATCH; b++)
+            if (first + b < rows) next[b] = row[way.at(first + b) * stride];
+    }
+    // For the next span, `taps` - 1 inputs.
+    __device__ __forceinline__ void leave(float* past, int taps) const {
+        if (kind == VECTORS) return;
+#pragma unroll
+        for (int tap = 0; tap < TAPS - 1; tap++) {
+            const int own_tap = tap - (TAPS - taps);
+            if (own_tap >= 0) past[own_tap * VECTORS * HEAD + index] = before[tap];
+        }
     }
 };
+#define OWN ((VECTORS + 1) * HEAD / THREADS)
+static_assert(OWN * THREADS == (VECTORS + 1) * HEAD, "all threads have as many elements");
 
-// What a block knows of the rows that it works on: queries and keys before they become unit vectors, the scales that make
-// them so, values, gates times the norm's weight, the state's answers, and what a row multiplies the state and adds by.
+// What a block knows of the rows that it works on: queries and keys before they become unit vectors, values, gates
+// times the norm's weight; what the recurrence multiplies by; the state's answers, and what makes them those of unit
+// queries.
+enum { FADE, SEEN, CHANGE, OVERLAP, FACTORS };
 template <int MOST> struct Rows {
-    __align__(16) float vectors[MOST][VECTORS][HEAD];
-    float squares[MOST][VECTORS][ELEMENTS], scale[MOST][VECTORS];
-    float gate[MOST][HEAD], answer[MOST][HEAD], fade[MOST], rate[MOST];
+    __align__(16) float vectors[MOST][(VECTORS + 1) * HEAD];
+    __align__(16) float factor[MOST][FACTORS];
+    float answer[MOST][HEAD], scale[MOST];
 };
 
-// Fills vectors, squares, gates and scales of `rows` rows: a wave has as many elements of the queries, keys, values or
-// gates as it has lanes, from the first row to the last. `source(kind)` is a Window of the inputs.
-template <int MOST, typename Source>
-LUCE_FN void convolve(Rows<MOST>& r, int rows, const Layout& layout, int head, const float* __restrict__ filter,
-                      const float* __restrict__ norm, int taps, const Source& source) {
-    // Rows whose inputs are loaded at once.
-    constexpr int BATCH = MOST < 4 ? MOST : 4;
-    const int lane = luce_lane();
-    for (int item = luce_wave(); item < (VECTORS + 1) * ELEMENTS; item += WAVES) {
-        const int kind = item / ELEMENTS, own_part = item % ELEMENTS, i = own_part * LUCE_LANES + lane;
-        const Window window = source(kind);
-        float input[TAPS - 1 + BATCH] = {}, weight[TAPS] = {};
-        if (kind == VECTORS) {
-            weight[0] = norm[i];
-        } else {
-            // The last tap meets the row itself.
-            const int channel = layout.vector(kind, head);
+// Fills an element of `rows` rows, of which the first inputs are fetched. Rows from `first` on leave their inputs, and
+// keys what was made of them, from `kept` on if it is not null.
+template <int MOST, int BATCH>
+LUCE_FN void convolve(Rows<MOST>& r, int rows, Element<BATCH>& own, float* kept, int first) {
+    const bool gate = own.kind == VECTORS;
+    for (int from = 0; from < rows; from += BATCH) {
+        float input[TAPS - 1 + BATCH];
 #pragma unroll
-            for (int tap = 0; tap < TAPS; tap++)
-                if (tap >= TAPS - taps) weight[tap] = filter[(i64)(channel + i) * taps + tap - (TAPS - taps)];
+        for (int i = 0; i < TAPS - 1 + BATCH; i++) input[i] = i < TAPS - 1 ? own.before[i] : own.next[i - (TAPS - 1)];
+        own.fetch(from + BATCH, rows);
 #pragma unroll
-            for (int tap = 0; tap < TAPS - 1; tap++)
-                if (tap >= TAPS - taps && window.past) input[tap] = window.at(tap - (TAPS - 1))[i];
-        }
-        for (int first = 0; first < rows; first += BATCH) {
+        for (int b = 0; b < BATCH; b++) {
+            const int row = from + b;
+            if (row >= rows) break;
+            float sum = 0.0f;
 #pragma unroll
-            for (int b = 0; b < BATCH; b++)
-                if (first + b < rows) input[TAPS - 1 + b] = window.at(first + b)[i];
-#pragma unroll
-            for (int b = 0; b < BATCH; b++) {
-                const int row = first + b;
-                if (row >= rows) break;
-                if (kind == VECTORS) {
-                    r.gate[row][i] = weight[0] * silu(input[TAPS - 1 + b]);
-                    continue;
-                }
-                float sum = 0.0f;
-#pragma unroll
-                for (int tap = 0; tap < TAPS; tap++) sum = fmaf(input[b + tap], weight[tap], sum);
-                const float value = silu(sum);
-                r.vectors[row][kind][i] = value;
-                const float part_squares = luce_lane_sum(value * value);
-                if (lane == 0) r.squares[row][kind][own_part] = part_squares;
+            for (int tap = 0; tap < TAPS; tap++) sum = fmaf(input[b + tap], own.weight[tap], sum);
+            const float value = silu(gate ? input[TAPS - 1 + b] : sum) * (gate ? own.weight[TAPS - 1] : 1.0f);
+            r.vectors[row][own.index] = value;
+            if (kept && row >= first) {
+                float* to = kept + (row - first) * KEPT * HEAD;
+                *to = input[TAPS - 1 + b];
+                if (own.kind == KEY) to[(KEPT_KEY - KEY) * HEAD] = value;
             }
 #pragma unroll
-            for (int tap = 0; tap < TAPS - 1; tap++) input[tap] = input[BATCH + tap];
+            for (int tap = 0; tap < TAPS - 1; tap++) own.before[tap] = input[b + 1 + tap];
         }
     }
-    luce_sync();
-    const int thread = luce_thread();
-    if (thread < 2 * rows) {
-        const int row = thread / 2, kind = thread % 2;
-        float sum = 0.0f;
+}
+
+// Fills scales, and makes factors of what `raw` names in their places. keep(row, fade) is told of each by one thread.
+enum { ALPHA, DECAY, BETA, BIAS };
+template <int MOST, typename Keep> LUCE_FN void scale(Rows<MOST>& r, int rows, int thread, const Keep& keep) {
+    const int lane = thread % LUCE_LANES;
+    for (int row = thread / LUCE_LANES; row < rows; row += WAVES) {
+        float raw[FACTORS], queries = 0.0f, keys = 0.0f, overlap = 0.0f;
+        get4(raw, r.factor[row]);
 #pragma unroll
-        for (int e = 0; e < ELEMENTS; e++) sum += r.squares[row][kind][e];
-        r.scale[row][kind] = unit_scale(kind, sum);
+        for (int e = 0; e < ELEMENTS; e++) {
+            const int i = e * LUCE_LANES + lane;
+            const float query = r.vectors[row][QUERY * HEAD + i], key = r.vectors[row][KEY * HEAD + i];
+            queries = fmaf(query, query, queries);
+            keys = fmaf(key, key, keys);
+            overlap = fmaf(query, key, overlap);
+        }
+        queries = luce_lane_sum(queries), keys = luce_lane_sum(keys), overlap = luce_lane_sum(overlap);
+        const float fade = expf(log_fade(raw[ALPHA], raw[DECAY], raw[BIAS])), unit = unit_scale(KEY, keys);
+        const float factor[FACTORS] = {fade, fade * unit, sigmoid(raw[BETA]) * unit, overlap};
+        luce_sync_lanes();  // all have read
+        if (lane == 0) {
+            put4(r.factor[row], factor);
+            r.scale[row] = unit_scale(QUERY, queries);
+            keep(row, fade);
+        }
     }
-    luce_sync();
 }
 
 // Takes the state's columns through `rows` rows. `changes`, if there is any, gets what rows from `first` on add along
 // their keys.
+//
+// With k and q as they are before they become unit vectors: S' = fade S + k u^T, and what is asked of S' is asked of S,
+// q^T S' = fade q^T S + (q^T k) u^T. So a row waits for one sum over lanes, not for two.
 template <int MOST>
-LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int part, int own, float* changes, int first) {
-    const int lane = luce_lane();
+LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int thread, float* changes, int first) {
+    const int part = thread % PARTS, own = thread / GROUP;
     for (int row = 0; row < rows; row++) {
-        float key[2][4], query[2][4], sum[COLUMNS] = {};
+        float key[2][4], query[2][4], seen[COLUMNS] = {}, asked[COLUMNS] = {}, factor[FACTORS];
+        get4(factor, r.factor[row]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            get4(key[half], &r.vectors[row][KEY][half * (HEAD / 2) + part * 4]);
-            get4(query[half], &r.vectors[row][QUERY][half * (HEAD / 2) + part * 4]);
+            get4(key[half], &r.vectors[row][KEY * HEAD + half * (HEAD / 2) + part * 4]);
+            get4(query[half], &r.vectors[row][QUERY * HEAD + half * (HEAD / 2) + part * 4]);
         }
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++)
+        for (int e = 0; e < 8; e++)
 #pragma unroll
-            for (int e = 0; e < 8; e++) {
-                s[c][e / 4][e % 4] *= r.fade[row];
-                sum[c] = fmaf(s[c][e / 4][e % 4], key[e / 4][e % 4], sum[c]);
+            for (int c = 0; c < COLUMNS; c++) {
+                seen[c] = fmaf(s[c][e / 4][e % 4], key[e / 4][e % 4], seen[c]);
+                asked[c] = fmaf(s[c][e / 4][e % 4], query[e / 4][e % 4], asked[c]);
             }
-        const float seen = column_sum(sum, part) * r.scale[row][KEY];
-        const float u = r.rate[row] * (r.vectors[row][VALUE][own] - seen) * r.scale[row][KEY];
-        if (changes && row >= first && part < COLUMNS) changes[(row - first) * KEPT * HEAD + own] = u;
-        float product[COLUMNS] = {};
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-            const float column_u = luce_shfl(u, lane / COLUMNS * COLUMNS + c);
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
-                s[c][e / 4][e % 4] = fmaf(key[e / 4][e % 4], column_u, s[c][e / 4][e % 4]);
-                product[c] = fmaf(s[c][e / 4][e % 4], query[e / 4][e % 4], product[c]);
-            }
+        const float u = factor[CHANGE] * fmaf(-factor[SEEN], column_sum(seen), r.vectors[row][VALUE * HEAD + own]);
+        const float o = fmaf(factor[OVERLAP], u, factor[FADE] * column_sum(asked));
+        update(s, key, factor[FADE], u);
+        if (thread % GROUP == 0) {
+            r.answer[row][own] = o;
+            if (changes && row >= first) changes[(row - first) * KEPT * HEAD + own] = u;
         }
-        const float o = column_sum(product, part) * r.scale[row][QUERY];
-        if (part < COLUMNS) r.answer[row][own] = o;
     }
 }
 
@@ -201,46 +215,66 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
     const int rows = MOST == 1 ? 1 : TREE == ACCEPT || (PENDING && span.rows > MOST) ? 0 : way.before + span.rows;
     const int head = (int)blockIdx.x, heads = (int)gridDim.x;
     const Layout layout = {key_heads, heads};
-    const int thread = luce_thread(), lane = luce_lane();
-    const int part = thread % PARTS, column = thread / PARTS * COLUMNS, own = column + part % COLUMNS;
+    // A thread's columns are `own ^ c`.
+    const int thread = (int)threadIdx.x, part = thread % PARTS, own = thread / GROUP;
     const i64 slot_head = (i64)span.slot * heads + head;
     x += span.start * stride;
-    memory += (slot_head * HEAD + column) * HEAD + part * 4;
+    memory += slot_head * HEAD * HEAD;
     past += slot_head * (taps - 1) * VECTORS * HEAD;
     if (PENDING) kept += slot_head * most * KEPT * HEAD, fades += slot_head * most;
-    const float* before = span.position ? past : nullptr;
 
-    // Key elements 4 part ... 4 part + 3, and the same HEAD / 2 later.
     if (TREE == BRANCHES) luce_await();  // what the launch before this one accepted
+    // Key elements 4 part ... 4 part + 3, and the same HEAD / 2 later; the lanes of a group read together.
+    const auto place = [&](int c, int half) { return memory + (own ^ c) * HEAD + half * (HEAD / 2) + part * 4; };
     float s[COLUMNS][2][4] = {};
     const auto write = [&] {
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) put4(memory + c * HEAD + half * (HEAD / 2), s[c][half]);
+            for (int half = 0; half < 2; half++) put4(place(c, half), s[c][half]);
     };
     if (span.position) {
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) get4(s[c][half], memory + c * HEAD + half * (HEAD / 2));
+            for (int half = 0; half < 2; half++) get4(s[c][half], place(c, half));
     }
+    const float head_decay = decay[head], head_bias = dt_bias[head];
     if (PENDING && accepted) {
         // The sums of `advance`, whose hard part is done.
 #pragma unroll 4
         for (int row = 0; row < accepted; row++) {
             const int kept_row = TREE ? path[row] : row;
             const float* from = kept + kept_row * KEPT * HEAD;
-            const float fade = fades[kept_row];
-            float key[2][4], change[COLUMNS];
+            float key[2][4];
 #pragma unroll
             for (int half = 0; half < 2; half++) get4(key[half], from + KEPT_KEY * HEAD + half * (HEAD / 2) + part * 4);
-            get4(change, from + KEPT_CHANGE * HEAD + column);
+            update(s, key, fades[kept_row], from[KEPT_CHANGE * HEAD + own]);
+        }
+    }
+    constexpr int BATCH = MOST < 2 ? MOST : 2;
+    Element<BATCH> elements[OWN];
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++)
+    for (int n = 0; n < OWN; n++) {
+        Element<BATCH>& e = elements[n];
+        e.index = thread + n * THREADS;
+        e.kind = e.index / HEAD;
+        const bool gate = e.kind == VECTORS;
+        const int channel = (gate ? layout.gate(head) : layout.vector(e.kind, head)) + thread % HEAD;
+        e.row = x + channel, e.stride = (int)stride, e.way = way;
 #pragma unroll
-                for (int e = 0; e < 8; e++)
-                    s[c][e / 4][e % 4] = fmaf(key[e / 4][e % 4], change[c], s[c][e / 4][e % 4] * fade);
+        for (int tap = 0; tap < TAPS; tap++) {
+            const int own_tap = tap - (TAPS - taps);
+            e.weight[tap] = 0.0f;
+            if (gate && tap == TAPS - 1) e.weight[tap] = norm[thread % HEAD];
+            if (!gate && own_tap >= 0) e.weight[tap] = filter[(i64)channel * taps + own_tap];
+            if (tap == TAPS - 1) continue;
+            e.before[tap] = 0.0f;
+            if (gate || own_tap < 0 || !span.position) continue;
+            // So many rows after the first one that the slot kept.
+            const int row = accepted + tap - (TAPS - 1);
+            e.before[tap] = row < 0 ? past[(row + taps - 1) * VECTORS * HEAD + e.index]
+                                    : kept[(path ? path[row] : row) * KEPT * HEAD + e.index];
         }
     }
     if (TREE != BRANCHES) luce_await();  // until here spans were read, and what kernels of earlier steps wrote
@@ -249,69 +283,56 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
         // Before a row is overwritten, or a fade.
         luce_sync();
     }
+#pragma unroll
+    for (int n = 0; n < OWN; n++) elements[n].fetch(0, rows);
     if (thread < rows) {
         const float* row = x + way.at(thread) * stride;
-        r.fade[thread] = expf(log_fade(row[layout.alpha(head)], decay[head], dt_bias[head]));
-        r.rate[thread] = sigmoid(row[layout.beta(head)]);
-        if (tentative && thread >= way.before) fades[way.kept(thread)] = r.fade[thread];
+        const float raw[FACTORS] = {row[layout.alpha(head)], head_decay, row[layout.beta(head)], head_bias};
+        put4(r.factor[thread], raw);
     }
-    const auto inputs = [&](int kind) {
-        const int channel = kind == VECTORS ? layout.gate(head) : layout.vector(kind, head);
-        return Window{x + channel, before ? before + kind * HEAD : nullptr, kept + kind * HEAD, path, stride, taps,
-                      accepted, way};
-    };
-    convolve(r, rows, layout, head, filter, norm, taps, inputs);
-    float* changes = tentative ? kept + (way.kept(way.before) * KEPT + KEPT_CHANGE) * HEAD : nullptr;
-    advance(r, rows, s, part, own, changes, way.before);
-    luce_release();
-    if (!tentative && rows) write();
-
-    // The inputs before the next span's first row; all are read before one is overwritten.
-    const int passed = tentative ? 0 : rows;
-    for (int i = thread; i < VECTORS * HEAD; i += THREADS) {
-        const Window window = inputs(i / HEAD);
+#pragma unroll
+    for (int n = 0; n < OWN; n++) {
+        Element<BATCH>& e = elements[n];
         // Other blocks may still read what a tree begins with, and nothing of it changes.
-        if (TREE != BRANCHES || !tentative) {
-            float input[TAPS - 1] = {};
-#pragma unroll
-            for (int tap = 0; tap < TAPS - 1; tap++) {
-                const float* from = window.at(passed - (taps - 1) + tap);
-                if (tap < taps - 1 && from) input[tap] = from[i % HEAD];
-            }
-#pragma unroll
-            for (int tap = 0; tap < TAPS - 1; tap++)
-                if (tap < taps - 1) past[tap * VECTORS * HEAD + i] = input[tap];
-        }
-        if (tentative)
-            for (int row = way.before; row < rows; row++) {
-                float* to = kept + way.kept(row) * KEPT * HEAD;
-                to[i] = window.at(row)[i % HEAD];
-                if (i < HEAD) to[KEPT_KEY * HEAD + i] = r.vectors[row][KEY][i];
-            }
+        if (TREE != BRANCHES && tentative) e.leave(past, taps);
+        const bool keep = tentative && e.kind < VECTORS;
+        convolve(r, rows, e, keep ? kept + way.kept(way.before) * KEPT * HEAD + e.index : nullptr, way.before);
+        if (!tentative) e.leave(past, taps);
     }
     luce_sync();
+    scale(r, rows, thread, [&](int row, float fade) {
+        if (tentative && row >= way.before) fades[way.kept(row)] = fade;
+    });
+    luce_sync();
+    float* changes = tentative ? kept + (way.kept(way.before) * KEPT + KEPT_CHANGE) * HEAD : nullptr;
+    advance(r, rows, s, thread, changes, way.before);
+    luce_release();
+    if (!tentative && rows) write();
+    luce_sync();
 
-    for (int row = way.before + luce_wave(); row < rows; row += WAVES) {
+    const int lane = thread % LUCE_LANES;
+    for (int row = way.before + thread / LUCE_LANES; row < rows; row += WAVES) {
         const int step_row = span.start + row - way.before;
         float sum = 0.0f;
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
-            const float value = r.answer[row][lane + e * LUCE_LANES];
+            const float value = r.answer[row][lane + e * LUCE_LANES] * r.scale[row];
             sum = fmaf(value, value, sum);
         }
-        const float inverse = 1.0f / sqrtf(luce_lane_sum(sum) / (float)HEAD + eps);
+        const float inverse = r.scale[row] / sqrtf(luce_lane_sum(sum) / (float)HEAD + eps);
         float* to = out + ((i64)step_row * heads + head) * HEAD;
         if (!bytes.room) {
 #pragma unroll
             for (int e = 0; e < ELEMENTS; e++) {
                 const int i = lane + e * LUCE_LANES;
-                to[i] = r.answer[row][i] * inverse * r.gate[row][i];
+                to[i] = r.answer[row][i] * inverse * r.vectors[row][VECTORS * HEAD + i];
             }
         } else if (HEAD % SECTION == 0) {
             const int i = lane % (HEAD / 4) * 4;
             float result[4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) result[e] = r.answer[row][i + e] * inverse * r.gate[row][i + e];
+            for (int e = 0; e < 4; e++)
+                result[e] = r.answer[row][i + e] * inverse * r.vectors[row][VECTORS * HEAD + i + e];
             quantise_columns(result, lane < HEAD / 4, head * HEAD + i, step_row, bytes);
         }
     }
