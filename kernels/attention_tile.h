@@ -181,18 +181,43 @@ LUCE_FN bool all_seen(const Tile& tile, int at) {
 #endif
 }
 
-LUCE_FN void load_queries(const Tile& tile, u8* to, const float* q, i64 q_row, i64 q_head, float scale) {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < QUERIES * HEAD / 8; i += THREADS) {
-        int n = i / (HEAD / 8), chunk = i % (HEAD / 8);
-        u32 words[4] = {0, 0, 0, 0};
-        if (n < tile.queries && chunk * 8 < tile.d) {
-            i64 row = tile.start + query_row(tile, n);
-            const float* from = q + row * q_row + query_head(tile, n) * q_head + chunk * 8;
+// Eight numbers of a query; `wide`: all addresses are multiples of 16 bytes.
+LUCE_FN void load_query(float (&to)[8], const float* from, bool wide) {
+    if (wide) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) words[j] = Scores::pair(from[2 * j] * scale, from[2 * j + 1] * scale);
+        for (int j = 0; j < 8; j += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(from + j);
+            to[j] = four.x, to[j + 1] = four.y, to[j + 2] = four.z, to[j + 3] = four.w;
         }
-        *reinterpret_cast<uint4*>(to + chunk_at(QUERIES, n, chunk)) =
-            make_uint4(words[0], words[1], words[2], words[3]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; j++) to[j] = from[j];
+    }
+}
+
+LUCE_FN void load_queries(const Tile& tile, u8* to, const float* q, i64 q_row, i64 q_head, float scale) {
+    // What is loaded before anything waits for it.
+    const int BATCH = QUERIES * HEAD / 8 / THREADS < 4 ? QUERIES * HEAD / 8 / THREADS : 4;
+    static_assert(QUERIES * HEAD / 8 % (BATCH * THREADS) == 0, "whole batches");
+    const bool wide = (reinterpret_cast<u64>(q) | (u64)(q_row | q_head) * 4) % 16 == 0;
+#pragma unroll 1
+    for (int first = threadIdx.x; first < QUERIES * HEAD / 8; first += BATCH * THREADS) {
+        float own[BATCH][8] = {};
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            int i = first + b * THREADS, n = i / (HEAD / 8), chunk = i % (HEAD / 8);
+            if (n >= tile.queries || chunk * 8 >= tile.d) continue;
+            i64 row = tile.start + query_row(tile, n);
+            load_query(own[b], q + row * q_row + query_head(tile, n) * q_head + chunk * 8, wide);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            int i = first + b * THREADS, n = i / (HEAD / 8), chunk = i % (HEAD / 8);
+            u32 words[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) words[j] = Scores::pair(own[b][2 * j] * scale, own[b][2 * j + 1] * scale);
+            *reinterpret_cast<uint4*>(to + chunk_at(QUERIES, n, chunk)) =
+                make_uint4(words[0], words[1], words[2], words[3]);
+        }
     }
 }
