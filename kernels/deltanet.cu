@@ -363,7 +363,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                      key_heads, taps, most, eps, n, {to_bytes, room, wide});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+// With as many registers as it wants: 16 tentative rows of one sequence 15.7 us instead of 17.3 (H200), eight sequences of
+// two 29.0 instead of 32.7, four of four 21.8 and 20.3.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     delta_verify(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                  const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                  float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
