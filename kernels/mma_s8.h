@@ -1,9 +1,8 @@
 // The sums of dot_s8.h for 8 or 16 rows of x on tensor cores: the same operations in the same order, so the same bits.
 //
 // A block has TILES tiles of 16 weight rows, and a wave for each of CHAINS chains, which takes its chain of all tiles.
-// With one or two, x comes out of the caches, and several blocks share a multiprocessor. With three, x comes to shared
-// memory once for all, which pays where x is too long for the first-level cache and a multiprocessor has few tiles to
-// do.
+// With one, x comes out of the caches, and several blocks share a multiprocessor. With three, x comes to shared memory
+// once for all, which pays where x is too long for the first-level cache and a multiprocessor has few tiles to do.
 #ifndef MMA_S8_H
 #define MMA_S8_H
 #include "dot_s8.h"
@@ -11,7 +10,7 @@
 #ifndef TILES
 #define TILES 1
 #endif
-#define SHARED_X (TILES > 2)
+#define SHARED_X (TILES > 1)
 // Units of each row and chain in flight or at work.
 #define TILE_STAGES 2
 
@@ -28,6 +27,11 @@
 // Times eight rows of x, and the sums of a chain's result.
 #define EIGHTS (ROWS / 8)
 #define SUMS (INTEGER_SCALES ? 2 : 4)
+// Sections of a unit's x that a lane loads before it waits for the weights: as many as it has registers for. On an H200,
+// us with none, one and two: 16 rows Q4_K 34816 x 5120 38.4, 37.5, 36.5, 5120 x 17408 31.6, 27.4, 27.1, Q6_K
+// 5120 x 17408 48.5, 52.9, 38.8, 248320 x 5120 371, 369, 361; 8 rows Q4_K 31.0, 31.6 and 17.3, 17.6, Q6_K 31.9, 30.9 and
+// 315, 305.
+#define AHEAD (!INTEGER_SCALES || SHARED_X ? 0 : ROWS == 16 ? 2 : HAS_MINIMUM ? 0 : 1)
 
 #if LUCE_MMA_S8
 
@@ -111,12 +115,30 @@ LUCE_FN void row_words(const u8* from, uint4 (&b)[EIGHTS]) {
     for (int c = 0; c < EIGHTS; c++) b[c] = *reinterpret_cast<const uint4*>(from + values_place(0, c * 8, ROWS));
 }
 
-// Adds to sum[i][tile][c][e] the products of a unit of TILES times 16 rows, the first `left` columns of it, with ROWS
-// rows of x; i is the half, or the set. Element e is where luce_mma_s8_32 has it. x: of the unit.
-#if INTEGER_SCALES
-LUCE_FN void add_tile_unit(const TileUnit (&unit)[TILES], const u8* x, int left, float (&sum)[SUMS][TILES][EIGHTS][4]) {
+// What a lane meets of a section of ROWS rows of x that share a scale in it.
+struct SectionX {
+    uint4 words[2][EIGHTS];
+    float factor[EIGHTS][2];
+    u32 totals[EIGHTS];
+};
+
+LUCE_FN void load_section(const u8* section, SectionX& to) {
     const int g = luce_lane() / 4, t = luce_lane() % 4;
-    const u8* const values = x + values_place(0, g, ROWS) + t * 16;
+#pragma unroll
+    for (int pair = 0; pair < 2; pair++) row_words(section + values_place(pair, g, ROWS) + t * 16, to.words[pair]);
+    row_floats<ROWS>(section + scale_place(2 * t, ROWS), to.factor);
+#if HAS_MINIMUM
+    row_totals<ROWS>(section + halves_place(g, t, ROWS), to.totals);
+#endif
+}
+
+// Adds to sum[i][tile][c][e] the products of a unit of TILES times 16 rows, the first `left` columns of it, with ROWS
+// rows of x; i is the half, or the set. Element e is where luce_mma_s8_32 has it. x: of the unit, of which AHEAD
+// sections are loaded.
+#if INTEGER_SCALES
+LUCE_FN void add_tile_unit(const TileUnit (&unit)[TILES], const u8* x, SectionX (&sections)[2], int left,
+                           float (&sum)[SUMS][TILES][EIGHTS][4]) {
+    const int t = luce_lane() % 4;
     UnitScales own[TILES][2];
     u32 fifths[TILES][4] = {};
 #pragma unroll
@@ -126,12 +148,12 @@ LUCE_FN void add_tile_unit(const TileUnit (&unit)[TILES], const u8* x, int left,
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const u8* const section = x + half * section_bytes(ROWS, true);
+        SectionX& section = sections[half];
+        if (half >= AHEAD) load_section(x + half * section_bytes(ROWS, true), section);
         i32 products[TILES][EIGHTS][4] = {};
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
-            uint4 b[EIGHTS];
-            row_words(values + half * section_bytes(ROWS, true) + values_place(pair, 0, ROWS), b);
+            const uint4 (&b)[EIGHTS] = section.words[pair];
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
 #if HAS_MINIMUM
@@ -166,12 +188,6 @@ LUCE_FN void add_tile_unit(const TileUnit (&unit)[TILES], const u8* x, int left,
                 }
             }
         }
-        float factor[EIGHTS][2];
-        row_floats<ROWS>(section + scale_place(2 * t, ROWS), factor);
-#if HAS_MINIMUM
-        u32 totals[EIGHTS];
-        row_totals<ROWS>(section + halves_place(g, t, ROWS), totals);
-#endif
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
 #if HAS_MINIMUM
@@ -182,20 +198,21 @@ LUCE_FN void add_tile_unit(const TileUnit (&unit)[TILES], const u8* x, int left,
             for (int c = 0; c < EIGHTS; c++) {
                 float minimums[4] = {};
 #if HAS_MINIMUM
-                luce_mma_f16_8(minimums, least, totals[c]);
+                luce_mma_f16_8(minimums, least, section.totals[c]);
 #endif
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const UnitScales& s = own[tile][e / 2];
                     const float value = section_value(products[tile][c][e], minimums[e], s.scale, s.minimum);
-                    sum[half][tile][c][e] = fmaf(factor[c][e % 2], value, sum[half][tile][c][e]);
+                    sum[half][tile][c][e] = fmaf(section.factor[c][e % 2], value, sum[half][tile][c][e]);
                 }
             }
         }
     }
 }
 #else
-LUCE_FN void add_tile_unit(const TileUnit (&unit)[TILES], const u8* x, int left, float (&sum)[SUMS][TILES][EIGHTS][4]) {
+LUCE_FN void add_tile_unit(const TileUnit (&unit)[TILES], const u8* x, SectionX (&sections)[2], int left,
+                           float (&sum)[SUMS][TILES][EIGHTS][4]) {
     const int g = luce_lane() / 4, t = luce_lane() % 4;
     const u8* const values = x + values_place(0, g, ROWS) + t * 16;
 #pragma unroll
@@ -293,6 +310,11 @@ LUCE_FN const float* tile_sums(const u8* weight, const u8* x, int feature0, int 
     }
 #pragma unroll 1
     for (int unit0 = 0; unit0 < units; unit0 += CHAINS) {
+        SectionX sections[2];
+        if (AHEAD > 0 && unit0 + chain < units) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) load_section(met + i * section_bytes(ROWS, true), sections[i]);
+        }
         luce_copy_wait<TILE_STAGES - 2>();
         luce_sync();  // this step's units are there, and nobody reads any more what is overwritten now
         copy_weights(put);
@@ -312,7 +334,7 @@ LUCE_FN const float* tile_sums(const u8* weight, const u8* x, int feature0, int 
         }
         const u8* const now = met + (SHARED_X ? take : 0);
         take = next(take);
-        if (unit0 + chain < units) add_tile_unit(unit, now, cols - (unit0 + chain) * UNIT_COLS, sum);
+        if (unit0 + chain < units) add_tile_unit(unit, now, sections, cols - (unit0 + chain) * UNIT_COLS, sum);
         if (!SHARED_X) met += CHAINS * UNIT_X;
     }
     luce_release();

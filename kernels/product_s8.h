@@ -7,15 +7,11 @@
 #endif
 
 // Features of a block, and its threads with the blocks that a multiprocessor is to hold: BLOCKS of 256 threads.
-// Registers limit these. Trials of 16 rows on an H200, of Q4_K and one tile: with four chains two do better than three
-// (34816 x 5120 38.4 us and 41.4), with eight three, so that all 320 of 5120 rows run at once (5120 x 17408: 24.9 us
-// and 30.7).
+// Registers limit these. Trials on an H200 with two, three and four, us: 16 rows of Q4_K 34816 x 5120 38.4, 44.7 and
+// 60.4, 8 rows 33.5, 31.0 and 36.2, of 5120 x 17408 24.7, 17.3 and 23.8.
 #if defined(CHAINS) && LUCE_MMA_S8
 #define FEATURES (16 * TILES)
-#ifndef BLOCKS
-#define BLOCKS \
-    (TILES == 3 ? 1 : TILES == 2 ? 2 : ROWS == 8 ? 3 + INTEGER_SCALES : CHAINS == 8 && INTEGER_SCALES ? 3 : 2)
-#endif
+#define BLOCKS (SHARED_X ? 1 : ROWS == 8 ? 3 : 2)
 #define BOUNDS 32 * CHAINS, BLOCKS * 8 / CHAINS
 #elif LUCE_MMA_S8
 #define FEATURES 16

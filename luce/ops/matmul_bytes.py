@@ -111,22 +111,20 @@ def _shape(type: GGMLQuantizationType, rows: int, cols: int, space: int, lanes: 
 
 
 def _tiles(type: GGMLQuantizationType, rows: int, cols: int, space: int, bits: int) -> int:
-    """How many tiles a block has.
+    """How many tiles a block has: one, or three with x in shared memory, where one tile after another would fetch x
+    from beyond the first-level cache.
 
-    Three, with x in shared memory, where one tile after another would fetch x from beyond the first-level cache. Such a
-    block takes all of a multiprocessor, of which an H200 has 132: not more of them with 16 rows of x, nor much fewer.
-    Two, which meet the same words of x, where there are blocks enough to fill a GPU twice.
-
-    Trials on an H200, us with one tile and with as many: 16 rows Q4_K 34816 x 5120 38.4 and 36.1, 5120 x 17408 24.9 and
-    23.7, 5120 x 6144 9.8 and 9.7, but 6240 x 5120 8.9 and with two 10.8; Q4_0 5120 x 17408 62.2 and 36.5, Q8_0 83.8 and
-    57.5. 8 rows, in the same order: 36.7 and 32.3, 24.3 and 20.5, 8.7 and 8.6, 9.6 and 9.6; 39.8 and 30.4, 79.5 and
-    54.6.
+    A block of three takes all of a multiprocessor, of which an H200 has 132: not more of them with 16 rows of x, nor
+    much fewer. Trials there, us with one tile and with three: 16 rows Q4_K 5120 x 17408 25.9 and 23.1, 5120 x 6144 10.0
+    and 9.5, Q5_K 5120 x 17408 29.2 and 27.3, but Q4_K 34816 x 5120 36.5 and 40.5; Q4_0 5120 x 17408 59.1 and 31.9, Q8_0
+    80.6 and 51.6. 8 rows of formats with integer scales do better with one (17.3 and 19.8, 7.7 and 8.4, Q5_K 21.6 and
+    23.7), others with three (32.3 and 26.2, 66.9 and 47.8).
     """
     three = 2 if type == _T.Q8_0 else 3  # log2 of the chains that such kernels come with
+    few = space == 16 or type in _FLOAT_SCALES
     most = 3 * _TILE * 132 if space == 16 else rows
-    if cols >= 6144 and bits == three and 2 * _TILE * 132 < rows <= most:
-        return 3
-    return 2 if type in (_T.Q4_K, _T.Q5_K) and bits == 2 and rows > 8 * _TILE * 132 else 1
+    fits = type != _T.Q6_K and few and bits == three
+    return 3 if fits and cols >= 6144 and 2 * _TILE * 132 < rows <= most else 1
 
 
 def _tile_shape(type: GGMLQuantizationType, space: int, bits: int, tiles: int) -> Shape:

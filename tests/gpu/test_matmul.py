@@ -28,11 +28,6 @@ def test_company_of_blocks_of_three_tiles_does_not_matter(gpu: Device, name: str
     checks.check_company(gpu, name, rows=4300, cols=6144, counts=[1, 3, 8, 9, 16])
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
-def test_company_of_blocks_of_two_tiles_does_not_matter(gpu: Device, name: str) -> None:
-    checks.check_company(gpu, name, rows=17001, cols=1280, counts=[1, 3, 8, 9, 16])
-
-
 @pytest.mark.parametrize(("first", "second"), [("Q5_K", "Q4_K"), ("Q4_K", "Q6_K")])
 @pytest.mark.parametrize("n", [1, 2, 8, 16])
 def test_two_formats_in_one_launch(gpu: Device, first: str, second: str, n: int) -> None:

@@ -88,20 +88,13 @@ def test_company_in_bytes_does_not_matter(emulated: Device, name: str, rows: int
 
 
 @pytest.mark.parametrize(
-    ("name", "cols"), [("Q4_K", 2304), ("Q5_K", 2048), ("Q6_K", 2048), ("Q8_0", 1312), ("Q4_0", 2080)]
+    ("name", "cols", "counts"),
+    [("Q4_K", 2304, [1, 16]), ("Q5_K", 2048, [1, 16]), ("Q8_0", 1312, [1, 8, 16]), ("Q4_0", 2080, [1, 8, 16])],
 )
-def test_three_tiles_a_block(name: str, cols: int) -> None:
+def test_three_tiles_a_block(name: str, cols: int, counts: list[int]) -> None:
     device = EmulatedDevice()
     with checks.tiles(3):
-        checks.check_company(device, name, rows=70, cols=cols, counts=[1, 8, 16])
-    device.close()
-
-
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
-def test_two_tiles_a_block(name: str) -> None:
-    device = EmulatedDevice()
-    with checks.tiles(2):
-        checks.check_company(device, name, rows=50, cols=1280, counts=[1, 8, 16])
+        checks.check_company(device, name, rows=70, cols=cols, counts=counts)
     device.close()
 
 
