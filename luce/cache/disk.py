@@ -347,9 +347,12 @@ class DiskTier:
     # --- for the engine's thread: writing
 
     def missing(self, ids: Int32) -> tuple[Entry | None, int] | None:
-        """See Store.missing."""
+        """See Store.missing. A snapshot that is there was of use."""
         assert self._store is not None
-        return self._store.missing(ids)
+        store, missing = self._store, self._store.missing(ids)
+        if missing is None and (entry := store.at(ids)) is not None:
+            self._post(lambda: store.touch(entry))
+        return missing
 
     def save(self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool) -> Save:
         """Begin to write a snapshot of about `raw` bytes."""

@@ -72,6 +72,12 @@ class Index:
         with self._lock:
             return max(self._recalls.get(digest, ()), key=lambda entry: entry.manifest.created, default=None)
 
+    def at(self, ids: Int32) -> Entry | None:
+        """The snapshot of exactly these tokens."""
+        ((length, key),) = keys(ids, [len(ids)])
+        with self._lock:
+            return self._get(self.model, snapshot_id(key, length))
+
     def missing(self, ids: Int32) -> tuple[Entry | None, int] | None:
         """What a snapshot of `ids` has to store: (the snapshot that it continues, its first page); None if it is there.
 

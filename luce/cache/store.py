@@ -120,11 +120,14 @@ class Store(Index):
             self._relink()
 
     def touch(self, entry: Entry) -> None:
-        """A snapshot was of use."""
-        for part in self.chain(entry):
-            part.used = time.time()
-            with contextlib.suppress(OSError):
-                os.utime(part.path / MANIFEST)
+        """A snapshot was of use, and with it those that it continues: all at one time, so that it goes before them."""
+        now = time.time()
+        # Somebody may have removed some of them.
+        with contextlib.suppress(DamagedError):
+            for part in self.chain(entry):
+                part.used = now
+                with contextlib.suppress(OSError):
+                    os.utime(part.path / MANIFEST, (now, now))
 
     # --- reading
 
@@ -187,7 +190,9 @@ class Store(Index):
             directory = self.root / self.model
             old = self._get(self.model, manifest.id)
             if old is not None:
-                return self._revive(old, path, manifest)
+                old = self._revive(old, path, manifest)
+                self.touch(old)
+                return old
             parent = self._get(self.model, manifest.parent)
             if manifest.first * PAGE > (0 if parent is None else parent.manifest.length):
                 raise GoneError("the snapshot that this one continues is gone")
@@ -205,6 +210,8 @@ class Store(Index):
                     raise GoneError(f"{directory / manifest.id} was removed by another server")
             self._relink()
             entry = self._entries[self.model, manifest.id]
+            # What it continues was of use, perhaps in memory, of which nobody tells the disk.
+            self.touch(entry)
             with contextlib.suppress(StoreFullError):
                 # It may have become larger than was thought.
                 self.make_room(0, self.chain(entry))
@@ -229,6 +236,7 @@ class Store(Index):
                 if held and self._lacking(size) > 0:
                     self._remove_older()
                     self._empty_trash(0)
+                    self._note_uses()
                 while held and self._lacking(size) > 0 and (victim := self._coldest(kept)) is not None:
                     self.give_up(victim, kept)
                     self.evictions += 1
@@ -361,15 +369,23 @@ class Store(Index):
         over = self.nbytes + size - self.budget if self.budget else 0
         return max(over, size + floor - disk.free)
 
+    def _note_uses(self) -> None:
+        """Take notice of when snapshots were of use to other processes."""
+        for entry in self._entries.values():
+            with contextlib.suppress(OSError):
+                entry.used = max(entry.used, (entry.path / MANIFEST).stat().st_mtime)
+
     def _coldest(self, kept: set[Entry]) -> Entry | None:
-        """What to give up first."""
-        now = time.time()
-        newest: dict[str, float] = {}
+        """What to give up first: of models that were of no use for long, what longer snapshots replace, what was of no
+        use for longest; of a conversation the longest."""
+        # This process's own model is in use, whatever its snapshots are.
+        newest = {self.model: time.time()}
         for entry in self._entries.values():
             newest[entry.manifest.model] = max(newest.get(entry.manifest.model, 0.0), entry.used)
+        end = time.time() - _FORGOTTEN_SECONDS
 
         def rank(entry: Entry) -> tuple[bool, bool, float, int]:
-            forgotten = now - newest[entry.manifest.model] > _FORGOTTEN_SECONDS
+            forgotten = newest[entry.manifest.model] < end
             return not forgotten, not entry.dispensable, entry.used, -entry.manifest.length
 
         # One that only serves others frees nothing before they are gone.

@@ -105,6 +105,27 @@ def test_texts_of_replies_are_known_as_long_as_their_tokens_are_there(tmp_path: 
     assert store.recall("d") is None
 
 
+def last_used(days: float, store: Store, *prompts: Int32) -> None:
+    """Snapshots were of use so many days ago, and no later."""
+    for prompt in prompts:
+        entry = store.at(prompt)
+        assert entry is not None
+        entry.used = time.time() - days * 86400
+        os.utime(entry.path / "manifest.json", (entry.used, entry.used))
+
+
+def given_up(store: Store, *prompts: Int32) -> list[int]:
+    """Room is made for one byte after another: in which order prompts cannot be resumed any longer."""
+    order: list[int] = []
+    while store.entries:
+        store.budget = store.nbytes
+        store.make_room(1)
+        store.budget = 0
+        left = [entry is not None and entry.manifest.point for entry in map(store.at, prompts)]
+        order += [i for i, there in enumerate(left) if not there and i not in order]
+    return order
+
+
 def test_the_budget_takes_what_was_of_no_use_for_longest(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     prompts = [ids(150, seed) for seed in range(5)]
@@ -113,11 +134,74 @@ def test_the_budget_takes_what_was_of_no_use_for_longest(tmp_path: Path) -> None
         assert entry is not None
     store.budget = store.nbytes + 100
     for age, i in enumerate((3, 0, 4, 1, 2)):
-        store.find(prompts[i])[0].used = 1e9 + age
+        last_used(9 - age, store, prompts[i])
     write(store, ids(150, seed=7))
     assert store.nbytes <= store.budget and store.evictions >= 1
     left = [i for i in range(5) if store.find(prompts[i])]
     assert left == sorted((3, 0, 4, 1, 2)[store.evictions :])
+
+
+def test_what_others_continue_goes_behind_them(tmp_path: Path) -> None:
+    store, conversation = Store(tmp_path, MODEL, 0), turns(3)
+    for turn in conversation:
+        write(store, turn)
+    for opened in (store, Store(tmp_path, MODEL, 0)):
+        entry = opened.at(conversation[2])
+        assert entry is not None
+        last_used(3, opened, *conversation)
+        opened.touch(entry)
+        assert len({entry.used for entry in opened.entries}) == 1
+    assert given_up(Store(tmp_path, MODEL, 0), *conversation) == [2, 1, 0]
+
+
+def test_what_is_continued_was_of_use(tmp_path: Path) -> None:
+    # The sequence may have been resumed from memory.
+    store, conversation, other = Store(tmp_path, MODEL, 0), turns(2), ids(150, seed=5)
+    for prompt in (conversation[0], other):
+        write(store, prompt)
+    last_used(3, store, conversation[0])
+    last_used(2, store, other)
+    write(store, conversation[1])
+    assert given_up(store, *conversation, other) == [2, 1, 0]
+    # Also what comes back.
+    for turn in conversation:
+        write(store, turn)
+    store.give_up(store.find(conversation[0])[0])
+    last_used(3, store, *conversation)
+    write(store, other)
+    write(store, conversation[0])
+    assert given_up(store, conversation[0], other) == [1, 0]
+
+
+def test_what_other_servers_use_stays(tmp_path: Path) -> None:
+    one, two, prompts = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0), [ids(150, seed) for seed in range(3)]
+    for days, prompt in zip((3, 2, 1), prompts, strict=True):
+        write(one, prompt)
+        last_used(days, one, prompt)
+    two.rescan()
+    two.touch(two.find(prompts[0])[0])
+    assert given_up(one, *prompts) == [1, 2, 0]
+
+
+def test_models_that_were_of_no_use_for_a_month_go_first(tmp_path: Path) -> None:
+    mine, prompts = Store(tmp_path, MODEL, 0), [ids(150, seed) for seed in range(3)]
+    others = [Store(tmp_path, letter * 32, 0) for letter in "ab"]
+    for store in (mine, *others):
+        for prompt in prompts:
+            write(store, prompt)
+    last_used(90, mine, *prompts)
+    last_used(31, others[0], *prompts)
+    # Of a model that was of use lately some were not.
+    last_used(29, others[1], prompts[0])
+    last_used(40, others[1], *prompts[1:])
+    mine.rescan()
+    mine.budget, gone = mine.nbytes, []
+    while mine.entries:
+        before = {(entry.manifest.model[0], entry.manifest.key) for entry in mine.entries}
+        mine.budget = mine.nbytes
+        mine.make_room(1)
+        gone += [m for m, _ in before - {(entry.manifest.model[0], entry.manifest.key) for entry in mine.entries}]
+    assert gone == ["a"] * 3 + [MODEL[0]] * 3 + ["b"] * 3
 
 
 def test_pages_that_a_new_snapshot_continues_stay_when_room_is_made_for_it(tmp_path: Path) -> None:

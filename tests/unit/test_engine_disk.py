@@ -518,6 +518,22 @@ def test_a_small_budget_holds(tmp_path: Path) -> None:
         assert r.ask([*prompt, *r.backend.reply(prompt, 3), 5], 3)[1] == 202
 
 
+def test_what_is_resumed_from_memory_is_of_use_on_the_disk_too(tmp_path: Path) -> None:
+    with rig(tmp_path) as r:
+        r.ask(ids(200), 5)
+        wait_for(r, 2)
+        opened = tier(r).store
+        assert opened is not None
+        for entry in opened.entries:
+            entry.used = 1e9
+            os.utime(entry.path / "manifest.json", (1e9, 1e9))
+        # All of it is there, so that nothing is written.
+        assert r.ask(ids(200), 5)[1] == 200
+        assert within(60, lambda: all(entry.used > 1e9 for entry in opened.entries))
+        assert tier(r).stats.saves == 2
+    assert all(entry.used > 1e9 for entry in Store(tmp_path, MODEL.model, 0).entries)
+
+
 def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     sync = os.fsync
