@@ -233,6 +233,9 @@ def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: 
         # Behind a sequence's first so many pages, what is computed depends on them.
         "--kvflash": "off" if backend.bound is None else f"{backend.bound} pages",
     }
+    if config.shard_activations != "f32":
+        # What layers of daemons keep follows from values of fewer bits.
+        meaning["--shard-activations"] = config.shard_activations
     if config.kv_cache_placement == "exact":
         layers = (f"{part.device} {part.layers.start}..{part.layers.stop - 1}" for part in backend.parts)
         meaning["--kv-cache-placement exact"] = ", ".join(layers)

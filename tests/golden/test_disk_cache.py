@@ -148,6 +148,17 @@ def test_daemons_restore_what_this_process_saved_and_the_reverse(before: str, af
             ask(model, prompt[::-1], 1)
 
 
+def test_what_follows_from_activations_of_fewer_bits_is_apart(tmp_path: Path) -> None:
+    reference = Reference("qwen3-a-F32")
+    prompt = reference.expected["prompt_long"].tolist()
+    tiers = []
+    for kind in ("f32", "bf16", "bf16", "f32"):
+        placement = {"shard_transport": "stream", "shard_activations": kind}
+        with placed(reference, tmp_path / "cache", "daemons", **placement) as model:
+            tiers.append(ask(model, prompt, 4)[2])
+    assert tiers == ["none", "none", "disk", "disk"]
+
+
 @pytest.mark.parametrize("placement", ["daemons", "network"])
 def test_recurrent_states_go_to_daemons_and_come_from_there(placement: str, tmp_path: Path) -> None:
     reference = Reference("qwen35-a-F32")
