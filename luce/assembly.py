@@ -93,6 +93,7 @@ def _open_model(path: Path, config: Config, on_progress: Callable[[float], None]
     """As open_model; `undrafted`: why there is no drafter although one is wanted."""
     if config.threads:
         threadpoolctl.threadpool_limits(config.threads, user_api="blas")
+    directory = cache_directory(config) if config.cache_ram else None
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(open_gguf(path))
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
@@ -124,7 +125,7 @@ def _open_model(path: Path, config: Config, on_progress: Callable[[float], None]
             else:
                 opened.callback(drafter.close)
         tails = None if prepared is None else prepared.tails
-        disk = _disk(file, backend, chat, config)
+        disk = None if directory is None else _disk(directory, file, backend, chat, config)
         kvflash = open_kvflash(opened, backend, devices, config, lambda: tokenizer)
         held = contextlib.ExitStack()
         model = Model(file, spec, tokenizer, chat, backend, config, held, disk, drafter, tails, kvflash, undrafted)
@@ -221,11 +222,8 @@ def _scorer(
     return partial(Scorer, file, spec, device, None if theirs.alike(ours) else Bridge(ours, theirs))
 
 
-def _disk(file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier | None:
-    """The prefix cache's directory, if there is to be one."""
-    directory = cache_directory(config)
-    if directory is None or not config.cache_ram:
-        return None
+def _disk(directory: Path, file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier:
+    """The prefix cache's directory."""
     meaning = {
         "format": str(manifest.FORMAT),
         "--cache-type-k": config.cache_type_k,

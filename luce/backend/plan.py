@@ -21,8 +21,9 @@ def split_layers(layers: int, devices: int, weights: Sequence[float] = ()) -> tu
     Raises UsageError if that is impossible.
     """
     if weights and len(weights) != devices:
+        given = ",".join(f"{weight:g}" for weight in weights)
         raise UsageError(
-            f"--target-layer-split: {len(weights)} weights for {devices} devices", param="target_layer_split"
+            f"--target-layer-split {given}: {len(weights)} weights for {devices} devices", param="target_layer_split"
         )
     check_devices(layers, devices)
     weights = tuple(weights) or (1.0,) * devices

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from luce.cache.part import DamagedError
 from luce.cache.reader import verify
 from luce.cache.store import LAYOUT, Store
 from luce.cli.main import settings
+from luce.cli.options import raise_together
 from luce.config.directories import cache_directory
 from luce.errors import UsageError
 
@@ -27,13 +28,18 @@ from luce.errors import UsageError
 def run(arguments: argparse.Namespace) -> int:
     """Do what is asked. The exit status of `verify` is 1 if a snapshot is damaged."""
     checked = settings(arguments)
+    raise_together(list(_misused(arguments)))
     directory = cache_directory(checked)
     if directory is None:
         raise UsageError("--kv-cache-dir off: there is no directory to look at", param="kv_cache_dir")
-    if not (directory / LAYOUT).is_dir():
-        print(f"luce: no snapshots in {directory}", file=sys.stderr)
-        return 0
     try:
+        if not (directory / LAYOUT).is_dir():
+            if arguments.ids:
+                raise UsageError(f"{arguments.ids[0]}: no snapshots in {directory}", param="ids")
+            if arguments.json:
+                print("[]")
+            print(f"luce: no snapshots in {directory}", file=sys.stderr)
+            return 0
         store = Store(directory, "", checked.kv_cache_budget << 20)
         actions: dict[str, Callable[[], int]] = {
             "ls": lambda: _list(store, as_json=arguments.json),
@@ -47,10 +53,23 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--kv-cache-dir {directory}: {error}", param="kv_cache_dir") from None
 
 
+def _misused(arguments: argparse.Namespace) -> Iterator[UsageError]:
+    """What an action does not take, or lacks."""
+    action, ids = arguments.action, arguments.ids
+    if ids and action in ("ls", "gc"):
+        yield UsageError(f"luce cache {action} {ids[0]}: takes no ID", param="ids")
+    if arguments.all and action != "rm":
+        yield UsageError(f"luce cache {action}: --all is for rm", param="all")
+    if arguments.json and action not in ("ls", "show"):
+        yield UsageError(f"luce cache {action}: --json is for ls and show", param="json")
+    if action == "rm" and arguments.all and ids:
+        yield UsageError(f"luce cache rm --all {ids[0]}: give only one of them", param="ids")
+    if not ids and (action == "show" or (action == "rm" and not arguments.all)):
+        yield UsageError(f"luce cache {action}: name a snapshot; `luce cache ls` lists them", param="ids")
+
+
 def _named(store: Store, ids: list[str]) -> list[Entry]:
     """The snapshots whose ids begin with these. Raises UsageError for one that is unknown, or short of being one."""
-    if not ids:
-        raise UsageError("luce cache: name a snapshot; `luce cache ls` lists them", param="ids")
     found = []
     for id in ids:
         matching = [entry for entry in store.entries if entry.manifest.id.startswith(id)]

@@ -9,12 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from luce import __version__
 from luce.config.flags import add_flags
 from luce.config.resolve import resolve
 from luce.config.settings import FIELDS, Config
-from luce.errors import LuceError
+from luce.errors import LuceError, UsageError
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,23 @@ _CACHE_ACTIONS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line: the usage of a verb has sixty."""
+        self.exit(UsageError.exit_code, f"luce: {message} ({self.prog} --help tells more)\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="luce", description="A local LLM server that splits one GGUF model over devices that need not match."
     )
     top.add_argument("--version", action="version", version=f"luce {__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, verb in VERBS.items():
-        sub = verbs.add_parser(name, help=verb.help, description=verb.help.capitalize() + ".", allow_abbrev=False)
+        sub = verbs.add_parser(
+            name, help=verb.help, description=verb.help[0].upper() + verb.help[1:] + ".", allow_abbrev=False
+        )
         if verb.model:
             sub.add_argument("model", metavar="MODEL", help="path of a GGUF file, or an alias (smollm2)")
         if name == "run":
@@ -101,8 +110,8 @@ def parser() -> argparse.ArgumentParser:
         if name == "cache":
             actions = "; ".join(f"{action}: {text}" for action, text in _CACHE_ACTIONS.items())
             sub.add_argument("action", metavar="ACTION", choices=_CACHE_ACTIONS, help=actions)
-            sub.add_argument("ids", metavar="ID", nargs="*", help="the beginning of a snapshot's id")
-            sub.add_argument("--all", action="store_true", help="remove every snapshot")
+            sub.add_argument("ids", metavar="ID", nargs="*", default=[], help="the beginning of a snapshot's id")
+            sub.add_argument("--all", action="store_true", help="rm: every snapshot")
         if name in ("run", "inspect", "bench", "cache", "doctor"):
             sub.add_argument("--json", action="store_true", help="machine-readable output")
         if "limits" in verb.groups:
@@ -135,7 +144,10 @@ def settings(arguments: argparse.Namespace) -> Config:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status of a LuceError is its class's, after one line on standard error."""
-    arguments = parser().parse_args(argv)
+    arguments, unknown = parser().parse_known_args(argv)
+    if unknown:
+        print(f"luce: {' '.join(unknown)}: unknown (luce {arguments.verb} --help tells more)", file=sys.stderr)
+        return UsageError.exit_code
     verb = "plan" if getattr(arguments, "dry_run", False) else arguments.verb
     try:
         status: int = importlib.import_module(f"luce.cli.{verb}").run(arguments)

@@ -62,11 +62,28 @@ def _daemon_problems(
             yield name, f"{spelled[name]}: requires {' or '.join(needs)}"
 
 
+#: settings of the directory of prompts, and of the cache in memory that it is behind
+_DIRECTORY = ("kv_cache_budget", "kv_cache_min_tokens", "kv_cache_placement", "kv_cache_flush_timeout")
+_KEPT = ("cache_interval", "kv_cache_dir", *_DIRECTORY)
+
+
+def without_use(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The settings that do nothing where prompts are not kept, if these values say so."""
+    if values.get("cache_ram") == 0:
+        return _KEPT
+    return _DIRECTORY if values.get("kv_cache_dir") == "off" else ()
+
+
 def _cache_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Field and message of a directory that nothing would be written to."""
-    directory = values.get("kv_cache_dir", "auto")
-    if values.get("cache_ram") == 0 and directory not in ("auto", "off"):
-        yield "kv_cache_dir", f"{spelled['kv_cache_dir']} {directory}: {spelled['cache_ram']} 0 keeps no prompts"
+    """Field and message of settings of a cache that there is not."""
+    if values.get("cache_ram") == 0:
+        why = f"{spelled['cache_ram']} 0 keeps no prompts"
+    else:
+        why = f"there is no directory with {spelled.get('kv_cache_dir', flag('kv_cache_dir'))} off"
+    for name in without_use(values):
+        value = values.get(name, FIELDS[name].default)
+        if value not in (FIELDS[name].default, "off"):
+            yield name, f"{spelled[name]} {value}: {why}"
 
 
 #: settings of drafts that have weights

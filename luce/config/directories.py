@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import platformdirs
 
 from luce.config.environment import environment
-from luce.config.settings import Config
+from luce.config.settings import Config, flag
+from luce.errors import UsageError
 
 
 def user_cache_directory() -> Path:
@@ -21,9 +23,15 @@ def user_state_directory() -> Path:
 
 
 def cache_directory(config: Config) -> Path | None:
-    """The directory of --kv-cache-dir, None if there is to be none."""
+    """The directory of --kv-cache-dir, None if there is to be none. Raises UsageError for what is no directory."""
     if config.kv_cache_dir == "off":
         return None
     if config.kv_cache_dir == "auto":
         return user_cache_directory() / "prefixes"
-    return Path(config.kv_cache_dir).expanduser()
+    directory = Path(config.kv_cache_dir).expanduser()
+    # What cannot be looked at now may be there later, as a disk that is plugged in.
+    with contextlib.suppress(OSError):
+        there = next(path for path in (directory, *directory.parents) if path.exists())
+        if not there.is_dir():
+            raise UsageError(f"{flag('kv_cache_dir')} {directory}: {there} is no directory", param="kv_cache_dir")
+    return directory

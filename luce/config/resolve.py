@@ -73,15 +73,20 @@ def resolve(
         if "target_device" in content or "target_devices" in content:
             for name in _PLACEMENT:
                 values.pop(name, None)
+        own: dict[str, Any] = {}
         for name, value in content.items():
             spelled[name] = name_of(name)
             try:
                 if name not in FIELDS:
                     raise UsageError(f"{name_of(name)}: no such setting", param=name)
-                values[name] = _parse(FIELDS[name], value, name_of(name))
+                own[name] = _parse(FIELDS[name], value, name_of(name))
             except UsageError as error:
                 problems.append(str(error))
                 params.append(name)
+        # What a stronger origin switches off takes the settings of it that weaker ones have along.
+        for name in conflicts.without_use(own):
+            values.pop(name, None)
+        values |= own
     for name, problem in conflicts.problems(values, spelled, frozenset(params)):
         problems.append(problem)
         params.append(name)

@@ -54,15 +54,19 @@ def open_devices(config: Config) -> list[Device]:
     if not config.target_devices and config.target_device == "auto":
         return [_automatic()]
     field = "target_devices" if config.target_devices else "target_device"
-    return open_all(named(config.target_devices or (config.target_device,)), field)
+    items = config.target_devices or (config.target_device,)
+    return open_all(named(items), field, meant=",".join(items))
 
 
-def open_all(names: Sequence[DeviceName], field: str, *, beside: Sequence[DeviceName] = ()) -> list[Device]:
+def open_all(
+    names: Sequence[DeviceName], field: str, *, beside: Sequence[DeviceName] = (), meant: str = ""
+) -> list[Device]:
     """Devices of this process in order. Raises as open_devices.
 
-    `field` is the setting that names them; `beside`: others that this process has open.
+    `field` is the setting that names them, `meant` its text, if that is another one than their names; `beside`: others
+    that this process has open.
     """
-    problems = list(_problems(names, beside))
+    problems = list(_problems(names, beside, meant))
     if problems:
         raise UsageError("; ".join(f"{flag(field)} {problem}" for problem in problems), param=field)
     devices = []
@@ -90,10 +94,10 @@ def named(items: Sequence[str]) -> list[DeviceName]:
     return names
 
 
-def _problems(names: Sequence[DeviceName], beside: Sequence[DeviceName]) -> Iterator[str]:
+def _problems(names: Sequence[DeviceName], beside: Sequence[DeviceName], meant: str) -> Iterator[str]:
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            yield f"{name}: named twice"
+            yield f"{name}: named twice" + (f", as {meant} is {','.join(map(str, names))}" if "auto" in meant else "")
         if name.place:
             yield f"{name}: is no device of this machine"
         if name.kind == "cpu" or name.place:

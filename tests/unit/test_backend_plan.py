@@ -49,7 +49,7 @@ def test_vectors(layers: int, weights: tuple[float, ...], expected: list[int]) -
         (3, 4, (1, 1, 1, 1), "--target-devices: bad layer split for 4 devices and 3 layers"),
         (0, 1, (), "--target-devices: bad layer split for 1 devices and 0 layers"),
         (4, 0, (), "--target-devices: bad layer split for 0 devices and 4 layers"),
-        (4, 2, (1,), "--target-layer-split: 1 weights for 2 devices"),
+        (4, 2, (1,), "--target-layer-split 1: 1 weights for 2 devices"),
         (4, 2, (1e308, 1e308), "--target-layer-split: the weights add up to inf"),
     ],
 )

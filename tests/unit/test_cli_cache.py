@@ -47,12 +47,24 @@ def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out) == {**shown, "settings": {"--cache-type-k": "q8_0"}}
 
 
-@pytest.mark.parametrize("arguments", [("show",), ("rm", "nobody"), ("rm",), ("show", "")])
-def test_a_snapshot_has_to_be_named(
-    arguments: tuple[str, ...], filled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show",), "luce cache show: name a snapshot"),
+        (("rm",), "luce cache rm: name a snapshot"),
+        (("rm", "nobody"), "nobody: no snapshots have an id that begins so"),
+        (("show", ""), ": 3 snapshots have an id that begins so"),
+        (("ls", "a"), "luce cache ls a: takes no ID"),
+        (("gc", "a", "--all"), "luce cache gc a: takes no ID; luce cache gc: --all is for rm"),
+        (("rm", "a", "--all"), "luce cache rm --all a: give only one of them"),
+        (("verify", "--json"), "luce cache verify: --json is for ls and show"),
+    ],
+)
+def test_mistakes(arguments: tuple[str, ...], message: str, filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cache(filled, *arguments) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"luce: {message}") and printed.err.count("\n") == 1
+    assert sound(filled, turns(3)) == 3
 
 
 def test_verify_finds_a_flipped_bit(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,3 +112,10 @@ def test_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "no snapshots" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()
     assert main(["cache", "ls", "--kv-cache-dir", "off"]) == 2
+    assert cache(tmp_path / "nothing", "ls", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert cache(tmp_path / "nothing", "verify", "abc") == 2
+    (tmp_path / "file").touch()
+    assert cache(tmp_path / "file", "ls") == 2
+    file = tmp_path / "file"
+    assert capsys.readouterr().err.endswith(f"luce: --kv-cache-dir {file}: {file} is no directory\n")

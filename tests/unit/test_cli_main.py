@@ -51,12 +51,25 @@ def test_help_is_quick() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nonsense"], ["run"], ["chat", "x", "--nonsense"], ["run", "x", "--max-c", "5"]]
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: VERB (luce --help tells more)"),
+        (["nonsense"], "argument VERB: invalid choice: 'nonsense'"),
+        (["run"], "the following arguments are required: MODEL (luce run --help tells more)"),
+        (["serve", "x", "--target-devices"], "argument --target-devices/--devices: expected one argument (luce serve "),
+        (["chat", "x", "--nonsense"], "--nonsense: unknown (luce chat --help tells more)"),
+        (["run", "x", "y", "--max-c", "5"], "--max-c 5: unknown (luce run --help tells more)"),
+        (["cache"], "the following arguments are required: ACTION (luce cache --help tells more)"),
+    ],
 )
-def test_argparse_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
+def test_argparse_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status: object = main(arguments)
+    except SystemExit as ended:
+        status = ended.code
+    printed = capsys.readouterr()
+    assert status == 2 and printed.out == ""
+    assert printed.err.startswith(f"luce: {message}") and printed.err.count("\n") == 1
 
 
 def test_all_wrong_values_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,42 @@ def test_a_directory_for_prompts_is_used_or_refused(devices: str) -> None:
         assert resolve({**given, "kv_cache_dir": directory}, env={}).kv_cache_dir == directory
 
 
+DEPENDENT = {
+    "kv_cache_budget": "100MiB",
+    "kv_cache_min_tokens": "5",
+    "kv_cache_placement": "exact",
+    "kv_cache_flush_timeout": "5",
+    "cache_interval": "128",
+}
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_settings_of_a_cache_that_is_off_are_refused(name: str) -> None:
+    value = DEPENDENT[name]
+    off = {"cache_ram": "0", "kv_cache_dir": "off"}
+    for switch in off:
+        if (switch, name) == ("kv_cache_dir", "cache_interval"):
+            continue
+        for given in ({switch: off[switch], name: value}, {name: value, switch: off[switch]}):
+            with pytest.raises(UsageError, match=rf"^{flag(name)} \S+: .*{flag(switch)} {off[switch]}") as caught:
+                resolve(given, env={})
+            assert (caught.value.param, caught.value.exit_code) == (name, 2)
+        # Who switches it off need not know what weaker origins say of it, and may say the same as they do by default.
+        variables = {f"LUCE_{name.upper()}": value}
+        assert getattr(resolve({switch: off[switch]}, env=variables), name) == FIELDS[name].default
+        resolve({switch: off[switch], name: str(FIELDS[name].default)}, env={})
+    with pytest.raises(UsageError, match=rf"^{flag(name)} \S+: LUCE_CACHE_RAM 0 keeps no prompts$"):
+        resolve({name: value}, env={"LUCE_CACHE_RAM": "0"})
+    assert getattr(resolve({name: value}, env={}), name) != FIELDS[name].default
+
+
+def test_a_directory_for_prompts_that_is_none_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "file/below"):
+        with pytest.raises(UsageError, match=rf"^--kv-cache-dir {tmp_path / name}: {tmp_path}/file is no directory$"):
+            luce.load(tmp_path / "none.gguf", kv_cache_dir=str(tmp_path / name))
+
+
 #: value that a user gives, what the backend gets under which name
 GIVEN: dict[str, tuple[Any, str, Any]] = {
     "target_device": ("cpu:5", "devices", ["cpu:5"]),

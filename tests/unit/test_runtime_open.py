@@ -56,7 +56,9 @@ def test_a_single_device() -> None:
 @pytest.mark.parametrize("names", [("auto", "cpu:0"), ("auto:0", "cpu:0"), ("auto", "auto:0")])
 def test_a_device_is_named_once(names: tuple[str, ...]) -> None:
     # The CPU is this process's own backend.
-    with pytest.raises(UsageError, match=r"^--target-devices cpu:0: named twice$") as caught:
+    with pytest.raises(
+        UsageError, match=rf"^--target-devices cpu:0: named twice, as {','.join(names)} is cpu:0,cpu:0$"
+    ) as caught:
         open_devices(Config(target_devices=names))
     assert caught.value.param == "target_devices"
 
@@ -186,7 +188,8 @@ def test_auto_is_replaced_before_repeats_are_looked_for(
     monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(opening, "open_device", opener([], set()))
-    with pytest.raises(UsageError, match=r"^--target-devices cuda:\d: named twice$"):
+    meant = r"as (auto:0,cuda:0 is cuda:0,cuda:0|cuda:1,auto is cuda:1,cuda:0,cuda:1)"
+    with pytest.raises(UsageError, match=rf"^--target-devices cuda:\d: named twice, {meant}$"):
         opened(*names)
 
 
