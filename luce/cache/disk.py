@@ -76,12 +76,14 @@ class DiskStats:
     """Counters since the start, beside the state at one moment. Seconds are of work, not of waiting.
 
     `damaged`, `unreadable`, `slow`, `refused`: snapshots that were found and not resumed, by why; `refused` are those
-    that do not fit this model, or that there was no memory for. `others`: as they were at the start.
+    that do not fit this model, or that there was no memory for. `waiting`: those that are being written, or are to be.
+    `others`: as they were at the start.
     """
 
     bytes: int = 0
     budget: int = 0
     entries: int = 0
+    waiting: int = 0
     hits: int = 0
     tokens: int = 0
     saves: int = 0

@@ -121,6 +121,9 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Numbers for people. Any thread may ask."""
+        disk = None if self.disk is None else self.disk.snapshot_stats()
+        if disk is not None and self.saver is not None:
+            disk.waiting = self.saver.waiting
         return CacheStats(
             bytes=self.memory.bytes,
             budget=self.memory.budget,
@@ -131,7 +134,7 @@ class PrefixCache:
             evictions=self.memory.evictions,
             tokens=self._tokens,
             seconds_saved=self._seconds_saved,
-            disk=None if self.disk is None else self.disk.snapshot_stats(),
+            disk=disk,
         )
 
     def resume(self, prompt: Int32, slot: int, most: int | None = None) -> Hit:

@@ -40,7 +40,10 @@ class Offer:
 
 
 class Saver:
-    """Writes points of at least `least` tokens to `disk`, which it closes. All but `busy` on the engine's thread."""
+    """Writes points of at least `least` tokens to `disk`, which it closes.
+
+    All but `waiting` and `busy` on the engine's thread.
+    """
 
     def __init__(self, memory: MemoryTier, disk: DiskTier, least: int) -> None:
         self._memory = memory
@@ -74,6 +77,12 @@ class Saver:
             return False
         # The next point continues the one before, once that is on the disk.
         return self._export is not None or (bool(self._offered) and (self._saving is None or self._saving.over))
+
+    @property
+    def waiting(self) -> int:
+        """Points that are being written, or are to be. Any thread may ask."""
+        saving = self._saving
+        return len(self._offered) + (self._export is not None or (saving is not None and not saving.over))
 
     @property
     def busy(self) -> bool:

@@ -143,6 +143,7 @@ def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:
     yield CounterMetricFamily("luce_prefix_cache_misses", "Sequences of which no prefix was known.", stats.misses)
     text = "Time that reading the reused tokens would have taken, less the time that it took to resume."
     yield CounterMetricFamily("luce_prefix_cache_seconds_saved", text, stats.seconds_saved)
+    yield GaugeMetricFamily("luce_snapshot_queue", "Snapshots being written, or to be.", disk.waiting)
     unused = CounterMetricFamily("luce_snapshot_misses", "Snapshots found and not resumed, by why.", labels=["reason"])
     for reason in ("damaged", "unreadable", "slow", "refused"):
         unused.add_metric([reason], getattr(disk, reason))

@@ -98,5 +98,6 @@ async def test_metrics_of_both_tiers() -> None:
             assert f"luce_{name}" in text
         for name in ("saves", "save_failures", "quarantines", "written_bytes", "load_seconds"):
             assert f"luce_snapshot_{name}_total 0.0" in text
+        assert "luce_snapshot_queue 0.0" in text
         for reason in ("damaged", "unreadable", "slow", "refused"):
             assert f'luce_snapshot_misses_total{{reason="{reason}"}} 0.0' in text

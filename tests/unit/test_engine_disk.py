@@ -552,7 +552,10 @@ def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert tier(r).stats.saves == 0
         # Little waits in memory; what was too much is skipped.
         assert tier(r)._waiting <= 4 and tier(r).stats.skipped > 0
+        assert r.engine.cache is not None and r.engine.cache.stats().disk is tier(r).stats
+        assert 1 < tier(r).stats.waiting <= saver._OFFERED + 2
         gate.set()
+        assert within(60, lambda: not r.engine.cache.stats().disk.waiting)
 
 
 @pytest.mark.parametrize(
