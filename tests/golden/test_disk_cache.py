@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,10 +19,13 @@ import luce
 from luce.api import Model
 from luce.backend import remotekept
 from luce.backend.kept import JoinedKept
+from luce.backend.plan import mirrored
 from luce.backend.remote import RemoteShard
 from luce.backend.remotekept import RemoteKept
 from luce.backend.requests import Requests
+from luce.cache import manifest as manifests
 from luce.cache import saver
+from luce.cache.part import PartReader
 from luce.errors import ShardLostError
 from luce.remote.messages import Forward
 from luce.runtime.step import PAGE
@@ -146,6 +150,30 @@ def test_daemons_restore_what_this_process_saved_and_the_reverse(before: str, af
         for _ in range(2):
             assert ask(model, prompt, 32) == (expected, len(prompt), "ram")
             ask(model, prompt[::-1], 1)
+
+
+@pytest.mark.parametrize("shards", ["one", "as many as layers"])
+def test_what_layers_borrow_is_stored_once(shards: str, tmp_path: Path) -> None:
+    reference = Reference("gemma4-e-F32")
+    layers = range(len(reference.spec.blocks))
+    prompt = reference.expected["prompt_long"].tolist()
+    devices = [f"cpu:{n}" for n in (layers if shards != "one" else range(1))]
+    assert any(mirrored(reference.spec, range(layer, layer + 1)) for layer in layers)
+    with load(reference.path, tmp_path, target_devices=devices) as model:
+        assert len(model.placement) == len(devices)
+        ask(model, prompt, 4)
+    stored: Counter[tuple[str, str, str, int]] = Counter()
+    for path in tmp_path.rglob("manifest.json"):
+        manifest = manifests.decode(path.read_bytes(), path.parent.parent.name, path.parent.name)
+        for info in (*manifest.pages, *manifest.state):
+            part = PartReader(path.parent, info)
+            for frame in part.frames:
+                if frame.name.startswith("blk."):
+                    stored[manifest.id, info.name.split("-")[0], frame.name, frame.page] += 1
+            part.close()
+    owners = {f"blk.{layer}.{kind}" for layer in layers if reference.spec.donor(layer) is None for kind in "kv"}
+    assert {name for _, _, name, _ in stored} == owners
+    assert set(stored.values()) == {1}
 
 
 def test_what_follows_from_activations_of_fewer_bits_is_apart(tmp_path: Path) -> None:

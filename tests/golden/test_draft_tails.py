@@ -105,6 +105,16 @@ def test_after_a_restart_and_in_another_placement(kind: str, tmp_path: Path) -> 
             goes_on(kind, model, "disk")
 
 
+@pytest.mark.parametrize(("devices", "shares"), [("cpu:0,cpu:1,cpu:2", "0.08,0.46,0.46"), ("cpu:0,cpu:1", "1,1")])
+def test_after_a_cold_restart_of_daemons(devices: str, shares: str, tmp_path: Path) -> None:
+    split = {"target_devices": devices, "target_layer_split": shares, "target_shard_ipc_bin": str(HERE)}
+    saved(tmp_path, **split)
+    with load("dflash", kv_cache_dir=str(tmp_path), **split) as model:
+        goes_on("dflash", model, "disk")
+        stats = model.engine.stats().draft
+    assert stats is not None and stats.accepted > 0
+
+
 def test_without_a_tail_the_context_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "luce.engine")
     saved(tmp_path, draft_tail=0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,9 +63,9 @@ def watched(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Watche
     steps: list[Step] = []
     forward = LayerSplitBackend.forward
 
-    def recorded(self: LayerSplitBackend, step: Step) -> Output:
+    def recorded(self: LayerSplitBackend, step: Step, queued: Callable[[], None]) -> Output:
         steps.append(step)
-        return forward(self, step)
+        return forward(self, step, queued)
 
     with monkeypatch.context() as patch:
         patch.setattr(LayerSplitBackend, "forward", recorded)
@@ -115,6 +116,33 @@ def test_a_prompt_in_chunks(split: str, monkeypatch: pytest.MonkeyPatch) -> None
         reply, read = model.ask(prompt)
     assert reply == FIT.target.expected["greedy_17"][:12].tolist()
     assert read == [(at, 3) for at in range(0, 15, 3)] + [(15, 2)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("draft", [{}, {"draft": str(FIT.path)}], ids=["plain", "dflash"])
+def test_sampled_replies(split: str, draft: dict[str, Any], tmp_path: Path) -> None:
+    # Penalties count the whole prompt, also where only its last token is read.
+    prompt = FIT.target.expected["prompt_17"].tolist()
+    sampling = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2, "presence_penalty": 0.3, "seed": 5}
+
+    def ask(model: Model) -> tuple[list[int], str]:
+        generation = model.generate(prompt, max_tokens=24, ignore_eos=True, **sampling)
+        reply = [token.id for token in generation if token.id >= 0]
+        assert generation.finish is not None
+        return reply, generation.finish.timings.cache_tier
+
+    with luce.load(FIT.target.path, target_device="cpu:0", max_ctx=256, cache_ram=0, **draft) as model:
+        reply, _ = ask(model)
+    assert len(set(reply)) > 5 and reply != FIT.target.expected["greedy_17"][:24].tolist()
+    kept = {"max_ctx": 256, "kv_cache_dir": str(tmp_path), "kv_cache_min_tokens": 1}
+    tiers = []
+    for _ in range(2):
+        with luce.load(FIT.target.path, **SPLITS[split], **draft, **kept) as model:
+            for _ in range(2):
+                found, tier = ask(model)
+                assert found == reply
+                tiers.append(tier)
+    assert tiers == ["none", "ram", "disk", "ram"]
 
 
 def fail(*args: Any, **options: Any) -> None:

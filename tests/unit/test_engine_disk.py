@@ -49,6 +49,7 @@ def rig(
     model: Fingerprint = MODEL,
     identify: Callable[[], Fingerprint] | None = None,
     interval: int = 8192,
+    flush: float = 30,
     **backend: Any,
 ) -> Iterator[Rig]:
     """An engine that starts anew over a directory; all is written when it ends."""
@@ -65,6 +66,7 @@ def rig(
         cache_interval=interval,
         disk=disk,
         disk_tokens=1,
+        flush_seconds=flush,
     )
     try:
         yield Rig(engine, scripted)
@@ -91,6 +93,13 @@ def descriptors(directory: Path) -> list[str]:
         with suppress(OSError):
             found.append(os.readlink(link))
     return [path for path in found if path.startswith(str(directory))]
+
+
+def snapshots_left(directory: Path) -> int:
+    """Snapshots that a start would find; nothing else is left below the directory then."""
+    found = Store(directory, MODEL.model, 0)
+    assert not found.quarantines and not list((found.root / "tmp").iterdir())
+    return len(found.entries)
 
 
 def files(directory: Path) -> list[Path]:
@@ -516,6 +525,40 @@ def test_a_small_budget_holds(tmp_path: Path) -> None:
     assert stats is not None and total <= 1.1 * budget
     with rig(tmp_path, budget=budget, recurrent=True) as r:
         assert r.ask([*prompt, *r.backend.reply(prompt, 3), 5], 3)[1] == 202
+
+
+def test_what_a_disk_does_not_take_in_time_is_dropped_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, sync = threading.Event(), os.fsync
+
+    def slow(fd: int) -> None:
+        gate.wait(120)
+        sync(fd)
+
+    with rig(tmp_path, flush=0.1) as r:
+        assert within(60, lambda: tier(r).store is not None)
+        monkeypatch.setattr(part.os, "fsync", slow)
+        for seed in range(3):
+            r.ask(ids(200, seed), 3)
+        disk = tier(r)
+    # It has ended, and the disk hangs still.
+    assert disk.stats.saves == 0 and not gate.is_set()
+    gate.set()
+    assert within(60, lambda: not disk._thread.is_alive())
+    assert snapshots_left(tmp_path) == disk.stats.saves <= 1
+
+
+def test_conversations_of_any_length_are_found_after_a_restart(tmp_path: Path) -> None:
+    prompts = [ids(length, seed=length) for length in (440, 70, 3, 200)]
+    with rig(tmp_path, recurrent=True, interval=100) as r:
+        for prompt in prompts:
+            r.ask(prompt, 5)
+    with rig(tmp_path, recurrent=True, interval=100) as r:
+        for prompt in prompts:
+            reply = r.backend.reply(prompt, 5)
+            assert r.ask([*prompt, *reply, 7], 5)[1] == len(prompt) + 4
+        assert tier(r).stats.hits == 4
 
 
 def test_what_is_resumed_from_memory_is_of_use_on_the_disk_too(tmp_path: Path) -> None:
