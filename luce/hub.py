@@ -53,7 +53,7 @@ def resolve_model(name: str, *, progress: Progress | None = None, download: bool
     the download fails; UsageError if the name is neither a path nor an alias.
     """
     packaged = ALIASES.get(name.lower())
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if packaged is None or path.is_file():
         if not path.exists() and path.suffix != ".gguf" and os.sep not in name:
             known = ", ".join(sorted(ALIASES))

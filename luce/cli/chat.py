@@ -26,6 +26,7 @@ from luce.cli.markdown import MarkdownReply, RawReply, Reply, printable
 from luce.cli.pull import fetch
 from luce.cli.repl import Input, Pipe, PrivateHistory, Terminal, Words, no_echo, open_history
 from luce.cli.turn import Interrupt, Turn
+from luce.config import values
 from luce.config.directories import user_state_directory
 from luce.config.environment import environment
 from luce.engine.sequence import FinishReason
@@ -339,7 +340,7 @@ class Chat:
 
     def export(self, rest: str) -> None:
         """Write the conversation to a file of the user's choice."""
-        path = Path(rest).expanduser()
+        path = _path(rest, "/export")
         if path.suffix not in (".md", ".json"):
             raise UsageError(f"/export: expected a file name that ends in .md or .json, got {rest!r}")
         if path.exists() and not self._source.ask(f"{path} exists; replace it?"):
@@ -350,7 +351,7 @@ class Chat:
 
     def read(self, rest: str) -> None:
         """Put a text file in front of the next message."""
-        path = Path(rest).expanduser()
+        path = _path(rest, "/read")
         try:
             size = path.stat().st_size
             if size > _MOST_BYTES:
@@ -364,6 +365,14 @@ class Chat:
             raise UsageError(f"/read {path}: not a text file in UTF-8") from None
         self._file = f"{self._file}\n\n{content}".strip()
         self.note(f"{path}, {size:,} bytes: goes in front of your next message")
+
+
+def _path(text: str, command: str) -> Path:
+    """The path behind a command. Raises UsageError."""
+    try:
+        return values.path(text)
+    except ValueError as error:
+        raise UsageError(f"{command}: {error}, got {text!r}") from None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from luce.config.values import (
     names,
     number,
     path,
+    place,
     pool,
     text,
     variables,
@@ -202,7 +203,7 @@ class Config:
     )
     draft: str = _setting(
         "",
-        text,
+        place,
         "what guesses the next tokens, so that several are computed at a time; replies stay what they are. PATH: a "
         "DFlash draft (GGUF, or a directory of safetensors) or a small model with the same tokens. mtp: the block for "
         "it in the model's own file. ngram: what followed the last time that the text ended as it does",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -71,11 +72,19 @@ def text(text: str) -> str:
     return text
 
 
+def place(text: str) -> str:
+    """A path, a name or nothing, left as it is."""
+    user = text.partition("/")[0]
+    if user.startswith("~") and os.path.expanduser(user) == user:
+        raise ValueError(f"expected a path, and {user} is no user's")
+    return text
+
+
 def filled(text: str) -> str:
-    """`auto`, `off`, or a path that is left as it is."""
+    """`auto`, `off`, or a path, left as it is."""
     if not text:
         raise ValueError("expected a path, auto or off")
-    return text
+    return place(text)
 
 
 def pool(text: str) -> str:
@@ -89,7 +98,7 @@ def path(text: str) -> Path:
     """A path, in which ~ is the user's directory."""
     if not text:
         raise ValueError("expected a path")
-    return Path(text).expanduser()
+    return Path(place(text)).expanduser()
 
 
 def names(text: str) -> tuple[str, ...]:

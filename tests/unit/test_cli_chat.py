@@ -259,6 +259,17 @@ def test_read_refuses_bytes(tmp_path: Path) -> None:
     assert Talk(ScriptedModel(), Keys(f"/read {path}")).notes == f"luce: /read {path}: not a text file in UTF-8\n"
 
 
+def test_homes_that_nobody_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    talk = Talk(ScriptedModel(), Keys("/read ~nobody-at-all/x", "/export ~nobody-at-all/x.md"))
+    expected = "expected a path, and ~nobody-at-all is no user's, got"
+    assert talk.notes.splitlines() == [
+        f"luce: /read: {expected} '~nobody-at-all/x'",
+        f"luce: /export: {expected} '~nobody-at-all/x.md'",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_error_takes_the_turn_back(at: int, capsys: pytest.CaptureFixture[str]) -> None:
     pieces: list[Any] = ["part", BackendError("cpu:0: broke")]

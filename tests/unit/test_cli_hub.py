@@ -115,6 +115,7 @@ def test_names(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         hub.resolve_model("other")
     assert hub.resolve_model("other.gguf") == Path("other.gguf")
     assert hub.resolve_model("./other") == Path("./other")
+    assert hub.resolve_model("~nobody-at-all/other") == Path("~nobody-at-all/other")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
     with pytest.raises(ModelError, match=r"^model 'tiny' has not been downloaded yet$"):

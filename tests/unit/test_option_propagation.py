@@ -111,6 +111,15 @@ def test_a_directory_for_prompts_that_is_none_is_refused_before_anything_is_read
             luce.load(tmp_path / "none.gguf", kv_cache_dir=str(tmp_path / name))
 
 
+@pytest.mark.parametrize("name", ["kv_cache_dir", "draft", "kvflash_drafter", "chat_template", "shard_key_file"])
+def test_homes_that_nobody_has_are_no_paths(name: str) -> None:
+    with pytest.raises(
+        UsageError, match=rf"^{flag(name)}: expected a path, and ~nobody-at-all is no user's, got '~nob"
+    ):
+        resolve({name: "~nobody-at-all/x"}, env={})
+    assert FIELDS[name].metadata["parse"]("~/x")
+
+
 #: value that a user gives, what the backend gets under which name
 GIVEN: dict[str, tuple[Any, str, Any]] = {
     "target_device": ("cpu:5", "devices", ["cpu:5"]),
