@@ -21,7 +21,7 @@ from luce.cache.disk import DiskTier
 from luce.cache.fingerprint import Fingerprint
 from luce.config.directories import cache_directory
 from luce.config.resolve import resolve
-from luce.config.settings import Config
+from luce.config.settings import Config, flag
 from luce.draft.open import branch_pages, open_drafter, verified_rows
 from luce.draft.scorer import Scorer
 from luce.engine.policies import open_policy, ranked
@@ -93,6 +93,7 @@ def _open_model(path: Path, config: Config, on_progress: Callable[[float], None]
     """As open_model; `undrafted`: why there is no drafter although one is wanted."""
     if config.threads:
         threadpoolctl.threadpool_limits(config.threads, user_api="blas")
+    _check_cache_ram(config)
     directory = cache_directory(config) if config.cache_ram else None
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(open_gguf(path))
@@ -187,6 +188,16 @@ def open_kvflash(
     policy = open_policy(config, backend, partial(_scorer, opened, config, tokenizer, devices), budget)
     opened.callback(policy.close)
     return KVFlash(policy, tail_pages(backend.spec.tail), config.kvflash_tau, budget)
+
+
+def _check_cache_ram(config: Config) -> None:
+    """Raises UsageError for more than this machine has: it would be taken, until some process is ended for it."""
+    there = host_memory().total >> 20
+    elsewhere = any("/" in device for device in (*config.target_devices, config.target_device))
+    if config.cache_ram > max(there, Config.cache_ram) and not elsewhere:
+        raise UsageError(
+            f"{flag('cache_ram')} {config.cache_ram}: this machine has {there} MiB of memory", param="cache_ram"
+        )
 
 
 def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None, config: Config) -> ChatFormat:

@@ -16,8 +16,9 @@ from luce.backend.pool import Wanted
 from luce.cli.main import VERBS
 from luce.config.resolve import resolve
 from luce.config.settings import FIELDS, flag
-from luce.errors import UsageError
+from luce.errors import ModelError, UsageError
 from luce.ops.kvtype import KVTypes
+from luce.runtime.device import Memory
 from tests.support.layering import FLOW
 from tests.support.reference import Reference
 
@@ -109,6 +110,20 @@ def test_a_directory_for_prompts_that_is_none_is_refused_before_anything_is_read
     for name in ("file", "file/below"):
         with pytest.raises(UsageError, match=rf"^--kv-cache-dir {tmp_path / name}: {tmp_path}/file is no directory$"):
             luce.load(tmp_path / "none.gguf", kv_cache_dir=str(tmp_path / name))
+
+
+def test_more_host_memory_than_there_is_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(total: int, **settings: Any) -> None:
+        monkeypatch.setattr(assembly, "host_memory", lambda: Memory(1, total << 20))
+        luce.load("/none.gguf", **settings)
+
+    with pytest.raises(UsageError, match=r"^--cache-ram 8192: this machine has 8191 MiB of memory$"):
+        load(8191, cache_ram="8GiB")
+    network = {"target_devices": "cpu:0,tcp://far:9/cpu:0", "shard_key_file": "/none"}
+    # All of it, what is the default, and what other machines may have.
+    for total, settings in ((8192, {"cache_ram": "8GiB"}), (1000, {}), (8191, {"cache_ram": "8GiB", **network})):
+        with pytest.raises(ModelError, match="No such file"):
+            load(total, **settings)
 
 
 @pytest.mark.parametrize("name", ["kv_cache_dir", "draft", "kvflash_drafter", "chat_template", "shard_key_file"])
