@@ -170,6 +170,11 @@ class DiskTier:
         self._opened.wait(seconds)
 
     @property
+    def read_from(self) -> bool:
+        """Whether it is quick enough to be read from now."""
+        return time.monotonic() >= self._unread
+
+    @property
     def works(self) -> bool:
         """Whether something can be written, now or soon."""
         return self._read() is not None and time.monotonic() >= self._paused
@@ -226,7 +231,7 @@ class DiskTier:
     def recall(self, digest: str) -> list[int] | None:
         """The ids of a text that some reply had, None if there is none. Any thread may ask; reads a file."""
         store = self._read()
-        if store is None or time.monotonic() < self._unread or store.said(digest) is None:
+        if store is None or not self.read_from or store.said(digest) is None:
             return None
         try:
             return self.within(Patience(), lambda: store.recall(digest))
@@ -242,10 +247,16 @@ class DiskTier:
 
     # --- for the engine's thread: reading
 
-    def find(self, ids: Int32, beyond: int, most: int) -> list[Entry]:
-        """Snapshots of prefixes of `ids` of more than `beyond` tokens and `most` of them, longest first."""
+    def find(self, ids: Int32, beyond: int, most: int, *, exact: bool) -> list[tuple[Entry, int]]:
+        """Snapshots of prefixes of `ids` of more than `beyond` tokens and `most` of them, longest first, with their
+        lengths. Unless it is to be `exact`, a snapshot is one of each whole page in it, too."""
         store = self._read()
-        return [] if store is None or time.monotonic() < self._unread else store.find(ids, beyond, most)
+        if store is None or not self.read_from:
+            return []
+        found = [(entry, entry.manifest.length) for entry in store.find(ids, beyond, most)]
+        if not exact and (part := store.longest(ids, beyond, most)) is not None:
+            found.append(part)
+        return sorted(found, key=lambda one: -one[1])
 
     def open(self, entry: Entry, patience: Patience) -> Reader:
         """Opens a snapshot. Raises DamagedError, OSError, SlowError."""
@@ -314,10 +325,10 @@ class DiskTier:
             left -= sizes[name]
         return futures
 
-    def loaded(self, entry: Entry, seconds: float) -> None:
-        """A snapshot was of use."""
+    def loaded(self, entry: Entry, tokens: int, seconds: float) -> None:
+        """So many tokens of a snapshot were of use."""
         self.stats.hits += 1
-        self.stats.tokens += entry.manifest.length
+        self.stats.tokens += tokens
         self.stats.load_seconds += seconds
         assert self._store is not None
         store = self._store

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from luce.cache.manifest import Manifest, keys, snapshot_id
+from luce.cache.manifest import Manifest, keys, own_prefixes, prefixes, snapshot_id
 from luce.cache.part import DamagedError
 from luce.runtime.step import PAGE, Int32
 
@@ -23,8 +24,9 @@ class Entry:
 
     @property
     def dispensable(self) -> bool:
-        """Whether a longer snapshot of the same conversation took its place."""
-        return self.manifest.passing and bool(self.children)
+        """Whether a longer snapshot of the same conversation took its place: others continue fewer of its pages."""
+        pages = self.manifest.length // PAGE
+        return self.manifest.passing and any(child.manifest.first == pages for child in self.children)
 
 
 class Index:
@@ -36,6 +38,8 @@ class Index:
         self._entries: dict[tuple[str, str], Entry] = {}
         #: by the digest of a text, the snapshots that have its ids
         self._recalls: dict[str, set[Entry]] = {}
+        #: by the prefix that ends with a page, the snapshots that store this page
+        self._holders: dict[str, set[Entry]] = {}
 
     @property
     def entries(self) -> list[Entry]:
@@ -55,6 +59,16 @@ class Index:
             found = [self._entries.get((self.model, snapshot_id(key, n))) for n, key in keys(ids, lengths)]
             usable = (e for e in reversed(found) if e is not None and e.manifest.point and not e.unusable)
             return [e for e in usable if e.manifest.length < len(ids) or e.manifest.logits]
+
+    def longest(self, ids: Int32, beyond: int = 0, most: int | None = None) -> tuple[Entry, int] | None:
+        """The longest beginning of `ids` that some snapshot has the whole pages of, whatever comes behind them: the one
+        that stores the last of these, and the length.
+
+        More than `beyond` tokens, at most `most` if that is given, and not all of them.
+        """
+        end = len(ids) - 1 if most is None else min(most, len(ids) - 1)
+        with self._lock:
+            return self._holder(ids[:end], beyond // PAGE)
 
     def chain(self, entry: Entry) -> list[Entry]:
         """A snapshot behind those that it continues, the first one first. Raises DamagedError if one is missing."""
@@ -92,7 +106,31 @@ class Index:
                 parent = self._entries.get((self.model, same.manifest.parent or ""))
                 return None if same.manifest.point else (parent, len(ids) // PAGE)
             longest = max((n for n, e in found.items() if e is not None and not e.unusable and n >= PAGE), default=0)
-            return found.get(longest), longest // PAGE
+            return self._parting(ids, longest // PAGE) or (found.get(longest), longest // PAGE)
+
+    def _parting(self, ids: Int32, beyond: int) -> tuple[Entry, int] | None:
+        """A snapshot that has more than `beyond` whole pages of `ids`, with those that it continues, and how many."""
+        found = self._holder(ids, beyond)
+        if found is None:
+            return None
+        entry, pages, first = found[0], found[1] // PAGE, found[0].manifest.first
+        if 2 * (pages - first) >= entry.manifest.length // PAGE - first:
+            return entry, pages
+        # When it is given up, more pages would stay that nobody reads than are shared.
+        parent = self._get(self.model, entry.manifest.parent)
+        return None if parent is None or first <= beyond else (parent, first)
+
+    def _holder(self, ids: Int32, beyond: int) -> tuple[Entry, int] | None:
+        """Which snapshot stores the last page of the longest beginning of `ids` that is there, of more than `beyond`
+        pages, and its length."""
+        found = None
+        for page, prefix in enumerate(prefixes(ids, beyond), beyond + 1):
+            usable = [entry for entry in self._holders.get(prefix, ()) if not entry.unusable]
+            # Whoever has a page has those before it.
+            if not usable:
+                break
+            found = max(usable, key=lambda entry: entry.used), page * PAGE
+        return found
 
     def _get(self, model: str, id: str | None) -> Entry | None:
         return self._entries.get((model, id or ""))
@@ -100,24 +138,29 @@ class Index:
     def _put(self, entry: Entry) -> None:
         with self._lock:
             self._entries[entry.manifest.model, entry.manifest.id] = entry
-            for digest in self._digests(entry):
-                self._recalls.setdefault(digest, set()).add(entry)
+            for found, names in self._names(entry):
+                for name in names:
+                    found.setdefault(name, set()).add(entry)
 
     def _forget(self, entry: Entry) -> None:
         with self._lock:
             self._entries.pop((entry.manifest.model, entry.manifest.id), None)
-            for digest in self._digests(entry):
-                others = self._recalls.get(digest, set())
-                others.discard(entry)
-                if not others:
-                    self._recalls.pop(digest, None)
+            for found, names in self._names(entry):
+                for name in names:
+                    others = found.get(name, set())
+                    others.discard(entry)
+                    if not others:
+                        found.pop(name, None)
         parent = self._get(entry.manifest.model, entry.manifest.parent)
         if parent is not None:
             parent.children.discard(entry)
 
-    def _digests(self, entry: Entry) -> list[str]:
-        recall = entry.manifest.recall
-        return [] if recall is None or entry.manifest.model != self.model else [text[0] for text in recall.texts]
+    def _names(self, entry: Entry) -> Iterator[tuple[dict[str, set[Entry]], list[str]]]:
+        """What a snapshot is found by, and where."""
+        if entry.manifest.model == self.model:
+            recall = entry.manifest.recall
+            yield self._recalls, [] if recall is None else [text[0] for text in recall.texts]
+            yield self._holders, own_prefixes(entry.manifest)
 
     def _link(self) -> list[Entry]:
         """Find out who continues whom; returns what continues nothing that is there."""

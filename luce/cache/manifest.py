@@ -11,6 +11,8 @@ from luce.cache.part import DamagedError, PartInfo, digest
 from luce.runtime.step import PAGE, Int32
 
 FORMAT = 3
+#: hex digits of a key that ids and prefixes have
+_DIGITS = 32
 #: the file of a manifest, the names of the tensors with a point's logits, those behind its opening and its residency,
 #: and how the name of that with features begins
 MANIFEST, LOGITS, OPENING, RESIDENCY, FEATURES = "manifest.json", "logits", "opening", "residency", "features"
@@ -41,6 +43,7 @@ class Manifest(msgspec.Struct, frozen=True):
     raw      bytes before compression
     recall   texts of the reply that it ends with
     opening  ids of the prompt that it was made of behind its own, if the logits behind them are there
+    prefixes how keys begin: for each whole page that this one stores itself, that of the tokens up to its end
     """
 
     format: int
@@ -61,6 +64,7 @@ class Manifest(msgspec.Struct, frozen=True):
     raw: int
     recall: Recall | None = None
     opening: tuple[int, ...] = ()
+    prefixes: str = ""
 
     @property
     def parts(self) -> tuple[PartInfo, ...]:
@@ -93,6 +97,8 @@ def decode(data: bytes, model: str, id: str) -> Manifest:
     whole = manifest.length // PAGE
     if any("/" in name or name.startswith(".") for name in names) or not 0 <= manifest.first <= whole:
         raise DamagedError(f"{id}: the manifest names impossible files or pages")
+    if len(manifest.prefixes) not in (0, _DIGITS * (whole - manifest.first)):
+        raise DamagedError(f"{id}: the manifest has prefixes of other pages")
     return manifest
 
 
@@ -117,7 +123,17 @@ def with_state(manifest: Manifest, other: Manifest) -> Manifest:
 
 def snapshot_id(key: str, length: int) -> str:
     """The id of a snapshot."""
-    return f"{key[:32]}-{length}"
+    return f"{key[:_DIGITS]}-{length}"
+
+
+def prefixes(ids: Int32, first: int = 0) -> Iterator[str]:
+    """Of each whole page of `ids` from `first` on, how the key begins of the tokens up to its end."""
+    return (key[:_DIGITS] for _, key in keys(ids, range((first + 1) * PAGE, len(ids) + 1, PAGE)))
+
+
+def own_prefixes(manifest: Manifest) -> list[str]:
+    """Those that a manifest has."""
+    return [manifest.prefixes[at : at + _DIGITS] for at in range(0, len(manifest.prefixes), _DIGITS)]
 
 
 def keys(ids: Int32, lengths: Iterable[int]) -> Iterator[tuple[int, str]]:

@@ -159,8 +159,12 @@ class PrefixCache:
 
     def _resumed(self, prompt: Int32, slot: int, most: int) -> Hit:
         found, known = self._find(prompt, most)
-        for entry in self._stored(prompt, 0 if found is None else found.length + _WORTH, most):
-            loaded = self._load(prompt, entry, slot)
+        for entry, length in self._stored(prompt, 0 if found is None else found.length + _WORTH, most):
+            assert self.disk is not None
+            # One of those before may have been the same, or have shown that the disk is slow.
+            if entry.unusable or not self.disk.read_from:
+                continue
+            loaded = self._load(prompt[:length], prompt[length:], entry, slot)
             if loaded is not None:
                 point, logits = loaded
                 return Hit(point.length, point, "disk", max(known, point.length // PAGE * PAGE), logits)
@@ -250,8 +254,8 @@ class PrefixCache:
             return None, known
         return _Found(length, tuple(blocks[: length // PAGE]), point), known
 
-    def _stored(self, prompt: Int32, beyond: int, most: int) -> list[Entry]:
-        return [] if self.disk is None else self.disk.find(prompt, beyond, most)
+    def _stored(self, prompt: Int32, beyond: int, most: int) -> list[tuple[Entry, int]]:
+        return [] if self.disk is None else self.disk.find(prompt, beyond, most, exact=self.exact)
 
     def _share(self, found: _Found, slot: int) -> bool:
         """Put what was found in memory into a slot. False, and the slot holds nothing, if that failed."""
@@ -305,19 +309,25 @@ class PrefixCache:
                 self.memory.place(block, pages[i])
         return data
 
-    def _load(self, prompt: Int32, entry: Entry, slot: int) -> tuple[Point, NDArray[np.float32] | None] | None:
-        """Put a snapshot into a slot and into the tree; returns the logits behind the prompt if they are there.
+    def _load(
+        self, ids: Int32, behind: Int32, entry: Entry, slot: int
+    ) -> tuple[Point, NDArray[np.float32] | None] | None:
+        """Put a snapshot of `ids`, or its whole pages up to there, into a slot and into the tree.
 
-        None, and the slot holds nothing, if that failed.
+        Returns the logits behind the prompt, which goes on with `behind`, if they are there. None, and the slot holds
+        nothing, if that failed.
         """
         assert self.disk is not None
-        started, length = time.monotonic(), entry.manifest.length
-        ids = prompt[:length]
+        started, length = time.monotonic(), len(ids)
+        whole = length == entry.manifest.length
         patience = Patience(length * self._read[1] / self._read[0]) if self._read[0] else Patience()
         try:
             with contextlib.closing(self.disk.open(entry, patience)) as reader:
-                tokens, residency = self.disk.within(patience, lambda: (reader.tokens(), reader.residency()))
-                if not np.array_equal(tokens, ids[reader.manifest.first * PAGE :]):
+                tokens, residency = self.disk.within(
+                    patience, lambda: (reader.tokens(), reader.residency() if whole else None)
+                )
+                first = reader.manifest.first * PAGE
+                if not np.array_equal(tokens if whole else tokens[: length - first], ids[first:]):
                     raise DamagedError("its tokens are others")
                 blocks, _ = self.memory.tree.match(ids)
                 away = self._away(length, residency)
@@ -325,13 +335,15 @@ class PrefixCache:
                 left = range(len(blocks), length // PAGE)
                 there = [entry for entry in left if entry not in away]
                 data |= self._passed(reader, slot, [entry for entry in left if entry in away], there, patience)
-                self._fill(self._shares(reader, slot, there, length), patience)
+                self._fill(self._shares(reader, slot, there, length, state=whole), patience)
                 self._settle(slot, data, residency)
-                logits, features, opened = self.disk.within(
-                    patience, lambda: (reader.logits(), self._tail_of(reader), reader.opened(prompt[length:]))
-                )
-                behind = logits if length == len(prompt) else opened
-                point = self.memory.keep(slot, ids, logits, features, passing=entry.manifest.passing)
+                logits = features = opened = None
+                if whole:
+                    logits, features, opened = self.disk.within(
+                        patience, lambda: (reader.logits(), self._tail_of(reader), reader.opened(behind))
+                    )
+                passing = entry.manifest.passing or not whole
+                point = self.memory.keep(slot, ids, logits, features, passing=passing)
         except (LuceError, OSError) as error:
             self._let_go(slot)
             if isinstance(error, ShardLostError):
@@ -339,8 +351,8 @@ class PrefixCache:
             else:
                 self.disk.failed(entry, error)
             return None
-        self.disk.loaded(entry, time.monotonic() - started)
-        return point, behind
+        self.disk.loaded(entry, length, time.monotonic() - started)
+        return point, opened if len(behind) else logits
 
     def _fill(self, shares: Iterator[tuple[Share, tuple[Place, range]]], patience: Patience) -> None:
         assert self.disk is not None
@@ -371,9 +383,10 @@ class PrefixCache:
         return data
 
     def _shares(
-        self, reader: Reader, slot: int, there: Sequence[int], length: int
+        self, reader: Reader, slot: int, there: Sequence[int], length: int, *, state: bool
     ) -> Iterator[tuple[Share, tuple[Place, range]]]:
-        """What a snapshot has of some pages for a slot, and of its state; where that belongs, and of which layers."""
+        """What a snapshot has of some pages for a slot, and of its state if that is asked for; where that belongs, and
+        of which layers."""
         assert self.disk is not None
         shards = self.disk.layers
         if self._pools.full is not None:
@@ -382,6 +395,8 @@ class PrefixCache:
                 for first, count, share in reader.pages(run.start, run.stop):
                     place = self._pools.only(pages[first : first + count])
                     yield from ((part, (place, layers)) for layers, part in by_layers(share, shards))
+        if not state:
+            return
         place = self._pools.state(slot, length)
         yield from ((part, (place, layers)) for layers, part in by_layers(reader.states(), shards))
 

@@ -176,7 +176,8 @@ class Store(Index):
         self.make_room(reserved, keep)
         path = self._tmp / f"{os.getpid()}-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
-        writer = Writer(self, path, len(ids), key, parent, first, passing, spread, reserved, keep)
+        ends = "".join(manifests.prefixes(ids, first))
+        writer = Writer(self, path, len(ids), key, ends, parent, first, passing, spread, reserved, keep)
         try:
             writer.tokens(ids[first * PAGE :])
         except BaseException:

@@ -56,6 +56,7 @@ class Writer:
         path: Path,
         length: int,
         key: str,
+        prefixes: str,
         parent: Entry | None,
         first: int,
         passing: bool,
@@ -67,6 +68,7 @@ class Writer:
         self._path = path
         self._length = length
         self._key = key
+        self._prefixes = prefixes
         self._parent = parent
         self._first = first
         self._spread = spread
@@ -127,6 +129,7 @@ class Writer:
             raw=self._raw,
             recall=recall,
             opening=self._opening,
+            prefixes=self._prefixes,
         )
         write_file(self._path / MANIFEST, manifest.encode())
         sync_directory(self._path)

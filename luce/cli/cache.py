@@ -106,7 +106,10 @@ def _list(store: Store, *, as_json: bool) -> int:
 
 
 def _facts(entry: Entry) -> dict[str, Any]:
-    return {**msgspec.to_builtins(entry.manifest), "bytes": entry.manifest.nbytes, "used": entry.used}
+    facts = msgspec.to_builtins(entry.manifest)
+    # Of a long text these are pages of digits.
+    del facts["prefixes"]
+    return {**facts, "bytes": entry.manifest.nbytes, "used": entry.used}
 
 
 def _show(entries: list[Entry]) -> int:

@@ -36,8 +36,14 @@ each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.n
 
 
 def load(path: Path, directory: Path, **more: Any) -> Model:
-    fields = {"target_devices": "cpu:0", "max_ctx": 256, "kv_cache_min_tokens": 1, **more}
-    return luce.load(path, kv_cache_dir=str(directory), **fields)
+    fields = {
+        "target_devices": "cpu:0",
+        "max_ctx": 256,
+        "kv_cache_min_tokens": 1,
+        "kv_cache_dir": str(directory),
+        **more,
+    }
+    return luce.load(path, **fields)
 
 
 def ask(model: Model, prompt: list[int], n: int) -> tuple[list[int], int, str]:
@@ -107,6 +113,22 @@ def test_only_the_same_placement_restores_what_is_to_be_exact(tmp_path: Path, ca
     # Both have their own; what any placement may use is apart from these.
     assert [tier(**two, **exact), tier(**one, **exact)] == ["disk", "disk"]
     assert [tier(**one), tier(**two)] == ["none", "disk"]
+
+
+@pytest.mark.parametrize("name", ["qwen3-a-F32", "qwen3-b-Q4_K_M"])
+def test_prompts_that_part_are_resumed_in_any_placement(name: str, tmp_path: Path) -> None:
+    reference = Reference(name)
+    prompt = reference.expected["prompt_long"].tolist()
+    at = len(prompt) // 64 * 64 - 10
+    others = [[*prompt[:at], *prompt[begin : begin + 20]] for begin in (3, 9)]
+    known = at // 64 * 64
+    with load(reference.path, tmp_path, kv_cache_dir="off", kv_cache_min_tokens=512, cache_ram=0) as model:
+        expected = [ask(model, other, 16)[0] for other in others]
+    with load(reference.path, tmp_path, target_devices="cpu:0,cpu:1") as model:
+        ask(model, prompt, 4)
+    for devices, other, reply in zip(("cpu:0", "cpu:0,cpu:1,cpu:2"), others, expected, strict=True):
+        with load(reference.path, tmp_path, target_devices=devices) as model:
+            assert ask(model, other, 16) == (reply, known, "disk")
 
 
 #: shards in this process, in child processes, on another machine, of which a daemon may have two

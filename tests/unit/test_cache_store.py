@@ -61,6 +61,62 @@ def test_a_turn_stores_its_own_pages_only(tmp_path: Path) -> None:
     assert sound(tmp_path, conversation) == 6
 
 
+def test_whole_pages_are_found_wherever_texts_part(tmp_path: Path) -> None:
+    store, text = Store(tmp_path, MODEL, 0), ids(640)
+    first = write(store, text[:200])
+    whole = write(store, text)
+    other = Store(tmp_path, "f" * 32, 0)
+    for opened in (store, Store(tmp_path, MODEL, 0)):
+        for length, holder in ((63, None), (64, first), (191, first), (192, first), (300, whole), (639, whole)):
+            prompt = np.concatenate([text[:length], ids(50, seed=9)])
+            found = opened.longest(prompt)
+            expected = None if holder is None else (holder.manifest.id, length // PAGE * PAGE)
+            assert (found and (found[0].manifest.id, found[1])) == expected
+            assert other.longest(prompt) is None
+        # Something is left to be read, and no more than is asked for.
+        assert [opened.longest(text[:n])[1] for n in (640, 193, 192)] == [576, 192, 128]
+        assert opened.longest(text, most=150)[1] == 128 and opened.longest(text, most=63) is None
+        assert opened.longest(text, beyond=500)[1] == 576 and opened.longest(text, beyond=576) is None
+    # What is left of one serves as well, and nothing that cannot be read.
+    assert first is not None and whole is not None
+    store.give_up(first)
+    assert store.longest(text[:150]) == (first, 128)
+    whole.unusable = "a test"
+    assert store.longest(text) == (first, 192)
+    whole.unusable = ""
+    store.give_up(whole)
+    assert store.longest(text) is None
+
+
+def test_texts_that_part_share_their_pages(tmp_path: Path) -> None:
+    store, text = Store(tmp_path, MODEL, 0), ids(640)
+    one = write(store, text, passing=True)
+    other = np.concatenate([text[:600], ids(1000, seed=1)])
+    assert store.missing(other) == (one, 9)
+    two = write(store, other)
+    assert one is not None and two is not None and (two.manifest.parent, two.manifest.first) == (one.manifest.id, 9)
+    # It does not take the place of the one that it parts from.
+    assert one.children == {two} and not one.dispensable
+    check(store, two, other)
+    assert (store.tokens(two) == other).all()
+    # Of this one too little would be shared, but for what it shares itself.
+    third = np.concatenate([other[:700], ids(100, seed=2)])
+    assert store.missing(third) == (one, 9)
+    assert store.missing(np.concatenate([text[:300], ids(400, seed=3)])) == (None, 0)
+    write(store, third)
+    store.give_up(one)
+    assert sound(tmp_path, [text, other, third]) == 2
+    # A whole beginning comes before others that have as much.
+    store = Store(tmp_path, MODEL, 0)
+    begun = write(store, other[: 9 * PAGE])
+    assert begun is not None and begun.manifest.parent == one.manifest.id
+    assert store.missing(np.concatenate([other[: 9 * PAGE], ids(100, seed=4)])) == (begun, 9)
+    for entry in [store.at(prompt) for prompt in (other, third, other[: 9 * PAGE])]:
+        assert entry is not None
+        store.give_up(entry)
+    assert not store.entries and not list((store.root / MODEL).iterdir())
+
+
 def test_children_stay_readable_when_their_parents_go(tmp_path: Path) -> None:
     store, conversation = Store(tmp_path, MODEL, 0), turns(4)
     for turn in conversation:

@@ -42,6 +42,7 @@ def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureF
     assert cache(filled, "show", entry.manifest.id[:12]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["key"] == entry.manifest.key and shown["path"] == str(entry.path)
+    assert entry.manifest.prefixes not in json.dumps(shown)
     describe(entry.path.parent, Fingerprint("weights", {"--cache-type-k": "q8_0"}))
     assert cache(filled, "show", entry.manifest.id) == 0
     assert json.loads(capsys.readouterr().out) == {**shown, "settings": {"--cache-type-k": "q8_0"}}

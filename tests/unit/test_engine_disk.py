@@ -561,6 +561,51 @@ def test_conversations_of_any_length_are_found_after_a_restart(tmp_path: Path) -
         assert tier(r).stats.hits == 4
 
 
+def test_prompts_that_part_are_resumed_behind_whole_pages_after_a_restart(tmp_path: Path) -> None:
+    first = ids(400)
+    with rig(tmp_path) as r:
+        r.ask(first, 5)
+    # Where it parts, what is known, and pages that are not written again: not as few as a sixth of those that stay.
+    for at, known, shared in ((390, 384, 6), (200, 192, 3), (70, 64, 0), (63, 0, 0)):
+        prompt = [*first[:at], *ids(60, seed=at)]
+        with rig(tmp_path) as r:
+            assert r.ask(prompt, 5) == (r.backend.reply(prompt, 5), known)
+            assert tier(r).stats.hits == (known > 0) and tier(r).stats.tokens == known
+            # And from memory then.
+            assert r.ask([*prompt[:-1], 5], 5)[1] == (len(prompt) - 1) // PAGE * PAGE
+        found = Store(tmp_path, MODEL.model, 0).at(np.array(prompt, np.int32))
+        assert found is not None and found.manifest.first == shared
+    with rig(tmp_path) as r:
+        assert r.ask(first, 5) == (r.backend.reply(first, 5), 400)
+
+
+@pytest.mark.parametrize("kind", EXACT, ids=["recurrent", "windowed", "both"])
+def test_models_with_states_are_not_resumed_between_points(kind: dict[str, Any], tmp_path: Path) -> None:
+    first = ids(400)
+    with rig(tmp_path, **kind) as r:
+        r.ask(first, 5)
+    prompt = [*first[:300], *ids(60, seed=1)]
+    with rig(tmp_path, **kind) as r:
+        assert r.ask(prompt, 5) == (r.backend.reply(prompt, 5), 0)
+    # Pages are shared all the same.
+    entries = {entry.manifest.length: entry.manifest for entry in Store(tmp_path, MODEL.model, 0).entries}
+    assert (entries[360].first, entries[360].parent) == (4, entries[400].id)
+
+
+def test_a_damaged_page_is_not_resumed_in_part(tmp_path: Path) -> None:
+    first = ids(400)
+    with rig(tmp_path) as r:
+        r.ask(first, 5)
+    for path in tmp_path.rglob("pages-*.part"):
+        data = bytearray(path.read_bytes())
+        data[40] ^= 1
+        path.write_bytes(data)
+    prompt = [*first[:300], *ids(60, seed=1)]
+    with rig(tmp_path) as r:
+        assert r.ask(prompt, 5) == (r.backend.reply(prompt, 5), 0)
+        assert tier(r).stats.damaged == 1
+
+
 def test_what_is_resumed_from_memory_is_of_use_on_the_disk_too(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.ask(ids(200), 5)
