@@ -592,6 +592,23 @@ def test_models_with_states_are_not_resumed_between_points(kind: dict[str, Any],
     assert (entries[360].first, entries[360].parent) == (4, entries[400].id)
 
 
+@each
+def test_behind_a_damaged_snapshot_the_next_shorter_one_is_resumed(kind: dict[str, Any], tmp_path: Path) -> None:
+    first, second = ids(150), ids(400)
+    with rig(tmp_path, **kind) as r:
+        for prompt in (first, second):
+            r.ask(prompt, 1)
+    found = Store(tmp_path, MODEL.model, 0).at(np.array(second, np.int32))
+    assert found is not None and found.manifest.first == 2
+    damaged = found.path / (found.manifest.pages or found.manifest.state)[0].name
+    data = bytearray(damaged.read_bytes())
+    data[40] ^= 1
+    damaged.write_bytes(data)
+    with rig(tmp_path, **kind) as r:
+        assert r.ask([*second, 7], 4) == (r.backend.reply([*second, 7], 4), 150)
+        assert (tier(r).stats.damaged, tier(r).stats.hits) == (1, 1)
+
+
 def test_a_damaged_page_is_not_resumed_in_part(tmp_path: Path) -> None:
     first = ids(400)
     with rig(tmp_path) as r:
