@@ -250,11 +250,7 @@ class LayerSplitBackend:
 
     def daemons(self) -> tuple[DaemonState, ...]:
         """The shards that are in daemons. Any thread may ask."""
-        return tuple(
-            DaemonState(number, shard.info.device, shard.up, shard.restarts)
-            for number, shard in enumerate(self.shards)
-            if isinstance(shard, RemoteShard)
-        )
+        return tuple(shard.state(number) for number, shard in enumerate(self.shards) if isinstance(shard, RemoteShard))
 
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the start. Any thread may ask."""

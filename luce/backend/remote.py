@@ -13,7 +13,7 @@ from luce.backend.kept import Kept, Piece, layer_of
 from luce.backend.plan import handed_widths, mirrored
 from luce.backend.remotekept import RemoteKept
 from luce.backend.requests import PER_BYTE, PER_ROW, Request, Requests
-from luce.backend.shard import Activation, Captured, Pending, ShardInfo
+from luce.backend.shard import Activation, Captured, DaemonState, Pending, ShardInfo
 from luce.backend.shared import ANSWER, OUTPUTS, Answer, shared_size
 from luce.backend.wire import Wire
 from luce.errors import BackendError, OutOfMemoryError
@@ -106,6 +106,9 @@ class RemoteShard:
         self._capturing: Request | None = None
         self._words = False
         self._forwards = 0
+        #: bytes of a row in shared memory, and of all that went through it, to the daemon and from it
+        self._handed_row, self._taken_row = 4 * sum(self._takes), 4 * sum(self._gives)
+        self._handed = self._taken = 0
         for device in devices:
             device.arena, device.moment = self._arena, self._moment
         self._load = Load(
@@ -189,15 +192,17 @@ class RemoteShard:
     def down(self) -> str:
         return self._daemon.down()
 
-    @property
-    def up(self) -> bool:
-        """Whether its daemon is ready. Any thread may ask."""
-        return self._daemon.ready()
-
-    @property
-    def restarts(self) -> int:
-        """How often it was lost after it had been ready. Any thread may ask."""
-        return self._daemon.generation
+    def state(self, number: int) -> DaemonState:
+        """What there is to tell of its daemon, as the shard of this number. Any thread may ask."""
+        daemon = self._daemon
+        ways = {"stream": daemon.traffic(), "shared": (self._handed, self._taken)}
+        moved = {
+            (way, direction): count
+            for way, counts in ways.items()
+            for direction, count in zip(("sent", "received"), counts, strict=True)
+        }
+        waited = self._requests.waited
+        return DaemonState(number, self.info.device, daemon.ready(), daemon.generation, moved, waited)
 
     def announce(self, step: Step, handed: Activation | None) -> None:
         self._release()
@@ -237,7 +242,10 @@ class RemoteShard:
         self._release()
         target = announced.target
         data = None
-        if handed is not None and not self._daemon.shares:
+        if self._daemon.shares:
+            self._handed += step.rows * self._handed_row
+            self._taken += step.rows * self._taken_row
+        elif handed is not None:
             data = self._wires[0].pack(self._arena.memory[announced.source :], step.rows)
         rows = len(step.wanted)
         request = self._requests.ask(
@@ -251,6 +259,7 @@ class RemoteShard:
         if announced.told is not None:
             answer = Answer(step, self._vocab, self._memory())
             request.expect(announced.told, lambda: self._read(answer, step, announced))
+            self._taken += answer.size
             self._reader = request
         elif self._last and self._gives:
             self._capturing = request

@@ -36,6 +36,8 @@ class Requests:
         self.dropped: deque[int] = deque()
         #: what was asked for last, unless the daemon was lost since
         self.newest: Request | None = None
+        #: seconds that threads have waited for answers, and for outputs that are told before; any thread may read it
+        self.waited = 0.0
         self._daemon = daemon
         self._before = before
         self._asked: deque[Request] = deque()
@@ -203,16 +205,20 @@ class Request(Event):
         return self._done
 
     def wait(self) -> None:
-        if not self._is_told():
-            self._requests.pump(self, wait=True)
+        begin = time.monotonic()
+        try:
+            if not self._is_told(begin):
+                self._requests.pump(self, wait=True)
+        finally:
+            self._requests.waited += time.monotonic() - begin
         if self.error is not None:
             raise self.error
 
-    def _is_told(self) -> bool:
+    def _is_told(self, begin: float) -> bool:
         """Whether the output is there. Looks for it without sleeping, as long as the request is to be looked for."""
         if self._told is None:
             return False
-        end = time.monotonic() + self.spin
+        end = begin + self.spin
         while not self._told.happened() and not self.over and time.monotonic() < end:
             self._requests.pump(self, wait=False)
         return self._told.happened()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,12 +42,18 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class DaemonState:
-    """A daemon's shard, by its number and its devices: whether it is there, and how often it was lost before."""
+    """A daemon's shard, by its number and its devices: whether it is there, and how often it was lost before.
+
+    moved: bytes since the load, by the way that they went, as in --shard-transport, and whether they were `sent` or
+    `received`; waited: seconds that threads of the server have waited for its answers.
+    """
 
     shard: int
     device: str
     up: bool
     restarts: int
+    moved: Mapping[tuple[str, str], int]
+    waited: float
 
 
 class Shard(Protocol):

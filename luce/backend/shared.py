@@ -37,6 +37,8 @@ def shared_size(rows: int, takes: Sequence[int], gives: Sequence[int]) -> int:
 class Answer:
     """How the output of a step lies in `memory`, uint8: ids, whole logits, keys of candidates, each in lines of 64.
 
+    `size`: the bytes from its beginning to its end.
+
     Raises BackendError if it has something else, or does not fit.
     """
 
@@ -56,6 +58,7 @@ class Answer:
                 raise BackendError(f"the output of {len(step.wanted)} rows does not fit into {len(memory)} bytes")
             self.parts.append(memory[at : at + size].view(dtype).reshape(rows, *columns))
             at += -(-size // 64) * 64
+        self.size = at
 
     def output(self) -> Output:
         """What lies there, in fresh arrays."""

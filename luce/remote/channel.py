@@ -77,6 +77,8 @@ class Channel(Generic[Incoming]):
         self._apart: list[NDArray[Any]] = []
         self._expected: list[NDArray[Any]] = []
         self._left = 0
+        #: bytes of whole frames; any thread may read them
+        self.sent = self.received = 0
         #: Held while the descriptor is in use. A thread that waits for a descriptor which is closed meanwhile waits for
         #: whatever gets its number next, and reads from it.
         self._using = threading.RLock()
@@ -109,6 +111,7 @@ class Channel(Generic[Incoming]):
                 hear = self._put(fields + _SUM.pack(checksum(fields, body)) + body, deadline, hear)
                 for array in self._apart:
                     hear = self._put(_bytes(array), deadline, hear)
+            self.sent += len(self._header) + len(body) + size
         finally:
             self._apart.clear()
 
@@ -203,6 +206,7 @@ class Channel(Generic[Incoming]):
         self._expected.clear()
         if found != summed:
             raise GarbageError("it sent arrays whose checksum is wrong")
+        self.received += len(self._header) + length + size
         return number, message
 
     def _put(

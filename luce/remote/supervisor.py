@@ -131,6 +131,8 @@ class Supervisor:
         self._peer: Peer | None = None
         #: of this life, or of the last one
         self._channels: tuple[Channel[Reply], Channel[Pong]] | None = None
+        #: bytes sent and received in the lives before
+        self._before = 0, 0
         self._ever_ready = False
         self._closing = False
         #: why the daemon's last life ended, and that nobody is to wait for another one
@@ -233,6 +235,14 @@ class Supervisor:
         beat = self._beat
         return () if beat is None else beat.memory
 
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of requests and of answers, of all lives. Any thread may ask."""
+        with self._changed:
+            sent, received = self._before
+            if self._channels is not None:
+                sent, received = sent + self._channels[0].sent, received + self._channels[0].received
+            return sent, received
+
     def loss(self) -> str:
         """Why the daemon was lost when it was last ready."""
         with self._changed:
@@ -326,6 +336,7 @@ class Supervisor:
         with contextlib.closing(channel), contextlib.closing(watch):
             try:
                 with self._changed:
+                    self._before = self.traffic()
                     self._peer, self._channels = peer, (channel, watch)
                     if self._closing:
                         self._hang_up()

@@ -206,12 +206,27 @@ class _ShardCollector(Collector):
             "Times that a shard's daemon was lost after it had loaded.",
             labels=("shard", "device"),
         )
+        moved = CounterMetricFamily(
+            "luce_ipc_bytes",
+            "Bytes to and from a shard's daemon, in messages (stream) and through shared memory.",
+            labels=("shard", "device", "transport", "direction"),
+        )
+        waited = CounterMetricFamily(
+            "luce_ipc_wait_seconds",
+            "Time that threads of the server waited for what a shard's daemon was at.",
+            labels=("shard", "device"),
+        )
         for daemon in model.daemons():
             labels = (str(daemon.shard), daemon.device)
             up.add_metric(labels, float(daemon.up))
             restarts.add_metric(labels, daemon.restarts)
+            for way, count in daemon.moved.items():
+                moved.add_metric((*labels, *way), count)
+            waited.add_metric(labels, daemon.waited)
         yield up
         yield restarts
+        yield moved
+        yield waited
 
 
 def _buckets(durations: Durations) -> list[tuple[str, float]]:

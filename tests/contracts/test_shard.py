@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from luce.backend.kept import Piece, gathered
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.local import LocalShard
+from luce.backend.plan import handed_widths
 from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
@@ -97,6 +98,26 @@ def test_what_devices_have_left(backend: LayerSplitBackend) -> None:
     assert within(60, lambda: list(backend.memory()) == [part.device for part in backend.parts])
     for memory in backend.memory().values():
         assert memory.total == HostDevice().memory().total and 0 < memory.free <= memory.total
+
+
+def test_what_passes_is_counted(backend: LayerSplitBackend, reference: Reference) -> None:
+    def counted() -> list[dict[tuple[str, str], int]]:
+        return [dict(daemon.moved) for daemon in backend.daemons()]
+
+    before, waited = counted(), [daemon.waited for daemon in backend.daemons()]
+    assert len(before) in (0, 2)
+    driver = Driver(backend)
+    rows = np.resize(reference.expected["prompt_17"], 60)
+    driver.feed((driver.start(), rows))
+    own = [{way: count - past[way] for way, count in now.items()} for past, now in zip(before, counted(), strict=True)]
+    size = len(rows) * 4 * sum(handed_widths(reference.spec, backend.layers[1].start))
+    for number, moved in enumerate(own):
+        direction, other = ("sent", "received") if number else ("received", "sent")
+        shared, stream = moved["shared", direction], moved["stream", direction]
+        assert 0 < stream < size if shared == size else (shared == 0 and size < stream < 2 * size)
+        # A step, or its output, which comes through shared memory if somebody waits for words there.
+        assert moved["stream", other] > 0 and (number or not moved["shared", other])
+    assert all(daemon.waited > past for daemon, past in zip(backend.daemons(), waited, strict=True))
 
 
 def test_embed(backend: LayerSplitBackend, reference: Reference) -> None:

@@ -494,7 +494,11 @@ async def test_metrics_hold_the_times_of_each_shard() -> None:
 
 async def test_metrics_hold_the_state_of_each_daemon() -> None:
     async with running() as here:
-        here.model.shard_daemons = (DaemonState(1, "hip:0", True, 3), DaemonState(2, "cpu:0,cpu:1", False, 0))
+        moved = {("stream", "sent"): 10, ("stream", "received"): 20, ("shared", "sent"): 30, ("shared", "received"): 40}
+        here.model.shard_daemons = (
+            DaemonState(1, "hip:0", True, 3, moved, 1.5),
+            DaemonState(2, "cpu:0,cpu:1", False, 0, {}, 0.0),
+        )
         _, text, _ = await here.get("/metrics")
         for labels, up, restarts in (
             ('{device="hip:0",shard="1"}', "1.0", "3.0"),
@@ -502,6 +506,10 @@ async def test_metrics_hold_the_state_of_each_daemon() -> None:
         ):
             assert f"luce_shard_up{labels} {up}" in text
             assert f"luce_shard_restarts_total{labels} {restarts}" in text
+        for (transport, direction), count in moved.items():
+            labels = f'device="hip:0",direction="{direction}",shard="1",transport="{transport}"'
+            assert f"luce_ipc_bytes_total{{{labels}}} {count:.1f}" in text
+        assert 'luce_ipc_wait_seconds_total{device="hip:0",shard="1"} 1.5' in text
 
 
 async def test_metrics_without_a_model_have_no_shards() -> None:
