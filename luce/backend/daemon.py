@@ -28,7 +28,6 @@ from luce.errors import BackendError, LuceError, OutOfMemoryError
 from luce.remote.arena import Arena
 from luce.remote.channel import Channel, ChannelError, GoneError
 from luce.remote.messages import (
-    PROTOCOL,
     Accept,
     Announce,
     DeviceFacts,
@@ -310,11 +309,8 @@ class _Session:
         return Done()
 
     def _open(self, message: Open) -> Reply:
-        if (message.protocol, message.luce) != (PROTOCOL, __version__):
-            raise BackendError(
-                f"the server is Luce {message.luce} with protocol {message.protocol}, "
-                f"the daemon Luce {__version__} with protocol {PROTOCOL}"
-            )
+        if message.luce != __version__:
+            raise BackendError(f"the server is Luce {message.luce}, the daemon Luce {__version__}")
         if self._devices:
             raise BackendError("devices are open already")
         given = {"target_devices": message.devices, "threads": message.threads, "log_level": message.log_level}
@@ -332,7 +328,7 @@ class _Session:
             facts.append(DeviceFacts(name, device.host, device.lanes, kv, memory.free, memory.total, device.describe()))
         if not all(device.host for device in self._devices):
             self._spin = _SPIN
-        return Hello(PROTOCOL, __version__, os.getpid(), tuple(facts))
+        return Hello(__version__, os.getpid(), tuple(facts))
 
     def _load(self, message: Load) -> Reply:
         with contextlib.ExitStack() as received:

@@ -1,6 +1,6 @@
 """Frames on a stream socket: a header, a message in MessagePack, the bytes of its larger arrays.
 
-    uint32  0x3143554C ("LUC1")      uint32  bytes of the message
+    3 bytes "LUC", uint8  PROTOCOL   uint32  bytes of the message
     uint64  request that this is or answers      uint64  bytes of arrays behind the message
     uint32  CRC-32 of the arrays, 0 for none     uint32  CRC-32 of the header up to here, and of the message
 
@@ -8,7 +8,8 @@ All little endian. A wrong sum ends the channel. Arrays of activations, features
 nothing but this program touches them, TLS has sums of its own, and 20 MB of a prompt would take either side some 10 ms.
 An array in a message is [dtype, shape, bytes], or [dtype, shape, nil] with its bytes behind the message, in the order
 of the arrays. A receiver takes no length on trust: `limit` bounds every frame, and each array is checked against its
-dtype and shape before memory is taken for it.
+dtype and shape before memory is taken for it. A frame of another protocol is not read beyond its header, and answered
+with one, so each side can say which the other speaks, however different the messages are.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-_HEADER, _SUM = struct.Struct("<IIQQI"), struct.Struct("<I")
-_MAGIC = 0x3143554C
+from luce import __version__
+
+#: changes with every message that an older peer would not understand; not "1", which was all there was before it was 8
+PROTOCOL = 8
+_HEADER, _SUM = struct.Struct("<3sBIQQI"), struct.Struct("<I")
+_MAGIC = b"LUC"
 #: arrays of so many bytes follow the message instead of lying in it
 _APART = 2048
 #: most bytes of a message without the arrays behind it
@@ -106,7 +111,7 @@ class Channel(Generic[Incoming]):
                 for array in self._apart:
                     summed = zlib.crc32(_bytes(array), summed)
             deadline = time.monotonic() + timeout
-            fields = _HEADER.pack(_MAGIC, len(body), number, size, summed)
+            fields = _HEADER.pack(_MAGIC, PROTOCOL, len(body), number, size, summed)
             with self._using:
                 hear = self._put(fields + _SUM.pack(checksum(fields, body)) + body, deadline, hear)
                 for array in self._apart:
@@ -181,9 +186,13 @@ class Channel(Generic[Incoming]):
 
     def _frame(self, deadline: float, limit: int) -> tuple[int, Incoming]:
         self._fill(self._header, deadline)
-        magic, length, number, size, summed = _HEADER.unpack_from(self._header)
+        magic, protocol, length, number, size, summed = _HEADER.unpack_from(self._header)
         if magic != _MAGIC:
             raise GarbageError("it sent something that is no frame")
+        if protocol != PROTOCOL:
+            with contextlib.suppress(OSError):
+                self.socket.send(_HEADER.pack(_MAGIC, PROTOCOL, 0, 0, 0, 0) + _SUM.pack(0))
+            raise GarbageError(f"it speaks protocol {protocol}, this is Luce {__version__} with protocol {PROTOCOL}")
         if length > _MESSAGE or size > limit:
             raise GarbageError(f"it sent a frame of {length} + {size} bytes, more than expected")
         body = bytearray(length)

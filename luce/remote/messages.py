@@ -37,14 +37,10 @@ from numpy.typing import NDArray
 
 from luce.runtime.step import Output, Step
 
-#: changes with every message that an older peer would not understand
-PROTOCOL = 7
-
 
 class Open(msgspec.Struct, tag=True):
     """The first message. `luce` is the version; `threads` as --threads."""
 
-    protocol: int
     luce: str
     devices: tuple[str, ...]
     log_level: str
@@ -66,7 +62,6 @@ class DeviceFacts(msgspec.Struct):
 class Hello(msgspec.Struct, tag=True):
     """The answer to Open."""
 
-    protocol: int
     luce: str
     pid: int
     devices: tuple[DeviceFacts, ...]

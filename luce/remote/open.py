@@ -13,7 +13,7 @@ from luce.config.settings import Config, flag
 from luce.errors import UsageError
 from luce.remote.child import Child, interpreter_of
 from luce.remote.device import RemoteDevice
-from luce.remote.messages import PROTOCOL, Open
+from luce.remote.messages import Open
 from luce.remote.supervisor import Limits, Supervisor
 from luce.remote.tcp import Connection, tls
 from luce.runtime.device import Device, DeviceName
@@ -171,7 +171,7 @@ def _program(setting: str, path: Path) -> Path:
 def _supervise(names: Sequence[DeviceName], interpreter: Path | None, config: Config, label: str = "") -> Supervisor:
     """The daemon of devices: a child process, or one of the network without an interpreter."""
     kind, label = names[0].kind, label or ",".join(map(str, names))
-    opening = Open(PROTOCOL, __version__, tuple(str(name.local) for name in names), config.log_level, config.threads)
+    opening = Open(__version__, tuple(str(name.local) for name in names), config.log_level, config.threads)
     limits = Limits(config.shard_start_timeout, config.shard_timeout)
     if interpreter is None:
         if config.shard_key_file is None:

@@ -34,7 +34,6 @@ from luce.errors import (
 from luce.remote.arena import Arena
 from luce.remote.channel import DTYPES, Channel, ChannelError, GarbageError, GoneError, LateError
 from luce.remote.messages import (
-    PROTOCOL,
     DraftLoaded,
     Failed,
     Hello,
@@ -406,11 +405,8 @@ class Supervisor:
             log.event(_log, "shard loading", shard=self.name, percent=int(100 * share))
 
     def _check(self, hello: Hello) -> None:
-        if (hello.protocol, hello.luce) != (PROTOCOL, __version__):
-            raise DeviceError(
-                f"{self.name}: the daemon is Luce {hello.luce} with protocol {hello.protocol}, "
-                f"this is Luce {__version__} with protocol {PROTOCOL}"
-            )
+        if hello.luce != __version__:
+            raise DeviceError(f"{self.name}: the daemon is Luce {hello.luce}, this is Luce {__version__}")
         if tuple(device.name for device in hello.devices) != self._opening.devices:
             raise DeviceError(f"{self.name}: the daemon opened other devices than it was asked to")
         for device in hello.devices:
@@ -430,9 +426,14 @@ class Supervisor:
         channel.send(0, request, timeout=_SEND)
         if fd is not None:
             channel.send_descriptor(fd, timeout=_SEND)
-        while not beat.wait(channel):
-            if time.monotonic() > deadline:
-                raise LateError(f"it has not started within {self.limits.start:g} s (--shard-start-timeout)")
+        try:
+            while not beat.wait(channel):
+                if time.monotonic() > deadline:
+                    raise LateError(f"it has not started within {self.limits.start:g} s (--shard-start-timeout)")
+        except GoneError:
+            # What it said before it ended says why.
+            if not channel.ready():
+                raise
         _, reply = channel.receive(timeout=_SEND)
         if isinstance(reply, Failed):
             raise failure(self.name, reply, starting=True)

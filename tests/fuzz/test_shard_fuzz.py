@@ -24,7 +24,7 @@ from luce.gguf.reader import open_gguf
 from luce.remote import supervisor
 from luce.remote.channel import Channel, checksum
 from luce.remote.device import RemoteDevice
-from luce.remote.messages import PROTOCOL, Done, Embedded, Failed, Fetched, Hello, Kind, Loaded, Open, Pong, Saved
+from luce.remote.messages import Done, Embedded, Failed, Fetched, Hello, Kind, Loaded, Open, Pong, Saved
 from luce.remote.supervisor import Limits, Supervisor
 from luce.runtime.device import DeviceName
 from luce.runtime.host import HostDevice
@@ -102,7 +102,7 @@ def _other(message: msgspec.Struct, chance: random.Random) -> msgspec.Struct:
                 chance.choice(["BackendError", "Exception", "SystemExit", "LuceError", "MethodError", "\0"]),
                 "\n" * some,
             ),
-            Hello(some, "?", -1, ()),
+            Hello("?" * some, -1, ()),
             Loaded((), (some,), (), -1, bool(few)),
         ]
     )
@@ -149,7 +149,7 @@ def converse(whole: int, seed: int, limits: Limits) -> str:
     """Everything that a server does with a daemon, which lies after so many true frames; how it ended."""
     Liar.random, Liar.whole = random.Random(seed), whole
     name = DeviceName("cpu", 1)
-    opening = Open(PROTOCOL, __version__, ("cpu:1",), "error", 0)
+    opening = Open(__version__, ("cpu:1",), "error", 0)
     with ExitStack() as stack:
         file = stack.enter_context(open_gguf(REFERENCE.path))
         supervised = Supervisor("cpu:1", Thread, opening, limits)

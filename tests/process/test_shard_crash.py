@@ -228,7 +228,7 @@ STARTS = {
         "it sent something that is no frame",
     ),
     "truncated": (
-        SOCKET + "s.sendall(b'LUC1' + bytes(9)); s.close()",
+        SOCKET + "s.sendall(b'LUC' + bytes(10)); s.close()",
         "it ended with status 0",
     ),
     "silent": ("time.sleep(100)", "it has not started within 1 s"),

@@ -11,7 +11,7 @@ import pytest
 import luce
 from luce.cli.main import main
 from luce.errors import DeviceError, ModelError, ShardLostError, UsageError
-from luce.remote import supervisor
+from luce.remote import channel, supervisor
 from tests.support.daemons import key_file, listener, within
 from tests.support.reference import Reference
 
@@ -93,6 +93,18 @@ def test_another_file(keys: list[Path]) -> None:
         ),
     ):
         load(port, keys[0])
+
+
+def test_another_protocol(keys: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    number = channel.PROTOCOL
+    with listener(REFERENCE.path, keys[0]) as (port, _):
+        with monkeypatch.context() as patched:
+            patched.setattr(channel, "PROTOCOL", number + 1)
+            for _ in range(5):
+                with pytest.raises(DeviceError, match=rf"it speaks protocol {number}, .* with protocol {number + 1}$"):
+                    load(port, keys[0])
+        with load(port, keys[0]) as model:
+            assert reply(model) == EXPECTED
 
 
 def test_another_key(keys: list[Path]) -> None:

@@ -26,7 +26,6 @@ from luce.gguf.reader import open_gguf
 from luce.remote.arena import shared_arena
 from luce.remote.channel import Channel
 from luce.remote.messages import (
-    PROTOCOL,
     Announce,
     Done,
     Drop,
@@ -60,7 +59,7 @@ from tests.support.values import same
 
 REFERENCE = Reference("qwen3-a-F32")
 ROWS = 8
-OPEN = Open(PROTOCOL, __version__, ("cpu:0",), "info", 0)
+OPEN = Open(__version__, ("cpu:0",), "info", 0)
 
 
 class Server:
@@ -143,10 +142,9 @@ STEP = Step(
 
 
 def test_opening(server: Server) -> None:
-    server.refused(Open(PROTOCOL + 1, __version__, ("cpu:0",), "info", 0), f"protocol {PROTOCOL + 1}")
-    server.refused(Open(PROTOCOL, "0.0.0", ("cpu:0",), "info", 0), "Luce 0.0.0")
-    server.refused(Open(PROTOCOL, __version__, ("frob:0",), "info", 0), "frob:0", "UsageError")
-    server.refused(Open(PROTOCOL, __version__, ("cuda:77",), "info", 0), "cuda:77", "UsageError")
+    server.refused(Open("0.0.0", ("cpu:0",), "info", 0), "Luce 0.0.0")
+    server.refused(Open(__version__, ("frob:0",), "info", 0), "frob:0", "UsageError")
+    server.refused(Open(__version__, ("cuda:77",), "info", 0), "cuda:77", "UsageError")
     server.refused(WHOLE, "no devices are open")
     server.refused(Forward(), "nothing is loaded")
     hello = server.ask(OPEN)
@@ -344,7 +342,7 @@ def test_devices_of_a_daemon_work_side_by_side(server: Server, monkeypatch: pyte
             meeting.wait(60)
         return forward(self, step, handed)
 
-    server.ask(Open(PROTOCOL, __version__, ("cpu:0", "cpu:1"), "info", 0))
+    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
     assert isinstance(server.ask(BOTH), Loaded)
     server.announce(STEP, -1, -1)
     expected = server.ask(Forward())
@@ -373,7 +371,7 @@ def test_a_step_that_fails_takes_those_behind_it_along(
             raise error
         return forward(self, step, handed)
 
-    server.ask(Open(PROTOCOL, __version__, ("cpu:0", "cpu:1"), "info", 0))
+    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
     server.ask(BOTH)
     monkeypatch.setattr(LocalShard, "forward", watched)
     threading.Timer(0.3, go.set).start()
@@ -413,7 +411,7 @@ def test_signs_of_life_tell_what_it_is_at(server: Server, monkeypatch: pytest.Mo
     monkeypatch.setattr(LocalShard, "__init__", read)
     monkeypatch.setattr(LocalShard, "forward", stopped)
     assert server.sign() == Pong()
-    server.ask(Open(PROTOCOL, __version__, ("cpu:0", "cpu:1"), "info", 0))
+    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
     server.send(BOTH)
     # Each layer waits until it is allowed to be read.
     assert within(60, lambda: server.sign().read > 0)
@@ -457,7 +455,7 @@ def test_signs_of_life_tell_what_devices_have_left(server: Server, monkeypatch: 
     for module in (daemon, left):
         monkeypatch.setattr(module, "BEAT", 0.01)
     assert server.sign().memory == ()
-    server.ask(Open(PROTOCOL, __version__, ("cpu:0", "cpu:1"), "info", 0))
+    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
     assert told((100, 1000), (100, 1001))
     # Also while nobody asks for anything, and when a device cannot say.
     for free[0], expected in ((90, ((90, 1000), (90, 1001))), (0, ()), (80, ((80, 1000), (80, 1001)))):

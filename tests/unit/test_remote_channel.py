@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.remote.channel import Channel, GarbageError, GoneError, LateError
+from luce import __version__
+from luce.remote.channel import PROTOCOL, Channel, GarbageError, GoneError, LateError
 from luce.remote.messages import Announce, Done, Failed, Fetched, Fill, Kind, Ping, Reply, Request, Saved
 from luce.runtime.step import Candidates, Output, PageView, Span, Step
 from tests.support.values import same
@@ -43,6 +44,7 @@ def step(rows: int) -> Step:
     return Step(numbers, numbers, (Span(0, 0, rows, 3),), (view, view), numbers[:2], numbers[:2] > 0)
 
 
+MAGIC = b"LUC" + bytes([PROTOCOL])
 RNG = np.random.default_rng(0)
 MESSAGES: list[msgspec.Struct] = [
     Ping(),
@@ -70,7 +72,7 @@ def test_round_trip(pair: Pair, message: msgspec.Struct) -> None:
 
 
 def frame(
-    body: bytes, payload: bytes = b"", *, magic: bytes = b"LUC1", length: int | None = None, summed: int | None = None
+    body: bytes, payload: bytes = b"", *, magic: bytes = MAGIC, length: int | None = None, summed: int | None = None
 ) -> bytes:
     known = zlib.crc32(payload) if summed is None else summed
     fields = magic + struct.pack("<IQQI", len(body) if length is None else length, 1, len(payload), known)
@@ -110,6 +112,19 @@ def test_garbage(pair: Pair, name: str) -> None:
     ours.socket.sendall(BAD[name])
     with pytest.raises(GarbageError, match=r"^it "):
         theirs.receive(timeout=60)
+
+
+def test_another_protocol_is_told_by_both_sides(pair: Pair) -> None:
+    # Whatever such a peer means by the rest, and whatever it says next, this is what is said of it.
+    ours, theirs = pair
+    ours.socket.sendall(frame(b"?" * 100, magic=b"LUC" + bytes([PROTOCOL + 1])))
+    with pytest.raises(GarbageError) as caught:
+        theirs.receive(timeout=60)
+    this = f"this is Luce {__version__} with protocol {PROTOCOL}"
+    assert str(caught.value) == f"it speaks protocol {PROTOCOL + 1}, {this}"
+    theirs.close()
+    answer = ours.socket.recv(100)
+    assert answer[:4] == MAGIC and len(answer) == 32
 
 
 def test_more_than_expected(pair: Pair) -> None:

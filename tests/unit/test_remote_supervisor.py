@@ -20,12 +20,12 @@ from luce.remote import supervisor
 from luce.remote.arena import shared_arena
 from luce.remote.channel import Channel, ChannelError
 from luce.remote.device import RemoteDevice
-from luce.remote.messages import PROTOCOL, Accept, DeviceFacts, Done, Hello, Load, Loaded, Open, Ping, Pong, Request
+from luce.remote.messages import Accept, DeviceFacts, Done, Hello, Load, Loaded, Open, Ping, Pong, Request
 from luce.remote.supervisor import Limits, Supervisor
 from luce.runtime.device import DeviceName, Memory
 from tests.support.daemons import within
 
-OPEN = Open(PROTOCOL, __version__, (), "info", 0)
+OPEN = Open(__version__, (), "info", 0)
 LOAD = Load("", "", (), (), 1, ("auto", "auto"), 0, (), False, (), 1, True, 0, True)
 
 
@@ -58,7 +58,7 @@ class Peer:
     def _serve(self) -> None:
         try:
             self._channel.receive(timeout=60)
-            self._channel.send(0, Hello(PROTOCOL, __version__, 0, self.devices), timeout=60)
+            self._channel.send(0, Hello(__version__, 0, self.devices), timeout=60)
             self._channel.receive(timeout=60)
             fd = self._channel.receive_descriptor(timeout=60)
             self.ready.wait(60)
@@ -202,7 +202,7 @@ def test_what_is_read_of_layers(
 def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch, lie: dict[str, Any]) -> None:
     facts = {"host": True, "lanes": 1, "kv_dtype": "<f4", "free": 1, "total": 2, "facts": {}, **lie}
     monkeypatch.setattr(Peer, "devices", (DeviceFacts("cpu:0", **facts),))
-    opening = Open(PROTOCOL, __version__, ("cpu:0",), "info", 0)
+    opening = Open(__version__, ("cpu:0",), "info", 0)
     daemon = Supervisor("shard", lambda name: Peer(waits), opening, Limits(60.0, 60.0))
     with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it described cpu:0 as no device is$"):
         daemon.hello()
@@ -213,7 +213,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let daemons have two."""
     names = "cpu:0", "cpu:1"
     monkeypatch.setattr(Peer, "devices", tuple(DeviceFacts(name, True, 1, "<f4", 1, 2, {}) for name in names))
-    monkeypatch.setattr(sys.modules[__name__], "OPEN", Open(PROTOCOL, __version__, names, "info", 0))
+    monkeypatch.setattr(sys.modules[__name__], "OPEN", Open(__version__, names, "info", 0))
 
 
 def test_what_devices_have_left(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
