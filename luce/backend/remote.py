@@ -187,7 +187,13 @@ class RemoteShard:
         return self._parts
 
     def lost(self) -> str:
-        return self._requests.lost()
+        why = self._requests.lost()
+        if why:
+            # Whatever the last daemon has left in the words, no step of the next one may take it for its own.
+            for word in (self._arena.given, self._arena.told):
+                if Word(word, self._forwards).happened():
+                    self._forwards = int(word[0])
+        return why
 
     def down(self) -> str:
         return self._daemon.down()
@@ -386,6 +392,9 @@ class RemoteShard:
 
     def _read(self, answer: Answer, step: Step, announced: _Announced) -> Output:
         """The output of a step that was told. Raises GarbageError if it is none."""
+        assert announced.told is not None
+        if announced.told.passed(self._forwards):
+            raise GarbageError("it told an output that nobody has asked for")
         output = answer.output()
         # Its shapes are this process's own.
         self._check_ids(output)

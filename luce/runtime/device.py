@@ -89,6 +89,10 @@ class Word(Event):
     def happened(self) -> bool:
         return (int(self.memory[0]) - self.value) & 0xFFFFFFFF < 1 << 31
 
+    def passed(self, value: int) -> bool:
+        """Whether a later moment than `value` has been told."""
+        return (int(self.memory[0]) - value - 1) & 0xFFFFFFFF < 1 << 31
+
     def wait(self) -> None:
         while not self.happened():
             time.sleep(0)

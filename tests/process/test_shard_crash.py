@@ -79,6 +79,49 @@ def test_death_while_generating(number: signal.Signals, monkeypatch: pytest.Monk
         assert children() != {pid} and len(children()) == 1
 
 
+#: a daemon that waits for words as GPUs do, counts them up at a step of one row, once, and may die of it
+COUNTS_UP = """
+from pathlib import Path
+from luce.backend import served
+from luce.cli.main import main
+from luce.runtime.host import HostDevice
+
+todo = Path({todo!r})
+HostDevice.uses_words = True
+inner = served.ServedModel.forward
+
+def forward(self, message, there):
+    work = inner(self, message, there)
+    if todo.exists() and message.step.rows == 1:
+        dies = todo.read_text() == "dies"
+        todo.unlink()
+        self.arena.given[0] += 1000
+        self.arena.told[0] += 1000
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return work
+
+served.ServedModel.forward = forward
+sys.exit(main(sys.argv[4:]))
+"""
+
+
+@pytest.mark.parametrize("end", ["dies", "goes on"])
+def test_what_a_lost_daemon_has_counted_is_not_believed(end: str, tmp_path: Path) -> None:
+    todo = tmp_path / "todo"
+    python = interpreter(tmp_path / "python", COUNTS_UP.format(todo=str(todo)))
+    with load(target_shard_ipc_bin=python) as model:
+        assert reply(model) == EXPECTED
+        todo.write_text(end)
+        # That which dies may be seen before it has.
+        seen = "it told an output that nobody has asked for"
+        with pytest.raises(ShardLostError, match=seen if end == "goes on" else f"{seen}|ended by SIGKILL"):
+            reply(model)
+        assert not todo.exists()
+        # Memory of the first life is that of the second one.
+        assert reply(model) == EXPECTED
+
+
 def test_a_daemon_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     # It is noticed by the limit of a request alone.
     monkeypatch.setattr(supervisor, "_SILENCE", 1000.0)
