@@ -123,7 +123,11 @@ class Config:
         group="remote",
     )
     shard_start_timeout: float = _setting(
-        600.0, number(1, 86400), "time that a daemon has to start and to load", metavar="SECONDS", group="remote"
+        600.0,
+        number(1, 86400),
+        "time that a daemon has to start, and to read each of its layers",
+        metavar="SECONDS",
+        group="remote",
     )
     max_ctx: int = _setting(
         0,

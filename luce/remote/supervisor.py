@@ -55,8 +55,8 @@ _SUSPECT = 5.0
 _SILENCE = 15.0
 #: likewise before the first one: an interpreter may take long to import what it needs
 _FIRST = 60.0
-#: what a daemon reads of its layers between two lines of the log
-_SHARE = 0.1
+#: what a daemon reads of its layers between two lines of the log, and at least to have come further
+_SHARE, _FURTHER = 0.1, 1e-3
 #: lanes of a warp or a wavefront, and of the host
 _LANES = (1, 32, 64)
 #: most letters of what a daemon says that it is at
@@ -89,7 +89,8 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: until a daemon has loaded; for a request, beside what it takes in proportion to its rows."""
+    """Seconds: for a daemon's start and for each layer that it reads; for a request, beside what it takes in proportion
+    to its rows."""
 
     start: float
     request: float
@@ -145,6 +146,8 @@ class Supervisor:
         self.generation = 0
         #: share of its layers that the daemon has read, as far as is known, and as the log has it
         self.read = self._told = 0.0
+        #: when it is to have come further than this share
+        self._deadline, self._reached = math.inf, 0.0
         #: signs of this life
         self._beat: _Heartbeat | None = None
         self._thread = threading.Thread(target=self._main, name=f"luce-{name}", daemon=True)
@@ -360,9 +363,8 @@ class Supervisor:
     def _start(self, channel: Channel[Reply], beat: _Heartbeat) -> None:
         """Hello and load."""
         began = time.monotonic()
-        deadline = began + self.limits.start
-        self.read = self._told = 0.0
-        hello = self._ask(channel, beat, self._opening, Hello, deadline)
+        self.read = self._told = self._reached = 0.0
+        hello = self._ask(channel, beat, self._opening, Hello)
         self._check(hello)
         with self._changed:
             self._hello = self._hello or hello
@@ -370,9 +372,9 @@ class Supervisor:
         load, fd = self._given_load(beat)
         loaded: Loaded | DraftLoaded
         if isinstance(load, LoadDraft):
-            loaded = self._ask(channel, beat, load, DraftLoaded, deadline)
+            loaded = self._ask(channel, beat, load, DraftLoaded)
         else:
-            loaded = self._ask(channel, beat, load, Loaded, deadline, fd)
+            loaded = self._ask(channel, beat, load, Loaded, fd)
         if self._loaded is not None and loaded != self._loaded:
             raise BackendError(f"{self.name}: the daemon does not load what it loaded before")
         seconds, way = time.monotonic() - began, None
@@ -400,6 +402,8 @@ class Supervisor:
         with self._changed:
             self.read = share
             self._changed.notify_all()
+        if share >= self._reached + _FURTHER:
+            self._reached, self._deadline = share, time.monotonic() + self.limits.start
         if share >= self._told + _SHARE:
             self._told = share
             log.event(_log, "shard loading", shard=self.name, percent=int(100 * share))
@@ -419,17 +423,18 @@ class Supervisor:
         beat: _Heartbeat,
         request: Open | Load | LoadDraft,
         answer: type[Answer],
-        deadline: float,
         fd: int | None = None,
     ) -> Answer:
-        """The answer to a request, while the daemon gives signs of life."""
+        """The answer to a request, while the daemon gives signs of life and comes further."""
+        self._deadline = time.monotonic() + self.limits.start
         channel.send(0, request, timeout=_SEND)
         if fd is not None:
             channel.send_descriptor(fd, timeout=_SEND)
         try:
             while not beat.wait(channel):
-                if time.monotonic() > deadline:
-                    raise LateError(f"it has not started within {self.limits.start:g} s (--shard-start-timeout)")
+                if time.monotonic() > self._deadline:
+                    what = "come further" if self._reached else "started"
+                    raise LateError(f"it has not {what} within {self.limits.start:g} s (--shard-start-timeout)")
         except GoneError:
             # What it said before it ended says why.
             if not channel.ready():

@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -196,6 +197,47 @@ def test_what_is_read_of_layers(
     assert daemon.read == 1.0
     lines = [record.fields for record in caplog.records if record.getMessage() == "shard loading"]  # type: ignore[attr-defined]
     assert lines == [{"shard": "shard", "percent": 25}, {"shard": "shard", "percent": 50}]
+
+
+@pytest.mark.parametrize(("shares", "error"), [((0.25, 0.5, 0.75), ""), ((0.25, 0.2505, 0.2509), "not come further")])
+def test_a_start_may_last_as_long_as_layers_are_read(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, shares: tuple[float, ...], error: str
+) -> None:
+    later = 0.0
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + later
+
+    monkeypatch.setattr(supervisor, "time", Clock)
+    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
+    monkeypatch.setattr(supervisor, "_SILENCE", 1e6)
+    monkeypatch.setattr(supervisor, "_FIRST", 1e6)
+    monkeypatch.setattr(Peer, "sign", Pong("Load", 1.0, 1, shares[0]))
+    monkeypatch.setattr(Peer, "ready", threading.Event())
+    monkeypatch.setattr(Peer, "kill", lambda peer: peer.ready.set())
+    daemon, seen = watch(waits), [0.0]
+
+    def read() -> None:
+        nonlocal later
+        if daemon.read == seen[-1] or daemon.read == 1:
+            return
+        seen.append(daemon.read)
+        # Of 60 s.
+        later += 40
+        if len(seen) <= len(shares):
+            Peer.sign = Pong("Load", 1.0, 1, shares[len(seen) - 1])
+        elif not error:
+            Peer.ready.set()
+
+    loading(daemon)
+    if error:
+        with pytest.raises(DeviceError, match=rf"{error} within 60 s \(--shard-start-timeout\); .* at Load for"):
+            daemon.loaded(read)
+    else:
+        daemon.loaded(read)
+        assert tuple(seen[1:]) == shares
 
 
 @pytest.mark.parametrize("lie", [{"kv_dtype": "frob"}, {"kv_dtype": "|O"}, {"lanes": 0}, {"free": -1}], ids=str)
