@@ -207,8 +207,16 @@ class RemoteShard:
             for way, counts in ways.items()
             for direction, count in zip(("sent", "received"), counts, strict=True)
         }
-        waited = self._requests.waited
-        return DaemonState(number, self.info.device, daemon.ready(), daemon.generation, moved, waited)
+        return DaemonState(
+            number,
+            self.info.device,
+            up=daemon.ready(),
+            restarts=daemon.generation,
+            transport="shared" if daemon.shares else "stream",
+            words=self._words,
+            moved=moved,
+            waited=self._requests.waited,
+        )
 
     def announce(self, step: Step, handed: Activation | None) -> None:
         self._release()

@@ -44,14 +44,17 @@ class ShardInfo:
 class DaemonState:
     """A daemon's shard, by its number and its devices: whether it is there, and how often it was lost before.
 
-    moved: bytes since the load, by the way that they went, as in --shard-transport, and whether they were `sent` or
-    `received`; waited: seconds that threads of the server have waited for its answers.
+    transport: how activations go to it and come from it, `shared` or `stream`; words: whether its devices wait for
+    them, and tell outputs, by themselves; moved: bytes since the load, by the way that they went, likewise, and whether
+    they were `sent` or `received`; waited: seconds that threads of the server have waited for its answers.
     """
 
     shard: int
     device: str
     up: bool
     restarts: int
+    transport: str
+    words: bool
     moved: Mapping[tuple[str, str], int]
     waited: float
 

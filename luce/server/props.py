@@ -10,6 +10,7 @@ from aiohttp import web
 
 from luce import __version__
 from luce.api import Model
+from luce.backend.shard import DaemonState
 from luce.engine.residency import ResidencyStats
 from luce.engine.sequence import SamplingParams
 from luce.engine.speculate import DraftStats
@@ -66,6 +67,7 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             "backend": first.rpartition("/")[2].partition(":")[0],
             "target_device": first,
             "target_sharding": _shards(model),
+            "daemons": [_daemon(daemon) for daemon in model.daemons()],
             "kv_cache_k": config.cache_type_k,
             "kv_cache_v": config.cache_type_v,
             "chunk": model.chunk,
@@ -79,6 +81,12 @@ def _shards(model: Model) -> list[dict[str, Any]]:
     """Where the layers are, and what the devices have left, null where that is not known."""
     left = {device: {"free": memory.free, "total": memory.total} for device, memory in model.memory().items()}
     return [{**shard, "memory": left.get(shard["device"])} for shard in model.placement]
+
+
+def _daemon(state: DaemonState) -> dict[str, Any]:
+    """A daemon's shard. `gpu_waits`: as DaemonState.words; otherwise the host tells its devices when to go on."""
+    names = ("shard", "device", "up", "restarts", "transport")
+    return {name: getattr(state, name) for name in names} | {"gpu_waits": state.words}
 
 
 def _residency(stats: ResidencyStats) -> dict[str, Any]:

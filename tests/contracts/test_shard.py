@@ -114,6 +114,7 @@ def test_what_passes_is_counted(backend: LayerSplitBackend, reference: Reference
     for number, moved in enumerate(own):
         direction, other = ("sent", "received") if number else ("received", "sent")
         shared, stream = moved["shared", direction], moved["stream", direction]
+        assert backend.daemons()[number].transport == ("shared" if shared else "stream")
         assert 0 < stream < size if shared == size else (shared == 0 and size < stream < 2 * size)
         # A step, or its output, which comes through shared memory if somebody waits for words there.
         assert moved["stream", other] > 0 and (number or not moved["shared", other])

@@ -496,8 +496,8 @@ async def test_metrics_hold_the_state_of_each_daemon() -> None:
     async with running() as here:
         moved = {("stream", "sent"): 10, ("stream", "received"): 20, ("shared", "sent"): 30, ("shared", "received"): 40}
         here.model.shard_daemons = (
-            DaemonState(1, "hip:0", True, 3, moved, 1.5),
-            DaemonState(2, "cpu:0,cpu:1", False, 0, {}, 0.0),
+            DaemonState(1, "hip:0", True, 3, "shared", True, moved, 1.5),
+            DaemonState(2, "cpu:0,cpu:1", False, 0, "stream", False, {}, 0.0),
         )
         _, text, _ = await here.get("/metrics")
         for labels, up, restarts in (

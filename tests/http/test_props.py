@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from luce import __version__
+from luce.backend.shard import DaemonState
 from luce.draft.drafter import Draftable, Drafting
 from luce.draft.ngram import NgramDrafter
 from luce.engine.speculate import DraftStats
@@ -52,6 +53,7 @@ async def test_placement() -> None:
             "backend": "cpu",
             "target_device": "cpu:0",
             "target_sharding": [{**shard, "memory": None} for shard in here.model.placement],
+            "daemons": [],
             "kv_cache_k": "auto",
             "kv_cache_v": "bf16",
             "chunk": 64,
@@ -59,6 +61,10 @@ async def test_placement() -> None:
         here.model.left = {"cpu:0": Memory(1, 3)}
         shards = (await here.get("/props"))[1]["runtime"]["target_sharding"]
         assert [shard["memory"] for shard in shards] == [{"free": 1, "total": 3}, None]
+        here.model.shard_daemons = (DaemonState(1, "cpu:1", True, 3, "shared", False, {}, 0.0),)
+        assert (await here.get("/props"))[1]["runtime"]["daemons"] == [
+            {"shard": 1, "device": "cpu:1", "up": True, "restarts": 3, "transport": "shared", "gpu_waits": False}
+        ]
         here.model.placement[0]["device"] = "tcp://far:9/cuda:0"
         runtime = (await here.get("/props"))[1]["runtime"]
         assert (runtime["backend"], runtime["target_device"]) == ("cuda", "tcp://far:9/cuda:0")

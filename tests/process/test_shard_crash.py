@@ -112,6 +112,7 @@ def test_what_a_lost_daemon_has_counted_is_not_believed(end: str, tmp_path: Path
     python = interpreter(tmp_path / "python", COUNTS_UP.format(todo=str(todo)))
     with load(target_shard_ipc_bin=python) as model:
         assert reply(model) == EXPECTED
+        assert [daemon.words for daemon in model.daemons()] == [True]
         todo.write_text(end)
         # That which dies may be seen before it has.
         seen = "it told an output that nobody has asked for"
