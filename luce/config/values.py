@@ -12,17 +12,17 @@ from typing import Any
 Parser = Callable[[str], Any]
 
 
+_INTEGER = re.compile(r"[ \t\n\r\f\v]*(-?[0-9]{1,20})", re.ASCII)
+
+
 def integer(low: int, high: int = 2**31 - 1) -> Parser:
-    """An integer in [low, high]."""
+    """An integer in [low, high]: decimal digits to the end, which only white space or a minus sign may precede."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
+        match = _INTEGER.fullmatch(text)
+        if match is None or not low <= int(match[1]) <= high:
             raise ValueError(f"expected an integer in {low}..{high}")
-        return value
+        return int(match[1])
 
     return parse
 

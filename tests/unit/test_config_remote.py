@@ -116,3 +116,33 @@ def test_where_devices_are_wrong_nothing_is_said_of_their_daemons() -> None:
         "--target-devices",
         "--isolate-shards",
     ]
+
+
+#: integers of the environment
+INTEGERS = {"0": 0, "  42": 42, "\t8": 8, "007": 7, "2147483647": 2147483647}
+NO_INTEGERS = [
+    "",
+    " ",
+    " -1",
+    "-1",
+    "+5",
+    "12x",
+    "5 ",
+    "1_0",
+    "1.0",
+    "0x10",
+    "\u0663",
+    "2147483648",
+    "99999999999999999999",
+]
+
+
+@pytest.mark.parametrize("text", [*INTEGERS, *NO_INTEGERS], ids=repr)
+def test_integers(text: str) -> None:
+    env = {"LUCE_MAX_CTX": text}
+    if text in INTEGERS:
+        assert resolve({}, env=env).max_ctx == INTEGERS[text]
+        return
+    with pytest.raises(UsageError) as caught:
+        resolve({}, env=env)
+    assert str(caught.value) == f"LUCE_MAX_CTX: expected an integer in 0..2147483647, got {text!r}"
