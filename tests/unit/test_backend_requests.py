@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from luce.backend.remote import RemoteShard
 from luce.backend.remotekept import RemoteKept
@@ -21,6 +23,7 @@ from luce.remote.channel import Channel, ChannelError, GarbageError
 from luce.remote.messages import Accept, Done, Drop, Forward, Kind, Reply, Request, Save, Saved
 from luce.remote.supervisor import Limits
 from luce.remote.tcp import tls
+from luce.runtime.device import Event
 from luce.runtime.step import Output
 from tests.support.daemons import key_file
 
@@ -125,6 +128,53 @@ def test_large_messages_pass_each_other(secured: bool, tmp_path: Path) -> None:
         request.wait()
     peer.join(60)
     assert len(heard) == 3 and all(np.array_equal(each, data) for each in heard)  # type: ignore[arg-type]
+    daemon.close()
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_every_answer_is_that_of_its_request(secured: bool, tmp_path: Path) -> None:
+    """Many requests of any size, several on the way at a time, some with a message before that gets no answer."""
+    daemon = Daemon(*(over_tls(tmp_path) if secured else socket.socketpair()))
+    count, most = 20000, 1 << 14
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, 2 * most, np.uint8)
+    sizes = (most * rng.random(count) ** 4).astype(int)
+    sent = [data[at : at + size] for at, size in zip(rng.integers(0, most, count), sizes, strict=True)]
+    dropped: list[int] = []
+
+    def serve() -> None:
+        for _ in range(count):
+            number, message = daemon.peer.receive(timeout=60)
+            if isinstance(message, Drop):
+                dropped.extend(message.kept)
+                number, message = daemon.peer.receive(timeout=60)
+            daemon.peer.send(number, Done(seconds=number, data=message.data[::-1]), timeout=60)
+
+    peer = threading.Thread(target=serve)
+    peer.start()
+    requests = Requests(daemon)  # type: ignore[arg-type]
+    got: list[NDArray[np.uint8]] = []
+
+    def take(reply: Reply) -> None:
+        assert isinstance(reply, Done) and reply.data is not None
+        got.append(reply.data)
+
+    waiting: deque[Event] = deque()
+    for number, each in enumerate(sent):
+        if number % 7 == 3:
+            requests.dropped.append(number)
+        waiting.append(requests.ask(Forward(each), seconds=60, limit=most, take=take))
+        if len(waiting) > number % 9:
+            waiting.popleft().wait()
+    for each in waiting:
+        each.wait()
+    peer.join(60)
+    assert len(got) == count
+    assert all(np.array_equal(reply[::-1], each) for reply, each in zip(got, sent, strict=True))
+    assert dropped == list(range(3, count, 7))
+    whole = sum(sizes) + 2 * count * 32
+    for channel in (daemon.channel(0), daemon.peer):
+        assert whole < channel.sent < whole + 200 * count and whole < channel.received < whole + 200 * count
     daemon.close()
 
 
