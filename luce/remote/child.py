@@ -36,6 +36,8 @@ class Child:
     left over by a killed server. Raises DeviceError if the interpreter cannot be started.
     """
 
+    silent = ""
+
     def __init__(self, name: str, interpreter: Path, variables: Mapping[str, str]) -> None:
         self.name = name
         with contextlib.ExitStack() as failing, contextlib.ExitStack() as passed:

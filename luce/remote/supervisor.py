@@ -79,6 +79,8 @@ class Peer(Protocol):
 
     requests: socket.socket
     watch: socket.socket
+    #: what may be why, for the end of a message, if it never gives a sign of life
+    silent: str
 
     def kill(self) -> None:
         """End it, or the connection to it, at once."""
@@ -357,7 +359,7 @@ class Supervisor:
         if isinstance(suspicion, LuceError):
             return suspicion
         kind = ShardLostError if self._ever_ready else DeviceError
-        why = f"{suspicion}{beat.last()}" if isinstance(suspicion, LateError) else suspicion
+        why = f"{suspicion}{beat.last() or peer.silent}" if isinstance(suspicion, LateError) else suspicion
         return kind(f"{self.name}: the daemon is lost: {how if gone else why}")
 
     def _start(self, channel: Channel[Reply], beat: _Heartbeat) -> None:

@@ -76,6 +76,8 @@ def spelled(host: str, port: int) -> str:
 class Connection:
     """A daemon of another machine, connected to. Raises DeviceError naming it."""
 
+    silent = "; it serves one server at a time, and perhaps another one now"
+
     def __init__(self, name: str, where: str, context: ssl.SSLContext) -> None:
         self.requests: socket.socket
         self.watch: socket.socket

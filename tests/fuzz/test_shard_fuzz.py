@@ -111,6 +111,8 @@ def _other(message: msgspec.Struct, chance: random.Random) -> msgspec.Struct:
 class Thread:
     """A Peer: a daemon in a thread of this process."""
 
+    silent = ""
+
     def __init__(self, name: str) -> None:
         self.requests, requests = socket.socketpair()
         self.watch, watch = socket.socketpair()

@@ -46,6 +46,15 @@ def test_one_server_after_another(keys: list[Path], tmp_path: Path) -> None:
                 assert model.placement[2]["device"] == f"tcp://127.0.0.1:{port}/cpu:1"
 
 
+def test_a_server_beside_another_one(keys: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with listener(REFERENCE.path, keys[0]) as (port, _), load(port, keys[0]) as model:
+        with monkeypatch.context() as patched:
+            patched.setattr(supervisor, "_FIRST", 1.0)
+            with pytest.raises(DeviceError, match=r"no sign of life for 1 s; it serves one server at a time, and perh"):
+                load(port, keys[0])
+        assert reply(model) == EXPECTED
+
+
 def test_a_daemon_that_comes_back(keys: list[Path]) -> None:
     with listener(REFERENCE.path, keys[0]) as (port, process):
         model = load(port, keys[0])

@@ -36,6 +36,7 @@ class Peer:
     It gives no sign of life unless `awake`.
     """
 
+    silent = ""
     awake = threading.Event()
     awake.set()
     #: what it says then, and of its devices
