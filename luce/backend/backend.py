@@ -76,7 +76,7 @@ class Backend(Protocol):
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
         """These rows of the slot's tentative spans count, at least the first one: its next span accepts none, and
-        `save` gives the states behind them."""
+        `save` gives the states behind them. Raises LuceError; what sequences keep is lost then, as `lost` tells."""
 
     def move_features(self, slot: int, position: int, path: Sequence[int]) -> None:
         """Of the slot's tree, whose root was run at `position`, these rows count: what was captured of them is moved

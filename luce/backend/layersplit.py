@@ -298,8 +298,14 @@ class LayerSplitBackend:
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
         self._wait()
-        for shard in self._chain.shards:
-            shard.accept(slot, rows)
+        try:
+            for shard in self._chain.shards:
+                shard.accept(slot, rows)
+        except BaseException as error:
+            # Some shards may have done it.
+            self._give_up(error)
+            self._forgotten = f"rows could not be accepted: {error}"
+            raise
 
     def move_features(self, slot: int, position: int, path: Sequence[int]) -> None:
         if self._ring is not None:

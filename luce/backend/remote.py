@@ -312,7 +312,8 @@ class RemoteShard:
         return self._requests.ask(message, seconds=seconds, limit=limit, take=take).output
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
-        self._requests.ask(Accept(slot, tuple(rows)), seconds=0, limit=SMALL, take=_done)
+        # Else what is saved next might be of other rows than it says, and nobody would hear of it.
+        self._requests.ask(Accept(slot, tuple(rows)), seconds=0, limit=SMALL, take=_done).wait()
 
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         message = Seal(slot, tuple(map(int, entries)), tuple(map(int, pages)))

@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import luce
 from luce import __version__
 from luce.api import Model
+from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import BackendError, DeviceError, LuceError, ModelError, OutOfMemoryError, ShardLostError
+from luce.gguf.reader import open_gguf
 from luce.remote import supervisor
 from luce.remote.channel import PROTOCOL
-from tests.support.daemons import HERE, children, interpreter, nothing_left, state, within
+from tests.support.daemons import HERE, children, devices, interpreter, nothing_left, state, within
+from tests.support.drive import Driver
 from tests.support.reference import Reference
 
 #: a recurrent model: the state behind a prompt is saved while the reply is generated
@@ -80,7 +84,7 @@ wrap("start", daemon._Session, "_open")
 wrap("load", served.ServedModel, "__init__")
 wrap("prefill", served.ServedModel, "forward", lambda message, *_: message.step.rows > 1)
 wrap("decode", served.ServedModel, "forward", lambda message, *_: message.step.rows == 1)
-for name in ("save", "restore", "fetch", "fill"):
+for name in ("accept", "save", "restore", "fetch", "fill"):
     wrap(name, served.ServedModel, name)
 sys.exit(main(sys.argv[4:]))
 """
@@ -288,6 +292,27 @@ def test_no_memory_in_a_save(plan: Plan, caplog: pytest.LogCaptureFixture) -> No
             assert re.search(rf"a prefix could not be kept: shard 1 \(cpu:1\): .*{why}", caplog.text)
             caplog.clear()
             assert reply(model) == EXPECTED and children() == before
+
+
+def test_no_memory_to_accept_rows(plan: Plan) -> None:
+    """The states are behind other rows in one process than in the other: no reply goes on from there."""
+    interpreters = {"target_shard_ipc_bin": (("", plan.program),)}
+    with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1", **interpreters) as opened:
+        backend = LayerSplitBackend(file, REFERENCE.spec, opened, slots=2, context=128, verify=4)
+        with contextlib.closing(backend):
+            driver = Driver(backend)
+            for kind, why in MEMORY.items():
+                sequence = driver.start()
+                driver.feed((sequence, np.array(PROMPT, np.int32)))
+                driver.verify((sequence, np.array([1, 2, 3], np.int32)))
+                driver.accept(sequence, 2)
+                plan.say(f"accept: {kind}")
+                with pytest.raises(OutOfMemoryError, match=rf"^shard 1 \(cpu:1\): .*{why}"):
+                    driver.keep(sequence)
+                assert plan.done()
+                assert re.match(rf"rows could not be accepted: shard 1 \(cpu:1\): .*{why}", backend.lost())
+                assert not backend.lost()
+                driver.end(sequence)
 
 
 def test_nothing_leaks_where_memory_runs_out(plan: Plan) -> None:
