@@ -103,7 +103,8 @@ def shared_arena(size: int) -> Arena:
         try:
             fd = os.memfd_create("luce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             failing.callback(os.close, fd)
-            os.ftruncate(fd, max(size, _ALIGNED))
+            # Pages that are taken when they are first used end the process, by SIGBUS, if there are none by then.
+            os.posix_fallocate(fd, 0, max(size, _ALIGNED))
             # A peer that shrank it would turn the other side's accesses into SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:

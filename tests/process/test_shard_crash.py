@@ -222,12 +222,15 @@ def test_progress_counts_the_layers_of_daemons(monkeypatch: pytest.MonkeyPatch) 
     assert told == sorted(told) and told[-1] == 1.0
 
 
-def test_without_memory_that_can_be_shared(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def refused(name: str, flags: int) -> int:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+@pytest.mark.parametrize(("call", "number"), [("memfd_create", errno.EPERM), ("posix_fallocate", errno.ENOSPC)])
+def test_without_memory_that_can_be_shared(
+    call: str, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "memfd_create", refused)
-    why = r"\d+ bytes of shared memory: Operation not permitted"
+    monkeypatch.setattr(os, call, refused)
+    why = rf"\d+ bytes of shared memory: {os.strerror(number)}"
     with pytest.raises(OutOfMemoryError, match=rf"shard 1 \(cpu:1\): --shard-transport shared: {why}$"):
         load(shard_transport="shared")
     with load() as model:
