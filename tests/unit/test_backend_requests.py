@@ -23,7 +23,7 @@ from luce.remote.channel import Channel, ChannelError, GarbageError
 from luce.remote.messages import Accept, Done, Drop, Forward, Kind, Reply, Request, Save, Saved
 from luce.remote.supervisor import Limits
 from luce.remote.tcp import tls
-from luce.runtime.device import Event
+from luce.runtime.device import Event, Word
 from luce.runtime.step import Output
 from tests.support.daemons import key_file
 
@@ -191,3 +191,14 @@ def test_there_are_no_other_tokens(count: int) -> None:
     for wrong in (9, -1, np.iinfo(np.int32).min):
         with pytest.raises(GarbageError, match=r"outside 0\.\.8"):
             shard._check_ids(output(wrong))
+
+
+@pytest.mark.parametrize("count", [0, 5, 1 << 31, (1 << 32) - 1, 1 << 40])
+def test_words_count_on_beyond_their_bits(count: int) -> None:
+    told = Word(np.zeros(1, np.uint32), count)
+    told.tell()
+    assert told.happened() and not told.passed(count) and told.passed(count - 1)
+    later = Word(told.memory, count + 1)
+    assert not later.happened() and not told.passed(later.value)
+    later.tell()
+    assert told.happened() and later.happened() and told.passed(count)
