@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,8 @@ _log = logging.getLogger(__name__)
 _SPIN, _SPUN_ROWS = 20e-3, 64
 #: seconds that ranking may take for each byte of scores
 _RANKING = 1e-4
+#: how many Seals are remembered until their errors are told
+_SEALS = 256
 
 
 class RemoteShard:
@@ -104,6 +107,8 @@ class RemoteShard:
         self._reader: Request | None = None
         #: the last step whose captured outputs come with its answer
         self._capturing: Request | None = None
+        #: Seals whose errors nobody has heard of, which Rank tells: to wait for their answers is to wait for steps
+        self._sealing: deque[Request] = deque(maxlen=_SEALS)
         self._words = False
         self._forwards = 0
         #: bytes of a row in shared memory, and of all that went through it, to the daemon and from it
@@ -317,7 +322,7 @@ class RemoteShard:
 
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         message = Seal(slot, tuple(map(int, entries)), tuple(map(int, pages)))
-        self._requests.ask(message, seconds=self._copying, limit=SMALL, take=_done)
+        self._sealing.append(self._requests.ask(message, seconds=self._copying, limit=SMALL, take=_done))
 
     def unseal(self, slot: int) -> None:
         self._requests.ask(Unseal(slot), seconds=0, limit=SMALL, take=_done)
@@ -333,7 +338,16 @@ class RemoteShard:
 
         message = Rank(slot, position, np.asarray(entries, np.int32))
         size = 8 * self._ranking * len(entries)
-        self._requests.ask(message, seconds=_RANKING * size, limit=SMALL + size, take=take).wait()
+        asked = self._requests.ask(message, seconds=_RANKING * size, limit=SMALL + size, take=take)
+        sealing = [*self._sealing]
+        self._sealing.clear()
+        try:
+            asked.wait()
+        finally:
+            # They are answered by now.
+            for request in sealing:
+                if request.error is not None:
+                    raise request.error
         return found[0]
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> RemoteKept:

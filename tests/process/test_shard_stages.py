@@ -84,7 +84,7 @@ wrap("start", daemon._Session, "_open")
 wrap("load", served.ServedModel, "__init__")
 wrap("prefill", served.ServedModel, "forward", lambda message, *_: message.step.rows > 1)
 wrap("decode", served.ServedModel, "forward", lambda message, *_: message.step.rows == 1)
-for name in ("accept", "save", "restore", "fetch", "fill"):
+for name in ("accept", "seal", "save", "restore", "fetch", "fill"):
     wrap(name, served.ServedModel, name)
 sys.exit(main(sys.argv[4:]))
 """
@@ -313,6 +313,26 @@ def test_no_memory_to_accept_rows(plan: Plan) -> None:
                 assert re.match(rf"rows could not be accepted: shard 1 \(cpu:1\): .*{why}", backend.lost())
                 assert not backend.lost()
                 driver.end(sequence)
+
+
+def test_no_memory_to_seal_pages(plan: Plan) -> None:
+    interpreters = {"target_shard_ipc_bin": (("", plan.program),)}
+    with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1", **interpreters) as opened:
+        backend = LayerSplitBackend(file, REFERENCE.spec, opened, slots=2, context=128, ranked=True)
+        with contextlib.closing(backend):
+            driver = Driver(backend)
+            sequence = driver.start()
+            driver.feed((sequence, np.resize(np.array(PROMPT, np.int32), 70)))
+            (page,) = sequence.pages[backend.windows.index(None)][:1]
+            entries = np.zeros(1, np.int32)
+            for kind, why in MEMORY.items():
+                plan.say(f"seal: {kind}")
+                # The answer comes behind steps that run: whoever asks for the page next hears of it.
+                backend.seal(sequence.slot, [0], [page])
+                with pytest.raises(OutOfMemoryError, match=rf"^shard 1 \(cpu:1\): .*{why}"):
+                    backend.rank(sequence.slot, 69, entries)
+                backend.seal(sequence.slot, [0], [page])
+                assert backend.rank(sequence.slot, 69, entries).tolist() == [1.0] and plan.done()
 
 
 def test_nothing_leaks_where_memory_runs_out(plan: Plan) -> None:
