@@ -37,6 +37,7 @@ from luce.engine.sequence import (
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
 from luce.models.spec import ModelSpec
+from luce.remote.device import RemoteDevice
 from luce.runtime.device import Memory
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
@@ -105,8 +106,10 @@ class Model:
         tails: Tails | None = None,
         kvflash: KVFlash | None = None,
         undrafted: str = "",
+        draft_device: RemoteDevice | None = None,
     ) -> None:
         self._backend = backend
+        self._draft_device = draft_device
         self._opened = opened
         self.spec = spec
         self.tokenizer = tokenizer
@@ -160,12 +163,30 @@ class Model:
         return self._backend.down()
 
     def memory(self) -> dict[str, Memory]:
-        """What each shard's device had left when it was last looked at, by its name; those that are not known lack."""
-        return self._backend.memory()
+        """What each shard's device, and that of a draft's daemon, had left when it was last looked at, by its name.
+
+        Those that are not known lack."""
+        draft = self._draft_device
+        left = None if draft is None else draft.left()
+        return ({} if draft is None or left is None else {str(draft.name): left}) | self._backend.memory()
 
     def daemons(self) -> tuple[DaemonState, ...]:
-        """The shards that are in daemons."""
-        return self._backend.daemons()
+        """The shards that are in daemons, and the draft if it is in one."""
+        draft = self._draft_device
+        if draft is None:
+            return self._backend.daemons()
+        sent, received = draft.daemon.traffic()
+        state = DaemonState(
+            "draft",
+            str(draft.name),
+            up=draft.daemon.ready(),
+            restarts=draft.daemon.generation,
+            transport="stream",
+            words=False,
+            moved={("stream", "sent"): sent, ("stream", "received"): received},
+            waited=None,
+        )
+        return *self._backend.daemons(), state
 
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the load."""

@@ -23,6 +23,7 @@ from luce.config.directories import cache_directory
 from luce.config.resolve import resolve
 from luce.config.settings import Config, flag
 from luce.draft.open import branch_pages, open_drafter, verified_rows
+from luce.draft.remote import RemoteDrafter
 from luce.draft.scorer import Scorer
 from luce.engine.policies import open_policy, ranked
 from luce.engine.residency import KVFlash
@@ -129,7 +130,8 @@ def _open_model(path: Path, config: Config, on_progress: Callable[[float], None]
         disk = None if directory is None else _disk(directory, file, backend, chat, config)
         kvflash = open_kvflash(opened, backend, devices, config, lambda: tokenizer)
         held = contextlib.ExitStack()
-        model = Model(file, spec, tokenizer, chat, backend, config, held, disk, drafter, tails, kvflash, undrafted)
+        far = drafter.device if isinstance(drafter, RemoteDrafter) else None
+        model = Model(file, spec, tokenizer, chat, backend, config, held, disk, drafter, tails, kvflash, undrafted, far)
         held.enter_context(opened.pop_all())
         return model
 

@@ -42,21 +42,22 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class DaemonState:
-    """A daemon's shard, by its number and its devices: whether it is there, and how often it was lost before.
+    """A daemon's shard, by its number, or `draft`, and its devices: whether it is there, how often it was lost before.
 
     transport: how activations go to it and come from it, `shared` or `stream`; words: whether its devices wait for
     them, and tell outputs, by themselves; moved: bytes since the load, by the way that they went, likewise, and whether
-    they were `sent` or `received`; waited: seconds that threads of the server have waited for its answers.
+    they were `sent` or `received`; waited: seconds that threads of the server have waited for its answers, None of a
+    draft, where drafting takes them.
     """
 
-    shard: int
+    shard: int | str
     device: str
     up: bool
     restarts: int
     transport: str
     words: bool
     moved: Mapping[tuple[str, str], int]
-    waited: float
+    waited: float | None
 
 
 class Shard(Protocol):

@@ -85,6 +85,11 @@ class RemoteDrafter:
             )
         )
 
+    @property
+    def device(self) -> RemoteDevice:
+        """Where it is."""
+        return self._device
+
     def wait_loaded(self) -> None:
         """Raises LuceError if the daemon cannot load it."""
         loaded, recipe = self._daemon.draft_loaded(), self._recipe

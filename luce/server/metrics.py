@@ -222,7 +222,8 @@ class _ShardCollector(Collector):
             restarts.add_metric(labels, daemon.restarts)
             for way, count in daemon.moved.items():
                 moved.add_metric((*labels, *way), count)
-            waited.add_metric(labels, daemon.waited)
+            if daemon.waited is not None:
+                waited.add_metric(labels, daemon.waited)
         yield up
         yield restarts
         yield moved

@@ -494,10 +494,12 @@ async def test_metrics_hold_the_times_of_each_shard() -> None:
 
 async def test_metrics_hold_the_state_of_each_daemon() -> None:
     async with running() as here:
+        draft = DaemonState("draft", "cpu:3", True, 1, "stream", False, {("stream", "sent"): 5}, None)
         moved = {("stream", "sent"): 10, ("stream", "received"): 20, ("shared", "sent"): 30, ("shared", "received"): 40}
         here.model.shard_daemons = (
             DaemonState(1, "hip:0", True, 3, "shared", True, moved, 1.5),
             DaemonState(2, "cpu:0,cpu:1", False, 0, "stream", False, {}, 0.0),
+            draft,
         )
         _, text, _ = await here.get("/metrics")
         for labels, up, restarts in (
@@ -510,6 +512,8 @@ async def test_metrics_hold_the_state_of_each_daemon() -> None:
             labels = f'device="hip:0",direction="{direction}",shard="1",transport="{transport}"'
             assert f"luce_ipc_bytes_total{{{labels}}} {count:.1f}" in text
         assert 'luce_ipc_wait_seconds_total{device="hip:0",shard="1"} 1.5' in text
+        assert 'luce_shard_up{device="cpu:3",shard="draft"} 1.0' in text
+        assert 'luce_ipc_wait_seconds_total{device="cpu:3"' not in text
 
 
 async def test_metrics_without_a_model_have_no_shards() -> None:

@@ -121,6 +121,10 @@ def test_over_a_network(tmp_path: Path) -> None:
         with loaded("dflash", draft_device=device, shard_key_file=str(key)) as model:
             assert (guesses(model, FIT.target), replies(model, FIT.target)) == local("dflash")
             stats = drafted(model)
+            assert within(60, lambda: set(model.memory()) == {"cpu:0", device})
+            (state,) = model.daemons()
+            assert (state.shard, state.device, state.up, state.restarts) == ("draft", device, True, 0)
+            assert min(state.moved.values()) > 0
     assert stats.facts["device"] == device
 
 
