@@ -8,6 +8,7 @@ AwayError for these as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,14 +43,20 @@ class Proposal:
     """The tokens behind the seed, none if there is no guess.
 
     chances: the drafter's probability of each token, given that those before it are right; as many as tokens, or empty
-    if it has none to give. parents: of each token of a tree the one that it follows, an earlier one, or -1 for the
-    seed, no two tokens behind one being the same; empty if each follows the one before it. The likeliest texts come
-    first, so that any number of the first tokens is a tree.
+    if it has none to give. One that is not a number, as of a draft whose logits are none, becomes 0. parents: of each
+    token of a tree the one that it follows, an earlier one, or -1 for the seed, no two tokens behind one being the
+    same; empty if each follows the one before it. The likeliest texts come first, so that any number of the first
+    tokens is a tree.
     """
 
     tokens: Sequence[int] = ()
     chances: Sequence[float] = ()
     parents: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if any(map(math.isnan, self.chances)):
+            numbers = [0.0 if math.isnan(chance) else chance for chance in self.chances]
+            object.__setattr__(self, "chances", numbers)
 
 
 #: Waits for proposals that were begun; called once, before others are begun. Raises what `propose` raises.

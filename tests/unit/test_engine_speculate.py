@@ -75,6 +75,25 @@ def test_the_reply_is_that_of_plain_decoding(wrong: Callable[[int], bool], recur
         assert accepted == 0 and steps >= 57
 
 
+class Numberless(ScriptedDrafter):
+    """Knows of every other token only how sure it is."""
+
+    def _propose(self, one: Draftable) -> Proposal:
+        tokens = super()._propose(one).tokens
+        return Proposal(tokens, [0.9 if i % 2 else float("nan") for i in range(len(tokens))])
+
+
+@pytest.mark.parametrize("width", [0, 8])
+def test_a_chance_that_is_no_number_fails_no_reply(width: int) -> None:
+    backend = ScriptedBackend()
+    drafter = Numberless(backend.reply, vocab=backend.vocab)
+    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=width) as made:
+        reply, _ = submit(made, PROMPT, max_tokens=60)
+        reply.finished()
+    assert reply.ids == backend.reply(PROMPT, 60) and drafter.asked > 1
+    assert list(Proposal([1, 2, 3], [0.5, float("nan"), 1.0]).chances) == [0.5, 0.0, 1.0]
+
+
 def test_a_width_of_one_row_drafts_nothing() -> None:
     backend = ScriptedBackend(recurrent=True)
     drafter = oracle(backend)
