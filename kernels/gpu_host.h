@@ -60,6 +60,9 @@ u64 luce_host_ballot(bool predicate);
 void luce_host_sync();
 void luce_host_sync_lanes();
 void luce_host_await();
+void luce_host_copy16(void* to, const void* from, bool valid);
+void luce_host_copy_close();
+void luce_host_copy_wait(int groups);
 
 float fabsf(float);
 float fmaf(float, float, float);

@@ -301,6 +301,8 @@ LUCE_FN void luce_copy16(void* to, const void* from, bool valid) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     const u32 at = (u32)__cvta_generic_to_shared(to);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(valid ? 16 : 0) : "memory");
+#elif defined(LUCE_HOST)
+    luce_host_copy16(to, from, valid);
 #else
     *reinterpret_cast<uint4*>(to) = valid ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
 #endif
@@ -310,6 +312,8 @@ LUCE_FN void luce_copy16(void* to, const void* from, bool valid) {
 LUCE_FN void luce_copy_close() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
+#elif defined(LUCE_HOST)
+    luce_host_copy_close();
 #endif
 }
 
@@ -317,5 +321,7 @@ LUCE_FN void luce_copy_close() {
 template <int N> LUCE_FN void luce_copy_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#elif defined(LUCE_HOST)
+    luce_host_copy_wait(N);
 #endif
 }

@@ -265,7 +265,10 @@ LUCE_FN const float* tile_sums(const u8* weight, const u8* x, int feature0, int 
     for (int i = 0; i < TILES; i++)
         mine[i] = {row(thread / SHARE + i * 16) + thread % SHARE * 16, (int)row_bytes(cols) - thread % SHARE * 16};
     u8* const to = shared + thread / SHARE * TILE_STRIDE + thread % SHARE * 16;
-    const auto copy_weights = [&](int stage) {
+    const auto copy_weights = [&](int unit, int stage) {
+        // Rows that may begin anywhere are copied with what lies around them, of a step behind the last one that alone,
+        // and nobody would wait for it: it could come after the partial sums, to their place.
+        if (ODD_UNITS && unit >= units) return;
 #pragma unroll
         for (int i = 0; i < TILES; i++) copy_step(to + stage + i * 16 * TILE_STRIDE, mine[i], thread % SHARE, end);
     };
@@ -300,7 +303,7 @@ LUCE_FN const float* tile_sums(const u8* weight, const u8* x, int feature0, int 
     float sum[SUMS][TILES][EIGHTS][4] = {};
 
 #pragma unroll
-    for (int stage = 0; stage < TILE_STAGES - 1; stage++) copy_weights(stage * TILE_STAGE);
+    for (int stage = 0; stage < TILE_STAGES - 1; stage++) copy_weights(stage * CHAINS, stage * TILE_STAGE);
     luce_await();  // weights alone were fetched so far
 #pragma unroll
     for (int stage = 0; stage < TILE_STAGES - 1; stage++) {
@@ -317,7 +320,7 @@ LUCE_FN const float* tile_sums(const u8* weight, const u8* x, int feature0, int 
         }
         luce_copy_wait<TILE_STAGES - 2>();
         luce_sync();  // this step's units are there, and nobody reads any more what is overwritten now
-        copy_weights(put);
+        copy_weights(unit0 + (TILE_STAGES - 1) * CHAINS, put);
         copy_x(unit0 + (TILE_STAGES - 1) * CHAINS, put);
         luce_copy_close();
         put = next(put);

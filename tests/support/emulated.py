@@ -4,7 +4,8 @@
 cache directory) and runs it in emulator.cpp at once. It raises DeviceError naming kernel, block, thread and source
 line for: an access outside of every array argument (the gaps between the rows of a strided view are outside), a write
 through a const argument, a misaligned access, a read of memory that nothing was written to (shared, or of
-`Device.empty`), a race (two threads at one address, one of them writing, and no barrier between: also across blocks),
+`Device.empty`), a race (two threads at one address, one of them writing, and no barrier between: also across blocks;
+or anyone where a copy in the background may still be under way),
 barriers and lane operations that not all threads reach, shuffles from lanes that do not exist, a thread that ends
 without luce_await, and before that a write to an array and a read of what a kernel wrote since the last copy from the
 host.

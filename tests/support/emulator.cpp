@@ -87,6 +87,13 @@ constexpr u32 POISON = 0x7FF17FF5;  // a NaN as half, float and double; emulated
 enum Wait : u8 { NEW, READY, AT_SYNC, AT_LANES, ENDED };
 enum LaneOp : u8 { SHUFFLE, BALLOT, SYNC_LANES };
 
+struct Copy {  // of 16 bytes that are on their way to shared memory
+    u8* to;
+    u8 bytes[16];
+    u64 group, begun;  // begun: the stamp of when it was asked for
+    void* site;
+};
+
 struct Fiber {
 #if defined(LUCE_UCONTEXT)
     ucontext_t context;
@@ -98,6 +105,8 @@ struct Fiber {
     void* site;
     u64 value;
     int source;
+    std::vector<Copy> copies;  // that it asked for and did not wait for, the oldest first
+    u64 group;                 // of the next one
     bool awaited;
     Wait wait;
     LaneOp op;
@@ -177,9 +186,11 @@ void to_fiber(Fiber& from, Fiber& to) { luce_switch(&from.stack_pointer, to.stac
 #endif
 
 void fail(Fault fault, u32 thread, void* site);
+void land(u64 end);
 
 void fiber_main() {
     launch.call(launch.arguments);
+    land(~u64{0});
     if (!current->awaited) fail(UNAWAITED, current_thread, reinterpret_cast<void*>(launch.call));
     current->wait = ENDED;
     to_scheduler();
@@ -400,6 +411,37 @@ inline void check(void* address, u64 size, Access access, void* site, u64 alignm
         }
 }
 
+// --- copies to shared memory in the background: they end when they are waited for, or with their thread, as late as on
+// a GPU at worst. Until then nobody may touch the place, and it holds no numbers.
+
+void begin_copy(u8* to, const u8* from, bool valid, void* site) {
+    if (valid) check(const_cast<u8*>(from), 16, READ, site, 16);
+    check(to, 16, WRITE, site, 16);
+    Copy copy = {to, {}, current->group, own_stamp(WRITE), site};
+    if (valid) memcpy(copy.bytes, from, 16);
+    memset(to, 0xff, 16);
+    current->copies.push_back(copy);
+}
+
+// Ends the current thread's copies of groups before `end`.
+void land(u64 end) {
+    std::vector<Copy>& copies = current->copies;
+    u64 count = 0;
+    for (; count < copies.size() && copies[count].group < end; count++) {
+        const Copy& copy = copies[count];
+        for (const Space& space : shared_space)
+            if (copy.to >= space.base && copy.to < space.end)
+                for (u64 i = 0; i < 16; i++) {
+                    Cell& cell = space.cells[copy.to + i - space.base];
+                    const Stamp other = cell.reader ? cell.reader : cell.writer;
+                    if (other != copy.begun) return fail_access(RACE_SHARED, WRITE, copy.to + i, 1, copy.site, other);
+                    cell.writer = own_stamp(WRITE);
+                }
+        memcpy(copy.to, copy.bytes, 16);
+    }
+    copies.erase(copies.begin(), copies.begin() + count);
+}
+
 Cell* map_cells(u64 count) {
     return static_cast<Cell*>(map(count * sizeof(Cell)));
 }
@@ -477,6 +519,8 @@ void run_block() {
                 fibers[t].index = {x, y, z};
                 fibers[t].site = nullptr;
                 fibers[t].awaited = false;
+                fibers[t].copies.clear();
+                fibers[t].group = 0;
                 fibers[t++].wait = NEW;
             }
     epoch = 0;
@@ -543,6 +587,13 @@ u64 luce_host_shuffle_xor(u64 bits, int mask) {
 }
 u64 luce_host_ballot(bool predicate) { return meet_lanes(BALLOT, predicate, 0, __builtin_return_address(0)); }
 void luce_host_await() { current->awaited = true; }
+void luce_host_copy16(void* to, const void* from, bool valid) {
+    begin_copy(static_cast<u8*>(to), static_cast<const u8*>(from), valid, __builtin_return_address(0));
+}
+void luce_host_copy_close() { current->group++; }
+void luce_host_copy_wait(int groups) {
+    if (current->group > static_cast<u64>(groups)) land(current->group - groups);
+}
 void luce_host_sync_lanes() { meet_lanes(SYNC_LANES, 0, 0, __builtin_return_address(0)); }
 void luce_host_sync() {
     current->wait = AT_SYNC;

@@ -1,7 +1,8 @@
 """A test of the tests: a kernel is broken in one place, and the checks of its op on the emulated device must fail.
 
-Every barrier is dropped once, every LUCE_LANES becomes 32 once, every loop over a norm's row goes one element too far,
-and a reduction swaps two lanes. The edited sources are copies; launches find them through the device's `kernels`.
+Every barrier is dropped once, and every wait for copies in the background, every LUCE_LANES becomes 32 once, every loop
+over a norm's row goes one element too far, and a reduction swaps two lanes. The edited sources are copies; launches
+find them through the device's `kernels`.
 """
 
 from __future__ import annotations
@@ -164,8 +165,8 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "norm.cu": _norm,
     "reduce.h": _reduce,
     "half.cu": lambda device: op_checks_matmul.check_halves(device, (3, 2100), slots=False),
+    "likeliest.cu": lambda device: op_checks_sample.check_likeliest(device, 9000, 1.0, 0.0),
     "tile.h": _matmul_tile,
-    "norms.cu": lambda device: op_checks_sample.check_norms(device, 9000, 2, 30),
     "sample.cu": lambda device: op_checks_sample.check_argmax(device, 9000),
 }
 
@@ -192,7 +193,8 @@ def _mutations() -> Iterator[ParameterSet]:
     for name in sorted(CHECKS):
         text = (KERNELS / name).read_text(encoding="utf-8")
         code = re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), text)
-        edits = [(r"luce_sync(_lanes)?\(\);", ";", 32), (r"\bLUCE_LANES\b", "32", 64)]
+        waits = r"luce_sync(_lanes)?\(\);|luce_copy_wait<.*?>\(\);"
+        edits = [(waits, ";", 32), (r"\bLUCE_LANES\b", "32", 64)]
         if name == "norm.cu":
             edits.append((r"\bi < d;", "i <= d;", 32))
         if name == "reduce.h":

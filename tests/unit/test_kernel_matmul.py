@@ -99,6 +99,14 @@ def test_three_tiles_a_block(name: str, cols: int, counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", BYTES)
+def test_steps_that_end_with_the_row(name: str) -> None:
+    device = EmulatedDevice()
+    for n in (3, 16):
+        checks.check_product(device, name, rows=20, cols=4096, n=n)
+    device.close()
+
+
+@pytest.mark.parametrize("name", BYTES)
 @pytest.mark.parametrize("n", [1, 7, 16])
 def test_bytes_are_the_same_on_all_devices(name: str, n: int) -> None:
     devices = [EmulatedDevice(32), EmulatedDevice(64)]
