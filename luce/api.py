@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.plan import handed_on
+from luce.backend.remote import daemon_state
 from luce.backend.shard import DaemonState
 from luce.backend.timing import ShardTimes
 from luce.cache.disk import DiskTier
@@ -173,20 +174,8 @@ class Model:
     def daemons(self) -> tuple[DaemonState, ...]:
         """The shards that are in daemons, and the draft if it is in one."""
         draft = self._draft_device
-        if draft is None:
-            return self._backend.daemons()
-        sent, received = draft.daemon.traffic()
-        state = DaemonState(
-            "draft",
-            str(draft.name),
-            up=draft.daemon.ready(),
-            restarts=draft.daemon.generation,
-            transport="stream",
-            words=False,
-            moved={("stream", "sent"): sent, ("stream", "received"): received},
-            waited=None,
-        )
-        return *self._backend.daemons(), state
+        apart = () if draft is None else (daemon_state("draft", str(draft.name), draft.daemon),)
+        return *self._backend.daemons(), *apart
 
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the load."""

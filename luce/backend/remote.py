@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,25 @@ _SPIN, _SPUN_ROWS = 20e-3, 64
 _RANKING = 1e-4
 #: how many Seals are remembered until their errors are told
 _SEALS = 256
+
+
+def daemon_state(
+    shard: int | str, device: str, daemon: Supervisor, *, shared: tuple[int, int] | None = None
+) -> DaemonState:
+    """What a daemon's supervisor tells of it. `shared`: bytes sent and received through memory that it may share."""
+    ways = {"stream": daemon.traffic()} | ({} if shared is None else {"shared": shared})
+    return DaemonState(
+        shard,
+        device,
+        up=daemon.ready(),
+        restarts=daemon.generation,
+        transport="shared" if shared is not None and daemon.shares else "stream",
+        words=False,
+        moved={
+            (way, to): n for way, counts in ways.items() for to, n in zip(("sent", "received"), counts, strict=True)
+        },
+        waited=None,
+    )
 
 
 class RemoteShard:
@@ -205,23 +224,8 @@ class RemoteShard:
 
     def state(self, number: int) -> DaemonState:
         """What there is to tell of its daemon, as the shard of this number. Any thread may ask."""
-        daemon = self._daemon
-        ways = {"stream": daemon.traffic(), "shared": (self._handed, self._taken)}
-        moved = {
-            (way, direction): count
-            for way, counts in ways.items()
-            for direction, count in zip(("sent", "received"), counts, strict=True)
-        }
-        return DaemonState(
-            number,
-            self.info.device,
-            up=daemon.ready(),
-            restarts=daemon.generation,
-            transport="shared" if daemon.shares else "stream",
-            words=self._words,
-            moved=moved,
-            waited=self._requests.waited,
-        )
+        state = daemon_state(number, self.info.device, self._daemon, shared=(self._handed, self._taken))
+        return replace(state, words=self._words, waited=self._requests.waited)
 
     def announce(self, step: Step, handed: Activation | None) -> None:
         self._release()
