@@ -363,8 +363,13 @@ class DiskTier:
         """See Store.missing. A snapshot that is there was of use."""
         assert self._store is not None
         store, missing = self._store, self._store.missing(ids)
-        if missing is None and (entry := store.at(ids)) is not None:
-            self._post(lambda: store.touch(entry))
+
+        def touch() -> None:
+            if (entry := store.at(ids)) is not None:
+                store.touch(entry)
+
+        if missing is None:
+            self._post(touch)
         return missing
 
     def save(self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool) -> Save:
