@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from luce.models.spec import GatedMLP
-from luce.ops.activation import gated_activation, quantised_gated_activation
+from luce.ops.activation import gated_activation
 from luce.ops.matmul import matmul, takes_bytes_alone
-from luce.ops.quantise import Quantised
+from luce.ops.quantise import Quantised, quantise_gated
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
@@ -25,7 +25,7 @@ class GatedMLPLayer:
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
         if group := takes_bytes_alone(self._device, y.shape[0], self.down):
-            inner = quantised_gated_activation(self._device, gate, up, self._activation, group)
+            inner = quantise_gated(self._device, gate, up, self._activation, group)
         else:
             inner = gated_activation(self._device, gate, up, self._activation)
         return matmul(self._device, inner, self.down)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from luce.models.spec import Activation
-from luce.ops.quantise import Quantised, quantise_gated
 from luce.runtime.device import Array, Device
 
 _THREADS = 256
@@ -26,11 +25,6 @@ def gated_activation(device: Device, gate: Array, up: Array, activation: Activat
     args = (out, gate, np.int64(gate.strides[0] // 4), up, np.int64(up.strides[0] // 4), np.int32(f))
     device.launch("activation", _KERNEL[activation], (n, -(-f // _GATED)), (_THREADS,), args)
     return out
-
-
-def quantised_gated_activation(device: Device, gate: Array, up: Array, activation: Activation, group: int) -> Quantised:
-    """gated_activation of 0 < n <= 16 rows on a GPU, in bytes only: those that quantise makes of it; f % 32 == 0."""
-    return quantise_gated(device, gate, up, group, gelu=activation == "gelu")
 
 
 def sigmoid_gate(device: Device, x: Array, gate: Array) -> Array:

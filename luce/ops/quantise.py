@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from luce.models.spec import Activation
 from luce.runtime.device import Array, Device
 
 #: the columns that may share a scale: a section, or a block, whole ones of which a row has
@@ -75,12 +76,15 @@ def quantise(device: Device, x: Array, group: int, *, space: int | None = None) 
     return rows
 
 
-def quantise_gated(device: Device, gate: Array, up: Array, group: int, *, gelu: bool) -> Quantised:
-    """quantise of gelu(gate) * up, or silu(gate) * up: both float32 [n, cols] (any row stride)."""
+def quantise_gated(device: Device, gate: Array, up: Array, activation: Activation, group: int) -> Quantised:
+    """gated_activation of 0 < n <= 16 rows on a GPU, in bytes only: those that quantise makes of it.
+
+    gate and up float32 [n, cols] (any row stride); cols is a multiple of 32.
+    """
     n, cols = gate.shape
     rows = room(device, n, cols, group, space=space_for(n))
     strides = np.int64(gate.strides[0] // 4), np.int64(up.strides[0] // 4)
-    sizes = (np.int32(n), np.int32(cols), np.int32(gelu), np.int32(group == SECTION))
+    sizes = (np.int32(n), np.int32(cols), np.int32(activation == "gelu"), np.int32(group == SECTION))
     args = (gate, strides[0], up, strides[1], rows.data, *sizes)
     device.launch("quantise", "quantise_gated", _grid(rows), (_THREADS,), args)
     return rows

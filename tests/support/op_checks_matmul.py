@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from luce.models.spec import Activation
 from luce.ops import matmul_bytes, matmul_many
-from luce.ops.activation import gated_activation, quantised_gated_activation
+from luce.ops.activation import gated_activation
 from luce.ops.matmul import FEW_ROWS, matmul
 from luce.ops.matmul_many import halves, halves_bytes, keep_halves
-from luce.ops.quantise import quantise
+from luce.ops.quantise import quantise, quantise_gated
 from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
@@ -216,7 +216,7 @@ def check_quantised_gate(device: Device, activation: Activation, n: int, cols: i
     """In bytes what quantise makes of the gated activation; rows that are room only are zeros."""
     both = device.upload(_x(n, 2 * cols + 3, seed=33))
     gate, up = both[:, 1 : 1 + cols], both[:, cols + 3 :]
-    made = quantised_gated_activation(device, gate, up, activation, group)
+    made = quantise_gated(device, gate, up, activation, group)
     again = quantise(device, gated_activation(device, gate, up, activation), group)
     same_bytes(device, made, again)
 
