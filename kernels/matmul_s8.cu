@@ -1,8 +1,7 @@
 // variants: ROWS=1,2,8,16 QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
 // variants for cuda: ROWS=8,16 CHAINS=4,8 QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
-// variants for cuda: ROWS=16 CHAINS=8 TILES=3 QTYPE=Q4_K,Q5_K
-// variants for cuda: ROWS=8,16 CHAINS=8 TILES=3 QTYPE=Q4_0
-// variants for cuda: ROWS=8,16 CHAINS=4 TILES=3 QTYPE=Q8_0
+// variants for cuda: ROWS=8,16 CHAINS=4,8 SHARED_X=1 QTYPE=Q4_0,Q8_0
+// variants for cuda: ROWS=16 CHAINS=8 SHARED_X=1 TILES=3 QTYPE=Q4_K,Q5_K
 //
 // Products of a quantised weight matrix with up to ROWS quantised rows of x: decoding and verification.
 #include "product_s8.h"

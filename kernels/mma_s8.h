@@ -1,8 +1,7 @@
 // The sums of dot_s8.h for 8 or 16 rows of x on tensor cores: the same operations in the same order, so the same bits.
 //
 // A block has TILES tiles of 16 weight rows, and a wave for each of CHAINS chains, which takes its chain of all tiles.
-// With one, x comes out of the caches, and several blocks share a multiprocessor. With three, x comes to shared memory
-// once for all, which pays where x is too long for the first-level cache and a multiprocessor has few tiles to do.
+// With SHARED_X, x comes to shared memory once for all waves, else out of the caches.
 #ifndef MMA_S8_H
 #define MMA_S8_H
 #include "dot_s8.h"
@@ -10,7 +9,9 @@
 #ifndef TILES
 #define TILES 1
 #endif
-#define SHARED_X (TILES > 1)
+#ifndef SHARED_X
+#define SHARED_X 0
+#endif
 // Units of each row and chain in flight or at work.
 #define TILE_STAGES 2
 

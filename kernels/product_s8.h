@@ -11,7 +11,7 @@
 // 60.4, 8 rows 33.5, 31.0 and 36.2, of 5120 x 17408 24.7, 17.3 and 23.8.
 #if defined(CHAINS) && LUCE_MMA_S8
 #define FEATURES (16 * TILES)
-#define BLOCKS (SHARED_X ? 1 : ROWS == 8 ? 3 : 2)
+#define BLOCKS (TILES > 1 ? 1 : ROWS == 8 ? 3 : 2)
 #define BOUNDS 32 * CHAINS, BLOCKS * 8 / CHAINS
 #elif LUCE_MMA_S8
 #define FEATURES 16

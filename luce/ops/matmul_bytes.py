@@ -106,34 +106,39 @@ def _shape(type: GGMLQuantizationType, rows: int, cols: int, space: int, lanes: 
     bits = _chain_bits(type, rows, cols)
     if not limit or space < _TILE_ROWS or bits not in _TILE_BITS:
         return block_shape(type, cols, space, 1, bits, lanes)
-    shape = _tile_shape(type, space, bits, _tiles(type, rows, cols, space, bits))
-    return shape if shape.shared <= limit else _tile_shape(type, space, bits, 1)
+    tiles = _tiles(type, rows, cols, space, bits)
+    shape = _tile_shape(type, space, bits, tiles, shared_x=tiles > 1 or type in _FLOAT_SCALES)
+    # Two blocks of one tile a multiprocessor, or x is better left to the caches.
+    return shape if shape.shared <= limit // (2 if tiles == 1 else 1) else _tile_shape(type, space, bits, 1)
 
 
 def _tiles(type: GGMLQuantizationType, rows: int, cols: int, space: int, bits: int) -> int:
-    """How many tiles a block has: one, or three with x in shared memory, where one tile after another would fetch x
-    from beyond the first-level cache.
+    """How many tiles a block has: one, or three, which share x, where one tile after another would fetch x from
+    beyond the first-level cache.
 
-    A block of three takes all of a multiprocessor, of which an H200 has 132: not more of them with 16 rows of x, nor
-    much fewer. Trials there, us with one tile and with three: 16 rows Q4_K 5120 x 17408 25.9 and 23.1, 5120 x 6144 10.0
-    and 9.5, Q5_K 5120 x 17408 29.2 and 27.3, but Q4_K 34816 x 5120 36.5 and 40.5; Q4_0 5120 x 17408 59.1 and 31.9, Q8_0
-    80.6 and 51.6. 8 rows of formats with integer scales do better with one (17.3 and 19.8, 7.7 and 8.4, Q5_K 21.6 and
-    23.7), others with three (32.3 and 26.2, 66.9 and 47.8).
+    A block of three takes all of a multiprocessor, of which an H200 has 132: not more of them, nor much fewer. Trials
+    there with 16 rows, us with one tile and with three: Q4_K 5120 x 17408 25.9 and 23.1, 5120 x 6144 10.0 and 9.5, Q5_K
+    5120 x 17408 29.2 and 27.3, but Q4_K 34816 x 5120 36.5 and 40.5. 8 rows do better with one (17.3 and 19.8, 7.7 and
+    8.4, Q5_K 21.6 and 23.7).
     """
-    three = 2 if type == _T.Q8_0 else 3  # log2 of the chains that such kernels come with
-    few = space == 16 or type in _FLOAT_SCALES
-    most = 3 * _TILE * 132 if space == 16 else rows
-    fits = type != _T.Q6_K and few and bits == three
-    return 3 if fits and cols >= 6144 and 2 * _TILE * 132 < rows <= most else 1
+    long = type in (_T.Q4_K, _T.Q5_K) and space == 16 and bits == 3 and cols >= 6144
+    return 3 if long and 2 * _TILE * 132 < rows <= 3 * _TILE * 132 else 1
 
 
-def _tile_shape(type: GGMLQuantizationType, space: int, bits: int, tiles: int) -> Shape:
-    """The block of tile_sums (kernels/mma_s8.h)."""
+def _tile_shape(type: GGMLQuantizationType, space: int, bits: int, tiles: int, shared_x: bool = False) -> Shape:
+    """The block of tile_sums (kernels/mma_s8.h), with x in shared memory or out of the caches.
+
+    Formats with a scale for 32 weights have no registers in which x could wait. Trials on an H200, us out of the caches
+    and in shared memory: 16 rows Q8_0 34816 x 5120 104.4 and 72.4, 5120 x 17408 80.6 and 39.9, 6144 x 5120 25.1 and
+    17.9, Q4_0 34816 x 5120 54.7 and 51.9, 5120 x 17408 59.1 and 34.0; 8 rows 82.9 and 61.8, 67.1 and 34.0, 23.4 and
+    16.7, 47.3 and 41.0, 32.3 and 25.2. Others do better out of the caches: 16 rows Q4_K 36.7 and 43.3, Q6_K 38.9 and
+    53.9.
+    """
     chains = 1 << bits
     run, _ = _run(type, chains)
-    x = chains * (_UNIT_COLS // SECTION) * section_bytes(space, group_for(type)) if tiles == 3 else 0
+    x = chains * (_UNIT_COLS // SECTION) * section_bytes(space, group_for(type)) if shared_x else 0
     shared = max(_STAGES * (_TILE * tiles * (run | 16) + x), 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))
-    defines = {"CHAINS": chains} | ({"TILES": tiles} if tiles > 1 else {})
+    defines = {"CHAINS": chains} | ({"TILES": tiles} if tiles > 1 else {}) | ({"SHARED_X": 1} if shared_x else {})
     return Shape(bits, _WORKER * chains, int(shared), tiles, defines)
 
 
