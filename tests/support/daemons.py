@@ -110,9 +110,11 @@ def children() -> set[int]:
 
 
 def _counts(pid: int) -> bool:
-    """Whether a child is there and not the chat template's renderer; a zombie has no command line, and counts."""
+    """Whether a child is a daemon or a zombie, which has no command line: others render templates, or were left by
+    multiprocessing for as long as this process lives."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return b"renderer.main" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"shard" in command or command == [b""]
     return False
 
 
