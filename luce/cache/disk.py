@@ -49,9 +49,8 @@ _WAITING = 2
 _AHEAD, _TOGETHER = 192 << 20, 16 << 20
 #: where each of their tensors begins
 _ALIGNED = 256
-#: threads that decode while a sequence waits, and that encode while others go on
+#: threads that decode while a sequence waits
 _WORKERS = min(16, os.cpu_count() or 1)
-_ENCODERS = min(2, os.cpu_count() or 1)
 #: after so many failures in a row, nothing is written for a while
 _FAILURES, _PAUSE_SECONDS = 3, 60.0
 _WARN_SECONDS = 60.0
@@ -156,7 +155,6 @@ class DiskTier:
         self._unread = 0.0
         self._unfinished: Save | None = None
         self._workers = ThreadPoolExecutor(_WORKERS, "luce-cache-read")
-        self._encoders = ThreadPoolExecutor(_ENCODERS, "luce-cache-encode")
         self._thread = threading.Thread(target=self._main, name="luce-cache-write", daemon=True)
         self._thread.start()
 
@@ -225,8 +223,7 @@ class DiskTier:
         """Write what was handed over, for so long at most, and stop."""
         self._post(None)
         self._thread.join(seconds + _LEAST_SECONDS)
-        for workers in (self._workers, self._encoders):
-            workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
     def recall(self, digest: str) -> list[int] | None:
         """The ids of a text that some reply had, None if there is none. Any thread may ask; reads a file."""
@@ -409,7 +406,7 @@ class DiskTier:
         """See Store.writer."""
         assert self._store is not None
         self._store.rescan()
-        return self._store.writer(ids, parent, first, raw, passing=passing, spread=self._encoders.map)
+        return self._store.writer(ids, parent, first, raw, passing=passing)
 
     @property
     def layers(self) -> tuple[range, ...]:

@@ -12,7 +12,6 @@ import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -81,14 +80,6 @@ def word_sum(data: bytes | bytearray | memoryview) -> int:
     return (int(np.add.reduce(words)) + int.from_bytes(data[8 * whole :], "little")) % (1 << 64)
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A tensor as it is stored: the zstd frames of its planes. `sums` as in Frame."""
-
-    planes: tuple[bytes, ...]
-    sums: tuple[int, ...]
-
-
 class _Tools(threading.local):
     """What a thread uses again: new memory for each frame would cost as much as decoding it."""
 
@@ -107,17 +98,6 @@ class _Tools(threading.local):
 
 
 _tools = _Tools()
-
-
-def encode(array: NDArray[np.generic]) -> Encoded:
-    """The stored form of an array. Any thread may do it.
-
-    The bytes of floats are split into planes: signs and exponents then lie together and shrink, and mantissas, which do
-    not, cost neither side much.
-    """
-    values = np.ascontiguousarray(array).reshape(-1)
-    packed = tuple(_tools.packer.compress(plane) for plane in _split(values))
-    return Encoded(packed, tuple(map(word_sum, packed)))
 
 
 def decode(frame: Frame, stored: Sequence[memoryview], into: NDArray[np.generic] | None = None) -> NDArray[np.generic]:
@@ -192,12 +172,17 @@ class PartWriter:
         self._file.write(_MAGIC)
         self.nbytes = len(_MAGIC)
 
-    def add(self, name: str, array: NDArray[np.generic], encoded: Encoded, page: int = -1) -> None:
-        """Append a tensor, which `encode` has encoded."""
-        stored = tuple(map(len, encoded.planes))
-        frame = Frame(name, page, array.dtype.str, array.shape, self.nbytes, stored, encoded.sums)
-        self._frames.append(frame)
-        for plane in encoded.planes:
+    def add(self, name: str, array: NDArray[np.generic], page: int = -1) -> None:
+        """Append a tensor, compressed.
+
+        The bytes of floats are split into planes: signs and exponents then lie together and shrink, and mantissas,
+        which do not, cost neither side much.
+        """
+        values = np.ascontiguousarray(array).reshape(-1)
+        packed = [_tools.packer.compress(plane) for plane in _split(values)]
+        stored, sums = tuple(map(len, packed)), tuple(map(word_sum, packed))
+        self._frames.append(Frame(name, page, array.dtype.str, array.shape, self.nbytes, stored, sums))
+        for plane in packed:
             self._file.write(plane)
         self.nbytes += sum(stored)
 

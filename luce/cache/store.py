@@ -30,7 +30,7 @@ from luce.cache.index import Entry, Index
 from luce.cache.manifest import MANIFEST, Manifest, keys, snapshot_id
 from luce.cache.part import DamagedError
 from luce.cache.reader import Reader, read_tokens
-from luce.cache.writer import Spread, Writer
+from luce.cache.writer import Writer
 from luce.errors import LuceError
 from luce.runtime.step import PAGE, Int32
 
@@ -161,13 +161,8 @@ class Store(Index):
 
     # --- writing
 
-    def writer(
-        self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool, spread: Spread = map
-    ) -> Writer:
-        """A new snapshot of about `raw` bytes; `spread` encodes tensors side by side, if it can.
-
-        Raises StoreFullError or OSError.
-        """
+    def writer(self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool) -> Writer:
+        """A new snapshot of about `raw` bytes. Raises StoreFullError or OSError."""
         self._prepare()
         ((length, key),) = keys(ids, [len(ids)])
         own = self._get(self.model, snapshot_id(key, length))
@@ -177,7 +172,7 @@ class Store(Index):
         path = self._tmp / f"{os.getpid()}-{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
         ends = "".join(manifests.prefixes(ids, first))
-        writer = Writer(self, path, len(ids), key, ends, parent, first, passing, spread, reserved, keep)
+        writer = Writer(self, path, len(ids), key, ends, parent, first, passing, reserved, keep)
         try:
             writer.tokens(ids[first * PAGE :])
         except BaseException:

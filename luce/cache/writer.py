@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,15 +18,13 @@ from luce.cache import manifest as manifests
 from luce.cache.files import sync_directory, write_file
 from luce.cache.index import Entry
 from luce.cache.manifest import FEATURES, LOGITS, MANIFEST, OPENING, RESIDENCY, Manifest, Recall, snapshot_id
-from luce.cache.part import Encoded, PartWriter, encode
+from luce.cache.part import PartWriter
 from luce.cache.tree import Residency
 from luce.draft.tails import Tail
 from luce.runtime.step import Int32
 
 #: what is reserved may be exceeded so many times before there has to be more room
 _EXCESS = 1.25
-#: `map`, or that of an executor
-Spread = Callable[[Callable[[NDArray[np.generic]], Encoded], Iterable[NDArray[np.generic]]], Iterable[Encoded]]
 
 
 class Destination(Protocol):
@@ -47,7 +45,7 @@ class Destination(Protocol):
 class Writer:
     """One snapshot while it is written. `abort` it, or `finish` it. Methods raise OSError, StoreFullError, GoneError.
 
-    `spread` encodes tensors side by side, if it can. There is room for `reserved` bytes; more is made beside `keep`.
+    There is room for `reserved` bytes; more is made beside `keep`.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class Writer:
         parent: Entry | None,
         first: int,
         passing: bool,
-        spread: Spread,
         reserved: int,
         keep: Sequence[Entry],
     ) -> None:
@@ -71,7 +68,6 @@ class Writer:
         self._prefixes = prefixes
         self._parent = parent
         self._first = first
-        self._spread = spread
         self._passing = passing
         self._reserved = reserved
         self._keep = keep
@@ -146,12 +142,12 @@ class Writer:
         self._settle()
 
     def _write(self, tensors: Tensors, file: Callable[[str], str], page: int = -1) -> None:
-        for (name, tensor), encoded in zip(tensors.items(), self._spread(encode, tensors.values()), strict=True):
+        for name, tensor in tensors.items():
             part = self._open.get(file(name))
             if part is None:
                 part = self._open[file(name)] = PartWriter(self._path / file(name))
             before = part.nbytes
-            part.add(name, tensor, encoded, page)
+            part.add(name, tensor, page)
             self._raw += tensor.nbytes
             self._accounted += part.nbytes - before
             self._store.account(part.nbytes - before)

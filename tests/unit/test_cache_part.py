@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.cache.part import DamagedError, PartReader, PartWriter, encode, word_sum
+from luce.cache.part import DamagedError, PartReader, PartWriter, word_sum
 
 DTYPES = st.sampled_from(["<f4", "<f2", "<u2", "u1", "<i4"])
 
@@ -22,7 +22,7 @@ def write(path: Path, arrays: list[np.ndarray]) -> tuple[PartReader, bytes]:  # 
     path.unlink(missing_ok=True)
     writer = PartWriter(path)
     for number, array in enumerate(arrays):
-        writer.add(f"blk.{number}.k", array, encode(array), number)
+        writer.add(f"blk.{number}.k", array, number)
     info = writer.finish()
     data = path.read_bytes()
     assert len(data) == info.bytes == writer.nbytes
@@ -69,7 +69,7 @@ def test_any_flipped_bit_is_found(place: float, bit: int, tmp_path_factory: pyte
     writer = PartWriter(path)
     arrays = [np.arange(300, dtype=np.float32).reshape(3, 100), np.random.default_rng(0).integers(0, 256, 99, np.uint8)]
     for array in arrays:
-        writer.add("blk.0.k", array, encode(array))
+        writer.add("blk.0.k", array)
     info = writer.finish()
     data = bytearray(path.read_bytes())
     data[int(place * len(data))] ^= 1 << bit
@@ -112,7 +112,7 @@ def test_sums_of_words(data: bytes) -> None:
 def test_a_file_cut_short_is_found(share: float, tmp_path: Path) -> None:
     writer = PartWriter(tmp_path / "part")
     array = np.arange(300, dtype=np.float32)
-    writer.add("blk.0.k", array, encode(array))
+    writer.add("blk.0.k", array)
     info = writer.finish()
     data = (tmp_path / "part").read_bytes()
     (tmp_path / "part").write_bytes(data[: int(share * len(data))])
