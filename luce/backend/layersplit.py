@@ -259,24 +259,30 @@ class LayerSplitBackend:
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         if not self._chain.shards:
             raise BackendError("the backend is closed")
-        *parts, last = separate(step)
+        parts = separate(step)
+        runs = [[part] for part in parts]
+        if self._chain.links:
+            # Prompts follow each other through the shards, and replies do not wait for their end.
+            ahead = int(len(parts[0].wanted) > 0)
+            runs = [parts[:ahead], parts[ahead:]]
+        *runs, last = filter(None, runs)
         try:
-            outputs = [output for part in parts for output in self._run(part, lambda: None)]
+            outputs = [output for run in runs for output in self._run(run, lambda: None)]
             return self._output([*outputs, *self._run(last, queued)])
         except BaseException as error:
             self._give_up(error)
             raise
 
-    def _run(self, step: Step, queued: Callable[[], None]) -> list[Output]:
-        """What the pieces of a part gave of which output is wanted."""
+    def _run(self, parts: Sequence[Step], queued: Callable[[], None]) -> list[Output]:
+        """What the pieces of parts of a step gave of which output is wanted; several parts if there are links."""
         chain = self._chain
-        pieces = cut(step, self._piece) if chain.links else [step]
-        if len(pieces) == 1 and (not chain.links or (len(step.wanted) and chain.idle)):
-            ran = [chain.through(step)]
+        pieces = [piece for part in parts for piece in cut(part, self._piece)] if chain.links else parts
+        if len(pieces) == 1 and (not chain.links or (len(pieces[0].wanted) and chain.idle)):
+            ran = [chain.through(pieces[0])]
         else:
             given = [chain.queue(piece) for piece in pieces]
             # What is captured is read by others as soon as `forward` returns.
-            if not len(step.wanted) and self._ring is None:
+            if not any(len(piece.wanted) for piece in pieces) and self._ring is None:
                 self._unwaited = True
                 queued()
                 return []

@@ -16,20 +16,25 @@ _LEAST = FEW_ROWS + 1
 
 
 def separate(step: Step) -> list[Step]:
-    """The rows that go on with replies, and then the prompts that are read beside them; whole if all are few.
+    """The rows that go on with replies, and then the prompts that are read beside them, each by itself; those of few
+    rows stay together as long as they are few.
 
-    Products round more than FEW_ROWS rows in another way, and a reply, drafted or not, shall have the same bits whether
-    a prompt is read meanwhile or not. Rows of more than FEW_ROWS replies have other bits by themselves.
+    Products round more than FEW_ROWS rows in another way, and a library rounds them by their number: a reply, drafted
+    or not, shall have the same bits whatever is read meanwhile, and so shall a prompt. Rows of more than FEW_ROWS
+    replies have other bits by themselves.
     """
-    if step.rows <= FEW_ROWS:
+    begun = itertools.takewhile(lambda span: span.tentative or span.rows == 1, step.spans)
+    replies = len({span.slot for span in begun})
+    edges = [0]
+    for number, (_, group) in enumerate(itertools.groupby(step.spans, lambda span: span.slot)):
+        spans = list(group)
+        begin, end = spans[0].start, spans[-1].start + spans[-1].rows
+        most = max(FEW_ROWS, replies) if number < replies else FEW_ROWS
+        if end - edges[-1] > most and begin > edges[-1]:
+            edges.append(begin)
+    if len(edges) == 1:
         return [step]
-    begun = list(itertools.takewhile(lambda span: span.tentative or span.rows == 1, step.spans))
-    replies = [sum(span.rows for span in own) for _, own in itertools.groupby(begun, lambda span: span.slot)]
-    most = max(FEW_ROWS, len(replies))
-    end = max((rows for rows in itertools.accumulate(replies) if rows <= most), default=0)
-    if end in (0, step.rows):
-        return [step]
-    return [_part(step, 0, end), _part(step, end, step.rows)]
+    return [_part(step, a, b) for a, b in itertools.pairwise([*edges, step.rows])]
 
 
 def usual_piece(shards: int) -> int:

@@ -1,10 +1,11 @@
 """Which rows run next. Pure: sequences and step results in, steps out; no clock, no I/O, no threads.
 
 Every step holds the next row of all sequences that decode, with the rows of what was proposed to follow it, and behind
-these up to `chunk` prompt rows, shared evenly between the prompts that are being read: a long prompt slows the others
-down, but neither stops replies nor keeps a short prompt waiting for its end. Sequences wait first in, first out within
-a session, and the sessions take turns. The one whose turn it is waits until a slot and its pages are free, and all
-others behind it, so that a large one gets its turn too.
+these up to `chunk` rows of one prompt, and FEW_ROWS rows of others that have no more left. Each prompt is read in the
+pieces that it would be read in alone, as products of other numbers of rows round otherwise, and they take turns: a long
+one slows the others down, but neither stops replies nor keeps a short one waiting for its end. Sequences wait first in,
+first out within a session, and the sessions take turns. The one whose turn it is waits until a slot and its pages are
+free, and all others behind it, so that a large one gets its turn too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from luce.engine import tree
 from luce.engine.pages import Pages
 from luce.engine.tree import Taken, moved
 from luce.errors import LuceError
+from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import Int32, PageView, Span, Step
 
 
@@ -47,7 +49,8 @@ class Sequence:
 
     What the scheduler keeps: `done` positions are in the cache, of which the last `accepted` are rows of a tentative
     span that recurrent states have not been taken through, the rows `path` of it if these are not its first ones;
-    `slot` is None while it waits; `served` is the number of the last turn in which its prompt got on.
+    `slot` is None while it waits; `served` is the number of the last turn in which its prompt got on, and `due` of the
+    first one since then for which there was no room.
     """
 
     prompt: Int32
@@ -72,6 +75,7 @@ class Sequence:
     path: tuple[int, ...] = ()
     slot: int | None = None
     served: int = -1
+    due: float = inf
 
     @property
     def tokens(self) -> Int32:
@@ -134,8 +138,8 @@ class Plan:
 class Scheduler:
     """Waiting and running sequences.
 
-    chunk   most prompt rows of a step
-    scored  of those, most rows with whole logits: they bound the memory that prompt scoring takes
+    chunk   most rows of a prompt in a step
+    scored  of prompt rows, most with whole logits: they bound the memory that prompt scoring takes
     """
 
     def __init__(self, pages: Pages, *, slots: int, chunk: int, scored: int) -> None:
@@ -253,19 +257,21 @@ class Scheduler:
                     group.exchange(sequence.slot, entry, page)
 
     def _share(self, prompts: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """Prompt rows for the next step."""
-        scored = [s for s in prompts if s.scored]
-        if len(prompts) > self._chunk or len(scored) > self._scored:
-            # More prompts than rows: those that waited longest.
-            prompts = sorted(prompts, key=lambda s: s.served)
-            scored = [s for s in prompts if s.scored][: self._scored]
-            prompts = [s for s in prompts if not s.scored or s in scored][: self._chunk]
-        most = self._scored // max(1, len(scored))
-        shares = fair_shares(self._chunk, [min(s.stretch, most) if s.scored else s.stretch for s in prompts])
-        for sequence in prompts:
-            sequence.served = self._turns
+        """Of each prompt the rows that come next if it is read alone, or none in this step; few rows come first."""
+        few, many, scored = min(FEW_ROWS, self._chunk), self._chunk, self._scored
+        shares = []
+        for sequence in sorted(prompts, key=lambda s: (s.due, s.served)):
+            rows = min(sequence.stretch, self._scored if sequence.scored else self._chunk)
+            room = few if rows <= FEW_ROWS else many
+            if rows > (min(room, scored) if sequence.scored else room):
+                sequence.due = min(sequence.due, self._turns)
+                continue
+            shares.append((sequence, rows))
+            few, many = (few - rows, many) if rows <= FEW_ROWS else (few, 0)
+            scored -= rows * sequence.scored
+            sequence.served, sequence.due = self._turns, inf
             self._turns += 1
-        return list(zip(prompts, shares, strict=True))
+        return sorted(shares, key=lambda share: share[1] > FEW_ROWS)
 
     def _trim(self) -> None:
         """Where pages for branches are missing, trees keep their first chain."""
@@ -366,16 +372,3 @@ class Scheduler:
             found.append(replace(part, taken=taken if taken[0] else ()) if part.parents else part)
             start += part.rows
         return tuple(view for view, _ in made), found
-
-
-def fair_shares(budget: int, demands: Many[int]) -> list[int]:
-    """Split `budget` rows so that the smallest share is as large as it can be; none exceeds its demand.
-
-    Demands that are equal differ by at most one row, the earlier ones getting more.
-    """
-    shares = [0] * len(demands)
-    left = budget
-    for place, index in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
-        shares[index] = min(demands[index], -(-left // (len(demands) - place)))
-        left -= shares[index]
-    return shares

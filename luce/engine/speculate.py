@@ -22,7 +22,7 @@ import numpy as np
 from luce.draft.drafter import AwayError, Draftable, Drafter, Drafting, Proposal
 from luce.draft.tails import Tail, Tails
 from luce.engine.gain import Rates, StepSeconds, choose_rows
-from luce.engine.scheduler import Part, Plan, Sequence, fair_shares
+from luce.engine.scheduler import Part, Plan, Sequence
 from luce.engine.tree import in_rows, well_formed, whole
 from luce.errors import LuceError
 from luce.runtime.step import Int32
@@ -356,3 +356,16 @@ class Speculator:
         for sequence, known in self._sequences.items():
             known.off = True
             sequence.proposal = sequence.parents = ()
+
+
+def fair_shares(budget: int, demands: Many[int]) -> list[int]:
+    """Split `budget` rows so that the smallest share is as large as it can be; none exceeds its demand.
+
+    Demands that are equal differ by at most one row, the earlier ones getting more.
+    """
+    shares = [0] * len(demands)
+    left = budget
+    for place, index in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
+        shares[index] = min(demands[index], -(-left // (len(demands) - place)))
+        left -= shares[index]
+    return shares

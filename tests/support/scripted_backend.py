@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from luce.backend.kept import HostKept, Kept, Piece, Tensors
 from luce.backend.plan import pages_for
+from luce.ops.matmul import FEW_ROWS
 from luce.runtime.host import HostEvent
 from luce.runtime.step import PAGE, TOP, Candidates, Output, Span, Step
 
@@ -257,8 +258,9 @@ class ScriptedBackend:
         assert (np.diff(step.wanted) > 0).all(), "wanted is not ascending"
         assert not len(step.wanted) or 0 <= step.wanted[0] <= step.wanted[-1] < n, "wanted is outside the step"
         assert ((step.tokens >= 0) & (step.tokens < self.vocab)).all(), "token outside the vocabulary"
-        prompt = sum(s.rows for s in step.spans if s.rows > 1 and not s.tentative)
-        assert prompt <= self.chunk, "more prompt rows than a chunk"
+        prompts = [s.rows for s in step.spans if s.rows > 1 and not s.tentative]
+        assert sum(rows for rows in prompts if rows > FEW_ROWS) <= self.chunk, "more rows of prompts than a chunk"
+        assert sum(rows for rows in prompts if rows <= FEW_ROWS) <= FEW_ROWS, "more than few rows of short prompts"
         verified = sum(s.rows for s in step.spans if s.tentative)
         assert verified <= max(16, self.slots), "more rows to verify than products of few rows have"
         roots = [s for s in step.spans if not s.behind]

@@ -64,10 +64,24 @@ def test_replies_run_apart_from_prompts() -> None:
     assert parts_of(*tree_of(0, 0, 16), Span(1, 16, 1, 30)) == [16, 1]
     # No kernel makes a difference between these rows,
     assert parts_of(*singles, Span(9, 3, 13, 0)) == [16]
-    # nor between those of more replies and of prompts.
+    # nor between those of more replies.
     many = [Span(slot, slot, 1, 70) for slot in range(20)]
     assert parts_of(*many, Span(20, 20, 40, 0)) == [20, 40]
-    assert parts_of(prompt) == [40] and parts_of(*many) == [20]
+    assert parts_of(*many) == [20]
+
+
+def test_prompts_run_apart_from_each_other() -> None:
+    """But for those of few rows, up to as many as have the bits of one."""
+    reply = Span(0, 0, 1, 70)
+    assert parts_of(Span(0, 0, 40, 0), Span(1, 40, 17, 0), Span(2, 57, 200, 64)) == [40, 17, 200]
+    assert parts_of(reply, Span(1, 1, 40, 0), Span(2, 41, 5, 0), Span(3, 46, 11, 9), Span(4, 57, 1, 9)) == [
+        1,
+        40,
+        16,
+        1,
+    ]
+    assert parts_of(reply, Span(1, 1, 15, 0), Span(2, 16, 40, 0)) == [16, 40]
+    assert parts_of(reply, Span(1, 1, 16, 0), Span(2, 17, 2, 0)) == [1, 16, 2]
 
 
 def test_short_steps_stay_whole() -> None:
@@ -165,8 +179,8 @@ def test_pieces_give_the_replies_of_whole_steps(
         parts = separate(plan.step)
         replying = sum(part.rows for part in plan.parts if part.position >= len(part.sequence.prompt))
         if plan.step.rows > 16 and replying:
-            # And with them what is left of a prompt, if that is a single row.
-            assert replying <= parts[0].rows <= 4
+            # And with them prompts of which few rows are left.
+            assert replying <= parts[0].rows <= 16
         outputs = [backend.forward(piece) for part in parts for piece in cut(part, rows)]
         output = Output(*(np.concatenate([getattr(o, part) for o in outputs]) for part in ("ids", "logits")))
         scheduler.advance(plan)

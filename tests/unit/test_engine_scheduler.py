@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce.engine.pages import Pages
-from luce.engine.scheduler import Plan, Scheduler, Sequence, fair_shares
+from luce.engine.scheduler import Plan, Scheduler, Sequence
 from tests.support.scripted_backend import ScriptedBackend
 
 SLOTS, CHUNK, CONTEXT = 3, 32, 512
@@ -77,17 +77,6 @@ def rows(plan: Plan | None) -> dict[Sequence, int]:
     return {part.sequence: part.rows for part in plan.parts}
 
 
-@given(budget=st.integers(1, 60), demands=st.lists(st.integers(1, 40), min_size=1, max_size=12))
-def test_fair_shares_equal_dealing_row_by_row(budget: int, demands: list[int]) -> None:
-    dealt = [0] * len(demands)
-    for _ in range(min(budget, sum(demands))):
-        hungry = [i for i in range(len(demands)) if dealt[i] < demands[i]]
-        dealt[min(hungry, key=lambda i: dealt[i])] += 1
-    # Which of several takes a last odd row is free; how large the shares are is not.
-    assert sorted(fair_shares(budget, demands)) == sorted(dealt)
-    assert all(s <= d for s, d in zip(fair_shares(budget, demands), demands, strict=True))
-
-
 def test_replies_go_on_beside_a_long_prompt() -> None:
     drive = Drive()
     short, long = sequence(3, room=10), sequence(300, room=1)
@@ -105,11 +94,41 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     drive.scheduler.add(long)
     drive.step()
     drive.scheduler.add(short)
-    assert rows(drive.step()) == {long: CHUNK - 10, short: 10}
+    assert rows(drive.step()) == {short: 10, long: CHUNK}
     assert drive.ended == [short]
+    # One that has not few rows takes turns with it.
+    other = sequence(20, room=1)
+    drive.scheduler.add(other)
+    assert rows(drive.step()) == {other: 20}
+    assert rows(drive.step()) == {long: CHUNK}
+    assert drive.ended == [short, other]
 
 
-def test_more_prompts_than_rows_take_turns() -> None:
+@pytest.mark.parametrize("length", [10, 20])
+def test_a_long_prompt_is_not_stuck_behind_short_ones(length: int) -> None:
+    drive = Drive(slots=8)
+    long = sequence(5 * CHUNK, room=1)
+    drive.scheduler.add(long)
+    # More come than there is room for: of all that wait, none gets two turns before another one.
+    for _ in range(5 * 8):
+        for _ in range(2):
+            drive.scheduler.add(sequence(length, room=0))
+        drive.step()
+    assert long in drive.ended
+
+
+def test_a_step_has_one_prompt_of_many_rows() -> None:
+    drive = Drive(slots=6)
+    first, second = sequence(18, room=0), sequence(CHUNK, room=0)
+    few = [sequence(n, room=0) for n in (6, 5, 6, 16)]
+    for one in (first, second, *few):
+        drive.scheduler.add(one)
+    assert list(rows(drive.step())) == [few[0], few[1], first]
+    assert list(rows(drive.step())) == [few[2], second]
+    assert list(rows(drive.step())) == [few[3]]
+
+
+def test_prompts_for_which_there_is_no_room_take_turns() -> None:
     drive = Drive(chunk=2)
     all_three = [sequence(6, room=1) for _ in range(3)]
     for one in all_three:
@@ -119,12 +138,34 @@ def test_more_prompts_than_rows_take_turns() -> None:
     assert [one.done for one in all_three] == [2, 2, 2]
 
 
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 150), st.booleans()), min_size=1, max_size=SLOTS),
+    chunk=st.integers(1, 60),
+    scored=st.integers(1, 30),
+)
+def test_company_does_not_change_a_prompts_pieces(lengths: list[tuple[int, bool]], chunk: int, scored: int) -> None:
+    def pieces(prompts: list[tuple[int, bool]]) -> list[list[int]]:
+        drive = Drive(chunk=chunk, scored=scored)
+        sequences = [sequence(n, room=0 if whole else 3, scored=whole) for n, whole in prompts]
+        for one in sequences:
+            drive.scheduler.add(one)
+        found: list[list[int]] = [[] for _ in prompts]
+        while plan := drive.step():
+            for part in plan.parts:
+                if part.position < len(part.sequence.prompt):
+                    found[sequences.index(part.sequence)].append(part.rows)
+        return found
+
+    assert pieces(lengths) == [own for one in lengths for own in pieces([one])]
+
+
 def test_prompt_rows_of_a_step_are_at_most_a_chunk() -> None:
     drive = Drive()
     for _ in range(SLOTS):
         drive.scheduler.add(sequence(100, room=2))
     while plan := drive.step():
-        assert sum(p.rows for p in plan.parts if p.position < 100) <= CHUNK
+        read = [p.rows for p in plan.parts if p.position < 100]
+        assert sum(n for n in read if n > 16) <= CHUNK and sum(n for n in read if n <= 16) <= 16
 
 
 def test_a_plan_is_filled_with_what_is_proposed_later() -> None:
@@ -200,7 +241,7 @@ def test_a_sequence_ends_in_every_stage_and_leaves_nothing() -> None:
 def test_what_is_wanted_of_a_step() -> None:
     drive = Drive(slots=4)
     plain, sampled = sequence(3), sequence(5, full=True)
-    silent, partial = sequence(4, room=0), sequence(60)
+    silent, partial = sequence(4, room=0), sequence(60, cuts=(CHUNK - 12,))
     for one in (plain, sampled, silent, partial):
         drive.scheduler.add(one)
     plan = drive.step()
@@ -218,7 +259,7 @@ def test_what_is_wanted_of_a_step() -> None:
 
 def test_scored_prompts_want_all_rows_in_bounded_pieces() -> None:
     drive = Drive(scored=8)
-    scored, other = sequence(20, room=0, scored=True), sequence(40, room=1)
+    scored, other = sequence(20, room=0, scored=True), sequence(40, room=1, cuts=(CHUNK - 8,))
     drive.scheduler.add(scored)
     drive.scheduler.add(other)
     plan = drive.step()

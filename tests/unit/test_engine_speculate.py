@@ -18,7 +18,7 @@ from luce.engine.loop import Engine
 from luce.engine.pages import Pages
 from luce.engine.scheduler import Plan, Scheduler, Sequence
 from luce.engine.sequence import Event, Finished, FinishReason, Tokens
-from luce.engine.speculate import Speculator
+from luce.engine.speculate import Speculator, fair_shares
 from luce.errors import BackendError, DeviceError
 from tests.support.drafters import ScriptedDrafter, sometimes
 from tests.support.replies import EOS, Letters, Reply, engine, submit
@@ -522,3 +522,14 @@ def test_every_token_is_an_event_s() -> None:
         reply, _ = submit(made, PROMPT, max_tokens=9)
         assert isinstance(reply.wait(), Finished)
     assert [len(event.tokens) for event in reply.events if isinstance(event, Tokens)] == [1, 4, 4]
+
+
+@given(budget=st.integers(1, 60), demands=st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_fair_shares_equal_dealing_row_by_row(budget: int, demands: list[int]) -> None:
+    dealt = [0] * len(demands)
+    for _ in range(min(budget, sum(demands))):
+        hungry = [i for i in range(len(demands)) if dealt[i] < demands[i]]
+        dealt[min(hungry, key=lambda i: dealt[i])] += 1
+    # Which of several takes a last odd row is free; how large the shares are is not.
+    assert sorted(fair_shares(budget, demands)) == sorted(dealt)
+    assert all(s <= d for s, d in zip(fair_shares(budget, demands), demands, strict=True))
