@@ -7,6 +7,7 @@
     saver        points on their way to the disk, in pieces between steps
     disk         the disk behind it: the thread that writes, reading ahead of the devices
     patience     how long the disk is waited for
+    threads      those that wait for it
     turns        how long threads that read wait for each other
     store        a directory of snapshots: what comes and what goes (FORMAT.md)
     index        which snapshots there are, and which belong to a text

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,6 +32,7 @@ from luce.cache.part import DamagedError
 from luce.cache.patience import Patience, SlowError
 from luce.cache.reader import Reader, Share, verify
 from luce.cache.store import GoneError, Store, StoreFullError
+from luce.cache.threads import Threads
 from luce.cache.tree import Residency
 from luce.cache.turns import turns
 from luce.cache.writer import Writer
@@ -154,7 +155,7 @@ class DiskTier:
         #: until when nothing is read, as the disk is slow
         self._unread = 0.0
         self._unfinished: Save | None = None
-        self._workers = ThreadPoolExecutor(_WORKERS, "luce-cache-read")
+        self._workers = Threads(_WORKERS, "luce-cache-read")
         self._thread = threading.Thread(target=self._main, name="luce-cache-write", daemon=True)
         self._thread.start()
 
@@ -221,9 +222,11 @@ class DiskTier:
 
     def close(self, seconds: float) -> None:
         """Write what was handed over, for so long at most, and stop."""
+        # Finding out which model it is may take minutes.
+        nothing = not self.busy and not self._opened.is_set()
         self._post(None)
-        self._thread.join(seconds + _LEAST_SECONDS)
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._thread.join(0.0 if nothing else seconds + _LEAST_SECONDS)
+        self._workers.close(_LEAST_SECONDS)
 
     def recall(self, digest: str) -> list[int] | None:
         """The ids of a text that some reply had, None if there is none. Any thread may ask; reads a file."""

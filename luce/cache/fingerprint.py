@@ -7,12 +7,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from luce.cache.files import write_file
+from luce.cache.threads import Threads
 
 _CHUNK = 32 << 20
 _THREADS = 4
@@ -79,12 +79,15 @@ def content_digest(paths: Sequence[Path], record: Path) -> str:
     """
     identity = _identity(paths)
     hashed = hashlib.blake2b(digest_size=32)
-    with ThreadPoolExecutor(_THREADS) as pool:
+    threads = Threads(_THREADS, "luce-digest")
+    try:
         for path in paths:
             size = path.stat().st_size
             hashed.update(size.to_bytes(8, "little"))
-            for part in pool.map(lambda at, path=path: _digest(path, at), range(0, size, _CHUNK)):
-                hashed.update(part)
+            for part in [threads.submit(_digest, path, at) for at in range(0, size, _CHUNK)]:
+                hashed.update(part.result())
+    finally:
+        threads.close(0.0)
     digest = hashed.hexdigest()
     with contextlib.suppress(OSError):
         _note(record, identity, digest)

@@ -194,6 +194,20 @@ def test_what_ends_before_the_model_is_known_is_written_all_the_same(tmp_path: P
         assert r.ask(ids(100), 3) == (expected, 100)
 
 
+def test_nobody_waits_until_the_model_is_known_where_nothing_is_to_be_written(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def identify() -> Fingerprint:
+        gate.wait(60)
+        return MODEL
+
+    with rig(tmp_path, known=False, identify=identify, flush=120) as r:
+        disk = tier(r)
+    assert disk._thread.is_alive() and not gate.is_set()
+    gate.set()
+    assert within(60, lambda: not disk._thread.is_alive())
+
+
 def test_what_the_host_holds_is_written_as_well(tmp_path: Path) -> None:
     # The pool is too small for both; the first one's pages leave the devices before they are written.
     prompts = [ids(400, seed=i) for i in range(3)]
