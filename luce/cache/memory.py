@@ -109,9 +109,11 @@ class MemoryTier:
             for page in pages:
                 self._pools.full.share(page)
             self._copying = kept, pages
-            while self._copying is not None and not kept.ready():
-                yield kept
-            self._landed()
+            try:
+                while self._copying is not None and not kept.ready():
+                    yield kept
+            finally:
+                self._landed()
         # As long as there is room, they need not be copied again to leave it to others on the devices.
         free = all(block.alive and block.data is None for block in blocks)
         if free and self.bytes + kept.nbytes <= self.budget:

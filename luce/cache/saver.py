@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +51,7 @@ class Saver:
         self._disk = disk
         self._least = least
         self._offered: deque[tuple[Point, Offer]] = deque()
-        self._export: Iterator[Kept | None] | None = None
+        self._export: Generator[Kept | None] | None = None
         self._awaited: Kept | None = None
         self._saving: Save | None = None
         #: when `pump` goes on, on time.monotonic's clock
@@ -67,8 +68,13 @@ class Saver:
             log.event(_log, "snapshot skipped", logging.DEBUG, tokens=skipped.length, why="too many wait for the disk")
 
     def forget(self) -> None:
-        """What was offered is not worth it any longer."""
+        """What was offered is not worth it any longer, nor is what is being written."""
         self._offered.clear()
+        if self._export is not None:
+            # A shard may be lost, on whose copies it waits.
+            with contextlib.suppress(LuceError):
+                self._export.close()
+        self._export = self._awaited = None
 
     @property
     def pending(self) -> bool:
@@ -124,7 +130,7 @@ class Saver:
                 time.sleep(0.002)
         self._disk.close(max(0.0, end - time.monotonic()))
 
-    def _exported(self, point: Point, offer: Offer) -> Iterator[Kept | None]:
+    def _exported(self, point: Point, offer: Offer) -> Generator[Kept | None]:
         """Copies a point's pages to host memory and hands it to the disk, a bounded piece each turn.
 
         Gives what it waits for, if anything. Raises LuceError.

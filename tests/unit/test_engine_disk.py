@@ -208,6 +208,36 @@ def test_nobody_waits_until_the_model_is_known_where_nothing_is_to_be_written(tm
     assert within(60, lambda: not disk._thread.is_alive())
 
 
+@each
+def test_nothing_is_left_of_what_is_being_written_when_all_is_to_be_forgotten(
+    kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pump = saver.Saver.pump
+    counts: list[int] = []
+    for step in range(1, 6):
+        answered, pumped = threading.Event(), itertools.count(1)
+
+        def watched(
+            one: saver.Saver, *, idle: bool, step: int = step, answered: Any = answered, pumped: Any = pumped
+        ) -> None:
+            # What the reply left is written behind it, until this piece of it.
+            if answered.is_set() and one.pending:
+                pump(one, idle=idle)
+                if next(pumped) == step:
+                    assert r.engine.cache is not None
+                    counts.append(len(r.engine.cache.forget()))
+
+        monkeypatch.setattr(saver.Saver, "pump", watched)
+        with rig(tmp_path, **kind) as r:
+            assert within(60, lambda: tier(r).store is not None)
+            r.ask(ids(200), 3)
+            answered.set()
+            tier(r).wake()
+        # The later pieces are of what is written as the server ends, if there are so many.
+        assert len(counts) < step or snapshots_left(tmp_path) == 0
+    assert len(counts) > 2 and all(counts)
+
+
 def test_what_the_host_holds_is_written_as_well(tmp_path: Path) -> None:
     # The pool is too small for both; the first one's pages leave the devices before they are written.
     prompts = [ids(400, seed=i) for i in range(3)]
