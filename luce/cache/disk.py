@@ -216,9 +216,19 @@ class DiskTier:
 
     def forget(self) -> None:
         """Give up all snapshots of this model, behind what is being written."""
-        store = self._store
-        if store is not None:
-            self._post(lambda: store.clear(store.model))
+
+        def clear() -> None:
+            store = self._store
+            if store is None:
+                return
+            try:
+                store.clear(store.model)
+            except OSError as error:
+                _log.warning("snapshots could not be removed, and are not used until the next start: %s", error)
+                for entry in store.entries:
+                    entry.unusable = "it could not be removed"
+
+        self._post(clear)
 
     def close(self, seconds: float) -> None:
         """Write what was handed over, for so long at most, and stop."""
@@ -441,7 +451,7 @@ class DiskTier:
 
     def _look_around(self, store: Store, fingerprint: Fingerprint) -> None:
         """Keep to the budget, which may be another one than last time, and say what is there that is not used."""
-        with contextlib.suppress(StoreFullError):
+        with contextlib.suppress(StoreFullError, OSError):
             store.make_room(0)
         with contextlib.suppress(OSError):
             describe(store.root / store.model, fingerprint)

@@ -241,7 +241,7 @@ class Store(Index):
 
     def give_up(self, entry: Entry, keep: Collection[Entry] = ()) -> None:
         """A snapshot can no longer be resumed; it goes as a whole if no other continues it, and so do its parents but
-        for those to `keep`, which somebody is about to continue."""
+        for those to `keep`, which somebody is about to continue. Raises OSError if it cannot be removed."""
         with self._writers:
             if entry.children:
                 self._retire(entry)
@@ -264,12 +264,12 @@ class Store(Index):
         with self._writers:
             self.quarantines += 1
             for child in list(entry.children):
-                self._remove_all(child)
+                self._drop(child)
             self._forget(entry)
             self._put_aside(entry.path)
 
     def clear(self, model: str | None = None) -> int:
-        """Give up every snapshot of a model, or of all; returns how many could be resumed."""
+        """Give up every snapshot of a model, or of all; returns how many could be resumed. Raises OSError."""
         with self._writers:
             found = [entry for entry in self._entries.values() if model in (None, entry.manifest.model)]
             for entry in found:
@@ -356,7 +356,7 @@ class Store(Index):
     def _relink(self) -> None:
         """Find out who continues whom; give up what continues nothing that is there."""
         for entry in self._link():
-            self._remove_all(entry)
+            self._drop(entry)
 
     def _lacking(self, size: int) -> int:
         """By how many bytes `size` does not fit."""
@@ -445,11 +445,21 @@ class Store(Index):
         self._remove(entry)
 
     def _remove(self, entry: Entry) -> None:
-        self._forget(entry)
         trash = self._trash / f"{entry.manifest.id}-{secrets.token_hex(4)}"
-        with contextlib.suppress(OSError):
+        # Another server may have removed it.
+        with contextlib.suppress(FileNotFoundError):
+            self._trash.mkdir(mode=0o700, exist_ok=True)
             os.rename(entry.path, trash)
-            shutil.rmtree(trash, ignore_errors=True)
+        self._forget(entry)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def _drop(self, entry: Entry) -> None:
+        """Forget a snapshot that is of no use, and what continues it; remove them if that is possible."""
+        for child in list(entry.children):
+            self._drop(child)
+        with contextlib.suppress(OSError):
+            self._remove(entry)
+        self._forget(entry)
 
     def _prepare(self) -> None:
         """Make what is missing below the directory. Raises OSError if that itself is gone, as its disk may be."""

@@ -422,6 +422,27 @@ def test_garbage_of_writers_that_ended_is_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp.iterdir()] == [f"{os.getpid()}-aa"]
 
 
+def test_what_cannot_be_removed_stays_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, MODEL, 0)
+    for turn in turns(2):
+        write(store, turn)
+
+    def refuse(*given: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stores.os, "rename", refuse)
+        for entry in store.find(turns(2)[1])[:1]:
+            with pytest.raises(OSError, match="Read-only"):
+                store.give_up(entry)
+        with pytest.raises(OSError, match="Read-only"):
+            store.clear()
+    assert sound(tmp_path, turns(2)) == len(store.entries) == 2
+    # Whoever cleared the directory away meanwhile did what was asked.
+    shutil.rmtree(store.root)
+    assert store.clear() == 2 and not store.entries
+
+
 def test_another_server_sees_what_the_first_one_wrote_and_removed(tmp_path: Path) -> None:
     one, two = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0)
     conversation = turns(2)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from luce.cache import store as stores
 from luce.cache.fingerprint import Fingerprint, describe
 from luce.cache.store import Store
 from luce.cli.main import main
@@ -90,6 +92,22 @@ def test_rm_leaves_what_others_need(filled: Path, capsys: pytest.CaptureFixture[
     assert sound(filled, conversation) == 2
     assert cache(filled, "rm", "--all") == 0
     assert not Store(filled, MODEL, 0).entries
+
+
+@pytest.mark.parametrize("arguments", [("rm", "--all"), ("rm",)])
+def test_rm_says_what_it_could_not_remove(
+    arguments: tuple[str, ...], filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*given: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    last = Store(filled, MODEL, 0).find(turns(3)[2])[0].manifest.id
+    with monkeypatch.context() as patched:
+        patched.setattr(stores.os, "rename", refuse)
+        assert cache(filled, *arguments, *([] if "--all" in arguments else [last])) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err == f"luce: --kv-cache-dir {filled}: [Errno 13] Permission denied\n"
+    assert sound(filled, turns(3)) == 3
 
 
 def test_gc_removes_what_was_put_aside_and_keeps_to_the_budget(filled: Path) -> None:

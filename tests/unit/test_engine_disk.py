@@ -530,6 +530,32 @@ def test_a_directory_that_cannot_be_used_is_one_warning(
     assert "--kv-cache-dir" in warning.getMessage()
 
 
+def test_what_cannot_be_removed_is_not_used_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rig(tmp_path) as r:
+        r.ask(ids(100), 3)
+        wait_for(r, 2)
+        assert r.engine.cache is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(store.os, "rename", failing(errno.EROFS))
+            r.engine.forget()
+            assert within(60, lambda: not tier(r).busy)
+            assert all(entry.unusable for entry in r.engine.cached())
+            assert r.ask(ids(100), 3)[1] == 0
+    assert "could not be removed, and are not used until the next start: [Errno 30]" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written_is_read_though_it_exceeds_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig(tmp_path) as r:
+        r.ask(ids(100), 3)
+    monkeypatch.setattr(Store, "_exclusive", failing(errno.EROFS))
+    with rig(tmp_path, budget=1000) as r:
+        assert r.ask(ids(100), 3) == (r.backend.reply(ids(100), 3), 100)
+
+
 def test_a_directory_that_vanishes_is_no_harm(tmp_path: Path) -> None:
     with rig(tmp_path / "cache") as r:
         r.ask(ids(100), 3)
