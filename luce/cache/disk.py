@@ -350,7 +350,9 @@ class DiskTier:
             self.stats.slow += 1
             self._shun(f"snapshot {entry.manifest.id} is not used", error)
             return
-        _log.warning("snapshot %s is not used: %s", entry.manifest.id, error)
+        # It may be that another server has changed it: whether there is something to warn of is found out then.
+        level = logging.INFO if isinstance(error, DamagedError | FileNotFoundError) else logging.WARNING
+        _log.log(level, "snapshot %s is not used: %s", entry.manifest.id, error)
         entry.unusable = str(error)
         if isinstance(error, DamagedError):
             self.stats.damaged += 1
@@ -359,7 +361,7 @@ class DiskTier:
         else:
             self.stats.refused += 1
         if isinstance(error, DamagedError | OSError):
-            self._post(lambda: self._check(entry))
+            self._post(lambda: self._check(entry, error))
 
     def _shun(self, what: str, error: SlowError) -> None:
         """Read nothing for a while."""
@@ -480,21 +482,31 @@ class DiskTier:
                 self._waiting -= 1
             self.wake()
 
-    def _check(self, entry: Entry) -> None:
-        """Find out which part of a snapshot is damaged, if any."""
+    def _check(self, entry: Entry, error: Exception) -> None:
+        """Find out which part of a snapshot that could not be read is damaged, if any."""
         store = self._store
         assert store is not None
         try:
+            changed = False
             for part in store.chain(entry):
                 try:
                     verify(part)
-                except DamagedError as error:
-                    store.quarantine(part, error)
-                    return
+                except DamagedError as found:
+                    if not store.changed(part):
+                        store.quarantine(part, found)
+                        return
+                    store.reread(part)
+                    changed = True
+            if isinstance(error, DamagedError) and not changed:
+                _log.warning("snapshot %s is not used, though all of it can be read: %s", entry.manifest.id, error)
         except (DamagedError, OSError):
             # Changed or removed by another server, or a disk that cannot be read now.
             store.rescan()
-            store.reread(entry)
+            chain = [entry]
+            with contextlib.suppress(DamagedError):
+                chain = store.chain(entry)
+            for part in chain:
+                store.reread(part)
         entry.unusable = ""
 
     def _fail(self, error: Exception) -> None:

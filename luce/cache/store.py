@@ -277,6 +277,17 @@ class Store(Index):
                     self._remove_all(entry)
             return sum(entry.manifest.point for entry in found)
 
+    def changed(self, entry: Entry) -> bool:
+        """Whether another process removed a snapshot, or put another one of the same tokens in its place. Raises
+        OSError."""
+        try:
+            data = (entry.path / MANIFEST).read_bytes()
+            return manifests.decode(data, entry.manifest.model, entry.manifest.id) != entry.manifest
+        except FileNotFoundError:
+            return True
+        except DamagedError:
+            return False
+
     def collect(self) -> None:
         """Remove what nothing needs: pages that no snapshot continues, and what was put aside. Keep to the budget."""
         with self._writers:

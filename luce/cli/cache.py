@@ -128,6 +128,9 @@ def _verify(store: Store, entries: list[Entry]) -> int:
             store.chain(entry)
             print(f"{entry.manifest.id}: ok")
         except (DamagedError, OSError) as error:
+            if store.changed(entry):
+                print(f"{entry.manifest.id}: removed or replaced meanwhile")
+                continue
             damaged += 1
             print(f"{entry.manifest.id}: damaged: {error}")
     return 1 if damaged or store.quarantines else 0

@@ -11,7 +11,9 @@ import pytest
 
 from luce.cache import store as stores
 from luce.cache.fingerprint import Fingerprint, describe
+from luce.cache.index import Entry
 from luce.cache.store import Store
+from luce.cli import cache as cache_verb
 from luce.cli.main import main
 from tests.support.snapshots import MODEL, sound, write
 from tests.unit.test_cache_store import turns
@@ -108,6 +110,20 @@ def test_rm_says_what_it_could_not_remove(
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err == f"luce: --kv-cache-dir {filled}: [Errno 13] Permission denied\n"
     assert sound(filled, turns(3)) == 3
+
+
+def test_verify_does_not_blame_what_a_server_changes_meanwhile(
+    filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = cache_verb.verify
+
+    def busy(entry: Entry) -> None:
+        Store(filled, MODEL, 0).clear()
+        check(entry)
+
+    monkeypatch.setattr(cache_verb, "verify", busy)
+    assert cache(filled, "verify") == 0
+    assert capsys.readouterr().out.count(": removed or replaced meanwhile\n") == 3
 
 
 def test_gc_removes_what_was_put_aside_and_keeps_to_the_budget(filled: Path) -> None:

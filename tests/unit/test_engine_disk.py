@@ -24,7 +24,8 @@ from luce.cache import part, patience, saver, store
 from luce.cache.disk import DiskTier
 from luce.cache.fingerprint import Fingerprint
 from luce.cache.manifest import Recall
-from luce.cache.part import PartReader
+from luce.cache.part import DamagedError, PartReader
+from luce.cache.patience import Patience
 from luce.cache.reader import Reader
 from luce.cache.store import Store
 from luce.engine.loop import Engine
@@ -528,6 +529,51 @@ def test_a_directory_that_cannot_be_used_is_one_warning(
             assert r.ask(ids(100), 3)[0] == r.backend.reply(ids(100), 3)
     (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "--kv-cache-dir" in warning.getMessage()
+
+
+def test_what_another_server_wrote_anew_is_not_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, other = np.arange(100, dtype=np.int32), Store(tmp_path, MODEL.model, 0)
+    snapshots.write(other, text)
+    with rig(tmp_path) as r:
+        disk = tier(r)
+        assert within(60, lambda: disk.store is not None)
+        (entry,) = disk.store.entries
+        other.clear()
+        # The same tokens, of other bytes: those of a prompt that was read in other pieces, say.
+        monkeypatch.setattr(snapshots, "state", lambda ids: {"blk.2.memory": ids.astype(np.float32)})
+        snapshots.write(other, text)
+        with pytest.raises(DamagedError) as found:
+            disk.open(entry, Patience())
+        disk.failed(entry, found.value)
+        assert within(60, lambda: not disk.busy)
+        assert not disk.snapshot_stats().quarantines
+        (entry,) = disk.store.find(text)
+        snapshots.check(disk.store, entry, text)
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        # What is wrong with all of its files as they were written is said.
+        disk.failed(entry, DamagedError("its tokens are others"))
+        assert within(60, lambda: not disk.busy)
+        assert "though all of it can be read: its tokens are others" in caplog.text
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_what_another_server_gave_up_is_no_warning_and_what_lacks_a_file_is(
+    all_of_it: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rig(tmp_path, recurrent=True) as r:
+        r.ask(ids(100), 3)
+    with rig(tmp_path, recurrent=True) as r:
+        assert within(60, lambda: tier(r).store is not None)
+        if all_of_it:
+            Store(tmp_path, MODEL.model, 0).clear()
+        for path in tmp_path.rglob("state-000*"):
+            path.unlink()
+        assert r.ask(ids(100), 3) == (r.backend.reply(ids(100), 3), 0)
+        assert within(60, lambda: not tier(r).busy)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert all("put aside" in warning for warning in warnings) and bool(warnings) != all_of_it
 
 
 def test_what_cannot_be_removed_is_not_used_and_said(
