@@ -41,6 +41,8 @@ LAYOUT = f"luce-v{manifests.FORMAT}"
 _FORGOTTEN_SECONDS = 30 * 86400.0
 #: garbage in tmp/ older than this has no writer, whatever its process number says
 _ABANDONED_SECONDS = 3600.0
+#: files that came to a snapshot in so many seconds, and that its manifest does not name, may be about to be named
+_UNNAMED_SECONDS = 60.0
 _QUARANTINED = 3
 #: of a file system, what stays free
 _FREE_BYTES, _FREE_SHARE = 2 << 30, 0.05
@@ -78,6 +80,7 @@ class Store(Index):
         self._prepare()
         self._sweep()
         self.rescan()
+        self._tidy()
 
     @property
     def _tmp(self) -> Path:
@@ -294,6 +297,7 @@ class Store(Index):
             while useless := [e for e in self._entries.values() if not e.manifest.point and not e.children]:
                 for entry in useless:
                     self.give_up(entry)
+            self._tidy()
             self._empty_trash(0)
             self._remove_older()
             self.make_room(0)
@@ -490,6 +494,15 @@ class Store(Index):
                 if not alive(path.name) or time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                     shutil.rmtree(path, ignore_errors=True)
         self._empty_trash(_QUARANTINED)
+
+    def _tidy(self) -> None:
+        """Remove from snapshots what processes left there that ended while they took a state away or gave one back."""
+        for entry in self.entries:
+            named = {MANIFEST, *(part.name for part in entry.manifest.parts)}
+            with contextlib.suppress(OSError):
+                for item in os.scandir(entry.path):
+                    if item.name not in named and time.time() - item.stat().st_ctime > _UNNAMED_SECONDS:
+                        os.unlink(item)
 
     def _empty_trash(self, kept: int) -> None:
         """Leave nothing there but so many of those that were put aside last."""

@@ -422,6 +422,21 @@ def test_garbage_of_writers_that_ended_is_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp.iterdir()] == [f"{os.getpid()}-aa"]
 
 
+def test_files_that_a_manifest_does_not_name_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = write(Store(tmp_path, MODEL, 0), turns(1)[0])
+    assert entry is not None
+    left = [entry.path / name for name in ("manifest.json.0123abcd", "state-004-005.part")]
+    for path in left:
+        path.write_bytes(b"left by somebody who was killed")
+    # Somebody may be about to name them.
+    Store(tmp_path, MODEL, 0)
+    assert all(path.exists() for path in left)
+    monkeypatch.setattr(stores, "_UNNAMED_SECONDS", -1.0)
+    Store(tmp_path, MODEL, 0)
+    assert not any(path.exists() for path in left)
+    assert sound(tmp_path, turns(1)) == 1
+
+
 def test_what_cannot_be_removed_stays_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, MODEL, 0)
     for turn in turns(2):
