@@ -91,7 +91,7 @@ def _list(store: Store, *, as_json: bool) -> int:
     for entry in entries:
         manifest = entry.manifest
         table.add_row(
-            manifest.id if manifest.point else f"{manifest.id} (pages only)",
+            manifest.id[:8] + ("" if manifest.point else " (pages)"),
             f"{manifest.length:,}",
             f"{manifest.nbytes:,}",
             _span(now - manifest.created),

@@ -142,9 +142,22 @@ def settings(arguments: argparse.Namespace) -> Config:
     return resolve({k: v for k, v in vars(arguments).items() if k in names})
 
 
+def _behind_flags(arguments: argparse.Namespace, unknown: list[str]) -> list[str]:
+    """Take what argparse leaves over where flags come before what may be left out; returns what is still unknown."""
+    if any(word.startswith("-") for word in unknown):
+        return unknown
+    if arguments.verb == "cache":
+        arguments.ids = [*arguments.ids, *unknown]
+        return []
+    if arguments.verb == "run" and arguments.prompt is None and unknown:
+        arguments.prompt, *unknown = unknown
+    return unknown
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status of a LuceError is its class's, after one line on standard error."""
     arguments, unknown = parser().parse_known_args(argv)
+    unknown = _behind_flags(arguments, unknown)
     if unknown:
         print(f"luce: {' '.join(unknown)}: unknown (luce {arguments.verb} --help tells more)", file=sys.stderr)
         return UsageError.exit_code

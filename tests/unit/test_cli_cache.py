@@ -36,6 +36,10 @@ def test_ls(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cache(filled, "ls") == 0
     shown = capsys.readouterr().out
     assert shown.count(MODEL[:8]) == 3 and "3 snapshots" in shown
+    # What it shows of an id is enough to name it, also where lines are short.
+    for line in shown.splitlines()[1:4]:
+        assert cache(filled, "show", line.split()[0]) == 0
+    capsys.readouterr()
     assert cache(filled, "ls", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert sorted(entry["length"] for entry in listed) == [100, 200, 300]
@@ -63,6 +67,7 @@ def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureF
         (("gc", "a", "--all"), "luce cache gc a: takes no ID; luce cache gc: --all is for rm"),
         (("rm", "a", "--all"), "luce cache rm --all a: give only one of them"),
         (("verify", "--json"), "luce cache verify: --json is for ls and show"),
+        (("rm", "--al"), "--al: unknown (luce cache --help tells more)"),
     ],
 )
 def test_mistakes(arguments: tuple[str, ...], message: str, filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +99,13 @@ def test_rm_leaves_what_others_need(filled: Path, capsys: pytest.CaptureFixture[
     assert sound(filled, conversation) == 2
     assert cache(filled, "rm", "--all") == 0
     assert not Store(filled, MODEL, 0).entries
+
+
+def test_ids_may_follow_flags(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = [entry.manifest.id for entry in Store(filled, MODEL, 0).entries]
+    assert main(["cache", "verify", "--kv-cache-dir", str(filled), *ids[:2]]) == 0
+    assert main(["cache", "verify", ids[0], "--kv-cache-dir", str(filled), ids[1]]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ids[:2] * 2
 
 
 @pytest.mark.parametrize("arguments", [("rm", "--all"), ("rm",)])

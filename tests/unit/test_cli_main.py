@@ -149,6 +149,14 @@ def test_run_without_a_template_continues_the_text(scripted: Any, capsys: pytest
     assert capsys.readouterr().out == "more\n"
 
 
+def test_run_takes_a_prompt_behind_flags(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = scripted("Fine.")
+    assert main(["run", "x.gguf", "--max-tokens", "4", "hi"]) == 0
+    assert model.prompts == [[{"role": "user", "content": "hi"}]]
+    assert main(["run", "x.gguf", "--max-tokens", "4", "hi", "there"]) == 2
+    assert capsys.readouterr().err == "luce: there: unknown (luce run --help tells more)\n"
+
+
 def test_run_strips_control_characters_on_a_terminal_only(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for stream, expected in ((Terminal(), "a[31mb\n"), (io.StringIO(), "a\x1b[31mb\n")):
         scripted("a\x1b[31mb")
