@@ -18,6 +18,9 @@ from typing import IO, Any
 
 import pytest
 
+from luce.cache.store import LAYOUT
+from tests.support.daemons import within
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "reference" / "qwen3-a-F32.gguf"
 CHAT = "/v1/chat/completions"
@@ -277,3 +280,95 @@ def test_exit_statuses(serve: Any, tmp_path: Path) -> None:
             assert child.wait() == status, child.log
             assert child.lines[-1].startswith("luce: ") and named in child.lines[-1]
             assert "Traceback" not in child.log
+
+
+def asked(child: Child, path: str, body: Any = None) -> Any:
+    """The JSON of a reply that must succeed."""
+    response = child.request(path, body)
+    text = response.read()
+    assert response.status == 200, text
+    return json.loads(text)
+
+
+@pytest.fixture
+def kept(serve: Any, tmp_path: Path) -> Any:
+    """Starts servers that keep everything in one directory."""
+
+    def start(*flags: str) -> Child:
+        child: Child = serve("--kv-cache-dir", str(tmp_path / "cache"), "--kv-cache-min-tokens", "2", *flags)
+        child.told("READY=1")
+        return child
+
+    return start
+
+
+ASKED: dict[str, Any] = {
+    CHAT: {"messages": [{"role": "user", "content": "Tell me of rivers. " * 8}]},
+    "/v1/completions": {"prompt": "Rivers run to the sea. " * 8},
+}
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+
+
+def test_a_directory_serves_one_server_after_another(kept: Any, tmp_path: Path) -> None:
+    child = kept()
+    replies = {path: asked(child, path, {**body, **GREEDY}) for path, body in ASKED.items()}
+    child.send(signal.SIGTERM)
+    assert child.wait() == 0, child.log
+
+    child = kept()
+    prompts = []
+    for path, body in ASKED.items():
+        whole, prompt = replies[path]["choices"][0], replies[path]["usage"]["prompt_tokens"]
+        stream = child.request(path, {**body, **GREEDY, "stream": True, "stream_options": {"include_usage": True}})
+        events = [json.loads(line[6:]) for line in stream.read().decode().split("\n\n") if line.startswith("data: {")]
+        choices = [choice for event in events for choice in event["choices"]]
+        assert [id for choice in choices for id in choice.get("token_ids", [])] == whole["token_ids"]
+        assert choices[-1]["finish_details"]["cache"] == {"tier": "disk"}
+        again = asked(child, path, {**body, **GREEDY})
+        assert again["choices"][0]["token_ids"] == whole["token_ids"]
+        assert again["choices"][0]["finish_details"]["cache"] == {"tier": "ram"}
+        for last in (events[-1], again):
+            assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": prompt}
+            assert (last["timings"]["cache_n"], last["timings"]["prompt_n"]) == (prompt, 0)
+        prompts.append(prompt)
+    metrics = child.request("/metrics").read().decode()
+    assert 'luce_prefix_cache_hits_total{tier="disk"} 2.0' in metrics
+    assert f'luce_prompt_tokens_total{{source="disk"}} {sum(prompts)}.0' in metrics
+    listing = asked(child, "/v1/cache")
+    found = {entry["tokens"] for entry in listing["data"] if entry["tier"] == "disk" and entry["age"] >= 0}
+    assert found >= set(prompts) and listing["tiers"]["disk"]["hits"] == 2
+
+    other = kept("--cache-type-k", "q8_0", "--cache-type-v", "q8_0")
+    reply = asked(other, CHAT, {**ASKED[CHAT], **GREEDY})
+    assert reply["choices"][0]["finish_details"]["cache"] == {"tier": "none"}
+    (unused,) = asked(other, "/v1/cache")["tiers"]["disk"]["others"]
+    assert "--cache-type-k is q8_0 here and" in unused["reason"] and unused["reason"] in other.log
+
+    # Two servers use it now; what one of them forgets is that of its own settings.
+    connection = http.client.HTTPConnection("127.0.0.1", child.port, timeout=60)
+    connection.request("DELETE", "/v1/cache")
+    assert json.loads(connection.getresponse().read())["removed"] >= len(found)
+    connection.close()
+    assert within(60, lambda: not asked(child, "/v1/cache")["data"])
+    assert asked(child, CHAT, {**ASKED[CHAT], **GREEDY})["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert [entry for entry in asked(other, "/v1/cache")["data"] if entry["tier"] == "disk"]
+    for server in (child, other):
+        assert "put aside" not in server.log and "Traceback" not in server.log
+
+
+def test_a_server_that_is_killed_while_it_saves_says_the_same_at_its_next_start(kept: Any, tmp_path: Path) -> None:
+    expected: dict[str, Any] = {}
+    for start in range(3):
+        child = kept()
+        for path, body in ASKED.items():
+            # Each time another prompt that begins alike.
+            for more in range(start + 1):
+                asking = json.loads(json.dumps(body).replace('. "', f'. {more * 30 * "x "}"'))
+                ids = asked(child, path, {**asking, **GREEDY})["choices"][0]["token_ids"]
+                assert expected.setdefault(path + str(more), ids) == ids
+        writing = os.listdir(tmp_path / "cache" / LAYOUT / "tmp")
+        assert all(name.startswith(f"{child.process.pid}-") for name in writing)
+        child.send(signal.SIGKILL)
+        child.wait()
+        assert "put aside" not in child.log and "Traceback" not in child.log
+    assert list((tmp_path / "cache" / LAYOUT).glob("*/*/manifest.json"))
