@@ -294,20 +294,33 @@ def test_a_daemon_that_ends_costs_the_request_and_not_the_snapshots(
         assert ask(model, prompt, 32) == (expected, known, "disk")
 
 
-@pytest.mark.parametrize("types", [("f16", "f16"), ("bf16", "bf16"), ("q8_0", "q4_0")], ids="-".join)
+@pytest.mark.parametrize(
+    ("types", "placements"),
+    [
+        (("f16", "f16"), ("daemons", "one")),
+        (("bf16", "bf16"), ("three", "one")),
+        (("q8_0", "q4_0"), ("daemons", "three")),
+    ],
+    ids=["f16", "bf16", "q8_0-q4_0"],
+)
 @pytest.mark.parametrize(
     "name", ["qwen3-a-F32", "qwen35-a-F32", "qwen35moe-a-F32", "laguna-a-F32", "gemma4-e-F32", "gemma4-moe-F32"]
 )
-def test_stored_types(name: str, types: tuple[str, str], tmp_path: Path) -> None:
+def test_stored_types(name: str, types: tuple[str, str], placements: tuple[str, ...], tmp_path: Path) -> None:
     reference = Reference(name)
     prompt = reference.expected["prompt_long"].tolist()
     kinds = dict(zip(("cache_type_k", "cache_type_v"), types, strict=True))
-    with load(reference.path, tmp_path, **kinds) as model:
+    with load(reference.path, tmp_path / "cache", **kinds) as model:
         expected = ask(model, prompt, 20)
-    for devices in ("cpu:0", "cpu:0,cpu:1,cpu:2"):
-        with load(reference.path, tmp_path, target_devices=devices, **kinds) as model:
+    # What one shard of this process wrote, then what those of the first placement did.
+    found = []
+    for placement in placements:
+        with placed(reference, tmp_path / "cache", placement, **kinds) as model:
             assert ask(model, prompt, 20) == (expected[0], saved(model, prompt), "disk")
-    with load(reference.path, tmp_path) as model:
+            found.append(ask(model, prompt[::-1], 20))
+    assert [tier for _, _, tier in found] == ["none", "disk"]
+    assert found[0][0] == found[1][0]
+    with load(reference.path, tmp_path / "cache") as model:
         assert ask(model, prompt, 20)[1:] == (0, "none")
         disk = model.engine.stats().cache.disk
         assert disk is not None
