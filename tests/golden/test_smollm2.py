@@ -84,3 +84,19 @@ def test_parallel_generations_are_independent(model: luce.Model) -> None:
     alone = [[t.id for t in model.generate(p, max_tokens=24, temperature=0)] for p in PROMPTS]
     together = [model.generate(p, max_tokens=24, temperature=0) for p in PROMPTS]
     assert [[t.id for t in generation] for generation in together] == alone
+
+
+def test_what_is_kept_across_restarts_is_what_was_computed(path: Path, tmp_path: Path) -> None:
+    found = []
+    for devices, kinds in (("cpu:0", "f16"), ("cpu:0,cpu:1,cpu:2", "f16"), ("cpu:0", "q8_0"), ("cpu:0,cpu:1", "q8_0")):
+        fields: dict[str, Any] = {"kv_cache_dir": str(tmp_path), "kv_cache_min_tokens": 1, "max_ctx": 512}
+        with luce.load(path, target_devices=devices, cache_type_k=kinds, cache_type_v=kinds, **fields) as model:
+            prompt = model.tokenize(PROMPTS[2] * 8)
+            generation = model.generate(prompt, max_tokens=12, temperature=0, ignore_eos=True)
+            tokens = [token.id for token in generation if token.id >= 0]
+            assert generation.finish is not None
+            timings = generation.finish.timings
+            found.append((tokens, timings.cached_tokens, timings.cache_tier))
+    for computed, restored in (found[:2], found[2:]):
+        assert computed[1:] == (0, "none")
+        assert restored == (computed[0], len(prompt), "disk")
