@@ -58,10 +58,12 @@ class ModelDrafter:
         layers = range(len(spec.blocks))
         self._shard = LocalShard(file, spec, layers, device, pages=self._context.pages, slots=slots)
         self._nothing: list[list[int]] = [[] for _ in spec.page_groups]
+        #: the tokens that each slot's remembered positions have
+        self._read = [np.empty(0, np.int32)] * slots
 
     def observe(self, spans: Sequence[Span]) -> None:
-        for span in spans:
-            self._rewind(span.slot, span.position)
+        # What is left of what was read, the text itself tells.
+        pass
 
     def propose(self, asked: Sequence[Draftable]) -> Drafting:
         slots = [one.slot for one in asked]
@@ -84,6 +86,8 @@ class ModelDrafter:
         for slot, state in zip(slots, saved, strict=False):
             self._shard.restore(slot, self._nothing, state)
         self._context.keep(slots, [1] * len(slots))
+        for one in asked:
+            self._read[one.slot] = one.tokens[self._context.remembered(one.slot).start :].copy()
         return lambda: proposals
 
     def forget(self, slot: int) -> None:
@@ -98,15 +102,21 @@ class ModelDrafter:
     def close(self) -> None:
         self._shard.close()
 
-    def _rewind(self, slot: int, position: int) -> None:
-        if self._recurrent and position < self._context.remembered(slot).stop:
-            self._context.forget(slot)
-        self._context.rewind(slot, position)
+    def _rewind(self, one: Draftable) -> None:
+        """Forget what is not of this text, or not before its seed."""
+        known, read = self._context.remembered(one.slot), self._read[one.slot]
+        text = one.tokens[known.start : min(known.stop, len(one.tokens) - 1)]
+        count = min(len(text), len(read))
+        other = np.flatnonzero(read[:count] != text[:count])
+        end = known.start + int(other[0] if len(other) else count)
+        if self._recurrent and end < known.stop:
+            self._context.forget(one.slot)
+        self._context.rewind(one.slot, end)
 
     def _owed(self, one: Draftable) -> range:
         """The positions before the seed that the model has yet to read."""
         end = len(one.tokens) - 1
-        self._rewind(one.slot, end)
+        self._rewind(one)
         if end + self.block - self._context.remembered(one.slot).start > self._longest:
             # Beyond the trained length: half of it is kept, and told anew.
             self._context.forget(one.slot, max(0, end - self._longest // 2))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from luce.backend.local import LocalShard
 from luce.draft.drafter import Draftable
 from luce.draft.plain import ModelDrafter, check_tokens
 from luce.errors import ModelError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
-from luce.runtime.step import Span
+from luce.runtime.step import Span, Step
 from tests.support.reference import Reference
 
 FAMILIES = ["qwen3-a-F32", "qwen35-a-F32", "gemma4-e-F32", "laguna-a-F32", "qwen35moe-a-F32"]
@@ -55,6 +57,29 @@ def test_the_target_itself(name: str, stack: ExitStack) -> None:
         drafted = propose(model, tokens[:at])
         assert drafted and drafted == tokens[at : at + len(drafted)].tolist()
         at += accepted
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_was_read_is_not_read_again(name: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (tokens, begin) = drafter(stack, name), text(name)
+    told: list[int] = []
+    forward = LocalShard.forward
+
+    def counted(self: LocalShard, step: Step, *given: Any) -> Any:
+        told.append(step.rows if not len(step.wanted) else 0)
+        return forward(self, step, *given)
+
+    monkeypatch.setattr(LocalShard, "forward", counted)
+    at, found = begin + 1, []
+    for accepted in (1, 3, 2, 5, 1):
+        propose(model, tokens[:at])
+        # The seed and what is proposed behind it are verified.
+        model.observe([Span(0, 0, 6, at - 1, tentative=True)])
+        found.append(sum(told))
+        told.clear()
+        at += accepted
+    # The prompt, then what lies between two seeds.
+    assert found == [begin, 0, 2, 1, 4]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
