@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from luce.draft.drafter import Draftable, Proposal
 from luce.engine.loop import Engine
 from luce.engine.sampling import Sampler
 from luce.engine.sequence import SamplingParams
@@ -109,13 +110,32 @@ def deviation(params: SamplingParams, replies: Many[Many[int]]) -> float:
     return float((statistic - freedom) / (2 * freedom) ** 0.5)
 
 
+class Bushes(ScriptedDrafter):
+    """Guesses two tokens at each place of the first text: what `guess` says, which the next place follows, and one
+    more."""
+
+    def _propose(self, one: Draftable) -> Proposal:
+        chain = super()._propose(one).tokens
+        nodes = [(token, 2 * place - 2 if place else -1) for place, token in enumerate(chain)]
+        both = [node for token, parent in nodes for node in ((token, parent), ((token + 3) % VOCAB, parent))]
+        tokens, parents = zip(*both[: one.most], strict=True)
+        return Proposal(tokens, [0.5] * len(tokens), parents)
+
+
 def draw(
-    sampling: dict[str, Any], *, width: int, recurrent: bool = True, replies: int = 24, tokens: int = 480
+    sampling: dict[str, Any],
+    *,
+    width: int,
+    tree: bool = False,
+    recurrent: bool = True,
+    replies: int = 24,
+    tokens: int = 480,
 ) -> tuple[list[list[int]], float]:
     """Replies by different seeds, four at once, and how many tokens a verification gave."""
-    backend = Markov(vocab=VOCAB, recurrent=recurrent)
-    drafter = ScriptedDrafter(guesses, vocab=VOCAB, chances=True)
-    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=width) as made:
+    backend = Markov(vocab=VOCAB, recurrent=recurrent, branch_pages=30 * tree)
+    drafter = (Bushes if tree else ScriptedDrafter)(guesses, vocab=VOCAB, chances=True)
+    options = {"verify_width": width, "tree": 15 if tree else None}
+    with engine(backend, eos=frozenset(), drafter=drafter, **options) as made:
         running = [
             submit(made, PROMPT, max_tokens=tokens, ignore_eos=True, seed=seed, **sampling)[0]
             for seed in range(replies)
@@ -124,6 +144,7 @@ def draw(
             reply.finished()
         stats = made.stats().draft
     assert stats is not None
+    assert bool(backend.moved) == tree
     return [reply.ids for reply in running], stats.tokens_per_step
 
 
@@ -131,6 +152,13 @@ def draw(
 def test_the_distribution(name: str) -> None:
     width, recurrent = (3, False) if name == "cold" else (4, True)
     found, pace = draw(PARAMS[name], width=width, recurrent=recurrent)
+    assert pace > 1.2, "hardly a guess counts, so there is nothing to be seen"
+    assert deviation(SamplingParams(**PARAMS[name]), found) < 4
+
+
+@pytest.mark.parametrize("name", ["temperature", "all"])
+def test_the_distribution_with_trees(name: str) -> None:
+    found, pace = draw(PARAMS[name], width=4, tree=True)
     assert pace > 1.2, "hardly a guess counts, so there is nothing to be seen"
     assert deviation(SamplingParams(**PARAMS[name]), found) < 4
 
