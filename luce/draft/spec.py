@@ -11,6 +11,7 @@ refuses the file.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -180,7 +181,7 @@ def read_draft(source: Source, *, window: int = 0) -> DraftSpec:
     norms = _capture_norms(source, count)
     # Files with a gate or norms of captures come from a family that norms its context in every layer.
     flagged = source.integer("dflash.context_kv_layer_norm", 0) != 0
-    base = source.number("dflash.backbone_rotary_base", 0.0)
+    based = source.key("dflash.backbone_rotary_base") in source.metadata
     mask = source.integer("dflash.mask_token_id", -1)
     vocab = source.integer("vocab_size", 0)
     if vocab and mask >= vocab:
@@ -190,7 +191,7 @@ def read_draft(source: Source, *, window: int = 0) -> DraftSpec:
         hidden=hidden,
         vocab=vocab,
         context_length=context_length,
-        norm_eps=source.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=_above(source, "attention.layer_norm_rms_epsilon"),
         blocks=blocks,
         block=_block(source),
         mask_token=None if mask < 0 else mask,
@@ -198,13 +199,13 @@ def read_draft(source: Source, *, window: int = 0) -> DraftSpec:
         count=count,
         capture_norms=norms,
         context_norm=flagged or norms or gate > 0,
-        context_base=base if base else None,
+        context_base=_above(source, "dflash.backbone_rotary_base", least=1.0) if based else None,
         mask_embedding=MASK_EMBEDDING in source.tensors,
         # As the one implementation that reads such files does it; rows of other drafts are plain.
         target_scale=source.architecture == "gemma4-dflash-draft",
-        embedding_scale=source.number("dflash.input_embedding_scale", 1.0),
-        logit_scale=source.number("dflash.output_multiplier", 1.0),
-        logit_softcap=source.number("final_logit_softcapping", 0.0),
+        embedding_scale=_above(source, "dflash.input_embedding_scale", 1.0),
+        logit_scale=_above(source, "dflash.output_multiplier", 1.0),
+        logit_softcap=_softcap(source),
         correction=_correction(source, hidden),
     )
 
@@ -243,6 +244,19 @@ def _bounded(source: Source, name: str, most: int) -> int:
     return value
 
 
+def _above(source: Source, name: str, default: float | None = None, *, least: float = 0.0) -> float:
+    value = source.number(name, default)
+    if not least < value < math.inf:
+        raise source.refuse(name, f"is {value:g}, expected a finite number above {least:g}")
+    return value
+
+
+def _softcap(source: Source) -> float:
+    """0 for none."""
+    name = "final_logit_softcapping"
+    return _above(source, name) if source.number(name, 0.0) else 0.0
+
+
 def _attention(source: Source) -> Callable[..., Attention]:
     """Attention of every layer but for what differs between them."""
     for name in ("attention.head_count", "attention.head_count_kv"):
@@ -274,20 +288,16 @@ def _rope(source: Source, head_dim: int) -> Rope:
     kind = source.metadata.string(source.key("rope.scaling.type"), default="none")
     if kind not in ("none", "linear", "yarn"):
         raise source.refuse("rope.scaling.type", f"is {kind!r}, expected none, linear or yarn")
-    factor = source.number("rope.scaling.factor") if kind != "none" else 1.0
-    if factor <= 0:
-        raise source.refuse("rope.scaling.factor", f"is {factor:g}, expected more than 0")
+    factor = _above(source, "rope.scaling.factor") if kind != "none" else 1.0
     yarn = None
     if kind == "yarn":
         yarn = Yarn(
             factor=factor,
             original_context=source.positive("rope.scaling.original_context_length"),
-            beta_fast=source.number("rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=source.number("rope.scaling.yarn_beta_slow", 1.0),
+            beta_fast=_above(source, "rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=_above(source, "rope.scaling.yarn_beta_slow", 1.0),
         )
-    base = source.number("rope.freq_base")
-    if base <= 0:
-        raise source.refuse("rope.freq_base", f"is {base:g}, expected more than 0")
+    base = _above(source, "rope.freq_base", least=1.0)
     return Rope(dims=rope_dims(source, head_dim), base=base, linear=factor if kind == "linear" else 1.0, yarn=yarn)
 
 

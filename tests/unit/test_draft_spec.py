@@ -51,6 +51,11 @@ def test_architectures(architecture: str, tmp_path: Path) -> None:
     assert read(tmp_path, made, architecture).target_scale == architecture.startswith("gemma4")
 
 
+SCALED = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 512,
+}
 PATTERN = {"attention__sliding_window": 24, "attention__sliding_window_pattern": [True, False]}
 
 
@@ -123,6 +128,17 @@ def test_the_fusing_matrix_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture
         ({"dflash__block_size": 1}, "block_size is 1"),
         ({"dflash__block_size": 65}, "block_size is 65"),
         ({"rope__scaling__type": "longrope"}, "rope.scaling.type is 'longrope'"),
+        ({**SCALED, "rope__scaling__factor": 0.0}, "rope.scaling.factor is 0, expected a finite number above 0"),
+        ({**SCALED, "rope__scaling__factor": np.inf}, "rope.scaling.factor is inf"),
+        ({**SCALED, "rope__scaling__yarn_beta_fast": 0.0}, "rope.scaling.yarn_beta_fast is 0"),
+        ({**SCALED, "rope__scaling__yarn_beta_slow": np.nan}, "rope.scaling.yarn_beta_slow is nan"),
+        ({"rope__freq_base": 1.0}, "rope.freq_base is 1, expected a finite number above 1"),
+        ({"rope__freq_base": np.nan}, "rope.freq_base is nan"),
+        ({"attention__layer_norm_rms_epsilon": -1.0}, "attention.layer_norm_rms_epsilon is -1"),
+        ({"dflash__backbone_rotary_base": 0.0}, "dflash.backbone_rotary_base is 0"),
+        ({"dflash__input_embedding_scale": np.nan}, "dflash.input_embedding_scale is nan"),
+        ({"dflash__output_multiplier": 0.0}, "dflash.output_multiplier is 0"),
+        ({"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30"),
         ({"dflash__conv_kernel_size": 4}, "dflash.conv_kernel_size is unknown"),
         ({"dflash__selector_rank": 4}, "dflash.selector_rank is unknown"),
         ({"attention__value_scale": 2.0}, "attention.value_scale is unknown"),
