@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import struct
+import sys
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -298,7 +299,9 @@ class _Config:
         self._path = path
         self._top = values
         own = values.get("dflash_config")
-        self._own: Mapping[str, Any] = own if isinstance(own, dict) else {}
+        if own is not None and not isinstance(own, dict):
+            raise self._refuse("dflash_config", "must be an object or null")
+        self._own: Mapping[str, Any] = own or {}
         #: whether it is of a class whose rows all see each other, and one position more than the window says
         self._native = False
         self._keys: dict[str, Value] = {"general.architecture": _ARCHITECTURE, "general.type": "model"}
@@ -389,13 +392,14 @@ class _Config:
     def _windows(self) -> None:
         layers = self._top.get("num_hidden_layers")
         types = self._top.get("layer_types")
-        if types is None and not self._native:
+        use = self._flag("use_sliding_window", self._top.get("use_sliding_window"))
+        if types is None and not self._native and not use:
             return
         known = ("sliding_attention", "full_attention")
         if not isinstance(types, list) or len(types) != layers or not all(t in known for t in types):
             raise self._refuse("layer_types", f"must name {' or '.join(known)} for each of {layers} layers")
         window = self._integer("sliding_window", self._top.get("sliding_window")) or 0
-        if self._flag("use_sliding_window", self._top.get("use_sliding_window")) is False:
+        if use is False:
             window = 0
         elif self._native:
             window += 1
@@ -406,7 +410,8 @@ class _Config:
 
     def _either(self, name: str) -> Any:
         """A value of dflash_config, else of the top level: both places occur."""
-        return self._own.get(name, self._top.get(name))
+        own = self._own.get(name)
+        return self._top.get(name) if own is None else own
 
     def _put(self, key: str, value: Value | None) -> None:
         if value is not None:
@@ -418,7 +423,7 @@ class _Config:
         return value
 
     def _number(self, name: str, value: Any) -> float | None:
-        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+        if value is not None and (type(value) not in (int, float) or not abs(value) <= sys.float_info.max):
             raise self._refuse(name, f"is {value!r}, expected a number")
         return None if value is None else float(value)
 

@@ -87,6 +87,10 @@ EVERY_KEY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"dflash_config": ..., "mask_token_id": 62, "target_layer_ids": [2, 5]},
         {"dflash__mask_token_id": 62, "dflash__target_layer_ids": [2, 5]},
     ),
+    "ids at the top beside none of its own": (
+        {"dflash_config": {"mask_token_id": None, "target_layer_ids": [2, 5]}, "mask_token_id": 62},
+        {"dflash__mask_token_id": 62, "dflash__target_layer_ids": [2, 5]},
+    ),
     "no ids": (
         {"dflash_config": {}},
         {"dflash__mask_token_id": None, "dflash__target_layer_ids": None},
@@ -202,6 +206,10 @@ def test_correction_heads(kind: str, tmp_path: Path) -> None:
         ({"hidden_size": "32"}, "hidden_size is '32', expected an integer"),
         ({"rms_norm_eps": None}, "layer_norm_rms_epsilon' is missing"),
         ({"target_layer_ids": "x", "dflash_config": {}}, "target_layer_ids must be a list"),
+        ({"dflash_config": [63]}, "dflash_config must be an object or null"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan, expected a number"),
+        ({"sliding_window": 24, "use_sliding_window": True}, "layer_types must name"),
     ],
 )
 def test_refused_by_name(
