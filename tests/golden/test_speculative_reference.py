@@ -13,7 +13,7 @@ from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
 from tests.support.daemons import HERE, devices
-from tests.support.drafts import DraftReference
+from tests.support.drafts import DraftReference, references
 from tests.support.drive import Driver
 from tests.support.reference import Reference, errors
 
@@ -80,10 +80,13 @@ def test_traces_on_a_gpu(name: str, prompt: str, make_driver: MakeDriver, gpu: D
     replay(make_driver(target, [gpu], verify=16), target, reference.expected, prompt, target.kind(16))
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_runs(place: str) -> None:
-    """The fitted draft: every block, how many of its rows count, and the 32 tokens."""
-    reference = DraftReference("qwen35-a-draft-fit-F32")
+@pytest.mark.parametrize(
+    ("reference", "place"),
+    [(reference, "one") for reference in references()] + [(DraftReference("qwen35-a-draft-fit-F32"), "three")],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_runs(reference: DraftReference, place: str) -> None:
+    """How many rows of every block count, and the 32 tokens."""
     settings = {"max_ctx": 512, "draft": str(reference.path), "verify_width": 8, "cache_ram": 0, **PLACES[place]}
     with luce.load(reference.target.path, **settings) as model:
         for prompt in ("17", "long"):
