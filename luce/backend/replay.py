@@ -76,6 +76,8 @@ class Replayer:
         """Release graphs and the arrays they read. Idempotent."""
         self._shapes.clear()
         self._handed.clear()
+        # A method of the owner, which would be freed no sooner than cycles of references are looked for.
+        self._work = _closed
 
 
 class _Replay:
@@ -132,6 +134,10 @@ class _Replay:
         except DeviceError as error:
             self._refused = True
             _log.warning("steps of %d rows run launch by launch: %s", self._shape.rows, error)
+
+
+def _closed(step: DeviceStep, handed: tuple[Array, ...]) -> tuple[Array, ...]:
+    raise DeviceError("a step of a model that is closed")
 
 
 def _padded(width: int, pages: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import cache
 from typing import Any
 
@@ -11,7 +13,9 @@ import luce
 from luce.api import Model
 from luce.draft.dflash import DFlashDrafter
 from luce.engine.speculate import DraftStats
+from tests.support.daemons import within
 from tests.support.drafts import DraftReference
+from tests.support.guesses import drafter_of
 from tests.support.reference import Reference
 
 FIT = DraftReference("qwen35-a-draft-fit-F32")
@@ -91,6 +95,29 @@ def test_replies_are_those_of_plain_decoding(kind: str, place: str) -> None:
         assert stats.accepted > 10
     if place == "elsewhere":
         assert stats.facts["device"] == "cpu:7"
+
+
+@pytest.mark.parametrize("kind", ["fitted", "mtp", "model"])
+def test_what_is_released_is_free_at_once(kind: str) -> None:
+    """By its references, not when cycles of them are looked for, which an idle process has no reason to."""
+    reference, draft, _ = KINDS[kind]
+    settings = {"target_devices": "cpu:0", "draft_residency": "request-scoped", "verify_width": 6}
+    gc.disable()
+    try:
+        with luce.load(reference.path, draft=draft, **SETTINGS, **settings) as model:
+            drafter = drafter_of(model)
+            prompt = reference.expected["prompt_17"].tolist()
+            running = model.generate(prompt, max_tokens=24, temperature=0, ignore_eos=True)
+            for _ in range(9):
+                next(running)
+            made = drafter._made  # type: ignore[attr-defined]
+            held = [weakref.ref(made), weakref.ref(made._shard if kind == "model" else made._context)]
+            del made
+            assert all(part() is not None for part in held)
+            list(running)
+            assert within(60, lambda: not any(part() is not None for part in held))
+    finally:
+        gc.enable()
 
 
 def test_a_restored_prefix_goes_on_with_an_empty_context() -> None:
