@@ -30,7 +30,8 @@ def log_chances(top: Candidates, *, scale: float = 1.0, softcap: float = 0.0) ->
     logits = top.logits.astype(np.float64) * scale
     if softcap:
         logits = softcap * np.tanh(logits / softcap)
-    result: NDArray[np.float64] = logits - top.norms[:, None]
+    # Norms are rounded to float32, what they are of is not: certain tokens may be a little above theirs.
+    result: NDArray[np.float64] = np.minimum(logits - top.norms[:, None], 0.0)
     return result
 
 

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from luce.draft.chances import log_chances
 from luce.draft.tree import Node, likeliest
+from luce.ops.sample import likeliest as likeliest_on
+from luce.runtime.host import HostDevice
 from luce.runtime.step import Candidates
 
 Scores = NDArray[np.float64]
@@ -84,3 +86,13 @@ def test_chances_are_of_the_whole_vocabulary(scale: float, softcap: float) -> No
     exact = np.exp(values - norms[:, None])
     np.testing.assert_allclose(found, np.take_along_axis(exact, ids, axis=1), rtol=1e-5)
     assert (found.sum(axis=1) < 0.9).all()
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(0.3, 0.0), (1.7, 0.0), (1.0, 30.0)])
+def test_what_is_certain_has_no_chance_above_one(scale: float, softcap: float) -> None:
+    logits = np.random.default_rng(1).standard_normal((50, 99)).astype(np.float32)
+    logits[:, 7] += np.linspace(60, 120, 50, dtype=np.float32)
+    ids, best, norms = likeliest_on(HostDevice(), logits, scale, softcap)
+    top = Candidates(ids[:, None], best.view(np.float32)[:, None], norms.view(np.float32))
+    found = np.exp(log_chances(top, scale=scale, softcap=softcap))
+    assert (found <= 1).all() and found.min() > 0.99
