@@ -46,7 +46,7 @@ from luce.draft.drafter import Draftable, Drafter, Drafting, Proposal
 from luce.draft.open import open_drafter
 from luce.engine.loop import Engine
 from luce.engine.sequence import Event, Failed, SamplingParams, Tokens
-from luce.errors import LuceError
+from luce.errors import LuceError, UsageError
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
@@ -349,6 +349,22 @@ def _settings(flags: Sequence[str]) -> dict[str, str]:
     return {flag[2:].replace("-", "_"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)}
 
 
+def _prompts(path: Path) -> dict[str, list[str]]:
+    """Texts by task. Raises UsageError if a file has none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--prompts {path}: {error}") from error
+    lists = list(found.values()) if isinstance(found, dict) else [None]
+    if not all(isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts) for texts in lists):
+        raise UsageError(f"--prompts {path}: expected a list of texts for each task")
+    return found  # type: ignore[no-any-return]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> int:
     """Print one report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -361,7 +377,7 @@ def main() -> int:
     both["acceptance"].add_argument("--prompts", type=Path, default=PROMPTS, help="JSON: a list of texts by task")
     both["acceptance"].add_argument("--count", type=int, default=0, help="prompts of each task, 0 for all")
     both["acceptance"].add_argument("-n", "--tokens", type=int, default=256, help="of a reply at most")
-    both["steps"].add_argument("--rows", default="2,4,8,16")
+    both["steps"].add_argument("--rows", type=_numbers, default=[2, 4, 8, 16])
     both["steps"].add_argument("-d", "--depth", type=int, default=600, help="tokens of the prompt")
     both["steps"].add_argument("-n", "--steps", type=int, default=64)
     maker = verbs.add_parser("make")
@@ -369,26 +385,25 @@ def main() -> int:
     maker.add_argument("out", type=Path)
     maker.add_argument("--type", choices=["bf16", "q8_0"], default="q8_0")
     maker.add_argument("--layers", type=int, default=5)
-    maker.add_argument("--heads", default="32,8,128", help="of queries, of keys, and their size")
+    maker.add_argument("--heads", type=_numbers, default=[32, 8, 128], help="of queries, of keys, and their size")
     maker.add_argument("--block", type=int, default=16)
     options, flags = parser.parse_known_args()
-    if options.verb == "make":
-        heads = [int(part) for part in options.heads.split(",")]
-        make(options.target, options.out, Type[options.type.upper()], options.layers, heads, options.block)
-        return 0
-    fields = _settings(flags)
+    if options.verb == "make" and len(options.heads) != 3:
+        parser.error("--heads: expected three numbers")
     try:
+        if options.verb == "make":
+            kind = Type[options.type.upper()]
+            make(options.target, options.out, kind, options.layers, options.heads, options.block)
+            return 0
+        fields = _settings(flags) | {"draft": options.draft}
         if options.verb == "acceptance":
-            prompts = json.loads(options.prompts.read_text())
-            fields |= {"draft": options.draft}
+            prompts = _prompts(options.prompts)
             report = acceptance(options.target, prompts, options.tokens, options.count, **fields)
         else:
-            rows = [int(part) for part in options.rows.split(",")]
-            fields |= {"draft": options.draft}
-            report = step_times(options.target, rows, options.depth, options.steps, **fields)
-    except LuceError as error:
+            report = step_times(options.target, options.rows, options.depth, options.steps, **fields)
+    except (LuceError, OSError) as error:
         print(f"bench_draft: {error}", file=sys.stderr)
-        return error.exit_code
+        return error.exit_code if isinstance(error, LuceError) else 1
     print(json.dumps(report)) if options.json else show(report)
     return 0
 

@@ -21,7 +21,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
-from luce.draft.safetensors import open_checkpoint
+from luce.draft.safetensors import is_checkpoint, open_checkpoint
 from luce.draft.spec import DraftSpec, read_draft
 from luce.errors import LuceError, UsageError
 from luce.gguf.quants import block_size, dequantize
@@ -54,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def convert(checkpoint: Path, output: Path, type: GGMLQuantizationType | None = None) -> None:
     """Write `output`, whole or not at all. Raises LuceError."""
+    if not is_checkpoint(checkpoint):
+        raise UsageError(f"{checkpoint}: is neither a directory nor a safetensors file")
     with open_checkpoint(checkpoint) as file:
         spec = read_draft(Source(str(checkpoint), file.metadata, file.tensors))
         partial = output.with_name(output.name + ".part")

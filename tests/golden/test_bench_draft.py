@@ -74,7 +74,15 @@ def test_steps_of_a_made_draft(tmp_path: Path) -> None:
 def test_bad_calls(tmp_path: Path) -> None:
     with pytest.raises(LuceError, match="too short"):
         bench_draft.step_times(str(TARGET), (8,), 20, 0, draft="ngram", target_devices="cpu:0", max_ctx=28)
-    command = [sys.executable, str(Path(bench_draft.__file__)), "steps", str(TARGET), "--draft", "nothing.gguf"]
-    for flags, message in (["--max-ctx"], "pairs of a flag"), (["--wrong", "1"], "--wrong"):
-        ran = subprocess.run([*command, *flags], capture_output=True, text=True)
+    (tmp_path / "texts.json").write_text('{"code": 3}')
+    both = [str(TARGET), "--draft", "nothing.gguf"]
+    for arguments, message in (
+        (["steps", *both, "--max-ctx"], "pairs of a flag"),
+        (["steps", *both, "--wrong", "1"], "--wrong"),
+        (["acceptance", *both, "--prompts", str(tmp_path / "none.json")], "none.json: [Errno 2]"),
+        (["acceptance", *both, "--prompts", str(tmp_path / "texts.json")], "expected a list of texts for each task"),
+        (["make", str(tmp_path / "none.gguf"), "out.gguf"], "none.gguf: No such file"),
+        (["make", str(TARGET), str(tmp_path / "nowhere" / "out.gguf")], "No such file"),
+    ):
+        ran = subprocess.run([sys.executable, bench_draft.__file__, *arguments], capture_output=True, text=True)
         assert ran.returncode and ran.stderr.count("\n") == 1 and message in ran.stderr, ran.stderr

@@ -248,6 +248,12 @@ def damaged(change: str) -> bytes:
     return struct.pack("<Q", length) + text + data
 
 
+def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path / "nowhere", DRAFTS / "qwen35-a-draft-F32.gguf"):
+        assert convert_dflash.main([str(path), str(tmp_path / "out.gguf")]) == 2
+        assert capsys.readouterr().err == f"convert_dflash: {path}: is neither a directory nor a safetensors file\n"
+
+
 @pytest.mark.parametrize("change", ["size", "end", "offsets", "type", "overlap", "shape", "header", "json"])
 def test_damaged_files(change: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, config(), {})
