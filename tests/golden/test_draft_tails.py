@@ -53,17 +53,21 @@ def ask(model: Model, prompt: list[int], count: int) -> tuple[list[int], Guesses
     return reply, found, timings.cached_tokens, timings.cache_tier
 
 
+#: guessing trees, of as many rows as there can be
+TREES: dict[str, Any] = {"ddtree": True, "verify_width": 16}
+
+
 @cache
-def whole(kind: str) -> tuple[list[int], dict[int, list[int]]]:
+def whole(kind: str, *, tree: bool = False) -> tuple[list[int], dict[int, list[int]]]:
     """The reply, and the guesses by length of the text, where nothing is kept."""
-    with load(kind, cache_ram=0) as model:
+    with load(kind, cache_ram=0, **(TREES if tree else {})) as model:
         reply, found, _, _ = ask(model, prompt_of(kind), ALL)
     return reply, dict(found)
 
 
-def goes_on(kind: str, model: Model, tier: str, *, tail: bool = True) -> None:
+def goes_on(kind: str, model: Model, tier: str, *, tail: bool = True, tree: bool = False) -> None:
     """The rest of the reply is drafted as in `whole`, from its first token on."""
-    prompt, (reply, guesses) = prompt_of(kind), whole(kind)
+    prompt, (reply, guesses) = prompt_of(kind), whole(kind, tree=tree)
     rest, found, cached, where = ask(model, prompt + reply[:BEFORE], ALL - BEFORE)
     assert (rest, where) == (reply[BEFORE:], tier) and cached == len(prompt) + BEFORE - 1
     common = [(tokens, guesses[at]) for at, tokens in found if at in guesses]
@@ -78,6 +82,16 @@ def test_from_memory(kind: str, draft: dict[str, str]) -> None:
     with load(kind, **draft) as model:
         assert ask(model, prompt_of(kind), BEFORE)[0] == whole(kind)[0][:BEFORE]
         goes_on(kind, model, "ram")
+
+
+@pytest.mark.parametrize("draft", [{}, {"draft_ipc_bin": str(HERE)}], ids=["here", "daemon"])
+def test_behind_trees(draft: dict[str, str], tmp_path: Path) -> None:
+    """Rows of the branches that counted are where a text's rows are, also in what is kept."""
+    settings = {"kv_cache_dir": str(tmp_path), "kv_cache_min_tokens": 1, **TREES, **draft}
+    with load("dflash", **settings) as model:
+        assert ask(model, prompt_of("dflash"), BEFORE)[0] == whole("dflash", tree=True)[0][:BEFORE]
+    with load("dflash", **settings) as model:
+        goes_on("dflash", model, "disk", tree=True)
 
 
 @pytest.mark.parametrize("residency", ["persistent", "request-scoped"])
