@@ -144,7 +144,7 @@ def open_drafter(
         return None
     recipe, device, target = plan.recipe, plan.device, plan.target
     keep = config.draft_residency != "request-scoped"
-    facts = recipe.facts | plan.sizes
+    facts = recipe.facts | {f"{name}_bytes": size for name, size in plan.sizes.items()}
     if config.ddtree:
         facts |= {"ddtree_budget": min(config.ddtree_budget, TREE - 1)}
     # Of a drafter in a daemon here too, where the rings of all slots outlive the daemon.

@@ -22,6 +22,7 @@ from luce.layers.features import FeatureRing
 from luce.ops.weight import stored_bytes
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
+from luce.server import props
 from tests.support.daemons import HERE
 from tests.support.drafts import DraftReference
 from tests.support.guesses import drafter_of
@@ -55,7 +56,10 @@ def test_sizes_are_those_of_the_load(reference: Reference, draft: str) -> None:
         sizes = planned(stack, reference, draft, [HostDevice()]).sizes
         drafter = drafter_of(model)._made  # type: ignore[attr-defined]
         stats = model.engine.stats().draft
-        assert stats is not None and stats.facts.items() >= sizes.items()
+        assert stats is not None
+        assert stats.facts.items() >= {f"{name}_bytes": size for name, size in sizes.items()}.items()
+        # None has the name of what is told beside them.
+        assert props._speculative(stats, paths=True).items() >= stats.facts.items()
         ring: FeatureRing | None = None
         if isinstance(drafter, ModelDrafter):
             taken = drafter._shard.info.weights, drafter._shard.info.state
