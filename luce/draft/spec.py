@@ -11,7 +11,6 @@ refuses the file.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -191,7 +190,7 @@ def read_draft(source: Source, *, window: int = 0) -> DraftSpec:
         hidden=hidden,
         vocab=vocab,
         context_length=context_length,
-        norm_eps=_above(source, "attention.layer_norm_rms_epsilon"),
+        norm_eps=source.above("attention.layer_norm_rms_epsilon"),
         blocks=blocks,
         block=_block(source),
         mask_token=None if mask < 0 else mask,
@@ -199,12 +198,12 @@ def read_draft(source: Source, *, window: int = 0) -> DraftSpec:
         count=count,
         capture_norms=norms,
         context_norm=flagged or norms or gate > 0,
-        context_base=_above(source, "dflash.backbone_rotary_base", least=1.0) if based else None,
+        context_base=source.above("dflash.backbone_rotary_base", least=1.0) if based else None,
         mask_embedding=MASK_EMBEDDING in source.tensors,
         # As the one implementation that reads such files does it; rows of other drafts are plain.
         target_scale=source.architecture == "gemma4-dflash-draft",
-        embedding_scale=_above(source, "dflash.input_embedding_scale", 1.0),
-        logit_scale=_above(source, "dflash.output_multiplier", 1.0),
+        embedding_scale=source.above("dflash.input_embedding_scale", 1.0),
+        logit_scale=source.above("dflash.output_multiplier", 1.0),
         logit_softcap=_softcap(source),
         correction=_correction(source, hidden),
     )
@@ -244,17 +243,10 @@ def _bounded(source: Source, name: str, most: int) -> int:
     return value
 
 
-def _above(source: Source, name: str, default: float | None = None, *, least: float = 0.0) -> float:
-    value = source.number(name, default)
-    if not least < value < math.inf:
-        raise source.refuse(name, f"is {value:g}, expected a finite number above {least:g}")
-    return value
-
-
 def _softcap(source: Source) -> float:
     """0 for none."""
     name = "final_logit_softcapping"
-    return _above(source, name) if source.number(name, 0.0) else 0.0
+    return source.above(name) if source.number(name, 0.0) else 0.0
 
 
 def _attention(source: Source) -> Callable[..., Attention]:
@@ -288,16 +280,16 @@ def _rope(source: Source, head_dim: int) -> Rope:
     kind = source.metadata.string(source.key("rope.scaling.type"), default="none")
     if kind not in ("none", "linear", "yarn"):
         raise source.refuse("rope.scaling.type", f"is {kind!r}, expected none, linear or yarn")
-    factor = _above(source, "rope.scaling.factor") if kind != "none" else 1.0
+    factor = source.above("rope.scaling.factor") if kind != "none" else 1.0
     yarn = None
     if kind == "yarn":
         yarn = Yarn(
             factor=factor,
             original_context=source.positive("rope.scaling.original_context_length"),
-            beta_fast=_above(source, "rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=_above(source, "rope.scaling.yarn_beta_slow", 1.0),
+            beta_fast=source.above("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=source.above("rope.scaling.yarn_beta_slow", 1.0),
         )
-    base = _above(source, "rope.freq_base", least=1.0)
+    base = source.above("rope.freq_base", least=1.0)
     return Rope(dims=rope_dims(source, head_dim), base=base, linear=factor if kind == "linear" else 1.0, yarn=yarn)
 
 

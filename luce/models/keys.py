@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +38,13 @@ class Source:
         """A number of the architecture's own keys; without a default it must be there."""
         key = self.key(name)
         return self.metadata.number(key) if default is None else self.metadata.number(key, default=default)
+
+    def above(self, name: str, default: float | None = None, *, least: float = 0.0) -> float:
+        """A finite number that must be more than `least`."""
+        value = self.number(name, default)
+        if not least < value < math.inf:
+            raise self.refuse(name, f"is {value:g}, expected a finite number above {least:g}")
+        return value
 
     def positive(self, name: str, default: int | None = None) -> int:
         """An integer that must be at least 1."""

@@ -62,7 +62,7 @@ def _attention(source: Source, layer: int, heads: int, kv_heads: int, sliding: b
         rope = Rope(dims=dims, base=source.number("rope.freq_base_swa", 10000.0))
     else:
         dims = source.positive("rope.dimension_count", head_dim // 2)
-        rope = Rope(dims=dims, base=source.number("rope.freq_base"), yarn=_yarn(source))
+        rope = Rope(dims=dims, base=source.above("rope.freq_base", least=1.0), yarn=_yarn(source))
     return Attention(
         heads=heads,
         kv_heads=kv_heads,
@@ -84,10 +84,10 @@ def _yarn(source: Source) -> Yarn | None:
     if kind != "yarn":
         raise source.refuse("rope.scaling.type", f"is {kind!r}, expected yarn or none")
     return Yarn(
-        factor=source.number("rope.scaling.factor"),
+        factor=source.above("rope.scaling.factor"),
         original_context=source.positive("rope.scaling.original_context_length"),
-        beta_fast=source.number("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=source.number("rope.scaling.yarn_beta_slow", 1.0),
+        beta_fast=source.above("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=source.above("rope.scaling.yarn_beta_slow", 1.0),
     )
 
 

@@ -85,3 +85,18 @@ def test_sizes_of_a_recurrent_layer_that_no_kernel_has(tmp_path: Path, key: str,
     path.write_bytes(data.replace(inner + struct.pack("<I", 192), inner + struct.pack("<I", 3 * max(64, new))))
     with pytest.raises(ModelError, match=rf"sizes\.gguf: .*ssm\.{key} is {new}, expected one of"):
         luce.load(path, target_devices="cpu:0")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("rope.freq_base", 1.0), ("rope.scaling.factor", 0.0), ("rope.scaling.yarn_beta_slow", float("nan"))],
+)
+def test_rotations_that_are_no_numbers_to_compute_with(tmp_path: Path, key: str, value: float) -> None:
+    name = f"laguna.{key}".encode() + struct.pack("<I", 6)
+    data = Reference("laguna-a-F32").path.read_bytes()
+    assert data.count(name) == 1
+    at = data.index(name) + len(name)
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(data[:at] + struct.pack("<f", value) + data[at + 4 :])
+    with pytest.raises(ModelError, match=rf"laguna\.{key} is .*, expected a finite number above"):
+        luce.load(path, target_devices="cpu:0")
