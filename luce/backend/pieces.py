@@ -23,6 +23,8 @@ def separate(step: Step) -> list[Step]:
     or not, shall have the same bits whatever is read meanwhile, and so shall a prompt. Rows of more than FEW_ROWS
     replies have other bits by themselves.
     """
+    if step.rows <= FEW_ROWS:
+        return [step]
     begun = itertools.takewhile(lambda span: span.tentative or span.rows == 1, step.spans)
     replies = len({span.slot for span in begun})
     edges = [0]
@@ -32,9 +34,7 @@ def separate(step: Step) -> list[Step]:
         most = max(FEW_ROWS, replies) if number < replies else FEW_ROWS
         if end - edges[-1] > most and begin > edges[-1]:
             edges.append(begin)
-    if len(edges) == 1:
-        return [step]
-    return [_part(step, a, b) for a, b in itertools.pairwise([*edges, step.rows])]
+    return [step] if len(edges) == 1 else [_part(step, a, b) for a, b in itertools.pairwise([*edges, step.rows])]
 
 
 def usual_piece(shards: int) -> int:
