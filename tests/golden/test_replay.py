@@ -79,13 +79,13 @@ def test_what_is_captured(make_driver: MakeDriver) -> None:
 
     def captures(*lengths: int) -> bool:
         before = device.captured
-        driver = make_driver(reference, [device], slots=10)
+        driver = make_driver(reference, [device], slots=2 * len(lengths))
         for _ in range(2):
             driver.feed(*((driver.start(), ids[:n]) for n in lengths))
         return device.captured > before
 
-    assert captures(1) and captures(MAX_SPAN) and captures(MAX_SPAN, 3)
-    assert not captures(MAX_SPAN + 1) and not captures(*[MAX_SPAN] * 4, 1)
+    assert captures(1) and captures(MAX_SPAN) and captures(MAX_SPAN, 3) and captures(*[1] * MAX_ROWS)
+    assert not captures(MAX_SPAN + 1) and not captures(*[1] * (MAX_ROWS + 1))
 
 
 @pytest.mark.parametrize(("long", "gemm", "captured"), [(True, True, 1), (True, False, 0), (False, True, 0)])
