@@ -6,7 +6,7 @@
 #include "activation.h"
 #include "dot_s8.h"
 
-// Units of a chain in flight in expert_gated_s8: three where they fit (_SMALL_UNITS of luce/ops/moe_bytes.py).
+// Units of a chain in flight in expert_gated_s8: three where they fit (_SMALL_UNITS of luce/ops/moe_int8.py).
 #define GATED_STAGES (QTYPE == Q4_0 || QTYPE == Q4_K ? 3 : 2)
 
 // act(gate x) * up x of every pair: out float32 [pairs, half]. gates, ups: `half` rows for each of `experts`,

@@ -3,18 +3,20 @@
 The packages in the order in which a request flows down them; imports point the same way, and a test holds them to it:
 
     cli       one file per verb: serve, chat, run, inspect, bench, cache, pull, shard, doctor
-    server    HTTP: routes, request checks, OpenAI shapes, streams, metrics
+    server    HTTP: routes, request checks, OpenAI responses, streams, metrics
     bench     how fast a model runs here, beside the measured limits of its devices
     assembly  `luce.load(...)`: a file and a Config become a Model: what is opened, in which order
     api       Model: the engine as a Python object
     text      tokenizer, detokenizer, stop strings, reasoning, chat template, where prompts part
-    engine    sequences, the pure scheduler, KV page accounting, sampling, the engine thread
-    cache     what past sequences leave for later ones: a tree of prefixes, their pages and states
-    draft     what guesses the next tokens, for the target to verify several at a time
-    backend   which layers run where; a shard is consecutive layers on one device
+    engine    sequences and steps: the pure scheduler, sampling, speculative decoding, the engine thread
+    kvcache   keys and values: page tables, paging, the prefix cache in RAM and on disk
+    draft     drafters, which propose tokens for the target to verify
+    backend   the chain of shards as one model: placement, steps through all shards
+    remote    shards in other processes: the engine's messages, both sides
+    shard     consecutive layers on one device: run, save, restore
     layers    a family's spec turned into layers with weights and state
     ops       one file per kernel topic: checks, launch shape, NumPy reference
-    remote    devices of other processes: messages, shared memory, the daemons' lives
+    ipc       other processes and the transport to them: frames, shared memory, supervision, TCP
     runtime   devices: CuPy (CUDA and HIP) or NumPy; the driver's few calls by ctypes; kernel builds; a step's arrays
     kernels/  CUDA and HIP sources, compiled at run time by the vendor's own compiler
 
@@ -22,10 +24,11 @@ Beside the flow, importing nothing above them: models (families as data), gguf (
 models come from). Under all: config, errors, log.
 
 The life of one request: `server` checks the body and authenticates; `text` renders the template and tokenises;
-`engine.loop` queues a Sequence; `cache` gives it what earlier ones computed; `engine.scheduler` puts its next rows into
-a Step (rows of several sequences, prompt chunks beside single decode rows); `backend` queues the Step on its shards,
-which work on consecutive Steps at the same time; the last shard returns one token id or logits row per wanted row;
-`engine.reply` picks a token and says whether it is the last; `text` turns ids into whole characters; `server` streams.
+`engine.loop` queues a Sequence; `kvcache` gives it what earlier ones computed; `engine.scheduler` puts its next rows
+into a Step (rows of several sequences, prompt chunks beside single decode rows); `backend` queues the Step on its
+shards, which work on consecutive Steps at the same time; the last shard returns one token id or logits row per wanted
+row; `engine.reply` picks a token and says whether it is the last; `text` turns ids into whole characters; `server`
+streams.
 """
 
 from __future__ import annotations

@@ -13,19 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.plan import handed_on
-from luce.backend.remote import daemon_state
-from luce.backend.shard import DaemonState
-from luce.backend.timing import ShardTimes
-from luce.cache.disk import DiskTier
 from luce.config.resolve import override
 from luce.config.settings import Config
 from luce.draft.drafter import Drafter
-from luce.draft.tails import Tails
-from luce.engine.intake import Ticket
-from luce.engine.loop import Engine
-from luce.engine.residency import KVFlash
-from luce.engine.sequence import (
+from luce.draft.feature_tail import Tails
+from luce.engine.admission import Ticket
+from luce.engine.events import (
     Event,
     Failed,
     Finished,
@@ -35,11 +28,18 @@ from luce.engine.sequence import (
     Token,
     Tokens,
 )
+from luce.engine.loop import Engine
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
+from luce.ipc.device import RemoteDevice
+from luce.kvcache.disk.tier import DiskTier
+from luce.kvcache.paging import KVFlash
 from luce.models.spec import ModelSpec
-from luce.remote.device import RemoteDevice
+from luce.remote.shard import daemon_state
 from luce.runtime.device import Memory
+from luce.shard.shard import DaemonState
+from luce.shard.sizes import handed_on
+from luce.shard.timing import ShardTimes
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText

@@ -13,34 +13,34 @@ from typing import Any
 import threadpoolctl
 
 from luce.api import Model
+from luce.backend.kvflash_size import Wanted, tail_pages
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import Claim, served_chunk, served_context
-from luce.backend.pool import Wanted, tail_pages
-from luce.cache import fingerprint, manifest
-from luce.cache.disk import DiskTier
-from luce.cache.fingerprint import Fingerprint
 from luce.config.directories import cache_directory
 from luce.config.resolve import resolve
 from luce.config.settings import Config, flag
 from luce.draft.open import branch_pages, open_drafter, verified_rows
 from luce.draft.remote import RemoteDrafter
-from luce.draft.scorer import Scorer
-from luce.engine.policies import open_policy, ranked
-from luce.engine.residency import KVFlash
 from luce.errors import LuceError, ModelError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub import resolve_model
+from luce.ipc.open import open_placement
+from luce.kvcache.disk import fingerprint, manifest
+from luce.kvcache.disk.fingerprint import Fingerprint
+from luce.kvcache.disk.tier import DiskTier
+from luce.kvcache.draft_scorer import Scorer
+from luce.kvcache.paging import KVFlash
+from luce.kvcache.policies import open_policy, ranked
 from luce.layers.features import FeatureRing
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import Markers, ModelSpec
 from luce.ops.kvtype import KVTypes
-from luce.remote.open import open_placement
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
 from luce.runtime.open import named, open_device
-from luce.text.bridge import Bridge
 from luce.text.chat import ChatFormat
+from luce.text.retokenize import Bridge
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 

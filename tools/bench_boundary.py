@@ -30,20 +30,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from luce.backend import daemon
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.remote import RemoteShard
-from luce.backend.requests import Request
-from luce.backend.served import ServedModel
 from luce.bench.measure import Stepper
 from luce.cli.main import main as luce
 from luce.config.settings import Config
 from luce.gguf.reader import open_gguf
+from luce.ipc.device import RemoteDevice
+from luce.ipc.messages import Forward
+from luce.ipc.open import open_placement
 from luce.models.keys import Source
 from luce.models.registry import read_spec
-from luce.remote.device import RemoteDevice
-from luce.remote.messages import Forward
-from luce.remote.open import open_placement
+from luce.remote import daemon
+from luce.remote.daemon_shard import ServedModel
+from luce.remote.rpc import Request
+from luce.remote.shard import RemoteShard
 
 Notes = dict[str, list[float]]
 #: steps that are not counted: kernels are compiled and graphs captured

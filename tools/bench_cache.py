@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 import luce
-from luce.cache.disk import DiskTier
+from luce.kvcache.disk.tier import DiskTier
 
 _REPLY = 16
 #: a chat's replies, and what is said after each: kernels depend on the number of rows

@@ -44,15 +44,15 @@ from luce.config.resolve import resolve
 from luce.config.settings import Config
 from luce.draft.drafter import Draftable, Drafter, Drafting, Proposal
 from luce.draft.open import open_drafter
+from luce.engine.events import Event, Failed, SamplingParams, Tokens
 from luce.engine.loop import Engine
-from luce.engine.sequence import Event, Failed, SamplingParams, Tokens
 from luce.errors import LuceError, UsageError
 from luce.gguf.reader import open_gguf
+from luce.ipc.channel import Channel
+from luce.ipc.messages import Ping
+from luce.ipc.open import open_placement
 from luce.models.keys import Source
 from luce.models.registry import read_spec
-from luce.remote.channel import Channel
-from luce.remote.messages import Ping
-from luce.remote.open import open_placement
 
 PROMPTS = Path(__file__).resolve().parents[1] / "models" / "tiny" / "prompts.json"
 # Steps that are not timed: they build kernels, capture graphs and measure for the engine.
@@ -266,7 +266,7 @@ def make(target: Path, out: Path, kind: Type, layers: int, heads: Sequence[int],
         ffn = next(
             t.rows for name, t in file.tensors.items() if name.endswith((".ffn_up.weight", ".ffn_up_shexp.weight"))
         )
-    hidden, count = spec.hidden, len(spec.blocks)
+    hidden, count = spec.hidden, len(spec.layers)
     captured = min(5, count - 3)
     captures = [round(1 + i * (count - 4) / max(1, captured - 1)) for i in range(captured)]
     queries, keys, dim = heads

@@ -33,9 +33,9 @@ from rich.table import Table
 from luce.ops.attention import attention
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, gated_delta_net
 from luce.ops.matmul import matmul
-from luce.ops.matmul_many import BLAS_ROWS
+from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.ops.moe import expert_matmul, route
-from luce.ops.moe_bytes import ExpertWeights, expert_mlp
+from luce.ops.moe_int8 import ExpertWeights, expert_mlp
 from luce.ops.norm import add_rms_norm
 from luce.ops.quantise import SECTION, quantise
 from luce.ops.sample import argmax

@@ -21,8 +21,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
-from luce.draft.safetensors import is_checkpoint, open_checkpoint
-from luce.draft.spec import DraftSpec, read_draft
+from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
+from luce.draft.dflash.spec import DraftSpec, read_draft
 from luce.errors import LuceError, UsageError
 from luce.gguf.quants import block_size, dequantize
 from luce.gguf.reader import GGUFFile

@@ -1,4 +1,15 @@
-"""Which layers run where, and running them: a plan, shards on devices, the backend that queues steps on all of them.
+"""The chain of shards as one model: which layers go on which device, and steps through all of them.
 
-Called by luce.engine through the Backend protocol; calls luce.layers. A single device is a split of one.
+Here: the Backend protocol that the engine calls, its only implementation LayerSplitBackend (one device is a split of
+one), placement and memory plans. Not here: what one shard does (luce.shard) and shards in other processes
+(luce.remote). luce.engine, luce.kvcache and luce.draft call it; it calls luce.shard and luce.remote.
+
+    backend           the protocol
+    layersplit        LayerSplitBackend
+    placement         layers of a file on the devices at hand, and the memory they take
+    layer_assignment  pure: layers to devices, by weights or by bytes
+    microbatch        cuts a step into pieces that follow each other through the pipeline
+    restore           feeds a stored state to all shards at the same time
+    boundary_memory   memory for activations between shards
+    kvflash_size      pure: how many pages of a long sequence stay on the devices
 """

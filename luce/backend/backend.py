@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.backend.kept import Kept, Piece
 from luce.runtime.step import Int32, Output, Step
+from luce.shard.saved_state import Piece, SavedState
 
 
 class Backend(Protocol):
@@ -83,21 +83,21 @@ class Backend(Protocol):
         to their positions, for a drafter."""
 
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
-        """As luce.backend.shard.Shard.seal, in all layers."""
+        """As luce.shard.shard.Shard.seal, in all layers."""
 
     def unseal(self, slot: int) -> None:
-        """As luce.backend.shard.Shard.unseal, in all layers. Raises LuceError."""
+        """As luce.shard.shard.Shard.unseal, in all layers. Raises LuceError."""
 
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
-        """The mean of what the layers say, float64 [n]: luce.backend.shard.Shard.rank. Raises LuceError."""
+        """The mean of what the layers say, float64 [n]: luce.shard.shard.Shard.rank. Raises LuceError."""
 
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> Kept:
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> SavedState:
         """Put aside the recurrent states of a slot, if one is named, and the given pages of each page group.
 
-        As luce.backend.shard.Shard.save, of all layers. Raises LuceError.
+        As luce.shard.shard.Shard.save, of all layers. Raises LuceError.
         """
 
-    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: Kept, first: int = 0) -> None:
+    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: SavedState, first: int = 0) -> None:
         """The reverse of `save`, into any slot and any pages of the same numbers; see Shard.restore. Raises LuceError:
         what was restored up to there is undefined."""
 

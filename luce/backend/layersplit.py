@@ -20,28 +20,28 @@ from typing import TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.backend.chain import Chain
-from luce.backend.fill import fill
-from luce.backend.kept import JoinedKept, Kept, Piece
-from luce.backend.left import Left
-from luce.backend.local import LocalShard
-from luce.backend.pieces import cut, largest_piece, separate, usual_piece
+from luce.backend.kvflash_size import Wanted
+from luce.backend.microbatch import cut, largest_piece, separate, usual_piece
 from luce.backend.placement import Claim, ShardPlan, group_pages, plan_pool, plan_shards
-from luce.backend.plan import handed_on, state_bytes
-from luce.backend.pool import Wanted
-from luce.backend.rank import sealed_bytes
-from luce.backend.remote import RemoteShard
-from luce.backend.shard import DaemonState, Shard, ShardInfo
-from luce.backend.timing import ShardTimes
+from luce.backend.restore import fill
 from luce.errors import BackendError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile
+from luce.ipc.device import RemoteDevice
 from luce.layers.features import FeatureRing
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
-from luce.remote.device import RemoteDevice
+from luce.remote.shard import RemoteShard
 from luce.runtime.device import Array, Device, Memory
 from luce.runtime.step import PAGE, Int32, Output, Step
 from luce.runtime.transfer import Link
+from luce.shard.local import LocalShard
+from luce.shard.memory_watch import MemoryWatch
+from luce.shard.page_ranking import sealed_bytes
+from luce.shard.pipeline import Chain
+from luce.shard.saved_state import JoinedSavedState, Piece, SavedState
+from luce.shard.shard import DaemonState, Shard, ShardInfo
+from luce.shard.sizes import handed_on, state_bytes
+from luce.shard.timing import ShardTimes
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class LayerSplitBackend:
         self._chain = Chain(peer=peer)
         self._devices = tuple(devices)
         self._own = [device for device in devices if not isinstance(device, RemoteDevice)]
-        self._left = Left(self._own)
+        self._left = MemoryWatch(self._own)
         #: whether steps may have failed that nobody has waited for, and why one did
         self._unwaited, self._forgotten = False, ""
         planned = partial(
@@ -146,7 +146,7 @@ class LayerSplitBackend:
 
         def report(own: int) -> None:
             done = own + sum(shard.read * len(shard.layers) for shard in remote.values())
-            on_progress(done / len(spec.blocks))
+            on_progress(done / len(spec.layers))
 
         try:
             # Daemons read their weights while this process reads its own.
@@ -333,14 +333,18 @@ class LayerSplitBackend:
         mean: NDArray[np.float64] = layers.mean(axis=0)
         return mean
 
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> JoinedKept:
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> JoinedSavedState:
         self._wait()
         parts = [shard.save(slot, pages, held=held) for shard in self._chain.shards]
         # What lies here is read beside the steps.
-        return JoinedKept(parts, self._wait) if any(shard.apart for shard in self._chain.shards) else JoinedKept(parts)
+        return (
+            JoinedSavedState(parts, self._wait)
+            if any(shard.apart for shard in self._chain.shards)
+            else JoinedSavedState(parts)
+        )
 
-    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: Kept, first: int = 0) -> None:
-        assert isinstance(kept, JoinedKept)
+    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: SavedState, first: int = 0) -> None:
+        assert isinstance(kept, JoinedSavedState)
         self._wait()
         shards = zip(self._chain.shards, kept.parts, strict=True)
         answers = [shard.restore(slot, pages, part, first) for shard, part in shards]

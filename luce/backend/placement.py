@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from luce.backend.handover import handovers
-from luce.backend.pieces import largest_piece, usual_piece
-from luce.backend.plan import (
-    Room,
-    align,
-    check_devices,
-    fill_layers,
-    handed_on,
-    pages_for,
-    plan_layers,
-    state_bytes,
-)
-from luce.backend.pool import Share, Wanted, auto_pool, explained, pool_size, smallest_pool, tail_pages
+from luce.backend.boundary_memory import boundary_memory
+from luce.backend.kvflash_size import Share, Wanted, auto_pool, explained, pool_size, smallest_pool, tail_pages
+from luce.backend.layer_assignment import Room, align, check_devices, fill_layers, plan_layers
+from luce.backend.microbatch import largest_piece, usual_piece
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
@@ -26,6 +17,7 @@ from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 from luce.runtime.transfer import DEPTH
+from luce.shard.sizes import handed_on, pages_for, state_bytes
 
 #: Of a device's free memory, what is left to activations and to other programs. On an H200 a model of 27 B parameters
 #: with a context of 2 x 8192 tokens took 0.31 GB beside weights and state.
@@ -138,14 +130,14 @@ def plan_shards(
     UsageError for more devices than layers, for another number of weights than of devices, and if the heads do not take
     a type of `kv`.
     """
-    check_devices(len(spec.blocks), len(devices))
+    check_devices(len(spec.layers), len(devices))
     pages = [count + branch_pages for count in group_pages(spec, slots, context, chunk, bound)]
     sizes = _Sizes(
         file, spec, devices, slots, pages, kv, verify, claims, largest_piece(piece or usual_piece(len(devices)))
     )
     if weights:
         return sizes.shards(plan_layers(spec, len(devices), weights))
-    ranges = fill_layers(sizes.rooms(), [spec.donor(layer) for layer in range(len(spec.blocks))])
+    ranges = fill_layers(sizes.rooms(), [spec.donor(layer) for layer in range(len(spec.layers))])
     # More devices would need mirrors behind the aligned boundary all the same; and no layer shall move to the CPU.
     if len(devices) == 2 and devices[0].host == devices[1].host:
         aligned = sizes.shards(align(spec, ranges))
@@ -227,7 +219,7 @@ class _Sizes:
 
     def shards(self, ranges: Sequence[range]) -> tuple[ShardPlan, ...]:
         """The plan with these layers on the devices."""
-        ways = handovers(self._spec, self._devices, ranges, self._rows)
+        ways = boundary_memory(self._spec, self._devices, ranges, self._rows)
         shards, on_host = [], sum(way.host for way in ways)
         placed = zip(self._devices, ranges, self._free, self._claimed, ways, strict=True)
         for device, layers, free, claimed, way in placed:
@@ -244,7 +236,7 @@ class _Sizes:
 
     def rooms(self) -> list[Room]:
         """The devices as fill_layers wants them; those of the host have equal parts of its memory."""
-        count, hosts = len(self._spec.blocks), sum(device.host for device in self._devices)
+        count, hosts = len(self._spec.layers), sum(device.host for device in self._devices)
         buffers = tuple(DEPTH * self._rows * handed_on(self._spec, layer) if layer else 0 for layer in range(count))
         rooms = []
         for index, (device, free) in enumerate(zip(self._devices, self._free, strict=True)):

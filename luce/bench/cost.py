@@ -10,7 +10,7 @@ import numpy as np
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.build import EMBEDDING, shard_tensors
 from luce.layers.state import DeltaState, KVPool
-from luce.models.spec import Attention, ModelSpec, MoE, SandwichBlock
+from luce.models.spec import Attention, ModelSpec, MoE, SandwichLayer
 from luce.ops.kvtype import KVTypes
 from luce.ops.weight import stored_bytes
 from luce.runtime.device import Device
@@ -50,7 +50,7 @@ class ShardCost:
         self._pool = pool or spec.context_length
         self._tensors = [file.tensors[name] for name in sorted(shard_tensors(file, spec, layers, ends=False))]
         head = EMBEDDING if spec.tied_head else "output.weight"
-        self._head = file.tensors[head] if layers.stop == len(spec.blocks) else None
+        self._head = file.tensors[head] if layers.stop == len(spec.layers) else None
 
     def step(self, spans: Sequence[Rows], wanted: int) -> Cost:
         """One step: every weight once, of experts as many as rows choose on average if all are alike; keys, values and
@@ -78,13 +78,13 @@ class ShardCost:
         return Cost(size, flops)
 
     def _experts(self, layer: int) -> MoE | None:
-        block = self._spec.blocks[layer]
-        if isinstance(block, SandwichBlock):
+        block = self._spec.layers[layer]
+        if isinstance(block, SandwichLayer):
             return block.experts
         return block.ffn if isinstance(block.ffn, MoE) else None
 
     def _mixing(self, layer: int, span: Rows) -> Cost:
-        mixer = self._spec.blocks[layer].mixer
+        mixer = self._spec.layers[layer].mixer
         if isinstance(mixer, Attention):
             window = mixer.window or self._pool
             # Rows have a window each, and one pool together.

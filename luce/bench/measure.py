@@ -1,6 +1,6 @@
 """Steps on a backend, timed from the host: prompts, decoding, verification, many sequences.
 
-Where the backend bounds the pages of a sequence, they come and go as in the engine (luce.engine.residency).
+Where the backend bounds the pages of a sequence, they come and go as in the engine (luce.kvcache.paging).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 
 from luce.backend.backend import Backend
 from luce.bench.cost import Rows
-from luce.cache.tree import Residency, Segment
-from luce.engine.pages import Pages
-from luce.engine.residency import QUESTION, KVFlash, Pager
 from luce.engine.scheduler import Sequence as Text
+from luce.kvcache.page_table import PageTables
+from luce.kvcache.paging import QUESTION, KVFlash, Pager
+from luce.kvcache.prefix_tree import Residency, Segment
 from luce.runtime.step import Int32, Span, Step
 
 Kind = Literal["prompt", "decode", "verify", "batch"]
@@ -121,7 +121,7 @@ class Stepper:
     def __init__(self, backend: Backend, chunk: int, kvflash: KVFlash | None = None) -> None:
         self._backend = backend
         self._chunk = chunk
-        self._pages = Pages.over(backend, chunk)
+        self._pages = PageTables.over(backend, chunk)
         self._pager = None if kvflash is None else Pager.over(backend, self._pages.groups, kvflash, chunk)
         self._random = np.random.default_rng(0)
         self._texts = np.zeros((backend.slots, backend.context + 1), np.int32)

@@ -13,16 +13,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from luce.cache.files import size_of
-from luce.cache.fingerprint import described
-from luce.cache.index import Entry
-from luce.cache.part import DamagedError
-from luce.cache.reader import verify
-from luce.cache.store import LAYOUT, Store
 from luce.cli.main import settings
 from luce.cli.options import raise_together
 from luce.config.directories import cache_directory
 from luce.errors import UsageError
+from luce.kvcache.disk.files import size_of
+from luce.kvcache.disk.fingerprint import described
+from luce.kvcache.disk.index import Entry
+from luce.kvcache.disk.part import DamagedError
+from luce.kvcache.disk.reader import verify
+from luce.kvcache.disk.store import LAYOUT, Store
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ from luce.cli.turn import Interrupt, Turn
 from luce.config import values
 from luce.config.directories import user_state_directory
 from luce.config.environment import environment
-from luce.engine.sequence import FinishReason
+from luce.engine.events import FinishReason
 from luce.errors import LuceError, UsageError
 
 #: files larger than this are read only after a question, and larger than that not at all
@@ -278,7 +278,7 @@ class Chat:
             "name": printable(self.model.name),
             "file": str(self.model.path),
             "family": spec.family,
-            "layers": len(spec.blocks),
+            "layers": len(spec.layers),
             "hidden": f"{spec.hidden:,}",
             "vocabulary": f"{spec.vocab:,}",
             "context": f"{self.model.context:,} of {spec.context_length:,} tokens",

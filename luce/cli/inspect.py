@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from luce.backend.placement import served_chunk
-from luce.backend.plan import pages_for, state_bytes
 from luce.cli import plan
 from luce.cli.plan import Opened
 from luce.draft.open import verified_rows
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
-from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, MoE, SandwichBlock
+from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, MoE, SandwichLayer
 from luce.runtime.step import PAGE
+from luce.shard.sizes import pages_for, state_bytes
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,15 +39,15 @@ def describe(file: GGUFFile, spec: ModelSpec) -> dict[str, Any]:
     types: Counter[str] = Counter()
     for tensor in file.tensors.values():
         types[tensor.type.name] += tensor.nbytes
-    attention = [block.mixer for block in spec.blocks if isinstance(block.mixer, Attention)]
+    attention = [block.mixer for block in spec.layers if isinstance(block.mixer, Attention)]
     heads = dict.fromkeys((mixer.heads, mixer.kv_heads, mixer.head_dim) for mixer in attention)
-    experts = dict.fromkeys(moe for block in spec.blocks for moe in _mixtures(block))
+    experts = dict.fromkeys(moe for block in spec.layers for moe in _mixtures(block))
     return {
         "path": str(file.paths[0]),
         "name": file.metadata.string("general.name", default=""),
         "family": spec.family,
-        "layers": dict(Counter(_mixer(block) for block in spec.blocks)),
-        "skipped_layers": list(spec.skipped_blocks),
+        "layers": dict(Counter(_mixer(block) for block in spec.layers)),
+        "skipped_layers": list(spec.skipped_layers),
         "hidden": spec.hidden,
         "vocabulary": spec.vocab,
         "context": spec.context_length,
@@ -84,7 +84,7 @@ def place(model: Opened) -> dict[str, Any]:
     for shard, device in zip(facts["plan"], model.devices, strict=True):
         first, last = shard["layers"]
         for layer in range(first, last + 1):
-            block, donor, one = spec.blocks[layer], spec.donor(layer), range(layer, layer + 1)
+            block, donor, one = spec.layers[layer], spec.donor(layer), range(layer, layer + 1)
             state = state_bytes(device, spec, one if donor is None else range(0), model.kv, verify)
             index = spec.group_of(layer)
             blocks.append(
@@ -114,20 +114,20 @@ def place(model: Opened) -> dict[str, Any]:
     return {"blocks": blocks, "kv": groups, **facts, "weights": weights, **totals}
 
 
-def _mixer(block: Block | SandwichBlock) -> str:
+def _mixer(block: Layer | SandwichLayer) -> str:
     if not isinstance(block.mixer, Attention):
         return "gated DeltaNet"
     return "attention" if block.mixer.window is None else "sliding attention"
 
 
-def _ffn(block: Block | SandwichBlock) -> str:
+def _ffn(block: Layer | SandwichLayer) -> str:
     names = (["MLP"] if isinstance(block.ffn, GatedMLP) else []) + ["MoE"] * len(_mixtures(block))
     return ", ".join(names)
 
 
-def _mixtures(block: Block | SandwichBlock) -> list[MoE]:
+def _mixtures(block: Layer | SandwichLayer) -> list[MoE]:
     """The MoE part of a block, in the place of its MLP or beside it, if it has one."""
-    part = block.experts if isinstance(block, SandwichBlock) else block.ffn
+    part = block.experts if isinstance(block, SandwichLayer) else block.ffn
     return [part] if isinstance(part, MoE) else []
 
 

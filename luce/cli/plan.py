@@ -14,23 +14,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from luce.backend.kvflash_size import Wanted
 from luce.backend.placement import plan_pool, plan_shards, served_chunk, served_context
-from luce.backend.plan import state_bytes
-from luce.backend.pool import Wanted
 from luce.cli.main import settings
 from luce.cli.pull import fetch
 from luce.config.settings import Config
 from luce.draft.open import DraftPlan, branch_pages, plan_drafter, verified_rows
-from luce.engine.policies import ranked
 from luce.errors import ModelError
 from luce.gguf.reader import GGUFFile, open_gguf
+from luce.ipc.open import open_placement
+from luce.kvcache.policies import ranked
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
-from luce.remote.open import open_placement
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
+from luce.shard.sizes import state_bytes
 
 _MIB = 1 << 20
 

@@ -10,12 +10,12 @@ import socket
 from pathlib import Path
 
 from luce import log
-from luce.backend.daemon import serve
 from luce.cli.pull import fetch
 from luce.draft.daemon import opener
 from luce.errors import UsageError
-from luce.remote.child import descriptors, die_with_parent
-from luce.remote.tcp import SILENCE, listening, sessions, spelled, tls
+from luce.ipc.child import descriptors, die_with_parent
+from luce.ipc.tcp import SILENCE, listening, sessions, spelled, tls
+from luce.remote.daemon import serve
 
 
 def run(arguments: argparse.Namespace) -> int:

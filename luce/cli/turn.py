@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from luce.api import Generation, Model
 from luce.cli.markdown import Reply
-from luce.engine.sequence import Finished
+from luce.engine.events import Finished
 
 T = TypeVar("T")
 

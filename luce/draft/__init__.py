@@ -1,21 +1,21 @@
-"""Drafters: what proposes the tokens that the target verifies several at a time.
+"""Drafters propose the next tokens; the target verifies several of them in one step.
 
-    drafter       the protocol
-    open          the drafter that settings name
-    resident      a drafter whose memory comes and goes
-    ngram         prompt lookup
-    dflash        block-diffusion drafts, of which model has the forward on a device
-    mtp           the target's own block for multi-token prediction
-    plain         a small model of any family
-    spec          a DFlash draft as data, from metadata; safetensors shows a published checkpoint as such a file
-    context       what a draft remembers of each slot's text: rings of pages
-    reader        what drafters share that read the target's features
-    features      which of the target's hidden states are in a drafter's ring
-    ends          the target's embedding and head
-    chances       how sure a draft is
-    correction    heads of drafts that go over a block's tokens one by one
-    tree          the likeliest texts by what a block-diffusion draft says of each position
+Here: the Drafter protocol, prompt lookup, the target's own MTP block, a small model as drafter, and drafters in
+daemons; luce.draft.dflash is the block-diffusion draft. Not here: which drafts are worth verifying (luce.engine).
+luce.assembly opens drafters, luce.engine asks them; they call luce.layers and luce.shard.
 
-Called by luce.assembly, which opens drafters, and by luce.engine, which asks them. Calls luce.layers, and luce.backend
-for the target's ends and for graphs.
+    drafter          the protocol
+    open             the drafter that the settings name
+    recipe           a drafter with weights as settings and files describe it, before it has a device
+    on_demand        a drafter whose memory is taken and given back
+    ngram            prompt lookup
+    mtp              the target's own block for multi-token prediction
+    small_model      a small model of any family
+    context          a draft's keys and values of each slot: rings of pages
+    feature_window   which of the target's hidden states the ring holds
+    feature_tail     the hidden states before a checkpoint, saved with it
+    feature_drafter  what drafters share that read the target's hidden states
+    target_head      the target's embedding and head
+    probabilities    how sure a draft is of its tokens
+    remote, daemon   a drafter in a daemon: the server's side and the daemon's side
 """

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.backend.daemon import Guest, OpenDraft
 from luce.draft.drafter import Draftable, Drafter
-from luce.draft.ends import Ends, OwnEnd
+from luce.draft.on_demand import ResidentDrafter
 from luce.draft.recipe import Target, read_recipe
-from luce.draft.resident import ResidentDrafter
+from luce.draft.target_head import Ends, OwnEnd
 from luce.errors import BackendError, ModelError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
+from luce.ipc.messages import Done, DraftLoaded, LoadDraft, Propose, Proposed, Reply, Request, Rest, Told
 from luce.layers.features import FeatureRing
 from luce.models.keys import Source
 from luce.models.registry import read_spec
-from luce.remote.messages import Done, DraftLoaded, LoadDraft, Propose, Proposed, Reply, Request, Rest, Told
+from luce.remote.daemon import Guest, OpenDraft
 from luce.runtime.device import Device
 from luce.runtime.step import Int32, Span
 

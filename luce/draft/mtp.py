@@ -12,18 +12,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from luce.backend.replay import Replayer
-from luce.draft.chances import one_by_one
 from luce.draft.context import KINDS_OF_ROWS, PIECE, Context, Ring
 from luce.draft.drafter import Draftable, Drafting, Proposal
-from luce.draft.ends import Ends
-from luce.draft.features import Part, as_table
-from luce.draft.reader import FeatureReader
+from luce.draft.feature_drafter import FeatureReader
+from luce.draft.feature_window import Part, as_table
+from luce.draft.probabilities import one_by_one
+from luce.draft.target_head import Ends
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
-from luce.layers.block import PreNormBlock, Residual
 from luce.layers.build import LayerBuilder, placed_bytes
+from luce.layers.decoder_layer import PreNormDecoderLayer, Residual
 from luce.layers.features import FeatureRing
 from luce.layers.state import KVPool
 from luce.models.spec import Attention, ModelSpec
@@ -33,6 +32,7 @@ from luce.ops.matmul import matmul
 from luce.ops.norm import rms_norm
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep, Int32, Output
+from luce.shard.graphs import GraphRunner
 
 #: most tokens that are drafted at a time: each takes a pass of the head
 MTP_BLOCK = 4
@@ -40,14 +40,14 @@ MTP_BLOCK = 4
 
 def captured(spec: ModelSpec) -> tuple[int, ...]:
     """The layers whose output the block reads: the last one."""
-    return (len(spec.blocks) - 1,)
+    return (len(spec.layers) - 1,)
 
 
 def block_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
     """Bytes of an MTPModel's weights and context."""
-    own = f"blk.{len(spec.blocks)}."
+    own = f"blk.{len(spec.layers)}."
     infos = [info for name, info in file.tensors.items() if name.startswith(own) or name == "output_norm.weight"]
-    like = next(block.mixer for block in spec.blocks if isinstance(block.mixer, Attention))
+    like = next(block.mixer for block in spec.layers if isinstance(block.mixer, Attention))
     return placed_bytes(infos, device), slots * Ring(context, PIECE).pages * KVPool.page_bytes(device, like)
 
 
@@ -62,13 +62,13 @@ class MTPModel:
     def __init__(
         self, file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int, rows: Array
     ) -> None:
-        like = next((block for block in spec.blocks if isinstance(block.mixer, Attention)), None)
-        if not spec.skipped_blocks or like is None:
+        like = next((block for block in spec.layers if isinstance(block.mixer, Attention)), None)
+        if not spec.skipped_layers or like is None:
             raise UnsupportedError(f"{file.paths[0]}: has no block for multi-token prediction")
         self.device = device
-        self._eps, hidden, index = spec.norm_eps, spec.hidden, len(spec.blocks)
+        self._eps, hidden, index = spec.norm_eps, spec.hidden, len(spec.layers)
         self.context = Context([Ring(context, PIECE)], slots)
-        whole = replace(spec, blocks=(*spec.blocks, like))
+        whole = replace(spec, layers=(*spec.layers, like))
         builder = LayerBuilder(file, whole, range(index, index + 1), device, pages=self.context.pages, slots=slots)
         weights, name = builder.weights, f"blk.{index}.nextn."
         self._mix = weights.matrix([f"{name}eh_proj.weight"], 2 * hidden, [hidden])
@@ -78,19 +78,19 @@ class MTPModel:
         own = f"{name}shared_head_norm.weight"
         self._head_norm = weights.vector(own if own in file.tensors else "output_norm.weight", hidden)
         block = builder.block(index)
-        assert isinstance(block, PreNormBlock)
+        assert isinstance(block, PreNormDecoderLayer)
         self._block = block
         self._captured = as_table(rows)
         #: bytes on the device
         self.weights = weights.nbytes
         pool = block.mixer.state
         self.state = pool.k.nbytes + pool.v.nbytes if isinstance(pool, KVPool) else 0
-        self._remembering = Replayer(device, self._keep, self.context.pages)
-        self._predicting = Replayer(device, self._predict, self.context.pages)
-        device.rehearse(lambda: self.rehearse(hidden))
+        self._remembering = GraphRunner(device, self._keep, self.context.pages)
+        self._predicting = GraphRunner(device, self._predict, self.context.pages)
+        device.warm_up(lambda: self.warm_up(hidden))
         device.synchronize()
 
-    def rehearse(self, hidden: int) -> None:
+    def warm_up(self, hidden: int) -> None:
         """Launch what later steps will, with nothing in them."""
         device = self.device
         for rows in (*KINDS_OF_ROWS, PIECE):

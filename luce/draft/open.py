@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from luce.backend.placement import Claim, usable
-from luce.backend.shard import Shard
 from luce.config.settings import FIELDS, Config
 from luce.draft.drafter import Drafter
-from luce.draft.ends import Ends
+from luce.draft.feature_tail import Tails
 from luce.draft.ngram import NgramDrafter
+from luce.draft.on_demand import ResidentDrafter
 from luce.draft.recipe import Recipe, Target, read_recipe
 from luce.draft.remote import RemoteDrafter
-from luce.draft.resident import ResidentDrafter
-from luce.draft.tails import Tails
+from luce.draft.target_head import Ends
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
+from luce.ipc.device import RemoteDevice
+from luce.ipc.open import open_draft_daemon
 from luce.layers.build import ends_bytes
 from luce.layers.features import FeatureRing
 from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
-from luce.remote.device import RemoteDevice
-from luce.remote.open import open_draft_daemon
 from luce.runtime.device import Device, DeviceName
 from luce.runtime.host import HostDevice
 from luce.runtime.open import named, open_all
 from luce.runtime.step import TREE
+from luce.shard.shard import Shard
 
 
 @dataclass(frozen=True)

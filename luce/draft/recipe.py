@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.draft.dflash import DFlashDrafter
+from luce.draft.dflash.drafter import DFlashDrafter
+from luce.draft.dflash.model import DraftModel, draft_bytes
+from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
+from luce.draft.dflash.spec import ARCHITECTURES, DraftSpec, read_draft
 from luce.draft.drafter import Drafter
-from luce.draft.ends import Ends
-from luce.draft.model import DraftModel, draft_bytes
 from luce.draft.mtp import MTP_BLOCK, MTPDrafter, MTPModel, block_bytes, captured
-from luce.draft.plain import ModelDrafter, check_tokens, model_bytes
-from luce.draft.safetensors import is_checkpoint, open_checkpoint
-from luce.draft.spec import ARCHITECTURES, DraftSpec, read_draft
+from luce.draft.small_model import ModelDrafter, check_tokens, model_bytes
+from luce.draft.target_head import Ends
 from luce.errors import ModelError, UsageError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.quants import dequantize
@@ -130,7 +130,7 @@ def _dflash(target: Target, file: GGUFFile, spec: DraftSpec) -> Recipe:
 def _mtp(target: Target, window: int) -> Recipe:
     if window:
         raise UsageError("--draft-swa: mtp is no DFlash draft", param="draft_swa")
-    if not target.spec.skipped_blocks:
+    if not target.spec.skipped_layers:
         raise ModelError(f"{target.file.paths[0]}: --draft mtp: has no block for multi-token prediction")
 
     def make(device: Device, ring: FeatureRing | None, ends: Ends | None) -> Drafter:

@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.draft.drafter import AwayError, Draftable, Drafting, Proposal
-from luce.draft.features import Known, Part, batches
+from luce.draft.feature_window import Known, Part, batches
 from luce.draft.recipe import Recipe, Target
 from luce.errors import BackendError, ShardLostError
 from luce.gguf.fingerprint import fingerprint
+from luce.ipc.channel import SMALL, ChannelError, GarbageError
+from luce.ipc.device import RemoteDevice
+from luce.ipc.messages import Done, DraftLoaded, Failed, LoadDraft, Propose, Proposed, Reply, Rest, Told
+from luce.ipc.supervisor import failure
 from luce.layers.features import FeatureRing
-from luce.remote.channel import SMALL, ChannelError, GarbageError
-from luce.remote.device import RemoteDevice
-from luce.remote.messages import Done, DraftLoaded, Failed, LoadDraft, Propose, Proposed, Reply, Rest, Told
-from luce.remote.supervisor import failure
 from luce.runtime.step import Int32, Span
 
 #: bytes of features that go in one message

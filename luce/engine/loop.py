@@ -17,18 +17,11 @@ from math import inf
 import numpy as np
 
 from luce.backend.backend import Backend
-from luce.cache.disk import CachedPrefix, DiskTier
-from luce.cache.prefix import CacheStats, PrefixCache
 from luce.draft.drafter import Drafter
-from luce.draft.tails import Tails
-from luce.engine.intake import Intake, Ticket, shutting_down
-from luce.engine.pages import Pages
-from luce.engine.points import Points
-from luce.engine.reply import Reply, Row, rows_of
-from luce.engine.residency import QUESTION, KVFlash, Pager, ResidencyStats
-from luce.engine.sampling import needs_candidates, needs_logits
-from luce.engine.scheduler import Part, Plan, Scheduler, Sequence
-from luce.engine.sequence import (
+from luce.draft.feature_tail import Tails
+from luce.engine.admission import Admission, Ticket, shutting_down
+from luce.engine.checkpoints import Checkpoints
+from luce.engine.events import (
     Event,
     EventSink,
     Failed,
@@ -41,8 +34,15 @@ from luce.engine.sequence import (
     Token,
     Tokens,
 )
+from luce.engine.reply import Reply, Row, rows_of
+from luce.engine.sampling import needs_candidates, needs_logits
+from luce.engine.scheduler import Plan, Scheduler, Sequence, StepShare
 from luce.engine.speculate import DraftStats, Speculator
 from luce.errors import BackendError, ContextError, LuceError, RequestError, ShardLostError
+from luce.kvcache.disk.tier import CachedPrefix, DiskTier
+from luce.kvcache.page_table import PageTables
+from luce.kvcache.paging import QUESTION, KVFlash, Pager, ResidencyStats
+from luce.kvcache.prefix_cache import CacheStats, PrefixCache
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import Int32, Output
 
@@ -115,7 +115,7 @@ class Engine:
         self._slots = backend.slots
         self._max_queue_seconds = max_queue_seconds
         self._timeout = timeout
-        self._pages = Pages.over(backend, chunk)
+        self._pages = PageTables.over(backend, chunk)
         self._pager = None if kvflash is None else Pager.over(backend, self._pages.groups, kvflash, chunk)
         self._context = self._pages.longest
         #: belongs to the engine's thread, but for what it says that any thread may call
@@ -142,10 +142,10 @@ class Engine:
                 tails=tails,
             )
         self._saver = None if self.cache is None else self.cache.saver
-        self._points: Points | None = None
+        self._points: Checkpoints | None = None
         if self.cache is not None:
-            self._points = Points(self.cache, backend, self._speculator, cache_interval)
-        self._intake = Intake(slots=backend.slots, max_queue=max_queue)
+            self._points = Checkpoints(self.cache, backend, self._speculator, cache_interval)
+        self._intake = Admission(slots=backend.slots, max_queue=max_queue)
         self._replies: dict[Sequence, Reply] = {}
         self._by_ticket: dict[Ticket, Reply] = {}
         #: who is still to be told of what replies have got
@@ -459,7 +459,7 @@ class Engine:
         except Exception as error:
             self._reply_failed(reply, error)
 
-    def _commit(self, reply: Reply, part: Part, output: Output, now: float) -> None:
+    def _commit(self, reply: Reply, part: StepShare, output: Output, now: float) -> None:
         """Give a sequence its share of a step's output."""
         sequence = reply.sequence
         total = len(sequence.prompt)
@@ -496,7 +496,7 @@ class Engine:
         else:
             self._finish(reply, FinishReason.LENGTH)
 
-    def _extend(self, reply: Reply, rows: Many[Row], part: Part | None = None) -> None:
+    def _extend(self, reply: Reply, rows: Many[Row], part: StepShare | None = None) -> None:
         """The tokens behind the rows of a part that count: all up to the first that is not what was proposed there."""
         tokens: list[Token] = []
         path, reason, stop = [0], None, None
@@ -534,7 +534,7 @@ class Engine:
             except Exception as error:
                 self._reply_failed(reply, error)
 
-    def _accept(self, part: Part, path: Many[int]) -> None:
+    def _accept(self, part: StepShare, path: Many[int]) -> None:
         """The rows of a proposal that count."""
         slot = part.sequence.slot
         assert slot is not None

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.engine.intake import Ticket
-from luce.engine.sampling import Sampler, needs_logits, score
-from luce.engine.scheduler import Part, Sequence
-from luce.engine.sequence import (
+from luce.engine.admission import Ticket
+from luce.engine.events import (
     EventSink,
     FinishReason,
     PromptLogits,
@@ -21,6 +19,8 @@ from luce.engine.sequence import (
     Timings,
     Token,
 )
+from luce.engine.sampling import Sampler, needs_logits, score
+from luce.engine.scheduler import Sequence, StepShare
 from luce.runtime.step import Int32, Output
 
 
@@ -33,7 +33,7 @@ class Row:
     top: tuple[Int32, NDArray[np.float32]] | None = None
 
 
-def rows_of(part: Part, output: Output) -> list[Row]:
+def rows_of(part: StepShare, output: Output) -> list[Row]:
     """The wanted rows of a sequence's share of a step."""
     ids, logits, top = output.ids[part.ids].tolist(), output.logits[part.logits], None
     if output.top is not None and part.top.stop > part.top.start:
@@ -114,7 +114,7 @@ class Reply:
             return None, text, None
         return FinishReason.LENGTH if len(sequence.reply) == params.max_tokens else FinishReason.CONTEXT, text, None
 
-    def score_prompt(self, part: Part, output: Output) -> None:
+    def score_prompt(self, part: StepShare, output: Output) -> None:
         """Report the logits of prompt rows, and score the tokens behind them, as far as somebody asked."""
         logits = output.logits[part.logits]
         if self.params.prompt_logits:

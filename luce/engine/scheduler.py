@@ -18,10 +18,10 @@ from math import inf
 
 import numpy as np
 
-from luce.engine import tree
-from luce.engine.pages import Pages
-from luce.engine.tree import Taken, moved
+from luce.engine import draft_tree
+from luce.engine.draft_tree import Taken, moved
 from luce.errors import LuceError
+from luce.kvcache.page_table import PageTables
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import Int32, PageView, Span, Step
 
@@ -100,7 +100,7 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepShare:
     """A sequence's share of a step: rows from `position` on; `ids`, `logits` and `top` are its rows of the Output.
 
     Behind the row of the reply's last token come those of `proposal`: they count as far as Scheduler.accept says.
@@ -131,7 +131,7 @@ class Plan:
     """A step, and whose rows it holds; `failed` had to have some, but there were no pages for them."""
 
     step: Step
-    parts: tuple[Part, ...]
+    parts: tuple[StepShare, ...]
     failed: tuple[tuple[Sequence, LuceError], ...] = ()
 
 
@@ -142,7 +142,7 @@ class Scheduler:
     scored  of prompt rows, most with whole logits: they bound the memory that prompt scoring takes
     """
 
-    def __init__(self, pages: Pages, *, slots: int, chunk: int, scored: int) -> None:
+    def __init__(self, pages: PageTables, *, slots: int, chunk: int, scored: int) -> None:
         self._pages = pages
         self._chunk = chunk
         self._scored = min(scored, chunk)
@@ -164,7 +164,7 @@ class Scheduler:
         return tuple(s for queue in self._waiting.values() for s in queue)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait. Its prompt and room together fit into `Pages.longest`."""
+        """Let a sequence wait. Its prompt and room together fit into `PageTables.longest`."""
         self._waiting.setdefault(sequence.session, deque()).append(sequence)
         self._soonest = min(self._soonest, sequence.deadline, sequence.queue_deadline)
 
@@ -243,7 +243,7 @@ class Scheduler:
             part.sequence.accepted, part.sequence.path = 0, ()
             part.sequence.done += 0 if part.proposal else part.rows
 
-    def accept(self, part: Part, path: Many[int]) -> None:
+    def accept(self, part: StepShare, path: Many[int]) -> None:
         """These rows of a part with a proposal count: the first one, and each the child of the one before it."""
         sequence = part.sequence
         sequence.done += len(path)
@@ -279,7 +279,7 @@ class Scheduler:
         if 2 * sum(len(s.proposal) for s in self._running) > self._pages.refill():
             for sequence in self._running:
                 if sequence.parents:
-                    sequence.proposal = sequence.proposal[: tree.branches(sequence.parents)[0].last]
+                    sequence.proposal = sequence.proposal[: draft_tree.branches(sequence.parents)[0].last]
                     sequence.parents = ()
 
     def _hold(
@@ -290,7 +290,7 @@ class Scheduler:
         for sequence, rows in shares:
             assert sequence.slot is not None
             try:
-                depth = tree.depth(sequence.parents) if sequence.parents else rows
+                depth = draft_tree.depth(sequence.parents) if sequence.parents else rows
                 self._pages.extend(sequence.slot, sequence.done, depth)
             except LuceError as error:
                 failed.append((sequence, error))
@@ -336,11 +336,11 @@ class Scheduler:
             full += [whole] * asked
             top += [best] * asked
             rows_of = slice(logits, logits + asked * whole), slice(tops, tops + asked * best)
-            parts.append(Part(sequence, position, n, ids, *rows_of, proposal, parents))
+            parts.append(StepShare(sequence, position, n, ids, *rows_of, proposal, parents))
             logits += asked * whole
             tops += asked * best
             span = Span(slot, start, n, position, sequence.accepted, bool(proposal), sequence.path)
-            own = tree.spans(parents, span) if parents else [span]
+            own = draft_tree.spans(parents, span) if parents else [span]
             for one in own[1:]:
                 positions[one.start : one.start + one.rows] = np.arange(one.position, one.position + one.rows)
             spans += own
@@ -361,10 +361,10 @@ class Scheduler:
         return Plan(step, tuple(parts), tuple(failed))
 
     def _with_branches(
-        self, views: tuple[PageView, ...], parts: list[Part], spans: list[Span]
-    ) -> tuple[tuple[PageView, ...], list[Part]]:
+        self, views: tuple[PageView, ...], parts: list[StepShare], spans: list[Span]
+    ) -> tuple[tuple[PageView, ...], list[StepShare]]:
         """The views and parts of a step in which branches of trees have pages for themselves."""
-        made = [tree.own_pages(view, group, spans) for view, group in zip(views, self._pages.groups, strict=True)]
+        made = [draft_tree.own_pages(view, group, spans) for view, group in zip(views, self._pages.groups, strict=True)]
         found, start = [], 0
         for part in parts:
             rows = range(start, start + part.rows)

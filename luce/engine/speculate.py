@@ -20,10 +20,10 @@ from typing import TypeVar
 import numpy as np
 
 from luce.draft.drafter import AwayError, Draftable, Drafter, Drafting, Proposal
-from luce.draft.tails import Tail, Tails
-from luce.engine.gain import Rates, StepSeconds, choose_rows
-from luce.engine.scheduler import Part, Plan, Sequence
-from luce.engine.tree import in_rows, well_formed, whole
+from luce.draft.feature_tail import Tail, Tails
+from luce.engine.draft_budget import Rates, StepSeconds, choose_rows
+from luce.engine.draft_tree import in_rows, well_formed, whole
+from luce.engine.scheduler import Plan, Sequence, StepShare
 from luce.errors import LuceError
 from luce.runtime.step import Int32
 
@@ -246,7 +246,7 @@ class Speculator:
             spans = [span]
             self._tell(lambda: self._drafter.observe(spans))
 
-    def verified(self, sequence: Sequence, part: Part, right: Many[int], *, over: bool) -> None:
+    def verified(self, sequence: Sequence, part: StepShare, right: Many[int], *, over: bool) -> None:
         """Of a part's proposal the tokens of these rows are in the reply; `over`: the reply ends there."""
         self._steps += 1
         self._proposed += len(part.proposal)

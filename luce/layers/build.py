@@ -12,7 +12,7 @@ from luce.errors import UnsupportedError
 from luce.gguf.quants import block_size
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.attention import AttentionLayer, Mirror
-from luce.layers.block import Embedding, Experts, Head, PerLayerMix, PreNormBlock, SandwichBlock
+from luce.layers.decoder_layer import Embedding, Experts, Head, PerLayerMix, PreNormDecoderLayer, SandwichDecoderLayer
 from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.mlp import GatedMLPLayer
 from luce.layers.moe import MoELayer
@@ -21,7 +21,7 @@ from luce.layers.rotary import Rotary
 from luce.layers.state import DeltaState, KVPool
 from luce.layers.weights import WeightLoader
 from luce.models import spec as models
-from luce.models.spec import Attention, Block, GatedDeltaNet, GatedMLP, ModelSpec, MoE, Rope
+from luce.models.spec import Attention, GatedDeltaNet, GatedMLP, Layer, ModelSpec, MoE, Rope
 from luce.ops.deltanet import DeltaWeights
 from luce.ops.heads import HeadNorms
 from luce.ops.kvtype import AUTO, KVTypes
@@ -82,7 +82,7 @@ class LayerBuilder:
 
     def per_layer(self) -> PerLayerInputs:
         """What makes the shard's inputs of its layers out of tokens and their embeddings."""
-        spec, layers = self._spec, len(self._spec.blocks)
+        spec, layers = self._spec, len(self._spec.layers)
         width, name = layers * spec.per_layer, self._stored(*_PER_LAYER_TABLES)
         own = _table_layers(self._file, spec, self._layers, name)
         columns = range(own.start * spec.per_layer, own.stop * spec.per_layer)
@@ -98,21 +98,21 @@ class LayerBuilder:
 
     def mirror(self, donor: int) -> Mirror:
         """The keys and values of a block of another shard. Before the blocks that borrow them."""
-        spec, group = self._spec.blocks[donor].mixer, self._spec.group_of(donor)
+        spec, group = self._spec.layers[donor].mixer, self._spec.group_of(donor)
         assert isinstance(spec, Attention) and group is not None
         pool = self._pools[donor] = KVPool.allocate(self._device, spec, self._pages[group], self._kv)
         return Mirror(self._device, donor, spec, pool=pool, group=group)
 
-    def block(self, index: int) -> PreNormBlock | SandwichBlock:
+    def block(self, index: int) -> PreNormDecoderLayer | SandwichDecoderLayer:
         """Block `index` of the spec. Raises UnsupportedError if the file holds tensors of it that the family lacks."""
-        spec = self._spec.blocks[index]
-        built = self._pre_norm(index, spec) if isinstance(spec, Block) else self._sandwich(index, spec)
+        spec = self._spec.layers[index]
+        built = self._pre_norm(index, spec) if isinstance(spec, Layer) else self._sandwich(index, spec)
         for name in sorted(shard_tensors(self._file, self._spec, range(index, index + 1), ends=False)):
             if name not in self.weights.used:
                 raise UnsupportedError(f"{self._file.paths[0]}: tensor {name} is unknown to family {self._spec.family}")
         return built
 
-    def _pre_norm(self, index: int, spec: Block) -> PreNormBlock:
+    def _pre_norm(self, index: int, spec: Layer) -> PreNormDecoderLayer:
         mixer: AttentionLayer | DeltaNetLayer
         if isinstance(spec.mixer, Attention):
             mixer = self._attention(index, spec.mixer)
@@ -120,7 +120,7 @@ class LayerBuilder:
             mixer = self._delta_net(index, spec.mixer)
         ffn: GatedMLPLayer | MoELayer
         ffn = self._moe(index, spec.ffn) if isinstance(spec.ffn, MoE) else self._mlp(index, spec.ffn, "")
-        return PreNormBlock(
+        return PreNormDecoderLayer(
             mixer_norm=self._hidden(index, spec.mixer_norm),
             mixer=mixer,
             ffn_norm=self._hidden(index, spec.ffn_norm),
@@ -128,7 +128,7 @@ class LayerBuilder:
             eps=self._spec.norm_eps,
         )
 
-    def _sandwich(self, index: int, spec: models.SandwichBlock) -> SandwichBlock:
+    def _sandwich(self, index: int, spec: models.SandwichLayer) -> SandwichDecoderLayer:
         device, width = self._device, self._spec.per_layer
         experts = per_layer = None
         if spec.experts is not None:
@@ -148,7 +148,7 @@ class LayerBuilder:
                 post_norm=self.weights.vector(self._per_layer(index, "post_norm"), self._spec.hidden),
                 activation=spec.ffn.activation,
             )
-        return SandwichBlock(
+        return SandwichDecoderLayer(
             mixer_norm=self._hidden(index, "attn_norm"),
             mixer=self._attention(index, spec.mixer),
             mixer_post_norm=self._hidden(index, "post_attention_norm"),
@@ -289,11 +289,11 @@ def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, ends: bool 
         names -= _unused(spec, layer)
     if ends:
         named = {EMBEDDING} if layers.start == 0 else set()
-        if layers.stop == len(spec.blocks):
+        if layers.stop == len(spec.layers):
             named |= {"output_norm.weight", EMBEDDING if spec.tied_head else "output.weight"}
         if spec.per_layer:
             named |= {*_PER_LAYER_TABLES, "per_layer_model_proj.weight", "per_layer_proj_norm.weight"}
-        mixers = (spec.blocks[layer].mixer for layer in layers)
+        mixers = (spec.layers[layer].mixer for layer in layers)
         named |= {m.rope.factors for m in mixers if isinstance(m, Attention) and m.rope.factors is not None}
         names |= named & file.tensors.keys()
     return names
@@ -307,17 +307,17 @@ def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device,
     """
     names = shard_tensors(file, spec, layers, ends=ends)
     if device.host:
-        head = spec.tied_head and layers.stop == len(spec.blocks)
+        head = spec.tied_head and layers.stop == len(spec.layers)
         names -= set() if head else {EMBEDDING}
     infos = [file.tensors[name] for name in names - {*_PER_LAYER_TABLES}]
     # Keys that serve as values too are there twice, once in the place of each.
-    mixers = ((layer, spec.blocks[layer].mixer) for layer in layers)
+    mixers = ((layer, spec.layers[layer].mixer) for layer in layers)
     keys = {_name(layer, "attn_k") for layer, m in mixers if isinstance(m, Attention) and m.value_from_key}
     infos += [file.tensors[name] for name in keys & names]
     if device.host:
         return placed_bytes(infos, device)
     columns = sum(
-        stored_bytes(file.tensors[name]) * len(_table_layers(file, spec, layers, name)) // len(spec.blocks)
+        stored_bytes(file.tensors[name]) * len(_table_layers(file, spec, layers, name)) // len(spec.layers)
         for name in _PER_LAYER_TABLES
         if spec.per_layer and name in file.tensors
     )
@@ -341,10 +341,10 @@ def _table_layers(file: GGUFFile, spec: ModelSpec, layers: range, name: str) -> 
     All if the file lacks the table, which building reports.
     """
     if name not in file.tensors:
-        return range(len(spec.blocks))
+        return range(len(spec.layers))
     elements, _ = block_size(file.tensors[name].type)
     step = elements // math.gcd(elements, spec.per_layer)
-    return range(layers.start // step * step, min(-(-layers.stop // step) * step, len(spec.blocks)))
+    return range(layers.start // step * step, min(-(-layers.stop // step) * step, len(spec.layers)))
 
 
 def _unused(spec: ModelSpec, layer: int) -> set[str]:

@@ -7,7 +7,7 @@ from luce.models.spec import MoE
 from luce.ops.activation import add, add_gated, gated_activation
 from luce.ops.matmul import matmul, takes_bytes
 from luce.ops.moe import Routing, combine, expert_matmul, route
-from luce.ops.moe_bytes import expert_mlp, expert_weights
+from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device

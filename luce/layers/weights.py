@@ -9,7 +9,7 @@ import numpy as np
 from luce.errors import OutOfMemoryError, UnsupportedError
 from luce.gguf.quants import block_size, dequantize, supported
 from luce.gguf.reader import GGUFFile, TensorInfo
-from luce.ops.matmul_many import halves_bytes, keep_halves
+from luce.ops.matmul_prefill import halves_bytes, keep_halves
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Array, Device
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.models.keys import Source, model
-from luce.models.spec import Attention, Dialect, GatedMLP, Markers, ModelSpec, MoE, Rope, SandwichBlock
+from luce.models.spec import Attention, Dialect, GatedMLP, Markers, ModelSpec, MoE, Rope, SandwichLayer
 
 
 def spec(source: Source) -> ModelSpec:
@@ -21,7 +21,7 @@ def spec(source: Source) -> ModelSpec:
     kv_heads = source.per_layer("attention.head_count_kv", layers)
     experts = _experts(source)
     blocks = tuple(
-        SandwichBlock(
+        SandwichLayer(
             mixer=_attention(source, layer, heads[layer], kv_heads[layer], sliding),
             ffn=GatedMLP(widths[layer], "gelu"),
             experts=experts,

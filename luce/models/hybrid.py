@@ -12,10 +12,10 @@ from luce.models.spec import (
     DELTA_CONV_KERNELS,
     DELTA_HEAD_DIMS,
     Attention,
-    Block,
     Dialect,
     GatedDeltaNet,
     GatedMLP,
+    Layer,
     Markers,
     ModelSpec,
     MoE,
@@ -30,8 +30,8 @@ def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
     layers = stored - predicting
     if predicting < 0 or layers < 1:
         raise source.refuse("nextn_predict_layers", f"is {predicting} of {stored} blocks")
-    attention = Block(mixer=_attention(source), ffn=ffn, ffn_norm="post_attention_norm")
-    recurrent = Block(mixer=_delta_net(source), ffn=ffn, ffn_norm="post_attention_norm")
+    attention = Layer(mixer=_attention(source), ffn=ffn, ffn_norm="post_attention_norm")
+    recurrent = Layer(mixer=_delta_net(source), ffn=ffn, ffn_norm="post_attention_norm")
     return replace(
         model(source, family, [recurrent if flag else attention for flag in _recurrent_layers(source, layers)]),
         eos=("<|im_end|>", "<|endoftext|>"),
@@ -44,7 +44,7 @@ def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
                 "tool calls are XML, <function=NAME> and <parameter=NAME>, not JSON",
             ),
         ),
-        skipped_blocks=tuple(range(layers, stored)),
+        skipped_layers=tuple(range(layers, stored)),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from luce.errors import UnsupportedError
 from luce.gguf.metadata import Metadata
 from luce.gguf.reader import TensorInfo
-from luce.models.spec import Block, ModelSpec, SandwichBlock
+from luce.models.spec import Layer, ModelSpec, SandwichLayer
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Source:
         return table.rows
 
 
-def model(source: Source, family: str, blocks: Sequence[Block | SandwichBlock]) -> ModelSpec:
+def model(source: Source, family: str, blocks: Sequence[Layer | SandwichLayer]) -> ModelSpec:
     """A model of these blocks with what every family reads from the same keys; a family replaces what it adds."""
     return ModelSpec(
         family=family,
@@ -83,7 +83,7 @@ def model(source: Source, family: str, blocks: Sequence[Block | SandwichBlock]) 
         vocab=source.vocabulary(),
         context_length=source.positive("context_length"),
         norm_eps=source.number("attention.layer_norm_rms_epsilon"),
-        blocks=tuple(blocks),
+        layers=tuple(blocks),
         tied_head="output.weight" not in source.tensors,
     )
 

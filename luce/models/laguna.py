@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from luce.models.keys import Source, model
-from luce.models.spec import Attention, Block, Dialect, GatedMLP, Markers, ModelSpec, MoE, Rope, Yarn
+from luce.models.spec import Attention, Dialect, GatedMLP, Layer, Markers, ModelSpec, MoE, Rope, Yarn
 
 _SIGMOID = 2
 
@@ -22,7 +22,7 @@ def spec(source: Source) -> ModelSpec:
     dense = source.integer("leading_dense_block_count", 1)
     ffn = _experts(source)
     blocks = [
-        Block(
+        Layer(
             mixer=_attention(source, layer, heads[layer], kv_heads[layer], sliding[layer]),
             ffn=GatedMLP(source.positive("feed_forward_length")) if layer < dense else ffn,
         )

@@ -6,7 +6,7 @@ GGUF files of this architecture hold Q and K rows permuted so that rotary pairs 
 from __future__ import annotations
 
 from luce.models.keys import Source, attention_heads, linear_rope_scaling, model, rope_dims
-from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, Rope
+from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, Rope
 
 
 def spec(source: Source) -> ModelSpec:
@@ -23,7 +23,7 @@ def spec(source: Source) -> ModelSpec:
         factors="rope_freqs.weight" if "rope_freqs.weight" in source.tensors else None,
         linear=linear_rope_scaling(source),
     )
-    block = Block(
+    block = Layer(
         mixer=Attention(
             heads=heads.heads,
             kv_heads=heads.kv_heads,

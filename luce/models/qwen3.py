@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.models.keys import Source, attention_heads, linear_rope_scaling, model, rope_dims
-from luce.models.spec import Attention, Block, Dialect, GatedMLP, Markers, ModelSpec, Rope
+from luce.models.spec import Attention, Dialect, GatedMLP, Layer, Markers, ModelSpec, Rope
 
 
 def spec(source: Source) -> ModelSpec:
     """The spec of a qwen3 file."""
     heads = attention_heads(source)
-    block = Block(
+    block = Layer(
         mixer=Attention(
             heads=heads.heads,
             kv_heads=heads.kv_heads,

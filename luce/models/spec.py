@@ -125,7 +125,7 @@ class MoE:
 
 
 @dataclass(frozen=True)
-class Block:
+class Layer:
     """Pre-norm block: x += mixer(norm(x)); x += ffn(norm(x)). The norms' tensor names differ between families."""
 
     mixer: Attention | GatedDeltaNet
@@ -135,7 +135,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class SandwichBlock:
+class SandwichLayer:
     """Gemma's block: a norm before and after each part, then a scale on the whole stream.
 
     `experts` run beside the dense MLP, with norms of their own. With per-layer embeddings a third part follows, which
@@ -190,11 +190,11 @@ class ModelSpec:
     vocab: int
     context_length: int
     norm_eps: float
-    blocks: tuple[Block | SandwichBlock, ...]
+    layers: tuple[Layer | SandwichLayer, ...]
     tied_head: bool
     eos: tuple[str, ...] = ()
     nfc: bool = False
-    skipped_blocks: tuple[int, ...] = field(default=())
+    skipped_layers: tuple[int, ...] = field(default=())
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     per_layer: int = 0
@@ -206,32 +206,32 @@ class ModelSpec:
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:
         """The distinct page groups, in the order of their first layer; empty if no layer attends."""
-        windows = dict.fromkeys(b.mixer.window for b in self.blocks if isinstance(b.mixer, Attention))
+        windows = dict.fromkeys(b.mixer.window for b in self.layers if isinstance(b.mixer, Attention))
         return tuple(PageGroup(w) for w in windows)
 
     @property
     def recurrent(self) -> bool:
         """Whether any layer carries a state that cannot be rewound by shortening."""
-        return any(isinstance(b.mixer, GatedDeltaNet) for b in self.blocks)
+        return any(isinstance(b.mixer, GatedDeltaNet) for b in self.layers)
 
     def donor(self, block: int) -> int | None:
         """The block whose keys and values `block` reads instead of its own."""
-        mixer = self.blocks[block].mixer
+        mixer = self.layers[block].mixer
         return mixer.donor if isinstance(mixer, Attention) else None
 
     def ranks(self, block: int) -> bool:
         """Whether a block says which pages matter: if it has pages of full attention of its own."""
-        mixer = self.blocks[block].mixer
+        mixer = self.layers[block].mixer
         return self.ranked and isinstance(mixer, Attention) and mixer.window is None and mixer.donor is None
 
     def lent(self, boundary: int) -> tuple[int, ...]:
         """The blocks before `boundary` whose keys and values blocks from there on read, ascending."""
-        donors = {self.donor(block) for block in range(boundary, len(self.blocks))}
+        donors = {self.donor(block) for block in range(boundary, len(self.layers))}
         return tuple(sorted(donor for donor in donors if donor is not None and donor < boundary))
 
     def group_of(self, block: int) -> int | None:
         """The index of the page group that attention block `block` reads, None for a recurrent block."""
-        mixer = self.blocks[block].mixer
+        mixer = self.layers[block].mixer
         if not isinstance(mixer, Attention):
             return None
         return self.page_groups.index(PageGroup(mixer.window))

@@ -21,8 +21,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
-from luce.ops.matmul_bytes import BYTE_TYPES, group_for, multiply, multiply_pair, pairs
-from luce.ops.matmul_many import matmul_many
+from luce.ops.matmul_int8 import BYTE_TYPES, group_for, multiply, multiply_pair, pairs
+from luce.ops.matmul_prefill import matmul_many
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device

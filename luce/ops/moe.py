@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType
 
 from luce.models.spec import Gating
 from luce.ops.matmul import FEW_ROWS, matmul
-from luce.ops.matmul_many import TILE_FEATURES, TILE_ROWS, TILE_THREADS, Halves, halves
+from luce.ops.matmul_prefill import TILE_FEATURES, TILE_ROWS, TILE_THREADS, Halves, halves
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 

@@ -72,7 +72,7 @@ class Event(ABC):
         """Time between two events of one device that were recorded with timing and have happened."""
 
 
-class Word(Event):
+class Flag(Event):
     """A moment that somebody else tells, who may be another process: a word of pinned memory reaches a value.
 
     `memory` is uint32 [1]. Values count up and wrap, as `<=` of their difference does.
@@ -133,8 +133,8 @@ class Device(ABC):
     host: bool
     #: whether this stands for devices of another process: `zeros` here is memory that both processes see
     shared = False
-    #: whether it waits for a Word, and tells one, without stopping the host
-    uses_words = False
+    #: whether it waits for a Flag, and tells one, without stopping the host
+    uses_flags = False
     #: whether `capture` may be called, and whether `gemm` may be in what is captured
     captures = False
     captures_gemm = True
@@ -184,10 +184,10 @@ class Device(ABC):
         to[...] = self.download(array)
         return lambda: to
 
-    def tell(self, word: Word) -> None:
-        """Let a word happen once all work queued so far is done. Without `uses_words` the host waits for that."""
+    def tell(self, flag: Flag) -> None:
+        """Let a flag happen once all work queued so far is done. Without `uses_flags` the host waits for that."""
         self.synchronize()
-        word.tell()
+        flag.tell()
 
     @abstractmethod
     def write(self, array: Array, values: NDArray[Any]) -> None:
@@ -216,7 +216,7 @@ class Device(ABC):
         Raises DeviceError naming source and kernel.
         """
 
-    def rehearse(self, work: Callable[[], object]) -> None:
+    def warm_up(self, work: Callable[[], object]) -> None:
         """Make all kernels that `work` launches ready, side by side, without running them; `work` waits for nothing.
 
         By default `work` is not even called: kernels are made ready as they are launched.

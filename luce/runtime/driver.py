@@ -309,7 +309,7 @@ class Driver:
         return True
 
     @property
-    def uses_words(self) -> bool:
+    def uses_flags(self) -> bool:
         """Whether `wait_word` and `write_word` can be called: HIP asks for memory that no other process sees."""
         return self.vendor == "cuda" and hasattr(self._library, "cuStreamWaitValue32_v2")
 

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime import blas, compiler, driver
-from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Graph, Memory, Word
+from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Flag, Graph, Memory
 from luce.runtime.driver import Vendor
 from luce.runtime.graph import DriverGraph
 from luce.runtime.kernels import KernelBuild
@@ -129,7 +129,7 @@ class GpuDevice(Device):
         self.properties = found.properties(index)
         self.lanes = self.properties.lanes
         self.shared_limit = self.properties.shared_optin
-        self.uses_words = found.uses_words
+        self.uses_flags = found.uses_flags
         self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
         #: whether kernels start before the ones ahead have ended, and wait by luce_await (kernels/gpu.h)
         self.early = found.starts_early(self.properties.arch)
@@ -265,8 +265,8 @@ class GpuDevice(Device):
         out: NDArray[Any] = np.frombuffer(memory, np.uint8, array.nbytes).view(array.dtype).reshape(array.shape)
         return out
 
-    def tell(self, word: Word) -> None:
-        if not self.uses_words:
+    def tell(self, word: Flag) -> None:
+        if not self.uses_flags:
             super().tell(word)
             return
         self._activate()
@@ -286,7 +286,7 @@ class GpuDevice(Device):
             raise DeviceError(f"{self.name}: {build}: {error}") from error
         self._modules[build] = module
 
-    def rehearse(self, work: Callable[[], object]) -> None:
+    def warm_up(self, work: Callable[[], object]) -> None:
         """As in the interface. A BLAS library's products do run, which makes the library ready."""
         self._activate()
         builds: dict[KernelBuild, None] = {}
@@ -392,7 +392,7 @@ class GpuDevice(Device):
     def hold(self, stream: Any, event: Event) -> None:
         """Let a stream of this device wait for an event."""
         self._activate()
-        if isinstance(event, Word) and self.uses_words:
+        if isinstance(event, Flag) and self.uses_flags:
             self._driver.use(self.name.index)
             self._driver.wait_word(stream.ptr, event.memory.ctypes.data, event.value)
             return

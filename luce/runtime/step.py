@@ -105,7 +105,8 @@ class Resident:
 class Step:
     """tokens, positions: int32 [rows]; views: one per page group of the spec, in its order.
 
-    Rows that go on with replies come before those of prompts, so that they can run without them (luce.backend.pieces).
+    Rows that go on with replies come before those of prompts, so that they can run without
+    them (luce.backend.microbatch).
 
     wanted  int32 [m]  rows whose next token is wanted, ascending
     full    bool [m]   of those, the rows whose whole logits are wanted, not only their argmax

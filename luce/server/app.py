@@ -25,7 +25,7 @@ from luce.errors import (
 from luce.server import cache, completions, props, status
 from luce.server.auth import OPEN_PATHS
 from luce.server.errors import anthropic_error, openai_error
-from luce.server.shapes import new_id
+from luce.server.response import new_id
 from luce.server.state import CALL, ENDPOINTS, SERVER, Call, Server
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

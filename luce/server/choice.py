@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from luce.api import Model
-from luce.engine.sequence import Finished, Token
+from luce.engine.events import Finished, Token
 from luce.text.detokenizer import Detokenizer
 from luce.text.reasoning import ReasoningSplitter, Said
 

@@ -13,16 +13,16 @@ from aiohttp import web
 
 from luce import __version__
 from luce.api import Model
-from luce.engine.sequence import Event, Failed, Finished, FinishReason, Progress, PromptScores, Tokens
+from luce.engine.events import Event, Failed, Finished, FinishReason, Progress, PromptScores, Tokens
 from luce.errors import BodyTimeoutError, DeadlineError, LuceError, RequestError, TooLargeError
-from luce.server.chat_shape import ChatShape
+from luce.server.chat_response import ChatShape
+from luce.server.completion_response import TextShape
 from luce.server.errors import openai_error
 from luce.server.prepare import Job, chat_job, completion_job
 from luce.server.replies import Replies
-from luce.server.shapes import Shape
+from luce.server.response import Shape
 from luce.server.state import CALL, SERVER, Server
 from luce.server.stream import ClientGoneError, EventStream
-from luce.server.text_shape import TextShape
 from luce.text.reasoning import Said
 
 _log = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from luce.api import Model
-from luce.backend.timing import BOUNDS, Durations
-from luce.cache.disk import DiskStats
-from luce.cache.prefix import CacheStats
 from luce.engine.loop import EngineStats
-from luce.engine.residency import ResidencyStats
 from luce.engine.speculate import DraftStats
+from luce.kvcache.disk.tier import DiskStats
+from luce.kvcache.paging import ResidencyStats
+from luce.kvcache.prefix_cache import CacheStats
+from luce.shard.timing import BOUNDS, Durations
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from luce.api import Model
-from luce.engine.sequence import SamplingParams
+from luce.engine.events import SamplingParams
 from luce.errors import RequestError
 from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.schema import ChatRequest, Common, CompletionRequest, Message, ToolChoice, decode

@@ -10,15 +10,15 @@ from aiohttp import web
 
 from luce import __version__
 from luce.api import Model
-from luce.backend.shard import DaemonState
-from luce.engine.residency import ResidencyStats
-from luce.engine.sequence import SamplingParams
+from luce.engine.events import SamplingParams
 from luce.engine.speculate import DraftStats
+from luce.kvcache.paging import ResidencyStats
 from luce.runtime.step import PAGE
 from luce.server.auth import is_loopback
 from luce.server.schema import Common
 from luce.server.state import ENDPOINTS, SERVER, Server
 from luce.server.status import capabilities, json_response, names
+from luce.shard.shard import DaemonState
 
 _SCHEMA = 2
 #: variables that clients ask about: whether the template reads them

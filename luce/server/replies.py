@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 
 from luce.api import Model
-from luce.engine.intake import Ticket
-from luce.engine.sequence import Event, Failed, Finished, Started, Tokens
+from luce.engine.admission import Ticket
+from luce.engine.events import Event, Failed, Finished, Started, Tokens
 from luce.errors import LuceError, QueueFullError
 from luce.server.metrics import Metrics
 from luce.server.prepare import Job

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from luce.engine.sequence import Texts
+from luce.engine.events import Texts
 from luce.errors import RequestError
 from luce.models.spec import Markers
 from luce.text.boundaries import Boundaries
 from luce.text.reasoning import ReasoningSplitter, reasoning_splitter
-from luce.text.replay import TokenMemory
 from luce.text.template import ChatTemplate
+from luce.text.token_memory import TokenMemory
 from luce.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]

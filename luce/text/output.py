@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from luce.engine.sequence import TextOutput, Texts
+from luce.engine.events import TextOutput, Texts
 from luce.text.detokenizer import Detokenizer
 from luce.text.reasoning import overlap
 from luce.text.tokenizer import Tokenizer

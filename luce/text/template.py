@@ -19,7 +19,7 @@ from luce.errors import LuceError, ModelError, RequestError
 
 _SECONDS = 10.0
 # The child sees this interpreter's modules and nothing of the environment, which may hold keys.
-_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from luce.text import renderer; renderer.main()"
+_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from luce.text import template_process; template_process.main()"
 # Behind everything else on its path: an editable install may be found by a hook and not by the path.
 _LUCE = str(Path(__file__).parents[2])
 
@@ -31,9 +31,9 @@ class _ChildError(Exception):
 class ChatTemplate:
     """Renders conversations. Thread-safe: renders wait for each other.
 
-    One child process per template (why a process: luce/text/renderer.py) is started here, ends with `close` or with
-    this object, and is replaced after it was stopped. A render takes at most `seconds`, its result has at most 2**20
-    characters and 8 for each byte of the variables as JSON.
+    One child process per template (why a process: luce/text/template_process.py) is started here, ends with `close` or
+    with this object, and is replaced after it was stopped. A render takes at most `seconds`, its result has at most
+    2**20 characters and 8 for each byte of the variables as JSON.
 
     Raises `error`, which names `origin`, when the source has no valid syntax.
     """

@@ -131,7 +131,7 @@ def test_copied_values(device: Device) -> None:
 
 def test_rehearsed_work_does_not_run(launcher: Device) -> None:
     out = launcher.zeros(4)
-    launcher.rehearse(lambda: fill(launcher, out, 5.0))
+    launcher.warm_up(lambda: fill(launcher, out, 5.0))
     assert launcher.download(out).tolist() == [0, 0, 0, 0]
     fill(launcher, out, 5.0)
     assert launcher.download(out).tolist() == [5, 5, 5, 5]

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.backend.kept import Piece, gathered
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.local import LocalShard
-from luce.backend.plan import handed_widths
 from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, TOP
+from luce.shard.local import LocalShard
+from luce.shard.saved_state import Piece, gathered
+from luce.shard.sizes import handed_widths
 from tests.support.daemons import HERE, devices, key_file, listener, with_words, within
 from tests.support.drive import Driver
 from tests.support.golden_checks import TREES, check_rollback, check_tree
@@ -87,7 +87,7 @@ def weights(reference: Reference, *names: str) -> NDArray[np.float32]:
 def test_facts(backend: LayerSplitBackend, reference: Reference) -> None:
     first, last = backend.shards
     assert first.info.layers.start == 0 and first.info.layers.stop == last.info.layers.start
-    assert last.info.layers.stop == len(reference.spec.blocks)
+    assert last.info.layers.stop == len(reference.spec.layers)
     for shard in (first, last):
         assert shard.info.weights > 0 and shard.info.state > 0 and not shard.lost()
         assert shard.parts == (shard.info,)
@@ -225,7 +225,7 @@ def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> N
     driver.resume(other, kept)
     assert np.array_equal(driver.feed((other, prompt[90:]))[0], expected)
     driver.feed((third, prompt[3:93]))
-    backend.fill([Piece(third.slot, third.pages, range(len(reference.spec.blocks)), tensors)])
+    backend.fill([Piece(third.slot, third.pages, range(len(reference.spec.layers)), tensors)])
     assert np.array_equal(driver.feed((third, prompt[90:]))[0], expected)
 
 
@@ -253,7 +253,7 @@ def test_pages_are_ranked_alike_wherever_layers_are(backend: LayerSplitBackend, 
             for shard in each.shards:
                 tensors = gathered(shard.save(None, [own[:2] for own in sequence.pages]))
                 zeros = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
-                shard.fill(Piece(None, [own[:2] for own in sequence.pages], range(len(reference.spec.blocks)), zeros))
+                shard.fill(Piece(None, [own[:2] for own in sequence.pages], range(len(reference.spec.layers)), zeros))
             found[-1].append(each.rank(sequence.slot, 128 + 2, both[1:]))
             each.seal(sequence.slot, [1], pages[:1])
             found[-1].append(each.rank(sequence.slot, 128 + 5, both))
@@ -304,7 +304,7 @@ def test_what_is_put_aside_is_read_while_steps_run(backend: LayerSplitBackend, r
 
 def test_what_cannot_be_filled_in_changes_nothing(backend: LayerSplitBackend, reference: Reference) -> None:
     driver, prompt = Driver(backend), reference.expected["prompt_long"]
-    sequence, layers = driver.start(), range(len(reference.spec.blocks))
+    sequence, layers = driver.start(), range(len(reference.spec.layers))
     driver.feed((sequence, prompt[:20]))
     saved = driver.save(sequence)
     for shard in backend.shards:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from luce.cache.store import Store, StoreFullError
+from luce.kvcache.disk.store import Store, StoreFullError
 from luce.runtime.step import PAGE, Int32
 from tests.support import snapshots
 

@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 
 from luce import __version__
-from luce.backend import daemon
-from luce.backend.kept import gathered
 from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import LuceError
 from luce.gguf.reader import open_gguf
-from luce.remote import supervisor
-from luce.remote.channel import Channel, checksum
-from luce.remote.device import RemoteDevice
-from luce.remote.messages import Done, Embedded, Failed, Fetched, Hello, Kind, Loaded, Open, Pong, Saved
-from luce.remote.supervisor import Limits, Supervisor
+from luce.ipc import supervisor
+from luce.ipc.channel import Channel, checksum
+from luce.ipc.device import RemoteDevice
+from luce.ipc.messages import Done, Embedded, Failed, Fetched, Hello, Kind, Loaded, Open, Pong, Saved
+from luce.ipc.supervisor import Limits, Supervisor
+from luce.remote import daemon
 from luce.runtime.device import DeviceName
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Candidates, Output
+from luce.shard.saved_state import gathered
 from tests.support.drive import Driver
 from tests.support.reference import Reference
 

@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from luce.backend.kept import Piece, gathered
 from luce.cli.main import main
 from luce.errors import BackendError
 from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE
+from luce.shard.saved_state import Piece, gathered
 from tests.golden.conftest import MakeDriver
 from tests.support.reference import Reference, errors
 
@@ -69,7 +69,7 @@ def test_save_and_restore(types: tuple[str, str], make_driver: MakeDriver) -> No
     driver.feed((sequence, prompt[:90]))
     saved = gathered(shard.save(sequence.slot, sequence.pages))
     dtype, sizes = (np.uint16, (64, 64)) if types[0] == "bf16" else (np.uint8, (2 * 34, 2 * 18))
-    layer = next(i for i in range(len(reference.spec.blocks)) if reference.spec.group_of(i) is not None)
+    layer = next(i for i in range(len(reference.spec.layers)) if reference.spec.group_of(i) is not None)
     for part, size in zip("kv", sizes, strict=True):
         rows = saved[f"blk.{layer}.{part}"]
         assert (rows.shape, rows.dtype) == ((2 * PAGE, 2, size), dtype)
@@ -90,7 +90,7 @@ def test_tensors_that_do_not_fit_are_refused_and_change_nothing(fault: str, make
     name, tensor = list(driver.save(other).items())[-1]
     wrong = {"missing": {}, "shape": {name: tensor[:-1]}, "type": {name: tensor.astype(np.int32)}}[fault]
     zeros = {key: np.zeros_like(value) for key, value in driver.save(other).items() if key != name}
-    piece = Piece(sequence.slot, sequence.pages, range(len(reference.spec.blocks)), {**zeros, **wrong})
+    piece = Piece(sequence.slot, sequence.pages, range(len(reference.spec.layers)), {**zeros, **wrong})
     with pytest.raises(BackendError, match=rf"cpu:0: cannot restore tensor {name}"):
         driver.backend.fill([piece])
     assert (driver.feed((sequence, prompt[90:]))[0] == driver.feed((other, prompt[90:]))[0]).all()

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.backend.local import LocalShard
-from luce.backend.requests import Requests
-from luce.backend.shard import Pending
 from luce.layers.features import FeatureRing
+from luce.remote.rpc import Requests
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Output
+from luce.shard.local import LocalShard
+from luce.shard.shard import Pending
 from tests.golden.conftest import MakeDriver
 from tests.support.daemons import devices, with_words
 from tests.support.drive import Driver
@@ -29,7 +29,7 @@ CAPACITY = 64
 
 def make_ring(device: Device, reference: Reference, slots: int = 4) -> FeatureRing:
     """For the first layer, one in the middle, and the last two."""
-    count = len(reference.spec.blocks)
+    count = len(reference.spec.layers)
     layers = sorted({0, count // 2, count - 2, count - 1})
     return FeatureRing(device, layers, reference.spec.hidden, slots=slots, capacity=CAPACITY)
 
@@ -74,7 +74,7 @@ def test_outputs_of_layers(reference: Reference, make_driver: MakeDriver) -> Non
     driver.feed((sequence, reference.expected["prompt_17"]))
     found = np.split(floats(held(ring, sequence.slot, 17)), len(ring.layers), axis=1)
     for layer, values in zip(ring.layers, found, strict=True):
-        if layer == len(reference.spec.blocks) - 1:
+        if layer == len(reference.spec.layers) - 1:
             # The reference has this one behind the last norm.
             continue
         expected = reference.expected["hidden_17"][layer + 1]
@@ -85,7 +85,7 @@ def test_outputs_of_layers(reference: Reference, make_driver: MakeDriver) -> Non
 @each_file
 def test_placements_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
     prompt, results = reference.expected["prompt_long"], []
-    for count, place in ((1, 0), (3, 0), (3, 2), (len(reference.spec.blocks), 1)):
+    for count, place in ((1, 0), (3, 0), (3, 2), (len(reference.spec.layers), 1)):
         hosts = [HostDevice(i) for i in range(max(2, count))]
         ring = make_ring(hosts[place], reference)
         driver = make_driver(reference, hosts[:count], ring=ring, verify=16)

@@ -17,18 +17,18 @@ import pytest
 
 import luce
 from luce.api import Model
-from luce.backend import remotekept
-from luce.backend.kept import JoinedKept
-from luce.backend.plan import mirrored
-from luce.backend.remote import RemoteShard
-from luce.backend.remotekept import RemoteKept
-from luce.backend.requests import Requests
-from luce.cache import manifest as manifests
-from luce.cache import saver
-from luce.cache.part import PartReader
 from luce.errors import ShardLostError
-from luce.remote.messages import Forward
+from luce.ipc.messages import Forward
+from luce.kvcache import saver
+from luce.kvcache.disk import manifest as manifests
+from luce.kvcache.disk.part import PartReader
+from luce.remote import saved_state
+from luce.remote.rpc import Requests
+from luce.remote.saved_state import RemoteSavedState
+from luce.remote.shard import RemoteShard
 from luce.runtime.step import PAGE
+from luce.shard.saved_state import JoinedSavedState
+from luce.shard.sizes import mirrored
 from tests.support.daemons import HERE, key_file, listener
 from tests.support.reference import DIRECTORY, Reference, references
 
@@ -80,7 +80,7 @@ def test_greedy_after_a_restart(reference: Reference, tmp_path: Path) -> None:
 def test_any_placement_restores_what_any_other_one_saved(name: str, tmp_path: Path) -> None:
     reference = Reference(name)
     prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
-    layers = len(reference.spec.blocks)
+    layers = len(reference.spec.layers)
     splits: list[tuple[float, ...]] = [(), (1.0,) * layers, (2.0, layers - 2.0)]
     for i, before in enumerate(splits):
         for j, after in enumerate(splits):
@@ -96,7 +96,7 @@ def test_only_the_same_placement_restores_what_is_to_be_exact(tmp_path: Path, ca
     caplog.set_level(logging.INFO)
     reference = Reference("qwen35-a-F32")
     prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
-    layers = len(reference.spec.blocks)
+    layers = len(reference.spec.layers)
     one, two = {"target_devices": "cpu:0"}, {"target_devices": "cpu:0,cpu:1", "target_layer_split": (1.0, layers - 1.0)}
 
     def tier(**more: Any) -> str:
@@ -177,7 +177,7 @@ def test_daemons_restore_what_this_process_saved_and_the_reverse(before: str, af
 @pytest.mark.parametrize("shards", ["one", "as many as layers"])
 def test_what_layers_borrow_is_stored_once(shards: str, tmp_path: Path) -> None:
     reference = Reference("gemma4-e-F32")
-    layers = range(len(reference.spec.blocks))
+    layers = range(len(reference.spec.layers))
     prompt = reference.expected["prompt_long"].tolist()
     devices = [f"cpu:{n}" for n in (layers if shards != "one" else range(1))]
     assert any(mirrored(reference.spec, range(layer, layer + 1)) for layer in layers)
@@ -221,32 +221,32 @@ def test_recurrent_states_go_to_daemons_and_come_from_there(placement: str, tmp_
 
 def test_little_of_another_shards_data_is_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference, window = Reference("qwen35-a-F32"), 100_000
-    monkeypatch.setattr(remotekept, "_WINDOW", window)
+    monkeypatch.setattr(saved_state, "_WINDOW", window)
     fetched: list[int] = []
-    fetch = RemoteKept._fetch
+    fetch = RemoteSavedState._fetch
 
-    def watched(kept: RemoteKept, names: list[str], *given: Any) -> Any:
+    def watched(kept: RemoteSavedState, names: list[str], *given: Any) -> Any:
         tensors = fetch(kept, names, *given)
         fetched.append(sum(tensor.nbytes for tensor in tensors.values()))
         assert len(tensors) == 1 or fetched[-1] <= window
         return tensors
 
-    monkeypatch.setattr(RemoteKept, "_fetch", watched)
+    monkeypatch.setattr(RemoteSavedState, "_fetch", watched)
     prompt = reference.expected["prompt_long"].tolist()
     with placed(reference, tmp_path / "cache", "daemons") as model:
         ask(model, prompt, 4)
         cache = model.engine.cache
         assert cache is not None
         # What daemons have put aside is counted here, and nothing of it is here.
-        kept = [part for point in cache.memory.tree.points for part in cast("JoinedKept", point.state).parts[1:]]
-        assert kept and all(isinstance(part, RemoteKept) and part.nbytes for part in kept)
+        kept = [part for point in cache.memory.tree.points for part in cast("JoinedSavedState", point.state).parts[1:]]
+        assert kept and all(isinstance(part, RemoteSavedState) and part.nbytes for part in kept)
     assert len(fetched) > 3 and sum(fetched) > 3 * window
 
 
 def test_nobody_talks_to_a_daemon_while_its_shards_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Steps of which nothing is wanted go on behind the engine's back.
     reference = Reference("qwen35-a-F32")
-    monkeypatch.setattr(remotekept, "_WINDOW", 50_000)
+    monkeypatch.setattr(saved_state, "_WINDOW", 50_000)
     monkeypatch.setattr(saver, "_PATIENCE", 0)
     idle: list[bool] = []
     ask_daemon = Requests.ask
@@ -264,7 +264,9 @@ def test_nobody_talks_to_a_daemon_while_its_shards_thread_does(tmp_path: Path, m
         assert len(idle) > 20 and all(idle)
 
 
-@pytest.mark.parametrize(("owner", "verb"), [(RemoteShard, "save"), (RemoteKept, "_fetch"), (RemoteShard, "fill")])
+@pytest.mark.parametrize(
+    ("owner", "verb"), [(RemoteShard, "save"), (RemoteSavedState, "_fetch"), (RemoteShard, "fill")]
+)
 def test_a_daemon_that_ends_costs_the_request_and_not_the_snapshots(
     owner: Any, verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

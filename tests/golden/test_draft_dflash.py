@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
-from luce.draft.dflash import DFlashDrafter
+from luce.draft.dflash.drafter import DFlashDrafter
+from luce.draft.dflash.model import DraftModel
 from luce.draft.drafter import Draftable
-from luce.draft.ends import Ends
-from luce.draft.model import DraftModel
+from luce.draft.target_head import Ends
 from luce.gguf.reader import open_gguf
 from luce.layers.features import FeatureRing
 from luce.runtime.device import Device

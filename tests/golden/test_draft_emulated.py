@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from luce.backend.layersplit import LayerSplitBackend
-from luce.draft.dflash import DFlashDrafter
-from luce.draft.ends import Ends, OwnEnd
-from luce.draft.model import DraftModel
+from luce.draft.dflash.drafter import DFlashDrafter
+from luce.draft.dflash.model import DraftModel
+from luce.draft.target_head import Ends, OwnEnd
 from luce.engine.loop import Engine
 from luce.gguf.reader import open_gguf
 from luce.layers.features import FeatureRing

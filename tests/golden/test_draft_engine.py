@@ -11,7 +11,7 @@ import pytest
 
 import luce
 from luce.api import Model
-from luce.draft.dflash import DFlashDrafter
+from luce.draft.dflash.drafter import DFlashDrafter
 from luce.engine.speculate import DraftStats
 from tests.support.daemons import within
 from tests.support.drafts import DraftReference

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
 from luce.draft.drafter import Draftable
-from luce.draft.ends import Ends
 from luce.draft.mtp import MTPDrafter, MTPModel, captured
+from luce.draft.target_head import Ends
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers.features import FeatureRing
@@ -50,7 +50,7 @@ class Drafted:
         if device.host:
             # As a GPU does it before the first step: nothing attends, so layers compute with whatever lay in memory.
             with np.errstate(all="ignore"):
-                self.model.rehearse(spec.hidden)
+                self.model.warm_up(spec.hidden)
 
     def row(self, t: int, states: F32) -> F32:
         """Logits of row t of slot 0, after the rows before it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from luce.draft.safetensors import open_checkpoint
+from luce.draft.dflash.safetensors import open_checkpoint
 from luce.runtime.host import HostDevice
 from tests.support.drafts import F32, Drafting, spec_of
 

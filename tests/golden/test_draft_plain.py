@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.backend.local import LocalShard
 from luce.draft.drafter import Draftable
-from luce.draft.plain import ModelDrafter, check_tokens
+from luce.draft.small_model import ModelDrafter, check_tokens
 from luce.errors import ModelError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Span, Step
+from luce.shard.local import LocalShard
 from tests.support.reference import Reference
 
 FAMILIES = ["qwen3-a-F32", "qwen35-a-F32", "gemma4-e-F32", "laguna-a-F32", "qwen35moe-a-F32"]

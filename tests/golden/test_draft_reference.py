@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from luce.draft.spec import DraftSpec
+from luce.draft.dflash.spec import DraftSpec
 from luce.gguf.reader import GGUFFile
-from luce.ops.matmul_bytes import BYTE_TYPES
+from luce.ops.matmul_int8 import BYTE_TYPES
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.drafts import (

@@ -12,7 +12,7 @@ import pytest
 
 import luce
 from luce.api import Model
-from luce.draft.tails import Tail, Tails
+from luce.draft.feature_tail import Tail, Tails
 from luce.layers.features import FeatureRing
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Span

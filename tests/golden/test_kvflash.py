@@ -15,16 +15,16 @@ import pytest
 
 import luce
 from luce import assembly
+from luce.backend.kvflash_size import Wanted
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.local import LocalShard
-from luce.backend.pool import Wanted
 from luce.draft.drafter import Drafter
 from luce.draft.open import Prepared
 from luce.engine.loop import Engine, EngineStats
-from luce.engine.residency import KVFlash, ResidencyStats
 from luce.gguf.reader import open_gguf
+from luce.kvcache.paging import KVFlash, ResidencyStats
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, Output, PageView, Step
+from luce.shard.local import LocalShard
 from tests.support.changed import changed
 from tests.support.daemons import HERE
 from tests.support.drafters import BranchingDrafter, ScriptedDrafter

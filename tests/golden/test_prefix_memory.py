@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 import luce
 from luce import assembly
-from luce.backend import local
-from luce.cache import memory
+from luce.kvcache import memory_tier
 from luce.runtime import pinned
 from luce.runtime.host import HostDevice
 from luce.runtime.pinned import PinnedPool
+from luce.shard import local
 from tests.golden.test_prefix_cache import ask
 from tests.support.daemons import within
 from tests.support.reference import Reference
@@ -54,9 +54,9 @@ def test_nobody_waits_for_the_memory_of_pages_that_leave(
     parallel: int, ram: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As with a large model: many slabs a prompt, several pieces a slab. Four are ahead beside what is expected.
-    monkeypatch.setattr(memory, "BATCH", 8)
+    monkeypatch.setattr(memory_tier, "BATCH", 8)
     monkeypatch.setattr(local, "_LANDING", SLAB // 4)
-    monkeypatch.setattr(memory, "_READY", 0)
+    monkeypatch.setattr(memory_tier, "_READY", 0)
     monkeypatch.setattr(pinned, "_LEAST_AHEAD", 4 * SLAB)
     monkeypatch.setattr(pinned, "_MOST_AHEAD", 0)
     devices = [Pinning(0), Pinning(1)]

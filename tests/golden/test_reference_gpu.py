@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from luce.backend.local import LocalShard
 from luce.runtime.device import Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
+from luce.shard.local import LocalShard
 from tests.golden.conftest import MakeDriver
 from tests.support.drive import Driver
 from tests.support.golden_checks import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from luce.backend.plan import handed_on
 from luce.runtime.host import HostDevice
+from luce.shard.sizes import handed_on
 from tests.golden.conftest import MakeDriver
 from tests.support.golden_checks import TREES, check_batched, check_greedy_tokens, check_logits_in_chunks, check_tree
 from tests.support.reference import Reference, references
@@ -65,7 +65,7 @@ def test_residual_stream(reference: Reference, make_driver: MakeDriver) -> None:
 def test_shards_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
     prompt = reference.expected["prompt_long"]
     results = []
-    for count in (1, 2, 3, 4, len(reference.spec.blocks)):
+    for count in (1, 2, 3, 4, len(reference.spec.layers)):
         driver = make_driver(reference, [HostDevice(i) for i in range(count)])
         sequence, other = driver.start(), driver.start()
         parts = [driver.feed((sequence, part))[0] for part in (prompt[:100], prompt[100:-2])]
@@ -79,7 +79,7 @@ def test_shards_change_nothing(reference: Reference, make_driver: MakeDriver) ->
 @each_file
 def test_save_and_restore(reference: Reference, make_driver: MakeDriver) -> None:
     # One shard per layer: every block that lends keys and values has mirrors elsewhere.
-    driver = make_driver(reference, [HostDevice(i) for i in range(len(reference.spec.blocks))])
+    driver = make_driver(reference, [HostDevice(i) for i in range(len(reference.spec.layers))])
     prompt = reference.expected["prompt_long"]
     sequence = driver.start()
     driver.feed((sequence, prompt[:90]))

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.backend import replay
-from luce.backend.replay import MAX_ROWS, MAX_SPAN
 from luce.runtime.device import DeviceName
 from luce.runtime.step import Span, Step
+from luce.shard import graphs
+from luce.shard.graphs import MAX_ROWS, MAX_SPAN
 from tests.golden.conftest import MakeDriver
 from tests.support.capturing import CapturingDevice
 from tests.support.drive import Driver
@@ -41,7 +41,7 @@ def test_shards_hand_on_what_they_replay(make_driver: MakeDriver) -> None:
 
 @pytest.mark.parametrize("name", ["qwen35-a-Q8_0", "gemma4-e-Q4_0"])
 def test_pieces_of_prompts(name: str, make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_LONG", 32)
+    monkeypatch.setattr(graphs, "_LONG", 32)
     reference, devices, plain = Reference(name), [], []
     for index in range(2):
         for made in (devices, plain):
@@ -92,7 +92,7 @@ def test_what_is_captured(make_driver: MakeDriver) -> None:
 def test_long_steps_are_captured_where_products_can_be(long: bool, gemm: bool, captured: int) -> None:
     device, rows = CapturingDevice(), np.arange(300, dtype=np.int32)
     device.captures_gemm = gemm
-    replayer = replay.Replayer(device, lambda step, handed: (device.empty(1),), (), long=long)
+    replayer = graphs.GraphRunner(device, lambda step, handed: (device.empty(1),), (), long=long)
     step = Step(rows, rows, (Span(0, 0, 300, 0),), (), rows[:0], np.empty(0, np.bool_))
     for _ in range(3):
         replayer.run(step, ())

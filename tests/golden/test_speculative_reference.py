@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import luce
-from luce.engine.sequence import Event, SamplingParams, Tokens
+from luce.engine.events import Event, SamplingParams, Tokens
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.backend import replay
-from luce.backend.local import LocalShard
-from luce.backend.pieces import cut
+from luce.backend.microbatch import cut
 from luce.runtime.device import Array, CopyStream, Device
 from luce.runtime.gpu import GpuCopyStream, GpuDevice
 from luce.runtime.host import HostDevice
 from luce.runtime.open import found
+from luce.shard import graphs
+from luce.shard.local import LocalShard
 from tests.golden.conftest import MakeDriver
 from tests.golden.test_reference_gpu import typical_error
 from tests.support.drive import Driver
@@ -99,7 +99,7 @@ def crowded_logits(driver: Driver, prompt: NDArray[np.int32]) -> NDArray[np.floa
 def test_streams_of_one_gpu_keep_order(reference: Reference, make_driver: MakeDriver, open_gpus: Open) -> None:
     prompt = np.tile(reference.expected["prompt_long"], 2)[:250]
     results = []
-    for count, peer in ((1, True), (2, True), (2, False), (len(reference.spec.blocks), True), (3, False)):
+    for count, peer in ((1, True), (2, True), (2, False), (len(reference.spec.layers), True), (3, False)):
         devices = open_gpus([0] * count, Dawdling if count > 1 else GpuDevice)
         driver = make_driver(reference, devices, slots=9, peer=peer)
         results += [crowded_logits(driver, prompt) for _ in range(3 if count > 1 else 1)]
@@ -126,7 +126,7 @@ def test_pieces_are_replayed(
     prompt = np.tile(reference.expected["prompt_long"], 2)[:250]
     eager = make_driver(reference, open_gpus([0, 1]), piece=64)
     expected = eager.feed((eager.start(), prompt))[0]
-    monkeypatch.setattr(replay, "_LONG", 32)
+    monkeypatch.setattr(graphs, "_LONG", 32)
     replayed = make_driver(reference, open_gpus([0, 1], Dawdling), piece=64)
     for _ in range(4):
         np.testing.assert_array_equal(replayed.feed((replayed.start(), prompt))[0], expected)
@@ -182,7 +182,7 @@ def test_with_the_host(reference: Reference, make_driver: MakeDriver, open_gpus:
 @each_file
 def test_save_and_restore(reference: Reference, make_driver: MakeDriver, open_gpus: Open) -> None:
     prompt = reference.expected["prompt_long"]
-    driver = make_driver(reference, open_gpus([0] * len(reference.spec.blocks)))
+    driver = make_driver(reference, open_gpus([0] * len(reference.spec.layers)))
     sequence = driver.start()
     driver.feed((sequence, prompt[:90]))
     kept, saved = driver.keep(sequence), driver.save(sequence)

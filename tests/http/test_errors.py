@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from luce.backend.shard import DaemonState
-from luce.backend.timing import BOUNDS, Durations, ShardTimes
 from luce.errors import DeviceError
 from luce.runtime.device import Memory
 from luce.runtime.step import Step
 from luce.server import app, state
+from luce.shard.shard import DaemonState
+from luce.shard.timing import BOUNDS, Durations, ShardTimes
 from luce.text.chat import ChatFormat
 from tests.support.http_server import Running, running
 from tests.support.scripted_model import REPLY, saying

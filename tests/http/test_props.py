@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from luce import __version__
-from luce.backend.shard import DaemonState
 from luce.draft.drafter import Draftable, Drafting
 from luce.draft.ngram import NgramDrafter
 from luce.engine.speculate import DraftStats
 from luce.errors import OutOfMemoryError
 from luce.runtime.device import Memory
 from luce.server import props
+from luce.shard.shard import DaemonState
 from tests.support.http_server import running
 from tests.support.scripted_model import REPLY, TEMPLATE
 

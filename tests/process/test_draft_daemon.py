@@ -147,7 +147,7 @@ def test_replies_go_on_without_a_dead_daemon_and_are_drafted_again() -> None:
 def test_a_daemon_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = FIT.expected["prompt_17"].tolist()
     sampling: dict[str, Any] = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    monkeypatch.setattr("luce.remote.supervisor._RESTARTS", 0)
+    monkeypatch.setattr("luce.ipc.supervisor._RESTARTS", 0)
     with loaded("dflash", **DAEMON) as model:
         first = [token.id for token in model.generate(prompt, **sampling)]
         os.kill(pid(model), signal.SIGKILL)
@@ -198,7 +198,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_replies_stay_what_they_are(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, state, guessed = BAD[case]
-    monkeypatch.setattr("luce.remote.supervisor._RESTARTS", 0)
+    monkeypatch.setattr("luce.ipc.supervisor._RESTARTS", 0)
     expected = FIT.target.expected["greedy_17"][:16].tolist()
     with loaded("dflash", draft_ipc_bin=str(bad(tmp_path / "python", text))) as model:
         for _ in range(4):

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import pytest
 
-from luce.cache.store import LAYOUT
+from luce.kvcache.disk.store import LAYOUT
 from tests.support.daemons import within
 
 ROOT = Path(__file__).parents[2]

@@ -19,12 +19,12 @@ import pytest
 import luce
 from luce.api import Model
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.remote import RemoteShard
 from luce.errors import DeviceError, LuceError, OutOfMemoryError, ShardLostError
 from luce.gguf.reader import open_gguf
-from luce.remote import supervisor
-from luce.remote.child import Child
-from luce.remote.supervisor import Limits
+from luce.ipc import supervisor
+from luce.ipc.child import Child
+from luce.ipc.supervisor import Limits
+from luce.remote.shard import RemoteShard
 from luce.runtime import driver
 from tests.support.daemons import HERE, children, devices, interpreter, nothing_left, state, within
 from tests.support.reference import Reference
@@ -82,13 +82,13 @@ def test_death_while_generating(number: signal.Signals, monkeypatch: pytest.Monk
 #: a daemon that waits for words as GPUs do, counts them up at a step of one row, once, and may die of it
 COUNTS_UP = """
 from pathlib import Path
-from luce.backend import served
+from luce.remote import daemon_shard
 from luce.cli.main import main
 from luce.runtime.host import HostDevice
 
 todo = Path({todo!r})
-HostDevice.uses_words = True
-inner = served.ServedModel.forward
+HostDevice.uses_flags = True
+inner = daemon_shard.ServedModel.forward
 
 def forward(self, message, there):
     work = inner(self, message, there)
@@ -101,7 +101,7 @@ def forward(self, message, there):
             os.kill(os.getpid(), signal.SIGKILL)
     return work
 
-served.ServedModel.forward = forward
+daemon_shard.ServedModel.forward = forward
 sys.exit(main(sys.argv[4:]))
 """
 
@@ -216,7 +216,7 @@ def test_progress_counts_the_layers_of_daemons(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(RemoteShard, "read", property(noted))
     with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1") as opened:
         LayerSplitBackend(file, REFERENCE.spec, opened, weights=(1, 1), on_progress=shares.append).close()
-    half = len(REFERENCE.spec.blocks) // 2
+    half = len(REFERENCE.spec.layers) // 2
     own = [*range(1, half + 1), *[half] * (len(shares) - half)]
     assert shares == [(done + share * half) / (2 * half) for done, share in zip(own, told, strict=True)]
     assert told == sorted(told) and told[-1] == 1.0

@@ -11,7 +11,7 @@ import pytest
 import luce
 from luce.cli.main import main
 from luce.errors import DeviceError, ModelError, ShardLostError, UsageError
-from luce.remote import channel, supervisor
+from luce.ipc import channel, supervisor
 from tests.support.daemons import key_file, listener, within
 from tests.support.reference import Reference
 

@@ -14,18 +14,12 @@ import numpy as np
 import pytest
 
 from luce import __version__
-from luce.backend import daemon, left
-from luce.backend.daemon import serve
-from luce.backend.local import LocalShard
-from luce.backend.plan import handed_widths
-from luce.backend.shard import Activation, Pending
-from luce.backend.shared import shared_size
 from luce.errors import DeviceError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
-from luce.remote.arena import shared_arena
-from luce.remote.channel import Channel
-from luce.remote.messages import (
+from luce.ipc.arena import shared_arena
+from luce.ipc.channel import Channel
+from luce.ipc.messages import (
     Announce,
     Done,
     Drop,
@@ -50,9 +44,16 @@ from luce.remote.messages import (
     Seal,
     Unseal,
 )
+from luce.remote import daemon
+from luce.remote.daemon import serve
+from luce.remote.shared_layout import shared_size
 from luce.runtime.device import Memory
 from luce.runtime.host import HostDevice
 from luce.runtime.step import TOP, PageView, Span, Step
+from luce.shard import memory_watch
+from luce.shard.local import LocalShard
+from luce.shard.shard import Activation, Pending
+from luce.shard.sizes import handed_widths
 from tests.support.daemons import within
 from tests.support.reference import Reference
 from tests.support.values import same
@@ -128,7 +129,7 @@ def changed(message: Load, **fields: Any) -> Load:
     return Load(**{**values, **fields})
 
 
-LAYERS = len(REFERENCE.spec.blocks)
+LAYERS = len(REFERENCE.spec.layers)
 WHOLE = load_of(0, LAYERS)
 STEP = Step(
     tokens=np.array([1, 2, 3], np.int32),
@@ -452,7 +453,7 @@ def test_signs_of_life_tell_what_devices_have_left(server: Server, monkeypatch: 
 
     monkeypatch.setattr(HostDevice, "memory", memory)
     monkeypatch.setattr(LocalShard, "forward", stopped)
-    for module in (daemon, left):
+    for module in (daemon, memory_watch):
         monkeypatch.setattr(module, "BEAT", 0.01)
     assert server.sign().memory == ()
     server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))

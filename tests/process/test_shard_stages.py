@@ -21,8 +21,8 @@ from luce.api import Model
 from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import BackendError, DeviceError, LuceError, ModelError, OutOfMemoryError, ShardLostError
 from luce.gguf.reader import open_gguf
-from luce.remote import supervisor
-from luce.remote.channel import PROTOCOL
+from luce.ipc import supervisor
+from luce.ipc.channel import PROTOCOL
 from tests.support.daemons import HERE, children, devices, interpreter, nothing_left, state, within
 from tests.support.drive import Driver
 from tests.support.reference import Reference
@@ -36,9 +36,9 @@ EXPECTED = REFERENCE.expected["greedy_17"][:6].tolist()
 GOES_WRONG = """
 from pathlib import Path
 import numpy as np
-from luce.backend import daemon, served
+from luce.remote import daemon, daemon_shard
 from luce.cli.main import main
-from luce.remote import channel
+from luce.ipc import channel
 
 todo = Path({todo!r})
 sockets = []
@@ -46,7 +46,7 @@ sockets = []
 def go_wrong(misdeed):
     if misdeed == "memory":
         wasted = np.ones(1 << 23)
-        served.HostDevice(1).empty(1 << 46)
+        daemon_shard.HostDevice(1).empty(1 << 46)
     if misdeed == "host memory":
         np.empty(1 << 50, np.uint8)
     if misdeed == "garbage":
@@ -55,7 +55,7 @@ def go_wrong(misdeed):
         sockets[0].send(b"LUC" + bytes([channel.PROTOCOL, 200, 0, 0, 0]) + bytes(34))
         os._exit(0)
     if misdeed == "file":
-        served.fingerprint = lambda file: "0" * 32
+        daemon_shard.fingerprint = lambda file: "0" * 32
     if misdeed == "version":
         daemon.__version__ = "0.0.0"
     if misdeed.startswith("SIG"):
@@ -81,11 +81,11 @@ def watched(self, channel, *rest):
     session(self, channel, *rest)
 daemon._Session.__init__ = watched
 wrap("start", daemon._Session, "_open")
-wrap("load", served.ServedModel, "__init__")
-wrap("prefill", served.ServedModel, "forward", lambda message, *_: message.step.rows > 1)
-wrap("decode", served.ServedModel, "forward", lambda message, *_: message.step.rows == 1)
+wrap("load", daemon_shard.ServedModel, "__init__")
+wrap("prefill", daemon_shard.ServedModel, "forward", lambda message, *_: message.step.rows > 1)
+wrap("decode", daemon_shard.ServedModel, "forward", lambda message, *_: message.step.rows == 1)
 for name in ("accept", "seal", "save", "restore", "fetch", "fill"):
-    wrap(name, served.ServedModel, name)
+    wrap(name, daemon_shard.ServedModel, name)
 sys.exit(main(sys.argv[4:]))
 """
 #: what happens, and what is said of it
@@ -236,7 +236,7 @@ def test_what_refuses_a_start(plan: Plan, line: str, error: type[LuceError], why
 @pytest.mark.parametrize("stage", ["start", "load"])
 def test_later_starts_that_go_wrong(plan: Plan, stage: str, caplog: pytest.LogCaptureFixture) -> None:
     """One life after another, until one is as it should be."""
-    caplog.set_level(logging.WARNING, logger="luce.remote.supervisor")
+    caplog.set_level(logging.WARNING, logger="luce.ipc.supervisor")
     reasons = {**DEATHS, **MEMORY, **(VERSIONS if stage == "start" else FILES)}
     with plan.load() as model:
         (first,) = children()
@@ -282,7 +282,7 @@ def test_no_memory_in_a_step(plan: Plan, stage: str) -> None:
 
 
 def test_no_memory_in_a_save(plan: Plan, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="luce.cache")
+    caplog.set_level(logging.WARNING, logger="luce.kvcache")
     with plan.load() as model:
         before = children()
         for turned, (kind, why) in enumerate(MEMORY.items(), 1):

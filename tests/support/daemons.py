@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from luce.config.settings import Config
-from luce.remote.device import RemoteDevice
-from luce.remote.open import open_placement
+from luce.ipc.device import RemoteDevice
+from luce.ipc.open import open_placement
 from luce.runtime.device import Device
 
 HERE = Path(sys.executable)
@@ -67,7 +67,7 @@ def with_words(path: Path) -> Path:
         path,
         "from luce.cli.main import main\n"
         "from luce.runtime.host import HostDevice\n"
-        "HostDevice.uses_words = True\n"
+        "HostDevice.uses_flags = True\n"
         "sys.exit(main(sys.argv[4:]))\n",
     )
 

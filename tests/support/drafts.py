@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
-from luce.draft.model import DraftModel
-from luce.draft.safetensors import is_checkpoint, open_checkpoint
-from luce.draft.spec import DraftSpec, read_draft
+from luce.draft.dflash.model import DraftModel
+from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
+from luce.draft.dflash.spec import DraftSpec, read_draft
 from luce.gguf.quants import dequantize
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers.rotary import frequencies
@@ -94,7 +94,7 @@ class DraftReference:
     def captured(self, tokens: NDArray[np.int32]) -> F32:
         """What this implementation's target hands a draft, computed without a cache: float32 [n, captures * hidden]."""
         spec = self.target.spec
-        layers = len(spec.blocks)
+        layers = len(spec.layers)
         with open_gguf(self.target.path) as file, open_draft(self.path) as draft:
             # One shard per layer: what is handed from shard to shard begins with the residual stream.
             devices = [HostDevice(index) for index in range(layers)]
@@ -118,8 +118,8 @@ def references() -> list[DraftReference]:
 
 def with_flavour(spec: DraftSpec, causal: bool) -> DraftSpec:
     """The draft with an explicit causal flag."""
-    blocks = tuple(replace(b, mixer=replace(_attention(b.mixer), bidirectional=not causal)) for b in spec.blocks)
-    return replace(spec, blocks=blocks)
+    blocks = tuple(replace(b, mixer=replace(_attention(b.mixer), bidirectional=not causal)) for b in spec.layers)
+    return replace(spec, layers=blocks)
 
 
 def _attention(mixer: Any) -> Attention:
@@ -175,7 +175,7 @@ def formula(spec: DraftSpec, tensors: Mapping[str, F64], features: F64, noise: F
     h = noise * spec.embedding_scale
     here = np.arange(at, at + len(noise))
     past = np.arange(at - len(features), at)
-    for index, block in enumerate(spec.blocks):
+    for index, block in enumerate(spec.layers):
         mixer, ffn = _attention(block.mixer), block.ffn
         assert isinstance(ffn, GatedMLP)
         w = {

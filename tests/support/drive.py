@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.backend.kept import JoinedKept, Piece
 from luce.backend.layersplit import LayerSplitBackend
-from luce.engine import tree
+from luce.engine import draft_tree
 from luce.runtime.step import PAGE, PageView, Span, Step
+from luce.shard.saved_state import JoinedSavedState, Piece
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Driver:
         root = sequence.length
         step = self.step((sequence, ids))
         sequence.length = root
-        spans = tree.spans(parents, step.spans[0])
+        spans = draft_tree.spans(parents, step.spans[0])
         positions = np.concatenate([np.arange(s.position, s.position + s.rows, dtype=np.int32) for s in spans])
         sequence.branches = {}
         views = []
@@ -121,14 +121,14 @@ class Driver:
         assert (output.ids == output.logits.argmax(axis=1)).all()
         return [output.logits[s.start : s.start + s.rows] for s in step.spans]
 
-    def keep(self, sequence: Sequence) -> JoinedKept:
+    def keep(self, sequence: Sequence) -> JoinedSavedState:
         """What the shards put aside of a sequence."""
         if sequence.accepted:
             self.backend.accept(sequence.slot, sequence.path or range(sequence.accepted))
             sequence.accepted, sequence.path = 0, ()
         return self.backend.save(sequence.slot, sequence.pages)
 
-    def resume(self, sequence: Sequence, kept: JoinedKept) -> None:
+    def resume(self, sequence: Sequence, kept: JoinedSavedState) -> None:
         """Give a sequence of the same length what `keep` returned."""
         self.backend.restore(sequence.slot, sequence.pages, kept)
 
@@ -142,7 +142,7 @@ class Driver:
 
     def restore(self, sequence: Sequence, saved: Mapping[str, NDArray[np.generic]]) -> None:
         """Give a sequence of the same length what `save` returned, in two pieces."""
-        layers = len(self.backend.spec.blocks)
+        layers = len(self.backend.spec.layers)
         parts = range(layers // 2), range(layers // 2, layers)
         self.backend.fill(Piece(sequence.slot, sequence.pages, part, saved) for part in parts)
 

@@ -1,4 +1,4 @@
-"""The parts of the package, as luce/__init__.py has them."""
+"""The packages, as luce/__init__.py has them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ FLOW = (
     "api",
     "text",
     "engine",
-    "cache",
+    "kvcache",
     "draft",
     "backend",
+    "remote",
+    "shard",
     "layers",
     "ops",
-    "remote",
+    "ipc",
     "runtime",
 )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.engine.tree import spans as spans_of_tree
+from luce.engine.draft_tree import spans as spans_of_tree
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, gated_delta_net
 from luce.runtime.device import Device
 from luce.runtime.step import Span, SpanArrays, branches_of

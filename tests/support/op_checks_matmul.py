@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.models.spec import Activation
-from luce.ops import matmul_bytes, matmul_many
+from luce.ops import matmul_int8, matmul_prefill
 from luce.ops.activation import gated_activation
 from luce.ops.matmul import FEW_ROWS, matmul
-from luce.ops.matmul_many import halves, halves_bytes, keep_halves
+from luce.ops.matmul_prefill import halves, halves_bytes, keep_halves
 from luce.ops.quantise import quantise, quantise_gated
 from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
@@ -82,8 +82,8 @@ def check_company(device: Device, name: str, rows: int, cols: int, counts: Seque
 @contextlib.contextmanager
 def tiles(count: int) -> Iterator[None]:
     """Blocks have that many tiles wherever kernels can."""
-    shape = matmul_bytes._shape.__wrapped__
-    with mock.patch.object(matmul_bytes, "_shape", shape), mock.patch.object(matmul_bytes, "_tiles", lambda *_: count):
+    shape = matmul_int8._shape.__wrapped__
+    with mock.patch.object(matmul_int8, "_shape", shape), mock.patch.object(matmul_int8, "_tiles", lambda *_: count):
         yield
 
 
@@ -227,7 +227,7 @@ def check_slices(device: Device, n: int, features: int) -> None:
     names = {"Q4_K": 7, "F16": 1, "F32": 3, "Q8_0": 130, "Q6_K": 12}
     tensors = [random_tensor(name, rows, 512, seed) for seed, (name, rows) in enumerate(names.items())]
     x = _x(n, 512, seed=8)
-    with mock.patch.object(matmul_many, "_BUFFER", features * 512 * 2):
+    with mock.patch.object(matmul_prefill, "_BUFFER", features * 512 * 2):
         actual = _product(device, x, tensors)
         weight = upload_weight(device, tensors)
         assert halves_bytes(device, weight) == 2 * weight.rows * weight.cols

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.ops.moe import Gating, Routing, combine, expert_matmul, group, route
-from luce.ops.moe_bytes import expert_mlp, expert_weights
+from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Device

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from luce.engine.events import Event, Failed, Finished, SamplingParams, Tokens
 from luce.engine.loop import Engine
-from luce.engine.residency import Age, Scores
-from luce.engine.sequence import Event, Failed, Finished, SamplingParams, Tokens
+from luce.kvcache.paging import Age, Scores
 from luce.runtime.step import PAGE, Int32
 
 WAIT = 60

@@ -16,7 +16,7 @@ from luce.models.keys import Source
 from luce.models.registry import FAMILIES, read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.matmul import FEW_ROWS
-from luce.ops.matmul_bytes import BYTE_TYPES
+from luce.ops.matmul_int8 import BYTE_TYPES
 
 DIRECTORY = Path(__file__).parent.parent / "reference"
 

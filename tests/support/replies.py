@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from luce.engine.intake import Ticket
+from luce.engine.admission import Ticket
+from luce.engine.events import Event, Failed, Finished, SamplingParams, Tokens
 from luce.engine.loop import Engine
-from luce.engine.sequence import Event, Failed, Finished, SamplingParams, Tokens
 from luce.errors import LuceError
 from luce.runtime.step import Step
 from tests.support.scripted_backend import ScriptedBackend

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.backend.kept import HostKept, Kept, Piece, Tensors
-from luce.backend.plan import pages_for
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.host import HostEvent
 from luce.runtime.step import PAGE, TOP, Candidates, Output, Span, Step
+from luce.shard.saved_state import HostSavedState, Piece, SavedState, Tensors
+from luce.shard.sizes import pages_for
 
 #: token that follows a history (prompt and reply so far), None to leave it to the hash
 Script = Callable[[Sequence[int]], int | None]
@@ -139,12 +139,12 @@ class ScriptedBackend:
     def move_features(self, slot: int, position: int, path: Sequence[int]) -> None:
         self.moved.append((slot, position, tuple(path)))
 
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> Kept:
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> SavedState:
         if held and self.lag:
             return _Lagging(lambda: self._saved(slot, pages), self.lag)
         return self._saved(slot, pages)
 
-    def _saved(self, slot: int | None, pages: Sequence[Sequence[int]]) -> HostKept:
+    def _saved(self, slot: int | None, pages: Sequence[Sequence[int]]) -> HostSavedState:
         saved: dict[str, NDArray[np.generic]] = {
             f"blk.{group}.k": self._rows[group][_rows_of(numbers)].copy()
             for group, numbers in enumerate(pages)
@@ -154,12 +154,12 @@ class ScriptedBackend:
         if slot is not None:
             assert not self._guessed[slot], "a state is saved before its rows are accepted"
             saved[f"blk.{len(self.pages)}.memory"] = np.array(self._seen[slot], np.int64)
-        return HostKept(saved, HostEvent(), paged)
+        return HostSavedState(saved, HostEvent(), paged)
 
-    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: Kept, first: int = 0) -> None:
+    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: SavedState, first: int = 0) -> None:
         if isinstance(kept, _Lagging):
             kept = kept.landed()
-        assert isinstance(kept, HostKept)
+        assert isinstance(kept, HostSavedState)
         for group, numbers in enumerate(pages):
             if numbers:
                 rows = kept.tensors[f"blk.{group}.k"][first * PAGE : (first + len(numbers)) * PAGE]
@@ -350,14 +350,14 @@ class ScriptedBackend:
 class _Lagging:
     """What is copied when somebody has asked for it a few times, or waits."""
 
-    def __init__(self, copy: Callable[[], HostKept], lag: int) -> None:
+    def __init__(self, copy: Callable[[], HostSavedState], lag: int) -> None:
         self._copy = copy
         self._lag = lag
-        self._landed: HostKept | None = None
+        self._landed: HostSavedState | None = None
         #: what it will be: sizes do not change
         self.nbytes = copy().nbytes
 
-    def landed(self) -> HostKept:
+    def landed(self) -> HostSavedState:
         if self._landed is None:
             self._landed = self._copy()
         return self._landed

@@ -16,7 +16,7 @@ from typing import Any
 
 from luce.cli.chat import talk
 from luce.config.settings import Config
-from luce.engine.sequence import Finished, FinishReason, Timings, Token
+from luce.engine.events import Finished, FinishReason, Timings, Token
 from luce.errors import LuceError
 
 #: a piece of a reply at which the model says nothing more, for ever
@@ -71,7 +71,7 @@ class ScriptedModel:
         self.name = "scripted"
         self.path = Path("scripted.gguf")
         self.context = 4096
-        self.spec = SimpleNamespace(family="llama", blocks=(1, 2), hidden=64, vocab=256, context_length=8192)
+        self.spec = SimpleNamespace(family="llama", layers=(1, 2), hidden=64, vocab=256, context_length=8192)
         self.placement = [{"device": "cpu:0", "layers": [0, 1], "weights": 3 << 20, "state": 1 << 20}]
         self.prompts: list[list[dict[str, str]]] = []
         self.options: list[dict[str, Any]] = []

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from luce.backend.pool import Wanted
-from luce.backend.shard import DaemonState
-from luce.backend.timing import ShardTimes
+from luce.backend.kvflash_size import Wanted
 from luce.config.settings import Config
 from luce.draft.drafter import Drafter
 from luce.engine.loop import Engine
-from luce.engine.residency import Age, KVFlash
+from luce.kvcache.paging import Age, KVFlash
 from luce.models.spec import Dialect, Markers, ModelSpec
 from luce.runtime.device import Memory
 from luce.runtime.step import PAGE
+from luce.shard.shard import DaemonState
+from luce.shard.timing import ShardTimes
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.output import ReplyText

@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import numpy as np
 
-from luce.backend.kept import Tensors
-from luce.cache import store as stores
-from luce.cache.index import Entry
-from luce.cache.manifest import Recall
-from luce.cache.store import Store
+from luce.kvcache.disk import store as stores
+from luce.kvcache.disk.index import Entry
+from luce.kvcache.disk.manifest import Recall
+from luce.kvcache.disk.store import Store
 from luce.runtime.step import PAGE, Int32
+from luce.shard.saved_state import Tensors
 
 LAYERS = (range(2), range(2, 4))
 MODEL = "0123456789abcdef0123456789abcdef"

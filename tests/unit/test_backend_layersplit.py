@@ -14,9 +14,9 @@ from numpy.typing import DTypeLike, NDArray
 
 import luce
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.pieces import cut
+from luce.backend.microbatch import cut
 from luce.backend.placement import plan_shards
-from luce.engine.sequence import FinishReason
+from luce.engine.events import FinishReason
 from luce.errors import BackendError, DeviceError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.spec import ModelSpec
@@ -344,5 +344,5 @@ def test_progress_of_loading(file: GGUFFile, spec: ModelSpec) -> None:
     shares: list[float] = []
     devices = [HostDevice(0), HostDevice(1)]
     LayerSplitBackend(file, spec, devices, weights=(1, 3), context=256, on_progress=shares.append).close()
-    layers = len(spec.blocks)
+    layers = len(spec.layers)
     assert shares == [(layer + 1) / layers for layer in range(layers)]

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from luce.backend.kvflash_size import Wanted
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.local import LocalShard
-from luce.backend.pool import Wanted
-from luce.engine.pages import Pages
-from luce.engine.residency import Age, KVFlash, Pager, Scores
 from luce.gguf.reader import open_gguf
+from luce.kvcache.page_table import PageTables
+from luce.kvcache.paging import Age, KVFlash, Pager, Scores
 from luce.layers.state import KVPool
 from luce.ops.kvtype import KVTypes
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, Int32
+from luce.shard.local import LocalShard
 from tests.support.delayed import DelayedDevice, World
 from tests.support.reference import Reference
 
@@ -49,7 +49,7 @@ class Shards:
         self.backend = backend
         assert backend.bound is not None
         self.bound = backend.bound
-        self.pages = Pages.over(backend, CHUNK)
+        self.pages = PageTables.over(backend, CHUNK)
         number = backend.windows.index(None)
         self.group = self.pages.groups[number]
         how = KVFlash(Random(seed), 4, 64, 1 << 40)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.pieces import largest_piece, usual_piece
+from luce.backend.microbatch import largest_piece, usual_piece
 from luce.backend.placement import ShardPlan, plan_shards, served_context
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
@@ -62,16 +62,16 @@ class Loaders:
 
 def wanted(file: GGUFFile, spec: ModelSpec) -> set[str]:
     """Tensors that the family uses: all but those of skipped blocks and projections of borrowing layers."""
-    skipped = tuple(f"blk.{block}." for block in spec.skipped_blocks)
+    skipped = tuple(f"blk.{block}." for block in spec.skipped_layers)
     kept = {name for name in file.tensors if not (skipped and name.startswith(skipped))}
-    borrowing = [layer for layer in range(len(spec.blocks)) if spec.donor(layer) is not None]
+    borrowing = [layer for layer in range(len(spec.layers)) if spec.donor(layer) is not None]
     return kept - {f"blk.{i}.{part}.weight" for i in borrowing for part in ("attn_k", "attn_v", "attn_k_norm")}
 
 
 @pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
 def test_each_shard_reads_its_own_tensors(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = reference.spec
-    layers = len(spec.blocks)
+    layers = len(spec.layers)
     for count in splits(layers):
         loaders = Loaders()
         monkeypatch.setattr(build, "WeightLoader", loaders)
@@ -105,7 +105,7 @@ def test_planned_bytes_on_a_gpu(name: str) -> None:
     # As on a GPU, tables are loaded, of the per-layer one each shard's own columns, and tensors stay as stored.
     reference = Reference(name)
     spec = reference.spec
-    for count in splits(len(spec.blocks)):
+    for count in splits(len(spec.layers)):
         devices = [EmulatedDevice() for _ in range(count)]
         options: dict[str, Any] = {"weights": [1] * count, "context": 64}
         with open_gguf(reference.path) as file:
@@ -114,7 +114,7 @@ def test_planned_bytes_on_a_gpu(name: str) -> None:
             loaded = [(shard.info.weights, shard.info.state) for shard in backend.shards]
             backend.close()
             sizes = {name: info.nbytes for name, info in file.tensors.items()}
-            second = shard_tensors(file, spec, planned[1].layers) if count == len(spec.blocks) else set()
+            second = shard_tensors(file, spec, planned[1].layers) if count == len(spec.layers) else set()
         assert loaded == [(shard.weights, shard.state) for shard in planned]
         if table := second & {"per_layer_token_embd.weight"}:
             columns = loaded[1][0] - sum(sizes[name] for name in second - table)
@@ -158,7 +158,7 @@ def test_devices_of_the_host_share_its_memory() -> None:
 
 def test_the_cpu_gets_what_the_gpu_cannot_hold() -> None:
     reference = Reference("qwen35-a-F32")
-    layers = len(reference.spec.blocks)
+    layers = len(reference.spec.layers)
     big, host = Sized("cuda:0", GIB), Sized("cpu:0", 64 * GIB)
     assert [len(shard.layers) for shard in plan(reference, [big, host])] == [layers - 1, 1]
     whole = plan(reference, [big], context=64)[0]
@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_planned_all_the_same() -> None:
 def test_sequences_and_context_count() -> None:
     reference, device = Reference("qwen35-a-F32"), Sized("cuda:0", GIB)
     sizes = [plan(reference, [device], slots=n, context=64 * n)[0].state for n in (1, 2)]
-    attending = [b.mixer for b in reference.spec.blocks if hasattr(b.mixer, "kv_heads")]
+    attending = [b.mixer for b in reference.spec.layers if hasattr(b.mixer, "kv_heads")]
     pages = sum(64 * 2 * m.kv_heads * m.head_dim * 4 for m in attending)
     # Twice the slots; twice the pages for each of them.
     assert sizes[1] - 2 * sizes[0] == 2 * pages
@@ -194,7 +194,7 @@ def test_context() -> None:
 
 def test_more_devices_than_layers() -> None:
     reference = Reference("qwen3-a-F32")
-    count = len(reference.spec.blocks) + 1
+    count = len(reference.spec.layers) + 1
     for weights in ((), [1] * count):
         with pytest.raises(UsageError, match=f"bad layer split for {count} devices and {count - 1} layers"):
             plan(reference, [HostDevice(index) for index in range(count)], weights=weights)

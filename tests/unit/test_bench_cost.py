@@ -25,7 +25,7 @@ def opened(name: str, device: Device, layers: range | None = None, **changes: ob
     with open_gguf(FILES / f"{name}.gguf") as file:
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         spec = dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
-        return ShardCost(file, spec, layers or range(len(spec.blocks)), device, KVTypes("q8_0", "f16")), spec
+        return ShardCost(file, spec, layers or range(len(spec.layers)), device, KVTypes("q8_0", "f16")), spec
 
 
 def sizes(name: str) -> dict[str, tuple[int, int]]:
@@ -40,7 +40,7 @@ def test_a_dense_model(host: bool) -> None:
     head = tensors["token_embd.weight" if spec.tied_head else "output.weight"]
     blocks = [size for name, size in tensors.items() if name.startswith("blk.")]
     step = cost.step([Rows(3, 10), Rows(1, 0)], wanted=2)
-    mixers = [block.mixer for block in spec.blocks]
+    mixers = [block.mixer for block in spec.layers]
     assert all(isinstance(mixer, Attention) and mixer.window is None for mixer in mixers)
     heads = mixers[0]
     assert isinstance(heads, Attention)
@@ -60,7 +60,7 @@ def test_a_dense_model(host: bool) -> None:
 def test_a_pool_is_all_that_rows_see() -> None:
     whole, spec = opened("qwen3-a-MIX", HostDevice())
     with open_gguf(FILES / "qwen3-a-MIX.gguf") as file:
-        pool = ShardCost(file, spec, range(len(spec.blocks)), HostDevice(), KVTypes("q8_0", "f16"), 512)
+        pool = ShardCost(file, spec, range(len(spec.layers)), HostDevice(), KVTypes("q8_0", "f16"), 512)
     for rows, position in ((1, 0), (100, 412), (1, 511)):
         assert pool.step([Rows(rows, position)], 1) == whole.step([Rows(rows, position)], 1)
     far = pool.step([Rows(1, 9000)], 1)
@@ -73,13 +73,13 @@ def test_a_pool_is_all_that_rows_see() -> None:
 def test_experts_are_read_as_far_as_rows_choose_them() -> None:
     cost, spec = opened("qwen35moe-a-Q4_0", EmulatedDevice())
     tensors = sizes("qwen35moe-a-Q4_0")
-    moe = spec.blocks[0].ffn
+    moe = spec.layers[0].ffn
     assert isinstance(moe, MoE)
     experts = sum(size for name, (size, _) in tensors.items() if "_exps." in name)
     rest = sum(size for name, (size, _) in tensors.items() if name.startswith("blk.") and "_exps." not in name)
     state = 0
     keys = 0
-    for block in spec.blocks:
+    for block in spec.layers:
         if isinstance(block.mixer, GatedDeltaNet):
             net = block.mixer
             # The matrix of each value head, and the inputs before the convolution of the q, k and v that it reads.
@@ -98,11 +98,11 @@ def test_experts_are_read_as_far_as_rows_choose_them() -> None:
 
 def test_windows_bound_what_is_seen() -> None:
     cost, spec = opened("gemma4-e-F32", EmulatedDevice())
-    windows = {block.mixer.window for block in spec.blocks if isinstance(block.mixer, Attention)} - {None}
+    windows = {block.mixer.window for block in spec.layers if isinstance(block.mixer, Attention)} - {None}
     (window,) = windows
     assert window is not None
     far, farther = (cost.step([Rows(2, window + n)], wanted=0) for n in (0, 100))
-    full = [b.mixer for b in spec.blocks if isinstance(b.mixer, Attention) and b.mixer.window is None]
+    full = [b.mixer for b in spec.layers if isinstance(b.mixer, Attention) and b.mixer.window is None]
     per_key = sum(m.kv_heads * (m.head_dim // 32 * 34 + 2 * m.head_dim) for m in full)
     assert farther.bytes - far.bytes == 100 * per_key
     assert farther.flops - far.flops == sum(4 * m.heads * m.head_dim * 2 * 100 for m in full)
@@ -110,6 +110,6 @@ def test_windows_bound_what_is_seen() -> None:
 
 def test_shards_share_the_cost() -> None:
     whole, spec = opened("qwen35-a-Q8_0", EmulatedDevice())
-    parts = [opened("qwen35-a-Q8_0", EmulatedDevice(), layers)[0] for layers in (range(3), range(3, len(spec.blocks)))]
+    parts = [opened("qwen35-a-Q8_0", EmulatedDevice(), layers)[0] for layers in (range(3), range(3, len(spec.layers)))]
     step = [Rows(5, 7)], 1
     assert whole.step(*step) == parts[0].step(*step) + parts[1].step(*step)

@@ -8,7 +8,7 @@ import pytest
 from luce.bench.cost import Rows
 from luce.bench.measure import Kind, Stepper, Workload
 from luce.engine.loop import Engine
-from luce.engine.residency import KVFlash
+from luce.kvcache.paging import KVFlash
 from luce.runtime.step import PAGE, Output, Step
 from tests.support.paging import Asked, Hashed
 from tests.support.scripted_backend import ScriptedBackend

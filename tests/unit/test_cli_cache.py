@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from luce.cache import store as stores
-from luce.cache.fingerprint import Fingerprint, describe
-from luce.cache.index import Entry
-from luce.cache.store import Store
 from luce.cli import cache as cache_verb
 from luce.cli.main import main
+from luce.kvcache.disk import store as stores
+from luce.kvcache.disk.fingerprint import Fingerprint, describe
+from luce.kvcache.disk.index import Entry
+from luce.kvcache.disk.store import Store
 from tests.support.snapshots import MODEL, sound, write
-from tests.unit.test_cache_store import turns
+from tests.unit.test_kvcache_disk_store import turns
 
 
 @pytest.fixture

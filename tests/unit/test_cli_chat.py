@@ -14,7 +14,7 @@ from rich.console import Console
 
 from luce.cli.chat import Chat
 from luce.cli.turn import speed
-from luce.engine.sequence import Finished, FinishReason, Timings
+from luce.engine.events import Finished, FinishReason, Timings
 from luce.errors import BackendError, ContextError
 from tests.support.scripted_chat import ScriptedModel
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
 
-from luce.draft.safetensors import open_checkpoint
+from luce.draft.dflash.safetensors import open_checkpoint
 from luce.errors import FormatError, ModelError, UnsupportedError
 from luce.gguf.reader import open_gguf
 from tests.support.drafts import DRAFTS, matrix, spec_of
@@ -172,7 +172,7 @@ def test_every_key(case: str, parts: int, tmp_path: Path) -> None:
             np.testing.assert_array_equal(matrix(direct, name), matrix(expected, name))
             np.testing.assert_array_equal(matrix(converted, name), matrix(expected, name))
         # The numbers of the JSON are doubles.
-        assert spec_of(direct, tmp_path).blocks == spec.blocks
+        assert spec_of(direct, tmp_path).layers == spec.layers
 
 
 @pytest.mark.parametrize("kind", ["domino", "dspark", "sure"])

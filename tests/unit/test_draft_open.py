@@ -16,9 +16,9 @@ from luce.backend.placement import Claim
 from luce.config.resolve import resolve
 from luce.draft.drafter import Draftable, Drafter
 from luce.draft.ngram import NgramDrafter
+from luce.draft.on_demand import ResidentDrafter
 from luce.draft.open import DraftPlan, Prepared, open_drafter
 from luce.draft.recipe import Target
-from luce.draft.resident import ResidentDrafter
 from luce.errors import FormatError, LuceError, ModelError, OutOfMemoryError, UnsupportedError, UsageError
 from luce.gguf.reader import open_gguf
 from luce.layers.features import FeatureRing

@@ -15,13 +15,13 @@ from luce.config.settings import Config
 from luce.draft.daemon import DraftSession
 from luce.draft.drafter import Draftable
 from luce.draft.remote import check
-from luce.engine.tree import well_formed
+from luce.engine.draft_tree import well_formed
 from luce.errors import BackendError, LuceError, ModelError, UsageError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
-from luce.remote import open as opening
-from luce.remote.channel import GarbageError
-from luce.remote.messages import Done, DraftLoaded, Forward, LoadDraft, Propose, Proposed, Rest, Told
+from luce.ipc import open as opening
+from luce.ipc.channel import GarbageError
+from luce.ipc.messages import Done, DraftLoaded, Forward, LoadDraft, Propose, Proposed, Rest, Told
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.open import named

@@ -12,10 +12,10 @@ import luce
 from luce.backend.placement import Claim, plan_shards
 from luce.cli.main import main
 from luce.config.resolve import resolve
-from luce.draft.dflash import DFlashDrafter
+from luce.draft.dflash.drafter import DFlashDrafter
 from luce.draft.mtp import MTPDrafter
 from luce.draft.open import DraftPlan, plan_drafter
-from luce.draft.plain import ModelDrafter
+from luce.draft.small_model import ModelDrafter
 from luce.gguf.reader import open_gguf
 from luce.layers.build import placed_bytes
 from luce.layers.features import FeatureRing

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from luce.engine.events import Event, Failed, Finished, Progress, SamplingParams, Tokens
 from luce.engine.loop import Engine
-from luce.engine.sequence import Event, Failed, Finished, Progress, SamplingParams, Tokens
 from luce.errors import DeviceError
 from luce.runtime.step import PAGE
 from tests.support.scripted_backend import ScriptedBackend

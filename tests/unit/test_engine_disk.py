@@ -20,17 +20,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from luce.cache import part, patience, saver, store
-from luce.cache.disk import DiskTier
-from luce.cache.fingerprint import Fingerprint
-from luce.cache.manifest import Recall
-from luce.cache.part import DamagedError, PartReader
-from luce.cache.patience import Patience
-from luce.cache.reader import Reader
-from luce.cache.store import Store
+from luce.engine.events import Event, Finished, Progress, SamplingParams
 from luce.engine.loop import Engine
-from luce.engine.sequence import Event, Finished, Progress, SamplingParams
 from luce.errors import BackendError
+from luce.kvcache import saver
+from luce.kvcache.disk import deadline, part, store
+from luce.kvcache.disk.deadline import Deadline
+from luce.kvcache.disk.fingerprint import Fingerprint
+from luce.kvcache.disk.manifest import Recall
+from luce.kvcache.disk.part import DamagedError, PartReader
+from luce.kvcache.disk.reader import Reader
+from luce.kvcache.disk.store import Store
+from luce.kvcache.disk.tier import DiskTier
 from luce.runtime.step import PAGE
 from tests.support import snapshots
 from tests.support.daemons import within
@@ -361,7 +362,7 @@ def test_what_the_same_weights_left_under_other_settings_is_named(
 
 
 def test_the_log_says_what_is_written_and_reused_and_why_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "luce.cache")
+    caplog.set_level(logging.DEBUG, "luce.kvcache")
 
     def told(name: str) -> list[dict[str, Any]]:
         found = [vars(record)["fields"] for record in caplog.records if record.getMessage() == name]
@@ -545,7 +546,7 @@ def test_what_another_server_wrote_anew_is_not_put_aside(
         monkeypatch.setattr(snapshots, "state", lambda ids: {"blk.2.memory": ids.astype(np.float32)})
         snapshots.write(other, text)
         with pytest.raises(DamagedError) as found:
-            disk.open(entry, Patience())
+            disk.open(entry, Deadline())
         disk.failed(entry, found.value)
         assert within(60, lambda: not disk.busy)
         assert not disk.snapshot_stats().quarantines
@@ -801,7 +802,7 @@ def test_a_disk_that_hangs_is_left_alone(
         disk = tier(r)
         disk.wait_opened(60)
         with monkeypatch.context() as patched:
-            patched.setattr(patience, "_SECONDS", 0.05)
+            patched.setattr(deadline, "_SECONDS", 0.05)
             patched.setattr(owner, call, hangs)
             for prompt in prompts[:2]:
                 assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 0)
@@ -829,7 +830,7 @@ def test_a_reply_that_a_disk_does_not_give_is_made_of_its_text(tmp_path: Path, m
         disk = tier(r)
         disk.wait_opened(60)
         with monkeypatch.context() as patched:
-            patched.setattr(patience, "_SECONDS", 0.05)
+            patched.setattr(deadline, "_SECONDS", 0.05)
             patched.setattr(Store, "recall", hangs)
             assert disk.recall("digest") is None
             gate.set()

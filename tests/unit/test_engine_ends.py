@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.engine.intake import Ticket
+from luce.engine.admission import Ticket
+from luce.engine.events import Event, Failed, Finished, FinishReason, Progress, Started, Tokens
 from luce.engine.loop import Engine
-from luce.engine.sequence import Event, Failed, Finished, FinishReason, Progress, Started, Tokens
 from luce.errors import BackendError, DeviceError, QueueFullError, RequestError, ShardLostError, UnavailableError
 from luce.runtime.step import Step
 from tests.support.replies import PATIENCE, Gate, Letters, Reply, engine, submit

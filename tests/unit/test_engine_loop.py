@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from luce.engine.events import FinishReason, Progress, PromptLogits, PromptScores, Tokens
 from luce.engine.loop import Engine
-from luce.engine.sequence import FinishReason, Progress, PromptLogits, PromptScores, Tokens
 from luce.errors import ContextError, QueueFullError, RequestError
 from tests.support.replies import EOS, PATIENCE, STOP, Gate, Letters, engine, submit
 from tests.support.scripted_backend import ScriptedBackend, after

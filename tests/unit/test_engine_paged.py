@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luce.cache.disk import DiskTier
-from luce.cache.fingerprint import Fingerprint
-from luce.cache.tree import Residency
 from luce.draft.ngram import NgramDrafter
 from luce.engine.loop import Engine
-from luce.engine.residency import Age, KVFlash, Policy, ResidencyStats
 from luce.errors import BackendError
+from luce.kvcache.disk.fingerprint import Fingerprint
+from luce.kvcache.disk.tier import DiskTier
+from luce.kvcache.paging import Age, KVFlash, Policy, ResidencyStats
+from luce.kvcache.prefix_tree import Residency
 from luce.runtime.step import PAGE
 from tests.support.drafters import BranchingDrafter, sometimes
 from tests.support.paging import Asked, Hashed

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from luce.engine import sampling
+from luce.engine.events import SamplingParams
 from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
-from luce.engine.sequence import SamplingParams
 from luce.errors import BackendError, RequestError
 from luce.ops.sample import candidates, largest, top
 from luce.runtime.host import HostDevice

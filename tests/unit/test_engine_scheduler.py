@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.engine.pages import Pages
 from luce.engine.scheduler import Plan, Scheduler, Sequence
+from luce.kvcache.page_table import PageTables
 from tests.support.scripted_backend import ScriptedBackend
 
 SLOTS, CHUNK, CONTEXT = 3, 32, 512
@@ -38,7 +38,7 @@ class Drive:
         self.backend = ScriptedBackend(
             slots=self.slots, chunk=self.chunk, context=CONTEXT, windows=self.windows, pages=self.totals
         )
-        self.pages = Pages(self.backend.pages, self.windows, slots=self.slots, context=CONTEXT, chunk=self.chunk)
+        self.pages = PageTables(self.backend.pages, self.windows, slots=self.slots, context=CONTEXT, chunk=self.chunk)
         self.scheduler = Scheduler(self.pages, slots=self.slots, chunk=self.chunk, scored=self.scored)
 
     def step(self) -> Plan | None:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from luce.draft.drafter import AwayError, Draftable, Drafting, Proposal
 from luce.draft.ngram import NgramDrafter
-from luce.engine.gain import StepSeconds, choose_rows
+from luce.engine.draft_budget import StepSeconds, choose_rows
+from luce.engine.events import Event, Finished, FinishReason, Tokens
 from luce.engine.loop import Engine
-from luce.engine.pages import Pages
 from luce.engine.scheduler import Plan, Scheduler, Sequence
-from luce.engine.sequence import Event, Finished, FinishReason, Tokens
 from luce.engine.speculate import Speculator, fair_shares
 from luce.errors import BackendError, DeviceError
+from luce.kvcache.page_table import PageTables
 from tests.support.drafters import ScriptedDrafter, sometimes
 from tests.support.replies import EOS, Letters, Reply, engine, submit
 from tests.support.scripted_backend import ScriptedBackend, after
@@ -402,7 +402,7 @@ class Timed:
         drafter = oracle(backend, wrong, chances=chances, hook=lambda what: self.pass_time(what, drafting))
         self.drafter = drafter
         made = Speculator(drafter, vocab=97, rows=16, verify=16, clock=lambda: self.now)
-        scheduler = Scheduler(Pages([99], [None], slots=1, context=4096, chunk=16), slots=1, chunk=16, scored=1)
+        scheduler = Scheduler(PageTables([99], [None], slots=1, context=4096, chunk=16), slots=1, chunk=16, scored=1)
         sequence = Sequence(prompt=np.array(PROMPT, np.int32), room=400)
         scheduler.add(sequence)
         list(scheduler.admit())

@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.draft.drafter import Draftable, Proposal
+from luce.engine.events import SamplingParams
 from luce.engine.loop import Engine
 from luce.engine.sampling import Sampler
-from luce.engine.sequence import SamplingParams
 from tests.support.drafters import ScriptedDrafter
 from tests.support.replies import engine, submit
 from tests.support.scripted_backend import ScriptedBackend

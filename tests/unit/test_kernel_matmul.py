@@ -9,7 +9,7 @@ import pytest
 
 from luce.models.spec import Activation
 from luce.ops.matmul import matmul
-from luce.ops.matmul_many import BLAS_ROWS
+from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.ops.weight import upload_weight
 from luce.runtime.device import Device
 from tests.support import op_checks_matmul as checks

@@ -18,7 +18,7 @@ from luce.errors import UnsupportedError
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import FAMILIES, read_spec
-from luce.models.spec import Attention, Block, GatedMLP, ModelSpec, Rope
+from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, Rope
 from luce.runtime.host import HostDevice
 from tests.support.drive import Driver
 
@@ -32,7 +32,7 @@ def toyrope(source: Source) -> ModelSpec:
     if heads % kv_heads:
         raise source.refuse("queries", f"is {heads}, no multiple of {kv_heads} keys")
     blocks = [
-        Block(
+        Layer(
             mixer=Attention(
                 heads=heads,
                 kv_heads=kv_heads,
@@ -53,7 +53,7 @@ def toyrope(source: Source) -> ModelSpec:
         vocab=source.vocabulary(),
         context_length=source.positive("memory"),
         norm_eps=source.number("epsilon"),
-        blocks=tuple(blocks),
+        layers=tuple(blocks),
         tied_head="output.weight" not in source.tensors,
     )
 

@@ -11,8 +11,8 @@ import pytest
 
 import luce
 from luce import assembly
+from luce.backend.kvflash_size import Wanted
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.pool import Wanted
 from luce.cli.main import VERBS
 from luce.config.resolve import resolve
 from luce.config.settings import FIELDS, flag
@@ -25,13 +25,13 @@ from tests.support.reference import Reference
 PACKAGE = Path(luce.__file__).parent
 #: what opening a model takes, and all below
 BELOW = ("config", *FLOW[FLOW.index("assembly") :])
-#: the parts of the package that a verb's settings can reach; all start from a Config
+#: the packages and files that a verb's settings can reach; all start from a Config
 REACHED = {
     "serve": ("cli/serve.py", "cli/main.py", "server", "log.py", *BELOW),
     "chat": ("cli/chat.py", "cli/main.py", *BELOW),
     "run": ("cli/run.py", "cli/main.py", *BELOW),
-    "inspect": ("cli/inspect.py", "cli/plan.py", "draft", "backend", "remote", "runtime"),
-    "bench": ("cli/bench.py", "assembly", "engine/policies.py", "backend", "remote", "runtime"),
+    "inspect": ("cli/inspect.py", "cli/plan.py", "draft", "backend", "remote", "ipc", "runtime"),
+    "bench": ("cli/bench.py", "assembly", "kvcache/policies.py", "backend", "remote", "ipc", "runtime"),
     "cache": ("cli/cache.py", "config"),
 }
 

@@ -35,15 +35,15 @@ def build(path: Path) -> tuple[set[str], set[str]]:
     with open_gguf(path) as file, np.errstate(divide="ignore"):
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
         builder = LayerBuilder(
-            file, spec, range(len(spec.blocks)), HostDevice(), pages=[1] * len(spec.page_groups), slots=1
+            file, spec, range(len(spec.layers)), HostDevice(), pages=[1] * len(spec.page_groups), slots=1
         )
         builder.embedding()
         if spec.per_layer:
             builder.per_layer()
-        for block in range(len(spec.blocks)):
+        for block in range(len(spec.layers)):
             builder.block(block)
         builder.head()
-        skipped = tuple(f"blk.{block}." for block in spec.skipped_blocks)
+        skipped = tuple(f"blk.{block}." for block in spec.skipped_layers)
         return builder.weights.used, {name for name in file.tensors if not name.startswith(skipped)}
 
 

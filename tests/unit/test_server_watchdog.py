@@ -10,7 +10,7 @@ from typing import Any, cast
 from luce.api import Model
 from luce.cli.serve import _Service
 from luce.config.settings import Config
-from luce.engine.sequence import SamplingParams
+from luce.engine.events import SamplingParams
 from luce.server.sdnotify import Notifier
 from tests.support.scripted_model import ScriptedModel
 

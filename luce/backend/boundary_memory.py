@@ -1,0 +1,50 @@
+"""How much memory the ways between shards take, and of which device. Reads sizes; Link and Arena take it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from luce.ipc.device import RemoteDevice
+from luce.models.spec import ModelSpec
+from luce.remote.shared_layout import shared_size
+from luce.runtime.device import Device
+from luce.runtime.transfer import DEPTH
+from luce.shard.sizes import handed_on, handed_widths
+
+
+@dataclass(frozen=True)
+class BoundaryMemory:
+    """Bytes for what a shard is handed: on its device, and at most of pinned and shared host memory on the way.
+
+    It is less where GPUs copy to each other. The memory that a daemon shares is counted once, with its first shard.
+    """
+
+    device: int = 0
+    host: int = 0
+
+
+def boundary_memory(
+    spec: ModelSpec, devices: Sequence[Device], layers: Sequence[range], rows: int
+) -> tuple[BoundaryMemory, ...]:
+    """Of the shards on `devices`, with steps of up to `rows` rows."""
+    found = []
+    for number, (device, part) in enumerate(zip(devices, layers, strict=True)):
+        before = devices[number - 1] if number else None
+        size = DEPTH * rows * handed_on(spec, part.start) if number else 0
+        host = 0
+        if isinstance(device, RemoteDevice) and not _together(before, device):
+            last = number
+            while last + 1 < len(devices) and _together(device, devices[last + 1]):
+                last += 1
+            host = shared_size(rows, handed_widths(spec, part.start), handed_widths(spec, layers[last].stop))
+        elif not (device.host or (isinstance(before, RemoteDevice) and not isinstance(device, RemoteDevice))):
+            # What comes out of shared memory needs no other on the way.
+            host = size
+        found.append(BoundaryMemory(size, host))
+    return tuple(found)
+
+
+def _together(before: Device | None, device: Device) -> bool:
+    """Whether both are devices of one daemon."""
+    return isinstance(before, RemoteDevice) and isinstance(device, RemoteDevice) and before.daemon is device.daemon

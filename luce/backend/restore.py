@@ -1,0 +1,57 @@
+"""Pieces of a stored state on their way to the shards, to all of them at the same time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Sequence
+
+from luce.shard.saved_state import Piece
+from luce.shard.shard import Shard
+
+#: pieces that wait for one shard, beside the one that is on its way
+_WAITING = 1
+
+
+def fill(shards: Sequence[Shard], pieces: Iterable[Piece]) -> None:
+    """Give each piece to every shard. Those in other processes are waited for by threads: while one takes a piece in,
+    the others get theirs and the next one is made. Raises what `pieces` or a shard raises first; nothing runs then.
+    """
+    feeders = [_Feeder(shard) for shard in shards if shard.apart]
+    try:
+        for piece in pieces:
+            for feeder in feeders:
+                feeder.put(piece)
+            for shard in shards:
+                if not shard.apart:
+                    shard.fill(piece)
+            if any(feeder.error is not None for feeder in feeders):
+                break
+    finally:
+        for feeder in feeders:
+            feeder.put(None)
+        for feeder in feeders:
+            feeder.join()
+    for feeder in feeders:
+        if feeder.error is not None:
+            raise feeder.error
+
+
+class _Feeder(threading.Thread):
+    """Gives pieces to one shard until it gets None; after an error it only throws them away."""
+
+    def __init__(self, shard: Shard) -> None:
+        super().__init__(name="luce-fill", daemon=True)
+        self.error: Exception | None = None
+        self._shard = shard
+        self._pieces: queue.Queue[Piece | None] = queue.Queue(_WAITING)
+        self.put = self._pieces.put
+        self.start()
+
+    def run(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            try:
+                if self.error is None:
+                    self._shard.fill(piece)
+            except Exception as error:
+                self.error = error

@@ -1,0 +1,214 @@
+"""A DFlash draft on one device: its layers, the context that it remembers, and the forward that fills a block.
+
+What a layer makes of a committed position never changes: its keys and values are computed once, from the feature that
+the target's captured rows are fused to, and remembered (luce.draft.context). Rows of a block write theirs behind these,
+where the next context rows overwrite them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.draft.context import KINDS_OF_ROWS, PIECE, Context, Ring
+from luce.draft.dflash.correction import DOMINO, DSPARK, MULTIPLIED, Correction, open_correction
+from luce.draft.dflash.spec import FINAL_NORM, FUSION, FUSION_NORM, MASK_EMBEDDING, DraftSpec, capture_norm, stored
+from luce.draft.feature_window import as_table
+from luce.errors import UnsupportedError
+from luce.gguf.reader import GGUFFile, TensorInfo
+from luce.layers.attention import AttentionLayer
+from luce.layers.build import LayerBuilder, placed_bytes
+from luce.layers.decoder_layer import PreNormDecoderLayer, Residual
+from luce.layers.rotary import Rotary
+from luce.layers.state import KVPool
+from luce.models.keys import Source
+from luce.models.spec import Attention
+from luce.ops.activation import scale
+from luce.ops.embedding import embed, take_rows
+from luce.ops.matmul import matmul, takes_bytes
+from luce.ops.norm import head_rms_norm, rms_norm
+from luce.ops.quantise import Quantised, quantise
+from luce.runtime.device import Array, Device
+from luce.runtime.step import DeviceStep, Int32
+from luce.shard.graphs import GraphRunner
+
+
+class DraftModel:
+    """Weights and context of a draft for `slots` sequences, which see at most the last `context` positions, or up to 63
+    more in layers without a window.
+
+    rows  uint16 (bfloat16) or float32 [n, captures * hidden] on the device: where captured rows are found, of each
+          position side by side, layers ascending (luce.layers.features)
+    mask  float32 [hidden]: what the rows behind the seed begin as, unless the draft has its own
+
+    Raises UnsupportedError naming the tensor that is missing, of another shape or unknown.
+    """
+
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: DraftSpec,
+        device: Device,
+        *,
+        slots: int,
+        context: int,
+        rows: Array,
+        mask: NDArray[np.float32],
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        model, hidden = spec.model, spec.hidden
+        source = Source(spec.path, file.metadata, file.tensors)
+        self.context = Context(_rings(spec, context), slots)
+        pages = self.context.pages
+        builder = LayerBuilder(file, model, range(len(spec.layers)), device, pages=pages, slots=slots)
+        weights = builder.weights
+        self._fusion = weights.matrix([stored(source, FUSION)], spec.count * hidden, [hidden])
+        self._fusion_norm = weights.vector(stored(source, FUSION_NORM), hidden)
+        norms = range(spec.count if spec.capture_norms else 0)
+        self._capture_norms = [weights.vector(capture_norm(source, index), hidden) for index in norms]
+        self._norm = weights.vector(FINAL_NORM, hidden)
+        # Row 0 is the mask's, the others are seeds.
+        self._inputs = device.zeros((1 + slots, hidden))
+        own = weights.vector(MASK_EMBEDDING, hidden) if spec.mask_embedding else device.upload(mask)
+        device.copy(self._inputs[0], own)
+        self._blocks: list[PreNormDecoderLayer] = []
+        for index in range(len(spec.layers)):
+            block = builder.block(index)
+            assert isinstance(block, PreNormDecoderLayer)
+            self._blocks.append(block)
+        #: None also where the file has one that is off
+        self.correction: Correction | None = None
+        if spec.correction is not None:
+            self.correction = open_correction(file, spec.correction, hidden, weights, device)
+        unknown = sorted(_needed(file, spec).keys() - weights.used)
+        if unknown:
+            raise UnsupportedError(f"{spec.path}: tensor {unknown[0]} is unknown: what the draft computes may need it")
+        mixer = spec.layers[0].mixer
+        assert isinstance(mixer, Attention)
+        self._context_rotary = None
+        if spec.context_base is not None:
+            self._context_rotary = Rotary(device, replace(mixer.rope, base=spec.context_base), None)
+        self._captured = as_table(rows)
+        #: bytes on the device
+        self.weights = weights.nbytes
+        pools = [block.mixer.state for block in self._blocks]
+        self.state = sum(pool.k.nbytes + pool.v.nbytes for pool in pools if isinstance(pool, KVPool))
+        self._remembering = GraphRunner(device, self._keep, pages)
+        self._filling = GraphRunner(device, self._fill, pages)
+        device.warm_up(self.warm_up)
+        device.synchronize()
+
+    def warm_up(self) -> None:
+        """Launch what later steps will, with nothing in them."""
+        block = self.spec.block
+        for rows in (*KINDS_OF_ROWS, PIECE):
+            self._keep(self.context.empty(self.device, rows, 1, rows, 1, sees=False), ())
+        for count in range(1, min(self.context.slots, 2) + 1):
+            step = self.context.empty(self.device, count * block, count, block, count * (block - 1), sees=True)
+            self._fill(step, ())
+
+    def remember(self, slots: Sequence[int], counts: Sequence[int], rows: Int32) -> None:
+        """Append to slots what the target computed for their next positions.
+
+        rows int32 [sum(counts)], at most PIECE: where the captured rows are found, counts[i] of them for slots[i].
+        """
+        # Nothing is wanted, but only steps of which something is are replayed.
+        self._remembering.run(self.context.step(slots, counts, rows, np.zeros(1, np.int32), sees=False), ())
+        self.context.keep(slots, counts)
+
+    def fill(self, slots: Sequence[int], seeds: Array) -> Array:
+        """The block of each slot, behind what it remembers: seeds float32 [len(slots), hidden], the target's embeddings
+        of the tokens that the blocks begin with
+
+        -> float32 [len(slots) * (block - 1), hidden]: of the rows behind seeds, as the target's head takes them, kept
+        until the device runs the next step.
+        """
+        block = self.spec.block
+        self.device.copy(self._inputs[1 : 1 + len(slots)], seeds)
+        step = self.context.step(slots, [block] * len(slots), *_filled(block, len(slots)), sees=True)
+        (result,) = self._filling.run(step, ())
+        return result
+
+    def close(self) -> None:
+        """Release weights and context. Idempotent."""
+        self._remembering.close()
+        self._filling.close()
+        self._blocks = []
+
+    def fuse(self, rows: Array) -> Array:
+        """One feature for each position: float32 [n, captures * hidden], which change -> float32 [n, hidden]."""
+        device, spec = self.device, self.spec
+        slices = rows.reshape(len(rows), spec.count, 1, spec.hidden)
+        for index, weight in enumerate(self._capture_norms):
+            head_rms_norm(device, slices[:, index], weight, spec.norm_eps)
+        return rms_norm(device, matmul(device, rows, self._fusion), self._fusion_norm, spec.norm_eps)
+
+    def _keep(self, step: DeviceStep, _: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Fuse captured rows, and let every layer remember them."""
+        device, spec = self.device, self.spec
+        features = self.fuse(embed(device, self._captured, step.tokens))
+        whole: Array | Quantised = features
+        group = 0 if spec.context_norm else takes_bytes(device, len(features), self._blocks[0].mixer.reads)
+        if group:
+            whole = quantise(device, features, group)
+        for block in self._blocks:
+            assert isinstance(block.mixer, AttentionLayer)
+            y = rms_norm(device, features, block.mixer_norm, block.eps) if spec.context_norm else whole
+            block.mixer.remember(y, step, self._context_rotary)
+        return ()
+
+    def _fill(self, step: DeviceStep, _: tuple[Array, ...]) -> tuple[Array, ...]:
+        device, spec = self.device, self.spec
+        stream = Residual(device, take_rows(device, self._inputs, step.tokens))
+        if spec.embedding_scale != 1:
+            scale(device, stream.x, spec.embedding_scale)
+        for block in self._blocks:
+            block(stream, step)
+        return (rms_norm(device, take_rows(device, stream.settle(), step.wanted), self._norm, spec.norm_eps),)
+
+
+def draft_bytes(file: GGUFFile, spec: DraftSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
+    """Bytes of a DraftModel's weights and context."""
+    model = spec.model
+    pages = {
+        group.window: slots * ring.pages for group, ring in zip(model.page_groups, _rings(spec, context), strict=True)
+    }
+    mixers = [block.mixer for block in spec.layers if isinstance(block.mixer, Attention)]
+    state = sum(pages[mixer.window] * KVPool.page_bytes(device, mixer) for mixer in mixers)
+    placed = [info for name, info in _needed(file, spec).items() if not _of_head(name) or name in MULTIPLIED]
+    return placed_bytes(placed, device), state
+
+
+@functools.lru_cache
+def _filled(block: int, texts: int) -> tuple[Int32, Int32]:
+    """Rows of the inputs that blocks begin as, and those of their rows that are wanted. Not to be written to."""
+    places = np.arange(block * texts, dtype=np.int32)
+    rows = np.where(places % block == 0, places // block + 1, 0).astype(np.int32)
+    return rows, places[places % block > 0]
+
+
+def _needed(file: GGUFFile, spec: DraftSpec) -> Mapping[str, TensorInfo]:
+    """The file's tensors without those of a head that is off."""
+    if spec.correction is not None:
+        return file.tensors
+    return {name: info for name, info in file.tensors.items() if not _of_head(name)}
+
+
+def _of_head(name: str) -> bool:
+    return name.startswith((DOMINO, DSPARK))
+
+
+def _rings(spec: DraftSpec, context: int) -> list[Ring]:
+    """Of each page group."""
+    return [_ring(spec, group.window, context) for group in spec.model.page_groups]
+
+
+def _ring(spec: DraftSpec, window: int | None, context: int) -> Ring:
+    mixers = [block.mixer for block in spec.layers]
+    (both,) = {m.bidirectional for m in mixers if isinstance(m, Attention) and m.window == window}
+    return Ring(context if window is None else min(window, context), max(PIECE, spec.block), both)

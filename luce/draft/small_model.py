@@ -1,0 +1,132 @@
+"""Drafting by a small model of any family that has the target's tokens: it goes on with the text, greedily."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from luce.draft.context import PIECE, Context, Ring
+from luce.draft.drafter import Draftable, Drafting
+from luce.draft.feature_window import batches
+from luce.draft.probabilities import one_by_one
+from luce.errors import ModelError
+from luce.gguf.metadata import Metadata
+from luce.gguf.reader import GGUFFile
+from luce.layers.build import tensor_bytes
+from luce.models.spec import ModelSpec
+from luce.runtime.device import Device
+from luce.runtime.step import Int32, Output, Span, Step
+from luce.shard.local import LocalShard
+from luce.shard.saved_state import SavedState
+from luce.shard.sizes import state_bytes
+
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+def check_tokens(file: GGUFFile, target: Metadata) -> None:
+    """Raises ModelError unless a file has the target's tokens."""
+    if file.metadata.strings(_TOKENS) != target.strings(_TOKENS):
+        raise ModelError(f"{file.paths[0]}: has other tokens than {target.path}, so it cannot draft for it")
+
+
+def model_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
+    """Bytes of a ModelDrafter's weights and context."""
+    layers = range(len(spec.layers))
+    size = state_bytes(device, spec, layers)
+    pages = [slots * ring.pages for ring in _rings(spec, context)]
+    state = slots * size.slot + sum(count * page for count, page in zip(pages, size.page, strict=True))
+    return tensor_bytes(file, spec, layers, device), state
+
+
+def _rings(spec: ModelSpec, context: int) -> list[Ring]:
+    """Of each page group."""
+    context = min(context, spec.context_length)
+    return [Ring(min(group.window or context, context), PIECE) for group in spec.page_groups]
+
+
+class ModelDrafter:
+    """Proposes up to `block` tokens by a model on `device`, which sees the last `context` positions or some more."""
+
+    block = 8
+
+    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> None:
+        self._device = device
+        self._longest = spec.context_length
+        self._context = Context(_rings(spec, context), slots)
+        self._recurrent = spec.recurrent
+        layers = range(len(spec.layers))
+        self._shard = LocalShard(file, spec, layers, device, pages=self._context.pages, slots=slots)
+        self._nothing: list[list[int]] = [[] for _ in spec.page_groups]
+        #: the tokens that each slot's remembered positions have
+        self._read = [np.empty(0, np.int32)] * slots
+
+    def observe(self, spans: Sequence[Span]) -> None:
+        # What is left of what was read, the text itself tells.
+        pass
+
+    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+        slots = [one.slot for one in asked]
+        texts = {one.slot: one.tokens for one in asked}
+        for parts in batches([(one.slot, self._owed(one)) for one in asked], PIECE):
+            tokens = np.concatenate([texts[part.slot][part.positions] for part in parts])
+            counts = [len(part.positions) for part in parts]
+            self._run([part.slot for part in parts], counts, tokens, wanted=False)
+            self._context.keep([part.slot for part in parts], counts)
+        saved: list[SavedState] = []
+
+        def run(depth: int, tokens: Int32) -> Output:
+            output = self._run(slots, [1] * len(slots), tokens, behind=depth)
+            if depth == 0 and self._recurrent:
+                # The seed is the text's own; what follows may not be.
+                saved.extend(self._shard.save(slot, self._nothing) for slot in slots)
+            return output
+
+        proposals = one_by_one(asked, self.block, run)
+        for slot, state in zip(slots, saved, strict=False):
+            self._shard.restore(slot, self._nothing, state)
+        self._context.keep(slots, [1] * len(slots))
+        for one in asked:
+            self._read[one.slot] = one.tokens[self._context.remembered(one.slot).start :].copy()
+        return lambda: proposals
+
+    def forget(self, slot: int) -> None:
+        self._context.forget(slot)
+
+    def idle(self) -> None:
+        pass
+
+    def describe(self) -> dict[str, str | int]:
+        return {"kind": "model", "block": self.block, "device": str(self._device.name)}
+
+    def close(self) -> None:
+        self._shard.close()
+
+    def _rewind(self, one: Draftable) -> None:
+        """Forget what is not of this text, or not before its seed."""
+        known, read = self._context.remembered(one.slot), self._read[one.slot]
+        text = one.tokens[known.start : min(known.stop, len(one.tokens) - 1)]
+        count = min(len(text), len(read))
+        other = np.flatnonzero(read[:count] != text[:count])
+        end = known.start + int(other[0] if len(other) else count)
+        if self._recurrent and end < known.stop:
+            self._context.forget(one.slot)
+        self._context.rewind(one.slot, end)
+
+    def _owed(self, one: Draftable) -> range:
+        """The positions before the seed that the model has yet to read."""
+        end = len(one.tokens) - 1
+        self._rewind(one)
+        if end + self.block - self._context.remembered(one.slot).start > self._longest:
+            # Beyond the trained length: half of it is kept, and told anew.
+            self._context.forget(one.slot, max(0, end - self._longest // 2))
+        return range(self._context.resume(one.slot, 0, end), end)
+
+    def _run(
+        self, slots: Sequence[int], counts: Sequence[int], tokens: Int32, *, behind: int = 0, wanted: bool = True
+    ) -> Output:
+        rows = np.arange(len(tokens) if wanted else 0, dtype=np.int32)
+        step: Step = self._context.step(slots, counts, tokens, rows, behind=behind, sees=True, top=wanted)
+        pending = self._shard.forward(step, None)
+        assert not isinstance(pending, tuple)
+        return pending()

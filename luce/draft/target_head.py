@@ -1,0 +1,80 @@
+"""The target's embedding and head, for drafts that have none of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from luce.gguf.reader import GGUFFile
+from luce.layers.build import LayerBuilder
+from luce.models.spec import ModelSpec
+from luce.ops.sample import chosen
+from luce.runtime.device import Array, Device
+from luce.runtime.step import TOP, Int32, Output
+from luce.shard.shard import Pending
+
+
+class End(Protocol):
+    """A shard of the target, as far as a draft wants something of it. See luce.shard.shard.Shard."""
+
+    @property
+    def device(self) -> Device:
+        """Where its arrays are."""
+
+    def embed(self, tokens: Int32) -> Array:
+        """Rows of the token table, of the first shard."""
+
+    def project(self, hidden: Array, *, top: int = 0, scale: float = 0.0, softcap: float = 0.0) -> Pending:
+        """The head's product with rows, of the last one."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """`first` and `last` shard of the target, for a draft on `device`, which may be one of theirs."""
+
+    device: Device
+    first: End
+    last: End
+
+    def embed(self, tokens: Int32) -> Array:
+        """Plain rows of the target's table: float32 [n, hidden] on the draft's device."""
+        rows = self.first.embed(tokens)
+        if self.first.device is self.device:
+            return rows
+        return self.device.upload(rows if isinstance(rows, np.ndarray) else self.first.device.download(rows))
+
+    def project(self, rows: Array, *, top: int = TOP, scale: float = 0.0, softcap: float = 0.0) -> Pending:
+        """Queue the target's head on float32 [n, hidden] on the draft's device: ids and `top` candidates of each row.
+
+        With a scale also the candidates' norms, as luce.ops.sample.likeliest has them.
+        """
+        if self.last.device is not self.device:
+            rows = self.device.download(rows)
+        return self.last.project(rows, top=top, scale=scale, softcap=softcap)
+
+
+class OwnEnd:
+    """Embedding and head of a model on a device that need not have any of its layers: both ends in one."""
+
+    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device) -> None:
+        self.device = device
+        builder = LayerBuilder(file, spec, range(0), device, pages=[0] * len(spec.page_groups), slots=0)
+        self._embedding = builder.embedding()
+        self._head = builder.head()
+
+    def embed(self, tokens: Int32) -> Array:
+        """As Shard.embed."""
+        return self._embedding.rows(self.device.upload(tokens))
+
+    def project(self, hidden: Array, *, top: int = 0, scale: float = 0.0, softcap: float = 0.0) -> Pending:
+        """As Shard.project, of rows on this device."""
+        device, rows = self.device, self._head.project(hidden)
+        found = chosen(device, rows, top, scale, softcap)
+
+        def wait() -> Output:
+            ids, best = found()
+            return Output(ids, np.empty((0, rows.shape[1]), np.float32), best)
+
+        return wait

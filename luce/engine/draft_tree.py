@@ -1,0 +1,155 @@
+"""Trees of guesses as rows of a step: chains of rows side by side, each behind rows of earlier ones. Pure.
+
+A row must have the bits that it has in plain decoding, where the rows before it lie side by side in pages. So each
+branch of a tree is a span of its own, at its own depth, and sees pages of its own from the root's on: what of them lies
+before the branch is copied there, layer by layer, when the step's keys and values are written. When a path is accepted
+that ends on a branch, its pages take the place of the sequence's. luce.runtime.step says what a step's spans are then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from luce.draft.drafter import Proposal
+from luce.kvcache.page_table import PageTable
+from luce.runtime.step import PAGE, Int32, PageView, Span
+
+# Copies of a step come in multiples of so many, so that steps have few shapes.
+_COPIES = 256
+
+
+def depth_first(parents: Sequence[int]) -> list[int]:
+    """The order in which each row comes behind its parent, or its parent's other descendants, the first child first.
+
+    parents[i] is the parent of node i, one before it, or -1.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    order: list[int] = []
+    stack = children.get(-1, [])[::-1]
+    while stack:
+        node = stack.pop()
+        order.append(node)
+        stack += children.get(node, [])[::-1]
+    return order
+
+
+def well_formed(parents: Sequence[int], tokens: Sequence[int], depth: int) -> bool:
+    """Whether parents come before children, siblings have different tokens, and none is more than `depth` deep."""
+    depths: list[int] = []
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            return False
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return max(depths, default=0) <= depth and len(set(zip(parents, tokens, strict=False))) == len(parents)
+
+
+def in_rows(proposal: Proposal, count: int) -> tuple[Proposal, tuple[int, ...]]:
+    """The first `count` tokens of a tree in the order of rows, and the row of each one's parent: () if that is the one
+    before it."""
+    order = depth_first(proposal.parents[:count])
+    rows = {-1: 0} | {node: row for row, node in enumerate(order, 1)}
+    tokens = [proposal.tokens[node] for node in order]
+    chances = [proposal.chances[node] for node in order] if proposal.chances else ()
+    parents = tuple(rows[proposal.parents[node]] for node in order)
+    return Proposal(tokens, chances), parents if parents != tuple(range(count)) else ()
+
+
+def whole(spans: Sequence[Span]) -> list[Span]:
+    """A step's spans with each tree as one, of all of its rows, which has `behind` of its last branch."""
+    found: list[Span] = []
+    for span in spans:
+        if span.behind:
+            found[-1] = replace(found[-1], rows=found[-1].rows + span.rows, behind=span.behind)
+        else:
+            found.append(span)
+    return found
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Rows [first, last] of a tree, each the child of the one before it; `behind`: the rows from the root to the parent
+    of the first one."""
+
+    first: int
+    last: int
+    behind: tuple[int, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """Rows between the root and the first one, the root's included."""
+        return len(self.behind)
+
+
+def branches(parents: Sequence[int]) -> tuple[Branch, ...]:
+    """The branches of a tree, depth first: parents[i] is the row of the parent of row i + 1; row 0 is the root."""
+    found: list[Branch] = []
+    paths: list[tuple[int, ...]] = [()]
+    first = 0
+    for row, parent in enumerate(parents, 1):
+        paths.append((*paths[parent], parent))
+        if parent != row - 1:
+            found.append(Branch(first, row - 1, paths[first]))
+            first = row
+    found.append(Branch(first, len(parents), paths[first]))
+    return tuple(found)
+
+
+def depth(parents: Sequence[int]) -> int:
+    """Rows of the longest path of a tree."""
+    return max(branch.depth + branch.last - branch.first + 1 for branch in branches(parents))
+
+
+def spans(parents: Sequence[int], root: Span) -> list[Span]:
+    """The spans of a tree; `root` has the place and the position of the root, and what was accepted before it."""
+    first, *others = branches(parents)
+    made = [replace(root, rows=first.last + 1, tentative=True)]
+    for branch in others:
+        behind = tuple(root.start + row for row in branch.behind)
+        start, position = root.start + branch.first, root.position + branch.depth
+        rows = branch.last - branch.first + 1
+        made.append(Span(root.slot, start, rows, position, tentative=True, behind=behind))
+    return made
+
+
+#: pages of the spare ones that a branch has: by the branch's first row of the step, the page of each table entry
+Taken = dict[int, dict[int, int]]
+
+
+def own_pages(view: PageView, group: PageTable, spans: Sequence[Span]) -> tuple[PageView, Taken]:
+    """A view in which each branch among a step's spans has pages of its own, and these."""
+    table, count, dest = view.table.copy(), view.count.copy(), view.dest.copy()
+    copies: list[tuple[Int32, Int32]] = []
+    taken: Taken = {}
+    spare = iter(group.branch_pages)
+    for index, span in enumerate(spans):
+        if not span.behind:
+            continue
+        root = span.position - len(span.behind)
+        entries = range(root // PAGE, (span.position + span.rows - 1) // PAGE + 1)
+        pages = taken[span.start] = {entry: next(spare) for entry in entries}
+        # Where the positions from the first of these pages on lie, up to the branch, and are to lie.
+        before = np.arange(entries.start * PAGE, root, dtype=np.int32)
+        # The pages from the root's on are there, whatever is missing before them.
+        low = int(np.searchsorted(view.first[index, : count[index]], entries.start * PAGE)) - entries.start
+        old = np.concatenate([table[index, before // PAGE + low] * PAGE + before % PAGE, dest[list(span.behind)]])
+        for entry, page in pages.items():
+            table[index, entry + low] = page
+        count[index] = entries.stop + low
+        positions = np.arange(entries.start * PAGE, span.position + span.rows, dtype=np.int32)
+        new = table[index, positions // PAGE + low] * PAGE + positions % PAGE
+        copies.append((old, new[: len(old)]))
+        dest[span.start : span.start + span.rows] = new[len(old) :]
+    pairs = np.stack([np.concatenate(side) for side in zip(*copies, strict=True)], axis=1)
+    padded = np.full((-(-len(pairs) // _COPIES) * _COPIES, 2), -1, np.int32)
+    padded[: len(pairs)] = pairs
+    return replace(view, table=table, count=count, dest=dest, copies=padded), taken
+
+
+def moved(path: Sequence[int]) -> bool:
+    """Whether the rows of a path are not the first ones."""
+    return list(path) != list(range(len(path)))

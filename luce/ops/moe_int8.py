@@ -1,0 +1,183 @@
+"""Experts on few quantised rows: gates, ups and activation in one kernel, the rest and the weighted sum in another.
+
+Between them the results of the first are quantised: its blocks have a quarter of the columns of a scale.
+
+Each pair of a row and a slot is computed by itself, as matmul_bytes.py does it: a row's bits do not depend on the
+others. An expert that all rows take can join as one more slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from luce.models.spec import Activation
+from luce.ops.matmul_int8 import BYTE_TYPES, MOST_SHARED, Shape, block_shape, group_for, most_chains
+from luce.ops.quantise import BLOCK, Quantised, quantise
+from luce.ops.weight import Weight, WeightPart
+from luce.runtime.device import Array, Device
+
+# The constants of kernels/moe_s8.cu.
+_TILE = 16
+_GATED_TILES = 4
+_BITS = 1
+_DOWN_THREADS = 640
+# Types of which three stages of expert_gated_s8 fit into MOST_SHARED: each has few and short steps (H200, a step of 35B
+# A3B in Q4_K: 1.935 ms, and 1.960 with two).
+_SMALL_UNITS = frozenset({GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_K})
+# Slots that a block of several rows' downs takes at once: more wait for each other (H200, 16 rows, Q4_K: 35.4 us, and
+# 62.7 with all nine). A single row's, with nothing else to do meanwhile, takes them all (5.3 us, and 6.8 with three).
+_DOWN_SLOTS = 3
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """`experts` gated MLPs: gates and ups of `inner` rows, `expert_rows` apart, and downs [experts * rows, inner]."""
+
+    experts: int
+    gates: Array
+    ups: Array
+    expert_rows: int
+    inner: int
+    type: GGMLQuantizationType
+    cols: int
+    downs: WeightPart
+
+    def joins(self, other: ExpertWeights) -> bool:
+        """Whether the other's matrices are of the same shapes and types, and one kernel can serve both."""
+        mine = (self.inner, self.type, self.cols, self.downs.type, self.downs.rows // self.experts)
+        return mine == (other.inner, other.type, other.cols, other.downs.type, other.downs.rows // other.experts)
+
+
+def expert_weights(gate_up: Weight, down: Weight, experts: int) -> ExpertWeights | None:
+    """What the kernels want to know of weights as upload_experts (with one expert: upload_weight) places them.
+
+    None if they do not take them: a type without bytes, gates and ups of different types, broken blocks.
+    """
+    types = {part.type for part in gate_up.parts}
+    inner = gate_up.rows // experts // 2
+    whole = inner % BLOCK == 0 and gate_up.rows % (2 * experts) == 0
+    if len(types) != 1 or not types <= BYTE_TYPES or not whole or len(down.parts) != 1:
+        return None
+    if down.parts[0].type not in BYTE_TYPES:
+        return None
+    (type,) = types
+    first = gate_up.parts[0].data
+    if len(gate_up.parts) == 1:
+        return ExpertWeights(experts, first, first[inner:], 2 * inner, inner, type, gate_up.cols, down.parts[0])
+    second = gate_up.parts[1].data
+    return ExpertWeights(experts, first, second, inner, inner, type, gate_up.cols, down.parts[0])
+
+
+def expert_mlp(
+    device: Device,
+    x: Quantised,
+    ids: Array,
+    weights: Array,
+    chosen: ExpertWeights,
+    activation: Activation,
+    shared: ExpertWeights | None,
+    shared_gate: Array | None,
+) -> Array:
+    """Sum over the slots s of weights[r, s] * mlp(ids[r, s])(x[r]), plus mlp(shared)(x[r]), which is multiplied with
+    sigmoid(shared_gate[r]) where that is given: float32 [n, rows].
+
+    x of n <= 16 rows in the group of the gates' type; ids int32 [n, k]; weights float32 [n, k]; shared, if any, joins
+    the chosen; shared_gate float32 [n, 1] (any row stride). With r fixed, sums run over the slots in order, the shared
+    expert last.
+    """
+    n, k = ids.shape
+    gated = _gated(device, x, ids, chosen, activation, shared)
+    inner, slots = quantise(device, gated, group_for(chosen.downs.type), space=len(gated)), len(gated) // n
+    down, rows = chosen.downs, chosen.downs.rows // chosen.experts
+    shape, at_once = _down_shape(down.type, chosen.inner, slots, slots if n == 1 else _DOWN_SLOTS, device.lanes)
+    out = device.empty((n, rows))
+    gate, stride = (weights, 0) if shared_gate is None else (shared_gate, shared_gate.strides[0] // 4)
+    sizes = (
+        chosen.experts,
+        k,
+        slots,
+        at_once,
+        rows,
+        chosen.inner,
+        shape.chain_bits,
+        shared_gate is not None,
+        stride,
+        shape.shared,
+    )
+    other = down if shared is None else shared.downs  # without one a pointer that is not followed, as `gate`
+    device.launch(
+        "moe_s8",
+        "expert_down_s8",
+        (-(-rows // _TILE), n),
+        (shape.threads,),
+        (down.data, other.data, ids, weights, gate, inner.data, out, *_int32(sizes)),
+        defines={"QTYPE": down.type.name},
+        shared=shape.shared + 4 * _TILE * slots,
+    )
+    return out
+
+
+def _gated(
+    device: Device,
+    x: Quantised,
+    ids: Array,
+    chosen: ExpertWeights,
+    activation: Activation,
+    shared: ExpertWeights | None,
+) -> Array:
+    """A row of `inner` columns for each row and slot: float32 [n * slots, inner]."""
+    n, k = ids.shape
+    slots = k if shared is None else k + 1
+    shape = _gated_shape(chosen.type, chosen.cols, device.lanes)
+    out = device.empty((n * slots, chosen.inner))
+    other = chosen if shared is None else shared  # without one pointers that are not followed
+    sizes = (
+        x.space,
+        chosen.experts,
+        chosen.expert_rows,
+        k,
+        chosen.inner,
+        chosen.cols,
+        shape.chain_bits,
+        activation == "gelu",
+    )
+    device.launch(
+        "moe_s8",
+        "expert_gated_s8",
+        (chosen.inner // BLOCK, slots, n),
+        (shape.threads,),
+        (
+            *(chosen.gates, chosen.ups, other.gates, other.ups, ids),
+            *(x.data, out, *_int32(sizes)),
+        ),
+        defines={"QTYPE": chosen.type.name},
+        shared=shape.shared,
+    )
+    return out
+
+
+@lru_cache(256)
+def _gated_shape(type: GGMLQuantizationType, cols: int, lanes: int) -> Shape:
+    bits = most_chains(type, cols, _GATED_TILES, _BITS)
+    return block_shape(type, cols, 1, _GATED_TILES, bits, lanes, 3 if type in _SMALL_UNITS else 2)
+
+
+@lru_cache(256)
+def _down_shape(type: GGMLQuantizationType, cols: int, slots: int, at_once: int, lanes: int) -> tuple[Shape, int]:
+    """The block of expert_down_s8, and how many of `at_once` slots fit. Chains come from type and columns alone."""
+    bits = most_chains(type, cols, 1, _BITS)
+    at_once = min(at_once, slots)
+    while True:
+        shape = block_shape(type, cols, 1, at_once, bits, lanes)
+        if shape.threads <= _DOWN_THREADS and shape.shared + 4 * _TILE * slots <= MOST_SHARED:
+            return shape, at_once
+        at_once -= 1
+
+
+def _int32(sizes: Sequence[int]) -> tuple[np.int32, ...]:
+    return tuple(np.int32(size) for size in sizes)

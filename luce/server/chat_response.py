@@ -1,0 +1,70 @@
+"""What /v1/chat/completions answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from luce.api import Model
+from luce.engine.events import Token
+from luce.server.choice import Choice
+from luce.server.prepare import Job
+from luce.server.response import Json, Shape, finite
+from luce.text.reasoning import Said
+
+
+class ChatShape(Shape):
+    """/v1/chat/completions."""
+
+    whole_object = "chat.completion"
+    prefix = "chatcmpl-"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, job: Job, model: Model, version: str) -> None:
+        super().__init__(job, model, version)
+        for choice in self.choices:
+            choice.splitter = model.chat.splitter(choice.prompt)
+
+    def opening(self, index: int) -> Json | None:
+        delta = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        if self._job.token_ids:
+            delta["prompt_token_ids"] = list(self.choices[index].prompt)
+        return self._chunk(delta)
+
+    def _delta(self, index: int, said: Said | None) -> Json:
+        delta: Json = {}
+        if said is not None and said.reasoning:
+            delta |= _reasoning(said.reasoning)
+        if said is not None and (said.content or not said.reasoning):
+            delta["content"] = said.content
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
+        content = []
+        for token in tokens:
+            entry = self._entry(token.id, token.logprob)
+            entry["top_logprobs"] = [self._entry(i, logprob) for i, logprob in token.top]
+            content.append(entry)
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float | None) -> Json:
+        tokenizer = self._model.tokenizer
+        data = tokenizer.token_bytes(token)
+        return {"token": tokenizer.token_text(token), "logprob": finite(logprob), "bytes": list(data)}
+
+    def _whole(self, choice: Choice) -> Json:
+        return {
+            "index": choice.index,
+            "message": {
+                "role": "assistant",
+                "content": choice.content,
+                "refusal": None,
+                **(_reasoning(choice.reasoning) if choice.reasoning else {}),
+            },
+            "logprobs": self._logprobs(choice, choice.tokens) if self._job.logprobs is not None else None,
+            **self._ids(choice),
+        }
+
+
+def _reasoning(text: str) -> Json:
+    """Under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}

@@ -1,0 +1,93 @@
+"""What /v1/completions answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from luce.engine.events import Token
+from luce.server.choice import Choice
+from luce.server.prepare import pieces
+from luce.server.response import Json, Shape, finite
+from luce.text.reasoning import Said
+
+
+class TextShape(Shape):
+    """/v1/completions."""
+
+    whole_object = "text_completion"
+    prefix = "cmpl-"
+    chunk_object = "text_completion"
+
+    def opening(self, index: int) -> Json | None:
+        choice = self.choices[index]
+        if self._scores_come(choice):
+            return None
+        if not choice.echo and not self._job.token_ids:
+            return None
+        delta = self._delta(index, Said(choice.echo or ""))
+        if self._job.token_ids:
+            delta["prompt_token_ids"] = list(choice.prompt)
+        return self._chunk(delta)
+
+    def scored(self, index: int) -> Json | None:
+        choice = self.choices[index]
+        if not self._scores_come(choice):
+            return None
+        delta = {**self._delta(index, Said(choice.echo or "")), "logprobs": self._prompt_logprobs(choice)}
+        if self._job.token_ids:
+            delta["prompt_token_ids"] = list(choice.prompt)
+        return self._chunk(delta)
+
+    def _scores_come(self, choice: Choice) -> bool:
+        """Whether the echo waits for the prompt's log probabilities."""
+        return choice.echo is not None and self._job.logprobs is not None
+
+    def _delta(self, index: int, said: Said | None) -> Json:
+        return {"index": index, "text": "" if said is None else said.content, "logprobs": None, "finish_reason": None}
+
+    def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
+        offsets = []
+        for token in tokens:
+            offsets.append(choice.offset)
+            choice.offset += len(choice.decoder.push(token.id))
+        return {
+            "tokens": [self._model.tokenizer.token_text(token.id) for token in tokens],
+            "token_logprobs": [finite(token.logprob) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: Token) -> dict[str, float | None]:
+        """The most likely tokens, and the one that was taken."""
+        name = self._model.tokenizer.token_text
+        return {name(i): finite(p) for i, p in token.top} | {name(token.id): finite(token.logprob)}
+
+    def _prompt_logprobs(self, choice: Choice) -> Json:
+        name, bos = self._model.tokenizer.token_text, self._model.tokenizer.bos_id
+        texts = pieces(choice.prompt, self._model)
+        if choice.prompt[0] == bos and not (choice.echo or "").startswith(texts[0]):
+            texts[0] = ""  # BOS that was added is no part of the text
+        offsets, at = [], 0
+        for text in texts:
+            offsets.append(at)
+            at += len(text)
+        return {
+            "tokens": [name(token) for token in choice.prompt],
+            "token_logprobs": [None, *(finite(token.logprob) for token in choice.scores)],
+            "top_logprobs": [None, *(self._top(token) for token in choice.scores)],
+            "text_offset": offsets,
+        }
+
+    def _whole(self, choice: Choice) -> Json:
+        logprobs: Json | None = None
+        if self._job.logprobs is not None:
+            logprobs = self._logprobs(choice, choice.tokens)
+            if choice.echo is not None:
+                prompt = self._prompt_logprobs(choice)
+                logprobs = {key: prompt[key] + logprobs[key] for key in logprobs}
+        return {
+            "index": choice.index,
+            "text": choice.content,
+            "logprobs": logprobs,
+            **self._ids(choice),
+        }

@@ -1,0 +1,169 @@
+"""What a shard knows of the pages of long sequences, on the host, and which of them a query would attend to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.errors import BackendError
+from luce.layers.attention import AttentionLayer
+from luce.models.spec import Attention, ModelSpec
+from luce.ops.kvtype import dequantise
+from luce.ops.rank import KEPT, moments_bytes, page_moments
+from luce.runtime.device import Device
+from luce.runtime.step import Int32
+
+#: copies to the host that nobody waits for
+_BEHIND = 4
+
+
+class _Sealed:
+    """The pages of one sequence: which are sealed, and for each layer their moments, float32 [pages, groups,
+    kv_heads, 2, d].
+
+    Memory grows by doubling, and with a layer's first moments.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.known = np.zeros(0, np.bool_)
+        self.moments: list[NDArray[np.float32] | None] = [None] * layers
+
+    def mark(self, entries: Int32) -> None:
+        """These are sealed from now on, though their moments may be on their way."""
+        end = int(entries.max(initial=-1)) + 1
+        if end > len(self.known):
+            self.known = np.concatenate([self.known, np.zeros(max(end - len(self.known), len(self.known)), np.bool_)])
+        self.known[entries] = True
+
+    def put(self, layer: int, entries: Int32, rows: NDArray[np.float32]) -> None:
+        """The moments of entries that are marked."""
+        memory = self.moments[layer]
+        if memory is None or len(memory) < len(self.known):
+            larger = np.empty((len(self.known), *rows.shape[1:]), np.float32)
+            if memory is not None:
+                larger[: len(memory)] = memory
+            self.moments[layer] = memory = larger
+        memory[entries] = rows
+
+    def take(self, layer: int, entries: Int32) -> NDArray[np.float32]:
+        """The moments of these."""
+        memory = self.moments[layer]
+        assert memory is not None
+        # All of them, which is the common case, need no copy.
+        return memory[: len(entries)] if len(entries) == entries[-1] + 1 else memory[entries]
+
+
+class PageRanker:
+    """See luce.shard.shard.Shard.seal and rank. Layers are added in their order."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._layers: list[AttentionLayer] = []
+        self._sealed: dict[int, _Sealed] = {}
+        #: moments of each layer that are on their way to the host
+        self._pending: deque[tuple[_Sealed, Int32, list[Callable[[], NDArray[np.float32]]]]] = deque()
+
+    def add(self, layer: AttentionLayer) -> None:
+        """A layer that keeps queries."""
+        self._layers.append(layer)
+
+    def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        """Queues the work; who writes to the pages later does so behind it."""
+        sealed = self._sealed.setdefault(slot, _Sealed(len(self._layers)))
+        places, numbers = np.array(entries, np.int32), np.array(pages, np.int32)
+        found = [page_moments(self._device, each.state.k, each.head_dim, numbers) for each in self._layers]
+        sealed.mark(places)
+        self._pending.append((sealed, places, [self._device.fetch(moments) for moments in found]))
+        self._receive(_BEHIND)
+
+    def unseal(self, slot: int) -> None:
+        """What is on its way to the host goes nowhere. Idempotent."""
+        self._sealed.pop(slot, None)
+
+    def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
+        """Raises BackendError if a page is not sealed."""
+        result = np.zeros((len(self._layers), len(entries)))
+        if not result.size:
+            return result
+        sealed = self._sealed.get(slot)
+        if sealed is None or int(entries[-1]) >= len(sealed.known) or not sealed.known[entries].all():
+            raise BackendError(f"slot {slot}: not all of these pages are sealed")
+        self._receive(0)
+        for number, layer in enumerate(self._layers):
+            assert layer.queries is not None
+            query = self._device.download(layer.queries[slot, position % KEPT])
+            result[number] = attention_estimate(query, sealed.take(number, entries), layer.scale)
+        return result
+
+    def attended(self, slot: int, end: int, rows: int) -> NDArray[np.float32]:
+        """See luce.shard.local.LocalShard.attended."""
+        result = np.zeros((rows, end), np.float32)
+        asking = np.arange(end - rows, end)
+        later = np.arange(end)[:, None] > asking
+        for layer in self._layers:
+            assert layer.queries is not None
+            keys = dequantise(self._device.download(layer.state.k[:end]), layer.head_dim)
+            queries = self._device.download(layer.queries[slot])[asking % KEPT]
+            shares = attention(queries, keys, layer.scale, later)
+            np.maximum(result, shares, out=result)
+        return result
+
+    def _receive(self, left: int) -> None:
+        """Put what was queued first where it belongs, until so much is left on its way."""
+        while len(self._pending) > left:
+            sealed, entries, found = self._pending.popleft()
+            for layer, rows in enumerate(found):
+                sealed.put(layer, entries, rows())
+
+    def close(self) -> None:
+        """Release what it knows. Idempotent."""
+        self._layers.clear()
+        self._sealed.clear()
+        self._pending.clear()
+
+
+def sealed_bytes(spec: ModelSpec) -> int:
+    """Host memory for what all shards of a model together keep of a page that is sealed."""
+    mixers = [block.mixer for number, block in enumerate(spec.layers) if spec.ranks(number)]
+    return sum(moments_bytes(m.kv_heads, m.head_dim) for m in mixers if isinstance(m, Attention))
+
+
+def attention(
+    queries: NDArray[np.float32], keys: NDArray[np.float32], scale: float, hidden: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """float32 [rows, heads, d] and [n, kv_heads, d], bool [n, rows] -> float32 [rows, n]: the largest share that a head
+    gives to each key that is not hidden."""
+    rows, heads, d = queries.shape
+    n, kv_heads, _ = keys.shape
+    columns = queries.reshape(rows, kv_heads, heads // kv_heads, d).transpose(1, 3, 2, 0).reshape(kv_heads, d, -1)
+    logits = np.matmul(keys.transpose(1, 0, 2), columns).reshape(kv_heads, n, heads // kv_heads, rows)
+    logits *= np.float32(scale)
+    logits.transpose(0, 2, 1, 3)[:, :, hidden] = -np.inf
+    logits -= logits.max(axis=1, keepdims=True)
+    np.exp(logits, out=logits)
+    logits /= logits.sum(axis=1, keepdims=True)
+    largest: NDArray[np.float32] = logits.max(axis=(0, 2)).T
+    return largest
+
+
+def attention_estimate(query: NDArray[np.float32], moments: NDArray[np.float32], scale: float) -> NDArray[np.float64]:
+    """float32 [heads, d] and [n, groups, kv_heads, 2, d] -> float64 [n]: the largest share that a head gives a page.
+
+    Of keys with mean m and variances v the mean of exp(q k) is about exp(q m + q^2 v / 2), as if they were normal.
+    """
+    heads, d = query.shape
+    n, groups, kv_heads, _, _ = moments.shape
+    scaled = query * np.float32(scale)
+    factors = np.concatenate([scaled, 0.5 * scaled * scaled], axis=1)
+    columns = factors.reshape(kv_heads, heads // kv_heads, 2 * d).transpose(0, 2, 1)
+    rows = moments.reshape(n * groups, kv_heads, 2 * d).transpose(1, 0, 2)
+    shares = np.matmul(rows, columns).astype(np.float64)
+    shares -= shares.max(axis=1, keepdims=True)
+    np.exp(shares, out=shares)
+    pages = shares.reshape(kv_heads, n, groups, -1).sum(axis=2)
+    pages /= pages.sum(axis=1, keepdims=True)
+    largest: NDArray[np.float64] = pages.max(axis=(0, 2))
+    return largest

@@ -1,0 +1,197 @@
+"""Steps cut into pieces, run by the scripted backend, which checks each against the contract of a step."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from luce.backend.microbatch import cut, largest_piece, separate
+from luce.engine.draft_tree import spans as spans_of_tree
+from luce.engine.scheduler import Scheduler, Sequence
+from luce.kvcache.page_table import PageTables
+from luce.runtime.step import PAGE, Output, Span, Step
+from tests.support.scripted_backend import ScriptedBackend
+
+CONTEXT = 2048
+
+
+def step_of(*spans: tuple[int, int], wanted: tuple[int, ...] = ()) -> Step:
+    """A step without pages: (rows, position) of each span."""
+    built, start = [], 0
+    for slot, (rows, position) in enumerate(spans):
+        built.append(Span(slot, start, rows, position))
+        start += rows
+    positions = np.concatenate([np.arange(s.position, s.position + s.rows) for s in built]).astype(np.int32)
+    asked = np.array(wanted, np.int32)
+    return Step(np.arange(start, dtype=np.int32), positions, tuple(built), (), asked, asked % 2 == 0)
+
+
+def sizes(step: Step, rows: int) -> list[int]:
+    return [piece.rows for piece in cut(step, rows)]
+
+
+def tree_of(slot: int, start: int, rows: int) -> list[Span]:
+    """A root with as many branches as there are other rows."""
+    return spans_of_tree((0,) * (rows - 1), Span(slot, start, rows, 70))
+
+
+def parts_of(*spans: Span) -> list[int]:
+    """Rows of the parts of a step of these spans."""
+    step = step_of(*((span.rows, span.position) for span in spans))
+    parts = separate(replace(step, spans=spans))
+    for first, part in zip(itertools.accumulate([part.rows for part in parts], initial=0), parts, strict=False):
+        assert all(row >= 0 for span in part.spans for row in span.behind)
+        np.testing.assert_array_equal(part.tokens, step.tokens[first : first + part.rows])
+    assert sum(len(part.spans) for part in parts) == len(spans)
+    return [part.rows for part in parts]
+
+
+def test_replies_run_apart_from_prompts() -> None:
+    prompt = Span(9, 16, 40, 0)
+    # Single rows, chains and trees of as many rows as have the bits of one.
+    singles = [Span(slot, slot, 1, 70) for slot in range(3)]
+    chain = Span(3, 3, 5, 70, tentative=True)
+    tree = tree_of(4, 8, 8)
+    assert parts_of(*singles, chain, *tree, prompt) == [16, 40]
+    assert parts_of(*tree_of(0, 0, 16), Span(9, 16, 40, 0)) == [16, 40]
+    # The last row of a prompt is as good as another single row if there is room for it.
+    assert parts_of(*tree_of(0, 0, 15), Span(1, 15, 1, 30)) == [16]
+    assert parts_of(*tree_of(0, 0, 16), Span(1, 16, 1, 30)) == [16, 1]
+    # No kernel makes a difference between these rows,
+    assert parts_of(*singles, Span(9, 3, 13, 0)) == [16]
+    # nor between those of more replies.
+    many = [Span(slot, slot, 1, 70) for slot in range(20)]
+    assert parts_of(*many, Span(20, 20, 40, 0)) == [20, 40]
+    assert parts_of(*many) == [20]
+
+
+def test_prompts_run_apart_from_each_other() -> None:
+    """But for those of few rows, up to as many as have the bits of one."""
+    reply = Span(0, 0, 1, 70)
+    assert parts_of(Span(0, 0, 40, 0), Span(1, 40, 17, 0), Span(2, 57, 200, 64)) == [40, 17, 200]
+    assert parts_of(reply, Span(1, 1, 40, 0), Span(2, 41, 5, 0), Span(3, 46, 11, 9), Span(4, 57, 1, 9)) == [
+        1,
+        40,
+        16,
+        1,
+    ]
+    assert parts_of(reply, Span(1, 1, 15, 0), Span(2, 16, 40, 0)) == [16, 40]
+    assert parts_of(reply, Span(1, 1, 16, 0), Span(2, 17, 2, 0)) == [1, 16, 2]
+
+
+def test_short_steps_stay_whole() -> None:
+    for rows in (1, 100, 191):
+        step = step_of((rows, 0))
+        assert cut(step, 128)[0] is step
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (512, [128] * 4),
+        (520, [128, 128, 128, 136]),
+        # A piece of a span begins after whole pages of its rows,
+        (700, [128, 128, 128, 128, 188]),
+        # and the last one is not so short that kernels treat it as single steps.
+        (256 + 16, [128, 144]),
+        (192, [64, 128]),
+        (192 + 16, [64, 144]),
+    ],
+)
+def test_cuts_after_pages(rows: int, expected: list[int]) -> None:
+    assert sizes(step_of((rows, 300)), 128) == expected
+
+
+@pytest.mark.parametrize("before", [50, 56, 60])
+def test_trees_stay_together(before: int) -> None:
+    """Two trees of ten rows behind a prompt's: none is cut, and what a branch is behind are rows of its own piece."""
+    prompt = step_of((before, 0), (20, 70), (100, 0))
+    trees = [
+        span
+        for slot, start in ((1, before), (3, before + 10))
+        for span in spans_of_tree((0, 1, 2, 1, 4, 5, 0, 7, 8), Span(slot, start, 10, 70))
+    ]
+    step = replace(prompt, spans=(prompt.spans[0], *trees, prompt.spans[2]))
+    pieces = cut(step, 60)
+    assert len(pieces) > 1
+    at, found = 0, []
+    for piece in pieces:
+        for span in piece.spans:
+            behind = tuple(row + at for row in span.behind)
+            found += [replace(span, start=span.start + at, behind=behind)] if span.tentative else []
+            assert all(row >= 0 for row in span.behind)
+        at += piece.rows
+    assert found == trees
+
+
+def test_cuts_keep_single_rows_with_others() -> None:
+    # Three sequences decode beside a prompt: pages count from the prompt's first row of the step.
+    pieces = cut(step_of((1, 9), (1, 70), (1, 0), (512, 64), wanted=(0, 1, 2, 514)), 256)
+    assert [piece.rows for piece in pieces] == [3 + 192, 320]
+    assert [piece.spans for piece in pieces] == [
+        (Span(0, 0, 1, 9), Span(1, 1, 1, 70), Span(2, 2, 1, 0), Span(3, 3, 192, 64)),
+        (Span(3, 0, 320, 256),),
+    ]
+    assert [piece.wanted.tolist() for piece in pieces] == [[0, 1, 2], [319]]
+    assert [piece.full.tolist() for piece in pieces] == [[True, False, True], [True]]
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.integers(1, 5))
+def test_sizes(spans: list[int], pages: int) -> None:
+    step, rows = step_of(*((size, 0) for size in spans)), pages * PAGE
+    pieces = cut(step, rows)
+    assert sum(piece.rows for piece in pieces) == step.rows
+    assert max(piece.rows for piece in pieces) <= largest_piece(rows)
+    np.testing.assert_array_equal(np.concatenate([piece.tokens for piece in pieces]), step.tokens)
+    np.testing.assert_array_equal(np.concatenate([piece.positions for piece in pieces]), step.positions)
+    for piece in pieces[:-1]:
+        last = piece.spans[-1]
+        ends = last.position + last.rows
+        assert ends == spans[last.slot] or (ends % PAGE == 0 and spans[last.slot] - ends > 16)
+
+
+@settings(max_examples=40)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 6), st.booleans()), min_size=1, max_size=4),
+    pages=st.integers(1, 3),
+    window=st.sampled_from([None, 1, 32, 100]),
+)
+def test_pieces_give_the_replies_of_whole_steps(
+    prompts: list[tuple[int, int, bool]], pages: int, window: int | None
+) -> None:
+    chunk, rows = 512, pages * PAGE
+    backend = ScriptedBackend(slots=4, chunk=chunk, context=CONTEXT, windows=(None, window))
+    own = PageTables(backend.pages, backend.windows, slots=4, context=CONTEXT, chunk=chunk)
+    scheduler = Scheduler(own, slots=4, chunk=chunk, scored=chunk)
+    sequences = [
+        Sequence(prompt=((np.arange(n) * (i + 3)) % 97).astype(np.int32), room=room, full=full)
+        for i, (n, room, full) in enumerate(prompts)
+    ]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    list(scheduler.admit())
+    while (plan := scheduler.plan()) is not None:
+        parts = separate(plan.step)
+        replying = sum(part.rows for part in plan.parts if part.position >= len(part.sequence.prompt))
+        if plan.step.rows > 16 and replying:
+            # And with them prompts of which few rows are left.
+            assert replying <= parts[0].rows <= 16
+        outputs = [backend.forward(piece) for part in parts for piece in cut(part, rows)]
+        output = Output(*(np.concatenate([getattr(o, part) for o in outputs]) for part in ("ids", "logits")))
+        scheduler.advance(plan)
+        for part in plan.parts:
+            one = part.sequence
+            if not one.prompt_left:
+                (token,) = output.ids[part.ids]
+                if one.full:
+                    assert output.logits[part.logits].argmax() == token
+                one.reply.append(int(token))
+                if len(one.reply) == one.room:
+                    scheduler.remove(one)
+    for sequence in sequences:
+        assert sequence.reply == backend.reply(sequence.prompt.tolist(), sequence.room)

@@ -1,0 +1,100 @@
+"""Pieces reach all shards: those in other processes side by side, never many at a time, and errors end it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from luce.backend import restore as filling
+from luce.errors import BackendError
+from luce.shard.saved_state import Piece
+from luce.shard.shard import Shard
+
+
+class Fake:
+    """A shard that notes the pieces it gets."""
+
+    def __init__(self, apart: bool, take: Callable[[int], None] = lambda number: None) -> None:
+        self.apart = apart
+        self.got: list[int] = []
+        self._take = take
+
+    def fill(self, piece: Piece) -> None:
+        number = piece.slot
+        assert number is not None
+        self._take(number)
+        self.got.append(number)
+
+
+def pieces(count: int, made: list[int] | None = None) -> Iterator[Piece]:
+    for number in range(count):
+        if made is not None:
+            made.append(number)
+        yield Piece(number, (), range(0), {})
+
+
+def fill(shards: list[Fake], given: Any) -> None:
+    before = set(threading.enumerate())
+    try:
+        filling.fill(cast("list[Shard]", shards), given)
+    finally:
+        assert not set(threading.enumerate()) - before
+
+
+def test_every_shard_gets_every_piece_in_order() -> None:
+    shards = [Fake(False), Fake(True), Fake(True)]
+    fill(shards, pieces(20))
+    assert all(shard.got == list(range(20)) for shard in shards)
+
+
+def test_shards_in_other_processes_take_a_piece_at_the_same_time() -> None:
+    both = threading.Barrier(2, timeout=20)
+    fill([Fake(True, lambda number: both.wait() and None), Fake(True, lambda number: both.wait() and None)], pieces(5))
+
+
+def test_a_slow_shard_bounds_what_is_made() -> None:
+    made: list[int] = []
+    gate, most = threading.Event(), 2 + filling._WAITING
+
+    def slow(number: int) -> None:
+        assert gate.wait(20)
+
+    def watched() -> Iterator[Piece]:
+        for piece in pieces(30, made):
+            if len(made) == most + 1:
+                # The one that is made now finds no room before the first is taken.
+                gate.set()
+            yield piece
+
+    thread = threading.Thread(target=fill, args=([Fake(True, slow)], watched()))
+    thread.start()
+    assert not gate.wait(0.2) and len(made) <= most
+    gate.set()
+    thread.join(20)
+    assert len(made) == 30
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_error_of_a_shard_ends_it(apart: bool) -> None:
+    def refuse(number: int) -> None:
+        if number == 3:
+            raise BackendError("tensor blk.0.k")
+
+    other, made = Fake(True), list[int]()
+    with pytest.raises(BackendError, match=r"blk\.0\.k"):
+        fill([other, Fake(apart, refuse)], pieces(1000, made))
+    assert len(made) < 1000 and other.got == list(range(len(other.got)))
+
+
+def test_an_error_of_the_pieces_ends_it() -> None:
+    def torn() -> Iterator[Piece]:
+        yield from pieces(2)
+        raise ValueError("torn")
+
+    shard = Fake(True)
+    with pytest.raises(ValueError, match="torn"):
+        fill([shard], torn())
+    assert shard.got == [0, 1]

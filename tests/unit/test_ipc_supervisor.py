@@ -1,0 +1,356 @@
+"""A supervisor and its daemon's lives, where the daemon is a thread of this test."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from luce import __version__
+from luce.errors import DeviceError, ShardLostError
+from luce.ipc import supervisor
+from luce.ipc.arena import shared_arena
+from luce.ipc.channel import Channel, ChannelError
+from luce.ipc.device import RemoteDevice
+from luce.ipc.messages import Accept, DeviceFacts, Done, Hello, Load, Loaded, Open, Ping, Pong, Request
+from luce.ipc.supervisor import Limits, Supervisor
+from luce.remote.rpc import Requests
+from luce.runtime.device import DeviceName, Memory
+from tests.support.daemons import within
+
+OPEN = Open(__version__, (), "info", 0)
+LOAD = Load("", "", (), (), 1, ("auto", "auto"), 0, (), False, (), 1, True, 0, True)
+
+
+class Peer:
+    """A daemon. `live` gets its channel when layers are loaded, and the descriptor that came with them.
+
+    It gives no sign of life unless `awake`.
+    """
+
+    silent = ""
+    awake = threading.Event()
+    awake.set()
+    #: what it says then, and of its devices
+    sign = Pong()
+    devices: tuple[DeviceFacts, ...] = ()
+    #: whether it has loaded what it is to load
+    ready = threading.Event()
+    ready.set()
+
+    def __init__(self, live: Callable[[Channel[Request], int], None]) -> None:
+        self.requests, theirs = socket.socketpair()
+        self.watch, their_watch = socket.socketpair()
+        self._live = live
+        self.signs = 0
+        self._channel: Channel[Request] = Channel(theirs, Request)
+        self._signs: Channel[Ping] = Channel(their_watch, Ping)
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._serve, self._pong)]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._channel.receive(timeout=60)
+            self._channel.send(0, Hello(__version__, 0, self.devices), timeout=60)
+            self._channel.receive(timeout=60)
+            fd = self._channel.receive_descriptor(timeout=60)
+            self.ready.wait(60)
+            self._channel.send(0, Loaded((), (), (), 1, words=False), timeout=60)
+            try:
+                self._live(self._channel, fd)
+            finally:
+                os.close(fd)
+        except ChannelError:
+            pass
+        finally:
+            self._channel.close()
+
+    def _pong(self) -> None:
+        try:
+            while True:
+                self._signs.receive(timeout=60)
+                self.awake.wait(60)
+                self._signs.send(0, self.sign, timeout=60)
+                self.signs += 1
+        except ChannelError:
+            self._signs.close()
+
+    def kill(self) -> None:
+        """Its sockets end."""
+
+    def end(self) -> str:
+        """As a process."""
+        self._signs.end()
+        for thread in self._threads:
+            thread.join(60)
+        return "it ended"
+
+
+Watch = Callable[[Callable[[Channel[Request], int], None]], Supervisor]
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """Makes the supervisor of daemons that start at once, as often as it takes."""
+    made: list[Supervisor] = []
+    monkeypatch.setattr(supervisor, "_RESTARTS", 1000)
+    monkeypatch.setattr(supervisor, "_DELAYS", (0.0,) * 1000)
+
+    def one(live: Callable[[Channel[Request], int], None]) -> Supervisor:
+        made.append(Supervisor("shard", lambda name: Peer(live), OPEN, Limits(60.0, 60.0)))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+
+
+def test_no_life_answers_for_another(watch: Watch) -> None:
+    # The next life's sockets get the numbers of the last ones, on which the engine may still wait.
+    lives = 0
+
+    def live(channel: Channel[Request], fd: int) -> None:
+        nonlocal lives
+        lives += 1
+        channel.send(channel.receive(timeout=60)[0], Done(seconds=lives), timeout=60)
+        channel.receive(timeout=60)
+
+    daemon = watch(live)
+    with_memory = shared_arena(1)
+    daemon.begin_load(LOAD, with_memory, "shard")
+    with_memory.close()
+    requests = Requests(daemon)
+    for life in range(1, 61):
+        requests.lost()
+        answered = requests.ask(Accept(0, tuple(range(life))), seconds=0, limit=0, take=lambda reply: None)
+        answered.wait()
+        assert answered.seconds_since(answered) == life
+        with pytest.raises(ShardLostError, match="it ended"):
+            requests.ask(Accept(0, tuple(range(life))), seconds=0, limit=0, take=lambda reply: None).wait()
+
+
+def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
+    sizes: list[int] = []
+
+    def live(channel: Channel[Request], fd: int) -> None:
+        sizes.append(os.fstat(fd).st_size)
+        channel.receive(timeout=60)
+
+    before = set(os.listdir("/proc/self/fd"))
+    daemon = watch(live)
+    arena = shared_arena(3 << 12)
+    daemon.begin_load(LOAD, arena, "shard")
+    daemon.loaded()
+    arena.close()
+    requests = Requests(daemon)
+    for _ in range(3):
+        requests.lost()
+        with pytest.raises(ShardLostError):
+            requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None).wait()
+    daemon.close()
+    assert sizes[:3] == [3 << 12] * 3
+    del arena
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def loading(daemon: Supervisor) -> None:
+    """Let it load layers."""
+    arena = shared_arena(1)
+    daemon.begin_load(LOAD, arena, "shard")
+    arena.close()
+
+
+def waits(channel: Channel[Request], fd: int) -> None:
+    """A life without work."""
+    channel.receive(timeout=60)
+
+
+def test_what_is_read_of_layers(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="luce.ipc.supervisor")
+    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
+    monkeypatch.setattr(Peer, "sign", Pong("Load", 1.0, 1, 0.25))
+    monkeypatch.setattr(Peer, "ready", threading.Event())
+    daemon, shares = watch(waits), []
+
+    def seen() -> None:
+        shares.append(daemon.read)
+        if daemon.read == 0.25:
+            Peer.sign = Pong("Load", 2.0, 1, 0.26)
+        if daemon.read == 0.26:
+            Peer.sign = Pong("Load", 3.0, 1, 0.5)
+        if daemon.read == 0.5:
+            Peer.ready.set()
+
+    loading(daemon)
+    daemon.loaded(seen)
+    assert list(dict.fromkeys(share for share in shares if share)) in ([0.25, 0.26, 0.5], [0.25, 0.26, 0.5, 1.0])
+    assert daemon.read == 1.0
+    lines = [record.fields for record in caplog.records if record.getMessage() == "shard loading"]  # type: ignore[attr-defined]
+    assert lines == [{"shard": "shard", "percent": 25}, {"shard": "shard", "percent": 50}]
+
+
+@pytest.mark.parametrize(("shares", "error"), [((0.25, 0.5, 0.75), ""), ((0.25, 0.2505, 0.2509), "not come further")])
+def test_a_start_may_last_as_long_as_layers_are_read(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, shares: tuple[float, ...], error: str
+) -> None:
+    later = 0.0
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + later
+
+    monkeypatch.setattr(supervisor, "time", Clock)
+    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
+    monkeypatch.setattr(supervisor, "_SILENCE", 1e6)
+    monkeypatch.setattr(supervisor, "_FIRST", 1e6)
+    monkeypatch.setattr(Peer, "sign", Pong("Load", 1.0, 1, shares[0]))
+    monkeypatch.setattr(Peer, "ready", threading.Event())
+    monkeypatch.setattr(Peer, "kill", lambda peer: peer.ready.set())
+    daemon, seen = watch(waits), [0.0]
+
+    def read() -> None:
+        nonlocal later
+        if daemon.read == seen[-1] or daemon.read == 1:
+            return
+        seen.append(daemon.read)
+        # Of 60 s.
+        later += 40
+        if len(seen) <= len(shares):
+            Peer.sign = Pong("Load", 1.0, 1, shares[len(seen) - 1])
+        elif not error:
+            Peer.ready.set()
+
+    loading(daemon)
+    if error:
+        with pytest.raises(DeviceError, match=rf"{error} within 60 s \(--shard-start-timeout\); .* at Load for"):
+            daemon.loaded(read)
+    else:
+        daemon.loaded(read)
+        assert tuple(seen[1:]) == shares
+
+
+@pytest.mark.parametrize("lie", [{"kv_dtype": "frob"}, {"kv_dtype": "|O"}, {"lanes": 0}, {"free": -1}], ids=str)
+def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch, lie: dict[str, Any]) -> None:
+    facts = {"host": True, "lanes": 1, "kv_dtype": "<f4", "free": 1, "total": 2, "facts": {}, **lie}
+    monkeypatch.setattr(Peer, "devices", (DeviceFacts("cpu:0", **facts),))
+    opening = Open(__version__, ("cpu:0",), "info", 0)
+    daemon = Supervisor("shard", lambda name: Peer(waits), opening, Limits(60.0, 60.0))
+    with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it described cpu:0 as no device is$"):
+        daemon.hello()
+    daemon.close()
+
+
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let daemons have two."""
+    names = "cpu:0", "cpu:1"
+    monkeypatch.setattr(Peer, "devices", tuple(DeviceFacts(name, True, 1, "<f4", 1, 2, {}) for name in names))
+    monkeypatch.setattr(sys.modules[__name__], "OPEN", Open(__version__, names, "info", 0))
+
+
+def test_what_devices_have_left(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
+    two_devices(monkeypatch)
+    daemon = watch(waits)
+    first, second = (RemoteDevice(DeviceName("cpu", number), daemon, number) for number in (0, 1))
+    # Before it tells it in signs of life, as it was when it started.
+    assert first.left() is None and first.memory() == Memory(1, 2)
+    monkeypatch.setattr(Peer, "sign", Pong(memory=((3, 4), (5, 6))))
+    assert within(60, lambda: first.left() is not None)
+    assert first.left() == first.memory() == Memory(3, 4) and second.left() == Memory(5, 6)
+    monkeypatch.setattr(Peer, "sign", Pong(memory=((7, 8), (5, 6))))
+    assert within(60, lambda: first.left() == Memory(7, 8))
+    daemon.close()
+    assert first.left() is None
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        Pong(read=float("nan")),
+        Pong(read=1.5),
+        Pong(requests=-1),
+        Pong("Load", float("inf"), 1),
+        Pong("Load", -1.0, 1),
+        Pong("L" * 41, 1.0, 1),
+        Pong("Load\n", 1.0, 1),
+        Pong(memory=((1, 2),)),
+        Pong(memory=((1, 2), (-1, 2))),
+        Pong(memory=((1, 2), (1, 2), (1, 2))),
+    ],
+    ids=str,
+)
+def test_a_sign_of_life_that_is_none(watch: Watch, monkeypatch: pytest.MonkeyPatch, sign: Pong) -> None:
+    monkeypatch.setattr(Peer, "sign", sign)
+    two_devices(monkeypatch)
+    daemon = watch(waits)
+    with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it sent a sign of life that is none$"):
+        # Its first answer may come before its first sign.
+        loading(daemon)
+        daemon.hello()
+        daemon.loaded()
+        assert within(60, lambda: daemon.generation > 0)
+        raise DeviceError(daemon.loss())
+
+
+@pytest.mark.parametrize(
+    ("sign", "last"),
+    [
+        (Pong(read=1.0), "waited for requests"),
+        (Pong("Forward", 61.96, 3, 1.0), "was at Forward for 62.0 s, 2 more to answer"),
+        (Pong("Load", 7.0, 1, 0.4), "was at Load for 7.0 s, 40 % of its layers read"),
+    ],
+    ids=str,
+)
+def test_what_a_silent_daemon_was_at(watch: Watch, monkeypatch: pytest.MonkeyPatch, sign: Pong, last: str) -> None:
+    monkeypatch.setattr(Peer, "sign", sign)
+    daemon = watch(waits)
+    loading(daemon)
+    daemon.loaded()
+    peer = daemon._peer
+    assert isinstance(peer, Peer) and within(60, lambda: peer.signs > 1)
+    monkeypatch.setattr(Peer, "awake", threading.Event())
+    monkeypatch.setattr(supervisor, "_SILENCE", 0.1)
+    assert within(60, lambda: daemon.generation > 0)
+    Peer.awake.set()
+    silent = r"shard: the daemon is lost: it has given no sign of life for 0.1 s; \d+\.\d s ago it "
+    assert re.fullmatch(silent + re.escape(last), daemon.loss())
+
+
+def test_a_silent_daemon_is_suspected_before_it_is_lost(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
+    monkeypatch.setattr(supervisor, "_SUSPECT", 0.2)
+
+    def live(channel: Channel[Request], fd: int) -> None:
+        channel.send(channel.receive(timeout=60)[0], Done(), timeout=60)
+        channel.receive(timeout=60)
+
+    def logged(text: str) -> bool:
+        return within(60, lambda: any(text in record.getMessage() for record in caplog.records))
+
+    daemon = watch(live)
+    loading(daemon)
+    daemon.loaded()
+    peer = daemon._peer
+    assert isinstance(peer, Peer) and within(60, lambda: peer.signs > 2)
+    Peer.awake.clear()
+    try:
+        assert logged("shard: no sign of life for ")
+    finally:
+        Peer.awake.set()
+    assert logged("shard: gives signs of life again")
+    assert daemon.generation == 0
+    Requests(daemon).ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None).wait()

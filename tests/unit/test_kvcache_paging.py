@@ -1,0 +1,448 @@
+"""KVFlash's pager over a pool that is an array: what leaves and comes back, against what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from luce.backend.backend import Backend
+from luce.backend.kvflash_size import SINK
+from luce.errors import BackendError, LuceError
+from luce.kvcache.page_table import PageTables
+from luce.kvcache.paging import QUESTION, Age, KVFlash, Pager, Scores
+from luce.runtime.host import HostEvent
+from luce.runtime.step import PAGE, Int32
+from luce.shard.saved_state import HostSavedState
+
+CONTEXT = 64 * PAGE
+TAIL = 2
+
+
+class Pool:
+    """A backend of one group of full attention, whose keys are an array."""
+
+    windows = (None,)
+
+    def __init__(self, pages: int) -> None:
+        self.k = np.full((pages * PAGE, 1), -1, np.int64)
+        #: pages that a copy takes before it fails, None for all
+        self.good: int | None = None
+
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> HostSavedState:
+        assert slot is None
+        if self.good is not None:
+            self.good -= len(pages[0])
+            if self.good < 0:
+                raise BackendError("no copy today")
+        rows = np.concatenate([self.k[page * PAGE : (page + 1) * PAGE] for page in pages[0]])
+        return HostSavedState({"blk.0.k": rows}, HostEvent(), frozenset({"blk.0.k"}))
+
+    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: HostSavedState, first: int = 0) -> None:
+        given = cast(NDArray[np.int64], kept.tensors["blk.0.k"])[first * PAGE :]
+        for index, page in enumerate(pages[0]):
+            self.k[page * PAGE : (page + 1) * PAGE] = given[index * PAGE : (index + 1) * PAGE]
+
+
+class Told:
+    """A policy with the scores that it is told, which looks at the pages that leave."""
+
+    name = "told"
+
+    def __init__(self, *, reads: bool = False) -> None:
+        self.reads, self.asks, self.nbytes = reads, False, 0
+        self.next: Scores | None = None
+        self.pages: Sequence[int] = ()
+        self.error: LuceError | None = None
+        self.left: dict[int, set[int]] = {}
+        self.look: Callable[[int, int, int], None] = lambda slot, entry, page: None
+
+    def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
+        self.pages = pages
+        if self.error is not None:
+            raise self.error
+        return self.next
+
+    def leave(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        self.left.setdefault(slot, set()).update(entries)
+        for entry, page in zip(entries, pages, strict=True):
+            self.look(slot, entry, page)
+
+    def forget(self, slot: int) -> None:
+        self.left.pop(slot, None)
+
+    def close(self) -> None:
+        pass
+
+
+class Bench:
+    """Sequences whose row at a position holds a number that tells which it is."""
+
+    def __init__(
+        self,
+        bound: int,
+        *,
+        slots: int = 2,
+        policy: Any = None,
+        budget: int = 1 << 40,
+        tau: int = 64,
+        chunk: int = 4 * PAGE,
+    ) -> None:
+        self.pool = Pool(slots * bound)
+        self.pages = PageTables([slots * bound], [None], slots=slots, context=CONTEXT, chunk=PAGE, bound=bound)
+        self.group = self.pages.groups[0]
+        self.policy = policy or Age()
+        if isinstance(policy, Told):
+            policy.look = self.look
+        how = KVFlash(self.policy, TAIL, tau, budget)
+        pager = Pager.over(cast(Backend, self.pool), self.pages.groups, how, chunk)
+        assert pager is not None
+        self.pager = pager
+        self.length = [0] * slots
+        for slot in range(slots):
+            assert self.pages.reserve(slot, CONTEXT)
+
+    def look(self, slot: int, entry: int, page: int) -> None:
+        there = self.pool.k[page * PAGE : (page + 1) * PAGE, 0]
+        assert (there == slot * CONTEXT + entry * PAGE + np.arange(PAGE)).all()
+
+    def tokens(self, slot: int) -> Int32:
+        return np.zeros(self.length[slot], np.int32)
+
+    def rescore(self, slot: int) -> None:
+        self.pager.rescore(slot, self.length[slot], self.tokens(slot))
+        self.check(slot)
+
+    def write(self, slot: int, rows: int) -> None:
+        position = self.length[slot]
+        self.pages.extend(slot, position, rows)
+        positions = np.arange(position, position + rows, dtype=np.int32)
+        slots = np.array([slot], np.int32)
+        view = self.group.view(slots, np.repeat(slots, rows), positions)
+        self.pool.k[view.dest, 0] = slot * CONTEXT + positions
+        self.length[slot] += rows
+        self.check(slot)
+
+    def read(self, slot: int, prompt: int) -> None:
+        """A prompt of so many positions, block by block."""
+        self.pager.begin(slot, np.zeros(prompt, np.int32), self.length[slot])
+        while (left := prompt - self.length[slot]) > 0:
+            block = self.pager.block
+            self.write(slot, min(left, block - self.length[slot] % block))
+
+    def check(self, slot: int) -> None:
+        """What a row at the end sees: pages in order of position, each with its own rows, the protected ones there."""
+        length = self.length[slot]
+        slots = np.array([slot], np.int32)
+        view = self.group.view(slots, slots, np.array([length - 1], np.int32))
+        count = int(view.count[0])
+        assert count <= (self.group.bound or 0)
+        first = view.first[0, :count]
+        assert (np.diff(first) > 0).all()
+        for page, begin in zip(view.table[0, :count].tolist(), first.tolist(), strict=True):
+            rows = min(PAGE, length - begin)
+            there = self.pool.k[page * PAGE : page * PAGE + rows, 0]
+            assert (there == slot * CONTEXT + begin + np.arange(rows)).all()
+        seen = set((first // PAGE).tolist())
+        whole = length // PAGE
+        protected = set(range(min(SINK, whole))) | set(range(max(0, whole - TAIL), -(-length // PAGE)))
+        assert protected <= seen
+
+
+@settings(max_examples=120)
+@given(
+    bound=st.integers(SINK + TAIL + 2, 12),
+    moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(1, 500)), max_size=60),
+    seed=st.integers(0, 1000),
+)
+def test_random_traffic(bound: int, moves: list[tuple[int, int, int]], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    policy = Told()
+    bench = Bench(bound, policy=policy)
+    for kind, slot, size in moves:
+        length = bench.length[slot]
+        if kind == 0:
+            prompt = min(CONTEXT, length + size)
+            if prompt > bench.pager.size:
+                bench.read(slot, prompt)
+        elif kind == 1:
+            for _ in range(min(size, CONTEXT - length) // 16):
+                bench.write(slot, 1 + min(15, bench.pager.ahead(slot, bench.length[slot]) or 0))
+        elif length:
+            policy.next = random.normal(size=CONTEXT // PAGE).astype(np.float32) if size % 5 else None
+            bench.rescore(slot)
+    stats = bench.pager.stats()
+    assert stats.lost == 0
+    assert stats.copies <= stats.outs + 2 * bound
+    assert stats.resident == sum(len(bench.group.held(slot)) for slot in range(2)) <= 2 * bound
+    for slot in range(2):
+        bench.pager.release(slot)
+        bench.pages.release(slot)
+    assert bench.pager.stats().host_bytes == 0
+    assert bench.group.free == bench.group.total
+
+
+def test_a_pool_as_large_as_the_text_holds_all_of_it() -> None:
+    bench = Bench(8)
+    assert bench.pager.snapshot(0, 0) is None
+    bench.write(0, 100)
+    bench.write(0, 8 * PAGE - 100)
+    assert bench.group.present(0) == list(range(8))
+    assert bench.pager.stats().outs == 0
+
+
+def test_age_lets_the_oldest_go_but_not_the_sink() -> None:
+    bench = Bench(6)
+    for _ in range(9):
+        bench.write(0, PAGE)
+    assert bench.group.present(0) == [0, 4, 5, 6, 7, 8]
+    assert bench.pager.stats().outs == 3
+
+
+def test_scores_decide_who_leaves_and_who_comes_back() -> None:
+    policy = Told()
+    bench = Bench(7, policy=policy)
+    for _ in range(10):
+        bench.write(0, PAGE)
+    assert bench.group.present(0) == [0, 4, 5, 6, 7, 8, 9]
+    policy.next = np.array([0, 9, 1, 8, 2, 3, 4, 5, 6, 7], np.float32)
+    bench.rescore(0)
+    # 0 and the tail, and the four with the highest scores.
+    assert bench.group.present(0) == [0, 1, 3, 6, 7, 8, 9]
+    assert [page >= 0 for page in policy.pages] == [i in (0, 4, 5, 6, 7, 8, 9) for i in range(10)]
+    stats = bench.pager.stats()
+    assert (stats.hits, stats.ins) == (2, 2), "of 1, 3, 6 and 7 the last two were there"
+    bench.write(0, PAGE)
+    assert bench.group.present(0) == [0, 1, 3, 7, 8, 9, 10]
+    bench.write(0, PAGE)
+    assert bench.group.present(0) == [0, 1, 3, 8, 9, 10, 11], "the lowest score leaves; newer pages have none yet"
+
+
+def test_of_pages_that_matter_alike_those_stay_that_are_there_then_the_newer_ones_come() -> None:
+    policy = Told()
+    bench = Bench(7, policy=policy)
+    for _ in range(10):
+        bench.write(0, PAGE)
+    policy.next = np.zeros(10, np.float32)
+    bench.rescore(0)
+    assert bench.group.present(0) == [0, 4, 5, 6, 7, 8, 9] and bench.pager.stats().ins == 0
+    policy.next = np.array([0, 1, 1, 1, 0, 5, 0, 5, 0, 0], np.float32)
+    bench.rescore(0)
+    assert bench.group.present(0) == [0, 2, 3, 5, 7, 8, 9]
+
+
+def test_a_page_is_copied_once() -> None:
+    policy = Told()
+    bench = Bench(6, policy=policy)
+    for _ in range(10):
+        bench.write(0, PAGE)
+    copies = bench.pager.stats().copies
+    for up in (1.0, -1.0, 1.0):
+        policy.next = up * np.arange(10, dtype=np.float32)
+        bench.rescore(0)
+    stats = bench.pager.stats()
+    assert stats.ins > 0 and stats.outs > copies
+    assert stats.copies <= 8, "eight pages could ever leave"
+
+
+def test_host_memory_has_a_budget(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Told()
+    page = 8 * PAGE
+    bench = Bench(6, policy=policy, budget=3 * page)
+    for _ in range(12):
+        bench.write(0, PAGE)
+    stats = bench.pager.stats()
+    assert stats.host_bytes <= 3 * page
+    assert stats.lost == 12 - 6 - 3
+    assert len(caplog.records) == 1 and "--kvflash-host-mb" in caplog.text
+    policy.next = -np.arange(12, dtype=np.float32)
+    bench.rescore(0)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 8 * PAGE, 10 * 8 * PAGE, 1 << 40])
+def test_what_the_policy_keeps_counts(nbytes: int) -> None:
+    """Copies go until both fit, or until there are none."""
+    page, policy = 8 * PAGE, Told()
+    bench = Bench(6, policy=policy, budget=10 * page)
+    for _ in range(14):
+        bench.write(0, PAGE)
+    assert bench.pager.stats().host_bytes <= 10 * page and bench.pager.stats().lost == 0
+    policy.next, policy.nbytes = np.arange(14, dtype=np.float32), nbytes
+    bench.rescore(0)
+    room = max(0, 10 * page - nbytes) // page
+    stats = bench.pager.stats()
+    assert stats.host_bytes == nbytes + page * min(room, 9)
+    assert stats.lost == max(0, 8 - room)
+    assert bench.pager.whole(0) == (not stats.lost)
+    bench.write(0, PAGE)
+    bench.check(0)
+
+
+@pytest.mark.parametrize("length, since, due", [(64, 0, True), (63, 0, False), (4500, 4400, True), (4500, 4401, False)])
+def test_scores_grow_old_slowly_in_long_texts(length: int, since: int, due: bool) -> None:
+    bench = Bench(8)
+    bench.pager.rescore(0, since, np.zeros(since, np.int32))
+    assert bench.pager.due(0, length) is due
+
+
+def test_a_sequence_that_fits_is_never_scored() -> None:
+    assert not Bench(8).pager.due(0, 1 << 20)
+
+
+def test_proposals_end_where_a_page_ends_and_where_scores_are_found() -> None:
+    bench = Bench(8, tau=40)
+    assert bench.pager.ahead(0, 100) is None
+    bench.write(0, 7 * PAGE + 10)
+    assert bench.pager.ahead(0, 7 * PAGE + 10) == PAGE - 11, "the next page would be the ninth"
+    assert bench.pager.ahead(0, 8 * PAGE) == 0, "the ninth page begins, and scores are found behind its first row"
+    bench.write(0, PAGE)
+    bench.rescore(0)
+    assert bench.pager.ahead(0, 8 * PAGE + 10) == 39
+    assert bench.pager.ahead(0, 8 * PAGE + 45) == 4
+    assert bench.pager.ahead(0, 8 * PAGE + 63) == 0
+
+
+def test_what_a_block_sees_does_not_depend_on_its_pieces() -> None:
+    seen = []
+    for pieces in ([128], [1, 127], [64, 64], [100, 20, 8]):
+        bench = Bench(10)
+        bench.pager.begin(0, np.zeros(30 * PAGE, np.int32), 0)
+        assert bench.pager.block == 3 * PAGE
+        for _ in range(4):
+            bench.write(0, 3 * PAGE)
+        bench.write(0, PAGE)
+        for rows in pieces:
+            bench.write(0, rows)
+            seen.append([entry for entry in bench.group.present(0) if entry < 12])
+    assert seen == [seen[0]] * len(seen)
+
+
+def test_the_question_is_read_after_a_look_at_the_scores() -> None:
+    bench = Bench(8)
+    bench.pager.begin(0, np.zeros(20 * PAGE, np.int32), 0)
+    assert not bench.pager.due(0, 10 * PAGE)
+    assert bench.pager.due(0, 20 * PAGE - QUESTION)
+    bench.pager.rescore(0, 20 * PAGE - QUESTION, np.zeros(20 * PAGE, np.int32))
+    assert not bench.pager.due(0, 20 * PAGE - QUESTION)
+
+
+def test_scores_of_a_prompt_decide_what_stays_while_it_is_read() -> None:
+    policy = Told()
+    policy.next = np.where(np.arange(40) % 10 == 3, 1.0, 0.0).astype(np.float32)
+    bench = Bench(10, policy=policy)
+    bench.read(0, 40 * PAGE)
+    assert {3, 13, 23, 33} <= set(bench.group.present(0))
+    assert bench.pager.stats().ins == 0
+
+
+def test_a_policy_that_fails_leaves_things_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Told()
+    bench = Bench(6, policy=policy)
+    bench.read(0, 12 * PAGE)
+    before = bench.group.present(0)
+    policy.error = BackendError("too small")
+    for _ in range(2):
+        bench.rescore(0)
+    assert bench.group.present(0) == before
+    assert [record.getMessage() for record in caplog.records] == [
+        "--kvflash-policy told: pages could not be scored: too small"
+    ]
+
+
+def test_a_copy_that_fails_takes_nothing_away() -> None:
+    bench = Bench(6)
+    bench.write(0, 6 * PAGE)
+    bench.pool.good = 0
+    with pytest.raises(BackendError, match="no copy today"):
+        bench.write(0, 1)
+    bench.check(0)
+    bench.pool.good = None
+    bench.write(0, 1)
+    bench.pager.release(0)
+    bench.pages.release(0)
+    assert bench.group.free == bench.group.total
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("extra", [0, 30])
+def test_a_sequence_goes_on_in_another_slot(reads: bool, extra: int) -> None:
+    policy = Told(reads=reads)
+    policy.next = np.random.default_rng(5).normal(size=64).astype(np.float32)
+    bench = Bench(9, policy=policy)
+    bench.read(0, 20 * PAGE + extra)
+    bench.rescore(0)
+    length, there = bench.length[0], bench.group.present(0)
+    residency = bench.pager.snapshot(0, length)
+    assert residency is not None
+    away = list(bench.pager.absent(length, residency))
+    assert sorted({*away, *there}) == list(range(-(-length // PAGE))) and not {*away} & {*there}
+    data = {entry: bench.pager.data(0, entry) for entry in away}
+    # The other slot's pages get what its rows would hold, as if it had been copied there.
+    bench.group.resume(1, length, (), away)
+    for entry, page in zip(there, bench.group.held(1), strict=True):
+        bench.pool.k[page * PAGE : (page + 1) * PAGE, 0] = CONTEXT + entry * PAGE + np.arange(PAGE)
+    for segment, _ in {id(d[0]): d for d in data.values() if d is not None}.values():
+        cast(HostSavedState, segment.kept).tensors["blk.0.k"][...] += CONTEXT  # type: ignore[operator]
+    bench.length[1] = length
+    bench.pager.resume(1, {entry: found for entry, found in data.items() if found is not None}, residency)
+    bench.check(1)
+    assert bench.group.present(1) == there
+    assert policy.left.get(1, set()) >= (set(away) if reads else set())
+    assert bench.pager.snapshot(1, length) == residency
+    bench.rescore(1)
+    bench.write(1, 100 if extra else 1)
+
+
+@pytest.mark.parametrize("budget", [1 << 40, 3 * 8 * PAGE])
+def test_a_page_that_two_hold_is_copied_once(budget: int) -> None:
+    policy = Told()
+    bench = Bench(8, policy=policy, budget=budget)
+    bench.write(0, 8 * PAGE)
+    bench.group.resume(1, 8 * PAGE, bench.group.held(0))
+    assert bench.group.free == bench.group.total - 8
+    bench.length[1] = 8 * PAGE
+    bench.look = lambda slot, entry, page: None  # type: ignore[method-assign]
+    policy.look = bench.look
+
+    def sees(slot: int) -> None:
+        """Shared pages have what the first sequence wrote."""
+        for entry in bench.group.present(slot):
+            (page,) = bench.group.entries(slot, entry, entry + 1)
+            begin = entry * PAGE + (0 if entry < 8 else slot * CONTEXT)
+            assert (bench.pool.k[page * PAGE : (page + 1) * PAGE, 0] == begin + np.arange(PAGE)).all()
+
+    bench.check = sees  # type: ignore[method-assign]
+    policy.next = np.zeros(64, np.float32)
+    for slot in (0, 1):
+        bench.pager.rescore(slot, 8 * PAGE, bench.tokens(slot))
+    for _ in range(3):
+        for slot in (0, 1):
+            bench.write(slot, PAGE)
+    stats = bench.pager.stats()
+    assert stats.outs == 6 and stats.host_bytes <= budget
+    if budget > 1 << 20:
+        # Three of the pages that both had, and one of them ahead; then the pages are each one's own.
+        assert (stats.copies, stats.host, stats.host_bytes) == (4, 8, 4 * 8 * PAGE)
+        policy.next = -np.arange(64, dtype=np.float32)
+        for slot in (1, 0):
+            bench.rescore(slot)
+            assert 1 in bench.group.present(slot)
+        # Of 6, 7 and 8, which both let go, only 8 is not the same page.
+        assert bench.pager.stats().copies == 4 + 2 + 2
+    for slot in (0, 1):
+        bench.pager.release(slot)
+        bench.pages.release(slot)
+        assert bench.group.free == (bench.group.total if slot else bench.group.total - len(bench.group.held(1)))
+    assert bench.pager.stats().host_bytes == 0
+
+
+def test_without_a_snapshot_the_newest_pages_are_there() -> None:
+    bench = Bench(9)
+    assert list(bench.pager.absent(9 * PAGE, None)) == []
+    assert list(bench.pager.absent(20 * PAGE, None)) == list(range(1, 13))
+    assert list(bench.pager.absent(20 * PAGE + 1, None)) == list(range(1, 14))

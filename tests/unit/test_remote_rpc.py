@@ -1,0 +1,204 @@
+"""Requests to a daemon, without one: the peer is this test."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.errors import ShardLostError
+from luce.ipc.channel import Channel, ChannelError, GarbageError
+from luce.ipc.messages import Accept, Done, Drop, Forward, Kind, Reply, Request, Save, Saved
+from luce.ipc.supervisor import Limits
+from luce.ipc.tcp import tls
+from luce.remote.rpc import Requests
+from luce.remote.saved_state import RemoteSavedState
+from luce.remote.shard import RemoteShard
+from luce.runtime.device import Event, Flag
+from luce.runtime.step import Output
+from tests.support.daemons import key_file
+
+
+class Daemon:
+    """What Requests needs of a Supervisor. `peer` is the daemon's end."""
+
+    name = "shard 1"
+    limits = Limits(60.0, 60.0)
+    generation = 0
+
+    def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
+        self._channel: Channel[Reply] = Channel(ours, Reply)
+        self.peer: Channel[Any] = Channel(theirs, Request)
+
+    def channel(self, generation: int) -> Channel[Reply]:
+        """The server's end."""
+        return self._channel
+
+    def lost(self, channel: Channel[Reply], why: ChannelError) -> ShardLostError:
+        """The error for it."""
+        return ShardLostError(str(why))
+
+    def close(self) -> None:
+        """Both ends."""
+        self._channel.close()
+        self.peer.close()
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    """A daemon that does what the test does."""
+    made = Daemon(*socket.socketpair())
+    yield made
+    made.close()
+
+
+def test_what_is_kept_is_dropped_with_its_last_reference(daemon: Daemon) -> None:
+    requests = Requests(daemon)  # type: ignore[arg-type]
+    gc.disable()
+    try:
+        kept = RemoteSavedState(requests, range(4), Save(1, ((2,),), held=False), seconds=0)
+        number, _ = daemon.peer.receive(timeout=60)
+        daemon.peer.send(number, Saved({"blk.3.k": Kind("<f4", (64, 1, 2), paged=True)}, 512), timeout=60)
+        assert kept.nbytes == 512 and not requests.dropped
+        del kept
+        assert list(requests.dropped) == [number]
+    finally:
+        gc.enable()
+    requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None)
+    assert daemon.peer.receive(timeout=60)[1] == Drop((number,))
+    assert not requests.dropped
+
+
+def test_a_lost_daemon_is_the_answer_to_all_that_was_asked(daemon: Daemon) -> None:
+    requests = Requests(daemon)  # type: ignore[arg-type]
+    asked = [requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None) for _ in range(3)]
+    number, _ = daemon.peer.receive(timeout=60)
+    daemon.peer.send(number, Done(), timeout=60)
+    asked[0].wait()
+    daemon.peer.close()
+    for request in (asked[2], asked[1]):
+        with pytest.raises(ShardLostError, match="it closed the connection"):
+            request.wait()
+    asked[0].wait()
+    assert requests.newest is None
+
+
+def over_tls(folder: Path) -> tuple[socket.socket, socket.socket]:
+    """The two ends of a TLS connection, as to a network daemon."""
+    key = key_file(folder / "key")
+    ours, theirs = socket.socketpair()
+    contexts = [tls(key, "--key-file", server=server) for server in (False, True)]
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(contexts[1].wrap_socket, theirs, server_side=True)
+        return contexts[0].wrap_socket(ours), accepted.result(60)
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_large_messages_pass_each_other(secured: bool, tmp_path: Path) -> None:
+    """A daemon that sends an answer reads no request meanwhile: if the server did likewise, neither would go on."""
+    daemon = Daemon(*(over_tls(tmp_path) if secured else socket.socketpair()))
+    data = np.arange(1 << 23, dtype=np.uint8)
+    heard: list[object] = []
+
+    def serve() -> None:
+        for _ in range(3):
+            number, message = daemon.peer.receive(timeout=60, limit=1 << 24)
+            heard.append(message.data)
+            # The next request is on its way by now.
+            assert len(heard) == 3 or daemon.peer.ready(60)
+            daemon.peer.send(number, Done(data=data[::-1]), timeout=60)
+
+    def take(reply: Reply) -> None:
+        assert isinstance(reply, Done) and np.array_equal(reply.data, data[::-1])  # type: ignore[arg-type]
+
+    peer = threading.Thread(target=serve)
+    peer.start()
+    requests = Requests(daemon)  # type: ignore[arg-type]
+    asked = [requests.ask(Forward(data), seconds=60, limit=1 << 24, take=take) for _ in range(3)]
+    for request in asked:
+        request.wait()
+    peer.join(60)
+    assert len(heard) == 3 and all(np.array_equal(each, data) for each in heard)  # type: ignore[arg-type]
+    daemon.close()
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_every_answer_is_that_of_its_request(secured: bool, tmp_path: Path) -> None:
+    """Many requests of any size, several on the way at a time, some with a message before that gets no answer."""
+    daemon = Daemon(*(over_tls(tmp_path) if secured else socket.socketpair()))
+    count, most = 20000, 1 << 14
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, 2 * most, np.uint8)
+    sizes = (most * rng.random(count) ** 4).astype(int)
+    sent = [data[at : at + size] for at, size in zip(rng.integers(0, most, count), sizes, strict=True)]
+    dropped: list[int] = []
+
+    def serve() -> None:
+        for _ in range(count):
+            number, message = daemon.peer.receive(timeout=60)
+            if isinstance(message, Drop):
+                dropped.extend(message.kept)
+                number, message = daemon.peer.receive(timeout=60)
+            daemon.peer.send(number, Done(seconds=number, data=message.data[::-1]), timeout=60)
+
+    peer = threading.Thread(target=serve)
+    peer.start()
+    requests = Requests(daemon)  # type: ignore[arg-type]
+    got: list[NDArray[np.uint8]] = []
+
+    def take(reply: Reply) -> None:
+        assert isinstance(reply, Done) and reply.data is not None
+        got.append(reply.data)
+
+    waiting: deque[Event] = deque()
+    for number, each in enumerate(sent):
+        if number % 7 == 3:
+            requests.dropped.append(number)
+        waiting.append(requests.ask(Forward(each), seconds=60, limit=most, take=take))
+        if len(waiting) > number % 9:
+            waiting.popleft().wait()
+    for each in waiting:
+        each.wait()
+    peer.join(60)
+    assert len(got) == count
+    assert all(np.array_equal(reply[::-1], each) for reply, each in zip(got, sent, strict=True))
+    assert dropped == list(range(3, count, 7))
+    whole = sum(sizes) + 2 * count * 32
+    for channel in (daemon.channel(0), daemon.peer):
+        assert whole < channel.sent < whole + 200 * count and whole < channel.received < whole + 200 * count
+    daemon.close()
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_there_are_no_other_tokens(count: int) -> None:
+    shard = RemoteShard.__new__(RemoteShard)
+    shard._vocab = 9
+
+    def output(last: int) -> Output:
+        return Output(np.array([8] * (count - 1) + [last], np.int32), np.empty((0, 9), np.float32))
+
+    shard._check_ids(output(0))
+    shard._check_ids(output(8))
+    for wrong in (9, -1, np.iinfo(np.int32).min):
+        with pytest.raises(GarbageError, match=r"outside 0\.\.8"):
+            shard._check_ids(output(wrong))
+
+
+@pytest.mark.parametrize("count", [0, 5, 1 << 31, (1 << 32) - 1, 1 << 40])
+def test_words_count_on_beyond_their_bits(count: int) -> None:
+    told = Flag(np.zeros(1, np.uint32), count)
+    told.tell()
+    assert told.happened() and not told.passed(count) and told.passed(count - 1)
+    later = Flag(told.memory, count + 1)
+    assert not later.happened() and not told.passed(later.value)
+    later.tell()
+    assert told.happened() and later.happened() and told.passed(count)
