@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Figures and tables for docs/performance.md from what `luce bench --json` wrote.
+"""Figures and tables for docs/internals/performance.md from what `luce bench --json` wrote.
 
     luce bench MODEL -p 512,2048,8192 -d 0,8192,32768 --rows 1,2,4,8,16 --sequences 1,2,4,8,16,32,64 --json > a.json
     tools/plot_bench.py a.json b.json --output docs/figures

@@ -75,7 +75,7 @@ def test_every_module_imports_alone() -> None:
 
 
 def test_the_architecture_page_is_the_map() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text()
     rows = re.findall(r"^\| `([\w/]+)` \| (.+) \|$", page, re.MULTILINE)
     assert rows == re.findall(r"^    ([\w/]+) +(.+)$", luce.__doc__ or "", re.MULTILINE)
     assert [name for name, _ in rows] == [*FLOW, "kernels/"]

@@ -1,4 +1,4 @@
-"""docs/adding-a-family.md tried out on a family that nobody published: one spec function and one registry line."""
+"""docs/internals/adding-a-family.md tried out on an unpublished family: one spec function and one registry line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, Rope
 from luce.runtime.host import HostDevice
 from tests.support.drive import Driver
 
-PAGE = Path(__file__).parents[2] / "docs/adding-a-family.md"
+PAGE = Path(__file__).parents[2] / "docs/internals/adding-a-family.md"
 Floats = NDArray[np.float64]
 
 

@@ -17,7 +17,7 @@ _GIVEN = 40
 def own() -> tuple[str, str]:
     """Luce's own code and documentation: in no package that the corpus is made of."""
     code = sorted((_ROOT / "luce").rglob("*.py"))
-    text = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
+    text = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
     return "".join(map(Path.read_text, code)), "".join(map(Path.read_text, text))
 
 
