@@ -1,4 +1,12 @@
-"""The command line: one file per verb, each with `run(arguments) -> exit status`; `main` parses and dispatches.
+"""The command line: one module per verb with `add_arguments(parser)` and `run(arguments) -> exit status`.
 
-`plan` runs in the place of a verb with --dry-run.
+Here: arguments, messages and tables for people. Not here: everything that a verb calls (assembly, server, bench).
+Called by the `luce` command and `python -m luce`. A new verb is a module here and its line in `main.VERBS`.
+
+    main          the verbs, the parser, dispatch and exit statuses
+    arguments     arguments that several verbs share
+    options       sampling values by name, for `run -o` and `/set`
+    serve, chat, run, inspect, bench, cache, pull, shard, doctor     the verbs
+    plan          where the layers would go: in place of a verb with --dry-run, and a part of inspect
+    conversation  a chat as data and on disk; repl: its input; markdown: its output; turn: one reply
 """

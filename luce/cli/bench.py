@@ -22,7 +22,7 @@ from luce.assembly import open_backend, open_kvflash
 from luce.bench.cost import Cost, ShardCost
 from luce.bench.limits import Limits, limits
 from luce.bench.measure import Run, Stepper, Workload, seconds
-from luce.cli.main import settings
+from luce.cli.arguments import add_json, add_model, add_settings, settings
 from luce.cli.pull import fetch
 from luce.config.settings import Config
 from luce.errors import UsageError
@@ -38,6 +38,27 @@ from luce.text.tokenizer import Tokenizer
 
 # Tokens that each of many sequences generates, if -n does not say.
 _STEPS = 32
+#: groups of the settings that this verb takes
+SETTINGS = ("placement", "copies", "remote", "engine", "pool", "residency")
+#: flags that take lists of sizes: default and help
+_SIZES = {
+    ("-p", "--prompt"): ("512", "prompt tokens to read"),
+    ("-n", "--generate"): ("128", "tokens to generate"),
+    ("-d", "--depth"): ("0", "tokens of context before them"),
+    ("--rows",): ("", "rows of one sequence to verify in a step"),
+    ("--sequences",): ("", "sequences to decode side by side, at the first depth"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, what to measure, the form of the output and the flags of the settings."""
+    add_model(parser)
+    for flags, (default, text) in _SIZES.items():
+        shown = f"{text} (default: {default})" if default else text
+        parser.add_argument(*flags, metavar="N[,N...]", default=default, help=shown)
+    parser.add_argument("-r", "--repeat", metavar="N", type=int, default=5, help="runs of each test (default: 5)")
+    add_json(parser)
+    add_settings(parser, SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:

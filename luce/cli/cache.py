@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from luce.cli.main import settings
+from luce.cli.arguments import add_json, add_settings, settings
 from luce.cli.options import raise_together
 from luce.config.directories import cache_directory
 from luce.errors import UsageError
@@ -23,6 +23,27 @@ from luce.kvcache.disk.index import Entry
 from luce.kvcache.disk.part import DamagedError
 from luce.kvcache.disk.reader import verify
 from luce.kvcache.disk.store import LAYOUT, Store
+
+#: groups of the settings that this verb takes
+SETTINGS = ("disk cache",)
+_ACTIONS = {
+    "ls": "list the snapshots",
+    "show": "print the manifests of the named snapshots",
+    "verify": "check every byte of the named snapshots, or of all",
+    "rm": "remove the named snapshots",
+    "gc": "remove what no snapshot needs, and snapshots beyond --kv-cache-budget",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """ACTION, IDs and the flags of the settings."""
+    actions = "; ".join(f"{action}: {text}" for action, text in _ACTIONS.items())
+    parser.add_argument("action", metavar="ACTION", choices=_ACTIONS, help=actions)
+    parser.add_argument("ids", metavar="ID", nargs="*", default=[], help="the first characters of a snapshot's id")
+    parser.add_argument("--all", action="store_true", help="rm: every snapshot")
+    parser.set_defaults(behind_flags="ids")
+    add_json(parser)
+    add_settings(parser, SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -20,8 +20,8 @@ from luce.api import Model
 from luce.assembly import open_model
 from luce.cli import conversation as disk
 from luce.cli import options
+from luce.cli.arguments import LOADED, add_model, add_settings, settings
 from luce.cli.conversation import Conversation, Message
-from luce.cli.main import settings
 from luce.cli.markdown import MarkdownReply, RawReply, Reply, printable
 from luce.cli.pull import fetch
 from luce.cli.repl import Input, Pipe, PrivateHistory, Terminal, Words, no_echo, open_history
@@ -37,6 +37,16 @@ _ASK_BYTES, _MOST_BYTES = 100 << 10, 16 << 20
 _SWITCHES = ("verbose", "wordwrap", "nohistory")
 _TOPICS = ("info", "parameters", "system", "template", "tokens", "devices")
 _LEAVING = {"exit", "quit"}
+#: groups of the settings that this verb takes
+SETTINGS = (*LOADED, "sampling")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, how the conversation looks, and the flags of the settings."""
+    add_model(parser)
+    parser.add_argument("-s", "--system", metavar="TEXT", help="system message")
+    parser.add_argument("--plain", action="store_true", help="no colours, no Markdown (also with NO_COLOR)")
+    add_settings(parser, SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import luce
+from luce.cli.arguments import add_json
 from luce.errors import DeviceError
 from luce.runtime import compiler, driver, kernels
 from luce.runtime.gpu import GpuDevice
@@ -28,6 +29,11 @@ from luce.runtime.host import HostDevice
 from luce.runtime.open import VENDORS, Found, found
 
 _GIB = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The form of the output."""
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

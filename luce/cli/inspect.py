@@ -14,6 +14,7 @@ from rich.text import Text
 
 from luce.backend.placement import served_chunk
 from luce.cli import plan
+from luce.cli.arguments import add_json, add_model, add_settings
 from luce.cli.plan import Opened
 from luce.draft.open import verified_rows
 from luce.gguf.reader import GGUFFile
@@ -21,6 +22,17 @@ from luce.layers.build import tensor_bytes
 from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, MoE, SandwichLayer
 from luce.runtime.step import PAGE
 from luce.shard.sizes import pages_for, state_bytes
+
+#: groups of the settings that this verb takes
+SETTINGS = ("placement", "remote", "engine", "pool", "draft")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, the form of the output and the flags of the settings."""
+    add_model(parser)
+    parser.add_argument("--layers", action="store_true", help="a table of all layers (--json always has it)")
+    add_json(parser)
+    add_settings(parser, SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:

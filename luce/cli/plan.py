@@ -16,7 +16,7 @@ from rich.table import Table
 
 from luce.backend.kvflash_size import Wanted
 from luce.backend.placement import plan_pool, plan_shards, served_chunk, served_context
-from luce.cli.main import settings
+from luce.cli.arguments import settings
 from luce.cli.pull import fetch
 from luce.config.settings import Config
 from luce.draft.open import DraftPlan, branch_pages, plan_drafter, verified_rows

@@ -9,8 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from luce.cli.arguments import add_model
 from luce.errors import ModelError
 from luce.hub import resolve_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL."""
+    add_model(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

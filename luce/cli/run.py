@@ -10,11 +10,30 @@ from typing import Any
 from luce.api import Model
 from luce.assembly import open_model
 from luce.cli import options
-from luce.cli.main import settings
+from luce.cli.arguments import LOADED, add_json, add_model, add_settings, settings
 from luce.cli.markdown import printable
 from luce.cli.pull import fetch
 from luce.config.settings import Config
 from luce.errors import UsageError
+
+#: groups of the settings that this verb takes
+SETTINGS = (*LOADED, "sampling")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, PROMPT, the request's values and the flags of the settings."""
+    add_model(parser)
+    parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="the prompt; text from standard input is added to it"
+    )
+    parser.add_argument("-s", "--system", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "-o", "--option", metavar="K=V", action="append", default=[], help="sampling value (repeatable)"
+    )
+    parser.add_argument("--max-tokens", metavar="N", help="longest reply (default: until the context is full)")
+    parser.set_defaults(behind_flags="prompt")
+    add_json(parser)
+    add_settings(parser, SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from luce import log
 from luce.api import Model
 from luce.assembly import open_model
-from luce.cli.main import settings
+from luce.cli.arguments import LOADED, add_model, add_settings, settings
 from luce.config.settings import Config
 from luce.errors import UsageError
 from luce.hub import resolve_model
@@ -36,6 +36,16 @@ _STATUS_SECONDS = 5.0
 _EXTEND_USEC = 60_000_000
 #: what replies that were ended get to reach their clients
 _FLUSH_SECONDS = 5.0
+
+
+#: groups of the settings that this verb takes
+SETTINGS = (*LOADED, "sampling", "server", "log")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL and the flags of the settings."""
+    add_model(parser)
+    add_settings(parser, SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:

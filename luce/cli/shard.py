@@ -18,6 +18,15 @@ from luce.ipc.tcp import SILENCE, listening, sessions, spelled, tls
 from luce.remote.daemon import serve
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model file and the address of a network daemon, or the sockets of a local one."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="this machine's copy of the server's model file")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="address for servers of other machines")
+    parser.add_argument("--key-file", metavar="FILE", help="key and certificate; the server needs the same file")
+    parser.add_argument("--draft", metavar="PATH", help="this machine's copy of the server's draft")
+    parser.add_argument("--fds", metavar="N,N", help=argparse.SUPPRESS)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve until the server is gone; over a network one server after another, until a signal."""
     writer = log.configure("info", journal=arguments.fds is not None)

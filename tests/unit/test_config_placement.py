@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luce.cli.main import main, parser
+from luce.cli.main import main, parse
 from luce.config.resolve import resolve
 from luce.config.settings import Config
 from luce.errors import UsageError
@@ -156,7 +156,7 @@ def test_several_errors_are_reported_together() -> None:
     ],
 )
 def test_the_order_of_flags_does_not_matter(flags: list[str]) -> None:
-    arguments = vars(parser().parse_args(["inspect", "x.gguf", *flags]))
+    arguments = vars(parse(["inspect", "x.gguf", *flags]))
     names = ("target_devices", "target_layer_split")
     config = settings(**{name: arguments[name] for name in names})
     assert (config.target_devices, config.target_layer_split) == (("cpu:0", "cpu:1"), (1.0, 3.0))

@@ -1,0 +1,48 @@
+"""Arguments that several verbs take, and the Config of a parsed command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+from luce.config.flags import add_flags
+from luce.config.resolve import resolve
+from luce.config.settings import FIELDS, Config
+
+#: groups of the settings that every verb with a loaded model takes
+LOADED = (
+    "placement",
+    "copies",
+    "remote",
+    "engine",
+    "pool",
+    "residency",
+    "draft",
+    "cache",
+    "disk cache",
+    "limits",
+    "text",
+)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The positional MODEL."""
+    parser.add_argument("model", metavar="MODEL", help="path of a GGUF file, or an alias (smollm2)")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json."""
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def add_settings(parser: argparse.ArgumentParser, groups: Iterable[str]) -> None:
+    """The flags of these groups of settings. Verbs that load a model also take --dry-run."""
+    if "limits" in groups:
+        parser.add_argument("--dry-run", action="store_true", help="print where the layers would go, and load nothing")
+    add_flags(parser, groups)
+
+
+def settings(arguments: argparse.Namespace) -> Config:
+    """The Config of a parsed command line. Raises UsageError that holds every problem found."""
+    names = {*FIELDS, "config"}
+    return resolve({k: v for k, v in vars(arguments).items() if k in names})
