@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from luce.draft.dflash.drafter import DFlashDrafter
 from luce.draft.dflash.model import DraftModel, draft_bytes
 from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
-from luce.draft.dflash.spec import ARCHITECTURES, DraftSpec, read_draft
+from luce.draft.dflash.spec import DraftSpec, read_draft
 from luce.draft.drafter import Drafter
 from luce.draft.mtp import MTP_BLOCK, MTPDrafter, MTPModel, block_bytes, captured
 from luce.draft.small_model import ModelDrafter, check_tokens, model_bytes
@@ -25,15 +25,13 @@ from luce.gguf.quants import dequantize
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers.build import EMBEDDING
 from luce.layers.features import FeatureRing
+from luce.models.dflash import ARCHITECTURES
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.runtime.device import Device
 
 _log = logging.getLogger(__name__)
-
-#: tokens that drafts of these families begin with behind the seed, where their files do not say
-_MASKS = {"qwen35": 248070, "qwen35moe": 248070, "gemma4": 4, "laguna": 12}
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ def _mask(target: Target, spec: DraftSpec) -> NDArray[np.float32]:
     """What rows behind the seed begin as, by the target's table. Raises ModelError if it has no such row."""
     if spec.mask_embedding:
         return np.zeros(spec.hidden, np.float32)
-    token = spec.mask_token if spec.mask_token is not None else _MASKS.get(target.spec.family)
+    token = spec.mask_token if spec.mask_token is not None else target.spec.mask_token
     if token is None or not 0 <= token < target.spec.vocab:
         raise ModelError(f"{spec.path}: dflash.mask_token_id {token} is no token of the model")
     table = target.file.tensors[EMBEDDING]

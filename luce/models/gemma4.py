@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.models.keys import Source, model
-from luce.models.spec import Attention, Dialect, GatedMLP, Markers, ModelSpec, MoE, Rope, SandwichLayer
+from luce.models.spec import Attention, Dialect, GatedMLP, Markers, MessageMarkers, ModelSpec, MoE, Rope, SandwichLayer
 
 
 def spec(source: Source) -> ModelSpec:
@@ -20,7 +20,7 @@ def spec(source: Source) -> ModelSpec:
     heads = source.per_layer("attention.head_count", layers)
     kv_heads = source.per_layer("attention.head_count_kv", layers)
     experts = _experts(source)
-    blocks = tuple(
+    specs = tuple(
         SandwichLayer(
             mixer=_attention(source, layer, heads[layer], kv_heads[layer], sliding),
             ffn=GatedMLP(widths[layer], "gelu"),
@@ -30,7 +30,7 @@ def spec(source: Source) -> ModelSpec:
     )
     hidden = source.positive("embedding_length")
     return replace(
-        model(source, "gemma4", blocks),
+        model(source, "gemma4", specs),
         eos=("<turn|>", "<eos>"),
         dialect=Dialect(
             reasoning=Markers("<|channel>thought\n", "<channel|>"),
@@ -40,10 +40,12 @@ def spec(source: Source) -> ModelSpec:
                 "thinking is switched on by <|think|> in the system turn; off adds an empty thought channel",
                 'strings in tool calls stand between <|"|> tokens',
             ),
+            message=MessageMarkers(starts=("<|turn>",), ends=("<turn|>",)),
         ),
         embedding_scale=hidden**0.5,
         logit_softcap=source.number("final_logit_softcapping", 0.0),
         per_layer=source.integer("embedding_length_per_layer_input", 0),
+        mask_token=4,
     )
 
 

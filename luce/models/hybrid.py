@@ -1,6 +1,6 @@
-"""What the Qwen3.5 families have in common: gated DeltaNet layers with one of gated full attention in between.
+"""The parts that the Qwen3.5 families share: gated DeltaNet layers with one of gated full attention in between.
 
-Trailing multi-token-prediction blocks are no layers of the main pass.
+Trailing layers for multi-token prediction are not layers of the forward pass.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from luce.models.keys import Source, attention_heads, model, rope_dims
 from luce.models.spec import (
+    CHATML,
     DELTA_CONV_KERNELS,
     DELTA_HEAD_DIMS,
     Attention,
@@ -24,12 +25,12 @@ from luce.models.spec import (
 
 
 def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
-    """The spec of a file whose every block has this feed-forward part."""
+    """The spec of a file whose every layer has this feed-forward part."""
     stored = source.positive("block_count")
     predicting = source.integer("nextn_predict_layers", 0)
     layers = stored - predicting
     if predicting < 0 or layers < 1:
-        raise source.refuse("nextn_predict_layers", f"is {predicting} of {stored} blocks")
+        raise source.refuse("nextn_predict_layers", f"is {predicting} of {stored} layers")
     attention = Layer(mixer=_attention(source), ffn=ffn, ffn_norm="post_attention_norm")
     recurrent = Layer(mixer=_delta_net(source), ffn=ffn, ffn_norm="post_attention_norm")
     return replace(
@@ -43,8 +44,10 @@ def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
                 "a reply begins inside <think>; enable_thinking false closes it in the prompt",
                 "tool calls are XML, <function=NAME> and <parameter=NAME>, not JSON",
             ),
+            message=CHATML,
         ),
         skipped_layers=tuple(range(layers, stored)),
+        mask_token=248070,
     )
 
 

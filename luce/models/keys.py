@@ -75,15 +75,15 @@ class Source:
         return table.rows
 
 
-def model(source: Source, family: str, blocks: Sequence[Layer | SandwichLayer]) -> ModelSpec:
-    """A model of these blocks with what every family reads from the same keys; a family replaces what it adds."""
+def model(source: Source, family: str, layers: Sequence[Layer | SandwichLayer]) -> ModelSpec:
+    """A model of these layers, with the fields that all families read from the same keys; a family replaces others."""
     return ModelSpec(
         family=family,
         hidden=source.positive("embedding_length"),
         vocab=source.vocabulary(),
         context_length=source.positive("context_length"),
         norm_eps=source.number("attention.layer_norm_rms_epsilon"),
-        layers=tuple(blocks),
+        layers=tuple(layers),
         tied_head="output.weight" not in source.tensors,
     )
 

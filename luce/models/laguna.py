@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from luce.models.keys import Source, model
-from luce.models.spec import Attention, Dialect, GatedMLP, Layer, Markers, ModelSpec, MoE, Rope, Yarn
+from luce.models.spec import Attention, Dialect, GatedMLP, Layer, Markers, MessageMarkers, ModelSpec, MoE, Rope, Yarn
 
 _SIGMOID = 2
 
@@ -21,7 +21,7 @@ def spec(source: Source) -> ModelSpec:
     sliding = _sliding(source, layers)
     dense = source.integer("leading_dense_block_count", 1)
     ffn = _experts(source)
-    blocks = [
+    specs = [
         Layer(
             mixer=_attention(source, layer, heads[layer], kv_heads[layer], sliding[layer]),
             ffn=GatedMLP(source.positive("feed_forward_length")) if layer < dense else ffn,
@@ -29,16 +29,23 @@ def spec(source: Source) -> ModelSpec:
         for layer in range(layers)
     ]
     return replace(
-        model(source, "laguna", blocks),
+        model(source, "laguna", specs),
         # What the sliding layers see, the others see too.
         tail=source.positive("attention.sliding_window") if any(sliding) else 0,
         eos=("</assistant>",),
+        mask_token=12,
         dialect=Dialect(
             reasoning=Markers("<think>", "</think>"),
             tool_call=Markers("<tool_call>", "</tool_call>"),
             notes=(
                 "a system prompt of Poolside's is added where none is given",
                 "the prompt ends with <think> or </think>",
+            ),
+            # A vocabulary may lack these as tokens of their own.
+            message=MessageMarkers(
+                starts=("<user>", "<assistant>", "<system>"),
+                ends=("</system>", "</user>", "</assistant>"),
+                special=False,
             ),
         ),
     )

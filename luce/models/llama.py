@@ -5,8 +5,10 @@ GGUF files of this architecture hold Q and K rows permuted so that rotary pairs 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from luce.models.keys import Source, attention_heads, linear_rope_scaling, model, rope_dims
-from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, Rope
+from luce.models.spec import CHATML, Attention, Dialect, GatedMLP, Layer, ModelSpec, Rope
 
 
 def spec(source: Source) -> ModelSpec:
@@ -23,7 +25,7 @@ def spec(source: Source) -> ModelSpec:
         factors="rope_freqs.weight" if "rope_freqs.weight" in source.tensors else None,
         linear=linear_rope_scaling(source),
     )
-    block = Layer(
+    layer = Layer(
         mixer=Attention(
             heads=heads.heads,
             kv_heads=heads.kv_heads,
@@ -33,4 +35,8 @@ def spec(source: Source) -> ModelSpec:
         ),
         ffn=GatedMLP(source.positive("feed_forward_length")),
     )
-    return model(source, "llama", (block,) * source.positive("block_count"))
+    # Models stored under this name have templates of many kinds; ChatML is the one with markers of its own.
+    return replace(
+        model(source, "llama", (layer,) * source.positive("block_count")),
+        dialect=Dialect(message=CHATML),
+    )

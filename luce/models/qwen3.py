@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.models.keys import Source, attention_heads, linear_rope_scaling, model, rope_dims
-from luce.models.spec import Attention, Dialect, GatedMLP, Layer, Markers, ModelSpec, Rope
+from luce.models.spec import CHATML, Attention, Dialect, GatedMLP, Layer, Markers, ModelSpec, Rope
 
 
 def spec(source: Source) -> ModelSpec:
     """The spec of a qwen3 file."""
     heads = attention_heads(source)
-    block = Layer(
+    layer = Layer(
         mixer=Attention(
             heads=heads.heads,
             kv_heads=heads.kv_heads,
@@ -27,12 +27,13 @@ def spec(source: Source) -> ModelSpec:
         ffn=GatedMLP(source.positive("feed_forward_length")),
     )
     return replace(
-        model(source, "qwen3", (block,) * source.positive("block_count")),
+        model(source, "qwen3", (layer,) * source.positive("block_count")),
         eos=("<|im_end|>", "<|endoftext|>"),
         nfc=True,
         dialect=Dialect(
             reasoning=Markers("<think>", "</think>"),
             tool_call=Markers("<tool_call>", "</tool_call>"),
             notes=("enable_thinking false adds an empty <think> part to the prompt",),
+            message=CHATML,
         ),
     )

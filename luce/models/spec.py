@@ -1,7 +1,7 @@
 """What a model is, as data: a family file turns GGUF metadata into a ModelSpec; layers are built from that alone.
 
-Shapes are in elements. Tensor names follow the GGUF convention `blk.N.NAME`; a spec names only what differs between
-families.
+Shapes are in elements. Tensor names follow the GGUF convention `blk.N.NAME`; a spec names only the tensors whose names
+differ between families.
 """
 
 from __future__ import annotations
@@ -15,58 +15,59 @@ Gating = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (Peng et al., arXiv 2309.00071, section 3): slow pairs are stretched by `factor`, fast ones are not; cos and
-    sin are multiplied by 0.1 ln(factor) + 1."""
+    """YaRN (Peng et al., arXiv 2309.00071, section 3) divides the frequencies of slow pairs by `factor` and leaves fast
+    ones as they are; cos and sin are multiplied by 0.1 ln(factor) + 1."""
 
     factor: float
+    #: positions of the training before the stretching
     original_context: int
+    #: pairs that turn more often than this in the original context are fast
     beta_fast: float
+    #: pairs that turn less often than this in the original context are slow; between the two lies a linear ramp
     beta_slow: float
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding over the first `dims` elements of a head.
-
-    `adjacent` pairs (x[2i], x[2i+1]) as GGUF `llama` files need; otherwise (x[i], x[i + dims/2]).
-    `sections` are the M-RoPE sections, interleaved as in Qwen3.5; with equal positions on all axes they change nothing.
-    `factors` names a tensor of dims/2 divisors of the frequencies; `linear` divides every position.
-    """
+    """Rotary position embedding over the first `dims` elements of a head."""
 
     dims: int
     base: float
+    #: pairs are (x[2i], x[2i+1]), as GGUF `llama` files need; otherwise (x[i], x[i + dims/2])
     adjacent: bool = False
+    #: the M-RoPE sections, interleaved as in Qwen3.5; with equal positions on all axes they change nothing
     sections: tuple[int, ...] = ()
+    #: name of a tensor [dims/2] of divisors of the frequencies
     factors: str | None = None
+    #: divisor of every position
     linear: float = 1.0
     yarn: Yarn | None = None
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention over the paged cache: query head h reads KV head h // (heads / kv_heads).
-
-    `query_gate`: attn_q holds [head, (query, gate), head_dim] and the output is multiplied by sigmoid(gate) (Qwen3.5).
-    `output_gate`: attn_gate gives that many values per head, 1 or head_dim, and the output is multiplied by their
-    softplus (Laguna); 0 for none. `value_norm`: values are normalised per head, without a weight. `value_from_key`:
-    the values are the key projection, before the key's norm and rotation. `donor`: the block whose keys and values this
-    one reads, having none of its own.
-    `window`: number of keys visible including the row's own, None for all. `bidirectional`: rows that are computed
-    together see each other, later ones too, as far as the window goes either way.
-    """
+    """Grouped-query attention over the paged cache: query head h reads KV head h // (heads / kv_heads)."""
 
     heads: int
     kv_heads: int
     head_dim: int
     rope: Rope
     scale: float
+    #: a norm on each query and key head
     qk_norm: bool = False
+    #: attn_q holds [head, (query, gate), head_dim] and the output is multiplied by sigmoid(gate) (Qwen3.5)
     query_gate: bool = False
+    #: values per head that attn_gate gives, 1 or head_dim; the output is multiplied by their softplus (Laguna). 0: none
     output_gate: int = 0
+    #: values are normalised per head, without a weight
     value_norm: bool = False
+    #: the values are the key projection, before the key's norm and rotation
     value_from_key: bool = False
+    #: the layer whose keys and values this one reads, having none of its own
     donor: int | None = None
+    #: number of keys visible, including the row's own; None: all
     window: int | None = None
+    #: rows of one step see each other, later ones too, as far as the window goes either way
     bidirectional: bool = False
 
 
@@ -97,6 +98,7 @@ class GatedDeltaNet:
 class GatedMLP:
     """down(act(gate x) * up x)."""
 
+    #: width between the projections
     hidden: int
     activation: Activation = "silu"
 
@@ -105,28 +107,31 @@ class GatedMLP:
 class MoE:
     """`used` of `experts` gated MLPs of width `hidden`, and a shared one of width `shared` for every row.
 
-    The router's scores are gated over all experts; the chosen ones' are divided by their sum if `normalise`, times
-    `scale`. `bias`: exp_probs_b is added to the gated scores for choosing only. `shared` 0: no shared MLP;
-    `shared_gate`: its result is multiplied by sigmoid(gate . x). `expert_scale`: ffn_down_exps.scale multiplies the
-    weight of a chosen expert.
+    The router's scores are gated over all experts.
     """
 
     experts: int
     used: int
     hidden: int
+    #: 0: no shared MLP
     shared: int
     gating: Gating
+    #: the scores of the chosen experts are divided by their sum
     normalise: bool = True
+    #: multiplies the scores of the chosen experts
     scale: float = 1.0
+    #: exp_probs_b is added to the gated scores, for choosing only
     bias: bool = False
+    #: the shared MLP's result is multiplied by sigmoid(gate . x)
     shared_gate: bool = False
+    #: ffn_down_exps.scale multiplies the weight of a chosen expert
     expert_scale: bool = False
     activation: Activation = "silu"
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Pre-norm block: x += mixer(norm(x)); x += ffn(norm(x)). The norms' tensor names differ between families."""
+    """Pre-norm layer: x += mixer(norm(x)); x += ffn(norm(x)). The norms' tensor names differ between families."""
 
     mixer: Attention | GatedDeltaNet
     ffn: GatedMLP | MoE
@@ -136,20 +141,20 @@ class Layer:
 
 @dataclass(frozen=True)
 class SandwichLayer:
-    """Gemma's block: a norm before and after each part, then a scale on the whole stream.
+    """Gemma's layer: a norm before and after each part, then a scale on the whole stream.
 
-    `experts` run beside the dense MLP, with norms of their own. With per-layer embeddings a third part follows, which
-    mixes in this layer's input.
+    With per-layer embeddings a third part follows, which mixes in this layer's input.
     """
 
     mixer: Attention
     ffn: GatedMLP
+    #: run beside the dense MLP, with norms of their own
     experts: MoE | None = None
 
 
 @dataclass(frozen=True)
 class PageGroup:
-    """Attention layers whose pages live and die together: all that see the same window."""
+    """Attention layers that share one page table: all layers with the same window."""
 
     window: int | None
 
@@ -163,75 +168,96 @@ class Markers:
 
 
 @dataclass(frozen=True)
-class Dialect:
-    """How a family's chat template and replies are written.
+class MessageMarkers:
+    """Texts between which a chat template writes a message: one of `starts`, the message, one of `ends`."""
 
-    `reasoning` and `tool_call` mark these parts of a reply. `notes`: what the template does that a client may not
-    expect, for people.
-    """
+    starts: tuple[str, ...]
+    ends: tuple[str, ...]
+    #: each marker is one special token, which no message can contain; in a vocabulary without these tokens there are no
+    #: markers
+    special: bool = True
+
+
+#: ChatML
+CHATML = MessageMarkers(starts=("<|im_start|>",), ends=("<|im_end|>",))
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a family's chat template and replies are written."""
 
     reasoning: Markers | None = None
     tool_call: Markers | None = None
+    #: what the template does that a client may not expect, for people
     notes: tuple[str, ...] = ()
+    #: around each message of a prompt
+    message: MessageMarkers | None = None
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model. `eos` are token texts that end a reply beside the file's own eos and eot ids.
-
-    `embedding_scale` multiplies token embeddings; `logit_softcap` c > 0 turns logits into c tanh(logits / c);
-    `per_layer` is the width of per-layer embeddings, 0 for none. `captured`, which no file says, are the layers whose
-    output a drafter reads, ascending; `ranked`, neither, whether pages of full attention are ranked (KVFlash). `tail`:
-    positions before the newest that full attention should see, wherever the rest of the context is.
-    """
+    """One model."""
 
     family: str
+    #: width of the residual stream
     hidden: int
     vocab: int
     context_length: int
     norm_eps: float
     layers: tuple[Layer | SandwichLayer, ...]
+    #: the head is the embedding table
     tied_head: bool
+    #: texts of tokens that end a reply, beside the file's own eos and eot ids
     eos: tuple[str, ...] = ()
+    #: text is brought into Unicode normal form C before it is tokenized
     nfc: bool = False
+    #: indices of stored layers that the forward pass leaves out: they predict further tokens (multi-token prediction)
     skipped_layers: tuple[int, ...] = field(default=())
+    #: multiplies token embeddings
     embedding_scale: float = 1.0
+    #: c > 0 turns logits into c tanh(logits / c)
     logit_softcap: float = 0.0
+    #: width of per-layer embeddings, 0 for none
     per_layer: int = 0
+    #: the layers whose output a drafter reads, ascending; an option of the run, not of the file
     captured: tuple[int, ...] = ()
+    #: whether pages of full attention are ranked (KVFlash); an option of the run, not of the file
     ranked: bool = False
     dialect: Dialect = Dialect()
+    #: positions before the newest one that full attention should see, wherever the rest of the context is
     tail: int = 0
+    #: id of the token whose embedding the masked rows of a draft block begin with, for drafts whose file names none
+    mask_token: int | None = None
 
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:
         """The distinct page groups, in the order of their first layer; empty if no layer attends."""
-        windows = dict.fromkeys(b.mixer.window for b in self.layers if isinstance(b.mixer, Attention))
+        windows = dict.fromkeys(x.mixer.window for x in self.layers if isinstance(x.mixer, Attention))
         return tuple(PageGroup(w) for w in windows)
 
     @property
     def recurrent(self) -> bool:
         """Whether any layer carries a state that cannot be rewound by shortening."""
-        return any(isinstance(b.mixer, GatedDeltaNet) for b in self.layers)
+        return any(isinstance(layer.mixer, GatedDeltaNet) for layer in self.layers)
 
-    def donor(self, block: int) -> int | None:
-        """The block whose keys and values `block` reads instead of its own."""
-        mixer = self.layers[block].mixer
+    def donor(self, layer: int) -> int | None:
+        """The layer whose keys and values `layer` reads instead of its own."""
+        mixer = self.layers[layer].mixer
         return mixer.donor if isinstance(mixer, Attention) else None
 
-    def ranks(self, block: int) -> bool:
-        """Whether a block says which pages matter: if it has pages of full attention of its own."""
-        mixer = self.layers[block].mixer
+    def ranks(self, layer: int) -> bool:
+        """Whether a layer ranks pages (KVFlash): it does if it has pages of full attention of its own."""
+        mixer = self.layers[layer].mixer
         return self.ranked and isinstance(mixer, Attention) and mixer.window is None and mixer.donor is None
 
     def lent(self, boundary: int) -> tuple[int, ...]:
-        """The blocks before `boundary` whose keys and values blocks from there on read, ascending."""
-        donors = {self.donor(block) for block in range(boundary, len(self.layers))}
+        """The layers before `boundary` whose keys and values later layers read, ascending."""
+        donors = {self.donor(layer) for layer in range(boundary, len(self.layers))}
         return tuple(sorted(donor for donor in donors if donor is not None and donor < boundary))
 
-    def group_of(self, block: int) -> int | None:
-        """The index of the page group that attention block `block` reads, None for a recurrent block."""
-        mixer = self.layers[block].mixer
+    def group_of(self, layer: int) -> int | None:
+        """The index of the page group that an attention layer reads, None for a recurrent layer."""
+        mixer = self.layers[layer].mixer
         if not isinstance(mixer, Attention):
             return None
         return self.page_groups.index(PageGroup(mixer.window))

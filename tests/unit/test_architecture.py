@@ -14,17 +14,26 @@ from pathlib import Path
 import pytest
 
 import luce
+from luce.models.registry import FAMILIES
 from tests.support.layering import FLOW
 
 ROOT = Path(__file__).parents[2]
 BESIDE = {"models": {"gguf"}, "gguf": set(), "hub": set()}
 UNDER = {"config", "errors", "log"}
+FAMILY = re.compile(rf"(?<![a-z0-9])({'|'.join(FAMILIES)})(?![a-z0-9])", re.IGNORECASE)
 SOURCES = sorted((ROOT / "luce").rglob("*.py"))
 
 
 def part(module: str) -> str:
     """`luce.engine.loop` is part `engine`."""
     return [*module.split("."), ""][1]
+
+
+def docstring(node: ast.AST) -> ast.AST | None:
+    """The node of a module's, class's or function's docstring."""
+    body = getattr(node, "body", None)
+    first = body[0] if isinstance(body, list) and body else None
+    return first.value if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) else None
 
 
 def imported(path: Path) -> set[str]:
@@ -60,6 +69,21 @@ def test_environment_is_read_in_config_only(path: Path) -> None:
         return
     for node in ast.walk(ast.parse(path.read_text())):
         assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_families_are_named_by_models_only(path: Path) -> None:
+    relative = path.relative_to(ROOT / "luce")
+    # The tokenizer's names are values of tokenizer.ggml.model and tokenizer.ggml.pre; some sound like a family's.
+    if relative.parts[0] == "models" or relative == Path("text/tokenizer.py"):
+        return
+    tree = ast.parse(path.read_text())
+    docstrings = [docstring(node) for node in ast.walk(tree)]
+    for node in ast.walk(tree):
+        if node in docstrings:
+            continue
+        for word in (value for _, value in ast.iter_fields(node) if isinstance(value, str)):
+            assert not FAMILY.search(word), word
 
 
 def test_every_module_imports_alone() -> None:

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 from luce.draft.dflash.correction import DOMINO, DSPARK, CorrectionSpec
 from luce.errors import ModelError, UnsupportedError
+from luce.models.dflash import ARCHITECTURES, IGNORED_KEYS
 from luce.models.keys import Source, attention_heads, rope_dims
 from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, Rope, Yarn
 
 _log = logging.getLogger(__name__)
-
-ARCHITECTURES = ("qwen35-dflash-draft", "dflash-draft", "gemma4-dflash-draft")
 
 # Far above real drafts; they bound what a hostile file makes us build.
 _MOST_LAYERS, _MOST_HIDDEN, _MOST_FFN, _MOST_HEADS, _MOST_HEAD_DIM = 1024, 131072, 524288, 1024, 1024
@@ -67,7 +66,7 @@ _READ = frozenset(
         "dflash.backbone_rotary_base",
         "dflash.input_embedding_scale",
         "dflash.output_multiplier",
-        "dflash.laguna",
+        *IGNORED_KEYS,
         *(f"{DOMINO}{name}" for name in ("enabled", "gru_hidden_dim", "emb_dim", "vocab_size")),
         *(f"{DSPARK}{name}" for name in ("enabled", "markov_rank", "vocab_size", "confidence_dim")),
         f"{DSPARK}confidence.enabled",
@@ -200,8 +199,7 @@ def read_draft(source: Source, *, window: int = 0) -> DraftSpec:
         context_norm=flagged or norms or gate > 0,
         context_base=source.above("dflash.backbone_rotary_base", least=1.0) if based else None,
         mask_embedding=MASK_EMBEDDING in source.tensors,
-        # As the one implementation that reads such files does it; rows of other drafts are plain.
-        target_scale=source.architecture == "gemma4-dflash-draft",
+        target_scale=ARCHITECTURES[source.architecture],
         embedding_scale=source.above("dflash.input_embedding_scale", 1.0),
         logit_scale=source.above("dflash.output_multiplier", 1.0),
         logit_softcap=_softcap(source),
