@@ -94,7 +94,7 @@ def wait(condition: Callable[[], bool], seconds: float) -> float:
 
 def written(model: luce.Model) -> int:
     """Bytes on the disk so far."""
-    return disk_of(model).snapshot_stats().written
+    return disk_of(model).snapshot_stats().written_bytes
 
 
 class Bench:
@@ -150,7 +150,7 @@ class Bench:
             self._note("read", cold)
             self._note("device before it is written", ask(model, prompt, _REPLY), cold)
             disk = disk_of(model)
-            before = (disk.stats.raw, disk.stats.written)
+            before = (disk.stats.raw_bytes, disk.stats.written_bytes)
             self.report["save"] = {"seconds": wait(lambda: idle(model), 120)}
             self._note("device", ask(model, prompt, _REPLY), cold)
             ask(model, other, 2)
@@ -159,7 +159,7 @@ class Bench:
             ask(model, other, 2)
             self._note("memory", ask(model, prompt, _REPLY), cold)
             wait(lambda: idle(model), 120)
-            raw, stored = disk.stats.raw - before[0], disk.stats.written - before[1]
+            raw, stored = disk.stats.raw_bytes - before[0], disk.stats.written_bytes - before[1]
             self.report["save"] |= {"raw": raw, "stored": stored, "work": disk.stats.save_seconds}
             again = ask(model, prompt, 64)
             self.report["step"] = {"median": statistics.median(np.diff(again.times))}

@@ -211,7 +211,7 @@ class Stepper:
         if self._pager is None:
             return Traffic()
         stats = self._pager.stats()
-        return Traffic(stats.outs, stats.ins, stats.moved_bytes, stats.rescored, stats.seconds)
+        return Traffic(stats.swapped_out, stats.swapped_in, stats.moved_bytes, stats.rescores, stats.rescore_seconds)
 
     def _release(self, slot: int) -> None:
         if self._pager is not None:

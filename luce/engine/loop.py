@@ -41,7 +41,7 @@ from luce.engine.speculate import DraftStats, Speculator
 from luce.errors import BackendError, ContextError, LuceError, RequestError, ShardLostError
 from luce.kvcache.disk.tier import CachedPrefix, DiskTier
 from luce.kvcache.page_table import PageTables
-from luce.kvcache.paging import QUESTION, KVFlash, Pager, ResidencyStats
+from luce.kvcache.paging import QUESTION, KVFlash, Pager, PagingStats
 from luce.kvcache.prefix_cache import CacheStats, PrefixCache
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import Int32, Output
@@ -72,7 +72,7 @@ class EngineStats:
     stalled: float
     cache: CacheStats
     draft: DraftStats | None = None
-    residency: ResidencyStats | None = None
+    residency: PagingStats | None = None
 
 
 class Engine:

@@ -99,31 +99,36 @@ class Age:
 
 
 @dataclass(frozen=True)
-class ResidencyStats:
-    """Numbers at one moment; counters since the start.
+class PagingStats:
+    """Numbers at one moment, with counters since the start. Pages have PAGE tokens."""
 
-    bound, tau: pages of a sequence, tokens between two looks at the scores. resident: pages of sequences on the
-    devices; host: pages in host memory, of sequences that run; host_bytes: of these and of what the policy keeps, of
-    `budget` at most. outs, ins: pages that left and came back; copies: pages that were copied to the host, each once at
-    most. lost: pages that host memory had no room for. rescored: times that scores were found; hits: pages that scores
-    wanted and that were there already; seconds: what asking the policy and moving pages took the engine.
-    """
-
+    #: the policy in force
     policy: str
-    bound: int
+    #: resident pages that one sequence may have
+    max_resident_pages: int
+    #: tokens between two rounds of scoring a sequence's pages
     tau: int
-    resident: int = 0
-    host: int = 0
+    #: pages of sequences that lie on the devices
+    resident_pages: int = 0
+    #: pages of running sequences that lie in host memory
+    host_pages: int = 0
+    #: host memory of these pages and of the policy's own data, and its limit
     host_bytes: int = 0
-    budget: int = 0
-    outs: int = 0
-    copies: int = 0
-    ins: int = 0
+    host_budget: int = 0
+    swapped_out: int = 0
+    swapped_in: int = 0
+    #: pages copied to host memory: each page once at most, however often it is swapped out
+    copied_pages: int = 0
+    #: bytes copied in both directions
     moved_bytes: int = 0
-    lost: int = 0
-    rescored: int = 0
-    hits: int = 0
-    seconds: float = 0.0
+    #: pages given up because host memory was full
+    lost_pages: int = 0
+    #: rounds of scoring
+    rescores: int = 0
+    #: pages that a round of scoring asked for and that were resident already
+    resident_hits: int = 0
+    #: time of the engine's thread for the policy and for swapping pages
+    rescore_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -336,24 +341,24 @@ class Pager:
         """Idempotent."""
         self._policy.close()
 
-    def stats(self) -> ResidencyStats:
+    def stats(self) -> PagingStats:
         """Numbers for people. Any thread may ask."""
-        return ResidencyStats(
+        return PagingStats(
             policy=self._policy.name,
-            bound=self._bound,
+            max_resident_pages=self._bound,
             tau=self._tau,
-            resident=self._pool.total - self._pool.free - self._pool.spare,
-            host=sum(len(stay.host) for stay in tuple(self._stays.values())),
+            resident_pages=self._pool.total - self._pool.free - self._pool.spare,
+            host_pages=sum(len(stay.host) for stay in tuple(self._stays.values())),
             host_bytes=self._host_bytes,
-            budget=self._budget,
-            outs=self._outs,
-            copies=self._copies,
-            ins=self._ins,
+            host_budget=self._budget,
+            swapped_out=self._outs,
+            swapped_in=self._ins,
+            copied_pages=self._copies,
             moved_bytes=(self._copies + self._ins) * self._page_bytes,
-            lost=self._lost,
-            rescored=self._rescored,
-            hits=self._hits,
-            seconds=self._seconds,
+            lost_pages=self._lost,
+            rescores=self._rescored,
+            resident_hits=self._hits,
+            rescore_seconds=self._seconds,
         )
 
     def _rescore(self, slot: int, length: int, tokens: Int32) -> None:

@@ -72,20 +72,19 @@ class _Found:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Numbers at one moment; counters since the start. `bytes` of host memory, `pages` on the devices.
+    """Numbers at one moment, with counters since the start."""
 
-    `seconds_saved`: what reading the reused tokens would have taken at the speed of the prompts read until then, less
-    what resuming took.
-    """
-
+    #: host memory of the RAM tier, and its limit
     bytes: int = 0
     budget: int = 0
-    points: int = 0
+    checkpoints: int = 0
+    #: pages on the devices
     pages: int = 0
     hits: int = 0
     misses: int = 0
     evictions: int = 0
-    tokens: int = 0
+    reused_tokens: int = 0
+    #: time to compute the reused tokens at the speed of the prompts so far, less the time to restore them
     seconds_saved: float = 0.0
     disk: DiskStats | None = None
 
@@ -123,16 +122,16 @@ class PrefixCache:
         """Numbers for people. Any thread may ask."""
         disk = None if self.disk is None else self.disk.snapshot_stats()
         if disk is not None and self.saver is not None:
-            disk.waiting = self.saver.waiting
+            disk.queued = self.saver.waiting
         return CacheStats(
             bytes=self.memory.bytes,
             budget=self.memory.budget,
-            points=len(self.memory.tree.points),
+            checkpoints=len(self.memory.tree.points),
             pages=self.memory.pages,
             hits=self._hits,
             misses=self._misses,
             evictions=self.memory.evictions,
-            tokens=self._tokens,
+            reused_tokens=self._tokens,
             seconds_saved=self._seconds_saved,
             disk=disk,
         )

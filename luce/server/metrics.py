@@ -14,7 +14,7 @@ from luce.api import Model
 from luce.engine.loop import EngineStats
 from luce.engine.speculate import DraftStats
 from luce.kvcache.disk.tier import DiskStats
-from luce.kvcache.paging import ResidencyStats
+from luce.kvcache.paging import PagingStats
 from luce.kvcache.prefix_cache import CacheStats
 from luce.shard.timing import BOUNDS, Durations
 
@@ -85,8 +85,8 @@ class _EngineCollector(Collector):
         yield pages
         prompt = CounterMetricFamily("luce_prompt_tokens", "Prompt tokens processed, by origin.", labels=["source"])
         prompt.add_metric(["computed"], stats.prompt_tokens)
-        prompt.add_metric(["ram"], stats.cache.tokens)
-        prompt.add_metric(["disk"], 0 if stats.cache.disk is None else stats.cache.disk.tokens)
+        prompt.add_metric(["ram"], stats.cache.reused_tokens)
+        prompt.add_metric(["disk"], 0 if stats.cache.disk is None else stats.cache.disk.reused_tokens)
         yield prompt
         yield from _cache_metrics(stats.cache)
         yield CounterMetricFamily("luce_generated_tokens", "Tokens generated.", stats.predicted_tokens)
@@ -108,27 +108,27 @@ def _draft_metrics(stats: DraftStats) -> Iterator[Metric]:
     yield CounterMetricFamily("luce_draft_seconds", "Time that drafting took.", stats.seconds)
 
 
-def _residency_metrics(stats: ResidencyStats) -> Iterator[Metric]:
+def _residency_metrics(stats: PagingStats) -> Iterator[Metric]:
     pages = GaugeMetricFamily("luce_kvflash_pages", "Pages of sequences that run, by where they are.", labels=["place"])
-    pages.add_metric(["resident"], stats.resident)
-    pages.add_metric(["host"], stats.host)
+    pages.add_metric(["resident"], stats.resident_pages)
+    pages.add_metric(["host"], stats.host_pages)
     yield pages
     host = GaugeMetricFamily("luce_kvflash_host_bytes", "Host memory for pages: in use, and at most.", labels=["kind"])
     host.add_metric(["used"], stats.host_bytes)
-    host.add_metric(["budget"], stats.budget)
+    host.add_metric(["budget"], stats.host_budget)
     yield host
     events = CounterMetricFamily(
         "luce_kvflash_page_events", "Pages that left the devices or came back.", labels=["way"]
     )
-    events.add_metric(["out"], stats.outs)
-    events.add_metric(["in"], stats.ins)
+    events.add_metric(["out"], stats.swapped_out)
+    events.add_metric(["in"], stats.swapped_in)
     yield events
     for name, text, value in (
         ("moved_bytes", "Bytes copied between devices and host memory for that.", stats.moved_bytes),
-        ("recall_hits", "Pages that the policy wanted and that were there already.", stats.hits),
-        ("lost_pages", "Pages that host memory had no room for.", stats.lost),
-        ("rescores", "Times that the policy looked at a sequence's pages.", stats.rescored),
-        ("rescore_seconds", "Time that it took, with the pages that moved.", stats.seconds),
+        ("recall_hits", "Pages that the policy wanted and that were there already.", stats.resident_hits),
+        ("lost_pages", "Pages that host memory had no room for.", stats.lost_pages),
+        ("rescores", "Times that the policy looked at a sequence's pages.", stats.rescores),
+        ("rescore_seconds", "Time that it took, with the pages that moved.", stats.rescore_seconds),
     ):
         yield CounterMetricFamily(f"luce_kvflash_{name}", text, value)
 
@@ -137,13 +137,13 @@ def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:
     disk = stats.disk or DiskStats()
     yield GaugeMetricFamily("luce_prefix_cache_pages", "Pages on the devices that hold prefixes.", stats.pages)
     yield _tiers(GaugeMetricFamily, "bytes", "Bytes of the prefix cache.", stats.bytes, disk.bytes)
-    yield _tiers(GaugeMetricFamily, "entries", "Lengths that can be resumed.", stats.points, disk.entries)
+    yield _tiers(GaugeMetricFamily, "entries", "Lengths that can be resumed.", stats.checkpoints, disk.snapshots)
     yield _tiers(CounterMetricFamily, "hits", "Sequences that were resumed.", stats.hits, disk.hits)
     yield _tiers(CounterMetricFamily, "evictions", "Lengths given up for room.", stats.evictions, disk.evictions)
     yield CounterMetricFamily("luce_prefix_cache_misses", "Sequences of which no prefix was known.", stats.misses)
     text = "Time that reading the reused tokens would have taken, less the time that it took to resume."
     yield CounterMetricFamily("luce_prefix_cache_seconds_saved", text, stats.seconds_saved)
-    yield GaugeMetricFamily("luce_snapshot_queue", "Snapshots being written, or to be.", disk.waiting)
+    yield GaugeMetricFamily("luce_snapshot_queue", "Snapshots being written, or to be.", disk.queued)
     unused = CounterMetricFamily("luce_snapshot_misses", "Snapshots found and not resumed, by why.", labels=["reason"])
     for reason in ("damaged", "unreadable", "slow", "refused"):
         unused.add_metric([reason], getattr(disk, reason))
@@ -153,8 +153,8 @@ def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:
         ("save_failures", "Snapshots that could not be written.", disk.failures),
         ("saves_skipped", "Snapshots not written because too many waited.", disk.skipped),
         ("quarantines", "Damaged snapshots that were put aside.", disk.quarantines),
-        ("raw_bytes", "Bytes of written snapshots before compression.", disk.raw),
-        ("written_bytes", "Bytes of written snapshots.", disk.written),
+        ("raw_bytes", "Bytes of written snapshots before compression.", disk.raw_bytes),
+        ("written_bytes", "Bytes of written snapshots.", disk.written_bytes),
         ("save_seconds", "Work of the writing thread.", disk.save_seconds),
         ("load_seconds", "Time that sequences waited for snapshots.", disk.load_seconds),
     ):

@@ -12,7 +12,7 @@ from luce import __version__
 from luce.api import Model
 from luce.engine.events import SamplingParams
 from luce.engine.speculate import DraftStats
-from luce.kvcache.paging import ResidencyStats
+from luce.kvcache.paging import PagingStats
 from luce.runtime.step import PAGE
 from luce.server.auth import is_loopback
 from luce.server.schema import Common
@@ -89,23 +89,23 @@ def _daemon(state: DaemonState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in names} | {"gpu_waits": state.words}
 
 
-def _residency(stats: ResidencyStats) -> dict[str, Any]:
+def _residency(stats: PagingStats) -> dict[str, Any]:
     """`policy`: the one in force. Pages of PAGE tokens; `recall_hits` of the pages that the policy wanted."""
     return {
         "policy": stats.policy,
-        "pool": stats.bound * PAGE,
+        "pool": stats.max_resident_pages * PAGE,
         "tau": stats.tau,
-        "pages_resident": stats.resident,
-        "pages_host": stats.host,
+        "pages_resident": stats.resident_pages,
+        "pages_host": stats.host_pages,
         "host_bytes": stats.host_bytes,
-        "host_budget": stats.budget,
-        "page_outs": stats.outs,
-        "page_ins": stats.ins,
+        "host_budget": stats.host_budget,
+        "page_outs": stats.swapped_out,
+        "page_ins": stats.swapped_in,
         "moved_bytes": stats.moved_bytes,
-        "recall_hits": stats.hits,
-        "lost_pages": stats.lost,
-        "rescores": stats.rescored,
-        "rescore_seconds": round(stats.seconds, 6),
+        "recall_hits": stats.resident_hits,
+        "lost_pages": stats.lost_pages,
+        "rescores": stats.rescores,
+        "rescore_seconds": round(stats.rescore_seconds, 6),
     }
 
 

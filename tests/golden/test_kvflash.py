@@ -21,7 +21,7 @@ from luce.draft.drafter import Drafter
 from luce.draft.open import Prepared
 from luce.engine.loop import Engine, EngineStats
 from luce.gguf.reader import open_gguf
-from luce.kvcache.paging import KVFlash, ResidencyStats
+from luce.kvcache.paging import KVFlash, PagingStats
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, Output, PageView, Step
 from luce.shard.local import LocalShard
@@ -88,7 +88,7 @@ def replies(backend: Any, prompts: Sequence[Sequence[int]], drafter: Drafter | N
         asked = [Asked(engine, ids, 60, logprobs=0) for ids in prompts]
         found = [sequence.reply() for sequence in asked]
         stats, draft = engine.stats().residency, engine.stats().draft
-        assert stats is not None and stats.outs > 10 and stats.ins > 1
+        assert stats is not None and stats.swapped_out > 10 and stats.swapped_in > 1
         assert draft is None or 10 < draft.accepted < draft.proposed
     finally:
         engine.close()
@@ -137,7 +137,7 @@ def ask(model: luce.Model, ids: Sequence[int], n: int) -> list[int]:
     return [t.id for t in model.generate(ids, max_tokens=n, temperature=0, ignore_eos=True) if t.id >= 0]
 
 
-def residency(model: luce.Model) -> ResidencyStats:
+def residency(model: luce.Model) -> PagingStats:
     stats = model.engine.stats().residency
     assert stats is not None
     return stats
@@ -158,7 +158,7 @@ def test_a_pool_as_large_as_the_context_changes_no_bit(name: str) -> None:
         with load(reference.path, kvflash=kvflash, max_ctx=1024) as model:
             found.append((ask(model, ids, 60), model.logits(ids)))
             if kvflash != "off":
-                assert (residency(model).bound, residency(model).outs) == (16, 0)
+                assert (residency(model).max_resident_pages, residency(model).swapped_out) == (16, 0)
     assert found[0][0] == found[1][0]
     assert (found[0][1] == found[1][1]).all()
 
@@ -170,7 +170,7 @@ def drive(model: luce.Model, reference: Reference) -> tuple[list[list[int]], tup
     assert replies[0] == replies[2]
     replies.append(ask(model, [*first, *replies[0], *first[:40]], 20))
     stats = residency(model)
-    return replies, (stats.outs, stats.ins, stats.copies, stats.rescored, stats.hits)
+    return replies, (stats.swapped_out, stats.swapped_in, stats.copied_pages, stats.rescores, stats.resident_hits)
 
 
 SMOKES: dict[str, tuple[str, str, int, str, list[tuple[int, int]]]] = {
@@ -192,7 +192,7 @@ def test_two_devices_and_daemons_page_alike(smoke: str, tmp_path: Path) -> None:
     settings = {"kvflash": asked, "kvflash_tau": 16}
     with load(path, **settings) as model:
         expected = drive(model, reference)
-        assert residency(model).bound * PAGE == pool
+        assert residency(model).max_resident_pages * PAGE == pool
         assert expected[1][0] > 10
     two = {"target_devices": "cpu:0,cpu:1", "target_layer_split": weights, **settings}
     for more in ({}, {"target_shard_ipc_bin": str(HERE), "shard_start_timeout": 60}):
@@ -283,7 +283,7 @@ def test_memory_does_not_grow_with_the_context(name: str, tmp_path: Path) -> Non
                 assert len(ask(model, prompt(reference, context - 100), 90)) == 90
                 assert held(model) == pool[-1]
                 stats = residency(model)
-                assert (stats.bound, stats.outs - stats.ins) == (8, (context - 512) // PAGE)
+                assert (stats.max_resident_pages, stats.swapped_out - stats.swapped_in) == (8, (context - 512) // PAGE)
     assert pool[0] == pool[1] and planned[0] == planned[1]
     assert whole[1] > 4 * whole[0] and whole[0] >= pool[0]
 
@@ -291,7 +291,7 @@ def test_memory_does_not_grow_with_the_context(name: str, tmp_path: Path) -> Non
 def test_the_size_that_auto_finds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "luce.backend.layersplit")
     with load(Reference("qwen35-a-F32").path, kvflash="auto:700") as model:
-        assert residency(model).bound * PAGE == 768
+        assert residency(model).max_resident_pages * PAGE == 768
     assert "a pool of 768 tokens for sequences of up to 2048 (cpu:0: " in caplog.text
     assert "; at most 700)" in caplog.text
     caplog.clear()

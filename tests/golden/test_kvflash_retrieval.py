@@ -39,8 +39,8 @@ def by_queries() -> list[tuple[bool, list[int]]]:
     with opened("qk") as model:
         found = list(recalled(model, list(cases(model, CONTEXT, DEPTHS))))
         residency = model.engine.stats().residency
-        assert residency is not None and residency.policy == "qk" and residency.bound * 64 == POOL
-        assert residency.rescored == len(DEPTHS) and residency.ins > 0 and residency.lost == 0
+        assert residency is not None and residency.policy == "qk" and residency.max_resident_pages * 64 == POOL
+        assert residency.rescores == len(DEPTHS) and residency.swapped_in > 0 and residency.lost_pages == 0
         return found
 
 
@@ -86,7 +86,7 @@ def test_a_drafter_brings_back_what_is_asked_for() -> None:
     with opened("drafter", kvflash_drafter=str(TINY / "drafter.gguf")) as model:
         found = [right for right, _ in recalled(model, some(model))]
         residency = model.engine.stats().residency
-    assert residency is not None and residency.policy == "drafter" and residency.rescored > 0
+    assert residency is not None and residency.policy == "drafter" and residency.rescores > 0
     assert all(found)
 
 

@@ -105,7 +105,7 @@ def test_a_prefix_that_is_kept_on_the_way(
         assert model.ask(prompts[1], [3]) == (replies[1], [(3, 1)])
         stats = model.model.engine.stats()
     assert begun == ([3] if draft else [])
-    assert stats.cache.tokens == 3 and (not draft or (stats.draft is not None and stats.draft.steps > 0))
+    assert stats.cache.reused_tokens == 3 and (not draft or (stats.draft is not None and stats.draft.steps > 0))
 
 
 @pytest.mark.parametrize("split", SPLITS)

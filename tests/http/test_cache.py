@@ -65,7 +65,7 @@ async def test_without_a_cache_there_is_nothing_to_list() -> None:
         await here.chat(LONG)
         assert (await here.chat(LONG))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         _, listing, _ = await here.get("/v1/cache")
-        assert listing["data"] == [] and listing["tiers"]["ram"]["points"] == 0
+        assert listing["data"] == [] and listing["tiers"]["ram"]["checkpoints"] == 0
 
 
 async def test_only_admins_may_look_where_there_are_keys(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def drive(shards: Shards, moves: list[tuple[int, int, int]]) -> None:
         elif written:
             shards.look(slot)
     stats = shards.pager.stats()
-    assert stats.lost == 0 and stats.outs >= 2 * SLOTS
+    assert stats.lost_pages == 0 and stats.swapped_out >= 2 * SLOTS
 
 
 @contextmanager

@@ -86,10 +86,10 @@ def test_pages_come_and_go_as_in_the_engine() -> None:
     assert stats is not None and pager is not None
     # The engine counts what was there at the end of each reply; neither copies what left twice.
     found = pager.stats()
-    assert (found.outs, found.ins, found.rescored, found.moved_bytes) == (
-        stats.outs,
-        stats.ins,
-        stats.rescored,
+    assert (found.swapped_out, found.swapped_in, found.rescores, found.moved_bytes) == (
+        stats.swapped_out,
+        stats.swapped_in,
+        stats.rescores,
         stats.moved_bytes,
     )
 

@@ -341,7 +341,7 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
         r.ask(ids(100), 3)
     with rig(tmp_path, model=Fingerprint("fedcba9876543210", MODEL.settings)) as r:
         assert r.ask(ids(100), 3)[1] == 0
-        assert not tier(r).snapshot_stats().others
+        assert not tier(r).snapshot_stats().unused
 
 
 def test_what_the_same_weights_left_under_other_settings_is_named(
@@ -353,7 +353,7 @@ def test_what_the_same_weights_left_under_other_settings_is_named(
     other = Fingerprint(MODEL.contents, {"--cache-type-k": "q8_0", "--kvflash": "9 pages"})
     with rig(tmp_path, model=other) as r:
         assert r.ask(ids(100), 3)[1] == 0
-        (unused,) = tier(r).snapshot_stats().others
+        (unused,) = tier(r).snapshot_stats().unused
     reason = "--cache-type-k is q8_0 here and f16 there, --kvflash is 9 pages here and off there"
     assert (unused.model, unused.snapshots, unused.reason) == (MODEL.model, 2, reason) and unused.bytes > 0
     assert f"2 snapshots of this model are not used: {reason}" in caplog.text
@@ -687,7 +687,7 @@ def test_prompts_that_part_are_resumed_behind_whole_pages_after_a_restart(tmp_pa
         prompt = [*first[:at], *ids(60, seed=at)]
         with rig(tmp_path) as r:
             assert r.ask(prompt, 5) == (r.backend.reply(prompt, 5), known)
-            assert tier(r).stats.hits == (known > 0) and tier(r).stats.tokens == known
+            assert tier(r).stats.hits == (known > 0) and tier(r).stats.reused_tokens == known
             # And from memory then.
             assert r.ask([*prompt[:-1], 5], 5)[1] == (len(prompt) - 1) // PAGE * PAGE
         found = Store(tmp_path, MODEL.model, 0).at(np.array(prompt, np.int32))
@@ -775,9 +775,9 @@ def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         # Little waits in memory; what was too much is skipped.
         assert tier(r)._waiting <= 4 and tier(r).stats.skipped > 0
         assert r.engine.cache is not None and r.engine.cache.stats().disk is tier(r).stats
-        assert 1 < tier(r).stats.waiting <= saver._OFFERED + 2
+        assert 1 < tier(r).stats.queued <= saver._OFFERED + 2
         gate.set()
-        assert within(60, lambda: not r.engine.cache.stats().disk.waiting)
+        assert within(60, lambda: not r.engine.cache.stats().disk.queued)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from luce.engine.loop import Engine
 from luce.errors import BackendError
 from luce.kvcache.disk.fingerprint import Fingerprint
 from luce.kvcache.disk.tier import DiskTier
-from luce.kvcache.paging import Age, KVFlash, Policy, ResidencyStats
+from luce.kvcache.paging import Age, KVFlash, PagingStats, Policy
 from luce.kvcache.prefix_tree import Residency
 from luce.runtime.step import PAGE
 from tests.support.drafters import BranchingDrafter, sometimes
@@ -50,7 +50,7 @@ def running(
         engine.close()
 
 
-def residency(engine: Engine) -> ResidencyStats:
+def residency(engine: Engine) -> PagingStats:
     stats = engine.stats().residency
     assert stats is not None
     return stats
@@ -79,9 +79,13 @@ def test_company_changes_nothing(policy: type[Age], seed: int) -> None:
         assert found == expected
         assert max(spans for _, spans in backend.steps) > 1
         stats = residency(engine)
-        assert stats.copies <= stats.outs + 4 * len(asked) and stats.outs > 20 and stats.lost == 0
-        assert (stats.ins > 0) == (policy is Hashed)
-        assert (stats.host, stats.host_bytes, stats.resident) == (0, 0, 0)
+        assert (
+            stats.copied_pages <= stats.swapped_out + 4 * len(asked)
+            and stats.swapped_out > 20
+            and stats.lost_pages == 0
+        )
+        assert (stats.swapped_in > 0) == (policy is Hashed)
+        assert (stats.host_pages, stats.host_bytes, stats.resident_pages) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("chunk", [PAGE // 2, PAGE, 5 * PAGE])
@@ -135,7 +139,7 @@ def test_trees_change_nothing(policy: type[Age], windows: tuple[int | None, ...]
             assert [sequence.reply() for sequence in sequences] == expected
             assert all(sequence.drafted > 100 for sequence in sequences)
         assert all(sequence.cached for sequence in sequences)
-        assert len(backend.moved) > 20 and residency(engine).outs > 20
+        assert len(backend.moved) > 20 and residency(engine).swapped_out > 20
 
 
 @pytest.mark.parametrize("length", [BOUND * PAGE - 76, BOUND * PAGE - 1, BOUND * PAGE])
@@ -145,7 +149,7 @@ def test_a_reply_outgrows_its_pool_as_it_does_without_drafting(length: int) -> N
     with running(drafter=NgramDrafter(block=15), verify_width=8) as (engine, _):
         sequence = Asked(engine, asked[0], 200)
         assert [sequence.reply()] == expected
-        assert sequence.drafted > 20 and residency(engine).ins
+        assert sequence.drafted > 20 and residency(engine).swapped_in
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 100), (100, None)])
@@ -191,7 +195,7 @@ def test_sequences_share_the_pages_of_a_long_prefix() -> None:
         assert [sequence.cached for sequence in sequences] == [len(text)] * 3
         stats = residency(engine)
         assert 0 < max(used) < 3 * BOUND
-        assert stats.copies - before.copies < stats.outs - before.outs
+        assert stats.copied_pages - before.copied_pages < stats.swapped_out - before.swapped_out
 
 
 @contextmanager
@@ -216,7 +220,7 @@ def test_a_conversation_goes_on_after_restarts(
             sequence = Asked(engine, text, 70)
             reply = sequence.reply()
             assert sequence.cached == known
-            assert len(text) < BOUND * PAGE or residency(engine).outs > 0
+            assert len(text) < BOUND * PAGE or residency(engine).swapped_out > 0
             known = len(text) + 69
             text += [*reply, *([turn] * 5 * PAGE)]
 
@@ -228,7 +232,7 @@ def test_a_prompt_asked_again_after_a_restart(windows: tuple[int | None, ...], t
     prompt = np.resize(prompt, 25 * PAGE + 7).tolist()
     with disk(tmp_path, Hashed(), windows) as engine:
         expected = Asked(engine, prompt, 150).reply()
-        assert residency(engine).ins > 0
+        assert residency(engine).swapped_in > 0
     for known in (0, 5 * PAGE, 20 * PAGE):
         directory = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{known}"))
         with disk(directory, Hashed(), windows) as engine:
@@ -270,7 +274,7 @@ def test_sequences_that_fit_are_left_alone() -> None:
     with running() as (engine, _):
         assert [Asked(engine, prompt, 50).reply() for prompt in asked] == expected
         stats = residency(engine)
-        assert (stats.outs, stats.rescored) == (0, 0)
+        assert (stats.swapped_out, stats.rescores) == (0, 0)
 
 
 def test_a_context_that_fits_is_as_without_a_bound() -> None:
@@ -303,7 +307,7 @@ def test_too_little_host_memory_is_lossy_and_nothing_worse() -> None:
         prompt = prompt[: 40 * PAGE]
         assert len(Asked(engine, prompt, 100).reply()) == 100
         stats = residency(engine)
-        assert stats.lost > 0
+        assert stats.lost_pages > 0
         again = Asked(engine, prompt, 5)
         again.reply()
         assert again.cached == 0, "a sequence of which pages are lost is not kept"
@@ -312,9 +316,9 @@ def test_too_little_host_memory_is_lossy_and_nothing_worse() -> None:
 def test_a_client_that_leaves_frees_everything() -> None:
     with running() as (engine, _):
         sequence = Asked(engine, [3] * (30 * PAGE), CONTEXT - 30 * PAGE)
-        while not residency(engine).host:
+        while not residency(engine).host_pages:
             pass
         sequence.ticket.cancel()
         sequence.reply()
         stats = residency(engine)
-        assert (stats.host, stats.host_bytes, stats.resident) == (0, 0, 0)
+        assert (stats.host_pages, stats.host_bytes, stats.resident_pages) == (0, 0, 0)

@@ -177,9 +177,9 @@ def test_random_traffic(bound: int, moves: list[tuple[int, int, int]], seed: int
             policy.next = random.normal(size=CONTEXT // PAGE).astype(np.float32) if size % 5 else None
             bench.rescore(slot)
     stats = bench.pager.stats()
-    assert stats.lost == 0
-    assert stats.copies <= stats.outs + 2 * bound
-    assert stats.resident == sum(len(bench.group.held(slot)) for slot in range(2)) <= 2 * bound
+    assert stats.lost_pages == 0
+    assert stats.copied_pages <= stats.swapped_out + 2 * bound
+    assert stats.resident_pages == sum(len(bench.group.held(slot)) for slot in range(2)) <= 2 * bound
     for slot in range(2):
         bench.pager.release(slot)
         bench.pages.release(slot)
@@ -193,7 +193,7 @@ def test_a_pool_as_large_as_the_text_holds_all_of_it() -> None:
     bench.write(0, 100)
     bench.write(0, 8 * PAGE - 100)
     assert bench.group.present(0) == list(range(8))
-    assert bench.pager.stats().outs == 0
+    assert bench.pager.stats().swapped_out == 0
 
 
 def test_age_lets_the_oldest_go_but_not_the_sink() -> None:
@@ -201,7 +201,7 @@ def test_age_lets_the_oldest_go_but_not_the_sink() -> None:
     for _ in range(9):
         bench.write(0, PAGE)
     assert bench.group.present(0) == [0, 4, 5, 6, 7, 8]
-    assert bench.pager.stats().outs == 3
+    assert bench.pager.stats().swapped_out == 3
 
 
 def test_scores_decide_who_leaves_and_who_comes_back() -> None:
@@ -216,7 +216,7 @@ def test_scores_decide_who_leaves_and_who_comes_back() -> None:
     assert bench.group.present(0) == [0, 1, 3, 6, 7, 8, 9]
     assert [page >= 0 for page in policy.pages] == [i in (0, 4, 5, 6, 7, 8, 9) for i in range(10)]
     stats = bench.pager.stats()
-    assert (stats.hits, stats.ins) == (2, 2), "of 1, 3, 6 and 7 the last two were there"
+    assert (stats.resident_hits, stats.swapped_in) == (2, 2), "of 1, 3, 6 and 7 the last two were there"
     bench.write(0, PAGE)
     assert bench.group.present(0) == [0, 1, 3, 7, 8, 9, 10]
     bench.write(0, PAGE)
@@ -230,7 +230,7 @@ def test_of_pages_that_matter_alike_those_stay_that_are_there_then_the_newer_one
         bench.write(0, PAGE)
     policy.next = np.zeros(10, np.float32)
     bench.rescore(0)
-    assert bench.group.present(0) == [0, 4, 5, 6, 7, 8, 9] and bench.pager.stats().ins == 0
+    assert bench.group.present(0) == [0, 4, 5, 6, 7, 8, 9] and bench.pager.stats().swapped_in == 0
     policy.next = np.array([0, 1, 1, 1, 0, 5, 0, 5, 0, 0], np.float32)
     bench.rescore(0)
     assert bench.group.present(0) == [0, 2, 3, 5, 7, 8, 9]
@@ -241,13 +241,13 @@ def test_a_page_is_copied_once() -> None:
     bench = Bench(6, policy=policy)
     for _ in range(10):
         bench.write(0, PAGE)
-    copies = bench.pager.stats().copies
+    copies = bench.pager.stats().copied_pages
     for up in (1.0, -1.0, 1.0):
         policy.next = up * np.arange(10, dtype=np.float32)
         bench.rescore(0)
     stats = bench.pager.stats()
-    assert stats.ins > 0 and stats.outs > copies
-    assert stats.copies <= 8, "eight pages could ever leave"
+    assert stats.swapped_in > 0 and stats.swapped_out > copies
+    assert stats.copied_pages <= 8, "eight pages could ever leave"
 
 
 def test_host_memory_has_a_budget(caplog: pytest.LogCaptureFixture) -> None:
@@ -258,7 +258,7 @@ def test_host_memory_has_a_budget(caplog: pytest.LogCaptureFixture) -> None:
         bench.write(0, PAGE)
     stats = bench.pager.stats()
     assert stats.host_bytes <= 3 * page
-    assert stats.lost == 12 - 6 - 3
+    assert stats.lost_pages == 12 - 6 - 3
     assert len(caplog.records) == 1 and "--kvflash-host-mb" in caplog.text
     policy.next = -np.arange(12, dtype=np.float32)
     bench.rescore(0)
@@ -271,14 +271,14 @@ def test_what_the_policy_keeps_counts(nbytes: int) -> None:
     bench = Bench(6, policy=policy, budget=10 * page)
     for _ in range(14):
         bench.write(0, PAGE)
-    assert bench.pager.stats().host_bytes <= 10 * page and bench.pager.stats().lost == 0
+    assert bench.pager.stats().host_bytes <= 10 * page and bench.pager.stats().lost_pages == 0
     policy.next, policy.nbytes = np.arange(14, dtype=np.float32), nbytes
     bench.rescore(0)
     room = max(0, 10 * page - nbytes) // page
     stats = bench.pager.stats()
     assert stats.host_bytes == nbytes + page * min(room, 9)
-    assert stats.lost == max(0, 8 - room)
-    assert bench.pager.whole(0) == (not stats.lost)
+    assert stats.lost_pages == max(0, 8 - room)
+    assert bench.pager.whole(0) == (not stats.lost_pages)
     bench.write(0, PAGE)
     bench.check(0)
 
@@ -337,7 +337,7 @@ def test_scores_of_a_prompt_decide_what_stays_while_it_is_read() -> None:
     bench = Bench(10, policy=policy)
     bench.read(0, 40 * PAGE)
     assert {3, 13, 23, 33} <= set(bench.group.present(0))
-    assert bench.pager.stats().ins == 0
+    assert bench.pager.stats().swapped_in == 0
 
 
 def test_a_policy_that_fails_leaves_things_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
@@ -424,16 +424,16 @@ def test_a_page_that_two_hold_is_copied_once(budget: int) -> None:
         for slot in (0, 1):
             bench.write(slot, PAGE)
     stats = bench.pager.stats()
-    assert stats.outs == 6 and stats.host_bytes <= budget
+    assert stats.swapped_out == 6 and stats.host_bytes <= budget
     if budget > 1 << 20:
         # Three of the pages that both had, and one of them ahead; then the pages are each one's own.
-        assert (stats.copies, stats.host, stats.host_bytes) == (4, 8, 4 * 8 * PAGE)
+        assert (stats.copied_pages, stats.host_pages, stats.host_bytes) == (4, 8, 4 * 8 * PAGE)
         policy.next = -np.arange(64, dtype=np.float32)
         for slot in (1, 0):
             bench.rescore(slot)
             assert 1 in bench.group.present(slot)
         # Of 6, 7 and 8, which both let go, only 8 is not the same page.
-        assert bench.pager.stats().copies == 4 + 2 + 2
+        assert bench.pager.stats().copied_pages == 4 + 2 + 2
     for slot in (0, 1):
         bench.pager.release(slot)
         bench.pages.release(slot)

@@ -62,60 +62,66 @@ _LEAST_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Unused:
-    """Snapshots of the same weights that are of no use here, and why."""
+class UnusedSnapshots:
+    """Snapshots of the same weights that this model cannot use."""
 
     model: str
     snapshots: int
     bytes: int
+    #: the settings that differ
     reason: str
 
 
 @dataclass
 class DiskStats:
-    """Counters since the start, beside the state at one moment. Seconds are of work, not of waiting.
+    """Counters since the start, with numbers of one moment."""
 
-    `damaged`, `unreadable`, `slow`, `refused`: snapshots that were found and not resumed, by why; `refused` are those
-    that do not fit this model, or that there was no memory for. `waiting`: those that are being written, or are to be.
-    `others`: as they were at the start.
-    """
-
+    #: bytes below the directory, and their limit
     bytes: int = 0
     budget: int = 0
-    entries: int = 0
-    waiting: int = 0
+    snapshots: int = 0
+    #: snapshots that are being written or wait for it
+    queued: int = 0
     hits: int = 0
-    tokens: int = 0
+    reused_tokens: int = 0
     saves: int = 0
+    #: snapshots not written because too many were queued, or because another server removed what they continue
     skipped: int = 0
     failures: int = 0
     evictions: int = 0
     quarantines: int = 0
+    #: snapshots that were found and could not be restored: their bytes are not what was written
     damaged: int = 0
+    #: the same: the disk reported an error
     unreadable: int = 0
+    #: the same: the disk took too long
     slow: int = 0
+    #: the same: they do not fit this model, or memory was short
     refused: int = 0
-    written: int = 0
-    raw: int = 0
+    #: bytes of snapshots on the disk, and before compression
+    written_bytes: int = 0
+    raw_bytes: int = 0
+    #: work of the writing thread
     save_seconds: float = 0.0
+    #: time that sequences waited for snapshots
     load_seconds: float = 0.0
-    others: tuple[Unused, ...] = ()
+    #: found at the start
+    unused: tuple[UnusedSnapshots, ...] = ()
 
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """A length at which sequences can be resumed, for people.
-
-    `tier`: ram or disk. `age` and `idle` in seconds since it was made and since it was of use; None in memory, where
-    only the order is known. `unusable` says why a snapshot on the disk is not used.
-    """
+    """A checkpoint as /v1/cache lists it."""
 
     id: str
+    #: "ram" or "disk"
     tier: str
     tokens: int
     bytes: int
+    #: seconds since the snapshot was made and since it was last used; None in memory, where only the order is known
     age: float | None = None
     idle: float | None = None
+    #: why a snapshot on the disk is not used, "" if it is
     unusable: str = ""
 
 
@@ -192,7 +198,7 @@ class DiskTier:
         """The counters, with the state of now. Any thread may ask."""
         store = self._store
         if store is not None:
-            self.stats.bytes, self.stats.entries = store.nbytes, len(store.entries)
+            self.stats.bytes, self.stats.snapshots = store.nbytes, len(store.entries)
             self.stats.evictions, self.stats.quarantines = store.evictions, store.quarantines
         return self.stats
 
@@ -338,7 +344,7 @@ class DiskTier:
     def loaded(self, entry: Entry, tokens: int, seconds: float) -> None:
         """So many tokens of a snapshot were of use."""
         self.stats.hits += 1
-        self.stats.tokens += tokens
+        self.stats.reused_tokens += tokens
         self.stats.load_seconds += seconds
         assert self._store is not None
         store = self._store
@@ -410,8 +416,8 @@ class DiskTier:
     def written(self, manifest: Manifest, seconds: float) -> None:
         """A snapshot is complete, so long after its first piece was handed over."""
         self.stats.saves += 1
-        self.stats.raw += manifest.raw
-        self.stats.written += manifest.nbytes
+        self.stats.raw_bytes += manifest.raw
+        self.stats.written_bytes += manifest.nbytes
         facts = {"snapshot": manifest.id, "tokens": manifest.length, "new": manifest.length - manifest.first * PAGE}
         log.event(_log, "snapshot written", logging.DEBUG, **facts, bytes=manifest.nbytes, seconds=round(seconds, 4))
         self._row = 0
@@ -466,9 +472,11 @@ class DiskTier:
             other = described(store.root / model)
             if other is not None and other.contents == fingerprint.contents:
                 reason = fingerprint.differences(other)
-                others.append(Unused(model, len(entries), sum(entry.manifest.nbytes for entry in entries), reason))
+                others.append(
+                    UnusedSnapshots(model, len(entries), sum(entry.manifest.nbytes for entry in entries), reason)
+                )
                 _log.info("%d snapshots of this model are not used: %s", len(entries), reason)
-        self.stats.others = tuple(others)
+        self.stats.unused = tuple(others)
         if any(self.directory.glob("*.dkv")) or any(self.directory.glob("*/*.dkv")):
             _log.info("%s holds .dkv files of another server, which are not read", self.directory)
 
