@@ -158,7 +158,7 @@ def deltanet(device: Device) -> Iterator[Case]:
         decay, dt_bias, norm = (normal(device, size) for size in (heads, heads, d))
         weights = DeltaWeights(normal(device, channels, taps), -abs(decay), dt_bias, norm, 1e-6, key_heads)
         plain = [(spans, rows, 0) for spans, rows in ((1, 1), (1, 4), (1, 16), (16, 1), (64, 1))]
-        # Rows that are accepted of the tentative span before such a one.
+        # Rows that are accepted of the speculative span before such a one.
         verify = [(1, 4, 4), (1, 16, 1), (1, 16, 8), (1, 16, 16)]
         for spans, rows, accepted in (*plain, *verify, (1, 512, 0), (1, 2048, 0), (1, 8192, 0)):
             x = normal(device, spans * rows, channels + heads * (d + 2))

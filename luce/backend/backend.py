@@ -53,7 +53,7 @@ class Backend(Protocol):
 
     @property
     def verify(self) -> int:
-        """Most rows of a tentative span, or of a tree; 0 if there may be none."""
+        """Most rows of a speculative span, or of a tree; 0 if there may be none."""
 
     @property
     def recurrent(self) -> bool:
@@ -75,7 +75,7 @@ class Backend(Protocol):
         """
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
-        """These rows of the slot's tentative spans count, at least the first one: its next span accepts none, and
+        """These rows of the slot's speculative spans count, at least the first one: its next span accepts none, and
         `save` gives the states behind them. Raises LuceError; what sequences keep is lost then, as `lost` tells."""
 
     def move_features(self, slot: int, position: int, path: Sequence[int]) -> None:

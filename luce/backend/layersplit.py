@@ -49,16 +49,16 @@ _log = logging.getLogger(__name__)
 class LayerSplitBackend:
     """`spec`'s layers on `devices`, split by `weights` or by bytes (luce.backend.placement.plan_shards).
 
-    See luce.backend.backend.Backend for the properties. `verify`: most rows of a tentative span or a tree; `pool`: how
-    much of a longer sequence is on the devices; `ranked`: whether its pages can be sealed and ranked; `branch_pages`:
-    of each group, for branches of trees. `ring` gets what its layers compute in every step; `claims`: what a drafter is
-    going to take of the devices. `unpack`: GPUs keep matrices unpacked beside their blocks, in what memory can be
-    spared, which makes prompts faster and nothing else. `piece`: rows in which long steps go through several shards, 0
-    for as many as usual. `peer`: GPUs copy to each other where the pair allows it, otherwise always through pinned host
-    memory. `on_progress` gets the share of the layers that are read, after each of this process and about once a second
-    from daemons. Raises UsageError if the split is impossible or the heads do not take a type of `kv`, OutOfMemoryError
-    naming shard, bytes and the context that would fit. Nothing stays allocated then.
-    The devices stay their owner's: they are closed after the backend.
+    See luce.backend.backend.Backend for the properties. `verify`: most rows of a speculative span or a tree; `pool`:
+    how much of a longer sequence is on the devices; `ranked`: whether its pages can be sealed and ranked;
+    `branch_pages`: of each group, for branches of trees. `ring` gets what its layers compute in every step; `claims`:
+    what a drafter is going to take of the devices. `unpack`: GPUs keep matrices unpacked beside their blocks, in what
+    memory can be spared, which makes prompts faster and nothing else. `piece`: rows in which long steps go through
+    several shards, 0 for as many as usual. `peer`: GPUs copy to each other where the pair allows it, otherwise always
+    through pinned host memory. `on_progress` gets the share of the layers that are read, after each of this process and
+    about once a second from daemons. Raises UsageError if the split is impossible or the heads do not take a type of
+    `kv`, OutOfMemoryError naming shard, bytes and the context that would fit. Nothing stays allocated then. The devices
+    stay their owner's: they are closed after the backend.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class LayerSplitBackend:
         runs = [[part] for part in parts]
         if self._chain.links:
             # Prompts follow each other through the shards, and replies do not wait for their end.
-            ahead = int(len(parts[0].wanted) > 0)
+            ahead = int(len(parts[0].output_rows) > 0)
             runs = [parts[:ahead], parts[ahead:]]
         *runs, last = filter(None, runs)
         try:
@@ -277,12 +277,12 @@ class LayerSplitBackend:
         """What the pieces of parts of a step gave of which output is wanted; several parts if there are links."""
         chain = self._chain
         pieces = [piece for part in parts for piece in cut(part, self._piece)] if chain.links else parts
-        if len(pieces) == 1 and (not chain.links or (len(pieces[0].wanted) and chain.idle)):
+        if len(pieces) == 1 and (not chain.links or (len(pieces[0].output_rows) and chain.idle)):
             ran = [chain.through(pieces[0])]
         else:
             given = [chain.queue(piece) for piece in pieces]
             # What is captured is read by others as soon as `forward` returns.
-            if not any(len(piece.wanted) for piece in pieces) and self._ring is None:
+            if not any(len(piece.output_rows) for piece in pieces) and self._ring is None:
                 self._unwaited = True
                 queued()
                 return []
@@ -293,7 +293,7 @@ class LayerSplitBackend:
         if not late:
             self._store_captured()
             queued()
-        outputs = [_output(made) for (made, _), piece in zip(ran, pieces, strict=True) if len(piece.wanted)]
+        outputs = [_output(made) for (made, _), piece in zip(ran, pieces, strict=True) if len(piece.output_rows)]
         self._left.look()
         chain.look()
         if late:

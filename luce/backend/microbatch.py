@@ -25,7 +25,7 @@ def separate(step: Step) -> list[Step]:
     """
     if step.rows <= FEW_ROWS:
         return [step]
-    begun = itertools.takewhile(lambda span: span.tentative or span.rows == 1, step.spans)
+    begun = itertools.takewhile(lambda span: span.speculative or span.rows == 1, step.spans)
     replies = len({span.slot for span in begun})
     edges = [0]
     for number, (_, group) in enumerate(itertools.groupby(step.spans, lambda span: span.slot)):
@@ -66,9 +66,9 @@ def cut(step: Step, rows: int) -> list[Step]:
 def _near(step: Step, row: int) -> int:
     """The place at or before a row where the step may be cut."""
     span = next(s for s in step.spans if row < s.start + s.rows)
-    if span.behind:
+    if span.ancestors:
         # A tree stays together.
-        return span.behind[0]
+        return span.ancestors[0]
     offset = (row - span.start) // PAGE * PAGE
     if offset and span.rows - offset < _LEAST:
         offset -= PAGE
@@ -79,22 +79,22 @@ def _part(step: Step, begin: int, end: int) -> Step:
     """Rows [begin, end) as a step."""
     picked = [i for i, s in enumerate(step.spans) if s.start < end and begin < s.start + s.rows]
     spans = tuple(_clip(step.spans[i], begin, end) for i in picked)
-    of_part = (step.wanted >= begin) & (step.wanted < end)
+    of_part = (step.output_rows >= begin) & (step.output_rows < end)
     return Step(
         tokens=step.tokens[begin:end],
         positions=step.positions[begin:end],
         spans=spans,
         views=tuple(_view(view, picked, spans, begin, end) for view in step.views),
-        wanted=step.wanted[of_part] - np.int32(begin),
-        full=step.full[of_part],
-        top=None if step.top is None else step.top[of_part],
+        output_rows=step.output_rows[of_part] - np.int32(begin),
+        needs_logits=step.needs_logits[of_part],
+        needs_candidates=None if step.needs_candidates is None else step.needs_candidates[of_part],
     )
 
 
 def _clip(span: Span, begin: int, end: int) -> Span:
     first, last = max(span.start, begin), min(span.start + span.rows, end)
-    if span.tentative:
-        return replace(span, start=span.start - begin, behind=tuple(row - begin for row in span.behind))
+    if span.speculative:
+        return replace(span, start=span.start - begin, ancestors=tuple(row - begin for row in span.ancestors))
     begins = first == span.start
     accepted, path = (span.accepted, span.path) if begins else (0, ())
     return Span(span.slot, first - begin, last - first, span.position + first - span.start, accepted, path=path)
@@ -114,5 +114,5 @@ def _view(view: PageView, picked: list[int], spans: tuple[Span, ...], begin: int
         # A span of which rows see others is too short to be cut.
         None if view.seen is None else view.seen[begin:end],
         # Those of other parts' branches come too early here, and again in time there.
-        view.copies if any(span.behind for span in spans) else None,
+        view.copies if any(span.ancestors for span in spans) else None,
     )

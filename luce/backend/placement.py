@@ -124,7 +124,7 @@ def plan_shards(
 
     `weights` decide (plan_layers), or without them bytes and free memory (fill_layers), where the CPU gets only what
     the GPUs cannot hold; the boundary of two devices is aligned if both then hold their part. There is room for `slots`
-    sequences of `context` positions, in steps of up to `chunk` rows and tentative spans of up to `verify`, which go
+    sequences of `context` positions, in steps of up to `chunk` rows and speculative spans of up to `verify`, which go
     through the shards in pieces of about `piece` rows (0: as many as usual), where a sequence has `bound` pages of full
     attention at most, and for `branch_pages` pages of each group beside theirs; what is claimed is left free. Raises
     UsageError for more devices than layers, for another number of weights than of devices, and if the heads do not take

@@ -240,8 +240,8 @@ class Stepper:
                 Span(slot, i * rows, rows, start) for i, (slot, start) in enumerate(zip(slots, starts, strict=True))
             ),
             views=self._pages.views(np.array(slots, np.int32), np.repeat(np.array(slots, np.int32), rows), positions),
-            wanted=wanted_rows,
-            full=np.zeros(len(wanted_rows), np.bool_),
+            output_rows=wanted_rows,
+            needs_logits=np.zeros(len(wanted_rows), np.bool_),
         )
         output = self._backend.forward(step)
         for index, slot in enumerate(slots):

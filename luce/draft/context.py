@@ -142,9 +142,9 @@ class Context:
             positions=positions,
             spans=tuple(spans),
             views=tuple(self._view(index, spans, *places, sees) for index in range(len(self._rings))),
-            wanted=wanted,
-            full=np.zeros(len(wanted), np.bool_),
-            top=np.ones(len(wanted), np.bool_) if top else None,
+            output_rows=wanted,
+            needs_logits=np.zeros(len(wanted), np.bool_),
+            needs_candidates=np.ones(len(wanted), np.bool_) if top else None,
         )
 
     def empty(self, device: Device, rows: int, spans: int, longest: int, wanted: int, *, sees: bool) -> DeviceStep:

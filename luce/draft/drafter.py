@@ -73,8 +73,8 @@ class Drafter(Protocol):
     def observe(self, spans: Sequence[Span]) -> None:
         """These rows are in the target's cache, or came back to it from a snapshot: of a drafter that reads the
         target's features, they are in its ring (luce.layers.features). The device may still be at them: what a drafter
-        queues there now comes behind. Rows of a tentative span may be run again with other tokens; what is committed,
-        `propose` tells. A span at a position below one that was told before rewinds. `behind` of a tentative span,
+        queues there now comes behind. Rows of a speculative span may be run again with other tokens; what is committed,
+        `propose` tells. A span at a position below one that was told before rewinds. `ancestors` of a speculative span,
         which here is no branch: it is a tree.
         """
 

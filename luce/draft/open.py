@@ -27,7 +27,7 @@ from luce.ops.deltanet import RECURRENT_ROWS
 from luce.runtime.device import Device, DeviceName
 from luce.runtime.host import HostDevice
 from luce.runtime.open import named, open_all
-from luce.runtime.step import TREE
+from luce.runtime.step import MAX_TREE_ROWS
 from luce.shard.shard import Shard
 
 
@@ -97,7 +97,7 @@ def verified_rows(config: Config) -> int:
 
 def branch_pages(config: Config) -> int:
     """Pages of each group for branches of trees: two for each row of a step that may be a branch."""
-    return 2 * (TREE - 1) if config.ddtree else 0
+    return 2 * (MAX_TREE_ROWS - 1) if config.ddtree else 0
 
 
 def plan_drafter(
@@ -146,7 +146,7 @@ def open_drafter(
     keep = config.draft_residency != "request-scoped"
     facts = recipe.facts | {f"{name}_bytes": size for name, size in plan.sizes.items()}
     if config.ddtree:
-        facts |= {"ddtree_budget": min(config.ddtree_budget, TREE - 1)}
+        facts |= {"ddtree_budget": min(config.ddtree_budget, MAX_TREE_ROWS - 1)}
     # Of a drafter in a daemon here too, where the rings of all slots outlive the daemon.
     ring = target.ring(HostDevice() if plan.remote else device, recipe.layers) if recipe.layers else None
     claims = plan.claims(allocated=True)

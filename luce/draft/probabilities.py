@@ -43,8 +43,8 @@ def one_by_one(asked: Sequence[Draftable], block: int, run: Callable[[int, Int32
     reach = np.ones(len(asked))
     for depth in range(min(block, max(one.most for one in asked))):
         output = run(depth, tokens)
-        assert output.top is not None
-        tokens, sure = output.ids, chances(output.top)
+        assert output.candidates is not None
+        tokens, sure = output.ids, chances(output.candidates)
         for (ids, own), one, token, chance in zip(found, asked, tokens.tolist(), sure.tolist(), strict=True):
             if depth < one.most:
                 ids.append(token)

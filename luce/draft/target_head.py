@@ -12,7 +12,7 @@ from luce.layers.build import LayerBuilder
 from luce.models.spec import ModelSpec
 from luce.ops.sample import chosen
 from luce.runtime.device import Array, Device
-from luce.runtime.step import TOP, Int32, Output
+from luce.runtime.step import MAX_CANDIDATES, Int32, Output
 from luce.shard.shard import Pending
 
 
@@ -45,7 +45,7 @@ class Ends:
             return rows
         return self.device.upload(rows if isinstance(rows, np.ndarray) else self.first.device.download(rows))
 
-    def project(self, rows: Array, *, top: int = TOP, scale: float = 0.0, softcap: float = 0.0) -> Pending:
+    def project(self, rows: Array, *, top: int = MAX_CANDIDATES, scale: float = 0.0, softcap: float = 0.0) -> Pending:
         """Queue the target's head on float32 [n, hidden] on the draft's device: ids and `top` candidates of each row.
 
         With a scale also the candidates' norms, as luce.ops.sample.likeliest has them.

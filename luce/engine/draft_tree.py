@@ -60,11 +60,11 @@ def in_rows(proposal: Proposal, count: int) -> tuple[Proposal, tuple[int, ...]]:
 
 
 def whole(spans: Sequence[Span]) -> list[Span]:
-    """A step's spans with each tree as one, of all of its rows, which has `behind` of its last branch."""
+    """A step's spans with each tree as one, of all of its rows, which has `ancestors` of its last branch."""
     found: list[Span] = []
     for span in spans:
-        if span.behind:
-            found[-1] = replace(found[-1], rows=found[-1].rows + span.rows, behind=span.behind)
+        if span.ancestors:
+            found[-1] = replace(found[-1], rows=found[-1].rows + span.rows, ancestors=span.ancestors)
         else:
             found.append(span)
     return found
@@ -72,17 +72,17 @@ def whole(spans: Sequence[Span]) -> list[Span]:
 
 @dataclass(frozen=True)
 class Branch:
-    """Rows [first, last] of a tree, each the child of the one before it; `behind`: the rows from the root to the parent
-    of the first one."""
+    """Rows [first, last] of a tree, each the child of the one before it; `ancestors`: the rows from the root to the
+    parent of the first one."""
 
     first: int
     last: int
-    behind: tuple[int, ...] = ()
+    ancestors: tuple[int, ...] = ()
 
     @property
     def depth(self) -> int:
         """Rows between the root and the first one, the root's included."""
-        return len(self.behind)
+        return len(self.ancestors)
 
 
 def branches(parents: Sequence[int]) -> tuple[Branch, ...]:
@@ -107,12 +107,12 @@ def depth(parents: Sequence[int]) -> int:
 def spans(parents: Sequence[int], root: Span) -> list[Span]:
     """The spans of a tree; `root` has the place and the position of the root, and what was accepted before it."""
     first, *others = branches(parents)
-    made = [replace(root, rows=first.last + 1, tentative=True)]
+    made = [replace(root, rows=first.last + 1, speculative=True)]
     for branch in others:
-        behind = tuple(root.start + row for row in branch.behind)
+        ancestors = tuple(root.start + row for row in branch.ancestors)
         start, position = root.start + branch.first, root.position + branch.depth
         rows = branch.last - branch.first + 1
-        made.append(Span(root.slot, start, rows, position, tentative=True, behind=behind))
+        made.append(Span(root.slot, start, rows, position, speculative=True, ancestors=ancestors))
     return made
 
 
@@ -127,16 +127,16 @@ def own_pages(view: PageView, group: PageTable, spans: Sequence[Span]) -> tuple[
     taken: Taken = {}
     spare = iter(group.branch_pages)
     for index, span in enumerate(spans):
-        if not span.behind:
+        if not span.ancestors:
             continue
-        root = span.position - len(span.behind)
+        root = span.position - len(span.ancestors)
         entries = range(root // PAGE, (span.position + span.rows - 1) // PAGE + 1)
         pages = taken[span.start] = {entry: next(spare) for entry in entries}
         # Where the positions from the first of these pages on lie, up to the branch, and are to lie.
         before = np.arange(entries.start * PAGE, root, dtype=np.int32)
         # The pages from the root's on are there, whatever is missing before them.
         low = int(np.searchsorted(view.first[index, : count[index]], entries.start * PAGE)) - entries.start
-        old = np.concatenate([table[index, before // PAGE + low] * PAGE + before % PAGE, dest[list(span.behind)]])
+        old = np.concatenate([table[index, before // PAGE + low] * PAGE + before % PAGE, dest[list(span.ancestors)]])
         for entry, page in pages.items():
             table[index, entry + low] = page
         count[index] = entries.stop + low

@@ -36,8 +36,8 @@ class Row:
 def rows_of(part: StepShare, output: Output) -> list[Row]:
     """The wanted rows of a sequence's share of a step."""
     ids, logits, top = output.ids[part.ids].tolist(), output.logits[part.logits], None
-    if output.top is not None and part.top.stop > part.top.start:
-        top = list(zip(output.top.ids[part.top], output.top.logits[part.top], strict=True))
+    if output.candidates is not None and part.top.stop > part.top.start:
+        top = list(zip(output.candidates.ids[part.top], output.candidates.logits[part.top], strict=True))
     return [
         Row(token, logits[row] if len(logits) else None, None if top is None else top[row])
         for row, token in enumerate(ids)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from luce.engine.events import SamplingParams
 from luce.errors import BackendError, RequestError
 from luce.ops.sample import largest
-from luce.runtime.step import TOP
+from luce.runtime.step import MAX_CANDIDATES
 
 Logits = NDArray[np.float32]
 
@@ -38,8 +38,8 @@ def needs_logits(params: SamplingParams) -> bool:
 
 
 def needs_candidates(params: SamplingParams) -> bool:
-    """Whether the largest TOP logits are enough to choose a token by, and more than its argmax is needed."""
-    return params.temperature > 0 and 0 < params.top_k <= TOP and not _changes_or_reports(params)
+    """Whether the largest MAX_CANDIDATES logits are enough to choose a token by, and more than its argmax is needed."""
+    return params.temperature > 0 and 0 < params.top_k <= MAX_CANDIDATES and not _changes_or_reports(params)
 
 
 def _changes_or_reports(params: SamplingParams) -> bool:

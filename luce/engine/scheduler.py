@@ -47,7 +47,7 @@ class Sequence:
     question  the prompt's last rows that no step reads together with those before them
     deadline, queue_deadline  in the caller's time: when it is `expired`, and `overdue` if it still waits then
 
-    What the scheduler keeps: `done` positions are in the cache, of which the last `accepted` are rows of a tentative
+    What the scheduler keeps: `done` positions are in the cache, of which the last `accepted` are rows of a speculative
     span that recurrent states have not been taken through, the rows `path` of it if these are not its first ones;
     `slot` is None while it waits; `served` is the number of the last turn in which its prompt got on, and `due` of the
     first one since then for which there was no room.
@@ -354,9 +354,9 @@ class Scheduler:
             positions=positions,
             spans=tuple(spans),
             views=views,
-            wanted=np.array(wanted, np.int32),
-            full=np.array(full, np.bool_),
-            top=np.array(top, np.bool_),
+            output_rows=np.array(wanted, np.int32),
+            needs_logits=np.array(full, np.bool_),
+            needs_candidates=np.array(top, np.bool_),
         )
         return Plan(step, tuple(parts), tuple(failed))
 

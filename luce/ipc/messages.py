@@ -6,7 +6,7 @@
     Forward  -> Done      its input is there; input and output lie in shared memory, or in the messages
     Embed    -> Embedded  rows of the token table
     Project  -> Done      the head's product with rows
-    Accept   -> Done      rows of a tentative span count
+    Accept   -> Done      rows of a speculative span count
     Seal     -> Done      pages of a sequence that nobody writes to any more can be ranked
     Unseal   -> Done      nobody is going to ask for them
     Rank     -> Ranked    which of them matter
@@ -70,7 +70,7 @@ class Hello(msgspec.Struct, tag=True):
 class Load(msgspec.Struct, tag=True):
     """Layers [begin, end) of a file for each device; `fingerprint` of the file as the server sees it.
 
-    verify: most rows of a tentative span or a tree. captured: layers whose output is handed on, by the last one too.
+    verify: most rows of a speculative span or a tree. captured: layers whose output is handed on, by the last one too.
     ranked: whether pages can be sealed. spare: bytes of each device in which matrices may be kept unpacked. rows: most
     rows of a Forward. arena: bytes of the shared memory, whose descriptor follows if `shared`. wire: one of
     luce.remote.activation_codec.WIRES, if it is not.
@@ -177,7 +177,7 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Accept(msgspec.Struct, tag=True):
-    """These rows of the slot's tentative spans count."""
+    """These rows of the slot's speculative spans count."""
 
     slot: int
     rows: tuple[int, ...]

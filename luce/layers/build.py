@@ -41,7 +41,7 @@ _PER_LAYER_PARTS = {
 
 class LayerBuilder:
     """Builds the layers `layers` of one shard. `pages` per page group, `slots`, the types `kv` and the rows of
-    tentative spans, `verify`, size the states."""
+    speculative spans, `verify`, size the states."""
 
     def __init__(
         self,

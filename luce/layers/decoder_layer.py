@@ -163,8 +163,8 @@ class Head:
 
     def __call__(self, stream: Residual, step: DeviceStep) -> Array:
         """float32 [wanted, vocab]."""
-        if step.shape.wanted < step.shape.rows:
-            stream = Residual(self.device, take_rows(self.device, stream.settle(), step.wanted))
+        if step.shape.output_rows < step.shape.rows:
+            stream = Residual(self.device, take_rows(self.device, stream.settle(), step.output_rows))
         logits = self.project(stream.norm(self.norm, self.eps, self.weight))
         if self.softcap:
             softcap(self.device, logits, self.softcap)

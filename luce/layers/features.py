@@ -20,8 +20,8 @@ class FeatureRing:
     rows    bfloat16 as uint16 [slots * capacity, len(layers) * hidden]: row slot * capacity + position % capacity has
             the layers' values side by side
 
-    A row holds what ran last at its position, whether it counted or not: so rows of a tentative span take the places of
-    the oldest positions. Rows of a tree take those of as many positions as it has rows, one behind another, until
+    A row holds what ran last at its position, whether it counted or not: so rows of a speculative span take the places
+    of the oldest positions. Rows of a tree take those of as many positions as it has rows, one behind another, until
     `move` puts those that count to where they belong. Rows of positions that did not run since the sequence began in
     the slot are another sequence's, or zeros.
     """
@@ -45,9 +45,9 @@ class FeatureRing:
             kept = min(span.rows, self.capacity)
             own = slice(span.start + span.rows - kept, span.start + span.rows)
             places = step.positions[own]
-            if span.behind:
+            if span.ancestors:
                 # Behind the rows of the step that the tree has before the branch, not behind those of its path.
-                places = places + np.int32(span.start - span.behind[0] - len(span.behind))
+                places = places + np.int32(span.start - span.ancestors[0] - len(span.ancestors))
             dest[own] = span.slot * self.capacity + places % self.capacity
         to = self.device.upload(dest)
         for index, rows in enumerate(outputs):

@@ -40,7 +40,7 @@ class KVPool:
 class DeltaState:
     """memory: float32 [slots, value_heads, d_v, d_k]; past: float32 [slots, value_heads, K-1, 3, d], the convolution's
     inputs before: of the q, k and v that a value head reads. kept and fades: float32 [slots, value_heads, verify, 5, d]
-    and [slots, value_heads, verify], the rows of a tentative span. See luce.ops.deltanet."""
+    and [slots, value_heads, verify], the rows of a speculative span. See luce.ops.deltanet."""
 
     memory: Array
     past: Array
@@ -49,7 +49,7 @@ class DeltaState:
 
     @classmethod
     def allocate(cls, device: Device, spec: GatedDeltaNet, slots: int, verify: int = 0) -> DeltaState:
-        """States of `slots` sequences, whose tentative spans have at most `verify` rows."""
+        """States of `slots` sequences, whose speculative spans have at most `verify` rows."""
         heads, d = spec.value_heads, spec.head_dim
         return cls(
             device.zeros((slots, heads, d, d)),

@@ -66,7 +66,7 @@ def gated_delta_net(
     that it reads. Both are updated. -> float32 [n, value_heads d]; with a group for `in_bytes`, of n <= 16 rows on
     a GPU: quantised, if one kernel can do that as well.
 
-    A tentative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past as they were before it. To kept
+    A speculative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past as they were before it. To kept
     float32 [slots, value_heads, most, 5, d] go its rows' inputs, the keys that the device makes of them and the u, to
     fades float32 [slots, value_heads, most] the e^g. A span that accepts rows takes memory and past through them first,
     to the same bits as a span of these rows; one without rows of its own does only that. In a tree a row's state is its
@@ -153,20 +153,20 @@ def _host(
     c = np.empty((n, channels), np.float32)
     g = weights.decay * host_softplus(alpha + weights.dt_bias)
     b = host_sigmoid(beta)
-    for (slot, start, rows, position), (_, tentative), (_, behind) in zip(table, pending, paths, strict=True):
+    for (slot, start, rows, position), (_, speculative), (_, behind) in zip(table, pending, paths, strict=True):
         own = slice(start, start + rows)
         inputs = _inputs(past[slot], key_heads) if position else np.zeros((before, channels), np.float32)
         inputs = np.concatenate((inputs, x[behind, :channels]))[len(behind) :]
         after = _convolve(x[own, :channels], weights, inputs, c[own])
-        if tentative:
+        if speculative:
             own_kept = _in_tree(start, rows, behind)
             kept[slot, :, own_kept, :3] = _of_heads(x[own, :channels], key_heads, heads)
         else:
             past[slot] = _of_heads(after, key_heads, heads)
     q, k, v = _vectors(c, key_heads, d)
     out = np.empty((n, heads, d), np.float32)
-    for (slot, start, rows, position), (_, tentative), (_, behind) in zip(table, pending, paths, strict=True):
-        state = memory[slot].copy() if tentative else memory[slot]
+    for (slot, start, rows, position), (_, speculative), (_, behind) in zip(table, pending, paths, strict=True):
+        state = memory[slot].copy() if speculative else memory[slot]
         s = state.swapaxes(1, 2)
         if not position:
             s[...] = 0
@@ -176,7 +176,7 @@ def _host(
                 given = q[behind], k[behind], v[behind], g[behind], b[behind]
                 _recurrent(*given, s, np.empty_like(v[behind]), None)
             keep = None
-            if tentative:
+            if speculative:
                 own_kept = _in_tree(start, rows, behind)
                 keep = kept[slot, :, own_kept], fades[slot, :, own_kept]
             _recurrent(q[own], k[own], v[own], g[own], b[own], s, out[own], keep)
@@ -194,7 +194,7 @@ def _host(
 
 
 def _in_tree(start: int, rows: int, behind: Sequence[int]) -> slice:
-    """The numbers of a tentative span's rows among the rows that its slot keeps."""
+    """The numbers of a speculative span's rows among the rows that its slot keeps."""
     first = start - behind[0] if behind else 0
     return slice(first, first + rows)
 

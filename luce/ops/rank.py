@@ -8,7 +8,7 @@ from luce.ops.kvtype import dequantise, kernel_type
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, Int32, SpanArrays
 
-#: queries of a slot that are kept, as in kernels/rank.cu: rows of a tentative span, any of which may be the newest
+#: queries of a slot that are kept, as in kernels/rank.cu: rows of a speculative span, any of which may be the newest
 KEPT = 16
 #: keys that lie side by side and are described together, as there
 GROUP = 16

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.runtime.device import Array, Device
-from luce.runtime.step import TOP, Candidates, Int32
+from luce.runtime.step import MAX_CANDIDATES, Candidates, Int32
 
 # Columns that one block searches: a vocabulary of 248320 becomes 61 blocks, enough to draw on the whole memory's rate.
 _PART = 4096
@@ -39,12 +39,13 @@ def argmax(device: Device, logits: Array) -> Array:
 
 
 def top(device: Device, logits: Array) -> Array:
-    """The TOP largest logits of each row, float32 [m, vocab] (any row stride), as keys uint64 [m, min(TOP, vocab)].
+    """The MAX_CANDIDATES largest logits of each row, float32 [m, vocab] (any row stride), as keys uint64 [m,
+    min(MAX_CANDIDATES, vocab)].
 
     In order: the larger logit, then the lower index; NaN comes before all. `candidates` reads the keys.
     """
     m, vocab = logits.shape
-    count = min(TOP, vocab)
+    count = min(MAX_CANDIDATES, vocab)
     if device.host:
         keys = np.empty((m, count), np.uint64)
         for row, out in zip(logits, keys, strict=True):
@@ -55,13 +56,13 @@ def top(device: Device, logits: Array) -> Array:
     if not m:
         return device.empty((0, count), np.uint64)
     parts = -(-vocab // _TOP_PART)
-    out = device.empty((m, parts, TOP), np.uint64)
+    out = device.empty((m, parts, MAX_CANDIDATES), np.uint64)
     sizes = (np.int32(vocab), np.int32(logits.strides[0] // 4))
     device.launch("top", "top_of_logits", (parts, m), _THREADS, (logits, out, *sizes))
     while parts > 1:
-        left = parts * TOP
+        left = parts * MAX_CANDIDATES
         parts = -(-left // _TOP_PART)
-        fewer = device.empty((m, parts, TOP), np.uint64)
+        fewer = device.empty((m, parts, MAX_CANDIDATES), np.uint64)
         device.launch("top", "top_of_keys", (parts, m), _THREADS, (out, fewer, np.int32(left)))
         out = fewer
     return out[:, 0, :count]

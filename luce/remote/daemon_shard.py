@@ -52,7 +52,7 @@ from luce.remote.shared_layout import ANSWER, Answer, shared_size
 from luce.remote.validate import check_pages, check_step, is_path, load_layers, within
 from luce.runtime.device import Array, Device, Event, Flag
 from luce.runtime.host import HostDevice, HostEvent
-from luce.runtime.step import TOP, Int32, Output, Step
+from luce.runtime.step import MAX_CANDIDATES, Int32, Output, Step
 from luce.runtime.transfer import DEPTH, Link, Passage
 from luce.shard.local import LocalShard
 from luce.shard.pipeline import Chain, Ran
@@ -250,14 +250,14 @@ class ServedModel:
         if message.given is not None and not (self.words and self.takes):
             raise BackendError("there is no input that a device here could wait for")
         inside = 0 <= message.answer <= len(self.arena.memory) - ANSWER and message.answer % 64 == 0
-        if message.told is not None and not (self.words and self._last and inside and len(message.step.wanted)):
+        if message.told is not None and not (self.words and self._last and inside and len(message.step.output_rows)):
             raise BackendError(f"place {message.answer} is none for an output, or there is none")
 
     def forward(self, message: Announce, there: Event) -> Work:
         """Queue a step whose input is there when the event has happened."""
         step, chain = message.step, self.chain
         self._going[id(step)] = message, there
-        if len(self.devices) == 1 or (len(step.wanted) and chain.idle and chain.failure is None):
+        if len(self.devices) == 1 or (len(step.output_rows) and chain.idle and chain.failure is None):
             # A thread takes tens of microseconds to wake.
             result, over = chain.through(step)
             return Work(over, lambda: self._done(message, result))
@@ -333,7 +333,11 @@ class ServedModel:
     def project(self, message: Project) -> Output:
         """The head's product with rows."""
         self.chain.wait()
-        if message.hidden.ndim != 2 or message.hidden.shape[1] != self.spec.hidden or not 0 <= message.top <= TOP:
+        if (
+            message.hidden.ndim != 2
+            or message.hidden.shape[1] != self.spec.hidden
+            or not 0 <= message.top <= MAX_CANDIDATES
+        ):
             raise BackendError(f"rows of shape {message.hidden.shape} and {message.top} candidates cannot be projected")
         if not (0 <= message.scale < math.inf and 0 <= message.softcap < math.inf):
             raise BackendError(f"no norms of logits times {message.scale}, capped at {message.softcap}")
@@ -368,11 +372,11 @@ class ServedModel:
         return np.concatenate([shard.rank(message.slot, message.position, entries) for shard in self.chain.shards])
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
-        """These rows of a tentative span or a tree count."""
+        """These rows of a speculative span or a tree count."""
         self.chain.wait()
         check_pages(self.load, slot)
         if not is_path(rows, self.load.verify):
-            raise BackendError(f"rows {rows} cannot be accepted, tentative spans have up to {self.load.verify}")
+            raise BackendError(f"rows {rows} cannot be accepted, speculative spans have up to {self.load.verify}")
         for shard in self.chain.shards:
             shard.accept(slot, rows)
 

@@ -43,7 +43,7 @@ from luce.remote.saved_state import RemoteSavedState
 from luce.remote.shared_layout import ANSWER, OUTPUTS, Answer, shared_size
 from luce.runtime.device import Array, Device, Event, Flag
 from luce.runtime.host import HostEvent
-from luce.runtime.step import TOP, Int32, Output, Step
+from luce.runtime.step import MAX_CANDIDATES, Int32, Output, Step
 from luce.shard.saved_state import Piece, SavedState, layer_of
 from luce.shard.shard import Activation, Captured, DaemonState, Pending, ShardInfo
 from luce.shard.sizes import handed_widths, mirrored
@@ -243,7 +243,7 @@ class RemoteShard:
 
     def _answers(self, step: Step) -> bool:
         """Whether the output of a step can come through shared memory."""
-        if not self._last or not len(step.wanted) or (self._reader is not None and not self._reader.read):
+        if not self._last or not len(step.output_rows) or (self._reader is not None and not self._reader.read):
             return False
         # What was captured is handed to a drafter in the order of the steps.
         if self._capturing is not None and not self._capturing.over:
@@ -270,7 +270,7 @@ class RemoteShard:
             self._taken += step.rows * self._taken_row
         elif handed is not None:
             data = self._wires[0].pack(self._arena.memory[announced.source :], step.rows)
-        rows = len(step.wanted)
+        rows = len(step.output_rows)
         request = self._requests.ask(
             Forward(data),
             seconds=PER_ROW * step.rows,
@@ -312,7 +312,7 @@ class RemoteShard:
             if reply.output is None:
                 raise GarbageError("it projected nothing")
             self._check_output(reply.output, rows, rows if logits else 0, (rows if top else 0, top))
-            found = reply.output.top
+            found = reply.output.candidates
             if scale and found is not None and (found.norms is None or found.norms.shape != (rows,)):
                 raise GarbageError("it projected candidates without norms")
 
@@ -413,7 +413,7 @@ class RemoteShard:
         if announced.told is not None and not announced.told.happened():
             raise GarbageError("it is done without the output")
         if reply.output is not None:
-            if len(step.wanted):
+            if len(step.output_rows):
                 self._check_step(reply.output, step)
             self._hand_captured(step, announced)
 
@@ -435,12 +435,14 @@ class RemoteShard:
 
     def _check_step(self, output: Output, step: Step) -> None:
         """Raises GarbageError unless it is an output of the step."""
-        top = 0 if step.top is None else int(np.count_nonzero(step.top))
-        self._check_output(output, len(step.wanted), int(np.count_nonzero(step.full)), (top, TOP))
+        top = 0 if step.needs_candidates is None else int(np.count_nonzero(step.needs_candidates))
+        self._check_output(
+            output, len(step.output_rows), int(np.count_nonzero(step.needs_logits)), (top, MAX_CANDIDATES)
+        )
 
     def _check_output(self, output: Output, rows: int, full: int, asked: tuple[int, int]) -> None:
         """Raises GarbageError unless there are ids of `rows` rows, logits of `full`, and (rows, count) candidates."""
-        ids, logits, top = output.ids, output.logits, output.top
+        ids, logits, top = output.ids, output.logits, output.candidates
         shape = asked[0], min(asked[1], self._vocab)
         if ids.shape != (rows,) or logits.shape != (full, self._vocab):
             raise GarbageError(f"it returned ids {ids.shape} and logits {logits.shape} for {rows} rows")
@@ -450,7 +452,7 @@ class RemoteShard:
 
     def _check_ids(self, output: Output) -> None:
         """Raises GarbageError if there is no such token."""
-        for ids in (output.ids, *([] if output.top is None else [output.top.ids])):
+        for ids in (output.ids, *([] if output.candidates is None else [output.candidates.ids])):
             # Negative ones are larger than all. NumPy takes 15 us to find the largest of one.
             values = ids.view(np.uint32).ravel()
             if (max(values.tolist(), default=0) if values.size <= 64 else values.max()) >= self._vocab:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from luce.errors import BackendError
 from luce.ipc.arena import arena_size
 from luce.ops.sample import candidates
-from luce.runtime.step import TOP, Output, Step
+from luce.runtime.step import MAX_CANDIDATES, Output, Step
 from luce.runtime.transfer import DEPTH
 
 #: Places for what is handed on. One more than a link has: when a step is asked for, the copy of what the one before the
@@ -25,7 +25,7 @@ OUTPUTS = DEPTH + 1
 #: bytes for an output in shared memory: the candidates of many rows, or the logits of one
 ANSWER = 1 << 20
 #: fields of a step that Answer knows: an output has more if a step has others
-_ANSWERED = {"tokens", "positions", "spans", "views", "wanted", "full", "top"}
+_ANSWERED = {"tokens", "positions", "spans", "views", "output_rows", "needs_logits", "needs_candidates"}
 _UNANSWERED = [field for field in fields(Step) if field.name not in _ANSWERED]
 
 
@@ -45,17 +45,17 @@ class Answer:
     def __init__(self, step: Step, vocab: int, memory: NDArray[np.uint8]) -> None:
         if any(getattr(step, field.name) is not field.default for field in _UNANSWERED):
             raise BackendError("the output of this step has parts that have no place in shared memory")
-        asked = 0 if step.top is None else int(np.count_nonzero(step.top))
+        asked = 0 if step.needs_candidates is None else int(np.count_nonzero(step.needs_candidates))
         self.parts: list[NDArray[Any]] = []
         at = 0
         for rows, columns, dtype in (
-            (len(step.wanted), (), np.int32),
-            (int(np.count_nonzero(step.full)), (vocab,), np.float32),
-            *([(asked, (min(TOP, vocab),), np.uint64)] if asked else ()),
+            (len(step.output_rows), (), np.int32),
+            (int(np.count_nonzero(step.needs_logits)), (vocab,), np.float32),
+            *([(asked, (min(MAX_CANDIDATES, vocab),), np.uint64)] if asked else ()),
         ):
             size = rows * math.prod(columns) * np.dtype(dtype).itemsize
             if at + size > len(memory):
-                raise BackendError(f"the output of {len(step.wanted)} rows does not fit into {len(memory)} bytes")
+                raise BackendError(f"the output of {len(step.output_rows)} rows does not fit into {len(memory)} bytes")
             self.parts.append(memory[at : at + size].view(dtype).reshape(rows, *columns))
             at += -(-size // 64) * 64
         self.size = at

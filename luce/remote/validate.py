@@ -45,23 +45,23 @@ def load_layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
 def check_step(step: Step, vocab: int, load: Load) -> None:
     """Raises BackendError unless all that a step refers to exists."""
     rows = len(step.tokens)
-    shapes = [step.tokens.shape == step.positions.shape == (rows,), rows > 0, step.wanted.ndim == 1]
-    shapes += [step.top is None or step.top.shape == step.wanted.shape]
-    shapes += [step.full.shape == step.wanted.shape, len(step.views) == len(load.pages)]
+    shapes = [step.tokens.shape == step.positions.shape == (rows,), rows > 0, step.output_rows.ndim == 1]
+    shapes += [step.needs_candidates is None or step.needs_candidates.shape == step.output_rows.shape]
+    shapes += [step.needs_logits.shape == step.output_rows.shape, len(step.views) == len(load.pages)]
     at = 0
     root: Span | None = None
     for span in step.spans:
         shapes += [span.start == at, span.rows > 0, span.position >= 0, 0 <= span.slot < load.slots]
-        shapes += [0 <= span.accepted <= load.verify, not span.tentative or span.rows <= load.verify]
-        shapes += [span.position > 0 or not (span.accepted or span.tentative)]
+        shapes += [0 <= span.accepted <= load.verify, not span.speculative or span.rows <= load.verify]
+        shapes += [span.position > 0 or not (span.accepted or span.speculative)]
         shapes += [not span.path or (len(span.path) == span.accepted and is_path(span.path, load.verify))]
-        root = root if span.behind else span
-        if span.behind:
+        root = root if span.ancestors else span
+        if span.ancestors:
             shapes.append(root is not None and _hangs_on(span, root, load.verify))
         at += span.rows
     if not all(shapes) or at != rows:
         raise BackendError("a step whose parts do not fit each other")
-    inside = [within(step.tokens, vocab), within(step.wanted, rows), bool((step.positions >= 0).all())]
+    inside = [within(step.tokens, vocab), within(step.output_rows, rows), bool((step.positions >= 0).all())]
     for view, pages in zip(step.views, load.pages, strict=True):
         spans, width = len(step.spans), view.table.shape[-1] if view.table.ndim == 2 else -1
         if view.table.shape != (spans, width) or view.first.shape != (spans, width):
@@ -86,8 +86,10 @@ def is_path(rows: Sequence[int], most: int) -> bool:
 
 def _hangs_on(span: Span, root: Span, most: int) -> bool:
     """Whether a branch belongs to the tree that begins with another span."""
-    rows, first = [row - root.start for row in span.behind], span.start - root.start
-    same = span.slot == root.slot and span.position == root.position + len(rows) and span.tentative and root.tentative
+    rows, first = [row - root.start for row in span.ancestors], span.start - root.start
+    same = (
+        span.slot == root.slot and span.position == root.position + len(rows) and span.speculative and root.speculative
+    )
     return same and first + span.rows <= most and is_path([*rows, first], most)
 
 

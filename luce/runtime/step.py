@@ -20,9 +20,9 @@ from luce.runtime.device import Array, Device
 #: rows in a KV page
 PAGE = 64
 #: most candidates that a step names for a row's next token
-TOP = 64
+MAX_CANDIDATES = 64
 #: most rows of a tree
-TREE = 16
+MAX_TREE_ROWS = 16
 
 Int32 = NDArray[np.int32]
 
@@ -33,14 +33,15 @@ class Span:
 
     `slot` is the sequence's place in the recurrent states. A span at position 0 starts from a zero state.
 
-    A tentative span leaves the slot's recurrent states as they were before its first row, and its rows' inputs beside
+    A speculative span leaves the slot's recurrent states as they were before its first row, and its rows' inputs beside
     them. The slot's next span, or Backend.accept, says how many of them count: it first applies the first `accepted` of
-    these rows, and its position is behind the last of them. Tentative spans are not at position 0.
+    these rows, and its position is behind the last of them. Speculative spans are not at position 0.
 
-    A tree of up to TREE rows is several tentative spans of a slot, side by side in the step: the first one begins with
-    the root, each of the others, a branch, goes on behind rows of earlier ones, `behind`: rows of the step from the
-    root to the row that the branch hangs on, so that the branch's position is the root's + their number. Of a tree
-    those rows count that `path` names, by their number in it; the first `accepted` ones if it names none.
+    A tree of up to MAX_TREE_ROWS rows is several speculative spans of a slot, side by side in the step: the first one
+    begins with the root, each of the others, a branch, goes on behind rows of earlier ones, its `ancestors`: rows of
+    the step from the root to the row that the branch hangs on, so that the branch's position is the root's + their
+    number. Of a tree those rows count that `path` names, by their number in it; the first `accepted` ones if it names
+    none.
     """
 
     slot: int
@@ -48,9 +49,9 @@ class Span:
     rows: int
     position: int
     accepted: int = 0
-    tentative: bool = False
+    speculative: bool = False
     path: tuple[int, ...] = ()
-    behind: tuple[int, ...] = ()
+    ancestors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,18 +109,18 @@ class Step:
     Rows that go on with replies come before those of prompts, so that they can run without
     them (luce.backend.microbatch).
 
-    wanted  int32 [m]  rows whose next token is wanted, ascending
-    full    bool [m]   of those, the rows whose whole logits are wanted, not only their argmax
-    top     bool [m]   and the rows whose candidates are wanted; None: of none
+    output_rows       int32 [m]  rows whose next token is wanted, ascending
+    needs_logits      bool [m]   of those, the rows whose whole logits are wanted, not only their argmax
+    needs_candidates  bool [m]   and the rows whose candidates are wanted; None: of none
     """
 
     tokens: Int32
     positions: Int32
     spans: tuple[Span, ...]
     views: tuple[PageView, ...]
-    wanted: Int32
-    full: NDArray[np.bool_]
-    top: NDArray[np.bool_] | None = None
+    output_rows: Int32
+    needs_logits: NDArray[np.bool_]
+    needs_candidates: NDArray[np.bool_] | None = None
 
     @property
     def rows(self) -> int:
@@ -129,7 +130,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The largest logits of some rows, in order: ids int32 [t, min(TOP, vocab)], logits float32 of the same shape.
+    """The largest logits of some rows, in order: ids int32 [t, min(MAX_CANDIDATES, vocab)], logits float32 of the same
+    shape.
 
     The lower id first among equals; NaN comes before all numbers. norms float32 [t], if asked for: the log of the sum
     of exp over the row's whole vocabulary.
@@ -144,19 +146,19 @@ class Candidates:
 class Output:
     """What the last shard returns.
 
-    ids int32 [m] (argmax, lowest id on ties), logits float32 [k, vocab] of the full rows, candidates of the `top` rows.
+    ids int32 [m] (argmax, lowest id on ties), logits float32 [k, vocab] and candidates of the rows that need them.
     Fresh arrays in each step.
     """
 
     ids: Int32
     logits: NDArray[np.float32]
-    top: Candidates | None = None
+    candidates: Candidates | None = None
 
     @classmethod
     def joined(cls, outputs: Sequence[Output]) -> Output:
         """The output of a step whose pieces had these outputs, at least one."""
         ids, logits = (np.concatenate([getattr(output, part) for output in outputs]) for part in ("ids", "logits"))
-        tops = [output.top for output in outputs if output.top is not None]
+        tops = [output.candidates for output in outputs if output.candidates is not None]
         if not tops:
             return cls(ids, logits)
         return cls(ids, logits, Candidates(*(np.concatenate([getattr(t, p) for t in tops]) for p in ("ids", "logits"))))
@@ -166,15 +168,15 @@ class Output:
 class StepShape:
     """What the launches of a step may depend on besides the contents of device memory.
 
-    Numbers of rows, spans and wanted rows; rows of the longest span; width of each view's table, and whether the view
-    says which rows of a span are seen; whether a span is tentative or accepts rows; whether there are trees, or paths
+    Numbers of rows, spans and output rows; rows of the longest span; width of each view's table, and whether the view
+    says which rows of a span are seen; whether a span is speculative or accepts rows; whether there are trees, or paths
     of them, and each view's copies. With trees `longest` may be more than it is.
     """
 
     rows: int
     spans: int
     longest: int
-    wanted: int
+    output_rows: int
     widths: tuple[int, ...]
     seen: tuple[bool, ...]
     pending: bool = False
@@ -187,13 +189,13 @@ class StepShape:
         longest = max((span.rows for span in step.spans), default=0)
         widths = tuple(view.table.shape[1] for view in step.views)
         seen = tuple(view.seen is not None for view in step.views)
-        pending = any(span.tentative or span.accepted for span in step.spans)
-        branching = any(span.path or span.behind for span in step.spans)
-        if any(span.behind for span in step.spans):
+        pending = any(span.speculative or span.accepted for span in step.spans)
+        branching = any(span.path or span.ancestors for span in step.spans)
+        if any(span.ancestors for span in step.spans):
             # Trees of all forms shall have few shapes.
             longest = 1 << (longest - 1).bit_length()
         copies = tuple(0 if view.copies is None else len(view.copies) for view in step.views)
-        return cls(step.rows, len(step.spans), longest, len(step.wanted), widths, seen, pending, branching, copies)
+        return cls(step.rows, len(step.spans), longest, len(step.output_rows), widths, seen, pending, branching, copies)
 
     @cached_property
     def size(self) -> int:
@@ -203,8 +205,8 @@ class StepShape:
     @cached_property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         rows, spans = (self.rows,), (self.spans,)
-        shapes = [rows, rows, (self.wanted,), (*spans, 4), (*spans, 2), rows]
-        shapes += [(*spans, 2, 1 + TREE)] if self.branching else []
+        shapes = [rows, rows, (self.output_rows,), (*spans, 4), (*spans, 2), rows]
+        shapes += [(*spans, 2, 1 + MAX_TREE_ROWS)] if self.branching else []
         for width, seen, copies in itertools.zip_longest(self.widths, self.seen, self.copies, fillvalue=0):
             shapes += [(*spans, width), (*spans, width), spans, rows, *([(*rows, 2)] if seen else [])]
             shapes += [(copies, 2)] if copies else []
@@ -228,9 +230,9 @@ def _padded(size: int) -> int:
 @dataclass(frozen=True)
 class SpanArrays:
     """table int32 [spans, 4] with columns slot, start, rows, position; row_span int32 [rows]; longest in rows; pending
-    int32 [spans, 2] with columns accepted, tentative, None if they are all zeros; branches int32 [spans, 2, 1 + TREE],
-    how many there are and then the rows themselves: those that are accepted, which are never left out here, and those
-    that the span is behind; None if there are no trees."""
+    int32 [spans, 2] with columns accepted, speculative, None if they are all zeros; branches int32 [spans, 2, 1 +
+    MAX_TREE_ROWS], how many there are and then the rows themselves: those that are accepted, which are never left out
+    here, and those that the span is behind; None if there are no trees."""
 
     table: Array
     row_span: Array
@@ -243,16 +245,16 @@ class SpanArrays:
 class DeviceStep:
     """A step's arrays on one device, with the shape that launches need on the host.
 
-    tokens, positions: int32 [rows]; wanted: int32 [m]. ropes: rotary tables that layers share. lent: by block, float32
-    [rows, 2 kv_heads head_dim], the rows' keys and then their values, of blocks that layers on other devices borrow
-    from.
+    tokens, positions: int32 [rows]; output_rows: int32 [m]. ropes: rotary tables that layers share. lent: by block,
+    float32 [rows, 2 kv_heads head_dim], the rows' keys and then their values, of blocks that layers on other devices
+    borrow from.
     """
 
     def __init__(self, device: Device, shape: StepShape, memory: Array) -> None:
         """The arrays of a step of `shape` that are, or will be, in `memory`, int32 [shape.size] on the device."""
         self.device = device
         self.shape = shape
-        self.tokens, self.positions, self.wanted, table, pending, row_span, *rest = shape.cut(memory)
+        self.tokens, self.positions, self.output_rows, table, pending, row_span, *rest = shape.cut(memory)
         arrays = iter(rest)
         branches = next(arrays) if shape.branching else None
         self.spans = SpanArrays(
@@ -284,10 +286,10 @@ class DeviceStep:
 def write_step(step: Step, arrays: Sequence[Int32]) -> None:
     """Write a step to what StepShape.cut made of host memory. The shape's tables may be wider than the step's."""
     table: Int32 = np.array([(s.slot, s.start, s.rows, s.position) for s in step.spans], np.int32).reshape(-1, 4)
-    pending: Int32 = np.array([(s.accepted, s.tentative) for s in step.spans], np.int32).reshape(-1, 2)
+    pending: Int32 = np.array([(s.accepted, s.speculative) for s in step.spans], np.int32).reshape(-1, 2)
     row_span = np.repeat(np.arange(len(table), dtype=np.int32), table[:, 2])
-    values = [step.tokens, step.positions, step.wanted, table, pending, row_span]
-    if any(span.path or span.behind for span in step.spans):
+    values = [step.tokens, step.positions, step.output_rows, table, pending, row_span]
+    if any(span.path or span.ancestors for span in step.spans):
         values.append(branches_of(step.spans))
     for view in step.views:
         values += [view.table, view.first, view.count, view.dest, *([] if view.seen is None else [view.seen])]
@@ -298,8 +300,8 @@ def write_step(step: Step, arrays: Sequence[Int32]) -> None:
 
 def branches_of(spans: Sequence[Span]) -> Int32:
     """SpanArrays.branches."""
-    branches = np.zeros((len(spans), 2, 1 + TREE), np.int32)
+    branches = np.zeros((len(spans), 2, 1 + MAX_TREE_ROWS), np.int32)
     for own, span in zip(branches, spans, strict=True):
-        for to, rows in zip(own, (span.path or range(span.accepted), span.behind), strict=True):
+        for to, rows in zip(own, (span.path or range(span.accepted), span.ancestors), strict=True):
             to[: 1 + len(rows)] = [len(rows), *rows]
     return branches

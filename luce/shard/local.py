@@ -62,7 +62,7 @@ class LocalShard:
         on_captured: Captured = lambda step, outputs: None,
         places: Callable[[Step], Sequence[NDArray[Any]] | None] = lambda step: None,
     ) -> None:
-        """`verify`: most rows of a tentative span. `spare`: bytes in which matrices may be kept unpacked. `pieces`:
+        """`verify`: most rows of a speculative span. `spare`: bytes in which matrices may be kept unpacked. `pieces`:
         whether long steps come in pieces, while other GPUs of this process work on others. `on_layer` is called when
         a layer is read, `on_captured` by the last shard where layers are captured. `places`: host memory for the ids,
         the logits and, if there are any, the keys of the candidates of a step, which its output is in then; None: new
@@ -135,12 +135,12 @@ class LocalShard:
         return output
 
     def _output(self, step: Step, left: Sequence[Array]) -> Pending:
-        if not len(step.wanted):
+        if not len(step.output_rows):
             return lambda: Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
         ids, logits, *_ = left
-        arrays = [ids, self._picked(logits, step.full)]
-        if step.top is not None and step.top.any():
-            arrays.append(largest(self.device, self._picked(logits, step.top)))
+        arrays = [ids, self._picked(logits, step.needs_logits)]
+        if step.needs_candidates is not None and step.needs_candidates.any():
+            arrays.append(largest(self.device, self._picked(logits, step.needs_candidates)))
         return self._fetched(arrays, self._places(step))
 
     def _fetched(self, arrays: Sequence[Array], places: Sequence[NDArray[Any]] | None = None) -> Pending:
@@ -205,7 +205,7 @@ class LocalShard:
                 captured.append(output.view(np.float32))
         if self._head is None:
             return (stream.settle(), *embeddings, *(step.lent[donor] for donor in self._lent), *captured)
-        if not step.shape.wanted:
+        if not step.shape.output_rows:
             return tuple(captured)
         logits = self._head(stream, step)
         return argmax(self.device, logits), logits, *captured

@@ -115,13 +115,13 @@ class Shard(Protocol):
         """Queue the head's product with rows that somebody else has normed: the model's norm and softcap are left out.
 
         `hidden` is float32 [n, H], on this shard's device or on the host. The output has the rows' ids; the `top`
-        largest logits of each, at most TOP, if `top` is not 0, and with a `scale` their norms as
+        largest logits of each, at most MAX_CANDIDATES, if `top` is not 0, and with a `scale` their norms as
         luce.ops.sample.likeliest has them; all logits if asked for, else none. Raises BackendError if this is not the
         last shard.
         """
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
-        """Apply these rows of the slot's tentative spans to its recurrent states."""
+        """Apply these rows of the slot's speculative spans to its recurrent states."""
 
     def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         """Keep on the host what `rank` has to know of pages of full attention, full ones, as they are now.

@@ -51,7 +51,7 @@ class StateBytes:
 
 
 def state_bytes(device: Device, spec: ModelSpec, layers: range, kv: KVTypes = AUTO, verify: int = 0) -> StateBytes:
-    """What the layers of a shard keep on a device, for tentative spans of up to `verify` rows.
+    """What the layers of a shard keep on a device, for speculative spans of up to `verify` rows.
 
     Raises UsageError if their heads do not take a type of `kv`.
     """

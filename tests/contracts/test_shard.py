@@ -16,7 +16,7 @@ from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
-from luce.runtime.step import PAGE, TOP
+from luce.runtime.step import MAX_CANDIDATES, PAGE
 from luce.shard.local import LocalShard
 from luce.shard.saved_state import Piece, gathered
 from luce.shard.sizes import handed_widths
@@ -141,23 +141,27 @@ def test_project(backend: LayerSplitBackend, reference: Reference) -> None:
     assert np.abs(output.logits - expected).max() < 1e-5 * np.abs(expected).max()
     assert (output.ids == output.logits.argmax(axis=1)).all()
     order = np.argsort(-output.logits, axis=1, kind="stable")[:, :7]
-    assert output.top is not None and (output.top.ids == order).all()
-    assert (output.top.logits == np.take_along_axis(output.logits, order, axis=1)).all()
+    assert output.candidates is not None and (output.candidates.ids == order).all()
+    assert (output.candidates.logits == np.take_along_axis(output.logits, order, axis=1)).all()
     few = last.project(rows[:1])()
-    assert few.ids.tolist() == output.ids[:1].tolist() and few.logits.shape == (0, len(head)) and few.top is None
-    most = last.project(rows[:2], top=TOP)()
-    assert most.top is not None and most.top.ids.shape == (2, TOP)
-    assert most.top.norms is None
+    assert few.ids.tolist() == output.ids[:1].tolist() and few.logits.shape == (0, len(head)) and few.candidates is None
+    most = last.project(rows[:2], top=MAX_CANDIDATES)()
+    assert most.candidates is not None and most.candidates.ids.shape == (2, MAX_CANDIDATES)
+    assert most.candidates.norms is None
     for scale, softcap in ((1.0, 0.0), (0.5, 4.0)):
-        norms = last.project(rows, top=3, scale=scale, softcap=softcap)().top
+        norms = last.project(rows, top=3, scale=scale, softcap=softcap)().candidates
         values = expected * scale
         values = softcap * np.tanh(values / softcap) if softcap else values
         assert norms is not None and norms.norms is not None
         np.testing.assert_allclose(norms.norms, np.logaddexp.reduce(values, axis=1), rtol=1e-5)
         best = last.project(rows, top=1, scale=scale, softcap=softcap)()
-        assert best.top is not None and best.top.norms is not None and (best.top.norms == norms.norms).all()
-        assert (best.top.ids == order[:, :1]).all() and (best.ids == order[:, 0]).all()
-        assert (best.top.logits[:, 0] == output.logits.max(axis=1)).all()
+        assert (
+            best.candidates is not None
+            and best.candidates.norms is not None
+            and (best.candidates.norms == norms.norms).all()
+        )
+        assert (best.candidates.ids == order[:, :1]).all() and (best.ids == order[:, 0]).all()
+        assert (best.candidates.logits[:, 0] == output.logits.max(axis=1)).all()
     with pytest.raises(BackendError, match="only the last shard projects"):
         first.project(rows)()
     assert last.project(rows)().ids.tolist() == output.ids.tolist()
@@ -200,13 +204,13 @@ def test_candidates_and_logits_of_chosen_rows(backend: LayerSplitBackend, refere
     step = Driver(backend).step((Driver(backend).start(), reference.expected["prompt_17"]))
     rows = np.array([2, 9, 16], np.int32)
     full, top = np.array([False, True, False]), np.array([True, True, False])
-    everything = backend.forward(replace(step, wanted=rows, full=np.ones(3, np.bool_)))
-    some = backend.forward(replace(step, wanted=rows, full=full, top=top))
+    everything = backend.forward(replace(step, output_rows=rows, needs_logits=np.ones(3, np.bool_)))
+    some = backend.forward(replace(step, output_rows=rows, needs_logits=full, needs_candidates=top))
     assert np.array_equal(some.ids, everything.ids) and np.array_equal(some.logits, everything.logits[full])
-    order = np.argsort(-everything.logits[top], axis=1, kind="stable")[:, :TOP]
-    assert some.top is not None and np.array_equal(some.top.ids, order)
-    nothing = backend.forward(replace(step, wanted=rows[:0], full=full[:0], top=None))
-    assert not len(nothing.ids) and not len(nothing.logits) and nothing.top is None
+    order = np.argsort(-everything.logits[top], axis=1, kind="stable")[:, :MAX_CANDIDATES]
+    assert some.candidates is not None and np.array_equal(some.candidates.ids, order)
+    nothing = backend.forward(replace(step, output_rows=rows[:0], needs_logits=full[:0], needs_candidates=None))
+    assert not len(nothing.ids) and not len(nothing.logits) and nothing.candidates is None
 
 
 def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> None:
@@ -230,7 +234,7 @@ def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> N
 
 
 def test_pages_are_ranked_alike_wherever_layers_are(backend: LayerSplitBackend, reference: Reference) -> None:
-    """As one shard ranks them; the row that asks may be any of a tentative span."""
+    """As one shard ranks them; the row that asks may be any of a speculative span."""
     prompt = reference.expected["prompt_long"]
     with ExitStack() as stack:
         file = stack.enter_context(open_gguf(reference.path))

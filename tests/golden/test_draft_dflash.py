@@ -108,7 +108,7 @@ def test_blocks_of_a_run(name: str, device: str, stack: ExitStack, request: pyte
     for step, committed in enumerate(expected["committed"][:steps].tolist()):
         # The target computed all rows of the last verification, whether they count or not. GPUs read them at once.
         end = min(committed + 3, len(captured))
-        drafted.tell(0, captured, told, end, tentative=told > 0)
+        drafted.tell(0, captured, told, end, speculative=told > 0)
         assert drafted.model.context.remembered(0).stop == (told if own.host or not told else end)
         told = committed
         block = drafted.propose(0, tokens[: committed + 1])
@@ -124,14 +124,14 @@ def test_what_is_not_read_before_it_counts(stack: ExitStack) -> None:
     drafted.propose(0, tokens[:18])
     context = drafted.model.context
     # A tree, whose rows lie elsewhere; and rows behind some that nobody has read.
-    drafted.tell(0, captured, 17, 22, tentative=True, behind=(0,))
+    drafted.tell(0, captured, 17, 22, speculative=True, ancestors=(0,))
     assert context.remembered(0) == range(17)
-    drafted.tell(0, captured, 19, 22, tentative=True)
+    drafted.tell(0, captured, 19, 22, speculative=True)
     assert context.remembered(0) == range(17)
     # Those that fit are read, and go when other rows take their places.
-    drafted.tell(0, captured, 17, 25, tentative=True)
+    drafted.tell(0, captured, 17, 25, speculative=True)
     assert context.remembered(0) == range(25)
-    drafted.tell(0, captured, 20, 24, tentative=True)
+    drafted.tell(0, captured, 20, 24, speculative=True)
     assert context.remembered(0) == range(24)
 
 

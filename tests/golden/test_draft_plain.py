@@ -66,7 +66,7 @@ def test_what_was_read_is_not_read_again(name: str, stack: ExitStack, monkeypatc
     forward = LocalShard.forward
 
     def counted(self: LocalShard, step: Step, *given: Any) -> Any:
-        told.append(step.rows if not len(step.wanted) else 0)
+        told.append(step.rows if not len(step.output_rows) else 0)
         return forward(self, step, *given)
 
     monkeypatch.setattr(LocalShard, "forward", counted)
@@ -74,7 +74,7 @@ def test_what_was_read_is_not_read_again(name: str, stack: ExitStack, monkeypatc
     for accepted in (1, 3, 2, 5, 1):
         propose(model, tokens[:at])
         # The seed and what is proposed behind it are verified.
-        model.observe([Span(0, 0, 6, at - 1, tentative=True)])
+        model.observe([Span(0, 0, 6, at - 1, speculative=True)])
         found.append(sum(told))
         told.clear()
         at += accepted

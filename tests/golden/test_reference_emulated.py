@@ -66,7 +66,7 @@ def test_replies_do_not_depend_on_prompts_that_are_read(name: str, make_driver: 
     work = driver.step((beside, prompt[[6, 8, 9]]), (other, read))
     beside.length -= 3
     guess, *prompts = work.spans
-    step = replace(work, spans=(replace(guess, tentative=True), *prompts))
+    step = replace(work, spans=(replace(guess, speculative=True), *prompts))
     verified = driver.backend.forward(step).logits[:3]
     driver.accept(beside, 1)
     (last, _) = driver.feed((beside, prompt[7:8]), (reader, read[:6]))

@@ -108,11 +108,13 @@ def test_some_rows_want_candidates(make_driver: MakeDriver) -> None:
     for at in range(0, 12, 4):
         (logits,) = eager.feed((theirs, ids[at : at + 4]))
         step = driver.step((ours, ids[at : at + 4]))
-        output = driver.backend.forward(replace(step, full=np.arange(4) < 2, top=np.arange(4) % 2 == 0))
+        output = driver.backend.forward(
+            replace(step, needs_logits=np.arange(4) < 2, needs_candidates=np.arange(4) % 2 == 0)
+        )
         np.testing.assert_array_equal(output.ids, logits.argmax(axis=1))
         np.testing.assert_array_equal(output.logits, logits[:2])
-        assert output.top is not None
+        assert output.candidates is not None
         expected = np.argsort(-logits[::2], axis=1, kind="stable")[:, :64]
-        np.testing.assert_array_equal(output.top.ids, expected)
-        np.testing.assert_array_equal(output.top.logits, np.take_along_axis(logits[::2], expected, axis=1))
+        np.testing.assert_array_equal(output.candidates.ids, expected)
+        np.testing.assert_array_equal(output.candidates.logits, np.take_along_axis(logits[::2], expected, axis=1))
     assert device.launched == 2

@@ -60,9 +60,9 @@ def test_no_rows(gpu: Device) -> None:
 
 
 @pytest.mark.parametrize("then", [0, 1, 16, 200])
-@pytest.mark.parametrize(("tentative", "accepted"), [(2, 1), (16, 16), (16, 5)])
-def test_tentative_rows(gpu: Device, tentative: int, accepted: int, then: int) -> None:
-    checks.check_rollback(gpu, tentative, accepted, then, heads=6, d=128)
+@pytest.mark.parametrize(("speculative", "accepted"), [(2, 1), (16, 16), (16, 5)])
+def test_speculative_rows(gpu: Device, speculative: int, accepted: int, then: int) -> None:
+    checks.check_rollback(gpu, speculative, accepted, then, heads=6, d=128)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ from luce.remote.daemon import serve
 from luce.remote.shared_layout import shared_size
 from luce.runtime.device import Memory
 from luce.runtime.host import HostDevice
-from luce.runtime.step import TOP, PageView, Span, Step
+from luce.runtime.step import MAX_CANDIDATES, PageView, Span, Step
 from luce.shard import memory_watch
 from luce.shard.local import LocalShard
 from luce.shard.shard import Activation, Pending
@@ -137,8 +137,8 @@ STEP = Step(
     spans=(Span(1, 0, 3, 0),),
     views=(PageView(np.array([[2]], np.int32), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
                     np.arange(128, 131, dtype=np.int32)),),
-    wanted=np.array([2], np.int32),
-    full=np.ones(1, np.bool_),
+    output_rows=np.array([2], np.int32),
+    needs_logits=np.ones(1, np.bool_),
 )  # fmt: skip
 
 
@@ -220,8 +220,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "slot": {"spans": (Span(2, 0, 3, 0),)},
     "rows": {"spans": (Span(1, 0, 4, 0),)},
     "overlap": {"spans": (Span(1, 0, 2, 0), Span(0, 1, 2, 0))},
-    "wanted": {"wanted": np.array([3], np.int32)},
-    "full": {"full": np.ones(2, np.bool_)},
+    "output_rows": {"output_rows": np.array([3], np.int32)},
+    "needs_logits": {"needs_logits": np.ones(2, np.bool_)},
     "no views": {"views": ()},
     "page": view(table=np.array([[4]], np.int32)),
     "table": view(table=np.zeros((2, 1), np.int32)),
@@ -281,7 +281,7 @@ def test_steps(server: Server) -> None:
         Project(rows[0], 1, False, 0, 0),
         Project(rows[:, 1:], 1, False, 0, 0),
         Project(rows, -1, False, 0, 0),
-        Project(rows, TOP + 1, False, 0, 0),
+        Project(rows, MAX_CANDIDATES + 1, False, 0, 0),
         Project(rows, 1, False, -1, 0),
         Project(rows, 1, False, 1, float("nan")),
     ):
@@ -312,7 +312,12 @@ def test_a_shard_gets_the_step_as_it_was_sent(server: Server, monkeypatch: pytes
     monkeypatch.setattr(LocalShard, "forward", watched)
     server.ask(OPEN)
     server.ask(WHOLE)
-    sent = replace(STEP, wanted=np.array([0, 2], np.int32), full=np.array([True, False]), top=np.array([False, True]))
+    sent = replace(
+        STEP,
+        output_rows=np.array([0, 2], np.int32),
+        needs_logits=np.array([True, False]),
+        needs_candidates=np.array([False, True]),
+    )
     server.announce(sent, -1, -1)
     assert isinstance(server.ask(Forward()), Done)
     assert len(seen) == 1 and same(seen[0], sent)
@@ -324,7 +329,7 @@ BOTH = changed(WHOLE, layers=((0, 2), (2, LAYERS)), spare=(0, 0))
 
 def prompts(server: Server, count: int) -> list[Reply]:
     """The answers to so many steps of which no output is wanted, sent one behind the other."""
-    silent = replace(STEP, wanted=STEP.wanted[:0], full=STEP.full[:0])
+    silent = replace(STEP, output_rows=STEP.output_rows[:0], needs_logits=STEP.needs_logits[:0])
     for _ in range(count):
         server.announce(silent, -1, -1)
         server.send(Forward())
@@ -422,7 +427,7 @@ def test_signs_of_life_tell_what_it_is_at(server: Server, monkeypatch: pytest.Mo
     assert isinstance(server.channel.receive(timeout=60)[1], Loaded)
     assert at("", 0).read == 1.0
     go.clear()
-    silent = replace(STEP, wanted=STEP.wanted[:0], full=STEP.full[:0])
+    silent = replace(STEP, output_rows=STEP.output_rows[:0], needs_logits=STEP.needs_logits[:0])
     for _ in range(3):
         server.announce(silent, -1, -1)
         server.send(Forward())

@@ -18,8 +18,8 @@ from luce.shard.saved_state import JoinedSavedState, Piece
 @dataclass
 class Sequence:
     """A sequence as the driver knows it: slot, length, pages of each group in order of position, and how many rows of
-    its last span, which was tentative, are part of that length: of a tree, which ones. branches: of its last tree, the
-    pages of each group that a sequence would have that ends with the row."""
+    its last span, which was speculative, are part of that length: of a tree, which ones. branches: of its last tree,
+    the pages of each group that a sequence would have that ends with the row."""
 
     slot: int
     length: int = 0
@@ -51,18 +51,18 @@ class Driver:
         """One step with the given tokens of each sequence; float32 [len(tokens), vocab] for each, or nothing."""
         step = self.step(*work)
         if not wanted:
-            step = replace(step, wanted=step.wanted[:0], full=step.full[:0])
+            step = replace(step, output_rows=step.output_rows[:0], needs_logits=step.needs_logits[:0])
             assert not len(self.backend.forward(step).ids)
             return []
         return self._logits(step)
 
     def verify(self, *work: tuple[Sequence, NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """The same with tentative spans; `accept` tells which of the rows count."""
+        """The same with speculative spans; `accept` tells which of the rows count."""
         lengths = [sequence.length for sequence, _ in work]
         step = self.step(*work)
         for (sequence, _), length in zip(work, lengths, strict=True):
             sequence.length = length
-        return self._logits(replace(step, spans=tuple(replace(span, tentative=True) for span in step.spans)))
+        return self._logits(replace(step, spans=tuple(replace(span, speculative=True) for span in step.spans)))
 
     def tree(self, sequence: Sequence, ids: NDArray[np.int32], parents: Many[int]) -> NDArray[np.float32]:
         """Logits of a tree's rows: parents[i] is the row of the parent of row i + 1, in depth-first order.
@@ -81,15 +81,15 @@ class Driver:
             dest, copies = np.empty(len(ids), np.int32), []
             for index, span in enumerate(spans):
                 first = root // PAGE
-                if span.behind:
+                if span.ancestors:
                     table[index, first:] = [free.pop() for _ in own[first:]]
                 pages = table[index]
                 at = positions[span.start : span.start + span.rows]
                 dest[span.start : span.start + span.rows] = pages[at // PAGE] * PAGE + at % PAGE
-                if span.behind:
+                if span.ancestors:
                     before = np.arange(first * PAGE, span.position)
                     old = np.array(own)[before // PAGE] * PAGE + before % PAGE
-                    old[root - first * PAGE :] = dest[list(span.behind)]
+                    old[root - first * PAGE :] = dest[list(span.ancestors)]
                     copies.append(np.stack([old, pages[before // PAGE] * PAGE + before % PAGE], axis=1))
                 for row in range(span.start, span.start + span.rows):
                     sequence.branches.setdefault(row, []).append(pages.tolist())
@@ -178,6 +178,6 @@ class Driver:
             positions=np.array(positions, np.int32),
             spans=tuple(spans),
             views=tuple(views),
-            wanted=rows,
-            full=np.ones(len(rows), np.bool_),
+            output_rows=rows,
+            needs_logits=np.ones(len(rows), np.bool_),
         )

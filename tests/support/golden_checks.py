@@ -101,15 +101,15 @@ def check_replayed(reference: Reference, driver: Driver, eager: Driver) -> None:
 
 
 def check_rollback(driver: Driver, vocab: int, rows: int, accepted: int) -> None:
-    """States and logits behind a tentative span are, bit for bit, those of the rows that count, run one by one."""
+    """States and logits behind a speculative span are, bit for bit, those of the rows that count, run one by one."""
     ids = np.random.default_rng(rows).integers(0, vocab, 60).astype(np.int32)
     guessed, fresh = driver.start(), driver.start()
     driver.feed((guessed, ids[:20]), (fresh, ids[:20]))
     wrong = np.concatenate((ids[20 : 20 + accepted], ids[40 : 40 + rows - accepted]))
-    (tentative,) = driver.verify((guessed, wrong))
+    (speculative,) = driver.verify((guessed, wrong))
     for row in range(accepted):
         (logits,) = driver.feed((fresh, ids[20 + row : 21 + row]))
-        np.testing.assert_array_equal(tentative[row], logits[0])
+        np.testing.assert_array_equal(speculative[row], logits[0])
     driver.accept(guessed, accepted)
     # Once more behind rows that wait, then with a long span behind them.
     at = 20 + accepted

@@ -16,9 +16,9 @@ from luce.runtime.step import Span, SpanArrays, branches_of
 from tests.support.op_checks_attention import same_output
 
 Floats = NDArray[np.floating[Any]]
-#: slot, start, rows, position, and where anything is pending: accepted, tentative
+#: slot, start, rows, position, and where anything is pending: accepted, speculative
 SpanRow = tuple[int, ...]
-#: rows that there is room for in tentative spans
+#: rows that there is room for in speculative spans
 KEPT = 16
 #: What a token multiplies the state by: a trained model's range; all of it; nearly none; either, row by row.
 Decay = Literal["model", "none", "strong", "mixed"]
@@ -32,19 +32,19 @@ def span_arrays(device: Device, spans: Sequence[SpanRow | Span]) -> SpanArrays:
     """Spans as a step would put them on the device."""
     whole = [span if isinstance(span, Span) else _span(*span) for span in spans]
     table = np.array([(s.slot, s.start, s.rows, s.position) for s in whole], np.int32).reshape(-1, 4)
-    pending = np.array([(s.accepted, s.tentative) for s in whole], np.int32).reshape(-1, 2)
+    pending = np.array([(s.accepted, s.speculative) for s in whole], np.int32).reshape(-1, 2)
     return SpanArrays(
         table=device.upload(table),
         row_span=device.upload(np.repeat(np.arange(len(table), dtype=np.int32), table[:, 2])),
         count=len(table),
         longest=int(table[:, 2].max(initial=0)),
         pending=device.upload(pending) if pending.any() else None,
-        branches=device.upload(branches_of(whole)) if any(s.path or s.behind for s in whole) else None,
+        branches=device.upload(branches_of(whole)) if any(s.path or s.ancestors for s in whole) else None,
     )
 
 
-def _span(slot: int, start: int, rows: int, position: int, accepted: int = 0, tentative: int = 0) -> Span:
-    return Span(slot, start, rows, position, accepted, bool(tentative))
+def _span(slot: int, start: int, rows: int, position: int, accepted: int = 0, speculative: int = 0) -> Span:
+    return Span(slot, start, rows, position, accepted, bool(speculative))
 
 
 def laid_out(*spans: tuple[int, int, int]) -> list[SpanRow]:
@@ -64,7 +64,7 @@ class State:
 
     memory: Floats
     past: Floats
-    #: what tentative spans left: [slots, heads, KEPT, 5, d] and [slots, heads, KEPT], None: NaN
+    #: what speculative spans left: [slots, heads, KEPT, 5, d] and [slots, heads, KEPT], None: NaN
     kept: Floats | None = None
     fades: Floats | None = None
 
@@ -279,18 +279,18 @@ def check_single_steps(device: Device, rows: int, *, key_heads: int, heads: int,
 
 
 def check_rollback(
-    device: Device, tentative: int, accepted: int, then: int, *, heads: int, d: int, taps: int = 4
+    device: Device, speculative: int, accepted: int, then: int, *, heads: int, d: int, taps: int = 4
 ) -> None:
-    """A tentative span, some of whose rows count, and a span behind them: outputs and states of the rows that count.
+    """A speculative span, some of whose rows count, and a span behind them: outputs and states of the rows that count.
 
-    Beside it a slot that nothing is pending in. `then` rows may be tentative themselves, or many, or none.
+    Beside it a slot that nothing is pending in. `then` rows may be speculative themselves, or many, or none.
     """
-    case = make_case(tentative + then + 5, key_heads=1, heads=heads, d=d, taps=taps, slots=2)
-    first, second = case.rows(slice(0, tentative + 2)), case.rows(slice(tentative, tentative + then + 3))
-    out, state = run(device, first, [(1, 0, tentative, 7, 0, 1), (0, tentative, 2, 4)])
+    case = make_case(speculative + then + 5, key_heads=1, heads=heads, d=d, taps=taps, slots=2)
+    first, second = case.rows(slice(0, speculative + 2)), case.rows(slice(speculative, speculative + then + 3))
+    out, state = run(device, first, [(1, 0, speculative, 7, 0, 1), (0, speculative, 2, 4)])
     np.testing.assert_array_equal(state.memory[1], case.state.memory[1])
     np.testing.assert_array_equal(state.past[1], case.state.past[1])
-    expected, fresh = run(device, first, [(1, 0, tentative, 7), (0, tentative, 2, 4)])
+    expected, fresh = run(device, first, [(1, 0, speculative, 7), (0, speculative, 2, 4)])
     np.testing.assert_array_equal(out, expected)
     np.testing.assert_array_equal(state.memory[0], fresh.memory[0])
 

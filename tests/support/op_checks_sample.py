@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from luce.ops.sample import argmax, candidates, likeliest, top
 from luce.runtime.device import Device
-from luce.runtime.step import TOP
+from luce.runtime.step import MAX_CANDIDATES
 
 
 def first_best(row: NDArray[np.float32]) -> int:
@@ -60,7 +60,7 @@ def check_top(device: Device, vocab: int) -> None:
     """Every row's candidates in order, as rows of their own and as a slice of a wider matrix."""
     logits = rows_of_interest(vocab)
     found = candidates(device.download(top(device, device.upload(logits))))
-    count = min(vocab, TOP)
+    count = min(vocab, MAX_CANDIDATES)
     for row, ids, values in zip(logits, found.ids, found.logits, strict=True):
         # NaN first, then the largest number, then the lowest index.
         expected = np.lexsort((np.arange(vocab), -np.nan_to_num(row, nan=np.inf), ~np.isnan(row)))[:count]

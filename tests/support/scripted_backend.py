@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.host import HostEvent
-from luce.runtime.step import PAGE, TOP, Candidates, Output, Span, Step
+from luce.runtime.step import MAX_CANDIDATES, PAGE, Candidates, Output, Span, Step
 from luce.shard.saved_state import HostSavedState, Piece, SavedState, Tensors
 from luce.shard.sizes import pages_for
 
@@ -105,7 +105,7 @@ class ScriptedBackend:
         # What the cache holds: (token, position) of each row of each group; and per slot the tokens seen, and a hash.
         self._rows = [np.full(((n + branch_pages) * PAGE, 2), -1, np.int64) for n in self.pages]
         self._seen: list[list[int]] = [[] for _ in range(slots)]
-        # What a tentative span left: tokens of which none counts yet.
+        # What a speculative span left: tokens of which none counts yet.
         self._guessed: list[list[int]] = [[] for _ in range(slots)]
 
     def _most(self, window: int | None) -> int:
@@ -132,7 +132,7 @@ class ScriptedBackend:
         return output
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
-        assert self.recurrent and 0 < len(rows) <= len(self._guessed[slot]), "rows that were not tentative"
+        assert self.recurrent and 0 < len(rows) <= len(self._guessed[slot]), "rows that were not speculative"
         self._seen[slot] += [self._guessed[slot][row] for row in rows]
         self._guessed[slot] = []
 
@@ -221,16 +221,16 @@ class ScriptedBackend:
             for group in range(len(self.pages)):
                 self._read(step, span, index, group)
         rows = []
-        for row in step.wanted.tolist():
+        for row in step.output_rows.tolist():
             span = next(s for s in step.spans if s.start <= row < s.start + s.rows)
             position = int(step.positions[row])
             rows.append(self.logits(self._history(step, span)[: position + 1], self._missing(step, span, position)))
         logits = np.array(rows, np.float32).reshape(-1, self.vocab)
         top = None
-        if step.top is not None and step.top.any():
-            ids = np.argsort(-logits[step.top], axis=1, kind="stable")[:, :TOP].astype(np.int32)
-            top = Candidates(ids, np.take_along_axis(logits[step.top], ids, axis=1))
-        return Output(logits.argmax(axis=1).astype(np.int32), logits[step.full], top)
+        if step.needs_candidates is not None and step.needs_candidates.any():
+            ids = np.argsort(-logits[step.needs_candidates], axis=1, kind="stable")[:, :MAX_CANDIDATES].astype(np.int32)
+            top = Candidates(ids, np.take_along_axis(logits[step.needs_candidates], ids, axis=1))
+        return Output(logits.argmax(axis=1).astype(np.int32), logits[step.needs_logits], top)
 
     def _missing(self, step: Step, span: Span, position: int) -> list[int]:
         """The pages of the bounded group that a row does not see."""
@@ -243,37 +243,40 @@ class ScriptedBackend:
     def _history(self, step: Step, span: Span) -> list[int]:
         """The tokens up to the last row of a span."""
         seen = self._seen[span.slot]
-        if not span.tentative:
+        if not span.speculative:
             return seen
-        return seen + step.tokens[[*span.behind, *range(span.start, span.start + span.rows)]].tolist()
+        return seen + step.tokens[[*span.ancestors, *range(span.start, span.start + span.rows)]].tolist()
 
     def _check(self, step: Step) -> None:
         """What holds for every step, whatever ran before."""
         n = len(step.tokens)
         assert n > 0, "empty step"
-        for array, name in ((step.tokens, "tokens"), (step.positions, "positions"), (step.wanted, "wanted")):
+        for array, name in ((step.tokens, "tokens"), (step.positions, "positions"), (step.output_rows, "output_rows")):
             assert array.dtype == np.int32, f"{name} is {array.dtype}"
-        assert step.full.dtype == np.bool_ and len(step.full) == len(step.wanted), "full does not match wanted"
-        assert step.top is None or len(step.top) == len(step.wanted), "top does not match wanted"
-        assert (np.diff(step.wanted) > 0).all(), "wanted is not ascending"
-        assert not len(step.wanted) or 0 <= step.wanted[0] <= step.wanted[-1] < n, "wanted is outside the step"
+        outputs, logits, candidates = step.output_rows, step.needs_logits, step.needs_candidates
+        assert logits.dtype == np.bool_ and len(logits) == len(outputs), "needs_logits does not match output_rows"
+        assert candidates is None or len(candidates) == len(outputs), "needs_candidates does not match output_rows"
+        assert (np.diff(outputs) > 0).all(), "output_rows is not ascending"
+        assert not len(outputs) or 0 <= outputs[0] <= outputs[-1] < n, "output_rows is outside the step"
         assert ((step.tokens >= 0) & (step.tokens < self.vocab)).all(), "token outside the vocabulary"
-        prompts = [s.rows for s in step.spans if s.rows > 1 and not s.tentative]
+        prompts = [s.rows for s in step.spans if s.rows > 1 and not s.speculative]
         assert sum(rows for rows in prompts if rows > FEW_ROWS) <= self.chunk, "more rows of prompts than a chunk"
         assert sum(rows for rows in prompts if rows <= FEW_ROWS) <= FEW_ROWS, "more than few rows of short prompts"
-        verified = sum(s.rows for s in step.spans if s.tentative)
+        verified = sum(s.rows for s in step.spans if s.speculative)
         assert verified <= max(16, self.slots), "more rows to verify than products of few rows have"
-        roots = [s for s in step.spans if not s.behind]
+        roots = [s for s in step.spans if not s.ancestors]
         assert len({s.slot for s in roots}) == len(roots), "two spans of one slot"
         start, root = 0, step.spans[0]
         for span in step.spans:
-            root = root if span.behind else span
-            assert span.slot == root.slot and root.tentative >= bool(span.behind), "a branch of another tree"
-            assert all(root.start <= row < span.start for row in span.behind), "a branch of another tree"
-            assert span.position - len(span.behind) == root.position, "a branch in another depth"
+            root = root if span.ancestors else span
+            assert span.slot == root.slot and root.speculative >= bool(span.ancestors), "a branch of another tree"
+            assert all(root.start <= row < span.start for row in span.ancestors), "a branch of another tree"
+            assert span.position - len(span.ancestors) == root.position, "a branch in another depth"
             assert not span.path or len(span.path) == span.accepted, "a path of another length"
             assert 0 <= span.slot < self.slots, f"slot {span.slot}"
-            assert not span.tentative or (span.position and span.rows <= self.verify), "a tentative span out of place"
+            assert not span.speculative or (span.position and span.rows <= self.verify), (
+                "a speculative span out of place"
+            )
             assert span.position or not span.accepted, "rows of another sequence are accepted"
             assert span.start == start and span.rows > 0, "spans do not tile the rows"
             start += span.rows
@@ -305,12 +308,12 @@ class ScriptedBackend:
         own = slice(span.start, span.start + span.rows)
         for group, view in enumerate(step.views):
             self._rows[group][view.dest[own]] = np.stack([step.tokens[own], step.positions[own]], axis=1)
-        if span.behind:
+        if span.ancestors:
             self._guessed[span.slot] += step.tokens[own].tolist()
             return
         seen = self._seen[span.slot]
         guessed, self._guessed[span.slot] = self._guessed[span.slot], []
-        assert span.accepted <= len(guessed), "more rows are accepted than were tentative"
+        assert span.accepted <= len(guessed), "more rows are accepted than were speculative"
         if span.position == 0:
             seen.clear()
         elif self.resumes:
@@ -322,7 +325,7 @@ class ScriptedBackend:
             assert span.accepted or not guessed, "not even the seed is accepted"
             seen += [guessed[row] for row in span.path or range(span.accepted)]
         assert span.position == len(seen), f"slot {span.slot} has {len(seen)} positions, the span begins elsewhere"
-        (self._guessed[span.slot] if span.tentative else seen).extend(step.tokens[own].tolist())
+        (self._guessed[span.slot] if span.speculative else seen).extend(step.tokens[own].tolist())
 
     def _read(self, step: Step, span: Span, index: int, group: int) -> None:
         """What the span's rows see must be the slot's own tokens."""

@@ -45,7 +45,7 @@ def parts_of(*spans: Span) -> list[int]:
     step = step_of(*((span.rows, span.position) for span in spans))
     parts = separate(replace(step, spans=spans))
     for first, part in zip(itertools.accumulate([part.rows for part in parts], initial=0), parts, strict=False):
-        assert all(row >= 0 for span in part.spans for row in span.behind)
+        assert all(row >= 0 for span in part.spans for row in span.ancestors)
         np.testing.assert_array_equal(part.tokens, step.tokens[first : first + part.rows])
     assert sum(len(part.spans) for part in parts) == len(spans)
     return [part.rows for part in parts]
@@ -55,7 +55,7 @@ def test_replies_run_apart_from_prompts() -> None:
     prompt = Span(9, 16, 40, 0)
     # Single rows, chains and trees of as many rows as have the bits of one.
     singles = [Span(slot, slot, 1, 70) for slot in range(3)]
-    chain = Span(3, 3, 5, 70, tentative=True)
+    chain = Span(3, 3, 5, 70, speculative=True)
     tree = tree_of(4, 8, 8)
     assert parts_of(*singles, chain, *tree, prompt) == [16, 40]
     assert parts_of(*tree_of(0, 0, 16), Span(9, 16, 40, 0)) == [16, 40]
@@ -122,9 +122,9 @@ def test_trees_stay_together(before: int) -> None:
     at, found = 0, []
     for piece in pieces:
         for span in piece.spans:
-            behind = tuple(row + at for row in span.behind)
-            found += [replace(span, start=span.start + at, behind=behind)] if span.tentative else []
-            assert all(row >= 0 for row in span.behind)
+            behind = tuple(row + at for row in span.ancestors)
+            found += [replace(span, start=span.start + at, ancestors=behind)] if span.speculative else []
+            assert all(row >= 0 for row in span.ancestors)
         at += piece.rows
     assert found == trees
 
@@ -137,8 +137,8 @@ def test_cuts_keep_single_rows_with_others() -> None:
         (Span(0, 0, 1, 9), Span(1, 1, 1, 70), Span(2, 2, 1, 0), Span(3, 3, 192, 64)),
         (Span(3, 0, 320, 256),),
     ]
-    assert [piece.wanted.tolist() for piece in pieces] == [[0, 1, 2], [319]]
-    assert [piece.full.tolist() for piece in pieces] == [[True, False, True], [True]]
+    assert [piece.output_rows.tolist() for piece in pieces] == [[0, 1, 2], [319]]
+    assert [piece.needs_logits.tolist() for piece in pieces] == [[True, False, True], [True]]
 
 
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.integers(1, 5))

@@ -42,10 +42,10 @@ def test_plans_are_what_runs(test: Workload) -> None:
         def _forward(self, step: Step) -> Output:
             # Only the contract: these steps read contexts that nothing computed.
             self._check(step)
-            return Output(np.zeros(len(step.wanted), np.int32), np.empty((0, self.vocab), np.float32))
+            return Output(np.zeros(len(step.output_rows), np.int32), np.empty((0, self.vocab), np.float32))
 
     def hook(step: Step) -> None:
-        ran.append(([Rows(span.rows, span.position) for span in step.spans], len(step.wanted)))
+        ran.append(([Rows(span.rows, span.position) for span in step.spans], len(step.output_rows)))
         assert step.positions.tolist() == [span.position + i for span in step.spans for i in range(span.rows)]
 
     backend = Recorder(chunk=CHUNK, context=200, hook=hook)
@@ -98,7 +98,7 @@ def test_pages_come_and_go_as_in_the_engine() -> None:
 def test_every_run_begins_with_the_same_pages(kind: Kind) -> None:
     class Unread(ScriptedBackend):
         def _forward(self, step: Step) -> Output:
-            return Output(np.zeros(len(step.wanted), np.int32), np.empty((0, self.vocab), np.float32))
+            return Output(np.zeros(len(step.output_rows), np.int32), np.empty((0, self.vocab), np.float32))
 
     views: list[list[list[int]]] = []
 

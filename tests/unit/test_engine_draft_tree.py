@@ -48,7 +48,7 @@ def test_branches_tile_the_rows_and_are_chains(nodes: list[int]) -> None:
     assert [row for one in found for row in range(one.first, one.last + 1)] == list(range(len(parents) + 1))
     for one in found:
         for row in range(one.first, one.last + 1):
-            assert path_to(row, parents) == (*one.behind, *range(one.first, row + 1))
+            assert path_to(row, parents) == (*one.ancestors, *range(one.first, row + 1))
     # As few as there can be: each ends in a leaf.
     assert len(found) == len(set(range(len(parents) + 1)) - set(parents))
 

@@ -53,7 +53,7 @@ class Drive:
                 self.scheduler.remove(part.sequence)
             return plan
         output = self.backend.forward(plan.step)
-        assert len(output.logits) == plan.step.full.sum()
+        assert len(output.logits) == plan.step.needs_logits.sum()
         self.scheduler.advance(plan)
         for part in plan.parts:
             one = part.sequence
@@ -183,7 +183,7 @@ def test_a_plan_is_filled_with_what_is_proposed_later() -> None:
     assert late is not None and filled is not None
     # Nothing but the tokens of proposals could be different.
     assert filled.parts == late.parts and filled.step.spans == late.step.spans
-    for name in ("tokens", "positions", "wanted", "full", "top"):
+    for name in ("tokens", "positions", "output_rows", "needs_logits", "needs_candidates"):
         np.testing.assert_array_equal(getattr(filled.step, name), getattr(late.step, name))
     for own, other in zip(filled.step.views, late.step.views, strict=True):
         for name in ("table", "first", "count", "dest"):
@@ -247,8 +247,8 @@ def test_what_is_wanted_of_a_step() -> None:
     plan = drive.step()
     assert plan is not None
     assert rows(plan) == {plain: 3, sampled: 5, silent: 4, partial: CHUNK - 12}
-    assert plan.step.wanted.tolist() == [2, 7]
-    assert plan.step.full.tolist() == [False, True]
+    assert plan.step.output_rows.tolist() == [2, 7]
+    assert plan.step.needs_logits.tolist() == [False, True]
     parts = {p.sequence: (p.ids, p.logits) for p in plan.parts}
     assert parts[plain] == (slice(0, 1), slice(0, 0))
     assert parts[sampled] == (slice(1, 2), slice(0, 1))
@@ -265,8 +265,8 @@ def test_scored_prompts_want_all_rows_in_bounded_pieces() -> None:
     plan = drive.step()
     assert rows(plan) == {scored: 8, other: CHUNK - 8}
     assert plan is not None
-    assert plan.step.wanted.tolist() == list(range(8))
-    assert plan.step.full.all()
+    assert plan.step.output_rows.tolist() == list(range(8))
+    assert plan.step.needs_logits.all()
     drive.run()
     assert set(drive.ended) == {scored, other}
 
@@ -277,7 +277,7 @@ def test_more_scored_prompts_than_their_bound_take_turns() -> None:
     for one in three:
         drive.scheduler.add(one)
     while plan := drive.step():
-        assert plan.step.full.sum() <= 2
+        assert plan.step.needs_logits.sum() <= 2
     assert set(drive.ended) == set(three)
 
 

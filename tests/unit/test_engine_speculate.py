@@ -276,7 +276,7 @@ def test_a_failed_verification_fails_the_reply_only() -> None:
     fail = [False]
 
     def hook(step: Any) -> None:
-        if fail[0] and any(span.tentative for span in step.spans):
+        if fail[0] and any(span.speculative for span in step.spans):
             fail[0] = False
             raise DeviceError("lost")
 
@@ -387,7 +387,7 @@ def test_a_drafter_is_told_what_ran_and_when_nothing_does() -> None:
         reply, _ = submit(made, [20] * 6, max_tokens=9)
         reply.finished()
         made.wait_idle()
-    spans = [(span.position, span.rows, span.tentative) for span in drafter.seen]
+    spans = [(span.position, span.rows, span.speculative) for span in drafter.seen]
     assert spans == [(0, 4, False), (4, 2, False), (6, 4, True), (10, 4, True)]
     assert drafter.forgotten == [0] and drafter.idled == 1 and drafter.closed
 

@@ -30,9 +30,11 @@ def test_single_steps(emulated: Device, rows: int, d: int) -> None:
     checks.check_single_steps(emulated, rows, key_heads=1, heads=2, d=d)
 
 
-@pytest.mark.parametrize(("tentative", "accepted", "then"), [(2, 1, 1), (16, 16, 5), (6, 2, 16), (3, 3, 70), (5, 4, 0)])
-def test_tentative_rows(emulated: Device, tentative: int, accepted: int, then: int) -> None:
-    checks.check_rollback(emulated, tentative, accepted, then, heads=2, d=64, taps=2 if then == 5 else 4)
+@pytest.mark.parametrize(
+    ("speculative", "accepted", "then"), [(2, 1, 1), (16, 16, 5), (6, 2, 16), (3, 3, 70), (5, 4, 0)]
+)
+def test_speculative_rows(emulated: Device, speculative: int, accepted: int, then: int) -> None:
+    checks.check_rollback(emulated, speculative, accepted, then, heads=2, d=64, taps=2 if then == 5 else 4)
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ def test_single_steps(rows: int) -> None:
 
 
 @pytest.mark.parametrize("then", [0, 1, 9, 70])
-@pytest.mark.parametrize(("tentative", "accepted"), [(2, 1), (8, 8), (16, 5), (16, 16)])
-def test_tentative_rows(tentative: int, accepted: int, then: int) -> None:
-    checks.check_rollback(HostDevice(), tentative, accepted, then, heads=4, d=32)
+@pytest.mark.parametrize(("speculative", "accepted"), [(2, 1), (8, 8), (16, 5), (16, 16)])
+def test_speculative_rows(speculative: int, accepted: int, then: int) -> None:
+    checks.check_rollback(HostDevice(), speculative, accepted, then, heads=4, d=32)
 
 
 @pytest.mark.parametrize(

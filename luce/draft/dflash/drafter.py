@@ -16,7 +16,7 @@ from luce.draft.feature_window import Part
 from luce.draft.probabilities import log_chances
 from luce.draft.target_head import Ends
 from luce.layers.features import FeatureRing
-from luce.runtime.step import TOP, Int32, Span
+from luce.runtime.step import MAX_CANDIDATES, Int32, Span
 
 
 class DFlashDrafter(FeatureReader):
@@ -48,11 +48,11 @@ class DFlashDrafter(FeatureReader):
         head, spec = self._model.correction, self._spec
         z = None if head is None else self._ends.device.fetch(filled)
         # A chain is of each place's likeliest tokens.
-        top = TOP if head is not None or any(one.depth for one in asked) else 1
+        top = MAX_CANDIDATES if head is not None or any(one.depth for one in asked) else 1
         pending = self._ends.project(filled, top=top, scale=spec.logit_scale, softcap=spec.logit_softcap)
 
         def wait() -> list[Proposal]:
-            best = pending().top
+            best = pending().candidates
             assert best is not None
             texts = (len(ready), self.block, -1)
             scores = log_chances(best, scale=spec.logit_scale, softcap=spec.logit_softcap).reshape(texts)
@@ -73,7 +73,7 @@ class DFlashDrafter(FeatureReader):
 
     def _follows(self, span: Span) -> bool:
         """Whether the rows of a span are verified as a chain, right behind what its slot remembers, and in the ring."""
-        chain = span.tentative and not span.behind
+        chain = span.speculative and not span.ancestors
         stop = self._model.context.remembered(span.slot).stop
         return chain and stop == span.position and self._known.has(span.slot, stop)
 

@@ -169,7 +169,7 @@ class DraftModel:
             scale(device, stream.x, spec.embedding_scale)
         for block in self._blocks:
             block(stream, step)
-        return (rms_norm(device, take_rows(device, stream.settle(), step.wanted), self._norm, spec.norm_eps),)
+        return (rms_norm(device, take_rows(device, stream.settle(), step.output_rows), self._norm, spec.norm_eps),)
 
 
 def draft_bytes(file: GGUFFile, spec: DraftSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
