@@ -13,21 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
-from luce.config.resolve import override
-from luce.config.settings import Config
+from luce.config.sampling import SAMPLERS, SamplingParams
+from luce.config.settings import Config, sampling_default
 from luce.draft.drafter import Drafter
 from luce.draft.feature_tail import Tails
 from luce.engine.admission import Ticket
-from luce.engine.events import (
-    Event,
-    Failed,
-    Finished,
-    Progress,
-    PromptLogits,
-    SamplingParams,
-    Token,
-    Tokens,
-)
+from luce.engine.events import Event, Failed, Finished, Progress, PromptLogits, Token, Tokens
 from luce.engine.loop import Engine
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
@@ -216,49 +207,33 @@ class Model:
         prompt: str | Sequence[int],
         *,
         max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
-        seed: int | None = None,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
+        **sampling: float | None,
     ) -> Generation:
         """Continue a prompt: text (tokenised with its special tokens, BOS in front if the file asks for it) or ids.
 
-        Sampling values that are not given come from the Config. Iterates over tokens with `.id`, `.text`, `.logprob`;
-        text that was held back at the end comes as a last token of id -1. `on_progress` gets (done, total) prompt rows.
+        `sampling` are values of luce.config.sampling.SAMPLERS (temperature, top_k, seed, ...); for those that are None
+        or absent the Config's defaults hold. Raises UsageError for a value outside its range, TypeError for an unknown
+        name.
+
+        Iterates over tokens with `.id`, `.text`, `.logprob`; text that was held back at the end comes as a last token
+        of id -1. `on_progress` gets (done, total) prompt rows.
         """
         if isinstance(prompt, str):
             prompt = self.tokenizer.with_bos(self.tokenizer.encode(prompt, specials=True))
-        given = {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-        }
-        checked = override(self.config, {k: v for k, v in given.items() if v is not None})
         params = SamplingParams(
-            temperature=checked.temperature,
-            top_k=checked.top_k,
-            top_p=checked.top_p,
-            min_p=checked.min_p,
-            repetition_penalty=checked.repetition_penalty,
-            frequency_penalty=_within("frequency_penalty", frequency_penalty, -2, 2),
-            presence_penalty=_within("presence_penalty", presence_penalty, -2, 2),
+            max_tokens=max_tokens,
             logit_bias=dict(logit_bias or {}),
-            seed=seed,
-            max_tokens=max_tokens if max_tokens is None else int(_within("max_tokens", max_tokens, 0, 2**31)),
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            **self._sampling(sampling),
         )
+        if max_tokens is not None and not 0 <= max_tokens <= 2**31:
+            raise UsageError(f"max_tokens: expected a number in [0, {2**31}], got {max_tokens!r}", param="max_tokens")
         ids, stops = prompt, (stop,) if isinstance(stop, str) else tuple(stop)
         return Generation(
             lambda sink: self.engine.submit(
@@ -271,6 +246,20 @@ class Model:
             on_progress,
         )
 
+    def _sampling(self, given: Mapping[str, float | None]) -> dict[str, Any]:
+        """The sampling values of a call, beside max_tokens, which `generate` has an argument for."""
+        if unknown := given.keys() - SAMPLERS:
+            raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
+        values = {}
+        for name, sampler in SAMPLERS.items():
+            value = given.get(name)
+            try:
+                values[name] = sampling_default(self.config, name) if value is None else sampler.parse(str(value))
+            except ValueError as error:
+                raise UsageError(f"{name}: {error}, got {str(value)!r}", param=name) from None
+        del values["max_tokens"]
+        return values
+
     def close(self) -> None:
         """Stop generating, release devices and file. Idempotent."""
         self.engine.close()
@@ -281,12 +270,6 @@ class Model:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-def _within(name: str, value: float, low: float, high: float) -> float:
-    if not low <= value <= high:
-        raise UsageError(f"{name}: expected a number in [{low}, {high}], got {value!r}", param=name)
-    return value
 
 
 def _fingerprint(file: GGUFFile) -> str:

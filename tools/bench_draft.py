@@ -41,10 +41,11 @@ from luce.assembly import open_backend
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import served_context
 from luce.config.resolve import resolve
+from luce.config.sampling import SamplingParams
 from luce.config.settings import Config
 from luce.draft.drafter import Draftable, Drafter, Drafting, Proposal
 from luce.draft.open import open_drafter
-from luce.engine.events import Event, Failed, SamplingParams, Tokens
+from luce.engine.events import Event, Failed, Tokens
 from luce.engine.loop import Engine
 from luce.errors import LuceError, UsageError
 from luce.gguf.reader import open_gguf

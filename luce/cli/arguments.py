@@ -12,16 +12,16 @@ from luce.config.settings import FIELDS, Config
 #: groups of the settings that every verb with a loaded model takes
 LOADED = (
     "placement",
-    "copies",
-    "remote",
+    "peer copies",
+    "daemons",
     "engine",
-    "pool",
-    "residency",
-    "draft",
-    "cache",
-    "disk cache",
+    "KVFlash",
+    "KVFlash policy",
+    "drafting",
+    "prefix cache",
+    "prefix cache on disk",
     "limits",
-    "text",
+    "chat template",
 )
 
 

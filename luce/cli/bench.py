@@ -39,7 +39,7 @@ from luce.text.tokenizer import Tokenizer
 # Tokens that each of many sequences generates, if -n does not say.
 _STEPS = 32
 #: groups of the settings that this verb takes
-SETTINGS = ("placement", "copies", "remote", "engine", "pool", "residency")
+SETTINGS = ("placement", "peer copies", "daemons", "engine", "KVFlash", "KVFlash policy")
 #: flags that take lists of sizes: default and help
 _SIZES = {
     ("-p", "--prompt"): ("512", "prompt tokens to read"),

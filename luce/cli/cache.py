@@ -25,7 +25,7 @@ from luce.kvcache.disk.reader import verify
 from luce.kvcache.disk.store import LAYOUT, Store
 
 #: groups of the settings that this verb takes
-SETTINGS = ("disk cache",)
+SETTINGS = ("prefix cache on disk",)
 _ACTIONS = {
     "ls": "list the snapshots",
     "show": "print the manifests of the named snapshots",
@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what is asked. The exit status of `verify` is 1 if a snapshot is damaged."""
-    checked = settings(arguments)
+    config = settings(arguments)
     raise_together(list(_misused(arguments)))
-    directory = cache_directory(checked)
+    directory = cache_directory(config)
     if directory is None:
         raise UsageError("--kv-cache-dir off: there is no directory to look at", param="kv_cache_dir")
     try:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print("[]")
             print(f"luce: no snapshots in {directory}", file=sys.stderr)
             return 0
-        store = Store(directory, "", checked.kv_cache_budget << 20)
+        store = Store(directory, "", config.kv_cache_budget << 20)
         actions: dict[str, Callable[[], int]] = {
             "ls": lambda: _list(store, as_json=arguments.json),
             "show": lambda: _show(_named(store, arguments.ids)),

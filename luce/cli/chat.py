@@ -29,6 +29,8 @@ from luce.cli.turn import Interrupt, Turn
 from luce.config import values
 from luce.config.directories import user_state_directory
 from luce.config.environment import environment
+from luce.config.sampling import SAMPLERS
+from luce.config.settings import sampling_default
 from luce.engine.events import FinishReason
 from luce.errors import LuceError, UsageError
 
@@ -332,10 +334,11 @@ class Chat:
         self._notes.print(table)
 
     def _parameter(self, name: str) -> Any:
-        """What is in force: set here, else the Config's, else what a request without the value gets."""
+        """The value in force: set here, or the default."""
         if name in self.options:
             return self.options[name]
-        return getattr(self.model.config, name, _UNSET.get(name))
+        value = sampling_default(self.model.config, name)
+        return SAMPLERS[name].unset if value is None else value
 
     def save(self, rest: str) -> None:
         """Keep the conversation under a name."""
@@ -421,13 +424,6 @@ _KEYS = {
     "Ctrl+G": "write in the editor",
     "Ctrl+R, Up": "earlier messages",
     "Ctrl+C": "stop a reply; at the prompt clear the line, twice leave",
-}
-#: what Model.generate does without these values
-_UNSET: dict[str, Any] = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "seed": "random",
-    "max_tokens": "room in the context",
 }
 
 

@@ -24,7 +24,7 @@ from luce.runtime.step import PAGE
 from luce.shard.sizes import pages_for, state_bytes
 
 #: groups of the settings that this verb takes
-SETTINGS = ("placement", "remote", "engine", "pool", "draft")
+SETTINGS = ("placement", "daemons", "engine", "KVFlash", "drafting")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

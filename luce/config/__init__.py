@@ -4,6 +4,7 @@ Precedence: flag or keyword, then `LUCE_<FIELD>`, then the TOML file named by `-
 checked here, whatever their origin, and all errors of one start are reported together.
 
     settings     the table: Config, and what is to be known of each field
+    sampling     the table of sampling values: SamplingParams, and the Sampler of each
     values       texts to values: what a parser of the table takes
     conflicts    what is wrong between settings
     resolve      a Config from all origins

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from luce.config.settings import FIELDS
+from luce.config.settings import FIELDS, GROUPS
 from luce.errors import UsageError
 
 
@@ -24,19 +24,20 @@ def read_file(path: Path) -> dict[str, Any]:
 def sample() -> str:
     """The sample TOML file: every setting, commented out, with its default (systemd/luce.toml is this text)."""
     lines = ["# Settings of Luce. Each line shows the default; the same names work as flags and as LUCE_<NAME>."]
-    group = ""
-    for field in FIELDS.values():
-        if field.metadata["group"] != group:
-            group = field.metadata["group"]
-            lines += ["", f"# --- {group}"]
-        default = field.default
-        if isinstance(default, bool):
-            shown = str(default).lower()
-        elif isinstance(default, tuple):
-            shown = "[" + ", ".join(f'"{v}"' if isinstance(v, str) else f"{v:g}" for v in default) + "]"
-        elif default is None:
-            shown = '""'
-        else:
-            shown = f'"{default}"' if isinstance(default, str) else f"{default:g}"
-        lines += [f"# {field.metadata['help']}", f"# {field.name} = {shown}"]
+    for group in GROUPS:
+        lines += ["", f"# --- {group}"]
+        for field in FIELDS.values():
+            if field.metadata["group"] == group:
+                lines += [f"# {field.metadata['help']}", f"# {field.name} = {_toml(field.default)}"]
     return "\n".join(lines) + "\n"
+
+
+def _toml(default: Any) -> str:
+    """A default as a TOML value."""
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, tuple):
+        return "[" + ", ".join(map(_toml, default)) + "]"
+    if default is None:
+        return '""'
+    return f'"{default}"' if isinstance(default, str) else f"{default:g}"

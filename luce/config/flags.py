@@ -9,16 +9,6 @@ from typing import Any
 
 from luce.config.settings import FIELDS, flag, is_bool
 
-#: headings of groups whose names do not say enough
-_HEADINGS = {
-    "copies": "copies between GPUs",
-    "remote": "daemons",
-    "pool": "KVFlash",
-    "residency": "KVFlash: what stays on the devices",
-    "cache": "prefix cache",
-    "disk cache": "prefix cache on the disk",
-}
-
 
 def add_flags(parser: argparse.ArgumentParser, groups: Iterable[str]) -> None:
     """Add the flags of the named groups (and `--config`) to a parser; absent flags stay out of the namespace."""
@@ -26,7 +16,7 @@ def add_flags(parser: argparse.ArgumentParser, groups: Iterable[str]) -> None:
         "--config", metavar="FILE", type=Path, default=argparse.SUPPRESS, help="TOML file with settings"
     )
     for group in groups:
-        section = parser.add_argument_group(_HEADINGS.get(group, group))
+        section = parser.add_argument_group(group)
         for field in FIELDS.values():
             meta = field.metadata
             if meta["group"] != group:

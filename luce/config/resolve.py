@@ -93,8 +93,3 @@ def resolve(
     if problems:
         raise UsageError("; ".join(problems), param=params[0])
     return Config(**values)
-
-
-def override(config: Config, given: Mapping[str, Any]) -> Config:
-    """A Config with some fields replaced by keyword values. Raises UsageError naming the keyword."""
-    return dataclasses.replace(config, **{name: _parse(FIELDS[name], value, name) for name, value in given.items()})

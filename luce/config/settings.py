@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.values import (
     Parser,
     choice,
@@ -36,11 +37,56 @@ def _setting(
     return dataclasses.field(default=default, metadata=meta)
 
 
+#: the groups in the order of the sample file; their names are headings in `--help`
+GROUPS = (
+    "placement",
+    "peer copies",
+    "daemons",
+    "engine",
+    "KVFlash",
+    "KVFlash policy",
+    "drafting",
+    "limits",
+    "prefix cache",
+    "prefix cache on disk",
+    "sampling",
+    "chat template",
+    "server",
+    "log",
+)
 _CACHE_TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
 
 
+if TYPE_CHECKING:
+
+    class _Sampling:
+        """A field for each sampling value with a setting; code reads them by the names of SAMPLERS."""
+
+else:
+    _Sampling = dataclasses.make_dataclass(
+        "_Sampling",
+        [
+            (
+                name,
+                sampler.kind,
+                _setting(
+                    sampler.setting,
+                    sampler.parse,
+                    f"{sampler.help}; used when a request does not set it",
+                    flags=[alias.replace("_", "-") for alias in sampler.aliases[:1]],
+                    metavar=sampler.metavar,
+                    group="sampling",
+                ),
+            )
+            for name, sampler in SAMPLERS.items()
+            if sampler.setting is not None
+        ],
+        frozen=True,
+    )
+
+
 @dataclass(frozen=True)
-class Config:
+class Config(_Sampling):
     """All settings. Sizes are in the unit that the help text names."""
 
     target_device: str = _setting(
@@ -74,23 +120,23 @@ class Config:
         "not drive; where there are none, for all devices but the first. backend=PATH: for all devices of the backend",
         flags=("shard-python",),
         metavar="PATH",
-        group="remote",
+        group="daemons",
     )
     peer_access: bool = _setting(
         True,
         text,
         "let GPUs copy to each other where the pair can; --no-peer-access: always by way of host memory",
-        group="copies",
+        group="peer copies",
     )
     isolate_shards: bool = _setting(
-        False, text, "a daemon for each device, not one for devices of a backend side by side", group="remote"
+        False, text, "a daemon for each device, not one for devices of a backend side by side", group="daemons"
     )
     shard_env: tuple[str, ...] = _setting(
         (),
         variables,
         "variable that daemons of a backend get, such as hip:HSA_OVERRIDE_GFX_VERSION=11.0.0 (repeatable)",
         metavar="BACKEND:NAME=VALUE",
-        group="remote",
+        group="daemons",
     )
     shard_transport: str = _setting(
         "auto",
@@ -98,7 +144,7 @@ class Config:
         "how activations reach daemons: in shared memory, in the messages themselves, or auto (shared where possible)",
         flags=("target-shard-ipc-transport",),
         metavar="WAY",
-        group="remote",
+        group="daemons",
     )
     shard_activations: str = _setting(
         "f32",
@@ -106,28 +152,28 @@ class Config:
         "what activations are in messages, over a network or with --shard-transport stream: half the bytes in 16 bits, "
         "which change results",
         metavar="TYPE",
-        group="remote",
+        group="daemons",
     )
     shard_key_file: Path | None = _setting(
         None,
         path,
         "key and certificate of the network daemons at tcp://host:port/backend:index",
         metavar="FILE",
-        group="remote",
+        group="daemons",
     )
     shard_timeout: float = _setting(
         60.0,
         number(0.1, 86400),
         "time that a daemon has for a request, beside 0.1 s for each row of it",
         metavar="SECONDS",
-        group="remote",
+        group="daemons",
     )
     shard_start_timeout: float = _setting(
         600.0,
         number(1, 86400),
         "time that a daemon has to start, and to read each of its layers",
         metavar="SECONDS",
-        group="remote",
+        group="daemons",
     )
     max_ctx: int = _setting(
         0,
@@ -166,7 +212,7 @@ class Config:
         "longer sequences are computed approximately. off: of all; N, rounded up to a multiple of 256; auto: as many "
         "as half of the memory left holds, 16384 at most; auto:N, N at most",
         metavar="N|auto",
-        group="pool",
+        group="KVFlash",
     )
     kvflash_policy: str = _setting(
         "qk",
@@ -175,28 +221,28 @@ class Config:
         "to), drafter (what a small model attends to when it reads the last tokens), lru (as qk, but nothing comes "
         "back)",
         metavar="POLICY",
-        group="residency",
+        group="KVFlash policy",
     )
     kvflash_drafter: str = _setting(
         "",
         filled,
         "GGUF file of the small model of --kvflash-policy drafter, with any vocabulary (that of --draft unless given)",
         metavar="FILE",
-        group="residency",
+        group="KVFlash policy",
     )
     kvflash_tau: int = _setting(
         64,
         integer(1),
         "tokens of a reply after which --kvflash-policy looks again, or a 45th of the sequence if that is more",
         metavar="N",
-        group="residency",
+        group="KVFlash policy",
     )
     kvflash_host_mb: int = _setting(
         0,
         mebibytes,
         "MiB of host memory for what is not on the devices (0: half of what is free at the start)",
         metavar="SIZE",
-        group="residency",
+        group="KVFlash policy",
     )
     prompt_weights: str = _setting(
         "auto",
@@ -212,14 +258,14 @@ class Config:
         "DFlash draft (GGUF, or a directory of safetensors) or a small model with the same tokens. mtp: the block for "
         "it in the model's own file. ngram: what followed the last time that the text ended as it does",
         metavar="PATH|mtp|ngram",
-        group="draft",
+        group="drafting",
     )
     draft_device: str = _setting(
         "auto",
         device,
         "device of the draft: auto (the one with the last layers), cuda:N, hip:N, cpu:N, tcp://host:port/backend:N",
         metavar="DEVICE",
-        group="draft",
+        group="drafting",
     )
     draft_ipc_bin: Path | None = _setting(
         None,
@@ -227,24 +273,24 @@ class Config:
         "Python interpreter, or virtual environment, that runs a daemon for the draft on its device",
         flags=("draft-python",),
         metavar="PATH",
-        group="draft",
+        group="drafting",
     )
     draft_residency: str = _setting(
         "auto",
         choice("auto", "persistent", "request-scoped"),
         "when the draft is loaded: persistent (auto: the same), or request-scoped (while requests run)",
         metavar="WHEN",
-        group="draft",
+        group="drafting",
     )
     draft_swa: int = _setting(
         0,
         integer(0),
         "window of all layers of a DFlash draft but the last, where its file does not tell (0: what the file says)",
         metavar="N",
-        group="draft",
+        group="drafting",
     )
     draft_ctx_max: int = _setting(
-        4096, integer(64), "tokens before a guess that the draft sees at most", metavar="N", group="draft"
+        4096, integer(64), "tokens before a guess that the draft sees at most", metavar="N", group="drafting"
     )
     draft_tail: int = _setting(
         2048,
@@ -252,20 +298,20 @@ class Config:
         "tokens at the end of a kept prefix whose hidden states are kept too, for drafts that read such: these go on "
         "at once behind it (0: none)",
         metavar="N",
-        group="draft",
+        group="drafting",
     )
     ddtree: bool = _setting(
         False,
         text,
         "let a DFlash draft guess a tree, several tokens for a place, instead of one text",
-        group="draft",
+        group="drafting",
     )
     ddtree_budget: int = _setting(
         15,
         integer(0, 64),
         "most guesses of a tree; a step computes up to 15 beside the token that it begins with, so more change nothing",
         metavar="N",
-        group="draft",
+        group="drafting",
     )
     verify_width: int = _setting(
         0,
@@ -273,7 +319,7 @@ class Config:
         "tokens of a sequence that are computed at a time where some are guessed (0: as many as measured times make "
         "worthwhile)",
         metavar="N",
-        group="draft",
+        group="drafting",
     )
     threads: int = _setting(
         0,
@@ -296,7 +342,7 @@ class Config:
         mebibytes,
         "MiB of host memory for prompts that may come again (0: none are kept, on the disk neither)",
         metavar="SIZE",
-        group="cache",
+        group="prefix cache",
     )
     cache_interval: int = _setting(
         8192,
@@ -304,7 +350,7 @@ class Config:
         "tokens of a long prompt between states that later prompts can begin at, in models with such states",
         flags=("kv-cache-interval",),
         metavar="N",
-        group="cache",
+        group="prefix cache",
     )
     kv_cache_dir: str = _setting(
         "auto",
@@ -312,7 +358,7 @@ class Config:
         "directory that keeps prompts across restarts (auto: in the user's cache directory, off: none)",
         flags=("cache-dir",),
         metavar="DIR",
-        group="disk cache",
+        group="prefix cache on disk",
     )
     kv_cache_budget: int = _setting(
         20480,
@@ -320,7 +366,7 @@ class Config:
         "MiB that the directory may take up (0: no limit)",
         flags=("cache-disk",),
         metavar="SIZE",
-        group="disk cache",
+        group="prefix cache on disk",
     )
     kv_cache_min_tokens: int = _setting(
         512,
@@ -328,7 +374,7 @@ class Config:
         "shortest prompt that is written to the directory",
         flags=("cache-min-tokens",),
         metavar="N",
-        group="cache",
+        group="prefix cache",
     )
     kv_cache_placement: str = _setting(
         "reshard",
@@ -336,7 +382,7 @@ class Config:
         "which snapshots in the directory are used: those of every placement of the model (reshard), or those alone "
         "that the same devices with the same layers wrote (exact)",
         metavar="WHICH",
-        group="cache",
+        group="prefix cache",
     )
     kv_cache_flush_timeout: float = _setting(
         30.0,
@@ -344,23 +390,7 @@ class Config:
         "time for writing what is not in the directory yet when all ends",
         flags=("save-seconds",),
         metavar="SECONDS",
-        group="cache",
-    )
-    temperature: float = _setting(
-        0.7, number(0, 2), "default of requests that name none (0: greedy)", metavar="T", group="sampling"
-    )
-    top_k: int = _setting(40, integer(0), "default of requests that name none (0: off)", metavar="N", group="sampling")
-    top_p: float = _setting(
-        0.95, number(0, 1, above=True), "default of requests that name none", metavar="P", group="sampling"
-    )
-    min_p: float = _setting(0.0, number(0, 1), "default of requests that name none", metavar="P", group="sampling")
-    repetition_penalty: float = _setting(
-        1.0,
-        number(0, 10, above=True),
-        "default of requests that name none",
-        flags=("repeat-penalty",),
-        metavar="X",
-        group="sampling",
+        group="prefix cache",
     )
     chat_template: Path | None = _setting(
         None,
@@ -368,7 +398,7 @@ class Config:
         "Jinja file used instead of the model file's own template",
         flags=("chat-template-file",),
         metavar="FILE",
-        group="text",
+        group="chat template",
     )
     host: str = _setting("127.0.0.1", text, "address to listen on", metavar="ADDRESS", group="server")
     port: int = _setting(8080, integer(0, 65535), "port to listen on (0: any free one)", metavar="N", group="server")
@@ -431,6 +461,11 @@ class Config:
 
 
 FIELDS: Mapping[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Config)}
+
+
+def sampling_default(config: Config, name: str) -> Any:
+    """The sampling value of a request that does not set `name`: the setting, or the field's default where none is."""
+    return getattr(config, name, getattr(SamplingParams, name))
 
 
 def flag(name: str) -> str:

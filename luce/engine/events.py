@@ -1,46 +1,16 @@
-"""The engine's nouns: what is asked for (SamplingParams), what comes back (events)."""
+"""What the engine reports of a sequence, in order of arrival."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.errors import LuceError
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen. Ranges are checked where the values enter (server, CLI, API), not here.
-
-    Order: logit bias, penalties, then (temperature 0: argmax, lowest id on ties) top-k, temperature, top-p, min-p,
-    draw.
-    `logprobs` is the number of alternatives reported beside each token (0: the token's own only; None: nothing);
-    `prompt_logprobs` asks the same for every prompt position. Both are of the unmodified distribution. `prompt_logits`
-    asks for the raw logits at every prompt position (PromptLogits events). `max_tokens` 0 ends after the prompt.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    repeat_last_n: int = 256
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_logits: bool = False
 
 
 class FinishReason(enum.Enum):

@@ -17,6 +17,7 @@ from math import inf
 import numpy as np
 
 from luce.backend.backend import Backend
+from luce.config.sampling import SamplingParams
 from luce.draft.drafter import Drafter
 from luce.draft.feature_tail import Tails
 from luce.engine.admission import Admission, Ticket, shutting_down
@@ -28,7 +29,6 @@ from luce.engine.events import (
     Finished,
     FinishReason,
     Progress,
-    SamplingParams,
     Started,
     TextOutput,
     Token,

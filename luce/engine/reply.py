@@ -8,17 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.config.sampling import SamplingParams
 from luce.engine.admission import Ticket
-from luce.engine.events import (
-    EventSink,
-    FinishReason,
-    PromptLogits,
-    PromptScores,
-    SamplingParams,
-    TextOutput,
-    Timings,
-    Token,
-)
+from luce.engine.events import EventSink, FinishReason, PromptLogits, PromptScores, TextOutput, Timings, Token
 from luce.engine.sampling import Sampler, needs_logits, score
 from luce.engine.scheduler import Sequence, StepShare
 from luce.runtime.step import Int32, Output

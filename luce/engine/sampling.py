@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.engine.events import SamplingParams
+from luce.config.sampling import SamplingParams
 from luce.errors import BackendError, RequestError
 from luce.ops.sample import largest
 from luce.runtime.step import MAX_CANDIDATES

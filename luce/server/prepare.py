@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from luce.api import Model
-from luce.engine.events import SamplingParams
+from luce.config.sampling import SAMPLERS, SamplingParams
+from luce.config.settings import sampling_default
 from luce.errors import RequestError
 from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.schema import ChatRequest, Common, CompletionRequest, Message, ToolChoice, decode
@@ -176,33 +177,21 @@ def _job(
 def _sampling(
     request: Common, model: Model, max_tokens: int | None, logprobs: int | None, *, scored: bool
 ) -> SamplingParams:
-    config, vocab = model.config, model.tokenizer.vocab
-
-    def first(default: Any, *values: Any) -> Any:
-        return next((value for value in values if value is not None), default)
-
-    min_tokens = request.min_tokens or 0
-    if max_tokens is not None and min_tokens > max_tokens:
+    vocab = model.tokenizer.vocab
+    values: dict[str, Any] = {"max_tokens": max_tokens}
+    for name, sampler in SAMPLERS.items():
+        if name not in values:
+            sent = (getattr(request, key) for key in (name, *sampler.aliases))
+            values[name] = next((value for value in sent if value is not None), sampling_default(model.config, name))
+    if max_tokens is not None and values["min_tokens"] > max_tokens:
         raise invalid("min_tokens", f"exceeds the limit of {max_tokens} tokens")
     bias, stop_ids = request.logit_bias or {}, request.stop_token_ids or []
     for param, ids in (("logit_bias", bias), ("stop_token_ids", stop_ids)):
         if not all(0 <= token < vocab for token in ids):
             raise invalid(param, f"expected token ids in 0..{vocab - 1}")
     return SamplingParams(
-        temperature=first(config.temperature, request.temperature),
-        top_k=first(config.top_k, request.top_k),
-        top_p=first(config.top_p, request.top_p),
-        min_p=first(config.min_p, request.min_p),
-        repetition_penalty=first(
-            config.repetition_penalty, request.repetition_penalty, request.repeat_penalty, request.rep_pen
-        ),
-        repeat_last_n=first(SamplingParams.repeat_last_n, request.repeat_last_n, request.rep_window),
-        frequency_penalty=request.frequency_penalty or 0.0,
-        presence_penalty=request.presence_penalty or 0.0,
+        **values,
         logit_bias=bias,
-        seed=request.seed,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
         stop_token_ids=frozenset(stop_ids),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,

@@ -10,7 +10,8 @@ from aiohttp import web
 
 from luce import __version__
 from luce.api import Model
-from luce.engine.events import SamplingParams
+from luce.config.sampling import SAMPLERS, SamplingParams
+from luce.config.settings import sampling_default
 from luce.engine.speculate import DraftStats
 from luce.kvcache.paging import PagingStats
 from luce.runtime.step import PAGE
@@ -52,11 +53,11 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
         "total_slots": config.parallel,
         "default_generation_settings": {
             "n_ctx": model.context,
-            "temperature": config.temperature,
-            "top_p": config.top_p,
-            "top_k": config.top_k,
-            "min_p": config.min_p,
-            "repeat_penalty": config.repetition_penalty,
+            **{
+                (*sampler.aliases, name)[0]: sampling_default(config, name)
+                for name, sampler in SAMPLERS.items()
+                if sampler.setting is not None
+            },
         },
         "sampling": {
             "capabilities": [

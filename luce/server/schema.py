@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from luce.config.sampling import SAMPLERS, Sampler
 from luce.errors import RequestError
 
 _Unit = Annotated[float, Meta(ge=0, le=1)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_Repetition = Annotated[float, Meta(gt=0, le=10)]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Alternatives = Annotated[int, Meta(ge=0, le=20)]
@@ -64,28 +63,37 @@ class CacheScope(msgspec.Struct, forbid_unknown_fields=True):
     pin: Any = None
 
 
-class Common(msgspec.Struct, kw_only=True):
-    """Fields of both endpoints. None is the same as absent."""
+def _type(sampler: Sampler) -> Any:
+    """The type of a sampling value's field, with its range."""
+    low, high = sampler.low, sampler.high
+    return Annotated[sampler.kind, Meta(gt=low, le=high) if sampler.above else Meta(ge=low, le=high)] | None
+
+
+if TYPE_CHECKING:
+    _Sampling = msgspec.Struct
+else:
+    # `max_tokens` has another lowest value in each endpoint.
+    _Sampling = msgspec.defstruct(
+        "_Sampling",
+        [
+            (key, _type(sampler), None)
+            for name, sampler in SAMPLERS.items()
+            for key in (name, *sampler.aliases)
+            if name != "max_tokens"
+        ],
+        kw_only=True,
+    )
+
+
+class Common(_Sampling, kw_only=True):
+    """Fields of both endpoints, with those of SAMPLERS. None is the same as absent."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: _Count | None = None
-    min_p: _Unit | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    frequency_penalty: _Penalty | None = None
-    presence_penalty: _Penalty | None = None
-    repetition_penalty: _Repetition | None = None
-    repeat_penalty: _Repetition | None = None
-    rep_pen: _Repetition | None = None
-    repeat_last_n: _Count | None = None
-    rep_window: _Count | None = None
     stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[_Count], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: _Count | None = None
     n: _Positive | None = None
     logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
     return_token_ids: bool | None = None

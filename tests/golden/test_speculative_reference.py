@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import luce
-from luce.engine.events import Event, SamplingParams, Tokens
+from luce.config.sampling import SamplingParams
+from luce.engine.events import Event, Tokens
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver

@@ -15,7 +15,8 @@ import luce
 from luce import api
 from luce.api import Model
 from luce.backend.layersplit import LayerSplitBackend
-from luce.engine.events import Failed, Finished, FinishReason, SamplingParams, Tokens
+from luce.config.sampling import SamplingParams
+from luce.engine.events import Failed, Finished, FinishReason, Tokens
 from luce.engine.speculate import Speculator
 from luce.errors import DeviceError
 from luce.layers.build import LayerBuilder

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from luce.engine.events import Event, Failed, Finished, SamplingParams, Tokens
+from luce.config.sampling import SamplingParams
+from luce.engine.events import Event, Failed, Finished, Tokens
 from luce.engine.loop import Engine
 from luce.kvcache.paging import Age, Scores
 from luce.runtime.step import PAGE, Int32

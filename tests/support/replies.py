@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from luce.config.sampling import SamplingParams
 from luce.engine.admission import Ticket
-from luce.engine.events import Event, Failed, Finished, SamplingParams, Tokens
+from luce.engine.events import Event, Failed, Finished, Tokens
 from luce.engine.loop import Engine
 from luce.errors import LuceError
 from luce.runtime.step import Step

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 
-from luce.api import Model
 from luce.cli import options
 from luce.errors import UsageError
 
@@ -31,10 +28,6 @@ def test_ranges(name: str, low: float, high: float, outside: tuple[str, ...]) ->
     for text in outside:
         with pytest.raises(UsageError, match=f"^here: expected .*, got '{text}'$"):
             options.parse(name, text, "here")
-
-
-def test_every_name_is_a_keyword_of_generate() -> None:
-    assert set(options.NAMES) <= set(inspect.signature(Model.generate).parameters)
 
 
 def test_pairs() -> None:

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.engine.events import Event, Failed, Finished, Progress, SamplingParams, Tokens
+from luce.config.sampling import SamplingParams
+from luce.engine.events import Event, Failed, Finished, Progress, Tokens
 from luce.engine.loop import Engine
 from luce.errors import DeviceError
 from luce.runtime.step import PAGE

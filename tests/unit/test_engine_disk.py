@@ -20,7 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from luce.engine.events import Event, Finished, Progress, SamplingParams
+from luce.config.sampling import SamplingParams
+from luce.engine.events import Event, Finished, Progress
 from luce.engine.loop import Engine
 from luce.errors import BackendError
 from luce.kvcache import saver

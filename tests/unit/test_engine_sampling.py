@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from luce.config.sampling import SamplingParams
 from luce.engine import sampling
-from luce.engine.events import SamplingParams
 from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
 from luce.errors import BackendError, RequestError
 from luce.ops.sample import candidates, largest, top

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from luce.config.sampling import SamplingParams
 from luce.draft.drafter import Draftable, Proposal
-from luce.engine.events import SamplingParams
 from luce.engine.loop import Engine
 from luce.engine.sampling import Sampler
 from tests.support.drafters import ScriptedDrafter

@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from luce.api import Model
-from luce.config.settings import Config
+from luce.config.sampling import SAMPLERS
+from luce.config.settings import FIELDS, Config
 from luce.errors import RequestError
 from luce.server.prepare import Job, chat_job, completion_job
 from tests.support.scripted_model import ScriptedModel
@@ -56,8 +57,10 @@ def test_sessions_are_bounded_and_may_be_missing(model: Model) -> None:
 
 def test_settings_are_the_defaults_of_sampling(model: Model) -> None:
     params = chat(model).params
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        assert getattr(params, name) == getattr(CONFIG, name)
+    names = [name for name, sampler in SAMPLERS.items() if sampler.setting is not None]
+    for name in names:
+        assert getattr(params, name) == getattr(CONFIG, name) != FIELDS[name].default
+    assert names == [name for name, field in FIELDS.items() if field.metadata["group"] == "sampling"]
     assert params.max_tokens is None and params.seed is None and params.logprobs is None
     assert completion_job(b'{"prompt":"a"}', {}, model).params.max_tokens == 16
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from luce.api import Model
 from luce.cli.serve import _Service
+from luce.config.sampling import SamplingParams
 from luce.config.settings import Config
-from luce.engine.events import SamplingParams
 from luce.server.sdnotify import Notifier
 from tests.support.scripted_model import ScriptedModel
 

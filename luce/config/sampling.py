@@ -1,0 +1,115 @@
+"""The sampling values. One field of SamplingParams is a row of this table: everything else reads it.
+
+A row with a Sampler is a field of requests (server), a keyword of Model.generate (api), and a name of `/set` and
+`luce run -o` (cli); with a `setting` it is also a flag and a TOML key (config.settings). So a new sampler is a row
+here, its code in luce.engine.sampling, and its test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from luce.config.values import integer, number
+
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Range, help and names of one sampling value."""
+
+    kind: type[int] | type[float]
+    low: int
+    high: int
+    #: one line for `--help` and the sample file
+    help: str = ""
+    #: `low` itself is not allowed
+    above: bool = False
+    #: default of the setting; None: there is no such setting, and a request without the value gets the field's default
+    setting: float | None = None
+    #: further names in requests, llama.cpp's first
+    aliases: tuple[str, ...] = ()
+    #: placeholder of the value in `--help`
+    metavar: str = ""
+    #: what `/set` shows where the value is None
+    unset: str = ""
+
+    def parse(self, text: str) -> Any:
+        """The value of a text. Raises ValueError that names the range."""
+        if self.kind is int:
+            return integer(self.low, self.high)(text)
+        return number(self.low, self.high, above=self.above)(text)
+
+
+def _row(default: float | None, kind: type[int] | type[float], low: int, high: int, help: str = "", **more: Any) -> Any:
+    return field(default=default, metadata={"sampler": Sampler(kind, low, high, help, **more)})
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one sequence are chosen. Ranges are checked where values enter (server, cli, api), not here.
+
+    Order: logit bias, penalties, then (temperature 0: argmax, lowest id on ties) top-k, temperature, top-p, min-p,
+    draw.
+    """
+
+    temperature: float = _row(
+        0.0, float, 0, 2, "sampling temperature (0: always the likeliest token)", setting=0.7, metavar="T"
+    )
+    top_k: int = _row(0, int, 0, _MOST, "sample from the K likeliest tokens (0: off)", setting=40, metavar="K")
+    top_p: float = _row(
+        1.0,
+        float,
+        0,
+        1,
+        "sample from the likeliest tokens whose probabilities add up to P (1: off)",
+        above=True,
+        setting=0.95,
+        metavar="P",
+    )
+    min_p: float = _row(
+        0.0,
+        float,
+        0,
+        1,
+        "sample from tokens with at least P times the probability of the likeliest (0: off)",
+        setting=0.0,
+        metavar="P",
+    )
+    repetition_penalty: float = _row(
+        1.0,
+        float,
+        0,
+        10,
+        "penalty for tokens that occur in the text already (1: off)",
+        above=True,
+        setting=1.0,
+        aliases=("repeat_penalty", "rep_pen"),
+        metavar="X",
+    )
+    #: tokens before the next one to which repetition_penalty applies
+    repeat_last_n: int = _row(256, int, 0, _MOST, aliases=("rep_window",))
+    frequency_penalty: float = _row(0.0, float, -2, 2)
+    presence_penalty: float = _row(0.0, float, -2, 2)
+    #: token id to what is added to its logit
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = _row(None, int, -(2**63), 2**63 - 1, unset="random")
+    #: 0 ends the sequence after its prompt; endpoints with a reply ask for 1 at least
+    max_tokens: int | None = _row(None, int, 1, _MOST, unset="until the context is full")
+    min_tokens: int = _row(0, int, 0, _MOST)
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    #: alternatives reported beside each token's log probability in the unmodified distribution (None: report nothing)
+    logprobs: int | None = None
+    #: the same for every position of the prompt
+    prompt_logprobs: int | None = None
+    #: report the raw logits of every position of the prompt (PromptLogits events)
+    prompt_logits: bool = False
+
+
+SAMPLERS: Mapping[str, Sampler] = {
+    row.name: row.metadata["sampler"] for row in dataclasses.fields(SamplingParams) if "sampler" in row.metadata
+}
