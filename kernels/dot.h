@@ -1,5 +1,5 @@
 // Sums of products of weight rows in any format with float32 rows of x, for formats that have no integer path
-// (dot_s8.h): the inner loop of matmul_vec.cu and of expert_vec.
+// (dot_int8.h): the inner loop of matmul_vec.cu and of expert_vec.
 //
 // A block takes a few weight rows, and its threads share the columns: a short row is all latency, and so is as many loads
 // at once as there are.

@@ -1,4 +1,4 @@
-// Rows of x as signed bytes, for the integer products of dot_s8.h.
+// Rows of x as signed bytes, for the integer products of dot_int8.h.
 #include "activation.h"
 #include "quantise.h"
 

@@ -2,7 +2,7 @@
 // These are 128, a section, where weights have integer scales of which products with sections can be summed exactly
 // (the K formats: x is `wide`), and else 32, a block.
 //
-// Rows lie as products read them (dot_s8.h, mma_s8.h), with room for `room` of them. The last section may be shorter in
+// Rows lie as products read them (dot_int8.h, mma_int8.h), with room for `room` of them. The last section may be shorter in
 // x; its values go on as zeros. A section is section_bytes:
 //   values  int8 [2, room, 64]
 //   scales  [room], of each row 16 bytes: where x is wide, s and the sums of the values of the four blocks, each as

@@ -1,7 +1,7 @@
 // Products of many rows with a weight matrix: what a block does for one tile of results, TILE_ROWS x TILE_FEATURES.
 // matmul_tile.cu and moe_matmul.cu differ in which rows make a tile.
 //
-// x comes as halves with a scale per row (half.cu), for weights in F32 as it is. A result is a sum over the columns in an
+// x comes as halves with a scale per row (fp16.cu), for weights in F32 as it is. A result is a sum over the columns in an
 // order that the format and the number of columns alone decide.
 //
 // With tensor cores (LUCE_MMA_F16) a wave owns 32 features and all rows of the tile. Its weights go from memory to the

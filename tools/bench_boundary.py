@@ -87,7 +87,7 @@ def serve(out: Path, arguments: Sequence[str]) -> int:
 
         def seconds() -> float:
             notes["work"].append(count())
-            while events and events[0][1].happened():
+            while events and events[0][1].done():
                 start, end = events.pop(0)
                 notes["copy in"].append(end.seconds_since(start))
             return notes["work"][-1]

@@ -354,11 +354,11 @@ class LayerSplitBackend:
     def landing(self, size: int) -> NDArray[np.uint8]:
         local = (shard.device for shard in self._chain.shards if isinstance(shard, LocalShard))
         best = min(local, key=lambda device: device.host, default=None)
-        return np.empty(size, np.uint8) if best is None else best.landing(size)
+        return np.empty(size, np.uint8) if best is None else best.staging_buffer(size)
 
     def expect(self, pages: int) -> None:
         for device, size in self._page_bytes.items():
-            device.expect(pages * size)
+            device.reserve_pinned(pages * size)
 
     def fill(self, pieces: Iterable[Piece]) -> None:
         self._wait()

@@ -10,7 +10,7 @@ import numpy as np
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import LayerBuilder
 from luce.models.spec import ModelSpec
-from luce.ops.sample import chosen
+from luce.ops.sample import find_candidates
 from luce.runtime.device import Array, Device
 from luce.runtime.step import MAX_CANDIDATES, Int32, Output
 from luce.shard.shard import Pending
@@ -48,7 +48,7 @@ class Ends:
     def project(self, rows: Array, *, top: int = MAX_CANDIDATES, scale: float = 0.0, softcap: float = 0.0) -> Pending:
         """Queue the target's head on float32 [n, hidden] on the draft's device: ids and `top` candidates of each row.
 
-        With a scale also the candidates' norms, as luce.ops.sample.likeliest has them.
+        With a scale also the candidates' norms, as luce.ops.sample.argmax_logsumexp has them.
         """
         if self.last.device is not self.device:
             rows = self.device.download(rows)
@@ -71,7 +71,7 @@ class OwnEnd:
     def project(self, hidden: Array, *, top: int = 0, scale: float = 0.0, softcap: float = 0.0) -> Pending:
         """As Shard.project, of rows on this device."""
         device, rows = self.device, self._head.project(hidden)
-        found = chosen(device, rows, top, scale, softcap)
+        found = find_candidates(device, rows, top, scale, softcap)
 
         def wait() -> Output:
             ids, best = found()

@@ -293,7 +293,7 @@ class Speculator:
         depth = min(self._drafter.block, sequence.room - len(sequence.reply) - 1)
         if sequence.ahead is not None:
             # Behind the last of these rows pages may be ranked by its query, and a tree's rows at one position
-            # overwrite each other's (luce.ops.rank).
+            # overwrite each other's (luce.ops.page_ranking).
             depth = min(depth, sequence.ahead - (self._tree is not None))
         most = min(depth if self._tree is None else self._tree, self._verify - 1, room)
         if known.off or min(depth, most) <= 0:

@@ -7,10 +7,10 @@ from luce.layers.state import KVPool
 from luce.models.spec import Attention
 from luce.ops.attention import gated_attention
 from luce.ops.attention_mma import Gate
-from luce.ops.heads import Destination, HeadNorms, copy_rows, prepare_heads, prepare_keys, prepare_queries, write_kv
-from luce.ops.matmul import matmul, takes_bytes_alone
+from luce.ops.matmul import matmul, sole_int8_group
+from luce.ops.page_ranking import store_queries
+from luce.ops.qkv import Destination, HeadNorms, copy_rows, prepare_heads, prepare_keys, prepare_queries, write_kv
 from luce.ops.quantise import Quantised
-from luce.ops.rank import keep_queries
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
@@ -21,7 +21,7 @@ class AttentionLayer:
 
     `inputs` stacks attn_q, attn_k, attn_v and, with an output gate, attn_gate; only attn_q where the spec names a
     donor, whose pool `pool` then is. `lends` is the block's number if layers on other devices read its keys and values.
-    `queries`: where the newest ones of each slot are kept, if anybody asks for them (luce.ops.rank).
+    `queries`: where the newest ones of each slot are kept, if anybody asks for them (luce.ops.page_ranking).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AttentionLayer:
         else:
             prepare_queries(device, q, self._norms, rotation)
         if self.queries is not None:
-            keep_queries(device, q, step.spans, self.queries, self.state.k)
+            store_queries(device, q, step.spans, self.queries, self.state.k)
         mixed = gated_attention(
             device,
             q,
@@ -88,7 +88,7 @@ class AttentionLayer:
             scale=spec.scale,
             window=spec.window,
             gate=gate,
-            in_bytes=takes_bytes_alone(device, rows, self._out),
+            int8_group=sole_int8_group(device, rows, self._out),
         )
         return matmul(device, mixed, self._out)
 

@@ -23,9 +23,9 @@ from luce.layers.weights import WeightLoader
 from luce.models import spec as models
 from luce.models.spec import Attention, GatedDeltaNet, GatedMLP, Layer, ModelSpec, MoE, Rope
 from luce.ops.deltanet import DeltaWeights
-from luce.ops.heads import HeadNorms
 from luce.ops.kvtype import AUTO, KVTypes
-from luce.ops.rank import KEPT
+from luce.ops.page_ranking import NEWEST_QUERIES
+from luce.ops.qkv import HeadNorms
 from luce.ops.weight import stored_bytes
 from luce.runtime.device import Array, Device
 
@@ -198,7 +198,7 @@ class LayerBuilder:
             self._pools[index] = KVPool.allocate(self._device, spec, self._pages[group], self._kv)
         kept = None
         if self._spec.ranks(index):
-            kept = self._device.zeros((self._slots, KEPT, spec.heads, spec.head_dim))
+            kept = self._device.zeros((self._slots, NEWEST_QUERIES, spec.heads, spec.head_dim))
         return AttentionLayer(
             self._device,
             spec,

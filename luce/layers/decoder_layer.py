@@ -11,7 +11,7 @@ from luce.layers.moe import MoELayer
 from luce.models.spec import Activation
 from luce.ops.activation import add, gated_activation, scale, softcap
 from luce.ops.embedding import embed, take_rows
-from luce.ops.matmul import matmul, takes_bytes
+from luce.ops.matmul import int8_group, matmul
 from luce.ops.norm import add_rms_norm, quantised_rms_norm, rms_norm
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
@@ -32,7 +32,7 @@ class Residual:
     def norm(self, weight: Array, eps: float, reads: Weight) -> Array | Quantised:
         """rms(x + delta) * weight, leaving the sum in x; quantised if `reads`, the weight that it meets, wants that."""
         y: Array | Quantised
-        if group := takes_bytes(self.device, self.x.shape[0], reads):
+        if group := int8_group(self.device, self.x.shape[0], reads):
             y = quantised_rms_norm(self.device, self.x, self.delta, weight, eps, group)
         elif self.delta is None:
             y = rms_norm(self.device, self.x, weight, eps)

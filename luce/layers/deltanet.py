@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from luce.layers.state import DeltaState
 from luce.ops.deltanet import DeltaWeights, gated_delta_net
-from luce.ops.matmul import matmul, takes_bytes_alone
+from luce.ops.matmul import matmul, sole_int8_group
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -26,13 +26,13 @@ class DeltaNetLayer:
     def __call__(self, y: Array | Quantised, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         device = self._device
-        in_bytes = takes_bytes_alone(device, y.shape[0], self._out)
-        return matmul(device, self._mix(matmul(device, y, self.reads), step.spans, in_bytes=in_bytes), self._out)
+        int8_group = sole_int8_group(device, y.shape[0], self._out)
+        return matmul(device, self._mix(matmul(device, y, self.reads), step.spans, int8_group=int8_group), self._out)
 
     def accept(self, spans: SpanArrays) -> None:
         """Apply the rows that spans without rows of their own accept."""
-        self._mix(self._device.empty((0, self.reads.rows)), spans, in_bytes=0)
+        self._mix(self._device.empty((0, self.reads.rows)), spans, int8_group=0)
 
-    def _mix(self, x: Array, spans: SpanArrays, *, in_bytes: int) -> Array | Quantised:
+    def _mix(self, x: Array, spans: SpanArrays, *, int8_group: int) -> Array | Quantised:
         states = self.state.memory, self.state.past, self.state.kept, self.state.fades
-        return gated_delta_net(self._device, x, self._weights, *states, spans, in_bytes=in_bytes)
+        return gated_delta_net(self._device, x, self._weights, *states, spans, int8_group=int8_group)

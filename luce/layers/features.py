@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.features import put_rows, take_words
+from luce.ops.features import put_rows, take_bf16_rows
 from luce.runtime.device import Array, Device, Event
 from luce.runtime.step import Step
 
@@ -59,7 +59,7 @@ class FeatureRing:
         places = np.array([path, range(len(path))], np.int32) + np.int32(position)
         source, target = self.device.upload(slot * self.capacity + places % self.capacity)
         # Whole rows are read before one is written: some are both.
-        rows = take_words(self.device, self.rows, source)
+        rows = take_bf16_rows(self.device, self.rows, source)
         put_rows(self.device, rows, self.rows, 0, target)
 
     def write(self, slot: int, position: int, rows: NDArray[np.uint16]) -> None:
@@ -74,7 +74,7 @@ class FeatureRing:
         uint16 [n, layers * hidden], on the host.
         """
         shape = (len(positions), self.rows.shape[1])
-        rows = self.device.landing(2 * shape[0] * shape[1]).view(np.uint16).reshape(shape)
+        rows = self.device.staging_buffer(2 * shape[0] * shape[1]).view(np.uint16).reshape(shape)
         self._out.wait_for(self.device.record())
         for here, there in self._runs(slot, positions):
             self._out.copy(rows[there], self.rows[here])
@@ -82,7 +82,7 @@ class FeatureRing:
         # What runs from now on may overwrite the rows; and their memory here must not go before the copy is done.
         self.device.wait_for(copied)
         self._copied.append((copied, rows))
-        while self._copied[0][0].happened() and len(self._copied) > 1:
+        while self._copied[0][0].done() and len(self._copied) > 1:
             self._copied.popleft()
 
         def wait() -> NDArray[np.uint16]:

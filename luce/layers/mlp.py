@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from luce.models.spec import GatedMLP
 from luce.ops.activation import gated_activation
-from luce.ops.matmul import matmul, takes_bytes_alone
+from luce.ops.matmul import matmul, sole_int8_group
 from luce.ops.quantise import Quantised, quantise_gated
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -24,7 +24,7 @@ class GatedMLPLayer:
         gate_up = matmul(self._device, y, self.reads)
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
-        if group := takes_bytes_alone(self._device, y.shape[0], self.down):
+        if group := sole_int8_group(self._device, y.shape[0], self.down):
             inner = quantise_gated(self._device, gate, up, self._activation, group)
         else:
             inner = gated_activation(self._device, gate, up, self._activation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from luce.layers.mlp import GatedMLPLayer
 from luce.models.spec import MoE
 from luce.ops.activation import add, add_gated, gated_activation
-from luce.ops.matmul import matmul, takes_bytes
+from luce.ops.matmul import int8_group, matmul
 from luce.ops.moe import Routing, combine, expert_matmul, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.quantise import Quantised, quantise
@@ -58,7 +58,7 @@ class MoELayer:
             expert_scale=self._expert_scale,
         )
         shared_gate = scores[:, spec.experts :] if spec.shared_gate else None
-        if self._bytes is not None and (group := takes_bytes(device, rows, self.reads)):
+        if self._bytes is not None and (group := int8_group(device, rows, self.reads)):
             x = y if isinstance(y, Quantised) else quantise(device, y, group)
             joined, gate = self._joined, None if self._joined is None else shared_gate
             out = expert_mlp(device, x, routing.ids, routing.weights, self._bytes, spec.activation, joined, gate)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.models.spec import Rope, Yarn
-from luce.ops.heads import Rotation
+from luce.ops.qkv import Rotation
 from luce.ops.rope import rope_table
 from luce.runtime.device import Device
 from luce.runtime.step import DeviceStep

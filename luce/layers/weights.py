@@ -9,7 +9,7 @@ import numpy as np
 from luce.errors import OutOfMemoryError, UnsupportedError
 from luce.gguf.quants import block_size, dequantize, supported
 from luce.gguf.reader import GGUFFile, TensorInfo
-from luce.ops.matmul_prefill import halves_bytes, keep_halves
+from luce.ops.matmul_prefill import fp16_bytes, store_fp16
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Array, Device
 
@@ -59,18 +59,18 @@ class WeightLoader:
         self.nbytes += weight.nbytes
         return weight
 
-    def keep_halves(self, spare: int) -> int:
+    def store_fp16(self, spare: int) -> int:
         """Keep matrices of layers unpacked as well, as many as fit in `spare` bytes; the bytes that they take.
 
         Called again with the same number, it does the same work in the same memory.
         """
         left = spare
         for names, weight in self._matrices.items():
-            size = halves_bytes(self._device, weight)
+            size = fp16_bytes(self._device, weight)
             # What lies at the ends of the model meets few rows.
             if names[0].startswith("blk.") and 0 < size <= left:
                 try:
-                    keep_halves(self._device, weight)
+                    store_fp16(self._device, weight)
                 except OutOfMemoryError:
                     # Somebody else has taken memory meanwhile; it goes without.
                     break

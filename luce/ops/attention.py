@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from luce.ops import attention_mma
 from luce.ops.activation import sigmoid_gate, softplus_gate
-from luce.ops.attention_mma import FEW_ROWS, Gate, Lookup
+from luce.ops.attention_mma import Gate, Lookup
 from luce.ops.kvtype import dequantise
-from luce.ops.quantise import SECTION, Quantised, room, space_for
+from luce.ops.matmul import FEW_ROWS
+from luce.ops.quantise import SECTION, Quantised, empty_quantised
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PageView, SpanArrays
 
@@ -67,17 +68,17 @@ def gated_attention(
     scale: float,
     window: int | None,
     gate: Gate | None,
-    in_bytes: int,
+    int8_group: int,
 ) -> Array | Quantised:
     """attention, times a gate if there is one: float32 [n, heads * d].
 
-    With a group for `in_bytes`, of 0 < n <= 16 rows on a GPU: quantised, if one kernel can do that as well.
+    With a group for `int8_group`, of 0 < n <= 16 rows on a GPU: quantised, if one kernel can do that as well.
     """
     n, heads, d = q.shape
     lookup = Lookup(q, k_pool, v_pool, spans, view, positions, scale, window)
     short = not device.host and n > 0 and spans.longest <= FEW_ROWS
     if short and (tiles := attention_mma.tiles(device, lookup)):
-        rows = room(device, n, heads * d, in_bytes, space=space_for(n)) if in_bytes and d % SECTION == 0 else None
+        rows = empty_quantised(device, n, heads * d, int8_group) if int8_group and d % SECTION == 0 else None
         out = rows or device.empty((n, heads * d))
         attention_mma.launch(device, out, lookup, tiles, gate)
         return out

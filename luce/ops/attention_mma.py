@@ -1,6 +1,6 @@
 """Attention over KV pages by products of 16-bit tiles: the launches of kernels/attention_mma.cu.
 
-Queries and softmax weights are rounded to halves (to bfloat16 beside K or V of that type), sums are float32. Spans of
+Queries and softmax weights are rounded to fp16 (to bfloat16 beside K or V of that type), sums are float32. Spans of
 at most FEW_ROWS rows are split over blocks, whose sums `attention_fold` adds; longer ones take their pages one after
 the other. So a row's bits depend on which of the two its span is, and on nothing else that its step holds.
 
@@ -16,12 +16,11 @@ from typing import Literal
 import numpy as np
 
 from luce.ops.kvtype import kernel_type
+from luce.ops.matmul import FEW_ROWS
 from luce.ops.quantise import Quantised, as_arguments
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, PageView, SpanArrays
 
-#: rows of a span that is split
-FEW_ROWS = 16
 # As in kernels/attention_mma.cu.
 _HEADS = (64, 128, 256, 512)
 _SPLITS = 64

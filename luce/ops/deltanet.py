@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from luce.ops.activation import host_sigmoid, host_softplus
-from luce.ops.quantise import SECTION, Quantised, as_arguments, room, space_for
+from luce.ops.quantise import SECTION, Quantised, as_arguments, empty_quantised
 from luce.runtime.device import Array, Device
 from luce.runtime.step import SpanArrays
 
@@ -56,14 +56,14 @@ def gated_delta_net(
     fades: Array,
     spans: SpanArrays,
     *,
-    in_bytes: int = 0,
+    int8_group: int = 0,
 ) -> Array | Quantised:
     """What the layer does with its input projections, over each span; the slots get the states after its last row.
 
     x float32 [n, channels + value_heads d + 2 value_heads] (any row stride): q, k and v of all heads, the output gate
     z, alpha, beta. memory float32 [slots, value_heads, d_v, d_k], the state S transposed; past float32
     [slots, value_heads, K-1, 3, d], the last inputs of the convolution: each value head has those of the q, k and v
-    that it reads. Both are updated. -> float32 [n, value_heads d]; with a group for `in_bytes`, of n <= 16 rows on
+    that it reads. Both are updated. -> float32 [n, value_heads d]; with a group for `int8_group`, of n <= 16 rows on
     a GPU: quantised, if one kernel can do that as well.
 
     A speculative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past as they were before it. To kept
@@ -85,7 +85,7 @@ def gated_delta_net(
     if device.host:
         return _host(x, weights, memory, past, kept, fades, spans)
     n, heads, d = len(x), memory.shape[1], memory.shape[2]
-    rows = room(device, n, heads * d, in_bytes, space=space_for(n)) if in_bytes and d % SECTION == 0 else None
+    rows = empty_quantised(device, n, heads * d, int8_group) if int8_group and d % SECTION == 0 else None
     out = None if rows is not None else device.empty((n, heads * d))
     if not spans.count:
         return out

@@ -24,7 +24,7 @@ def embed(device: Device, table: Weight, tokens: Array) -> Array:
     out = device.empty((len(tokens), table.cols))
     if len(tokens):
         args = (part.data, tokens, out, np.int32(table.cols))
-        device.launch("embed", "embed", (len(tokens),), _THREADS, args, defines={"QTYPE": part.type.name})
+        device.launch("embedding", "embed", (len(tokens),), _THREADS, args, defines={"QTYPE": part.type.name})
     return out
 
 
@@ -35,5 +35,5 @@ def take_rows(device: Device, x: Array, rows: Array) -> Array:
     out = device.empty((len(rows), x.shape[1]))
     if len(rows):
         args = (x, rows, out, np.int32(x.shape[1]), np.int32(x.strides[0] // 4))
-        device.launch("embed", "take_rows", (len(rows),), _THREADS, args, defines={"QTYPE": "F32"})
+        device.launch("embedding", "take_rows", (len(rows),), _THREADS, args, defines={"QTYPE": "F32"})
     return out

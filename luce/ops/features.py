@@ -39,7 +39,7 @@ def put_rows(device: Device, rows: Array, ring: Array, first: int, dest: Array) 
         device.launch("features", "put_rows", grid, (_THREADS,), (*args, *sizes))
 
 
-def take_words(device: Device, ring: Array, rows: Array) -> Array:
+def take_bf16_rows(device: Device, ring: Array, rows: Array) -> Array:
     """ring[rows]: ring uint16 [m, columns] contiguous, columns even; rows int32 [n] -> uint16 [n, columns]."""
     if device.host:
         return ring[rows]

@@ -3,10 +3,10 @@
 | rows of x         | weights in              | way                                                             |
 |-------------------|-------------------------|-----------------------------------------------------------------|
 | any, on the host  | any                     | float32, by NumPy                                               |
-| 1 .. FEW_ROWS     | Q4_0 Q8_0 Q4_K Q5_K Q6_K | x quantised to bytes, integer products (matmul_bytes.py)        |
+| 1 .. FEW_ROWS     | Q4_0 Q8_0 Q4_K Q5_K Q6_K | x quantised to bytes, integer products (matmul_int8.py)        |
 | 1 .. FEW_ROWS     | BF16, on GPUs with such products | 16 bits of x in tiles (matmul_bf16.py)                 |
 | 1 .. FEW_ROWS     | the other formats       | float32 (kernels/matmul_vec.cu)                                 |
-| more              | any                     | x and weights as halves, F32 weights as they are (matmul_many.py) |
+| more              | any                     | x and weights as fp16, F32 weights as they are (matmul_prefill.py) |
 
 Of up to FEW_ROWS rows (decoding, verification) a kernel reads each weight block once and serves all rows; the order of
 the sums is the same for every such row count, so that a row has the same bits in all of them.
@@ -21,8 +21,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
-from luce.ops.matmul_int8 import BYTE_TYPES, group_for, multiply, multiply_pair, pairs
-from luce.ops.matmul_prefill import matmul_many
+from luce.ops.matmul_int8 import INT8_TYPES, group_for, multiply, multiply_pair, pairs
+from luce.ops.matmul_prefill import matmul_prefill
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
@@ -46,24 +46,24 @@ def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
     if device.host:
         _host(x, weight, out)
     elif x.shape[0] > FEW_ROWS:
-        matmul_many(device, x, weight, out)
+        matmul_prefill(device, x, weight, out)
     elif x.shape[0]:
         _few(device, x, weight, out)
     return out
 
 
-def takes_bytes(device: Device, rows: int, weight: Weight) -> int:
+def int8_group(device: Device, rows: int, weight: Weight) -> int:
     """In which groups (see Quantised) a product of `rows` rows with any part of the weight wants them quantised: the
     first such part's; 0 if none does."""
     if device.host or not 0 < rows <= FEW_ROWS:
         return 0
-    return next((group_for(part.type) for part in weight.parts if part.type in BYTE_TYPES), 0)
+    return next((group_for(part.type) for part in weight.parts if part.type in INT8_TYPES), 0)
 
 
-def takes_bytes_alone(device: Device, rows: int, weight: Weight) -> int:
+def sole_int8_group(device: Device, rows: int, weight: Weight) -> int:
     """In which groups a product of `rows` rows with the weight wants them quantised, and in no others nor as floats."""
-    group = takes_bytes(device, rows, weight)
-    alone = all(part.type in BYTE_TYPES and group_for(part.type) == group for part in weight.parts)
+    group = int8_group(device, rows, weight)
+    alone = all(part.type in INT8_TYPES and group_for(part.type) == group for part in weight.parts)
     return group if alone else 0
 
 
@@ -75,7 +75,7 @@ def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> No
     for part, behind in itertools.zip_longest(weight.parts, weight.parts[1:]):
         if part is joined:
             continue
-        if part.type in BYTE_TYPES:
+        if part.type in INT8_TYPES:
             group = group_for(part.type)
             own = quantised[group] = quantised.get(group) or quantise(device, floats, group)
             if behind is not None and pairs(device, own, part, behind, weight.cols):

@@ -20,10 +20,10 @@ _STEP, _THREADS, _SPLIT_THREADS = 32, 256, 256
 
 @dataclass(frozen=True)
 class Split:
-    """values uint16 [steps, space / 8, 32 lanes, high or low, 8]: `count` rows of x, and zeros up to `space`."""
+    """values uint16 [steps, padded / 8, 32 lanes, high or low, 8]: `count` rows of x, and zeros up to `padded`."""
 
     count: int
-    space: int
+    padded: int
     values: Array
 
 
@@ -35,11 +35,11 @@ def takes_tiles(device: Device, part: WeightPart, cols: int) -> bool:
 def split_rows(device: Device, x: Array) -> Split:
     """x float32 [n, cols], 0 < n <= 16 (any row stride), cols in whole steps of 32."""
     n, cols = x.shape
-    space = 8 if n <= 8 else 16
-    lanes = cols // _STEP * (space // 8) * 32
-    split = Split(n, space, device.empty((cols // _STEP, space // 8, 32, 2, 8), np.uint16))
+    padded = 8 if n <= 8 else 16
+    lanes = cols // _STEP * (padded // 8) * 32
+    split = Split(n, padded, device.empty((cols // _STEP, padded // 8, 32, 2, 8), np.uint16))
     sizes = (np.int32(n), np.int32(cols), np.int32(x.strides[0] // 4))
-    defines = {"ROWS": space, "TILES": 1}
+    defines = {"ROWS": padded, "TILES": 1}
     grid = (-(-lanes // _SPLIT_THREADS),)
     device.launch("matmul_bf16", "split_rows", grid, (_SPLIT_THREADS,), (x, split.values, *sizes), defines=defines)
     return split
@@ -52,4 +52,4 @@ def multiply_bf16(device: Device, x: Split, part: WeightPart, cols: int, out: Ar
     sizes = (x.count, part.rows, cols, out.strides[0] // 4, part.first)
     args = (part.data, x.values, out, *map(np.int32, sizes))
     grid = (-(-part.rows // (16 * tiles)),)
-    device.launch("matmul_bf16", "matmul_bf16", grid, (_THREADS,), args, defines={"ROWS": x.space, "TILES": tiles})
+    device.launch("matmul_bf16", "matmul_bf16", grid, (_THREADS,), args, defines={"ROWS": x.padded, "TILES": tiles})

@@ -1,4 +1,4 @@
-"""Integer products of few quantised rows with weights in block formats (kernels/dot_s8.h).
+"""Integer products of few quantised rows with weights in block formats (kernels/dot_int8.h).
 
 Weights stay as the file has them and become signed bytes as they are multiplied; x is quantised (quantise.py). The sum
 of a group's products is exact, and all other sums have an order that the columns alone decide: a row has the same bits
@@ -19,11 +19,11 @@ from luce.ops.weight import WeightPart
 from luce.runtime.device import Array, Device
 
 _T = GGMLQuantizationType
-#: what kernels/quants_s8.h reads
-BYTE_TYPES = frozenset({_T.Q4_0, _T.Q8_0, _T.Q4_K, _T.Q5_K, _T.Q6_K})
+#: what kernels/quants_int8.h reads
+INT8_TYPES = frozenset({_T.Q4_0, _T.Q8_0, _T.Q4_K, _T.Q5_K, _T.Q6_K})
 # Those of them that have a float for every 32 weights; the others' scales are integers.
 _FLOAT_SCALES = frozenset({_T.Q4_0, _T.Q8_0})
-# The constants of dot_s8.h and mma_s8.h: rows of a tile, threads of a worker, columns of a unit, units in flight.
+# The constants of dot_int8.h and mma_int8.h: rows of a tile, threads of a worker, columns of a unit, units in flight.
 _TILE, _WORKER, _UNIT_COLS, _STAGES = 16, 32, 256, 2
 _PARTIAL_PAD = 4
 # Rows of a weight that take fewer blocks than GPUs of today have multiprocessors.
@@ -36,7 +36,7 @@ MOST_SHARED = 65536
 
 
 def group_for(type: GGMLQuantizationType) -> int:
-    """How many columns of x share a scale where it meets a type in BYTE_TYPES: as many as have exact sums."""
+    """How many columns of x share a scale where it meets a type in INT8_TYPES: as many as have exact sums."""
     return BLOCK if type in _FLOAT_SCALES else SECTION
 
 
@@ -53,21 +53,21 @@ class Shape:
 
 
 def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Array) -> None:
-    """One part's columns of out [n, rows] = x W^T: x of n <= 16 rows in the type's group, which is in BYTE_TYPES."""
+    """One part's columns of out [n, rows] = x W^T: x of n <= 16 rows in the type's group, which is in INT8_TYPES."""
     shape = _part_shape(device, x, part, cols)
     sizes = (x.count, part.rows, cols, shape.chain_bits, out.strides[0] // 4, part.first)
     device.launch(
-        "matmul_s8",
-        "matmul_s8",
+        "matmul_int8",
+        "matmul_int8",
         (-(-part.rows // (_TILE * shape.tiles)),),
         (shape.threads,),
         (part.data, x.data, out, *(np.int32(size) for size in sizes)),
-        defines={"QTYPE": part.type.name, "ROWS": x.space, **shape.defines},
+        defines={"QTYPE": part.type.name, "ROWS": x.padded, **shape.defines},
         shared=shape.shared,
     )
 
 
-#: formats of two parts that kernels/matmul_s8_pair.cu takes
+#: formats of two parts that kernels/matmul_int8_pair.cu takes
 _PAIRS = frozenset({(_T.Q5_K, _T.Q4_K), (_T.Q4_K, _T.Q6_K)})
 
 
@@ -84,35 +84,35 @@ def multiply_pair(device: Device, x: Quantised, first: WeightPart, second: Weigh
     one, other = (_part_shape(device, x, part, cols) for part in (first, second))
     sizes = (x.count, first.rows, second.rows, cols, one.chain_bits, out.strides[0] // 4, first.first, second.first)
     device.launch(
-        "matmul_s8_pair",
-        "matmul_s8_pair",
+        "matmul_int8_pair",
+        "matmul_int8_pair",
         (-(-first.rows // _TILE) - (-second.rows // _TILE),),
         (one.threads,),
         (first.data, second.data, x.data, out, *(np.int32(size) for size in sizes)),
-        defines={"FIRST": first.type.name, "SECOND": second.type.name, "ROWS": x.space, **one.defines},
+        defines={"FIRST": first.type.name, "SECOND": second.type.name, "ROWS": x.padded, **one.defines},
         shared=max(one.shared, other.shared),
     )
 
 
 def _part_shape(device: Device, x: Quantised, part: WeightPart, cols: int) -> Shape:
     limit = device.shared_limit if "BF16" in device.products else 0
-    return _shape(part.type, part.rows, cols, x.space, device.lanes, limit)
+    return _shape(part.type, part.rows, cols, x.padded, device.lanes, limit)
 
 
 @lru_cache(1024)
-def _shape(type: GGMLQuantizationType, rows: int, cols: int, space: int, lanes: int, limit: int) -> Shape:
+def _shape(type: GGMLQuantizationType, rows: int, cols: int, padded: int, lanes: int, limit: int) -> Shape:
     """The block of a dense product. `limit`: the shared memory that a block may have of a device with tensor cores that
     take bytes, 0 of others."""
     bits = _chain_bits(type, rows, cols)
-    if not limit or space < _TILE_ROWS or bits not in _TILE_BITS:
-        return block_shape(type, cols, space, 1, bits, lanes)
-    tiles = _tiles(type, rows, cols, space, bits)
-    shape = _tile_shape(type, space, bits, tiles, shared_x=tiles > 1 or type in _FLOAT_SCALES)
+    if not limit or padded < _TILE_ROWS or bits not in _TILE_BITS:
+        return block_shape(type, cols, padded, 1, bits, lanes)
+    tiles = _tiles(type, rows, cols, padded, bits)
+    shape = _tile_shape(type, padded, bits, tiles, shared_x=tiles > 1 or type in _FLOAT_SCALES)
     # Two blocks of one tile a multiprocessor, or x is better left to the caches.
-    return shape if shape.shared <= limit // (2 if tiles == 1 else 1) else _tile_shape(type, space, bits, 1)
+    return shape if shape.shared <= limit // (2 if tiles == 1 else 1) else _tile_shape(type, padded, bits, 1)
 
 
-def _tiles(type: GGMLQuantizationType, rows: int, cols: int, space: int, bits: int) -> int:
+def _tiles(type: GGMLQuantizationType, rows: int, cols: int, padded: int, bits: int) -> int:
     """How many tiles a block has: one, or three, which share x, where one tile after another would fetch x from
     beyond the first-level cache.
 
@@ -121,12 +121,12 @@ def _tiles(type: GGMLQuantizationType, rows: int, cols: int, space: int, bits: i
     5120 x 17408 29.2 and 27.3, but Q4_K 34816 x 5120 36.5 and 40.5. 8 rows do better with one (17.3 and 19.8, 7.7 and
     8.4, Q5_K 21.6 and 23.7).
     """
-    long = type in (_T.Q4_K, _T.Q5_K) and space == 16 and bits == 3 and cols >= 6144
+    long = type in (_T.Q4_K, _T.Q5_K) and padded == 16 and bits == 3 and cols >= 6144
     return 3 if long and 2 * _TILE * 132 < rows <= 3 * _TILE * 132 else 1
 
 
-def _tile_shape(type: GGMLQuantizationType, space: int, bits: int, tiles: int, shared_x: bool = False) -> Shape:
-    """The block of tile_sums (kernels/mma_s8.h), with x in shared memory or out of the caches.
+def _tile_shape(type: GGMLQuantizationType, padded: int, bits: int, tiles: int, shared_x: bool = False) -> Shape:
+    """The block of tile_sums (kernels/mma_int8.h), with x in shared memory or out of the caches.
 
     Formats with a scale for 32 weights have no registers in which x could wait. Trials on an H200, us out of the caches
     and in shared memory: 16 rows Q8_0 34816 x 5120 104.4 and 72.4, 5120 x 17408 80.6 and 39.9, 6144 x 5120 25.1 and
@@ -136,8 +136,8 @@ def _tile_shape(type: GGMLQuantizationType, space: int, bits: int, tiles: int, s
     """
     chains = 1 << bits
     run, _ = _run(type, chains)
-    x = chains * (_UNIT_COLS // SECTION) * section_bytes(space, group_for(type)) if shared_x else 0
-    shared = max(_STAGES * (_TILE * tiles * (run | 16) + x), 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))
+    x = chains * (_UNIT_COLS // SECTION) * section_bytes(padded, group_for(type)) if shared_x else 0
+    shared = max(_STAGES * (_TILE * tiles * (run | 16) + x), 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
     defines = {"CHAINS": chains} | ({"TILES": tiles} if tiles > 1 else {}) | ({"SHARED_X": 1} if shared_x else {})
     return Shape(bits, _WORKER * chains, int(shared), tiles, defines)
 
@@ -166,13 +166,13 @@ def _chain_bits(type: GGMLQuantizationType, rows: int, cols: int) -> int:
 def most_chains(type: GGMLQuantizationType, cols: int, tiles: int, bits: int) -> int:
     """log2 of the chains of `tiles` tiles: `bits`, or less where there are fewer units, or not enough shared memory."""
     bits = min(bits, (-(-cols // _UNIT_COLS)).bit_length() - 1)
-    while bits and max(block_shape(type, cols, space, tiles, bits, 32).shared for space in _ROWS) > MOST_SHARED:
+    while bits and max(block_shape(type, cols, padded, tiles, bits, 32).shared for padded in _ROWS) > MOST_SHARED:
         bits -= 1
     return bits
 
 
 def block_shape(
-    type: GGMLQuantizationType, cols: int, space: int, tiles: int, bits: int, lanes: int, stages: int = _STAGES
+    type: GGMLQuantizationType, cols: int, padded: int, tiles: int, bits: int, lanes: int, stages: int = _STAGES
 ) -> Shape:
     """The block of block_sums for `tiles` tiles, 1 << bits chains and up to `stages` units of each in flight."""
     chains = 1 << bits
@@ -181,5 +181,5 @@ def block_shape(
         run = -(-(run - 16) // 32) * 32 + 16
     if cols <= chains * _UNIT_COLS:
         stages = 1  # one step fills no other
-    shared = max(stages * _TILE * tiles * run, 4 * chains * space * (_TILE * tiles + _PARTIAL_PAD))
+    shared = max(stages * _TILE * tiles * run, 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
     return Shape(bits, -(-_WORKER * tiles * chains // lanes) * lanes, shared)

@@ -1,22 +1,23 @@
-"""Products of many rows with weight matrices: rows as halves, then a BLAS library or the kernel of tiles.
+"""Products of many rows (a prompt's) with weight matrices, in fp16: by a BLAS library, or by a kernel of tiles.
 
-x is rounded to halves, each row scaled by a power of two into their range; so are the weights, but for those that the
-file has in F32, which meet x as it is. Sums are accumulated in float32. A product's mean squared error is 1e-7 of its
-mean square (Q4_K, 5120 columns); with bfloat16, which needs no scale, it would be 6e-6.
+x is rounded to fp16, each row scaled by a power of two into its range (luce.ops.fp16). The weights are rounded to fp16
+too, except those that the file has in F32, which are multiplied with x in float32. Sums are accumulated in float32. A
+product's mean squared error is 1e-7 of its mean square (Q4_K, 5120 columns); with bfloat16, which needs no scale, it
+would be 6e-6.
 
-From BLAS_ROWS rows on, weights are unpacked into a buffer, a slice of features at a time, for the device's BLAS
-library, if it has one: it chooses its algorithm by the shape, so that a row's last bits may change with the number of
-rows. Weights that are kept unpacked (`keep_halves`) are multiplied in the same slices, which gives the same bits. The
-kernel of tiles unpacks weights as it multiplies, and a row's bits do not depend on the other rows.
+From BLAS_ROWS rows on, a device with a BLAS library dequantises the weights into a buffer, a slice of features at a
+time, and the library multiplies. The library chooses its algorithm by the shape, so a row's last bits may change with
+the number of rows. Weights with an fp16 copy (`store_fp16`) are multiplied in the same slices, which gives the same
+bits. The tile kernel (kernels/matmul_tile.cu) dequantises weights as it multiplies; a row's bits do not depend on the
+other rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from luce.ops.fp16 import PADDING, Fp16Rows, dequantise, rescale, to_fp16
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
@@ -24,72 +25,47 @@ _T = GGMLQuantizationType
 #: rows from which unpacking the weights for a library pays: on an H200 both ways take as long at 100 to 140 rows
 BLAS_ROWS = 144
 # Bytes of the buffer of unpacked weights. A prompt of 8192 tokens of a 27B model took 901 ms with 128 MB, 893 with 256
-# and 881 with room for whole matrices, of 350 MB (weights kept, H200); at 2048 rows, 64 MB cost 5%.
+# and 881 with room for whole matrices, of 350 MB (no fp16 copies, H200); at 2048 rows, 64 MB cost 5%.
 _BUFFER = 256 << 20
 # The library wants rows of whole 16 bytes.
 _BLAS_COLS = 8
 #: the constants of kernels/tile.h
 TILE_ROWS, TILE_FEATURES, TILE_THREADS = 64, 128, 128
-#: columns that the tiles take at a time: halves come in rows of whole slices
-_SLICE = 128
 # A matrix of few features is cut along its columns into parts for as many blocks as keep a large GPU busy, but not into
 # parts so short that adding them up counts.
 _BLOCKS, _PART_SLICES = 528, 4
-#: threads of dequant.cu, and for a row in half.cu
-_UNPACK_THREADS, _ROW_THREADS = 128, 256
+# Threads that add the parts of a row.
+_ADD_THREADS = 256
 
 
-@dataclass(frozen=True)
-class Halves:
-    """values float16 [rows, padded]: x divided by scale float32 [rows], with zeros beyond the columns of x."""
-
-    values: Array
-    scale: Array
-
-
-def halves(device: Device, x: Array) -> Halves:
-    """Rows of x, float32 [n, cols] or [n, slots, cols] with any strides but the last, as halves [n * slots, padded]."""
-    n, cols = x.shape[0], x.shape[-1]
-    slots, x_slot = (x.shape[1], x.strides[1] // 4) if x.ndim == 3 else (1, 0)
-    padded = -(-cols // _SLICE) * _SLICE
-    made = Halves(device.empty((n * slots, padded), np.float16), device.empty(n * slots))
-    # From the row's length alone: 8 columns a thread, and again.
-    threads = min(256, max(64, 1 << (padded // 8 - 1).bit_length()))
-    sizes = (np.int32(slots), np.int32(cols), np.int32(padded), np.int64(x.strides[0] // 4), np.int64(x_slot))
-    device.launch("half", "half_rows", (n * slots,), (threads,), (x, made.values, made.scale, *sizes))
-    return made
-
-
-def matmul_many(device: Device, x: Array, weight: Weight, out: Array) -> None:
+def matmul_prefill(device: Device, x: Array, weight: Weight, out: Array) -> None:
     """out = x W^T: x float32 [n, cols] (any row stride), out float32 [n, rows]."""
     cols = weight.cols
     blas = device.blas and x.shape[0] >= BLAS_ROWS and cols % _BLAS_COLS == 0
-    made = halves(device, x) if any(part.type != _T.F32 for part in weight.parts) else None
+    fp16 = to_fp16(device, x) if any(part.type != _T.F32 for part in weight.parts) else None
     packed: list[WeightPart] = []
     for part in weight.parts:
-        if made is not None and blas and part.type not in (_T.F32, _T.F16):
+        if fp16 is not None and blas and part.type not in (_T.F32, _T.F16):
             packed.append(part)
             continue
         to = _columns(out, part.first, part.first + part.rows)
-        if made is None or part.type == _T.F32:
+        if fp16 is None or part.type == _T.F32:
             if blas:
                 device.gemm(x, part.data.view(np.float32), to)
             else:
                 _tiles(device, x, None, part, cols, to)
         elif blas:
-            _multiply(device, made, part.data.view(np.float16), to)
+            _multiply(device, fp16, part.data.view(np.float16), to)
         else:
-            _tiles(device, made.values, made.scale, part, cols, to)
-    if made is not None and packed:
-        _multiply_packed(device, made, packed, weight, out)
+            _tiles(device, fp16.values, fp16.scale, part, cols, to)
+    if fp16 is not None and packed:
+        _multiply_packed(device, fp16, packed, weight, out)
 
 
-def _multiply(device: Device, x: Halves, weight: Array, out: Array) -> None:
+def _multiply(device: Device, x: Fp16Rows, weight: Array, out: Array) -> None:
     """out = x weight^T by the BLAS library; weight float16 [rows, cols]."""
-    n, rows = out.shape
     device.gemm(_columns(x.values, 0, weight.shape[1]), weight, out)
-    args = (out, x.scale, np.int32(rows), np.int64(out.strides[0] // 4))
-    device.launch("half", "rescale_rows", (n,), (_ROW_THREADS,), args)
+    rescale(device, out, x.scale)
 
 
 def _columns(array: Array, begin: int, end: int) -> Array:
@@ -97,17 +73,17 @@ def _columns(array: Array, begin: int, end: int) -> Array:
     return array if not begin and end == array.shape[1] else array[:, begin:end]
 
 
-def _multiply_packed(device: Device, x: Halves, parts: list[WeightPart], weight: Weight, out: Array) -> None:
-    """The results of parts in blocks by the BLAS library, from slices of their weights as halves."""
+def _multiply_packed(device: Device, x: Fp16Rows, parts: list[WeightPart], weight: Weight, out: Array) -> None:
+    """The results of parts in quant blocks by the BLAS library, from slices of their weights as fp16."""
     cols = weight.cols
     # Slices that begin at odd features cost the library its fast kernels: 8.5 ms instead of 1.2 (H200, 2048 rows).
     most = max(1, _BUFFER // (2 * cols * TILE_FEATURES)) * TILE_FEATURES
-    kept = weight.halves
+    copy = weight.fp16
     size = min(most, sum(part.rows for part in parts))
-    buffer = device.empty((size, cols), np.float16) if kept is None else kept
+    buffer = device.empty((size, cols), np.float16) if copy is None else copy
 
     def multiply(begin: int, end: int) -> None:
-        own = buffer[: end - begin] if kept is None else buffer[begin:end]
+        own = buffer[: end - begin] if copy is None else buffer[begin:end]
         _multiply(device, x, own, _columns(out, begin, end))
 
     begin = end = parts[0].first  # features of the slice
@@ -118,44 +94,38 @@ def _multiply_packed(device: Device, x: Halves, parts: list[WeightPart], weight:
                 multiply(begin, end)
                 begin = end = part.first + done
             count = min(most - (end - begin), part.rows - done)
-            if kept is None:
-                _unpack(device, part.data[done : done + count], part.type, buffer[end - begin : end - begin + count])
+            if copy is None:
+                dequantise(device, part.data[done : done + count], part.type, buffer[end - begin : end - begin + count])
             done += count
             end += count
     multiply(begin, end)
 
 
-def _unpack(device: Device, data: Array, type: GGMLQuantizationType, to: Array) -> None:
-    """Rows of blocks as halves: to float16 [rows, cols]."""
-    args, defines = (data, to, np.int32(to.shape[1])), {"QTYPE": type.name}
-    device.launch("dequant", "dequant", (len(data),), (_UNPACK_THREADS,), args, defines=defines)
-
-
-def halves_bytes(device: Device, weight: Weight) -> int:
-    """Bytes that `keep_halves` takes; 0 if the weight is never unpacked as a whole."""
+def fp16_bytes(device: Device, weight: Weight) -> int:
+    """Bytes of the copy that `store_fp16` makes; 0 if products never dequantise the weight."""
     packed = any(part.type not in (_T.F16, _T.F32) for part in weight.parts)
     return 2 * weight.rows * weight.cols if packed and device.blas and weight.cols % _BLAS_COLS == 0 else 0
 
 
-def keep_halves(device: Device, weight: Weight) -> None:
-    """Unpack a weight for good: products of many rows then skip that. Raises OutOfMemoryError."""
-    if weight.halves is None:
-        weight.halves = device.empty((weight.rows, weight.cols), np.float16)
+def store_fp16(device: Device, weight: Weight) -> None:
+    """Give a weight an fp16 copy, so that products of many rows need not dequantise it. Raises OutOfMemoryError."""
+    if weight.fp16 is None:
+        weight.fp16 = device.empty((weight.rows, weight.cols), np.float16)
     for part in weight.parts:
         if part.type not in (_T.F16, _T.F32):
-            _unpack(device, part.data, part.type, weight.halves[part.first : part.first + part.rows])
+            dequantise(device, part.data, part.type, weight.fp16[part.first : part.first + part.rows])
 
 
 def _tiles(device: Device, x: Array, scale: Array | None, part: WeightPart, cols: int, out: Array) -> None:
-    """One part's results by the kernel of tiles; x is halves with a scale, or float32 for weights in F32."""
+    """One part's results by the tile kernel; x is fp16 with a scale, or float32 for weights in F32."""
     n, rows = out.shape
-    slices = -(-cols // _SLICE)
+    slices = -(-cols // PADDING)
     features = -(-rows // TILE_FEATURES)
     parts = max(1, min(_BLOCKS // features, slices // _PART_SLICES))
     part_slices = -(-slices // parts)
     parts = -(-slices // part_slices)
     to = out if parts == 1 else device.empty((parts, n, rows))
-    sizes = (n, rows, cols, x.strides[0] // x.itemsize, to.strides[-2] // 4, part_slices * _SLICE)
+    sizes = (n, rows, cols, x.strides[0] // x.itemsize, to.strides[-2] // 4, part_slices * PADDING)
     device.launch(
         "matmul_tile",
         "matmul_tile",
@@ -166,6 +136,6 @@ def _tiles(device: Device, x: Array, scale: Array | None, part: WeightPart, cols
         defines={"QTYPE": part.type.name},
     )
     if parts > 1:
-        grid = (n, -(-rows // _ROW_THREADS))
+        grid = (n, -(-rows // _ADD_THREADS))
         args = (to, out, np.int32(parts), np.int32(rows), np.int64(out.strides[0] // 4))
-        device.launch("half", "add_parts", grid, (_ROW_THREADS,), args)
+        device.launch("fp16", "add_parts", grid, (_ADD_THREADS,), args)

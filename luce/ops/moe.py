@@ -1,9 +1,9 @@
 """Mixture of experts: which experts a row goes to, products with their weights, and the weighted sum of what they give.
 
 A row has k slots, one per chosen expert. As in matmul, few rows and many rows take different kernels: up to FEW_ROWS
-rows one launch reads each pair's expert in place; more rows are sorted by expert on the device and rounded to halves
-(matmul_many.py), so that an expert's weights are read once per tile of its rows. A result's bits depend neither on the
-other rows nor on who shares its expert, except that they change between FEW_ROWS and FEW_ROWS + 1 rows; on the host
+rows one launch reads each pair's expert in place; more rows are sorted by expert on the device and rounded to fp16
+(matmul_prefill.py), so that an expert's weights are read once per tile of its rows. A result's bits depend neither on
+the other rows nor on who shares its expert, except that they change between FEW_ROWS and FEW_ROWS + 1 rows; on the host
 they may once an expert has more than FEW_ROWS rows. Nothing waits for the device: grids come from shapes alone.
 """
 
@@ -16,8 +16,9 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.models.spec import Gating
+from luce.ops.fp16 import Fp16Rows, to_fp16
 from luce.ops.matmul import FEW_ROWS, matmul
-from luce.ops.matmul_prefill import TILE_FEATURES, TILE_ROWS, TILE_THREADS, Halves, halves
+from luce.ops.matmul_prefill import TILE_FEATURES, TILE_ROWS, TILE_THREADS
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
@@ -115,7 +116,7 @@ def expert_matmul(device: Device, x: Array, weight: Weight, experts: int, routin
 
     x float32 [n, cols] (the same for all slots) or [n, k, cols], with any row and slot strides; weight as
     upload_experts places it. The parts' results lie side by side in each slot. Sums are accumulated in float32; of more
-    than FEW_ROWS rows on a GPU, x and weights are rounded to halves first. Raises ValueError for shapes that disagree.
+    than FEW_ROWS rows on a GPU, x and weights are rounded to fp16 first. Raises ValueError for shapes that disagree.
     """
     ids = routing.ids
     n, k = ids.shape
@@ -183,14 +184,14 @@ def _plan(
 
 def _many(device: Device, x: Array, weight: Weight, experts: int, groups: Groups, out: Array) -> None:
     share = out.shape[1] if x.ndim == 2 else 1
-    made: Halves | None = None
+    fp16: Fp16Rows | None = None
     for part in weight.parts:
         if part.type == GGMLQuantizationType.F32:
             # These weights meet x as it is; in the scale's place stands a pointer that is not followed.
             values, scale = x.reshape(-1, weight.cols), out
         else:
-            made = made or halves(device, x)
-            values, scale = made.values, made.scale
+            fp16 = fp16 or to_fp16(device, x)
+            values, scale = fp16.values, fp16.scale
         rows, stride = part.rows // experts, values.strides[0] // values.itemsize
         sizes = (share, rows, weight.cols, stride, out.shape[2], part.first // experts)
         device.launch(

@@ -2,7 +2,7 @@
 
 Between them the results of the first are quantised: its blocks have a quarter of the columns of a scale.
 
-Each pair of a row and a slot is computed by itself, as matmul_bytes.py does it: a row's bits do not depend on the
+Each pair of a row and a slot is computed by itself, as matmul_int8.py does it: a row's bits do not depend on the
 others. An expert that all rows take can join as one more slot.
 """
 
@@ -16,18 +16,18 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.models.spec import Activation
-from luce.ops.matmul_int8 import BYTE_TYPES, MOST_SHARED, Shape, block_shape, group_for, most_chains
+from luce.ops.matmul_int8 import INT8_TYPES, MOST_SHARED, Shape, block_shape, group_for, most_chains
 from luce.ops.quantise import BLOCK, Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
-# The constants of kernels/moe_s8.cu.
+# The constants of kernels/moe_int8.cu.
 _TILE = 16
 _GATED_TILES = 4
 _BITS = 1
 _DOWN_THREADS = 640
-# Types of which three stages of expert_gated_s8 fit into MOST_SHARED: each has few and short steps (H200, a step of 35B
-# A3B in Q4_K: 1.935 ms, and 1.960 with two).
+# Types of which three stages of expert_gated_int8 fit into MOST_SHARED: each has few and short steps (H200, a step of
+# 35B A3B in Q4_K: 1.935 ms, and 1.960 with two).
 _SMALL_UNITS = frozenset({GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_K})
 # Slots that a block of several rows' downs takes at once: more wait for each other (H200, 16 rows, Q4_K: 35.4 us, and
 # 62.7 with all nine). A single row's, with nothing else to do meanwhile, takes them all (5.3 us, and 6.8 with three).
@@ -61,9 +61,9 @@ def expert_weights(gate_up: Weight, down: Weight, experts: int) -> ExpertWeights
     types = {part.type for part in gate_up.parts}
     inner = gate_up.rows // experts // 2
     whole = inner % BLOCK == 0 and gate_up.rows % (2 * experts) == 0
-    if len(types) != 1 or not types <= BYTE_TYPES or not whole or len(down.parts) != 1:
+    if len(types) != 1 or not types <= INT8_TYPES or not whole or len(down.parts) != 1:
         return None
-    if down.parts[0].type not in BYTE_TYPES:
+    if down.parts[0].type not in INT8_TYPES:
         return None
     (type,) = types
     first = gate_up.parts[0].data
@@ -92,7 +92,7 @@ def expert_mlp(
     """
     n, k = ids.shape
     gated = _gated(device, x, ids, chosen, activation, shared)
-    inner, slots = quantise(device, gated, group_for(chosen.downs.type), space=len(gated)), len(gated) // n
+    inner, slots = quantise(device, gated, group_for(chosen.downs.type), padded=len(gated)), len(gated) // n
     down, rows = chosen.downs, chosen.downs.rows // chosen.experts
     shape, at_once = _down_shape(down.type, chosen.inner, slots, slots if n == 1 else _DOWN_SLOTS, device.lanes)
     out = device.empty((n, rows))
@@ -111,8 +111,8 @@ def expert_mlp(
     )
     other = down if shared is None else shared.downs  # without one a pointer that is not followed, as `gate`
     device.launch(
-        "moe_s8",
-        "expert_down_s8",
+        "moe_int8",
+        "expert_down_int8",
         (-(-rows // _TILE), n),
         (shape.threads,),
         (down.data, other.data, ids, weights, gate, inner.data, out, *_int32(sizes)),
@@ -137,7 +137,7 @@ def _gated(
     out = device.empty((n * slots, chosen.inner))
     other = chosen if shared is None else shared  # without one pointers that are not followed
     sizes = (
-        x.space,
+        x.padded,
         chosen.experts,
         chosen.expert_rows,
         k,
@@ -147,8 +147,8 @@ def _gated(
         activation == "gelu",
     )
     device.launch(
-        "moe_s8",
-        "expert_gated_s8",
+        "moe_int8",
+        "expert_gated_int8",
         (chosen.inner // BLOCK, slots, n),
         (shape.threads,),
         (
@@ -169,7 +169,7 @@ def _gated_shape(type: GGMLQuantizationType, cols: int, lanes: int) -> Shape:
 
 @lru_cache(256)
 def _down_shape(type: GGMLQuantizationType, cols: int, slots: int, at_once: int, lanes: int) -> tuple[Shape, int]:
-    """The block of expert_down_s8, and how many of `at_once` slots fit. Chains come from type and columns alone."""
+    """The block of expert_down_int8, and how many of `at_once` slots fit. Chains come from type and columns alone."""
     bits = most_chains(type, cols, 1, _BITS)
     at_once = min(at_once, slots)
     while True:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from luce.ops.quantise import Quantised, as_arguments, room, space_for
+from luce.ops.quantise import Quantised, as_arguments, empty_quantised
 from luce.runtime.device import Array, Device
 
 # Threads of a block that norms heads, one per wave.
@@ -36,7 +36,7 @@ def quantised_rms_norm(
     d is a multiple of 32. The bytes are those of quantise.
     """
     n, d = x.shape
-    bytes = room(device, n, d, group, space=space_for(n))
+    bytes = empty_quantised(device, n, d, group)
     return replace(bytes, x=_norm(device, x, delta, weight, eps, bytes))
 
 
@@ -52,7 +52,7 @@ def _norm(device: Device, x: Array, delta: Array | None, weight: Array, eps: flo
         device.launch(
             "norm",
             "rms_norm" if delta is None else "add_rms_norm",
-            (bytes.space if bytes else n,),
+            (bytes.padded if bytes else n,),
             (_threads(d),),
             args,
         )

@@ -1,4 +1,4 @@
-"""Rows of activations as signed bytes with scales, for integer products (kernels/dot_s8.h)."""
+"""Rows of activations as signed bytes with scales, for integer products (kernels/dot_int8.h)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Quantised:
     data   uint8 [sections, section_bytes]: rounded quotients of columns and scales, the scales, sums of quotients
     x      float32 [count, cols] the rows as they were, for products that take them so; None if there is none
 
-    Rows beyond `count` are zeros, up to `space`, the rows that kernels want.
+    Rows beyond `count` are zeros, up to `padded`, the rows that kernels want.
     """
 
     count: int
     cols: int
     group: int
-    space: int
+    padded: int
     data: Array
     x: Array | None
 
@@ -40,37 +40,40 @@ class Quantised:
         return self.count, self.cols
 
 
-def space_for(count: int) -> int:
-    """The rows that kernels for up to 16 rows come in (the variants of kernels/matmul_s8.cu)."""
+def padded_rows(count: int) -> int:
+    """The rows that kernels for up to 16 rows come in (the variants of kernels/matmul_int8.cu)."""
     return count if count <= 2 else 8 if count <= 8 else 16
 
 
-def section_bytes(space: int, group: int) -> int:
-    """Bytes of a section of `space` rows (section_bytes of kernels/quantise.h)."""
-    return space * (SECTION + (28 if group == SECTION and space in (8, 16) else 16))
+def section_bytes(padded: int, group: int) -> int:
+    """Bytes of a section of `padded` rows (section_bytes of kernels/quantise.h)."""
+    return padded * (SECTION + (28 if group == SECTION and padded in (8, 16) else 16))
 
 
-def room(device: Device, count: int, cols: int, group: int, *, space: int, x: Array | None = None) -> Quantised:
-    """Rows still to be written, by a kernel that has them at hand (kernels/quantise.h)."""
-    data = device.empty((-(-cols // SECTION), section_bytes(space, group)), np.uint8)
-    return Quantised(count, cols, group, space, data, x)
+def empty_quantised(
+    device: Device, count: int, cols: int, group: int, *, padded: int | None = None, x: Array | None = None
+) -> Quantised:
+    """Rows that a kernel is about to write (kernels/quantise.h); `padded` defaults to padded_rows(count)."""
+    padded = padded_rows(count) if padded is None else padded
+    data = device.empty((-(-cols // SECTION), section_bytes(padded, group)), np.uint8)
+    return Quantised(count, cols, group, padded, data, x)
 
 
 def as_arguments(rows: Quantised | None) -> tuple[Array | None, np.int32, np.int32]:
     """Bytes, room and whether they are wide, as kernels take them that write bytes or floats; no room means floats."""
     if rows is None:
         return None, np.int32(0), np.int32(0)
-    return rows.data, np.int32(rows.space), np.int32(rows.group == SECTION)
+    return rows.data, np.int32(rows.padded), np.int32(rows.group == SECTION)
 
 
-def quantise(device: Device, x: Array, group: int, *, space: int | None = None) -> Quantised:
+def quantise(device: Device, x: Array, group: int, *, padded: int | None = None) -> Quantised:
     """x float32 [n, cols] with n > 0 (any row stride) on a GPU; cols is a multiple of 32.
 
-    With room for `space` rows, or as many as products of n <= 16 rows want. An infinity or a NaN makes NaN of every
+    With room for `padded` rows, or as many as products of n <= 16 rows want. An infinity or a NaN makes NaN of every
     product with its group, one whose magnitudes are below 1e-30 is zeros.
     """
     n, cols = x.shape
-    rows = room(device, n, cols, group, space=space or space_for(n), x=x)
+    rows = empty_quantised(device, n, cols, group, padded=padded, x=x)
     sizes = (np.int64(x.strides[0] // 4), np.int32(n), np.int32(cols), np.int32(group == SECTION))
     device.launch("quantise", "quantise", _grid(rows), (_THREADS,), (x, rows.data, *sizes))
     return rows
@@ -82,7 +85,7 @@ def quantise_gated(device: Device, gate: Array, up: Array, activation: Activatio
     gate and up float32 [n, cols] (any row stride); cols is a multiple of 32.
     """
     n, cols = gate.shape
-    rows = room(device, n, cols, group, space=space_for(n))
+    rows = empty_quantised(device, n, cols, group)
     strides = np.int64(gate.strides[0] // 4), np.int64(up.strides[0] // 4)
     sizes = (np.int32(n), np.int32(cols), np.int32(activation == "gelu"), np.int32(group == SECTION))
     args = (gate, strides[0], up, strides[1], rows.data, *sizes)
@@ -91,4 +94,4 @@ def quantise_gated(device: Device, gate: Array, up: Array, activation: Activatio
 
 
 def _grid(rows: Quantised) -> tuple[int, int]:
-    return rows.space, -(-rows.cols // _COLUMNS)
+    return rows.padded, -(-rows.cols // _COLUMNS)

@@ -14,8 +14,8 @@ from luce.runtime.step import MAX_CANDIDATES, Candidates, Int32
 # Columns that one block searches: a vocabulary of 248320 becomes 61 blocks, enough to draw on the whole memory's rate.
 _PART = 4096
 _THREADS = (256,)
-# A part of kernels/top.cu.
-_TOP_PART = 4096
+# A part of kernels/top_k.cu.
+_TOP_K_PART = 4096
 
 
 def argmax(device: Device, logits: Array) -> Array:
@@ -38,11 +38,11 @@ def argmax(device: Device, logits: Array) -> Array:
     return out
 
 
-def top(device: Device, logits: Array) -> Array:
+def top_k_keys(device: Device, logits: Array) -> Array:
     """The MAX_CANDIDATES largest logits of each row, float32 [m, vocab] (any row stride), as keys uint64 [m,
     min(MAX_CANDIDATES, vocab)].
 
-    In order: the larger logit, then the lower index; NaN comes before all. `candidates` reads the keys.
+    In order: the larger logit, then the lower index; NaN comes before all. `unpack_candidates` reads the keys.
     """
     m, vocab = logits.shape
     count = min(MAX_CANDIDATES, vocab)
@@ -55,20 +55,20 @@ def top(device: Device, logits: Array) -> Array:
         return keys
     if not m:
         return device.empty((0, count), np.uint64)
-    parts = -(-vocab // _TOP_PART)
+    parts = -(-vocab // _TOP_K_PART)
     out = device.empty((m, parts, MAX_CANDIDATES), np.uint64)
     sizes = (np.int32(vocab), np.int32(logits.strides[0] // 4))
-    device.launch("top", "top_of_logits", (parts, m), _THREADS, (logits, out, *sizes))
+    device.launch("top_k", "top_k_of_logits", (parts, m), _THREADS, (logits, out, *sizes))
     while parts > 1:
         left = parts * MAX_CANDIDATES
-        parts = -(-left // _TOP_PART)
+        parts = -(-left // _TOP_K_PART)
         fewer = device.empty((m, parts, MAX_CANDIDATES), np.uint64)
-        device.launch("top", "top_of_keys", (parts, m), _THREADS, (out, fewer, np.int32(left)))
+        device.launch("top_k", "top_k_of_keys", (parts, m), _THREADS, (out, fewer, np.int32(left)))
         out = fewer
     return out[:, 0, :count]
 
 
-def likeliest(device: Device, logits: Array, scale: float, softcap: float) -> Array:
+def argmax_logsumexp(device: Device, logits: Array, scale: float, softcap: float) -> Array:
     """Each row's largest logit and log sum exp f(logits): float32 [m, vocab] (any row stride) -> int32 [3, m].
 
     The index as `argmax` has it; the bits of the logit and of the norm, which are float32. f(x) = scale x, and then
@@ -91,33 +91,42 @@ def likeliest(device: Device, logits: Array, scale: float, softcap: float) -> Ar
         sizes = (np.int32(vocab), np.int32(logits.strides[0] // 4), np.int32(_PART))
         factors = (np.float32(scale), np.float32(softcap))
         found = (state, indices)
-        device.launch("likeliest", "likeliest_parts", (parts, m), _THREADS, (logits, *found, *sizes, *factors))
-        device.launch("likeliest", "likeliest_join", (m,), _THREADS, (*found, out, np.int32(parts), *factors))
+        device.launch(
+            "argmax_logsumexp", "argmax_logsumexp_parts", (parts, m), _THREADS, (logits, *found, *sizes, *factors)
+        )
+        device.launch(
+            "argmax_logsumexp", "argmax_logsumexp_join", (m,), _THREADS, (*found, out, np.int32(parts), *factors)
+        )
     return out
 
 
-def chosen(
+def find_candidates(
     device: Device, logits: Array, count: int, scale: float, softcap: float
 ) -> Callable[[], tuple[Int32, Candidates | None]]:
-    """Queue the search for each row's likeliest token, and of its `count` candidates, if that is not 0, with norms if
-    there is a scale: what is returned waits for them. All three as `argmax`, `top` and `likeliest` have them; but one
-    candidate with its norm is the likeliest token, also where there is NaN."""
-    keys = device.fetch(top(device, logits)[:, :count]) if count > (1 if scale else 0) else None
+    """Queue the search for each row's best token, and for its `count` best candidates if `count` is not 0.
+
+    With a scale the candidates come with norms. The returned function waits for the results, which are those of
+    `argmax`, `top_k_keys` and `argmax_logsumexp`; but a single candidate with its norm is the token of `argmax`, even
+    where there is NaN.
+    """
+    keys = device.fetch(top_k_keys(device, logits)[:, :count]) if count > (1 if scale else 0) else None
     if not (count and scale):
         ids = device.fetch(argmax(device, logits))
-        return lambda: (ids(), None if keys is None else candidates(keys()))
-    best = device.fetch(likeliest(device, logits, scale, softcap))
+        return lambda: (ids(), None if keys is None else unpack_candidates(keys()))
+    best = device.fetch(argmax_logsumexp(device, logits, scale, softcap))
 
     def wait() -> tuple[Int32, Candidates]:
         ids, *bits = best()
         values, norms = (part.view(np.float32) for part in bits)
-        return ids, Candidates(ids[:, None], values[:, None], norms) if keys is None else candidates(keys(), norms)
+        return ids, Candidates(ids[:, None], values[:, None], norms) if keys is None else unpack_candidates(
+            keys(), norms
+        )
 
     return wait
 
 
-def candidates(keys: NDArray[np.uint64], norms: NDArray[np.float32] | None = None) -> Candidates:
-    """What the keys of `top` say, with the rows' norms if they are known."""
+def unpack_candidates(keys: NDArray[np.uint64], norms: NDArray[np.float32] | None = None) -> Candidates:
+    """The candidates that the keys of `top_k_keys` stand for, with the rows' norms if they are known."""
     ordered = (keys >> np.uint64(32)).astype(np.uint32)
     sign = np.uint32(1 << 31)
     bits = np.where(ordered & sign, ordered ^ sign, ~ordered)

@@ -52,15 +52,13 @@ class WeightPart:
 
 @dataclass
 class Weight:
-    """A matrix [rows, cols] computing y = W x, possibly of several tensors stacked along the rows (q, k and v, say).
-
-    `halves`: its parts in blocks a second time, as float16 [rows, cols], if they are kept so.
-    """
+    """A matrix [rows, cols] computing y = W x, possibly of several tensors stacked along the rows (q, k and v, say)."""
 
     rows: int
     cols: int
     parts: tuple[WeightPart, ...]
-    halves: Array | None = None
+    #: a copy of the parts in quant blocks as float16 [rows, cols] (luce.ops.matmul_prefill.store_fp16)
+    fp16: Array | None = None
 
     @property
     def nbytes(self) -> int:

@@ -195,7 +195,7 @@ class _Session:
             given = None if self._announced is None else self._announced.message.given
             if self._model is not None and given is not None:
                 # Nobody else will, and the device would wait for ever, also if only a part of the work was queued.
-                Flag(self._model.arena.given, given).tell()
+                Flag(self._model.arena.given, given).set()
 
     def sign(self) -> Pong:
         """What it is at. Any thread may ask."""
@@ -366,7 +366,7 @@ class _Session:
 def _over(work: Work) -> bool:
     """Whether there is an answer, which may be that the work failed."""
     try:
-        return work.event.happened()
+        return work.event.done()
     except Exception:
         return True
 

@@ -81,8 +81,8 @@ class _Queued(Event):
     def __init__(self, ran: Future[Ran]) -> None:
         self._ran = ran
 
-    def happened(self) -> bool:
-        return self._ran.done() and self._ran.result()[1].happened()
+    def done(self) -> bool:
+        return self._ran.done() and self._ran.result()[1].done()
 
     def wait(self) -> None:
         self._ran.result()[1].wait()
@@ -97,7 +97,7 @@ class _Copied(Event):
     def __init__(self, kept: JoinedSavedState) -> None:
         self._kept = kept
 
-    def happened(self) -> bool:
+    def done(self) -> bool:
         return self._kept.ready()
 
     def wait(self) -> None:
@@ -209,7 +209,7 @@ class ServedModel:
         try:
             for device in self.devices:
                 device.wait_for(Flag(self.arena.given, int(self.arena.given[0])))
-                device.tell(Flag(self.arena.told, int(self.arena.told[0])))
+                device.set_flag(Flag(self.arena.told, int(self.arena.told[0])))
                 device.synchronize()
         except DeviceError as error:
             _log.warning("the host tells GPUs when to go on, steps are slower: %s", error)
@@ -284,7 +284,7 @@ class ServedModel:
         last = self.devices[-1]
         if not isinstance(result, tuple):
             if message.told is not None:
-                last.tell(Flag(self.arena.told, message.told))
+                last.set_flag(Flag(self.arena.told, message.told))
             # Behind the copies of what was captured.
             return last.record()
         if len(self._sent) == DEPTH:

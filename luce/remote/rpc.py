@@ -198,7 +198,7 @@ class Request(Event):
                 self._requests.lost_by(self.channel, error)
         return self._output
 
-    def happened(self) -> bool:
+    def done(self) -> bool:
         self._requests.pump(self, wait=False)
         if self.error is not None:
             raise self.error
@@ -219,9 +219,9 @@ class Request(Event):
         if self._told is None:
             return False
         end = begin + self.spin
-        while not self._told.happened() and not self.over and time.monotonic() < end:
+        while not self._told.done() and not self.over and time.monotonic() < end:
             self._requests.pump(self, wait=False)
-        return self._told.happened()
+        return self._told.done()
 
     def seconds_since(self, start: Event) -> float:
         """The daemon's own measure: between the answers lies what it waited for as well."""

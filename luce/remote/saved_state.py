@@ -48,7 +48,7 @@ class RemoteSavedState:
         return self._nbytes
 
     def ready(self) -> bool:
-        return self._saved is not None and self._saved.happened()
+        return self._saved is not None and self._saved.done()
 
     def wait(self) -> None:
         assert self._saved is not None

@@ -215,7 +215,7 @@ class RemoteShard:
         if why:
             # Whatever the last daemon has left in the words, no step of the next one may take it for its own.
             for word in (self._arena.given, self._arena.told):
-                if Flag(word, self._forwards).happened():
+                if Flag(word, self._forwards).done():
                     self._forwards = int(word[0])
         return why
 
@@ -394,7 +394,7 @@ class RemoteShard:
     def _release(self) -> None:
         """Let work go on that waits for the input of an announced step, or would for ever if that has failed."""
         if self._announced is not None and self._announced.given is not None:
-            self._announced.given.tell()
+            self._announced.given.set()
         self._announced = None
 
     def _take(self, reply: Reply, step: Step, announced: _Announced) -> None:
@@ -410,7 +410,7 @@ class RemoteShard:
                 self._wires[1].unpack(reply.data, self._arena.memory[announced.target :], step.rows)
             except BackendError as error:
                 raise GarbageError(f"it handed on {error}") from None
-        if announced.told is not None and not announced.told.happened():
+        if announced.told is not None and not announced.told.done():
             raise GarbageError("it is done without the output")
         if reply.output is not None:
             if len(step.output_rows):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from luce.errors import BackendError
 from luce.ipc.arena import arena_size
-from luce.ops.sample import candidates
+from luce.ops.sample import unpack_candidates
 from luce.runtime.step import MAX_CANDIDATES, Output, Step
 from luce.runtime.transfer import DEPTH
 
@@ -63,4 +63,4 @@ class Answer:
     def output(self) -> Output:
         """What lies there, in fresh arrays."""
         ids, logits, *keys = self.parts
-        return Output(ids.copy(), logits.copy(), candidates(keys[0]) if keys else None)
+        return Output(ids.copy(), logits.copy(), unpack_candidates(keys[0]) if keys else None)

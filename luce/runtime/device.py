@@ -60,7 +60,7 @@ class Event(ABC):
     """A moment in a device's work: when all that was queued before it is done."""
 
     @abstractmethod
-    def happened(self) -> bool:
+    def done(self) -> bool:
         """Whether it has, without waiting. Raises DeviceError if the work before it failed."""
 
     @abstractmethod
@@ -82,11 +82,11 @@ class Flag(Event):
         self.memory = memory
         self.value = value & 0xFFFFFFFF
 
-    def tell(self) -> None:
+    def set(self) -> None:
         """Let it happen."""
         self.memory[0] = self.value
 
-    def happened(self) -> bool:
+    def done(self) -> bool:
         return (int(self.memory[0]) - self.value) & 0xFFFFFFFF < 1 << 31
 
     def passed(self, value: int) -> bool:
@@ -94,7 +94,7 @@ class Flag(Event):
         return (int(self.memory[0]) - value - 1) & 0xFFFFFFFF < 1 << 31
 
     def wait(self) -> None:
-        while not self.happened():
+        while not self.done():
             time.sleep(0)
 
     def seconds_since(self, start: Event) -> float:
@@ -184,10 +184,10 @@ class Device(ABC):
         to[...] = self.download(array)
         return lambda: to
 
-    def tell(self, flag: Flag) -> None:
+    def set_flag(self, flag: Flag) -> None:
         """Let a flag happen once all work queued so far is done. Without `uses_flags` the host waits for that."""
         self.synchronize()
-        flag.tell()
+        flag.set()
 
     @abstractmethod
     def write(self, array: Array, values: NDArray[Any]) -> None:
@@ -249,14 +249,14 @@ class Device(ABC):
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """Host memory that this device's copy streams reach without stopping the host: uint8 [size]."""
 
-    def landing(self, size: int) -> NDArray[np.uint8]:
+    def staging_buffer(self, size: int) -> NDArray[np.uint8]:
         """Host memory that copies to and from the device are fastest with: pinned, as long as the system pins more."""
         try:
             return self.pinned(size)
         except DeviceError:
             return np.empty(size, np.uint8)
 
-    def expect(self, size: int) -> None:  # noqa: B027
+    def reserve_pinned(self, size: int) -> None:  # noqa: B027
         """So many bytes of `landing` may be asked for soon, beside what is in use: where they take long to make, that
         begins now, behind the scenes. By default there is nothing to do."""
 

@@ -310,15 +310,15 @@ class Driver:
 
     @property
     def uses_flags(self) -> bool:
-        """Whether `wait_word` and `write_word` can be called: HIP asks for memory that no other process sees."""
+        """Whether `wait_flag` and `write_flag` can be called: HIP asks for memory that no other process sees."""
         return self.vendor == "cuda" and hasattr(self._library, "cuStreamWaitValue32_v2")
 
-    def wait_word(self, stream: int, address: int, value: int) -> None:
+    def wait_flag(self, stream: int, address: int, value: int) -> None:
         """Let the stream's later work wait until a word of pinned memory has reached a value, counting cyclically."""
         status = self._library.cuStreamWaitValue32_v2(c_void_p(stream), c_ulonglong(address), c_uint(value), c_uint(0))
         self.check("cuStreamWaitValue32", status)
 
-    def write_word(self, stream: int, address: int, value: int) -> None:
+    def write_flag(self, stream: int, address: int, value: int) -> None:
         """Write a word of pinned memory when the stream has done all it holds now."""
         status = self._library.cuStreamWriteValue32_v2(c_void_p(stream), c_ulonglong(address), c_uint(value), c_uint(0))
         self.check("cuStreamWriteValue32", status)

@@ -70,7 +70,7 @@ class GpuEvent(Event):
         self._device = device
         self.event = event
 
-    def happened(self) -> bool:
+    def done(self) -> bool:
         with self._device._failing("event"):
             return bool(self.event.done)
 
@@ -153,7 +153,7 @@ class GpuDevice(Device):
         self._arena = cuda.MemoryPool()
         self._stager: Stager | None = None
         self._pinned = PinnedPool(self.pin)
-        self._rehearsed: dict[KernelBuild, None] | None = None
+        self._warming: dict[KernelBuild, None] | None = None
         self._blas = blas.load(kind, self.stream, lambda size: self.empty(size, np.uint8))
         self.blas = self._blas is not None
         self.captures_gemm = self._blas is None or self._blas.captured
@@ -235,7 +235,7 @@ class GpuDevice(Device):
         out = None
         try:
             if array.nbytes in _PINNED:
-                out = self._landing(array)
+                out = self._pinned_like(array)
             result: NDArray[Any] = array.get(out=out)
         except self._failures as error:
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes from the device: {error}") from error
@@ -249,7 +249,7 @@ class GpuDevice(Device):
         self._activate()
         self._settle()
         with self._failing(f"copy of {array.nbytes} bytes from the device"):
-            out = self._landing(array) if to is None else to
+            out = self._pinned_like(array) if to is None else to
             array.get(out=out, blocking=False)
         copied = self.record()
 
@@ -259,19 +259,19 @@ class GpuDevice(Device):
 
         return wait
 
-    def _landing(self, array: Array) -> NDArray[Any]:
+    def _pinned_like(self, array: Array) -> NDArray[Any]:
         """Pinned memory for a copy of an array, from the library's pool of small pieces."""
         memory = self._cupy.cuda.alloc_pinned_memory(array.nbytes)
         out: NDArray[Any] = np.frombuffer(memory, np.uint8, array.nbytes).view(array.dtype).reshape(array.shape)
         return out
 
-    def tell(self, word: Flag) -> None:
+    def set_flag(self, flag: Flag) -> None:
         if not self.uses_flags:
-            super().tell(word)
+            super().set_flag(flag)
             return
         self._activate()
         self._driver.use(self.name.index)
-        self._driver.write_word(self.stream, word.memory.ctypes.data, word.value)
+        self._driver.write_flag(self.stream, flag.memory.ctypes.data, flag.value)
 
     def prepare(self, build: KernelBuild) -> None:
         """Compile a build, or fetch it from the cache, and load it. Raises DeviceError naming the build."""
@@ -290,11 +290,11 @@ class GpuDevice(Device):
         """As in the interface. A BLAS library's products do run, which makes the library ready."""
         self._activate()
         builds: dict[KernelBuild, None] = {}
-        self._rehearsed = builds
+        self._warming = builds
         try:
             work()
         finally:
-            self._rehearsed = None
+            self._warming = None
         self.compile(builds)
         for build in builds:
             self.prepare(build)
@@ -334,10 +334,10 @@ class GpuDevice(Device):
         shared: int = 0,
     ) -> None:
         self._activate()
-        if self._rehearsed is not None:
+        if self._warming is not None:
             build = KernelBuild.of(source, defines)
             if build not in self._modules:
-                self._rehearsed[build] = None
+                self._warming[build] = None
             return
         if self._stager is not None:
             self._settle()
@@ -394,7 +394,7 @@ class GpuDevice(Device):
         self._activate()
         if isinstance(event, Flag) and self.uses_flags:
             self._driver.use(self.name.index)
-            self._driver.wait_word(stream.ptr, event.memory.ctypes.data, event.value)
+            self._driver.wait_flag(stream.ptr, event.memory.ctypes.data, event.value)
             return
         if not isinstance(event, GpuEvent):
             event.wait()
@@ -416,8 +416,8 @@ class GpuDevice(Device):
         self._activate()
         return self._pinned.take(size)
 
-    def expect(self, size: int) -> None:
-        self._pinned.expect(size)
+    def reserve_pinned(self, size: int) -> None:
+        self._pinned.reserve(size)
 
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
         self._activate()
@@ -453,7 +453,7 @@ class GpuDevice(Device):
         self._activate()
         if self._blas is None:
             raise DeviceError(f"{self.name}: no BLAS library found")
-        if self._rehearsed is None:
+        if self._warming is None:
             self._settle()
         try:
             self._blas.gemm(x, weight, out)

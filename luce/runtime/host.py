@@ -21,7 +21,7 @@ class HostEvent(Event):
     def __init__(self) -> None:
         self._at = time.perf_counter()
 
-    def happened(self) -> bool:
+    def done(self) -> bool:
         return True
 
     def wait(self) -> None:

@@ -48,7 +48,7 @@ class PinnedPool:
         self._returned: deque[tuple[int, int, int]] = deque()
         self._total = self._used = 0
         #: most bytes that are expected to be in use
-        self._expected = 0
+        self._reserved = 0
         self._growing = False
         self._closed = False
 
@@ -64,11 +64,11 @@ class PinnedPool:
                 return self._lent(*found, size)
             self._grow(max(room, self._slab))
 
-    def expect(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """So many bytes beside what is in use now may be taken soon: they are made ahead, behind the scenes."""
         with self._lock:
             self._collect()
-            self._expected = self._used + size
+            self._reserved = self._used + size
         self._begin_growing()
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class PinnedPool:
     def _short(self) -> bool:
         """Whether too little is made ahead."""
         ahead = min(max(self._used // 2, _LEAST_AHEAD), _MOST_AHEAD)
-        return self._total < max(self._used + ahead, self._expected + _LEAST_AHEAD) and not self._closed
+        return self._total < max(self._used + ahead, self._reserved + _LEAST_AHEAD) and not self._closed
 
     def _find(self, room: int) -> tuple[int, int, int] | None:
         """(slab, begin, size) of a free range, which is taken."""

@@ -24,8 +24,7 @@ from luce.ops.embedding import take_rows
 from luce.ops.features import capture
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.matmul import FEW_ROWS
-from luce.ops.sample import argmax, candidates, chosen
-from luce.ops.sample import top as largest
+from luce.ops.sample import argmax, find_candidates, top_k_keys, unpack_candidates
 from luce.runtime.device import Array, Device, Event
 from luce.runtime.step import PAGE, DeviceStep, Int32, Output, Span, SpanArrays, Step, StepShape, branches_of
 from luce.shard.graphs import GraphRunner
@@ -95,11 +94,11 @@ class LocalShard:
         self._before = sum(layer < layers.start for layer in spec.captured)
 
         def warm_up() -> None:
-            builder.weights.keep_halves(spare)
+            builder.weights.store_fp16(spare)
             self._rehearse(spec, slots)
 
         device.warm_up(warm_up)
-        unpacked = builder.weights.keep_halves(spare)
+        unpacked = builder.weights.store_fp16(spare)
         self.info = ShardInfo(str(device.name), layers, builder.weights.nbytes, held, unpacked)
         device.synchronize()
 
@@ -140,14 +139,14 @@ class LocalShard:
         ids, logits, *_ = left
         arrays = [ids, self._picked(logits, step.needs_logits)]
         if step.needs_candidates is not None and step.needs_candidates.any():
-            arrays.append(largest(self.device, self._picked(logits, step.needs_candidates)))
+            arrays.append(top_k_keys(self.device, self._picked(logits, step.needs_candidates)))
         return self._fetched(arrays, self._places(step))
 
     def _fetched(self, arrays: Sequence[Array], places: Sequence[NDArray[Any]] | None = None) -> Pending:
         """What is returned of ids, logits and candidates' keys, whose copies to the host are queued here."""
         into: Sequence[NDArray[Any] | None] = (None,) * len(arrays) if places is None else places
         ids, logits, *top = [self.device.fetch(array, place) for array, place in zip(arrays, into, strict=True)]
-        return lambda: Output(ids(), logits(), candidates(*(part() for part in top)) if top else None)
+        return lambda: Output(ids(), logits(), unpack_candidates(*(part() for part in top)) if top else None)
 
     def embed(self, tokens: Int32) -> Array:
         if self._embedding is None:
@@ -161,7 +160,7 @@ class LocalShard:
             raise BackendError(f"{self.info.device}: only the last shard projects, this one has layers {self._shown}")
         device = self.device
         rows = self._head.project(device.upload(hidden) if isinstance(hidden, np.ndarray) else hidden)
-        found, whole = chosen(device, rows, top, scale, softcap), device.fetch(rows if logits else rows[:0])
+        found, whole = find_candidates(device, rows, top, scale, softcap), device.fetch(rows if logits else rows[:0])
 
         def wait() -> Output:
             ids, best = found()
@@ -249,7 +248,7 @@ class LocalShard:
         return self._ranker.rank(slot, position, entries)
 
     def attended(self, slot: int, end: int, rows: int) -> NDArray[np.float32]:
-        """What the slot's last `rows` rows, at most KEPT, attend to: float32 [rows, end].
+        """What the slot's last `rows` rows, at most NEWEST_QUERIES, attend to: float32 [rows, end].
 
         For each of the sequence's `end` keys, which lie in pages 0, 1, ... of the pools, the largest share that a head
         of a layer that ranks gives to it.
@@ -258,7 +257,7 @@ class LocalShard:
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> HostSavedState:
         states = list(self._states(slot, pages))
-        saved = self._landing([(state.shape, state.array.dtype) for state in states])
+        saved = self._staging([(state.shape, state.array.dtype) for state in states])
         self._out.wait_for(self.device.record())
         for state, into in zip(states, saved, strict=True):
             for here, there in state.runs:
@@ -326,17 +325,17 @@ class LocalShard:
 
     def _hold(self, copied: Event, memory: object) -> None:
         self._copied.append((copied, memory))
-        while self._copied and self._copied[0][0].happened():
+        while self._copied and self._copied[0][0].done():
             self._copied.popleft()
 
-    def _landing(self, kinds: Sequence[tuple[tuple[int, ...], np.dtype[np.generic]]]) -> list[NDArray[np.generic]]:
+    def _staging(self, kinds: Sequence[tuple[tuple[int, ...], np.dtype[np.generic]]]) -> list[NDArray[np.generic]]:
         """Arrays of these shapes and dtypes in host memory, pinned if the system has so much of it."""
         arrays: list[NDArray[np.generic]] = []
         sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED for shape, dtype in kinds]
         memory, at = np.empty(0, np.uint8), 0
         for index, ((shape, dtype), size) in enumerate(zip(kinds, sizes, strict=True)):
             if at + size > len(memory):
-                memory, at = self.device.landing(_together(sizes[index:])), 0
+                memory, at = self.device.staging_buffer(_together(sizes[index:])), 0
             end = at + math.prod(shape) * dtype.itemsize
             arrays.append(memory[at:end].view(dtype).reshape(shape))
             at += size

@@ -12,7 +12,7 @@ from luce.errors import BackendError
 from luce.layers.attention import AttentionLayer
 from luce.models.spec import Attention, ModelSpec
 from luce.ops.kvtype import dequantise
-from luce.ops.rank import KEPT, moments_bytes, page_moments
+from luce.ops.page_ranking import NEWEST_QUERIES, moments_bytes, page_moments
 from luce.runtime.device import Device
 from luce.runtime.step import Int32
 
@@ -94,7 +94,7 @@ class PageRanker:
         self._receive(0)
         for number, layer in enumerate(self._layers):
             assert layer.queries is not None
-            query = self._device.download(layer.queries[slot, position % KEPT])
+            query = self._device.download(layer.queries[slot, position % NEWEST_QUERIES])
             result[number] = attention_estimate(query, sealed.take(number, entries), layer.scale)
         return result
 
@@ -106,7 +106,7 @@ class PageRanker:
         for layer in self._layers:
             assert layer.queries is not None
             keys = dequantise(self._device.download(layer.state.k[:end]), layer.head_dim)
-            queries = self._device.download(layer.queries[slot])[asking % KEPT]
+            queries = self._device.download(layer.queries[slot])[asking % NEWEST_QUERIES]
             shares = attention(queries, keys, layer.scale, later)
             np.maximum(result, shares, out=result)
         return result

@@ -68,7 +68,7 @@ class HostSavedState:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def ready(self) -> bool:
-        return self.copied.happened()
+        return self.copied.done()
 
     def wait(self) -> None:
         self.copied.wait()

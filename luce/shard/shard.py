@@ -116,8 +116,8 @@ class Shard(Protocol):
 
         `hidden` is float32 [n, H], on this shard's device or on the host. The output has the rows' ids; the `top`
         largest logits of each, at most MAX_CANDIDATES, if `top` is not 0, and with a `scale` their norms as
-        luce.ops.sample.likeliest has them; all logits if asked for, else none. Raises BackendError if this is not the
-        last shard.
+        luce.ops.sample.argmax_logsumexp has them; all logits if asked for, else none. Raises BackendError if this is
+        not the last shard.
         """
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
@@ -137,10 +137,10 @@ class Shard(Protocol):
         """How much of its attention the slot's row at `position` gives to sealed pages, estimated: float64 [layers,
         n], for int32 [n], entries of the sequence in ascending order; one row for each layer that ranks.
 
-        The row is one of the last KEPT of the slot's last span. For each query head, its softmax over the keys of these
-        pages, of which mean and variance of each channel are known for each 16 (luce.shard.page_ranking); summed over a
-        page; then the largest of the layer's heads. Products in float32, the rest in float64, so what layers are on a
-        shard changes nothing. Raises BackendError if a page is not sealed.
+        The row is one of the last NEWEST_QUERIES of the slot's last span. For each query head, its softmax over the
+        keys of these pages, of which mean and variance of each channel are known for each 16 (luce.shard.page_ranking);
+        summed over a page; then the largest of the layer's heads. Products in float32, the rest in float64, so what
+        layers are on a shard changes nothing. Raises BackendError if a page is not sealed.
         """
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> SavedState:

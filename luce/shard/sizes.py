@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from luce.layers.state import DeltaState, KVPool
 from luce.models.spec import Attention, ModelSpec, PageGroup
 from luce.ops.kvtype import AUTO, KVTypes
-from luce.ops.rank import KEPT
+from luce.ops.page_ranking import NEWEST_QUERIES
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 
@@ -63,7 +63,7 @@ def state_bytes(device: Device, spec: ModelSpec, layers: range, kv: KVTypes = AU
             continue
         if isinstance(mixer, Attention):
             if spec.ranks(layer) and layer in layers:
-                slot += 4 * KEPT * mixer.heads * mixer.head_dim
+                slot += 4 * NEWEST_QUERIES * mixer.heads * mixer.head_dim
             page[spec.page_groups.index(PageGroup(mixer.window))] += KVPool.page_bytes(device, mixer, kv)
         else:
             slot += DeltaState.slot_bytes(mixer, verify)

@@ -47,7 +47,7 @@ class Clock:
 
     def look(self) -> None:
         """Count the spans that are over. Raises DeviceError if the work before an event failed."""
-        while self._open and self._open[0][1].happened():
+        while self._open and self._open[0][1].done():
             start, end = self._open.popleft()
             seconds = end.seconds_since(start)
             self._counts[bisect_left(BOUNDS, seconds)] += 1

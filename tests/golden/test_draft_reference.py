@@ -10,7 +10,7 @@ import pytest
 
 from luce.draft.dflash.spec import DraftSpec
 from luce.gguf.reader import GGUFFile
-from luce.ops.matmul_int8 import BYTE_TYPES
+from luce.ops.matmul_int8 import INT8_TYPES
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.drafts import (
@@ -49,7 +49,7 @@ class Opened:
     def coarse(self) -> float:
         """How much further a GPU may be off: rows meet weights in bytes as bytes, of which no reference knows."""
         types = {tensor.type for tensor in self.file.tensors.values()}
-        return 4.0 if not self.device.host and types & BYTE_TYPES else 1.0
+        return 4.0 if not self.device.host and types & INT8_TYPES else 1.0
 
     def on(self, captured: F32, spec: DraftSpec | None = None, *, floats: bool = False) -> Drafting:
         """A draft with these captured rows in its ring, rounded unless `floats`."""

@@ -45,8 +45,8 @@ class Pinning(HostDevice):
     def pinned(self, size: int) -> NDArray[np.uint8]:
         return self.pool.take(size)
 
-    def expect(self, size: int) -> None:
-        self.pool.expect(size)
+    def reserve_pinned(self, size: int) -> None:
+        self.pool.reserve(size)
 
 
 @pytest.mark.parametrize(("parallel", "ram"), [(1, 64), (3, 64), (3, 16)])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from luce.ops.attention import attention
-from luce.ops.heads import Destination, write_kv
 from luce.ops.kvtype import KVTypes
+from luce.ops.qkv import Destination, write_kv
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, PageView, SpanArrays

@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.ops.embedding import embed
-from luce.ops.heads import HeadNorms, Rotation, prepare_queries
 from luce.ops.matmul import FEW_ROWS, matmul
 from luce.ops.norm import add_rms_norm, head_rms_norm, rms_norm
+from luce.ops.qkv import HeadNorms, Rotation, prepare_queries
 from luce.ops.sample import argmax
 from luce.ops.weight import upload_weight
 from luce.runtime.device import Device

@@ -1,4 +1,4 @@
-"""kernels/heads.cu on a GPU."""
+"""kernels/qkv.cu on a GPU."""
 
 from __future__ import annotations
 

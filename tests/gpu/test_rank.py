@@ -1,4 +1,4 @@
-"""kernels/rank.cu on a GPU."""
+"""kernels/page_ranking.cu on a GPU."""
 
 from __future__ import annotations
 

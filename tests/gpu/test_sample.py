@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from luce.runtime.device import Device
-from tests.support.op_checks_sample import check_argmax, check_likeliest, check_top
+from tests.support.op_checks_sample import check_argmax, check_argmax_logsumexp, check_top
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(("vocab", "scale", "softcap"), [(1, 1, 0), (300, 0.5, 0), (4097, 1, 30), (9000, 2, 0)])
-def test_likeliest(gpu: Device, vocab: int, scale: float, softcap: float) -> None:
-    check_likeliest(gpu, vocab, scale, softcap)
+def test_argmax_logsumexp(gpu: Device, vocab: int, scale: float, softcap: float) -> None:
+    check_argmax_logsumexp(gpu, vocab, scale, softcap)
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 1000, 4096, 4097, 32000, 151936, 248320, 262144])

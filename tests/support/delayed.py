@@ -36,16 +36,16 @@ class World:
     def run(self, until: DelayedEvent | None = None) -> None:
         """Work until an event has happened, or until nothing is left."""
         order = self._random.sample(self._streams, len(self._streams))
-        while until is None or not until.done:
+        while until is None or not until.finished:
             if self._random.random() < _CHANGE:
                 self._random.shuffle(order)
-            ready = (s for s in order if s and not (isinstance(s[0], tuple) and not s[0][1].done))
+            ready = (s for s in order if s and not (isinstance(s[0], tuple) and not s[0][1].finished))
             if (stream := next(ready, None)) is None:
                 assert not any(self._streams) and until is None, "streams wait for each other"
                 return
             item = stream.popleft()
             if isinstance(item, DelayedEvent):
-                item.done = True
+                item.finished = True
             elif not isinstance(item, tuple):
                 item()
 
@@ -55,10 +55,10 @@ class DelayedEvent(Event):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.done = False
+        self.finished = False
 
-    def happened(self) -> bool:
-        return self.done
+    def done(self) -> bool:
+        return self.finished
 
     def wait(self) -> None:
         self._world.run(self)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from luce.ops import attention as op
 from luce.ops.activation import sigmoid_gate, softplus_gate
 from luce.ops.attention_mma import Gate
-from luce.ops.heads import Destination, write_kv
 from luce.ops.kvtype import AUTO, KVTypes
+from luce.ops.qkv import Destination, write_kv
 from luce.ops.quantise import Quantised, quantise
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, PageView, SpanArrays
@@ -332,15 +332,15 @@ def check_gated(
     mixed = device.upload(run(device, chunks, scale=d**-0.5, window=None))
     made: list[Array | Quantised] = []
     kinds: list[Literal["sigmoid", "softplus"]] = ["softplus"] if each == 1 else ["sigmoid", "softplus"]
-    for gate, in_bytes in itertools.product((Gate(values, kind) for kind in kinds), (0, 32, 128)):
+    for gate, int8_group in itertools.product((Gate(values, kind) for kind in kinds), (0, 32, 128)):
 
-        def attend(*args: Any, gate: Gate = gate, in_bytes: int = in_bytes, **named: Any) -> Array:
-            made[:] = [op.gated_attention(*args, gate=gate, in_bytes=in_bytes, **named)]
+        def attend(*args: Any, gate: Gate = gate, int8_group: int = int8_group, **named: Any) -> Array:
+            made[:] = [op.gated_attention(*args, gate=gate, int8_group=int8_group, **named)]
             return mixed
 
         run(device, chunks, scale=d**-0.5, window=None, attend=attend)
         expected = (sigmoid_gate if gate.kind == "sigmoid" else softplus_gate)(device, mixed, values)
-        same_output(device, made[0], expected, in_bytes if d % 128 == 0 and device.products else 0)
+        same_output(device, made[0], expected, int8_group if d % 128 == 0 and device.products else 0)
 
 
 def same_output(device: Device, actual: Array | Quantised, expected: Array, group: int) -> None:

@@ -260,7 +260,7 @@ def check_in_bytes(device: Device, lengths: Sequence[int], *, key_heads: int, he
     spans = spread_spans(len(lengths), lengths)
     floats, state = queue(device, case, spans)
     for group in (32, 128):
-        bytes, after = queue(device, case, spans, in_bytes=group)
+        bytes, after = queue(device, case, spans, int8_group=group)
         same_output(device, bytes, floats, group if d % 128 == 0 else 0)
         np.testing.assert_array_equal(after.memory, state.memory)
 

@@ -1,4 +1,4 @@
-"""Checks of luce.ops.heads on any device, against formulas in float64 and the writing of rows on their own."""
+"""Checks of luce.ops.qkv on any device, against formulas in float64 and the writing of rows on their own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.heads import Destination, HeadNorms, Rotation, copy_rows, prepare_heads, write_kv
 from luce.ops.kvtype import AUTO, KVTypes
+from luce.ops.qkv import Destination, HeadNorms, Rotation, copy_rows, prepare_heads, write_kv
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE
 from tests.support.op_checks_attention import spread_out

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from luce.models.spec import Activation
 from luce.ops import matmul_int8, matmul_prefill
 from luce.ops.activation import gated_activation
+from luce.ops.fp16 import to_fp16
 from luce.ops.matmul import FEW_ROWS, matmul
-from luce.ops.matmul_prefill import halves, halves_bytes, keep_halves
+from luce.ops.matmul_prefill import fp16_bytes, store_fp16
 from luce.ops.quantise import quantise, quantise_gated
 from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
@@ -118,7 +119,7 @@ def check_pair(device: Device, first: str, second: str, n: int) -> None:
 
     with mock.patch.object(type(device), "launch", record):
         together = _product(device, x, tensors)
-    assert launched.count("matmul_s8_pair") == 1 and "matmul_s8" not in launched
+    assert launched.count("matmul_int8_pair") == 1 and "matmul_int8" not in launched
     apart = np.concatenate([_product(device, x, [t]) for t in tensors], axis=1)
     np.testing.assert_array_equal(together, apart)
 
@@ -230,8 +231,8 @@ def check_slices(device: Device, n: int, features: int) -> None:
     with mock.patch.object(matmul_prefill, "_BUFFER", features * 512 * 2):
         actual = _product(device, x, tensors)
         weight = upload_weight(device, tensors)
-        assert halves_bytes(device, weight) == 2 * weight.rows * weight.cols
-        keep_halves(device, weight)
+        assert fp16_bytes(device, weight) == 2 * weight.rows * weight.cols
+        store_fp16(device, weight)
         for part in weight.parts:
             if part.type.name not in ("F16", "F32"):
                 device.write(part.data, np.zeros(part.data.shape, np.uint8))
@@ -245,7 +246,7 @@ def check_slices(device: Device, n: int, features: int) -> None:
 
 
 def check_halves(device: Device, shape: Sequence[int], *, slots: bool) -> None:
-    """The rounding and the scale that half.cu promises, for rows of all sizes; padding is zero."""
+    """The rounding and the scale that fp16.cu promises, for rows of all sizes; padding is zero."""
     *count, cols = shape
     rng = np.random.default_rng(cols)
     wide = rng.standard_normal((*count, cols + 3)).astype(np.float32)
@@ -257,7 +258,7 @@ def check_halves(device: Device, shape: Sequence[int], *, slots: bool) -> None:
     x[-1, ..., 0] = np.inf
     x[-1, ..., cols - 1] = np.nan
     there = device.upload(wide)
-    made = halves(device, there[:, :, 1 : 1 + cols] if slots else there[:, 1 : 1 + cols])
+    made = to_fp16(device, there[:, :, 1 : 1 + cols] if slots else there[:, 1 : 1 + cols])
     values, scale = device.download(made.values), device.download(made.scale)
     x = x.reshape(-1, cols)
     assert (values.dtype, values.shape) == (np.float16, (len(x), -(-cols // 128) * 128))

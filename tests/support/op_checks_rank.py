@@ -1,10 +1,10 @@
-"""Checks of luce.ops.rank on any device, against NumPy and the gguf package's blocks."""
+"""Checks of luce.ops.page_ranking on any device, against NumPy and the gguf package's blocks."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from luce.ops.rank import GROUP, KEPT, keep_queries, page_moments
+from luce.ops.page_ranking import GROUP, NEWEST_QUERIES, page_moments, store_queries
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE, SpanArrays
 from tests.support.op_checks_attention import loaded, spread_out, stored
@@ -28,7 +28,7 @@ def check_queries(device: Device, heads: int, d: int) -> None:
     """After spans of any length, and rows that are written again, the newest of each slot are in their places."""
     rng = np.random.default_rng(heads)
     pool = device.upload(stored(np.zeros((PAGE, 1, d), np.float32), "f16"))
-    kept = device.zeros((3, KEPT, heads, d))
+    kept = device.zeros((3, NEWEST_QUERIES, heads, d))
     expected = np.zeros(kept.shape, np.float32)
     for lengths in ([(2, 0, 40), (0, 5, 1)], [(0, 6, 16), (2, 40, 3)], [(0, 8, 2), (1, 0, 17), (2, 43, 1)]):
         spans, at = [], 0
@@ -38,10 +38,10 @@ def check_queries(device: Device, heads: int, d: int) -> None:
         q = rng.standard_normal((at, heads, d)).astype(np.float32)
         for slot, start, rows, position in spans:
             for row in range(rows):
-                expected[slot, (position + row) % KEPT] = q[start + row]
+                expected[slot, (position + row) % NEWEST_QUERIES] = q[start + row]
         table = np.array(spans, np.int32)
         row_span = np.repeat(np.arange(len(spans), dtype=np.int32), table[:, 2])
         arrays = SpanArrays(device.upload(table), device.upload(row_span), len(spans), int(table[:, 2].max()))
         (view,) = spread_out(device, q)
-        keep_queries(device, view, arrays, kept, pool)
+        store_queries(device, view, arrays, kept, pool)
         np.testing.assert_array_equal(device.download(kept), expected)

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.heads import HeadNorms, Rotation, prepare_queries
+from luce.ops.qkv import HeadNorms, Rotation, prepare_queries
 from luce.ops.rope import rope_table
 from luce.runtime.device import Device
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.sample import argmax, candidates, likeliest, top
+from luce.ops.sample import argmax, argmax_logsumexp, top_k_keys, unpack_candidates
 from luce.runtime.device import Device
 from luce.runtime.step import MAX_CANDIDATES
 
@@ -59,7 +59,7 @@ def check_argmax(device: Device, vocab: int) -> None:
 def check_top(device: Device, vocab: int) -> None:
     """Every row's candidates in order, as rows of their own and as a slice of a wider matrix."""
     logits = rows_of_interest(vocab)
-    found = candidates(device.download(top(device, device.upload(logits))))
+    found = unpack_candidates(device.download(top_k_keys(device, device.upload(logits))))
     count = min(vocab, MAX_CANDIDATES)
     for row, ids, values in zip(logits, found.ids, found.logits, strict=True):
         # NaN first, then the largest number, then the lowest index.
@@ -68,11 +68,11 @@ def check_top(device: Device, vocab: int) -> None:
         np.testing.assert_array_equal(values, row[expected])
     wide = np.full((len(logits), vocab + 7), np.inf, np.float32)
     wide[:, 2 : 2 + vocab] = logits
-    again = candidates(device.download(top(device, device.upload(wide)[:, 2 : 2 + vocab])))
+    again = unpack_candidates(device.download(top_k_keys(device, device.upload(wide)[:, 2 : 2 + vocab])))
     np.testing.assert_array_equal(again.ids, found.ids)
 
 
-def check_likeliest(device: Device, vocab: int, scale: float, softcap: float) -> None:
+def check_argmax_logsumexp(device: Device, vocab: int, scale: float, softcap: float) -> None:
     """Norms against float64, far from zero on both sides, with what is banned; ids and logits also of ties, NaN and
     infinities; as rows of their own and as a slice of a wider matrix."""
     rng = np.random.default_rng(vocab)
@@ -89,7 +89,7 @@ def check_likeliest(device: Device, vocab: int, scale: float, softcap: float) ->
     wide = np.full((len(logits), vocab + 3), np.nan, np.float32)
     wide[:, 1 : 1 + vocab] = logits
     for rows in (device.upload(logits), device.upload(wide)[:, 1 : 1 + vocab]):
-        ids, bits, norms = device.download(likeliest(device, rows, scale, softcap))
+        ids, bits, norms = device.download(argmax_logsumexp(device, rows, scale, softcap))
         assert ids.tolist() == best
         np.testing.assert_array_equal(bits.view(np.float32), logits[np.arange(len(logits)), best])
         np.testing.assert_allclose(norms[:5].view(np.float32), expected, rtol=2e-6)

@@ -54,7 +54,7 @@ def quantised(x: NDArray[np.floating], group: int) -> Bytes:
 
 def unpacked(device: Device, rows: Quantised) -> Bytes:
     """All rows that there is room for, out of the order that quantise.h gives; sums wherever they are must agree."""
-    data, room = device.download(rows.data), rows.space
+    data, room = device.download(rows.data), rows.padded
     sections, eights = len(data), room // 8 if room in (8, 16) else 0
     packed, scales = data[:, : room * SECTION].copy().view(np.int8), data[:, room * SECTION :].copy()
     if eights:
@@ -92,7 +92,7 @@ def unpacked(device: Device, rows: Quantised) -> Bytes:
 
 def same_bytes(device: Device, one: Quantised, other: Quantised) -> None:
     """Both have room for as many rows, and the same bits in all of them."""
-    assert (one.shape, one.group, one.space) == (other.shape, other.group, other.space)
+    assert (one.shape, one.group, one.padded) == (other.shape, other.group, other.padded)
     np.testing.assert_array_equal(device.download(one.data), device.download(other.data))
 
 

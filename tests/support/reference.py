@@ -16,7 +16,7 @@ from luce.models.keys import Source
 from luce.models.registry import FAMILIES, read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.matmul import FEW_ROWS
-from luce.ops.matmul_int8 import BYTE_TYPES
+from luce.ops.matmul_int8 import INT8_TYPES
 
 DIRECTORY = Path(__file__).parent.parent / "reference"
 
@@ -47,12 +47,12 @@ class Reference:
     def kind(self, rows: int) -> str:
         """Whose limits a GPU must keep that is given `rows` rows at a time: what products round (luce/ops/matmul.py).
 
-        Up to FEW_ROWS rows meet weights in BYTE_TYPES as bytes with a scale for 32; otherwise nothing is rounded to
+        Up to FEW_ROWS rows meet weights in INT8_TYPES as bytes with a scale for 32; otherwise nothing is rounded to
         less than 11 bits: K, V, and of many rows x and the weights.
         """
         with open_gguf(self.path) as file:
             types = {tensor.type for tensor in file.tensors.values()}
-        return "int8_activations" if rows <= FEW_ROWS and types & BYTE_TYPES else "bf16_activations"
+        return "int8_activations" if rows <= FEW_ROWS and types & INT8_TYPES else "bf16_activations"
 
     def limits(self, kind: str) -> dict[str, Any]:
         """Suggested limits of an implementation of this kind (f32, bf16_activations, ...)."""

@@ -285,7 +285,7 @@ class SlowEvent(HostEvent):
         self._open = device.open
         self._open.add(self)
 
-    def happened(self) -> bool:
+    def done(self) -> bool:
         return self not in self._open
 
     def wait(self) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from luce.draft.dflash.tree import Node, likeliest
 from luce.draft.probabilities import log_chances
-from luce.ops.sample import likeliest as likeliest_on
+from luce.ops.sample import argmax_logsumexp
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Candidates
 
@@ -92,7 +92,7 @@ def test_chances_are_of_the_whole_vocabulary(scale: float, softcap: float) -> No
 def test_what_is_certain_has_no_chance_above_one(scale: float, softcap: float) -> None:
     logits = np.random.default_rng(1).standard_normal((50, 99)).astype(np.float32)
     logits[:, 7] += np.linspace(60, 120, 50, dtype=np.float32)
-    ids, best, norms = likeliest_on(HostDevice(), logits, scale, softcap)
+    ids, best, norms = argmax_logsumexp(HostDevice(), logits, scale, softcap)
     top = Candidates(ids[:, None], best.view(np.float32)[:, None], norms.view(np.float32))
     found = np.exp(log_chances(top, scale=scale, softcap=softcap))
     assert (found <= 1).all() and found.min() > 0.99

@@ -153,19 +153,19 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "attention_wgmma.h": _attention_wgmma,
     "deltanet.cu": _deltanet,
     "deltanet_chunk.cu": _deltanet_chunk,
-    "heads.cu": _heads,
+    "qkv.cu": _heads,
     "matmul_tile.cu": _matmul_tile,
     "dot.h": _matmul_vec,
-    "dot_s8.h": _dot_s8,
+    "dot_int8.h": _dot_s8,
     "matmul_vec.cu": _matmul_vec,
-    "mma_s8.h": _mma_s8,
+    "mma_int8.h": _mma_s8,
     "moe.cu": _moe,
     "moe_matmul.cu": _moe_matmul,
-    "moe_s8.cu": _moe_s8,
+    "moe_int8.cu": _moe_s8,
     "norm.cu": _norm,
     "reduce.h": _reduce,
-    "half.cu": lambda device: op_checks_matmul.check_halves(device, (3, 2100), slots=False),
-    "likeliest.cu": lambda device: op_checks_sample.check_likeliest(device, 9000, 1.0, 0.0),
+    "fp16.cu": lambda device: op_checks_matmul.check_halves(device, (3, 2100), slots=False),
+    "argmax_logsumexp.cu": lambda device: op_checks_sample.check_likeliest(device, 9000, 1.0, 0.0),
     "tile.h": _matmul_tile,
     "sample.cu": lambda device: op_checks_sample.check_argmax(device, 9000),
 }
@@ -179,9 +179,9 @@ HARMLESS = (
     ("deltanet.cu", "LUCE_LANES == 0,"),
     ("moe.cu", "LUCE_LANES)  // experts"),
     ("attention_mma.cu", "LUCE_LANES"),  # never launched with 64
-    ("heads.cu", "LUCE_LANES)\n"),  # arrays and loops are only larger than needed
-    ("heads.cu", "LUCE_LANES >= d) break;"),
-    ("heads.cu", "LUCE_LANES < 2 * turned) own["),
+    ("qkv.cu", "LUCE_LANES)\n"),  # arrays and loops are only larger than needed
+    ("qkv.cu", "LUCE_LANES >= d) break;"),
+    ("qkv.cu", "LUCE_LANES < 2 * turned) own["),
     ("moe.cu", "LUCE_LANES >= experts) break;"),
     ("attention.cu", "luce_sync();\n    return true;"),  # add_keys begins with another one
 )

@@ -18,7 +18,7 @@ from luce.config.sampling import SamplingParams
 from luce.engine import sampling
 from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
 from luce.errors import BackendError, RequestError
-from luce.ops.sample import candidates, largest, top
+from luce.ops.sample import largest, top_k_keys, unpack_candidates
 from luce.runtime.host import HostDevice
 
 
@@ -325,7 +325,7 @@ def test_candidates_choose_what_whole_logits_choose(top_k: int, changes: dict[st
         logits = (rng.standard_normal(500) * 8).round().astype(np.float32)
         whole, few = sampler(params, seed=seed), sampler(params, seed=seed)
         for _ in range(3):
-            found = candidates(top(HostDevice(), logits[None]))
+            found = unpack_candidates(top_k_keys(HostDevice(), logits[None]))
             token = whole.choose(logits)
             assert few.choose_among(found.ids[0], found.logits[0]) == token
             whole.push(token)
@@ -356,6 +356,6 @@ def test_who_needs_more_or_less_than_candidates(changes: dict[str, Any]) -> None
 def test_candidates_that_are_no_numbers(bad: float) -> None:
     logits = np.full(100, -np.inf, np.float32)
     logits[3] = bad
-    found = candidates(top(HostDevice(), logits[None]))
+    found = unpack_candidates(top_k_keys(HostDevice(), logits[None]))
     with pytest.raises(BackendError, match="the logits are not finite"):
         sampler(SamplingParams(temperature=1.0, top_k=5)).choose_among(found.ids[0], found.logits[0])

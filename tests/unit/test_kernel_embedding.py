@@ -1,4 +1,4 @@
-"""kernels/embed.cu on the emulated device."""
+"""kernels/embedding.cu on the emulated device."""
 
 from __future__ import annotations
 

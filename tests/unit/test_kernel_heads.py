@@ -1,4 +1,4 @@
-"""kernels/heads.cu on the emulated device."""
+"""kernels/qkv.cu on the emulated device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""matmul_vec, matmul_s8, quantise, matmul_tile, half and dequant of kernels/ on the emulated device."""
+"""matmul_vec, matmul_int8, quantise, matmul_tile, half and dequant of kernels/ on the emulated device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""moe, moe_matmul and moe_s8 of kernels/ on the emulated device."""
+"""moe, moe_matmul and moe_int8 of kernels/ on the emulated device."""
 
 from __future__ import annotations
 

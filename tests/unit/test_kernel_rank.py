@@ -1,4 +1,4 @@
-"""kernels/rank.cu on the emulated device."""
+"""kernels/page_ranking.cu on the emulated device."""
 
 from __future__ import annotations
 

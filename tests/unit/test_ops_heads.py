@@ -1,4 +1,4 @@
-"""The NumPy reference of luce.ops.heads."""
+"""The NumPy reference of luce.ops.qkv."""
 
 from __future__ import annotations
 

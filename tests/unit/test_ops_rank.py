@@ -1,4 +1,4 @@
-"""The NumPy reference of luce.ops.rank."""
+"""The NumPy reference of luce.ops.page_ranking."""
 
 from __future__ import annotations
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from luce.runtime.host import HostDevice
-from tests.support.op_checks_sample import check_argmax, check_likeliest, check_top
+from tests.support.op_checks_sample import check_argmax, check_argmax_logsumexp, check_top
 
 
 @pytest.mark.parametrize(("vocab", "scale", "softcap"), [(1, 1, 0), (300, 0.5, 0), (4097, 1, 30), (9000, 2, 0)])
-def test_likeliest(vocab: int, scale: float, softcap: float) -> None:
-    check_likeliest(HostDevice(), vocab, scale, softcap)
+def test_argmax_logsumexp(vocab: int, scale: float, softcap: float) -> None:
+    check_argmax_logsumexp(HostDevice(), vocab, scale, softcap)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 500])

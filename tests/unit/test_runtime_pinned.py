@@ -97,23 +97,23 @@ def test_what_is_expected_is_made_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pinned, "_MOST_AHEAD", SLAB)
     pins, held = Pins(), []
     pool = PinnedPool(pins, SLAB)
-    pool.expect(5 * SLAB)
+    pool.reserve(5 * SLAB)
     settled(pool)
     # One more, for what nobody expects; no more are made when they are in use.
     assert len(pins.sizes) == 6
     for left in range(4, -1, -1):
         held += [pool.take(SLAB // 4) for _ in range(4)]
-        pool.expect(left * SLAB)
+        pool.reserve(left * SLAB)
         settled(pool)
     assert len(pins.sizes) == 6
     # What comes back is there for what is expected next.
     held.clear()
-    pool.expect(4 * SLAB)
+    pool.reserve(4 * SLAB)
     assert len(pool.take(SLAB)) == SLAB
     settled(pool)
     assert len(pins.sizes) == 6
     pool.close()
-    pool.expect(9 * SLAB)
+    pool.reserve(9 * SLAB)
     assert not pool._growing
 
 

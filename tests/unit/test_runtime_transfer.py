@@ -84,7 +84,7 @@ def send_all(devices: Sequence[Device], *, peer: bool) -> list[list[Floats]]:
         shard.device.synchronize()
     for link in links:
         link.settle()
-    assert len(watched) >= SENDS * len(links) and all(start.happened() and end.happened() for start, end in watched)
+    assert len(watched) >= SENDS * len(links) and all(start.done() and end.done() for start, end in watched)
     return shards[-1].kept
 
 

@@ -29,7 +29,7 @@ from luce.models.keys import Source
 from luce.models.spec import Attention
 from luce.ops.activation import scale
 from luce.ops.embedding import embed, take_rows
-from luce.ops.matmul import matmul, takes_bytes
+from luce.ops.matmul import int8_group, matmul
 from luce.ops.norm import head_rms_norm, rms_norm
 from luce.ops.quantise import Quantised, quantise
 from luce.runtime.device import Array, Device
@@ -153,7 +153,7 @@ class DraftModel:
         device, spec = self.device, self.spec
         features = self.fuse(embed(device, self._captured, step.tokens))
         whole: Array | Quantised = features
-        group = 0 if spec.context_norm else takes_bytes(device, len(features), self._blocks[0].mixer.reads)
+        group = 0 if spec.context_norm else int8_group(device, len(features), self._blocks[0].mixer.reads)
         if group:
             whole = quantise(device, features, group)
         for block in self._blocks:

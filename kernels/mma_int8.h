@@ -1,10 +1,10 @@
-// The sums of dot_s8.h for 8 or 16 rows of x on tensor cores: the same operations in the same order, so the same bits.
+// The sums of dot_int8.h for 8 or 16 rows of x on tensor cores: the same operations in the same order, so the same bits.
 //
 // A block has TILES tiles of 16 weight rows, and a wave for each of CHAINS chains, which takes its chain of all tiles.
 // With SHARED_X, x comes to shared memory once for all waves, else out of the caches.
-#ifndef MMA_S8_H
-#define MMA_S8_H
-#include "dot_s8.h"
+#ifndef MMA_INT8_H
+#define MMA_INT8_H
+#include "dot_int8.h"
 
 #ifndef TILES
 #define TILES 1

@@ -6,8 +6,8 @@
 // with a scale and a minimum per group, exactly as quants.h has it: where q is the file's number times a power of two,
 // the scale has the inverse. With INTEGER_SCALES these are integers times one float, and another for minimums, of the
 // whole unit.
-#ifndef QUANTS_S8_H
-#define QUANTS_S8_H
+#ifndef QUANTS_INT8_H
+#define QUANTS_INT8_H
 #include "quants.h"
 
 #define UNIT_COLS 256

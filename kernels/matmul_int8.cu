@@ -4,15 +4,15 @@
 // variants for cuda: ROWS=16 CHAINS=8 SHARED_X=1 TILES=3 QTYPE=Q4_K,Q5_K
 //
 // Products of a quantised weight matrix with up to ROWS quantised rows of x: decoding and verification.
-#include "product_s8.h"
+#include "product_int8.h"
 
 // out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and j < rows.
 // x: ROWS quantised rows. out float32, rows out_stride apart.
 // Grid: ceil(rows / FEATURES) blocks of 32 << chain_bits threads, chain_bits at most 3; CHAINS, if given, are as many.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
-    matmul_s8(const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,
+    matmul_int8(const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,
               const int n, const int rows, const int cols, const int chain_bits,
               const int out_stride, const int first) {
     LUCE_DYNAMIC_SHARED(u8, shared);
-    product_s8((int)blockIdx.x, weight, x, out, n, rows, cols, chain_bits, out_stride, first, shared);
+    product_int8((int)blockIdx.x, weight, x, out, n, rows, cols, chain_bits, out_stride, first, shared);
 }

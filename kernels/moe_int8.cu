@@ -4,9 +4,9 @@
 // k slots for its experts and, if `slots` is k + 1, one more for an expert that all rows take. A pair is a row and a
 // slot: pair = row * slots + slot. Each is computed by itself, so a row's bits do not depend on the others.
 #include "activation.h"
-#include "dot_s8.h"
+#include "dot_int8.h"
 
-// Units of a chain in flight in expert_gated_s8: three where they fit (_SMALL_UNITS of luce/ops/moe_int8.py).
+// Units of a chain in flight in expert_gated_int8: three where they fit (_SMALL_UNITS of luce/ops/moe_int8.py).
 #define GATED_STAGES (QTYPE == Q4_0 || QTYPE == Q4_K ? 3 : 2)
 
 // act(gate x) * up x of every pair: out float32 [pairs, half]. gates, ups: `half` rows for each of `experts`,
@@ -14,7 +14,7 @@
 // x_bytes: x, quantised with room for `room` rows; ids [n, k].
 // Grid: (half / 32, slots, n) blocks of 128 << chain_bits threads, chain_bits at most 1.
 extern "C" __global__ void __launch_bounds__(256)
-    expert_gated_s8(const u8* __restrict__ gates, const u8* __restrict__ ups, const u8* __restrict__ shared_gates,
+    expert_gated_int8(const u8* __restrict__ gates, const u8* __restrict__ ups, const u8* __restrict__ shared_gates,
                     const u8* __restrict__ shared_ups, const i32* __restrict__ ids, const u8* __restrict__ x_bytes,
                     float* __restrict__ out, const int room, const int experts, const int expert_rows, const int k,
                     const int half, const int cols, const int chain_bits, const int gelu_gate) {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // Grid: (ceil(rows / 16), n) blocks of 32 << chain_bits threads for each of `at_once` slots; the slots take turns.
 // Dynamic shared memory: `sums_bytes`, a multiple of 16, for block_sums, and behind it 16 floats per slot.
 extern "C" __global__ void __launch_bounds__(640)
-    expert_down_s8(const u8* __restrict__ downs, const u8* __restrict__ shared_down, const i32* __restrict__ ids,
+    expert_down_int8(const u8* __restrict__ downs, const u8* __restrict__ shared_down, const i32* __restrict__ ids,
                    const float* __restrict__ weights, const float* __restrict__ shared_gate,
                    const u8* __restrict__ inner, float* __restrict__ out,
                    const int experts, const int k, const int slots, const int at_once, const int rows, const int cols,

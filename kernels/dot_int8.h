@@ -1,4 +1,4 @@
-// Sums of products of quantised weight rows with quantised rows of x: the inner loop of matmul_s8.cu and moe_s8.cu.
+// Sums of products of quantised weight rows with quantised rows of x: the inner loop of matmul_int8.cu and moe_int8.cu.
 //
 // A weight row's units are dealt to chains, unit u to chain u % chains. The sums of products of integers are exact:
 // with INTEGER_SCALES those of 128 columns, a half of a unit and a section of x, as
@@ -12,12 +12,12 @@
 // tensor cores and without, on every target.
 //
 // 32 neighbouring threads, a worker, take one chain of 16 weight rows, a tile; a thread has two rows and one set. Where
-// the target has tensor cores, many rows of x go to these (mma_s8.h).
-#ifndef DOT_S8_H
-#define DOT_S8_H
+// the target has tensor cores, many rows of x go to these (mma_int8.h).
+#ifndef DOT_INT8_H
+#define DOT_INT8_H
 #include "mma.h"
 #include "quantise.h"
-#include "quants_s8.h"
+#include "quants_int8.h"
 
 // Rows of x that are loaded before the wait for weights.
 #define MOST_AHEAD 2

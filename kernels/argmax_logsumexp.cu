@@ -19,7 +19,7 @@ LUCE_FN int block_first(int index) { return -luce_block_max(-index); }
 // state [rows, gridDim.x, 2] and indices [rows, gridDim.x]: of part blockIdx.x (`part` columns) of row blockIdx.y of
 // logits float32 [rows, vocab], rows `stride` elements apart: the largest logit, the sum of exp(value - its value), and
 // the lowest index of that logit, NONE if there is no number.
-extern "C" __global__ void likeliest_parts(const float* __restrict__ logits, float* __restrict__ state,
+extern "C" __global__ void argmax_logsumexp_parts(const float* __restrict__ logits, float* __restrict__ state,
                                            i32* __restrict__ indices, int vocab, int stride, int part, float scale,
                                            float softcap) {
     luce_release();
@@ -48,7 +48,7 @@ extern "C" __global__ void likeliest_parts(const float* __restrict__ logits, flo
 
 // out [3, rows]: of the row's `parts` parts the index, 0 if there is no number; then, as the bits of float32, that logit
 // and log sum exp. One block per row.
-extern "C" __global__ void likeliest_join(const float* __restrict__ state, const i32* __restrict__ indices,
+extern "C" __global__ void argmax_logsumexp_join(const float* __restrict__ state, const i32* __restrict__ indices,
                                           i32* __restrict__ out, int parts, float scale, float softcap) {
     luce_release();
     luce_await();

@@ -10,19 +10,19 @@
 
 #define QTYPE FIRST
 namespace first_of_pair {
-#include "product_s8.h"
+#include "product_int8.h"
 }
 
 // What depends on the format, and the guards of headers that do.
 #undef BLOCK
 #undef BLOCK_BYTES
-#undef DOT_S8_H
+#undef DOT_INT8_H
 #undef GROUP
-#undef MMA_S8_H
+#undef MMA_INT8_H
 #undef PLAIN
 #undef QTYPE
 #undef QUANTS_H
-#undef QUANTS_S8_H
+#undef QUANTS_INT8_H
 #undef RUN
 #undef RUNS
 #undef SET_GROUPS
@@ -31,22 +31,22 @@ namespace first_of_pair {
 
 #define QTYPE SECOND
 namespace second_of_pair {
-#include "product_s8.h"
+#include "product_int8.h"
 }
 
-// Arguments as of matmul_s8; both parts have as many chains. Grid: ceil(rows / 16) blocks for each of both.
+// Arguments as of matmul_int8; both parts have as many chains. Grid: ceil(rows / 16) blocks for each of both.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
-    matmul_s8_pair(const u8* __restrict__ weight, const u8* __restrict__ second, const u8* __restrict__ x,
+    matmul_int8_pair(const u8* __restrict__ weight, const u8* __restrict__ second, const u8* __restrict__ x,
                    float* __restrict__ out, const int n, const int rows,
                    const int second_rows, const int cols, const int chain_bits, const int out_stride, const int first,
                    const int second_first) {
     LUCE_DYNAMIC_SHARED(u8, shared);
     const int block = (int)blockIdx.x, blocks = luce_ceil_div(rows, 16);
     if (block < blocks) {
-        first_of_pair::product_s8(block, weight, x, out, n, rows, cols, chain_bits, out_stride, first,
+        first_of_pair::product_int8(block, weight, x, out, n, rows, cols, chain_bits, out_stride, first,
                                   shared);
     } else {
-        second_of_pair::product_s8(block - blocks, second, x, out, n, second_rows, cols, chain_bits,
+        second_of_pair::product_int8(block - blocks, second, x, out, n, second_rows, cols, chain_bits,
                                    out_stride, second_first, shared);
     }
 }

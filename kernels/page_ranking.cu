@@ -4,7 +4,7 @@
 
 #define PAGE 64
 // Queries of a slot that are kept: rows of a tentative span, of which any may turn out to be the newest.
-#define KEPT 16
+#define NEWEST_QUERIES 16
 
 // Keys that lie side by side and are described together.
 #define GROUP 16
@@ -40,9 +40,9 @@ extern "C" __global__ void page_moments(const KTYPE::Element* __restrict__ k_poo
     }
 }
 
-// kept[slot, place % KEPT] = q[row], [heads, d] each, of the last KEPT rows of every span; place is the row's number in
-// its sequence. `spans` has the columns slot, start, rows, position. Grid: spans, KEPT, blocks along heads * d.
-extern "C" __global__ void keep_queries(const float* __restrict__ q, const i64 q_row, const i64 q_head,
+// kept[slot, place % NEWEST_QUERIES] = q[row], [heads, d] each, of the last NEWEST_QUERIES rows of every span; place is the row's number in
+// its sequence. `spans` has the columns slot, start, rows, position. Grid: spans, NEWEST_QUERIES, blocks along heads * d.
+extern "C" __global__ void store_queries(const float* __restrict__ q, const i64 q_row, const i64 q_head,
                                         const int* __restrict__ spans, float* __restrict__ kept, const int heads,
                                         const int d) {
     const int i = (int)(blockIdx.z * blockDim.x + threadIdx.x);
@@ -51,6 +51,6 @@ extern "C" __global__ void keep_queries(const float* __restrict__ q, const i64 q
     luce_await();
     const int row = span[2] - 1 - (int)blockIdx.y;
     if (row < 0 || i >= heads * d) return;
-    const i64 to = ((i64)span[0] * KEPT + (span[3] + row) % KEPT) * heads * d + i;
+    const i64 to = ((i64)span[0] * NEWEST_QUERIES + (span[3] + row) % NEWEST_QUERIES) * heads * d + i;
     kept[to] = q[(span[1] + row) * q_row + i / d * q_head + i % d];
 }

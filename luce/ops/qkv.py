@@ -12,7 +12,7 @@ from luce.ops.kvtype import kernel_type, quantise
 from luce.ops.norm import head_rms_norm
 from luce.runtime.device import Array, Device
 
-# As in kernels/heads.cu.
+# As in kernels/qkv.cu.
 _WAVES, _MOST = 4, 512
 # Bytes that a thread copies of a row, if they divide it.
 _COPY_UNITS, _COPY_THREADS = (16, 4, 2), 256
@@ -152,7 +152,7 @@ def _launch(
     args += [np.int32(keep), np.int32(heads), np.int32(kv_heads), np.int32(d), np.float32(norms.eps)]
     grid = (n, -(-(heads + 2 * kv_heads) // _WAVES))
     defines = {"KTYPE": types[0], "VTYPE": types[1]}
-    device.launch("heads", "prepare_heads", grid, (_WAVES * device.lanes,), args, defines=defines)
+    device.launch("qkv", "prepare_heads", grid, (_WAVES * device.lanes,), args, defines=defines)
 
 
 def _host(device: Device, x: Array, weight: Array | None, eps: float, rotation: Rotation | None) -> None:

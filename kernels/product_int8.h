@@ -1,9 +1,9 @@
-// What one block of a product of few quantised rows does: for matmul_s8.cu, and for matmul_s8_pair.cu, which includes
+// What one block of a product of few quantised rows does: for matmul_int8.cu, and for matmul_int8_pair.cu, which includes
 // this once for each of two formats. With CHAINS on tensor cores, where the target has them; no bit depends on it.
 #ifdef CHAINS
-#include "mma_s8.h"
+#include "mma_int8.h"
 #else
-#include "dot_s8.h"
+#include "dot_int8.h"
 #endif
 
 // Features of a block, and its threads with the blocks that a multiprocessor is to hold: BLOCKS of 256 threads.
@@ -23,7 +23,7 @@
 
 // out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and the FEATURES features j from
 // FEATURES * block on that are below `rows`; x: ROWS quantised rows.
-LUCE_FN void product_s8(int block, const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,
+LUCE_FN void product_int8(int block, const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,
                         int n, int rows, int cols, int chain_bits, int out_stride, int first, u8* shared) {
     const int feature0 = block * FEATURES;
 #if defined(CHAINS) && LUCE_MMA_S8

@@ -1,4 +1,4 @@
-"""What KVFlash ranks pages by: the moments of a page's keys, and the newest queries of each sequence."""
+"""The statistics by which KVFlash ranks pages: moments of each page's keys, and the newest queries of each slot."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from luce.ops.kvtype import dequantise, kernel_type
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, Int32, SpanArrays
 
-#: queries of a slot that are kept, as in kernels/rank.cu: rows of a speculative span, any of which may be the newest
-KEPT = 16
-#: keys that lie side by side and are described together, as there
+#: queries stored per slot, as in kernels/page_ranking.cu: any row of a speculative span may become the newest
+NEWEST_QUERIES = 16
+#: consecutive keys that share their moments, as there
 GROUP = 16
 _THREADS = 256
 
 
 def moments_bytes(kv_heads: int, d: int) -> int:
-    """Bytes of what `page_moments` says of a page."""
+    """Bytes of a page's moments."""
     return PAGE // GROUP * kv_heads * 2 * d * 4
 
 
@@ -34,25 +34,26 @@ def page_moments(device: Device, k_pool: Array, d: int, pages: Int32) -> Array:
     if len(pages):
         args = (k_pool, device.upload(pages), out, np.int32(kv_heads), np.int32(d))
         grid, defines = (len(pages), kv_heads, PAGE // GROUP), {"KTYPE": kernel_type(k_pool, d)}
-        device.launch("rank", "page_moments", grid, (min(_THREADS, d // 2),), args, defines=defines)
+        device.launch("page_ranking", "page_moments", grid, (min(_THREADS, d // 2),), args, defines=defines)
     return out
 
 
-def keep_queries(device: Device, q: Array, spans: SpanArrays, kept: Array, k_pool: Array) -> None:
-    """kept[slot, place % KEPT] = q[row] of the last KEPT rows of each span; `place`: the row's number in its sequence.
+def store_queries(device: Device, q: Array, spans: SpanArrays, newest: Array, k_pool: Array) -> None:
+    """newest[slot, place % NEWEST_QUERIES] = q[row] for the last NEWEST_QUERIES rows of each span.
 
-    Where branches of a tree have a place in common, it is not said whose query is there afterwards.
-    q float32 [n, heads, d] (any row and head strides), kept float32 [slots, KEPT, heads, d]. The pool tells which build
-    of the kernels the layer uses.
+    `place` is the row's number in its sequence. Where branches of a draft tree share a place, either query may be
+    stored. q float32 [n, heads, d] (any row and head strides), newest float32 [slots, NEWEST_QUERIES, heads, d]. The
+    type of `k_pool` selects the build of the kernels that the layer uses.
     """
     _, heads, d = q.shape
     if device.host:
         for slot, start, rows, position in spans.table.tolist():
-            newest = np.arange(max(0, rows - KEPT), rows)
-            kept[slot, (position + newest) % KEPT] = q[start + newest]
+            last = np.arange(max(0, rows - NEWEST_QUERIES), rows)
+            newest[slot, (position + last) % NEWEST_QUERIES] = q[start + last]
         return
     if spans.count:
-        args = (q, np.int64(q.strides[0] // 4), np.int64(q.strides[1] // 4), spans.table, kept)
-        grid = (spans.count, KEPT, -(-heads * d // _THREADS))
+        strides = np.int64(q.strides[0] // 4), np.int64(q.strides[1] // 4)
+        args = (q, *strides, spans.table, newest, np.int32(heads), np.int32(d))
+        grid = (spans.count, NEWEST_QUERIES, -(-heads * d // _THREADS))
         defines = {"KTYPE": kernel_type(k_pool, d)}
-        device.launch("rank", "keep_queries", grid, (_THREADS,), (*args, np.int32(heads), np.int32(d)), defines=defines)
+        device.launch("page_ranking", "store_queries", grid, (_THREADS,), args, defines=defines)

@@ -45,7 +45,7 @@ LUCE_FN float convert(const float* __restrict__ row, f16_t* __restrict__ half, i
 // A half has 11 bits from 2^-14 on: what lies 2^-28 and less below a scaled row's largest loses some of them.
 // Grid: one block per row.
 extern "C" __global__ void __launch_bounds__(256)
-    half_rows(const float* __restrict__ x, f16_t* __restrict__ half, float* __restrict__ scale, int slots, int cols,
+    rows_to_fp16(const float* __restrict__ x, f16_t* __restrict__ half, float* __restrict__ scale, int slots, int cols,
               int padded, i64 x_row, i64 x_slot) {
     luce_await();
     const int r = (int)blockIdx.x;

@@ -59,7 +59,7 @@ LUCE_FN void select(u64* keys) {
 
 // Block x of row y: the K largest of its PART columns of `logits` float32 [rows, vocab], rows `stride` elements apart;
 // out [rows, gridDim.x, K].
-extern "C" __global__ void __launch_bounds__(THREADS) top_of_logits(const float* __restrict__ logits,
+extern "C" __global__ void __launch_bounds__(THREADS) top_k_of_logits(const float* __restrict__ logits,
                                                                     u64* __restrict__ out, int vocab, int stride) {
     luce_await();
     __shared__ u64 keys[PART];
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_of_logits(const float*
 }
 
 // The same of keys [rows, count].
-extern "C" __global__ void __launch_bounds__(THREADS) top_of_keys(const u64* __restrict__ in, u64* __restrict__ out,
+extern "C" __global__ void __launch_bounds__(THREADS) top_k_of_keys(const u64* __restrict__ in, u64* __restrict__ out,
                                                                   int count) {
     luce_await();
     __shared__ u64 keys[PART];
