@@ -80,14 +80,13 @@ def _part(step: Step, begin: int, end: int) -> Step:
     picked = [i for i, s in enumerate(step.spans) if s.start < end and begin < s.start + s.rows]
     spans = tuple(_clip(step.spans[i], begin, end) for i in picked)
     of_part = (step.output_rows >= begin) & (step.output_rows < end)
-    return Step(
-        tokens=step.tokens[begin:end],
-        positions=step.positions[begin:end],
-        spans=spans,
-        views=tuple(_view(view, picked, spans, begin, end) for view in step.views),
-        output_rows=step.output_rows[of_part] - np.int32(begin),
+    return Step.of_spans(
+        spans,
+        step.tokens[begin:end],
+        tuple(_view(view, picked, spans, begin, end) for view in step.views),
+        step.output_rows[of_part] - np.int32(begin),
         needs_logits=step.needs_logits[of_part],
-        needs_candidates=None if step.needs_candidates is None else step.needs_candidates[of_part],
+        needs_candidates=False if step.needs_candidates is None else step.needs_candidates[of_part],
     )
 
 

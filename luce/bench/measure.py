@@ -231,18 +231,8 @@ class Stepper:
         for slot, position in zip(slots, starts, strict=True):
             self._pages.extend(slot, position, rows)
         own = np.arange(len(slots) * rows, dtype=np.int32)
-        positions = (np.repeat(starts, rows) + own % rows).astype(np.int32)
-        wanted_rows = own[own % rows >= rows - wanted]
-        step = Step(
-            tokens=tokens,
-            positions=positions,
-            spans=tuple(
-                Span(slot, i * rows, rows, start) for i, (slot, start) in enumerate(zip(slots, starts, strict=True))
-            ),
-            views=self._pages.views(np.array(slots, np.int32), np.repeat(np.array(slots, np.int32), rows), positions),
-            output_rows=wanted_rows,
-            needs_logits=np.zeros(len(wanted_rows), np.bool_),
-        )
+        spans = [Span(slot, i * rows, rows, start) for i, (slot, start) in enumerate(zip(slots, starts, strict=True))]
+        step = Step.of_spans(spans, tokens, self._pages.views, own[own % rows >= rows - wanted])
         output = self._backend.forward(step)
         for index, slot in enumerate(slots):
             self._position[slot] += rows

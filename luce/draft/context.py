@@ -135,17 +135,12 @@ class Context:
             spans.append(Span(slot, begin, rows, state.length + behind))
             state.written = max(state.written, state.length + behind + rows)
             begin += rows
-        positions = _joined([np.arange(s.position, s.position + s.rows, dtype=np.int32) for s in spans])
-        places = np.divmod(positions, np.int32(PAGE))
-        return Step(
-            tokens=tokens,
-            positions=positions,
-            spans=tuple(spans),
-            views=tuple(self._view(index, spans, *places, sees) for index in range(len(self._rings))),
-            output_rows=wanted,
-            needs_logits=np.zeros(len(wanted), np.bool_),
-            needs_candidates=np.ones(len(wanted), np.bool_) if top else None,
-        )
+
+        def views(_: Int32, __: Int32, positions: Int32) -> tuple[PageView, ...]:
+            places = np.divmod(positions, np.int32(PAGE))
+            return tuple(self._view(index, spans, *places, sees) for index in range(len(self._rings)))
+
+        return Step.of_spans(spans, tokens, views, wanted, needs_candidates=top)
 
     def empty(self, device: Device, rows: int, spans: int, longest: int, wanted: int, *, sees: bool) -> DeviceStep:
         """A step of this shape, whose arrays are zeros."""

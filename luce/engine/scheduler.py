@@ -300,9 +300,9 @@ class Scheduler:
 
     def _build(self, shares: list[tuple[Sequence, int]]) -> Plan:
         shares, failed = self._hold(shares)
-        rows = sum(n for _, n in shares)
-        tokens, positions, row_slots = (np.empty(rows, np.int32) for _ in range(3))
-        spans, parts, slots = [], [], []
+        tokens: list[int] = []
+        spans: list[Span] = []
+        parts: list[StepShare] = []
         wanted: list[int] = []
         full: list[bool] = []
         top: list[bool] = []
@@ -312,15 +312,11 @@ class Scheduler:
             assert slot is not None
             if n == 1:
                 # One row is the common case, and twice as fast without slices.
-                left = sequence.prompt_left > 0
-                tokens[start] = sequence.prompt[position] if left else sequence.reply[-1]
-                positions[start] = position
-                row_slots[start] = slot
+                tokens.append(int(sequence.prompt[position]) if sequence.prompt_left else sequence.reply[-1])
+            elif sequence.prompt_left:
+                tokens += sequence.prompt[position : position + n].tolist()
             else:
-                rows_of_prompt = sequence.prompt[position : position + n]
-                tokens[start:end] = rows_of_prompt if len(rows_of_prompt) else [sequence.reply[-1], *sequence.proposal]
-                positions[start:end] = np.arange(position, position + n)
-                row_slots[start:end] = slot
+                tokens += [sequence.reply[-1], *sequence.proposal]
             proposal = () if sequence.prompt_left else sequence.proposal
             parents = sequence.parents if proposal else ()
             if sequence.scored and sequence.prompt_left:
@@ -340,24 +336,12 @@ class Scheduler:
             logits += asked * whole
             tops += asked * best
             span = Span(slot, start, n, position, sequence.accepted, bool(proposal), sequence.path)
-            own = draft_tree.spans(parents, span) if parents else [span]
-            for one in own[1:]:
-                positions[one.start : one.start + one.rows] = np.arange(one.position, one.position + one.rows)
-            spans += own
-            slots += [slot] * len(own)
+            spans += draft_tree.spans(parents, span) if parents else [span]
             start = end
-        views = self._pages.views(np.array(slots, np.int32), row_slots, positions)
+        step = Step.of_spans(spans, tokens, self._pages.views, wanted, needs_logits=full, needs_candidates=top)
         if len(spans) > len(parts):
-            views, parts = self._with_branches(views, parts, spans)
-        step = Step(
-            tokens=tokens,
-            positions=positions,
-            spans=tuple(spans),
-            views=views,
-            output_rows=np.array(wanted, np.int32),
-            needs_logits=np.array(full, np.bool_),
-            needs_candidates=np.array(top, np.bool_),
-        )
+            views, parts = self._with_branches(step.views, parts, spans)
+            step = replace(step, views=views)
         return Plan(step, tuple(parts), tuple(failed))
 
     def _with_branches(

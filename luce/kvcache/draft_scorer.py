@@ -81,13 +81,12 @@ class Scorer:
         """float64 [n]: what the last rows give to each token, by the head that gives most; the mean over the rows."""
         for begin in range(0, len(tokens), _PIECE):
             rows = tokens[begin : begin + _PIECE]
-            positions = np.arange(begin, begin + len(rows), dtype=np.int32)
             entries = np.arange(-(-(begin + len(rows)) // PAGE), dtype=np.int32)[None]
-            view = PageView(entries, entries * PAGE, np.array([entries.size], np.int32), positions)
-            nothing = np.empty(0, np.int32)
-            spans = (Span(0, 0, len(rows), begin),)
-            step = Step(rows, positions, spans, (view,) * self._groups, nothing, nothing.astype(np.bool_))
-            self._shard.forward(step, None)
+            # Page i of each pool holds page i of the text, so a row lies at its own position.
+            place = np.arange(begin, begin + len(rows), dtype=np.int32)
+            view = PageView(entries, entries * PAGE, np.array([entries.size], np.int32), place)
+            views = (view,) * self._groups
+            self._shard.forward(Step.of_spans([Span(0, 0, len(rows), begin)], rows, views), None)
         rows_that_ask = min(_QUERIES, len(tokens))
         mean: NDArray[np.float64] = self._shard.attended(0, len(tokens), rows_that_ask).mean(axis=0, dtype=np.float64)
         return mean

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -102,6 +102,11 @@ class Resident:
         )
 
 
+#: Gets int32 [spans] the slot of each span, int32 [rows] the slot of each row, int32 [rows] the position of each row,
+#: and returns the view of each page group.
+ViewBuilder = Callable[[Int32, Int32, Int32], tuple[PageView, ...]]
+
+
 @dataclass(frozen=True)
 class Step:
     """tokens, positions: int32 [rows]; views: one per page group of the spec, in its order.
@@ -122,10 +127,49 @@ class Step:
     needs_logits: NDArray[np.bool_]
     needs_candidates: NDArray[np.bool_] | None = None
 
+    @classmethod
+    def of_spans(
+        cls,
+        spans: Sequence[Span],
+        tokens: Sequence[int] | Int32,
+        views: ViewBuilder | tuple[PageView, ...],
+        output_rows: Sequence[int] | Int32 = (),
+        *,
+        needs_logits: bool | Sequence[bool] | NDArray[np.bool_] = False,
+        needs_candidates: bool | Sequence[bool] | NDArray[np.bool_] = False,
+    ) -> Step:
+        """The step of these spans, which lie side by side in the order of their rows.
+
+        A bool for `needs_logits` or `needs_candidates` holds for all output rows. Every caller that makes a step makes
+        it here, so that positions and dtypes come from one place.
+        """
+        slots: Int32 = np.array([span.slot for span in spans], np.int32)
+        positions: Int32 = np.array([span.position for span in spans], np.int32)
+        row_slots = slots
+        if len(spans) < len(tokens):
+            rows: Int32 = np.array([span.rows for span in spans], np.int32)
+            starts: Int32 = np.array([span.start for span in spans], np.int32)
+            row_slots = np.repeat(slots, rows)
+            positions = np.repeat(positions - starts, rows) + np.arange(len(row_slots), dtype=np.int32)
+        outputs: Int32 = np.asarray(output_rows, np.int32)
+        return cls(
+            tokens=np.asarray(tokens, np.int32),
+            positions=positions,
+            spans=tuple(spans),
+            views=views(slots, row_slots, positions) if callable(views) else views,
+            output_rows=outputs,
+            needs_logits=_mask(needs_logits, len(outputs)),
+            needs_candidates=None if needs_candidates is False else _mask(needs_candidates, len(outputs)),
+        )
+
     @property
     def rows(self) -> int:
         """Number of rows."""
         return len(self.tokens)
+
+
+def _mask(value: bool | Sequence[bool] | NDArray[np.bool_], rows: int) -> NDArray[np.bool_]:
+    return np.full(rows, value, np.bool_) if isinstance(value, bool) else np.asarray(value, np.bool_)
 
 
 @dataclass(frozen=True)

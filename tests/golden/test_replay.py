@@ -93,7 +93,7 @@ def test_long_steps_are_captured_where_products_can_be(long: bool, gemm: bool, c
     device, rows = CapturingDevice(), np.arange(300, dtype=np.int32)
     device.captures_gemm = gemm
     replayer = graphs.GraphRunner(device, lambda step, handed: (device.empty(1),), (), long=long)
-    step = Step(rows, rows, (Span(0, 0, 300, 0),), (), rows[:0], np.empty(0, np.bool_))
+    step = Step.of_spans([Span(0, 0, 300, 0)], rows, ())
     for _ in range(3):
         replayer.run(step, ())
     assert (device.captured, replayer.reuses) == (captured, captured == 1)

@@ -131,15 +131,20 @@ def changed(message: Load, **fields: Any) -> Load:
 
 LAYERS = len(REFERENCE.spec.layers)
 WHOLE = load_of(0, LAYERS)
-STEP = Step(
-    tokens=np.array([1, 2, 3], np.int32),
-    positions=np.arange(3, dtype=np.int32),
-    spans=(Span(1, 0, 3, 0),),
-    views=(PageView(np.array([[2]], np.int32), np.zeros((1, 1), np.int32), np.ones(1, np.int32),
-                    np.arange(128, 131, dtype=np.int32)),),
-    output_rows=np.array([2], np.int32),
-    needs_logits=np.ones(1, np.bool_),
-)  # fmt: skip
+STEP = Step.of_spans(
+    [Span(1, 0, 3, 0)],
+    [1, 2, 3],
+    (
+        PageView(
+            np.array([[2]], np.int32),
+            np.zeros((1, 1), np.int32),
+            np.ones(1, np.int32),
+            np.arange(128, 131, dtype=np.int32),
+        ),
+    ),
+    [2],
+    needs_logits=True,
+)
 
 
 def test_opening(server: Server) -> None:

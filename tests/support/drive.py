@@ -148,13 +148,12 @@ class Driver:
 
     def step(self, *work: tuple[Sequence, NDArray[np.int32]]) -> Step:
         """The step that `feed` runs; the sequences count its rows as done."""
-        spans, tokens, positions = [], [], []
+        spans, tokens = [], []
         for sequence, ids in work:
             accepted, sequence.accepted = sequence.accepted, 0
             path, sequence.path = sequence.path, ()
             spans.append(Span(sequence.slot, len(tokens), len(ids), sequence.length, accepted, path=path))
             tokens += [int(t) for t in ids]
-            positions += range(sequence.length, sequence.length + len(ids))
             sequence.length += len(ids)
         views = []
         for group, free in enumerate(self._free):
@@ -172,12 +171,4 @@ class Driver:
                 count[index] = len(own)
                 dest += [own[p // PAGE] * PAGE + p % PAGE for p in range(sequence.length - len(ids), sequence.length)]
             views.append(PageView(table, first, count, np.array(dest, np.int32)))
-        rows = np.arange(len(tokens), dtype=np.int32)
-        return Step(
-            tokens=np.array(tokens, np.int32),
-            positions=np.array(positions, np.int32),
-            spans=tuple(spans),
-            views=tuple(views),
-            output_rows=rows,
-            needs_logits=np.ones(len(rows), np.bool_),
-        )
+        return Step.of_spans(spans, tokens, tuple(views), range(len(tokens)), needs_logits=True)

@@ -47,9 +47,8 @@ def check_ring(device: Device) -> None:
             at += rows
         features = rng.integers(0, 2**16, (at, 12)).astype(np.uint16)
         positions = np.concatenate(tokens).astype(np.int32)
-        empty = np.empty(0, np.int32)
         ring.put(
-            Step(positions, positions, tuple(spans), (), empty, empty.astype(np.bool_)),
+            Step.of_spans(spans, positions, ()),
             [device.upload(features[:, own]) for own in (slice(6), slice(6, 12))],
         )
         for span in spans:

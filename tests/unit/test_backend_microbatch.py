@@ -26,9 +26,7 @@ def step_of(*spans: tuple[int, int], wanted: tuple[int, ...] = ()) -> Step:
     for slot, (rows, position) in enumerate(spans):
         built.append(Span(slot, start, rows, position))
         start += rows
-    positions = np.concatenate([np.arange(s.position, s.position + s.rows) for s in built]).astype(np.int32)
-    asked = np.array(wanted, np.int32)
-    return Step(np.arange(start, dtype=np.int32), positions, tuple(built), (), asked, asked % 2 == 0)
+    return Step.of_spans(built, range(start), (), wanted, needs_logits=[row % 2 == 0 for row in wanted])
 
 
 def sizes(step: Step, rows: int) -> list[int]:

@@ -41,7 +41,7 @@ def pair() -> Iterator[Pair]:
 def step(rows: int) -> Step:
     numbers = np.arange(rows, dtype=np.int32)
     view = PageView(numbers[None], numbers[None], numbers[:1], numbers)
-    return Step(numbers, numbers, (Span(0, 0, rows, 3),), (view, view), numbers[:2], numbers[:2] > 0)
+    return Step.of_spans([Span(0, 0, rows, 3)], numbers, (view, view), numbers[:2], needs_logits=numbers[:2] > 0)
 
 
 MAGIC = b"LUC" + bytes([PROTOCOL])

@@ -36,18 +36,11 @@ LOAD = Load(
 def step(**changes: Any) -> Step:
     """A tree of five rows: 0-1-2, and 3-4 behind 1."""
     spans = draft_tree.spans((0, 1, 1, 3), Span(1, 0, 5, 7, 2, path=(0, 3)))
-    positions = np.concatenate([np.arange(s.position, s.position + s.rows) for s in spans]).astype(np.int32)
     ones = np.zeros((2, 1), np.int32)
     copies = np.array([[1, 70], [-1, -1]], np.int32)
     view = PageView(ones, ones, np.ones(2, np.int32), np.arange(5, dtype=np.int32), copies=copies)
-    made = Step(
-        tokens=np.zeros(5, np.int32),
-        positions=positions,
-        spans=tuple(spans),
-        views=(replace(view, **changes.pop("view", {})),),
-        output_rows=np.arange(5, dtype=np.int32),
-        needs_logits=np.zeros(5, np.bool_),
-    )
+    views = (replace(view, **changes.pop("view", {})),)
+    made = Step.of_spans(spans, [0] * 5, views, range(5))
     root, branch = made.spans
     root, branch = replace(root, **changes.get("root", {})), replace(branch, **changes.get("branch", {}))
     return replace(made, spans=(root, branch))
