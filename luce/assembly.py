@@ -34,7 +34,7 @@ from luce.kvcache.policies import open_policy, ranked
 from luce.layers.features import FeatureRing
 from luce.models.keys import Source
 from luce.models.registry import read_spec
-from luce.models.spec import Markers, ModelSpec
+from luce.models.spec import Dialect, ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
@@ -102,7 +102,7 @@ def _open_model(path: Path, config: Config, on_progress: Callable[[float], None]
         tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
         if tokenizer.vocab > spec.vocab:
             raise ModelError(f"{path}: {tokenizer.vocab} tokens, but tensor token_embd.weight has {spec.vocab} rows")
-        chat = _chat_format(file, tokenizer, spec.dialect.reasoning, config)
+        chat = _chat_format(file, tokenizer, spec.dialect, config)
         if chat.template is not None:
             opened.callback(chat.template.close)
         devices = open_placement(config)
@@ -202,7 +202,7 @@ def _check_cache_ram(config: Config) -> None:
         )
 
 
-def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None, config: Config) -> ChatFormat:
+def _chat_format(file: GGUFFile, tokenizer: Tokenizer, dialect: Dialect, config: Config) -> ChatFormat:
     source: str | None = file.metadata.string("tokenizer.chat_template", default=None)
     origin = f"{file.paths[0]}: tokenizer.chat_template"
     error: type[LuceError] = ModelError
@@ -213,9 +213,9 @@ def _chat_format(file: GGUFFile, tokenizer: Tokenizer, reasoning: Markers | None
         except (OSError, UnicodeDecodeError) as problem:
             raise UsageError(f"{origin}: {problem}", param="chat_template") from None
     if source is None:
-        return ChatFormat(None, tokenizer, reasoning)
+        return ChatFormat(None, tokenizer, dialect)
     bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer, reasoning)
+    return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer, dialect)
 
 
 def _scorer(

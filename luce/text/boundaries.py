@@ -1,7 +1,7 @@
-"""Where prompts of one conversation, or of many with the same beginning, part: behind the start of each next message.
+"""Lengths at which prompts diverge: those of one conversation, or of many with the same beginning.
 
-A boundary is a number of tokens: up to and with what opens a message, before the name of its role. So it is known
-before it is known who speaks, and what a template makes of an earlier reply comes behind it.
+A boundary is a number of tokens: up to and with the marker that starts a message, before the name of its role. So it
+does not depend on the role, and what a template makes of an earlier reply comes after it.
 """
 
 from __future__ import annotations
@@ -9,30 +9,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from luce.models.spec import MessageMarkers
 from luce.text.tokenizer import Tokenizer
 
 _Marks = tuple[tuple[int, ...], ...]
 
 #: most tokens (line feeds, as a rule) between the end of a message and the start of the next one
 _GAP = 4
-# What ends and what opens a message, of every kind of template that is known.
-_MARKERS = (
-    (("<|im_end|>",), ("<|im_start|>",)),
-    (("<turn|>",), ("<|turn>",)),
-    (("</system>", "</user>", "</assistant>"), ("<user>", "<assistant>", "<system>")),
-)
 
 
 class Boundaries:
-    """Finds the boundaries of prompts of one tokenizer; none if it knows no markers."""
+    """Finds the boundaries in prompts of one tokenizer; none without markers, or if its vocabulary lacks them."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, markers: MessageMarkers | None) -> None:
         self._tokenizer = tokenizer
+        self._markers = markers
 
     def find(self, ids: Sequence[int]) -> tuple[int, ...]:
         """The boundaries of a prompt, ascending."""
         found: list[int] = []
-        ends, starts = self._marks
+        ends, starts = self._encoded
         prompt, at = tuple(ids), 0
         while (end := _next(prompt, ends, at, len(prompt))) is not None:
             start = _next(prompt, starts, end, end + _GAP + 1)
@@ -43,18 +39,24 @@ class Boundaries:
         return tuple(found)
 
     @cached_property
-    def _marks(self) -> tuple[_Marks, _Marks]:
-        """What ends and what opens a message."""
-        for ends, starts in _MARKERS:
-            encoded = [tuple(self._tokenizer.encode(text, specials=True)) for text in (*ends, *starts)]
-            # Marks that are one token each cannot be part of a text.
-            if len(ends) > 1 or all(len(ids) == 1 and self._tokenizer.is_special(ids[0]) for ids in encoded):
-                return tuple(encoded[: len(ends)]), tuple(encoded[len(ends) :])
-        return (), ()
+    def _encoded(self) -> tuple[_Marks, _Marks]:
+        """The ids of the markers that end and that start a message."""
+        if self._markers is None:
+            return (), ()
+        ends, starts = (
+            tuple(tuple(self._tokenizer.encode(text, specials=True)) for text in texts)
+            for texts in (self._markers.ends, self._markers.starts)
+        )
+        # Markers that are one special token each cannot be part of a message.
+        if self._markers.special and not all(
+            len(ids) == 1 and self._tokenizer.is_special(ids[0]) for ids in (*ends, *starts)
+        ):
+            return (), ()
+        return ends, starts
 
 
 def _next(ids: tuple[int, ...], marks: _Marks, low: int, high: int) -> int | None:
-    """The end of the first mark that begins in [low, high)."""
+    """The end of the first marker that begins in [low, high)."""
     best: tuple[int, int] | None = None
     for mark in marks:
         at = low

@@ -1,4 +1,4 @@
-"""Conversations to prompts: what the template sees, and which parts of its result may be control tokens."""
+"""Conversations to prompts: the messages that a template gets, and the control tokens that its result may hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from luce.engine.events import Texts
 from luce.errors import RequestError
-from luce.models.spec import Markers
+from luce.models.spec import Dialect
 from luce.text.boundaries import Boundaries
 from luce.text.reasoning import ReasoningSplitter, reasoning_splitter
 from luce.text.template import ChatTemplate
@@ -17,7 +17,7 @@ from luce.text.token_memory import TokenMemory
 from luce.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-#: most of them that templates put between a reply and what closes its message
+#: most line feeds that templates put between a reply and the marker that ends its message
 _LINE_FEEDS = 2
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
@@ -26,22 +26,23 @@ _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 
 class ChatFormat:
     """A model's template and tokenizer together. Thread-safe; both methods block while the template renders.
 
-    Templates see simple conversations: contents are one string, `developer` is `system`, the system messages at the
-    start are one. Many templates take a system message in first place only: where one refuses, later ones become user
-    messages that begin with "System: ".
+    Templates get simple conversations: each content is one string, `developer` becomes `system`, and the system
+    messages at the start become one. Many templates take a system message in first place only: if a template refuses
+    the others, they become user messages that begin with "System: ".
 
-    Control tokens come only from the template: their texts inside anything a client sent (contents, names, tools,
-    further variables) become ordinary text. Before rendering, each such text is replaced by one private-use character
-    that occurs nowhere else; the result is cut at its special tokens; then the texts are put back and tokenised
-    together with what surrounds them. The template sees the same structure, only a few characters shorter.
+    Control tokens come only from the template: their texts inside anything that a client sent (contents, names, tools,
+    further variables) become ordinary text. Before rendering, one private-use character that occurs nowhere else
+    replaces each such text; the result is cut at its special tokens; then the texts are put back and tokenised
+    together with the text around them. The template gets the same structure, only a few characters shorter.
     """
 
-    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer, reasoning: Markers | None = None) -> None:
+    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer, dialect: Dialect | None = None) -> None:
         self.template = template
         self._tokenizer = tokenizer
-        self._reasoning = reasoning
-        self._boundaries = Boundaries(tokenizer)
-        #: which ids the texts of replies have
+        dialect = dialect or Dialect()
+        self._reasoning = dialect.reasoning
+        self._boundaries = Boundaries(tokenizer, dialect.message)
+        #: the ids of the texts of replies
         self.memory = TokenMemory(tokenizer)
 
     def text(
@@ -68,7 +69,8 @@ class ChatFormat:
     ) -> list[int]:
         """The prompt as ids, with BOS if the tokenizer wants one and the template wrote none. Raises RequestError.
 
-        Texts that `remember` knows have the ids that they had there, also where the template adds line feeds to them.
+        Texts that `remember` has seen get the ids that they had there, also where the template adds line feeds to
+        them.
         """
         text, marks = self._render(messages, tools, add_generation_prompt, kwargs)
         tokenizer = self._tokenizer
@@ -81,9 +83,10 @@ class ChatFormat:
         return tokenizer.with_bos(ids)
 
     def remember(self, prompt: Sequence[int], reply: Sequence[int]) -> Texts:
-        """Let a reply have the same ids when it is part of a later prompt, with what the prompt opened it with.
+        """Remember the ids of a reply, and those between the prompt's last special token and the reply, for later
+        prompts that contain their text.
 
-        Returns the texts of both that are remembered.
+        Returns the remembered texts, with their positions in prompt and reply.
         """
         opening = len(prompt)
         while opening and not self._tokenizer.is_special(prompt[opening - 1]):
@@ -92,11 +95,11 @@ class ChatFormat:
         return tuple((digest, opening + begin, opening + end) for digest, begin, end in found)
 
     def boundaries(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """Lengths at which prompts that begin like this one are likely to part from it, ascending."""
+        """Lengths at which prompts that begin like this one are likely to diverge from it, ascending."""
         return self._boundaries.find(prompt)
 
     def splitter(self, prompt: Sequence[int]) -> ReasoningSplitter | None:
-        """What tells reasoning from content in a reply to a prompt; None if the model marks no reasoning."""
+        """Separates reasoning from content in a reply to this prompt; None if the model marks no reasoning."""
         return None if self._reasoning is None else reasoning_splitter(self._reasoning, self._tokenizer, prompt)
 
     def _encoded(self, text: str) -> Sequence[int]:
@@ -113,7 +116,7 @@ class ChatFormat:
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> tuple[str, dict[int, str]]:
-        """The rendered text with marks in it, and what each mark (a code point) stands for."""
+        """The rendered text with marks in it, and the control text of each mark (a code point)."""
         if self.template is None:
             raise RequestError("the model file has no chat template; use /v1/completions or --chat-template")
         plain = _merged([_plain(message, i) for i, message in enumerate(messages)])
@@ -145,7 +148,7 @@ class ChatFormat:
         return text, {ord(mark): control for control, mark in marks.items()}
 
     def _marks(self, strings: Sequence[str], source: str) -> dict[str, str]:
-        """For each control token's text in the strings a character that is neither in them nor in the source."""
+        """For each control token's text in the strings, a character that is neither in them nor in the source."""
         cut = self._tokenizer.control.cut
         controls = {piece for string in strings for token, piece in cut(string) if token is not None}
         if not controls:

@@ -1,11 +1,11 @@
 """The tokenizer that a GGUF file describes: its vocabulary, its merges and a pre-tokenizer chosen by name.
 
-Text is first cut at the texts of special tokens; what lies between is split by the pre-tokenizer's patterns and merged
-by the `tokenizers` library. Three kinds of vocabulary exist (`tokenizer.ggml.model`):
+Text is first cut at the texts of special tokens; the pre-tokenizer's patterns split the text between them, and the
+`tokenizers` library merges the pieces. Three kinds of vocabulary exist (`tokenizer.ggml.model`):
 
     gpt2     BPE over bytes that are spelled as printable characters (GPT-2's table)
     gemma4   BPE over UTF-8 text with spaces spelled U+2581; characters without a token become byte tokens
-    llama    SentencePiece BPE: as gemma4, but merges are ranked by the score of what they make
+    llama    SentencePiece BPE: as gemma4, but merges are ranked by the score of the token that they make
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _LLAMA3 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}
 
 @dataclass(frozen=True)
 class _Pre:
-    """A pre-tokenizer. Each pattern splits the pieces that the one before it left.
+    """A pre-tokenizer."""
 
-    `whole`: a piece that is itself a token is taken before merges are tried. `add_bos` holds for files without the key.
-    """
-
+    #: each splits the pieces that the one before it made
     patterns: tuple[str, ...]
+    #: a piece that is itself a token is taken before merges are tried
     whole: bool = False
+    #: for files without the key
     add_bos: bool = False
 
 
@@ -57,6 +57,31 @@ _PRE: Mapping[str, _Pre] = {
 _GEMMA4 = _Pre((r"\n+",), add_bos=True)
 _SENTENCEPIECE = _Pre((), add_bos=True)
 
+
+@dataclass(frozen=True)
+class _Kind:
+    """A value of `tokenizer.ggml.model`."""
+
+    #: pre-tokenizers by `tokenizer.ggml.pre`; None: `_SENTENCEPIECE`, whatever the file names
+    pre: Mapping[str, _Pre] | None
+    #: bytes are spelled as printable characters (GPT-2's table)
+    spelled: bool = False
+    #: merges are ranked by `tokenizer.ggml.scores`, not listed
+    scored: bool = False
+    #: BOS comes in front of every prompt, whatever the file says: the model is trained so
+    always_bos: bool = False
+    #: a space goes in front of a text unless `tokenizer.ggml.add_space_prefix` says otherwise
+    space_prefix: bool = False
+    #: a run of newlines that is a token is taken whole
+    newline_runs: bool = False
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "gpt2": _Kind(_PRE, spelled=True),
+    "gemma4": _Kind({"default": _GEMMA4, "gemma4": _GEMMA4}, always_bos=True, newline_runs=True),
+    "llama": _Kind(None, scored=True, space_prefix=True),
+}
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _NEWLINES = re.compile(r"(\n+)")
@@ -71,7 +96,7 @@ def _unspelled() -> dict[str, int]:
 
 
 _UNSPELLED = _unspelled()
-# Characters from which on a text is encoded without the interpreter lock.
+# Texts of this many characters or more are encoded without the interpreter lock.
 _LONG = 4096
 
 
@@ -79,12 +104,12 @@ def _encode(library: tokenizers.Tokenizer, text: str) -> Any:
     """The library's encoding of one text."""
     if len(text) < _LONG:
         return library.encode(text, add_special_tokens=False)
-    # `encode` holds the interpreter lock, for a second on 1 MiB; the batch form releases it, at a cost for short texts.
+    # `encode` holds the interpreter lock, for 1 s on 1 MiB; the batch form releases it, but costs more on short texts.
     return library.encode_batch([text], add_special_tokens=False)[0]
 
 
 class Cutter:
-    """Finds fixed texts: leftmost first, of those that start together the longest. Linear in the text's length."""
+    """Finds fixed texts: leftmost first, and the longest of those that start together. Linear in the text's length."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
@@ -93,7 +118,7 @@ class Cutter:
         self._search.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in ids if text])
 
     def cut(self, text: str) -> Iterator[tuple[int | None, str]]:
-        """The text in pieces, in order: (id, its text) for a text that was found, (None, what lies between).
+        """The text in pieces, in order: (id, text) for a text that was found, (None, text) for the text between.
 
         Lone surrogates, which no token can spell, become U+FFFD.
         """
@@ -106,12 +131,8 @@ class Cutter:
 class Tokenizer:
     """Text to ids and ids to bytes. Immutable after construction; any thread may call it.
 
-    `nfc` composes text first (the Qwen families). `eos_texts` are further tokens that end a reply, taken where the
+    `nfc` composes text first (Unicode normal form C). `eos_texts` are further tokens that end a reply, taken where the
     vocabulary has them. Every token that ends a reply counts as a control token, whatever its type in the file.
-
-    `bos_id`, `eos_id` (the file's own), `eos_ids` (all that end a reply), `vocab` (tokens) and `add_bos` (a prompt
-    begins with `bos_id`: `with_bos`) are for the caller, `encode` adds nothing. `space_prefix`: a leading space, see
-    `encode`. `special` finds control and user-defined tokens in text, `control` only control tokens.
 
     Raises FormatError for tables that are missing or contradict each other, UnsupportedError for an unknown model or
     pre-tokenizer.
@@ -119,115 +140,60 @@ class Tokenizer:
 
     def __init__(self, metadata: Mapping[str, object], *, nfc: bool = False, eos_texts: Iterable[str] = ()) -> None:
         model = _value(metadata, "model", str)
-        self._texts: list[str] = _list(metadata, "tokens", str)
-        self._types: list[int] = _list(metadata, "token_type", int, default=[NORMAL] * len(self._texts))
+        self._texts, self._types = _tokens(metadata)
+        #: number of tokens
         self.vocab = len(self._texts)
-        if len(self._types) != self.vocab:
-            raise FormatError(
-                f"tokenizer.ggml.token_type has {len(self._types)} entries, tokenizer.ggml.tokens has {self.vocab}"
-            )
-        for text, kind in zip(self._texts, self._types, strict=True):
-            if kind == BYTE and not _BYTE_TOKEN.fullmatch(text):
-                raise FormatError(f"tokenizer.ggml.tokens: byte token {text!r} is not of the form <0xNN>")
-        self._spelled = model == "gpt2"
-        pre = self._pre(model, metadata)
-        self.space_prefix = model == "llama" and _value(metadata, "add_space_prefix", bool, default=True)
+        kind, pre = _kind(model, metadata)
+        self._spelled = kind.spelled
+        #: `encode` puts a space in front of a text
+        self.space_prefix = kind.space_prefix and _value(metadata, "add_space_prefix", bool, default=True)
 
         ids = {text: i for i, text in enumerate(self._texts)}
-        named = {name: self._named_id(metadata, name) for name in ("bos", "eos", "eot")}
-        self.bos_id, self.eos_id = named["bos"], named["eos"]
-        self.eos_ids = frozenset(
-            i for i in (named["eos"], named["eot"], *(ids.get(text) for text in eos_texts)) if i is not None
-        )
-        # Gemma is trained with BOS always in front, whatever a file says.
-        asked = model == "gemma4" or _value(metadata, "add_bos_token", bool, default=pre.add_bos)
-        self.add_bos = asked and self.bos_id is not None
+        #: the file's own ids, None where it names none
+        self.bos_id, self.eos_id = (_named_id(metadata, name, self.vocab) for name in ("bos", "eos"))
+        ends = (self.eos_id, _named_id(metadata, "eot", self.vocab), *(ids.get(text) for text in eos_texts))
+        #: all ids that end a reply
+        self.eos_ids = frozenset(i for i in ends if i is not None)
+        wanted = kind.always_bos or _value(metadata, "add_bos_token", bool, default=pre.add_bos)
+        #: a prompt begins with `bos_id`; `encode` does not add it, `with_bos` does
+        self.add_bos = wanted and self.bos_id is not None
 
-        self._control = frozenset(i for i, kind in enumerate(self._types) if kind == CONTROL) | self.eos_ids
+        self._control = frozenset(i for i, type in enumerate(self._types) if type == CONTROL) | self.eos_ids
         control = {text: i for text, i in ids.items() if i in self._control}
         visible = {text: i for text, i in ids.items() if self._types[i] == USER_DEFINED and i not in self._control}
+        #: finds control tokens in text
         self.control = Cutter(control)
+        #: finds control and user-defined tokens in text
         self.special = Cutter(control | visible)
         self._visible = Cutter(visible)
 
         # Control tokens stay out of the merges' vocabulary: no spelling of ordinary text can then end in one.
         words = {text: i for text, i in ids.items() if i not in self._control and self._types[i] != UNUSED}
-        merges = self._scored(metadata, words) if model == "llama" else _merges(metadata, words)
+        merges = _scored_merges(metadata, self._types, words) if kind.scored else _merges(metadata, words)
         unknown = next((text for text, i in words.items() if self._types[i] == UNKNOWN), None)
-        self._bpe = tokenizers.Tokenizer(
-            models.BPE(
-                words,
-                merges,
-                unk_token=None if self._spelled else unknown,
-                fuse_unk=True,
-                byte_fallback=not self._spelled,
-                ignore_merges=pre.whole,
-            )
-        )
-        steps: list[Any] = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
-        if self._spelled:
-            steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-        if steps:
-            self._bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        self._bpe = _bpe(words, merges, unknown, kind, pre)
         if nfc:
             self._bpe.normalizer = normalizers.NFC()
-        # In gemma4 a run of newlines that is a token is taken whole; merges find most runs, these they do not.
         self._runs: dict[str, int] = {}
-        if model == "gemma4":
+        if kind.newline_runs:
+            # Merges find most runs of newlines; these they do not.
             runs = {text: i for text, i in words.items() if text and not text.strip("\n")}
             self._runs = {text: i for text, i in runs.items() if self._merge(text) != [i]}
 
-    def _pre(self, model: str, metadata: Mapping[str, object]) -> _Pre:
-        name = _value(metadata, "pre", str, default="default")
-        if model == "llama":
-            return _SENTENCEPIECE
-        if model == "gemma4" and name in ("default", "gemma4"):
-            return _GEMMA4
-        if model not in ("gpt2", "gemma4"):
-            raise UnsupportedError(f"tokenizer.ggml.model: unknown tokenizer model {model!r}")
-        if model == "gemma4" or name not in _PRE:
-            raise UnsupportedError(f"tokenizer.ggml.pre: unknown pre-tokenizer {name!r} of tokenizer model {model!r}")
-        return _PRE[name]
-
-    def _named_id(self, metadata: Mapping[str, object], name: str) -> int | None:
-        key = f"{name}_token_id"
-        if f"tokenizer.ggml.{key}" not in metadata:
-            return None
-        token: int = _value(metadata, key, int)
-        if not 0 <= token < self.vocab:
-            raise FormatError(f"tokenizer.ggml.{key}: {token} is outside the vocabulary of {self.vocab}")
-        return token
-
-    def _scored(self, metadata: Mapping[str, object], words: Mapping[str, int]) -> list[tuple[str, str]]:
-        """SentencePiece merges: every split of a token into two tokens, best score of the result first."""
-        scores = _list(metadata, "scores", float)
-        if len(scores) != self.vocab:
-            raise FormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {self.vocab} tokens")
-        parts = {text: i for text, i in words.items() if self._types[i] == NORMAL}
-        ranked = sorted(parts, key=lambda text: (-scores[parts[text]], parts[text]))
-        return [
-            (left, right)
-            for text in ranked
-            for left, right in sorted(
-                ((text[:k], text[k:]) for k in range(1, len(text)) if text[:k] in parts and text[k:] in parts),
-                key=lambda pair: (parts[pair[0]], parts[pair[1]]),
-            )
-        ]
-
     def with_bos(self, ids: list[int]) -> list[int]:
-        """The ids of a prompt, BOS in front if the file asks for it and it is not there."""
+        """The ids of a prompt, with BOS in front if `add_bos` and it is not there."""
         return [self.bos_id, *ids] if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
 
     def alike(self, other: Tokenizer) -> bool:
-        """Whether the other has the same tokens by the same numbers."""
+        """Whether the other vocabulary has the same tokens with the same ids."""
         return self._texts == other._texts
 
     def encode(self, text: str, *, specials: bool) -> list[int]:
         """The ids of a text, without BOS. Lone surrogates are read as U+FFFD.
 
         `specials` True recognises the texts of control and user-defined tokens; False only those of user-defined
-        tokens: a control token's text is then ordinary text and no control token can result.
-        With `space_prefix` a space is put before the text and after every special token, as SentencePiece does.
+        tokens: a control token's text is then ordinary text, and no control token can result.
+        With `space_prefix` a space goes before the text and after every special token, as in SentencePiece.
         """
         ids: list[int] = []
         for token, piece in (self.special if specials else self._visible).cut(text):
@@ -248,7 +214,7 @@ class Tokenizer:
         return ids
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for; one token's may be part of a character. Control and unused ones: b''."""
+        """The bytes of a token, which may be a part of a character; b'' for control and unused tokens."""
         kind, text = self._types[token], self._texts[token]
         if kind == UNUSED or self.is_control(token):
             return b""
@@ -263,16 +229,73 @@ class Tokenizer:
         return text.replace(_SPACE, " ").encode()
 
     def token_text(self, token: int) -> str:
-        """A token for people: its bytes with U+FFFD for what is no character, or the name of a control token."""
+        """A token for people: its bytes as text, U+FFFD where they are no character, or the name of a control token."""
         return self.token_bytes(token).decode(errors="replace") or self._texts[token]
 
     def is_control(self, token: int) -> bool:
-        """The token steers the model and is no part of a text."""
+        """Whether the token steers the model and is not part of a text."""
         return token in self._control
 
     def is_special(self, token: int) -> bool:
-        """The token's text is recognised as a whole: control or user-defined."""
+        """Whether the token's text is recognised as a whole: control or user-defined."""
         return self._types[token] == USER_DEFINED or self.is_control(token)
+
+
+def _tokens(metadata: Mapping[str, object]) -> tuple[list[str], list[int]]:
+    """The texts and types of all tokens, by id."""
+    texts: list[str] = _list(metadata, "tokens", str)
+    types: list[int] = _list(metadata, "token_type", int, default=[NORMAL] * len(texts))
+    if len(types) != len(texts):
+        raise FormatError(f"tokenizer.ggml.token_type has {len(types)} entries, tokenizer.ggml.tokens has {len(texts)}")
+    for text, type in zip(texts, types, strict=True):
+        if type == BYTE and not _BYTE_TOKEN.fullmatch(text):
+            raise FormatError(f"tokenizer.ggml.tokens: byte token {text!r} is not of the form <0xNN>")
+    return texts, types
+
+
+def _kind(model: str, metadata: Mapping[str, object]) -> tuple[_Kind, _Pre]:
+    """The kind of vocabulary and its pre-tokenizer."""
+    name = _value(metadata, "pre", str, default="default")
+    if model not in _KINDS:
+        raise UnsupportedError(f"tokenizer.ggml.model: unknown tokenizer model {model!r}")
+    kind = _KINDS[model]
+    if kind.pre is None:
+        return kind, _SENTENCEPIECE
+    if name not in kind.pre:
+        raise UnsupportedError(f"tokenizer.ggml.pre: unknown pre-tokenizer {name!r} of tokenizer model {model!r}")
+    return kind, kind.pre[name]
+
+
+def _named_id(metadata: Mapping[str, object], name: str, vocab: int) -> int | None:
+    """The id of `tokenizer.ggml.NAME_token_id`, None if the file does not name one."""
+    key = f"{name}_token_id"
+    if f"tokenizer.ggml.{key}" not in metadata:
+        return None
+    token: int = _value(metadata, key, int)
+    if not 0 <= token < vocab:
+        raise FormatError(f"tokenizer.ggml.{key}: {token} is outside the vocabulary of {vocab}")
+    return token
+
+
+def _bpe(
+    words: dict[str, int], merges: list[tuple[str, str]], unknown: str | None, kind: _Kind, pre: _Pre
+) -> tokenizers.Tokenizer:
+    """The library's tokenizer of text between special tokens."""
+    model = models.BPE(
+        words,
+        merges,
+        unk_token=None if kind.spelled else unknown,
+        fuse_unk=True,
+        byte_fallback=not kind.spelled,
+        ignore_merges=pre.whole,
+    )
+    bpe = tokenizers.Tokenizer(model)
+    steps: list[Any] = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
+    if kind.spelled:
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    if steps:
+        bpe.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return bpe
 
 
 _MISSING: Any = object()
@@ -303,3 +326,22 @@ def _merges(metadata: Mapping[str, object], words: Mapping[str, int]) -> list[tu
     """`tokenizer.ggml.merges` as pairs, without those that touch a token outside `words`: they could never apply."""
     pairs = (merge.partition(" ") for merge in _list(metadata, "merges", str))
     return [(left, right) for left, _, right in pairs if left in words and right in words and left + right in words]
+
+
+def _scored_merges(
+    metadata: Mapping[str, object], types: Sequence[int], words: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """SentencePiece merges: every split of a token into two tokens, best score of the result first."""
+    scores = _list(metadata, "scores", float)
+    if len(scores) != len(types):
+        raise FormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(types)} tokens")
+    parts = {text: i for text, i in words.items() if types[i] == NORMAL}
+    ranked = sorted(parts, key=lambda text: (-scores[parts[text]], parts[text]))
+    return [
+        (left, right)
+        for text in ranked
+        for left, right in sorted(
+            ((text[:k], text[k:]) for k in range(1, len(text)) if text[:k] in parts and text[k:] in parts),
+            key=lambda pair: (parts[pair[0]], parts[pair[1]]),
+        )
+    ]

@@ -13,7 +13,7 @@ from luce.config.settings import Config
 from luce.draft.drafter import Drafter
 from luce.engine.loop import Engine
 from luce.kvcache.paging import Age, KVFlash
-from luce.models.spec import Dialect, Markers, ModelSpec
+from luce.models.spec import CHATML, Dialect, Markers, ModelSpec
 from luce.runtime.device import Memory
 from luce.runtime.step import PAGE
 from luce.shard.shard import DaemonState
@@ -27,7 +27,7 @@ from tests.support.scripted_backend import Script, ScriptedBackend, after
 
 START, END, BOS, THINK, THOUGHT = 256, 257, 258, 259, 260
 VOCAB = 261
-MARKERS = Markers("<think>", "</think>")
+DIALECT = Dialect(Markers("<think>", "</think>"), message=CHATML)
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}"
@@ -93,7 +93,7 @@ def tokenizer(*, add_bos: bool = False) -> Tokenizer:
 @functools.cache
 def chat_format() -> ChatFormat:
     """The template with the byte tokenizer; one for all tests, as each has a child process."""
-    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), MARKERS)
+    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), DIALECT)
 
 
 def saying(text: str | Sequence[int], *, marker: str = "<|im_start|>assistant\n", end: bool = True) -> Script:
@@ -126,7 +126,7 @@ class ScriptedModel:
         self.chunk = config.chunk or 512
         self.fingerprint = "0123abcd"
         self.tokenizer_id = "default"
-        self.spec = ModelSpec("scripted", 64, VOCAB, context, 1e-6, (), tied_head=True, dialect=Dialect(MARKERS))
+        self.spec = ModelSpec("scripted", 64, VOCAB, context, 1e-6, (), tied_head=True, dialect=DIALECT)
         self.placement: list[dict[str, Any]] = [
             {"device": "cpu:0", "layers": [0, 2], "weights": 300, "state": 20, "handed_on": 256},
             {"device": "cpu:1", "layers": [3, 3], "weights": 100, "state": 10, "handed_on": 0},

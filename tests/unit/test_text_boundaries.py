@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import pytest
 
+from luce.models.spec import CHATML, MessageMarkers
 from luce.text.boundaries import Boundaries
 from luce.text.tokenizer import CONTROL, NORMAL, Tokenizer
 from tests.support.scripted_model import metadata
 
 LETTERS = 256
+#: markers of a family, and tokens of its vocabulary
 KINDS = {
-    "qwen": ("<|im_start|>", "<|im_end|>"),
-    "gemma": ("<|turn>", "<turn|>"),
-    "laguna": ("<user>", "</user>", "<assistant>", "</assistant>", "<system>", "</system>"),
+    "chatml": CHATML,
+    "turns": MessageMarkers(starts=("<|turn>",), ends=("<turn|>",)),
+    "tags": MessageMarkers(
+        starts=("<user>", "<assistant>", "<system>"), ends=("</system>", "</user>", "</assistant>"), special=False
+    ),
 }
+
+
+def specials(kind: str) -> tuple[str, ...]:
+    """The texts of a kind's markers."""
+    return (*KINDS[kind].starts, *KINDS[kind].ends)
 
 
 def tokenizer(*specials: str, type: int = CONTROL) -> Tokenizer:
@@ -32,42 +41,48 @@ def tokenizer(*specials: str, type: int = CONTROL) -> Tokenizer:
     )
 
 
-def found(text: str, tokens: Tokenizer) -> list[str]:
-    """What lies before each boundary."""
+def found(text: str, tokens: Tokenizer, kind: str = "chatml") -> list[str]:
+    """The text before each boundary."""
     ids = tokens.encode(text, specials=True)
-    cuts = Boundaries(tokens).find(ids)
+    cuts = Boundaries(tokens, KINDS[kind]).find(ids)
     return ["".join(tokens.token_text(i) for i in ids[:cut]).replace("Ċ", "\n") for cut in cuts]
 
 
 @pytest.mark.parametrize(
     ("kind", "turns"),
     [
-        ("qwen", ["<|im_start|>system\nS<|im_end|>\n<|im_start|>", "user\nU<|im_end|>\n<|im_start|>", "assistant\n"]),
-        ("qwen", ["<|im_start|>user\nU<|im_end|>\n<|im_start|>", "assistant\nA<|im_end|>\n<|im_start|>", "user\n"]),
-        ("gemma", ["<|turn>system\nS<turn|>\n<|turn>", "user\nU<turn|>\n<|turn>", "model\n"]),
-        ("laguna", ["<system>\nS</system>\n<user>", "U</user>\n<assistant>", "\nA"]),
-        ("laguna", ["<user>U</user><assistant>", "A</assistant><user>", "V"]),
+        ("chatml", ["<|im_start|>system\nS<|im_end|>\n<|im_start|>", "user\nU<|im_end|>\n<|im_start|>", "assistant\n"]),
+        ("chatml", ["<|im_start|>user\nU<|im_end|>\n<|im_start|>", "assistant\nA<|im_end|>\n<|im_start|>", "user\n"]),
+        ("turns", ["<|turn>system\nS<turn|>\n<|turn>", "user\nU<turn|>\n<|turn>", "model\n"]),
+        ("tags", ["<system>\nS</system>\n<user>", "U</user>\n<assistant>", "\nA"]),
+        ("tags", ["<user>U</user><assistant>", "A</assistant><user>", "V"]),
     ],
 )
-def test_boundaries_lie_behind_what_opens_a_message(kind: str, turns: list[str]) -> None:
-    assert found("".join(turns), tokenizer(*KINDS[kind])) == [turns[0], turns[0] + turns[1]]
+def test_boundaries_lie_behind_the_start_of_a_message(kind: str, turns: list[str]) -> None:
+    assert found("".join(turns), tokenizer(*specials(kind)), kind) == [turns[0], turns[0] + turns[1]]
 
 
 @pytest.mark.parametrize(("gap", "count"), [(0, 1), (4, 1), (5, 0)])
 def test_up_to_four_tokens_may_lie_between_messages(gap: int, count: int) -> None:
     text = "<|im_start|>user\nU<|im_end|>" + "\n" * gap + "<|im_start|>assistant\n"
-    assert len(found(text, tokenizer(*KINDS["qwen"]))) == count
+    assert len(found(text, tokenizer(*specials("chatml")))) == count
 
 
 def test_a_message_without_an_end_has_no_boundary() -> None:
-    assert found("<|im_start|>system\nS<|im_start|>user\nU", tokenizer(*KINDS["qwen"])) == []
+    assert found("<|im_start|>system\nS<|im_start|>user\nU", tokenizer(*specials("chatml"))) == []
 
 
-def test_marks_that_are_no_tokens_of_their_own_are_no_marks() -> None:
+def test_without_markers_there_are_no_boundaries() -> None:
+    tokens = tokenizer(*specials("chatml"))
+    ids = tokens.encode("<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n", specials=True)
+    assert Boundaries(tokens, None).find(ids) == ()
+
+
+def test_special_markers_must_be_special_tokens() -> None:
     text = "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
     assert found(text, tokenizer("<|im_start|>")) == []
     assert found(text, tokenizer("<|im_start|>", "<|im_end|>", type=NORMAL)) == []
 
 
-def test_marks_of_several_tokens() -> None:
-    assert found("<user>U</user>\n<assistant>A", tokenizer()) == ["<user>U</user>\n<assistant>"]
+def test_markers_of_several_tokens() -> None:
+    assert found("<user>U</user>\n<assistant>A", tokenizer(), "tags") == ["<user>U</user>\n<assistant>"]
