@@ -16,7 +16,7 @@ from luce.backend.layersplit import LayerSplitBackend
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.settings import Config, sampling_default
 from luce.draft.drafter import Drafter
-from luce.draft.feature_tail import Tails
+from luce.draft.feature_tail import FeatureTails
 from luce.engine.admission import Ticket
 from luce.engine.events import Event, Failed, Finished, Progress, PromptLogits, Token, Tokens
 from luce.engine.loop import Engine
@@ -95,7 +95,7 @@ class Model:
         opened: contextlib.ExitStack,
         disk: DiskTier | None = None,
         drafter: Drafter | None = None,
-        tails: Tails | None = None,
+        tails: FeatureTails | None = None,
         kvflash: KVFlash | None = None,
         undrafted: str = "",
         draft_device: RemoteDevice | None = None,

@@ -43,7 +43,7 @@ from luce.backend.placement import served_context
 from luce.config.resolve import resolve
 from luce.config.sampling import SamplingParams
 from luce.config.settings import Config
-from luce.draft.drafter import Draftable, Drafter, Drafting, Proposal
+from luce.draft.drafter import Draftable, Drafter, PendingProposals, Proposal
 from luce.draft.open import open_drafter
 from luce.engine.events import Event, Failed, Tokens
 from luce.engine.loop import Engine
@@ -171,7 +171,7 @@ class Lent:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
-    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         """What the drafter proposes."""
         at = time.perf_counter()
         begun = self._drafter.propose(asked)

@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
 from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
-from luce.draft.dflash.spec import DraftSpec, read_draft
+from luce.draft.dflash.spec import DFlashSpec, read_dflash
 from luce.errors import LuceError, UsageError
 from luce.gguf.quants import block_size, dequantize
 from luce.gguf.reader import GGUFFile
@@ -57,7 +57,7 @@ def convert(checkpoint: Path, output: Path, type: GGMLQuantizationType | None = 
     if not is_checkpoint(checkpoint):
         raise UsageError(f"{checkpoint}: is neither a directory nor a safetensors file")
     with open_checkpoint(checkpoint) as file:
-        spec = read_draft(Source(str(checkpoint), file.metadata, file.tensors))
+        spec = read_dflash(Source(str(checkpoint), file.metadata, file.tensors))
         partial = output.with_name(output.name + ".part")
         try:
             _write(file, spec, partial, type)
@@ -68,7 +68,7 @@ def convert(checkpoint: Path, output: Path, type: GGMLQuantizationType | None = 
             partial.unlink(missing_ok=True)
 
 
-def _write(file: GGUFFile, spec: DraftSpec, path: Path, type: GGMLQuantizationType | None) -> None:
+def _write(file: GGUFFile, spec: DFlashSpec, path: Path, type: GGMLQuantizationType | None) -> None:
     architecture = file.metadata.string("general.architecture")
     writer = GGUFWriter(path, architecture)
     writer.add_type("model")

@@ -241,7 +241,7 @@ class _Sizes:
         rooms = []
         for index, (device, free) in enumerate(zip(self._devices, self._free, strict=True)):
             one = [range(layer, layer + 1) for layer in range(count)]
-            weights = tuple(tensor_bytes(self._file, self._spec, layer, device, ends=False) for layer in one)
+            weights = tuple(tensor_bytes(self._file, self._spec, layer, device, layers_only=True) for layer in one)
             # The first device has the embedding, the last one the head; one in between is like any that has neither.
             last = index == len(self._devices) - 1
             start = 0 if index == 0 else count - 1 if last else 1

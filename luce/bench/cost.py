@@ -48,7 +48,7 @@ class ShardCost:
         self._device = device
         self._kv = kv
         self._pool = pool or spec.context_length
-        self._tensors = [file.tensors[name] for name in sorted(shard_tensors(file, spec, layers, ends=False))]
+        self._tensors = [file.tensors[name] for name in sorted(shard_tensors(file, spec, layers, layers_only=True))]
         head = EMBEDDING if spec.tied_head else "output.weight"
         self._head = file.tensors[head] if layers.stop == len(spec.layers) else None
 

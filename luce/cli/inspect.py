@@ -105,7 +105,7 @@ def place(model: Opened) -> dict[str, Any]:
                     "mixer": _mixer(block),
                     "ffn": _ffn(block),
                     "device": str(device.name),
-                    "weights": tensor_bytes(file, spec, one, device, ends=False),
+                    "weights": tensor_bytes(file, spec, one, device, layers_only=True),
                     "kv_per_token": sum(state.page) // PAGE,
                     "donor": donor,
                     "window": None if index is None else groups[index]["window"],

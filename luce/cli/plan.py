@@ -48,7 +48,7 @@ class Opened:
     @property
     def served(self) -> ModelSpec:
         """The spec as it is loaded: with what the settings add to what the file says."""
-        captured = () if self.draft is None else self.draft.recipe.layers
+        captured = () if self.draft is None else self.draft.spec.layers
         return replace(self.spec, ranked=ranked(self.config), captured=captured)
 
     @property
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
     if not facts.get("draft", {"fits": True})["fits"]:
         draft = facts["draft"]
-        asked = sum(draft[name] for name in ("weights", "state", "features", "ends"))
+        asked = sum(draft[name] for name in ("weights", "state", "features", "head"))
         print(f"luce: {draft['device']}: the draft needs {asked} bytes, {draft['free']} are free", file=sys.stderr)
     return 0 if facts["fits"] else ModelError.exit_code
 
@@ -174,7 +174,7 @@ def _draft(draft: DraftPlan, shared: Collection[str]) -> dict[str, Any]:
     """The drafter; on a device that holds layers, these fit only beside it."""
     name, taken = str(draft.device.name), sum(draft.sizes.values())
     fits = name in shared or taken <= draft.free
-    return {"device": name, **draft.recipe.facts, **draft.sizes, "free": draft.free, "fits": fits}
+    return {"device": name, **draft.spec.facts, **draft.sizes, "free": draft.free, "fits": fits}
 
 
 def table(facts: dict[str, Any]) -> Table:
@@ -193,7 +193,7 @@ def table(facts: dict[str, Any]) -> Table:
         shown.add_row(shard["device"], f"{first}..{last}", *sizes, "yes" if shard["fits"] else "NO", traffic)
     if "draft" in facts:
         draft = facts["draft"]
-        own = draft["weights"] + draft["ends"], draft["state"] + draft["features"], 0, draft["free"]
+        own = draft["weights"] + draft["head"], draft["state"] + draft["features"], 0, draft["free"]
         sizes = (f"{size / _MIB:,.1f} MiB" for size in own)
         shown.add_row(draft["device"], "draft", *sizes, "yes" if draft["fits"] else "NO", "")
     return shown

@@ -6,7 +6,7 @@ luce.assembly opens drafters, luce.engine asks them; they call luce.layers and l
 
     drafter          the protocol
     open             the drafter that the settings name
-    recipe           a drafter with weights as settings and files describe it, before it has a device
+    spec             a drafter with weights as settings and files describe it, before it has a device
     on_demand        a drafter whose memory is taken and given back
     ngram            prompt lookup
     mtp              the target's own block for multi-token prediction

@@ -16,13 +16,13 @@ from luce.runtime.device import Device
 from luce.runtime.step import PAGE, DeviceStep, Int32, PageView, Span, Step, StepShape
 
 #: numbers of rows for which kernels differ, up to FEW_ROWS of luce.ops.matmul
-KINDS_OF_ROWS = (1, 2, 4, 8, 16)
+WARM_UP_ROWS = (1, 2, 4, 8, 16)
 #: most rows of a text that are told at a time
-PIECE = 512
+CONTEXT_CHUNK = 512
 
 
 @dataclass(frozen=True)
-class Ring:
+class PageRing:
     """The pages of a slot in one page group, used in turn.
 
     seen  positions before its own that a row sees
@@ -61,7 +61,7 @@ class _Slot:
 class Context:
     """The rings of `slots` sequences. Slot s has the pages from s * ring.pages on of each group's pool."""
 
-    def __init__(self, rings: Sequence[Ring], slots: int) -> None:
+    def __init__(self, rings: Sequence[PageRing], slots: int) -> None:
         self._rings = tuple(rings)
         self._slots = [_Slot([0] * len(self._rings)) for _ in range(slots)]
 
@@ -80,7 +80,7 @@ class Context:
         """Positions before its own that some row sees; earlier ones need not be remembered."""
         return max(ring.seen for ring in self._rings)
 
-    def remembered(self, slot: int) -> range:
+    def cached(self, slot: int) -> range:
         """The positions that a slot remembers."""
         state = self._slots[slot]
         return range(state.origin, state.origin + state.length)
@@ -108,8 +108,8 @@ class Context:
         `known`: the first position that can be told. What lies behind `end`, or before a gap, is forgotten.
         """
         self.rewind(slot, end)
-        begin = max(self.remembered(slot).stop, known, end - self.reach)
-        if begin > self.remembered(slot).stop:
+        begin = max(self.cached(slot).stop, known, end - self.reach)
+        if begin > self.cached(slot).stop:
             self.forget(slot, begin)
         return begin
 
@@ -148,7 +148,7 @@ class Context:
         shape = StepShape(rows, spans, longest, wanted, (1,) * len(self._rings), both)
         return DeviceStep(device, shape, device.zeros(shape.size, np.int32))
 
-    def keep(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+    def commit(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """The next counts[i] rows behind what slots[i] remembers are written, and remembered from now on."""
         for slot, count in zip(slots, counts, strict=True):
             self._slots[slot].length += count

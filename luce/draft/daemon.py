@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.draft.drafter import Draftable, Drafter
-from luce.draft.on_demand import ResidentDrafter
-from luce.draft.recipe import Target, read_recipe
-from luce.draft.target_head import Ends, OwnEnd
+from luce.draft.on_demand import OnDemandDrafter
+from luce.draft.spec import Target, read_drafter
+from luce.draft.target_head import LoadedHead, TargetHead
 from luce.errors import BackendError, ModelError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
@@ -50,10 +50,10 @@ class DraftSession:
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         self._target = Target(file, spec, load.slots, load.context)
         named = load.draft if load.draft == "mtp" or draft is None else str(draft)
-        self._recipe = recipe = read_recipe(opened, self._target, named, load.window)
+        self._spec = drafter_spec = read_drafter(opened, self._target, named, load.window)
         for found, told, name in (
             (fingerprint(file), load.fingerprint, file.paths[0]),
-            (recipe.digest(), load.draft_fingerprint, recipe.path),
+            (drafter_spec.digest(), load.draft_fingerprint, drafter_spec.path),
         ):
             if found != told:
                 raise ModelError(f"{name}: the daemon's file is not the server's: their contents differ")
@@ -61,11 +61,11 @@ class DraftSession:
         self._ring: FeatureRing | None = None
         self._texts: dict[int, Int32] = {}
         self._keep = load.keep
-        self._drafter = ResidentDrafter(self._make, keep=load.keep, block=recipe.block)
+        self._drafter = OnDemandDrafter(self._make, keep=load.keep, block=drafter_spec.block)
         opened.callback(self._drafter.close)
 
     def loaded(self) -> DraftLoaded:
-        return DraftLoaded(self._recipe.kind, self._recipe.block, self._recipe.layers)
+        return DraftLoaded(self._spec.kind, self._spec.block, self._spec.layers)
 
     def handle(self, message: Request) -> Reply:
         if isinstance(message, Rest):
@@ -79,11 +79,11 @@ class DraftSession:
 
     def _make(self) -> Drafter:
         """With all that it reads: what is released goes together."""
-        target, device, layers = self._target, self._device, self._recipe.layers
+        target, device, layers = self._target, self._device, self._spec.layers
         self._ring = None
         ring = target.ring(device, layers) if layers else None
-        end = OwnEnd(target.file, target.spec, device) if self._recipe.ends else None
-        drafter = self._recipe.make(device, ring, None if end is None else Ends(device, end, end))
+        end = LoadedHead(target.file, target.spec, device) if self._spec.ends else None
+        drafter = self._spec.make(device, ring, None if end is None else TargetHead(device, end, end))
         self._ring = ring
         return drafter
 
@@ -100,7 +100,7 @@ class DraftSession:
         proposals = self._drafter.propose(asked)() if asked else []
         return Proposed(
             tuple(np.array(proposal.tokens, np.int32) for proposal in proposals),
-            tuple(np.array(proposal.chances, np.float64) for proposal in proposals),
+            tuple(np.array(proposal.probabilities, np.float64) for proposal in proposals),
             tuple(np.array(proposal.parents, np.int32) for proposal in proposals),
         )
 
@@ -118,7 +118,7 @@ class DraftSession:
     def _check(self, message: Propose) -> None:
         """Raises BackendError unless all that a message refers to exists."""
         target, slots = self._target, [told.slot for told in message.told]
-        width = len(self._recipe.layers) * target.spec.hidden
+        width = len(self._spec.layers) * target.spec.hidden
         rows = sum(told.rows for told in message.told)
         fits = message.features.shape == (rows, width) and rows <= _MOST
         fits &= len(set(slots)) == len(slots) and all(0 <= slot < target.slots for slot in slots)
@@ -132,6 +132,6 @@ class DraftSession:
         asked = [slot for slot, _, _ in message.asked]
         fits &= len(set(asked)) == len(asked) and all(ends.get(slot, 0) for slot in asked)
         fits &= all(0 < most <= _MOST for _, most, _ in message.asked)
-        fits &= all(0 <= depth <= (_MOST if self._recipe.trees else 0) for _, _, depth in message.asked)
+        fits &= all(0 <= depth <= (_MOST if self._spec.trees else 0) for _, _, depth in message.asked)
         if not fits:
             raise BackendError("a message about texts whose parts do not fit each other")

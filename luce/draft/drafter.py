@@ -3,7 +3,7 @@
 The engine calls it from its own thread: `observe` when a step is queued, `propose` before one that has rows to spare.
 What is proposed is waited for later, when the host has done what else there is to do between two steps. An exception
 from any of these ends drafting for the sequences that run, and the drafter is asked again for later ones; but after an
-AwayError for these as well.
+DrafterUnavailableError for these as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from luce.errors import LuceError
 from luce.runtime.step import Int32, Span
 
 
-class AwayError(LuceError):
+class DrafterUnavailableError(LuceError):
     """The drafter is not there now: sequences go on without it, and it may be asked again."""
 
 
@@ -34,8 +34,8 @@ class Draftable:
 
     slot: int
     tokens: Int32
-    most: int
-    depth: int = 0
+    max_tokens: int
+    max_depth: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class Proposal:
     """
 
     tokens: Sequence[int] = ()
-    chances: Sequence[float] = ()
+    probabilities: Sequence[float] = ()
     parents: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if any(map(math.isnan, self.chances)):
-            numbers = [0.0 if math.isnan(chance) else chance for chance in self.chances]
-            object.__setattr__(self, "chances", numbers)
+        if any(map(math.isnan, self.probabilities)):
+            numbers = [0.0 if math.isnan(chance) else chance for chance in self.probabilities]
+            object.__setattr__(self, "probabilities", numbers)
 
 
 #: Waits for proposals that were begun; called once, before others are begun. Raises what `propose` raises.
-Drafting = Callable[[], Sequence[Proposal]]
+PendingProposals = Callable[[], Sequence[Proposal]]
 
 
 class Drafter(Protocol):
@@ -78,7 +78,7 @@ class Drafter(Protocol):
         which here is no branch: it is a tree.
         """
 
-    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         """Begin a proposal for each."""
 
     def forget(self, slot: int) -> None:

@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from luce.draft.context import PIECE, Context
+from luce.draft.context import CONTEXT_CHUNK, Context
 from luce.draft.drafter import Draftable
-from luce.draft.feature_window import Known, Part, batches
-from luce.draft.target_head import Ends
+from luce.draft.feature_window import FeatureWindow, SlotPositions, batches
+from luce.draft.target_head import TargetHead
 from luce.layers.features import FeatureRing
 from luce.runtime.step import Span
 
 
-class Remembering(Protocol):
+class ContextModel(Protocol):
     """A model that remembers rows of each slot's text."""
 
     context: Context
@@ -23,7 +23,7 @@ class Remembering(Protocol):
         """Idempotent."""
 
 
-class FeatureReader:
+class FeatureDrafter:
     """Most of a drafter whose `model` reads `ring`, which the target fills.
 
     block      most tokens that it proposes
@@ -32,23 +32,23 @@ class FeatureReader:
     """
 
     def __init__(
-        self, model: Remembering, ring: FeatureRing, ends: Ends, *, kind: str, block: int, lookahead: int = 0
+        self, model: ContextModel, ring: FeatureRing, ends: TargetHead, *, kind: str, block: int, lookahead: int = 0
     ) -> None:
         self.block = block
         self._context = model.context
         self._close = model.close
-        self._known = Known(ring)
+        self._window = FeatureWindow(ring)
         self._ends = ends
         self._kind = kind
         self._lookahead = lookahead
 
     def observe(self, spans: Sequence[Span]) -> None:
         for span in spans:
-            self._known.observe(span)
+            self._window.observe(span)
             self._context.rewind(span.slot, max(0, span.position - self._lookahead))
 
     def forget(self, slot: int) -> None:
-        self._known.forget(slot)
+        self._window.forget(slot)
         self._context.forget(slot)
 
     def idle(self) -> None:
@@ -62,12 +62,12 @@ class FeatureReader:
 
     def _ready(self, one: Draftable) -> bool:
         """Whether all that a guess needs is known of a text: the features of the position before the seed."""
-        return self._known.has(one.slot, len(one.tokens) - 2)
+        return self._window.has(one.slot, len(one.tokens) - 2)
 
-    def _owed(self, slots: Sequence[int], ends: Sequence[int]) -> Iterator[list[Part]]:
+    def _owed(self, slots: Sequence[int], ends: Sequence[int]) -> Iterator[list[SlotPositions]]:
         """What the model does not remember yet of each slot's positions before an end, as far back as it sees."""
         owed = [
-            (slot, range(self._context.resume(slot, self._known.first(slot), end), end))
+            (slot, range(self._context.resume(slot, self._window.first(slot), end), end))
             for slot, end in zip(slots, ends, strict=True)
         ]
-        return batches(owed, PIECE)
+        return batches(owed, CONTEXT_CHUNK)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.draft.feature_window import Known
+from luce.draft.feature_window import FeatureWindow
 from luce.layers.features import FeatureRing
 from luce.runtime.step import Span
 
@@ -18,7 +18,7 @@ from luce.runtime.step import Span
 _WINDOW = 4 << 20
 
 
-class Tail:
+class FeatureTail:
     """Features of the positions before some length: bfloat16 as uint16 [n, len(layers) * hidden], oldest first.
 
     `wait` gives them, once they are there.
@@ -31,7 +31,7 @@ class Tail:
         self._wait = wait
 
     @classmethod
-    def of(cls, layers: tuple[int, ...], rows: NDArray[np.uint16]) -> Tail:
+    def of(cls, layers: tuple[int, ...], rows: NDArray[np.uint16]) -> FeatureTail:
         """Features that are there."""
         return cls(layers, rows.nbytes, lambda: rows)
 
@@ -40,40 +40,40 @@ class Tail:
         """Waits for them."""
         return self._wait()
 
-    def windows(self) -> Iterator[Tail]:
+    def windows(self) -> Iterator[FeatureTail]:
         """A bounded piece of it after the other."""
         rows = self.rows
         count = max(1, _WINDOW // max(1, rows[:1].nbytes))
         for at in range(0, len(rows), count):
-            yield Tail.of(self.layers, rows[at : at + count])
+            yield FeatureTail.of(self.layers, rows[at : at + count])
 
 
-class Tails:
+class FeatureTails:
     """Takes tails of at most `most` positions out of a ring, and puts them back."""
 
     def __init__(self, ring: FeatureRing, most: int) -> None:
         self._ring = ring
-        self._known = Known(ring)
+        self._window = FeatureWindow(ring)
         self._most = most
 
     def observe(self, spans: Sequence[Span]) -> None:
         """These rows are in the ring."""
         for span in spans:
-            self._known.observe(span)
+            self._window.observe(span)
 
     def forget(self, slot: int) -> None:
         """Another sequence has the slot."""
-        self._known.forget(slot)
+        self._window.forget(slot)
 
-    def take(self, slot: int, end: int) -> Tail | None:
+    def take(self, slot: int, end: int) -> FeatureTail | None:
         """The tail of the first `end` positions of a slot; None if the last of them is not in the ring."""
-        if not self._most or not self._known.has(slot, end - 1):
+        if not self._most or not self._window.has(slot, end - 1):
             return None
-        first = max(self._known.first(slot), end - self._most)
+        first = max(self._window.first(slot), end - self._most)
         nbytes = (end - first) * self._ring.rows[:1].nbytes
-        return Tail(self._ring.layers, nbytes, self._ring.read(slot, range(first, end)))
+        return FeatureTail(self._ring.layers, nbytes, self._ring.read(slot, range(first, end)))
 
-    def put(self, slot: int, end: int, tail: Tail) -> Span | None:
+    def put(self, slot: int, end: int, tail: FeatureTail) -> Span | None:
         """Put the tail of `end` positions into a slot's ring; the rows that are there now, None if it does not fit."""
         rows, shape = tail.rows, (min(len(tail.rows), end), self._ring.rows.shape[1])
         if tail.layers != self._ring.layers or rows.shape != shape or rows.dtype != np.uint16 or not len(rows):

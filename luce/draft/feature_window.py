@@ -23,55 +23,55 @@ def as_table(rows: Array) -> Weight:
 
 
 @dataclass(frozen=True)
-class Part:
+class SlotPositions:
     """Some of a slot's positions in a row."""
 
     slot: int
     positions: Int32
 
 
-class Known:
+class FeatureWindow:
     """The positions of each slot whose features are in the ring, without a gap up to the newest."""
 
     def __init__(self, ring: FeatureRing) -> None:
         self._ring = ring
-        self._known = [range(0)] * ring.slots
+        self._window = [range(0)] * ring.slots
 
     def observe(self, span: Span) -> None:
         """The rows of a span are in the ring."""
-        known, stop = self._known[span.slot], span.position + span.rows
+        known, stop = self._window[span.slot], span.position + span.rows
         # After rows that nobody captured, what lies before them is of no use.
         start = known.start if known.start <= span.position <= known.stop else span.position
-        self._known[span.slot] = range(max(start, stop - self._ring.capacity), stop)
+        self._window[span.slot] = range(max(start, stop - self._ring.capacity), stop)
 
     def forget(self, slot: int) -> None:
         """Another sequence has the slot."""
-        self._known[slot] = range(0)
+        self._window[slot] = range(0)
 
     def positions(self, slot: int) -> range:
         """All that are known."""
-        return self._known[slot]
+        return self._window[slot]
 
     def first(self, slot: int) -> int:
         """The oldest position that is known."""
-        return self._known[slot].start
+        return self._window[slot].start
 
     def has(self, slot: int, position: int) -> bool:
         """Whether a position is known."""
-        return position in self._known[slot]
+        return position in self._window[slot]
 
-    def places(self, parts: Sequence[Part]) -> Int32:
+    def places(self, parts: Sequence[SlotPositions]) -> Int32:
         """Where the ring has the rows of parts, one after another."""
         size = self._ring.capacity
         return np.concatenate([part.slot * size + part.positions % size for part in parts]).astype(np.int32)
 
 
-def batches(owed: Sequence[tuple[int, range]], most: int) -> Iterator[list[Part]]:
+def batches(owed: Sequence[tuple[int, range]], most: int) -> Iterator[list[SlotPositions]]:
     """Ranges of slots in batches of up to `most` rows, each with at most one part of a slot."""
-    batch: list[Part] = []
+    batch: list[SlotPositions] = []
     for slot, positions in owed:
         for at in range(positions.start, positions.stop, most):
-            part = Part(slot, np.arange(at, min(at + most, positions.stop), dtype=np.int32))
+            part = SlotPositions(slot, np.arange(at, min(at + most, positions.stop), dtype=np.int32))
             rows = sum(len(one.positions) for one in batch)
             if batch and (batch[-1].slot == slot or rows + len(part.positions) > most):
                 yield batch

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from luce.draft.context import KINDS_OF_ROWS, PIECE, Context, Ring
-from luce.draft.drafter import Draftable, Drafting, Proposal
-from luce.draft.feature_drafter import FeatureReader
-from luce.draft.feature_window import Part, as_table
-from luce.draft.probabilities import one_by_one
-from luce.draft.target_head import Ends
+from luce.draft.context import CONTEXT_CHUNK, WARM_UP_ROWS, Context, PageRing
+from luce.draft.drafter import Draftable, PendingProposals, Proposal
+from luce.draft.feature_drafter import FeatureDrafter
+from luce.draft.feature_window import SlotPositions, as_table
+from luce.draft.probabilities import draft_one_by_one
+from luce.draft.target_head import TargetHead
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
@@ -48,7 +48,7 @@ def block_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, 
     own = f"blk.{len(spec.layers)}."
     infos = [info for name, info in file.tensors.items() if name.startswith(own) or name == "output_norm.weight"]
     like = next(block.mixer for block in spec.layers if isinstance(block.mixer, Attention))
-    return placed_bytes(infos, device), slots * Ring(context, PIECE).pages * KVPool.page_bytes(device, like)
+    return placed_bytes(infos, device), slots * PageRing(context, CONTEXT_CHUNK).pages * KVPool.page_bytes(device, like)
 
 
 class MTPModel:
@@ -67,7 +67,7 @@ class MTPModel:
             raise UnsupportedError(f"{file.paths[0]}: has no block for multi-token prediction")
         self.device = device
         self._eps, hidden, index = spec.norm_eps, spec.hidden, len(spec.layers)
-        self.context = Context([Ring(context, PIECE)], slots)
+        self.context = Context([PageRing(context, CONTEXT_CHUNK)], slots)
         whole = replace(spec, layers=(*spec.layers, like))
         builder = LayerBuilder(file, whole, range(index, index + 1), device, pages=self.context.pages, slots=slots)
         weights, name = builder.weights, f"blk.{index}.nextn."
@@ -77,7 +77,7 @@ class MTPModel:
         self._target_norm = weights.vector("output_norm.weight", hidden)
         own = f"{name}shared_head_norm.weight"
         self._head_norm = weights.vector(own if own in file.tensors else "output_norm.weight", hidden)
-        block = builder.block(index)
+        block = builder.layer(index)
         assert isinstance(block, PreNormDecoderLayer)
         self._block = block
         self._captured = as_table(rows)
@@ -93,10 +93,10 @@ class MTPModel:
     def warm_up(self, hidden: int) -> None:
         """Launch what later steps will, with nothing in them."""
         device = self.device
-        for rows in (*KINDS_OF_ROWS, PIECE):
+        for rows in (*WARM_UP_ROWS, CONTEXT_CHUNK):
             x = self._mixed(*(device.zeros((rows, hidden)) for _ in range(2)))
             self._keep(self.context.empty(device, rows, 1, rows, 1, sees=False), (x,))
-        for rows in (rows for rows in KINDS_OF_ROWS if rows <= self.context.slots):
+        for rows in (rows for rows in WARM_UP_ROWS if rows <= self.context.slots):
             x = self._mixed(*(device.zeros((rows, hidden)) for _ in range(2)))
             self._predict(self.context.empty(device, rows, rows, 1, rows, sees=True), (x,))
 
@@ -105,12 +105,12 @@ class MTPModel:
         rows = embed(self.device, self._captured, self.device.upload(places))
         return rms_norm(self.device, rows, self._target_norm, self._eps)
 
-    def remember(self, slots: Sequence[int], counts: Sequence[int], tokens: Array, states: Array) -> None:
+    def append_context(self, slots: Sequence[int], counts: Sequence[int], tokens: Array, states: Array) -> None:
         """Append rows to slots, of which nothing is wanted: float32 [sum(counts), hidden], the embeddings of the tokens
         behind and the states."""
         step = self.context.step(slots, counts, _none(counts), np.zeros(1, np.int32), sees=False)
         self._remembering.run(step, (self._mixed(tokens, states),))
-        self.context.keep(slots, counts)
+        self.context.commit(slots, counts)
 
     def predict(self, slots: Sequence[int], tokens: Array, states: Array, *, behind: int = 0) -> Array:
         """One row of each slot, `behind` rows behind what it remembers: its state, float32 [len(slots), hidden], which
@@ -129,7 +129,7 @@ class MTPModel:
     def _keep(self, step: DeviceStep, handed: tuple[Array, ...]) -> tuple[Array, ...]:
         y = rms_norm(self.device, handed[0], self._block.mixer_norm, self._eps)
         assert isinstance(self._block.mixer, AttentionLayer)
-        self._block.mixer.remember(y, step)
+        self._block.mixer.write_context(y, step)
         return ()
 
     def _predict(self, step: DeviceStep, handed: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -145,15 +145,15 @@ class MTPModel:
         return matmul(device, both, self._mix)
 
 
-class MTPDrafter(FeatureReader):
+class MTPDrafter(FeatureDrafter):
     """Proposes by an MTPModel that reads `ring`."""
 
-    def __init__(self, model: MTPModel, ring: FeatureRing, ends: Ends) -> None:
+    def __init__(self, model: MTPModel, ring: FeatureRing, ends: TargetHead) -> None:
         # The row before a position has read the token that stands there.
         super().__init__(model, ring, ends, kind="mtp", block=MTP_BLOCK, lookahead=1)
         self._model = model
 
-    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         ready = [one for one in asked if self._ready(one)]
         drafted = dict(zip((one.slot for one in ready), self._draft(ready), strict=True)) if ready else {}
         return lambda: [drafted.get(one.slot, Proposal()) for one in asked]
@@ -166,10 +166,12 @@ class MTPDrafter(FeatureReader):
         for parts in self._owed(slots, last):
             counts = [len(part.positions) for part in parts]
             tokens = np.concatenate([texts[part.slot][part.positions + 1] for part in parts])
-            states = model.states(self._known.places(parts))
-            model.remember([part.slot for part in parts], counts, self._ends.embed(tokens), states)
+            states = model.states(self._window.places(parts))
+            model.append_context([part.slot for part in parts], counts, self._ends.embed(tokens), states)
         states = model.states(
-            self._known.places([Part(slot, np.array([end], np.int32)) for slot, end in zip(slots, last, strict=True)])
+            self._window.places(
+                [SlotPositions(slot, np.array([end], np.int32)) for slot, end in zip(slots, last, strict=True)]
+            )
         )
 
         def run(depth: int, tokens: Int32) -> Output:
@@ -177,9 +179,9 @@ class MTPDrafter(FeatureReader):
             states = model.predict(slots, self._ends.embed(tokens), states, behind=depth)
             return self._ends.project(states)()
 
-        proposals = one_by_one(asked, self.block, run)
+        proposals = draft_one_by_one(asked, self.block, run)
         # The first row's inputs were the text's own.
-        model.context.keep(slots, [1] * len(slots))
+        model.context.commit(slots, [1] * len(slots))
         return proposals
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from luce.draft.drafter import Draftable, Drafting, Proposal
+from luce.draft.drafter import Draftable, PendingProposals, Proposal
 from luce.runtime.step import Int32, Span
 
 
@@ -26,7 +26,7 @@ class NgramDrafter:
     def observe(self, spans: Sequence[Span]) -> None:
         pass
 
-    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         return lambda: [self._propose(one) for one in asked]
 
     def forget(self, slot: int) -> None:
@@ -47,9 +47,9 @@ class NgramDrafter:
             return Proposal()
         # What repeats itself may reach beyond the end: it goes on with what is proposed.
         text = one.tokens[place:].tolist()
-        for _ in range(min(one.most, self.block) - len(text)):
+        for _ in range(min(one.max_tokens, self.block) - len(text)):
             text.append(text[len(text) - (len(one.tokens) - place)])
-        return Proposal(text[: min(one.most, self.block)])
+        return Proposal(text[: min(one.max_tokens, self.block)])
 
 
 def _behind(tokens: Int32, longest: int, shortest: int) -> int | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from luce.draft.drafter import Draftable, Drafter, Drafting
+from luce.draft.drafter import Draftable, Drafter, PendingProposals
 from luce.errors import OutOfMemoryError
 from luce.runtime.step import Span
 
 _log = logging.getLogger(__name__)
 
 
-class ResidentDrafter:
+class OnDemandDrafter:
     """The drafter that `make` makes, now and whenever it is wanted after it was released.
 
     keep   whether it stays while no sequence runs
@@ -43,7 +43,7 @@ class ResidentDrafter:
     def observe(self, spans: Sequence[Span]) -> None:
         self._wanted().observe(spans)
 
-    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         return self._wanted().propose(asked)
 
     def forget(self, slot: int) -> None:

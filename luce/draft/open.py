@@ -10,17 +10,17 @@ from functools import cached_property
 from luce.backend.placement import Claim, usable
 from luce.config.settings import FIELDS, Config
 from luce.draft.drafter import Drafter
-from luce.draft.feature_tail import Tails
+from luce.draft.feature_tail import FeatureTails
 from luce.draft.ngram import NgramDrafter
-from luce.draft.on_demand import ResidentDrafter
-from luce.draft.recipe import Recipe, Target, read_recipe
+from luce.draft.on_demand import OnDemandDrafter
 from luce.draft.remote import RemoteDrafter
-from luce.draft.target_head import Ends
+from luce.draft.spec import DrafterSpec, Target, read_drafter
+from luce.draft.target_head import TargetHead
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
 from luce.ipc.device import RemoteDevice
 from luce.ipc.open import open_draft_daemon
-from luce.layers.build import ends_bytes
+from luce.layers.build import head_bytes
 from luce.layers.features import FeatureRing
 from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
@@ -32,7 +32,7 @@ from luce.shard.shard import Shard
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedDrafter:
     """A drafter that is still without its target.
 
     ring    where the target leaves what the drafter reads of it, None if that is nothing
@@ -44,7 +44,7 @@ class Prepared:
     ring: FeatureRing | None
     open: Callable[[Shard, Shard], Drafter]
     claims: Sequence[Claim] = ()
-    tails: Tails | None = None
+    tails: FeatureTails | None = None
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class DraftPlan:
     """
 
     target: Target
-    recipe: Recipe
+    spec: DrafterSpec
     device: Device
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """weights, state, features, ends."""
-        weights, state = self.recipe.bytes(self.device)
-        ends = ends_bytes(self.target.file, self.target.spec, self.device) if self.remote and self.recipe.ends else 0
-        return {"weights": weights, "state": state, "features": self._ring, "ends": ends}
+        weights, state = self.spec.bytes(self.device)
+        ends = head_bytes(self.target.file, self.target.spec, self.device) if self.remote and self.spec.ends else 0
+        return {"weights": weights, "state": state, "features": self._ring, "head": ends}
 
     @property
     def remote(self) -> bool:
@@ -73,7 +73,7 @@ class DraftPlan:
 
     @property
     def _ring(self) -> int:
-        return self.target.ring_bytes(self.recipe.layers)
+        return self.target.ring_bytes(self.spec.layers)
 
     def claims(self, *, allocated: bool = False) -> tuple[Claim, ...]:
         """What it is going to take of devices. `allocated`: its ring is there already, which a GPU's free memory shows
@@ -117,12 +117,12 @@ def plan_drafter(
     if config.draft in ("", "ngram"):
         return None
     target = Target(file, spec, config.parallel, min(context, config.draft_ctx_max))
-    recipe = read_recipe(opened, target, config.draft, config.draft_swa)
-    if config.ddtree and not recipe.trees:
-        raise UsageError(f"--ddtree: {recipe.path or config.draft} is no DFlash draft", param="ddtree")
-    if not recipe.layers and config.draft_tail not in (0, FIELDS["draft_tail"].default):
-        raise UsageError(f"--draft-tail: {recipe.path} reads no hidden states", param="draft_tail")
-    return DraftPlan(target, recipe, _device(opened, config, devices))
+    drafter_spec = read_drafter(opened, target, config.draft, config.draft_swa)
+    if config.ddtree and not drafter_spec.trees:
+        raise UsageError(f"--ddtree: {drafter_spec.path or config.draft} is no DFlash draft", param="ddtree")
+    if not drafter_spec.layers and config.draft_tail not in (0, FIELDS["draft_tail"].default):
+        raise UsageError(f"--draft-tail: {drafter_spec.path} reads no hidden states", param="draft_tail")
+    return DraftPlan(target, drafter_spec, _device(opened, config, devices))
 
 
 def open_drafter(
@@ -133,26 +133,26 @@ def open_drafter(
     devices: Sequence[Device],
     *,
     context: int,
-) -> Prepared | None:
+) -> PreparedDrafter | None:
     """The drafter for a target of `context` positions on `devices`; None if nothing is to be drafted. A daemon loads
     while the caller goes on. Otherwise as plan_drafter."""
     if config.draft == "ngram":
         ngram = NgramDrafter(block=verified_rows(config) - 1 or 1)
-        return Prepared(None, lambda first, last: ngram)
+        return PreparedDrafter(None, lambda first, last: ngram)
     plan = plan_drafter(opened, config, file, spec, devices, context=context)
     if plan is None:
         return None
-    recipe, device, target = plan.recipe, plan.device, plan.target
+    drafter_spec, device, target = plan.spec, plan.device, plan.target
     keep = config.draft_residency != "request-scoped"
-    facts = recipe.facts | {f"{name}_bytes": size for name, size in plan.sizes.items()}
+    facts = drafter_spec.facts | {f"{name}_bytes": size for name, size in plan.sizes.items()}
     if config.ddtree:
         facts |= {"ddtree_budget": min(config.ddtree_budget, MAX_TREE_ROWS - 1)}
     # Of a drafter in a daemon here too, where the rings of all slots outlive the daemon.
-    ring = target.ring(HostDevice() if plan.remote else device, recipe.layers) if recipe.layers else None
+    ring = target.ring(HostDevice() if plan.remote else device, drafter_spec.layers) if drafter_spec.layers else None
     claims = plan.claims(allocated=True)
-    tails = None if ring is None else Tails(ring, config.draft_tail)
+    tails = None if ring is None else FeatureTails(ring, config.draft_tail)
     if isinstance(device, RemoteDevice):
-        remote = RemoteDrafter(device, target, recipe, ring, window=config.draft_swa, keep=keep, facts=facts)
+        remote = RemoteDrafter(device, target, drafter_spec, ring, window=config.draft_swa, keep=keep, facts=facts)
 
         def wait(first: Shard, last: Shard) -> Drafter:
             try:
@@ -162,13 +162,15 @@ def open_drafter(
                 raise
             return remote
 
-        return Prepared(ring, wait, claims, tails)
+        return PreparedDrafter(ring, wait, claims, tails)
 
     def open(first: Shard, last: Shard) -> Drafter:
-        ends = Ends(device, first, last)
-        return ResidentDrafter(lambda: recipe.make(device, ring, ends), keep=keep, block=recipe.block, facts=facts)
+        ends = TargetHead(device, first, last)
+        return OnDemandDrafter(
+            lambda: drafter_spec.make(device, ring, ends), keep=keep, block=drafter_spec.block, facts=facts
+        )
 
-    return Prepared(ring, open, claims, tails)
+    return PreparedDrafter(ring, open, claims, tails)
 
 
 def _device(opened: contextlib.ExitStack, config: Config, devices: Sequence[Device]) -> Device:

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.draft.drafter import AwayError, Draftable, Drafting, Proposal
-from luce.draft.feature_window import Known, Part, batches
-from luce.draft.recipe import Recipe, Target
+from luce.draft.drafter import Draftable, DrafterUnavailableError, PendingProposals, Proposal
+from luce.draft.feature_window import FeatureWindow, SlotPositions, batches
+from luce.draft.spec import DrafterSpec, Target
 from luce.errors import BackendError, ShardLostError
 from luce.gguf.fingerprint import fingerprint
 from luce.ipc.channel import SMALL, ChannelError, GarbageError
@@ -42,31 +42,31 @@ class _Heard:
 
 
 class RemoteDrafter:
-    """The drafter of a recipe on a device of a daemon, which begins to load it. `wait_loaded` before anything else.
+    """The drafter of a spec on a device of a daemon, which begins to load it. `wait_loaded` before anything else.
 
-    `ring` is on the host, None if the recipe reads only tokens; `window` as --draft-swa; `keep`: whether it stays
-    loaded while no sequence runs; `facts` as for ResidentDrafter.
+    `ring` is on the host, None if the spec reads only tokens; `window` as --draft-swa; `keep`: whether it stays
+    loaded while no sequence runs; `facts` as for OnDemandDrafter.
     """
 
     def __init__(
         self,
         device: RemoteDevice,
         target: Target,
-        recipe: Recipe,
+        spec: DrafterSpec,
         ring: FeatureRing | None,
         *,
         window: int,
         keep: bool,
         facts: dict[str, str | int],
     ) -> None:
-        self.block = recipe.block
+        self.block = spec.block
         self._device = device
         self._daemon = device.daemon
-        self._recipe = recipe
+        self._spec = spec
         self._facts = facts
         self._vocab = target.spec.vocab
         self._ring = ring
-        self._known = None if ring is None else Known(ring)
+        self._window = None if ring is None else FeatureWindow(ring)
         self._keep = keep
         self._heard: dict[int, _Heard] = {}
         #: the daemon's life that has heard it
@@ -76,8 +76,8 @@ class RemoteDrafter:
             LoadDraft(
                 path=str(target.file.paths[0].resolve()),
                 fingerprint=fingerprint(target.file),
-                draft=str(Path(recipe.path).expanduser().resolve()) if recipe.path else recipe.kind,
-                draft_fingerprint=recipe.digest(),
+                draft=str(Path(spec.path).expanduser().resolve()) if spec.path else spec.kind,
+                draft_fingerprint=spec.digest(),
                 slots=target.slots,
                 context=target.context,
                 window=window,
@@ -92,19 +92,19 @@ class RemoteDrafter:
 
     def wait_loaded(self) -> None:
         """Raises LuceError if the daemon cannot load it."""
-        loaded, recipe = self._daemon.draft_loaded(), self._recipe
-        if loaded != DraftLoaded(recipe.kind, recipe.block, recipe.layers):
+        loaded, spec = self._daemon.draft_loaded(), self._spec
+        if loaded != DraftLoaded(spec.kind, spec.block, spec.layers):
             raise BackendError(f"{self._daemon.name}: the daemon sees another drafter than this process")
 
     def observe(self, spans: Sequence[Span]) -> None:
         for span in spans:
-            if self._known is not None:
-                self._known.observe(span)
+            if self._window is not None:
+                self._window.observe(span)
             if span.slot in self._heard:
                 heard = self._heard[span.slot]
                 heard.features = min(heard.features, span.position)
 
-    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         if self._generation != self._daemon.generation:
             self._generation = self._daemon.generation
             self._heard.clear()
@@ -124,8 +124,8 @@ class RemoteDrafter:
         return wait
 
     def forget(self, slot: int) -> None:
-        if self._known is not None:
-            self._known.forget(slot)
+        if self._window is not None:
+            self._window.forget(slot)
         self._heard.pop(slot, None)
 
     def idle(self) -> None:
@@ -145,13 +145,13 @@ class RemoteDrafter:
     def close(self) -> None:
         self._daemon.close()
 
-    def _batches(self, asked: Sequence[Draftable]) -> list[list[Part]]:
+    def _batches(self, asked: Sequence[Draftable]) -> list[list[SlotPositions]]:
         """The features that the daemon has yet to get, a message's at a time, the last one's perhaps none."""
-        if self._known is None or self._ring is None:
+        if self._window is None or self._ring is None:
             return [[]]
         owed = []
         for one in asked:
-            known, heard = self._known.positions(one.slot), self._heard.get(one.slot, _Heard())
+            known, heard = self._window.positions(one.slot), self._heard.get(one.slot, _Heard())
             owed.append((one.slot, range(max(known.start, heard.features), min(known.stop, len(one.tokens) - 1))))
         return list(batches(owed, max(1, _PIECE // (2 * self._ring.rows.shape[1])))) or [[]]
 
@@ -165,7 +165,7 @@ class RemoteDrafter:
             raise
 
     def _tell(
-        self, asked: Sequence[Draftable], parts: Sequence[Part], wanted: Sequence[Draftable]
+        self, asked: Sequence[Draftable], parts: Sequence[SlotPositions], wanted: Sequence[Draftable]
     ) -> Callable[[], Reply]:
         """Tell of parts, and of the texts of all that are wanted: what is returned waits for the proposals."""
         texts = {one.slot: one.tokens for one in asked}
@@ -177,9 +177,9 @@ class RemoteDrafter:
         ]
         width = 0 if self._ring is None else self._ring.rows.shape[1]
         features = np.empty((0, width), np.uint16)
-        if parts and self._ring is not None and self._known is not None:
-            features = self._ring.rows[self._known.places(parts)]
-        message = Propose(tuple(told), features, tuple((one.slot, one.most, one.depth) for one in wanted))
+        if parts and self._ring is not None and self._window is not None:
+            features = self._ring.rows[self._window.places(parts)]
+        message = Propose(tuple(told), features, tuple((one.slot, one.max_tokens, one.max_depth) for one in wanted))
         rows = len(features) + sum(len(part.tokens) for part in told)
         return self._ask(message, rows, Proposed, wanted)
 
@@ -195,12 +195,12 @@ class RemoteDrafter:
     def _ask(
         self, message: msgspec.Struct, rows: int, kind: type[Reply], wanted: Sequence[Draftable] = ()
     ) -> Callable[[], Reply]:
-        """Send a message: what is returned waits for the answer, and checks it. Both raise AwayError if there is no
-        daemon, the second one what the daemon could not do."""
+        """Send a message: what is returned waits for the answer, and checks it. Both raise DrafterUnavailableError if
+        there is no daemon, the second one what the daemon could not do."""
         try:
             channel = self._daemon.channel_now()
         except ShardLostError as error:
-            raise AwayError(str(error)) from None
+            raise DrafterUnavailableError(str(error)) from None
         self._numbers += 1
         limit = self._daemon.limits.request
 
@@ -209,7 +209,7 @@ class RemoteDrafter:
             try:
                 yield
             except ChannelError as error:
-                raise AwayError(str(self._daemon.lost(channel, error))) from None
+                raise DrafterUnavailableError(str(self._daemon.lost(channel, error))) from None
 
         def wait() -> Reply:
             with talking():
@@ -235,10 +235,12 @@ def check(reply: Proposed, wanted: Sequence[Draftable], vocab: int) -> None:
         raise GarbageError(f"it sent {len(reply.tokens)} proposals for {len(wanted)} texts")
     for one, tokens, chances, parents in zip(wanted, reply.tokens, reply.chances, reply.parents, strict=True):
         # The engine looks at whether parents make a tree.
-        if parents.shape not in ((tokens.shape, (0,)) if one.depth else ((0,),)):
+        if parents.shape not in ((tokens.shape, (0,)) if one.max_depth else ((0,),)):
             raise GarbageError(f"it proposed {tokens.shape} tokens with {parents.shape} parents")
-        if tokens.ndim != 1 or len(tokens) > one.most or chances.shape not in (tokens.shape, (0,)):
-            raise GarbageError(f"it proposed {tokens.shape} tokens with {chances.shape} chances, {one.most} were asked")
+        if tokens.ndim != 1 or len(tokens) > one.max_tokens or chances.shape not in (tokens.shape, (0,)):
+            raise GarbageError(
+                f"it proposed {tokens.shape} tokens with {chances.shape} chances, {one.max_tokens} were asked"
+            )
         if not _inside(tokens, vocab - 1) or not _inside(chances, 1):
             raise GarbageError("it proposed what is no token, or with a chance that is none")
 

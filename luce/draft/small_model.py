@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from luce.draft.context import PIECE, Context, Ring
-from luce.draft.drafter import Draftable, Drafting
+from luce.draft.context import CONTEXT_CHUNK, Context, PageRing
+from luce.draft.drafter import Draftable, PendingProposals
 from luce.draft.feature_window import batches
-from luce.draft.probabilities import one_by_one
+from luce.draft.probabilities import draft_one_by_one
 from luce.errors import ModelError
 from luce.gguf.metadata import Metadata
 from luce.gguf.reader import GGUFFile
@@ -39,10 +39,10 @@ def model_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, 
     return tensor_bytes(file, spec, layers, device), state
 
 
-def _rings(spec: ModelSpec, context: int) -> list[Ring]:
+def _rings(spec: ModelSpec, context: int) -> list[PageRing]:
     """Of each page group."""
     context = min(context, spec.context_length)
-    return [Ring(min(group.window or context, context), PIECE) for group in spec.page_groups]
+    return [PageRing(min(group.window or context, context), CONTEXT_CHUNK) for group in spec.page_groups]
 
 
 class ModelDrafter:
@@ -65,14 +65,14 @@ class ModelDrafter:
         # What is left of what was read, the text itself tells.
         pass
 
-    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         slots = [one.slot for one in asked]
         texts = {one.slot: one.tokens for one in asked}
-        for parts in batches([(one.slot, self._owed(one)) for one in asked], PIECE):
+        for parts in batches([(one.slot, self._owed(one)) for one in asked], CONTEXT_CHUNK):
             tokens = np.concatenate([texts[part.slot][part.positions] for part in parts])
             counts = [len(part.positions) for part in parts]
             self._run([part.slot for part in parts], counts, tokens, wanted=False)
-            self._context.keep([part.slot for part in parts], counts)
+            self._context.commit([part.slot for part in parts], counts)
         saved: list[SavedState] = []
 
         def run(depth: int, tokens: Int32) -> Output:
@@ -82,12 +82,12 @@ class ModelDrafter:
                 saved.extend(self._shard.save(slot, self._nothing) for slot in slots)
             return output
 
-        proposals = one_by_one(asked, self.block, run)
+        proposals = draft_one_by_one(asked, self.block, run)
         for slot, state in zip(slots, saved, strict=False):
             self._shard.restore(slot, self._nothing, state)
-        self._context.keep(slots, [1] * len(slots))
+        self._context.commit(slots, [1] * len(slots))
         for one in asked:
-            self._read[one.slot] = one.tokens[self._context.remembered(one.slot).start :].copy()
+            self._read[one.slot] = one.tokens[self._context.cached(one.slot).start :].copy()
         return lambda: proposals
 
     def forget(self, slot: int) -> None:
@@ -104,7 +104,7 @@ class ModelDrafter:
 
     def _rewind(self, one: Draftable) -> None:
         """Forget what is not of this text, or not before its seed."""
-        known, read = self._context.remembered(one.slot), self._read[one.slot]
+        known, read = self._context.cached(one.slot), self._read[one.slot]
         text = one.tokens[known.start : min(known.stop, len(one.tokens) - 1)]
         count = min(len(text), len(read))
         other = np.flatnonzero(read[:count] != text[:count])
@@ -117,7 +117,7 @@ class ModelDrafter:
         """The positions before the seed that the model has yet to read."""
         end = len(one.tokens) - 1
         self._rewind(one)
-        if end + self.block - self._context.remembered(one.slot).start > self._longest:
+        if end + self.block - self._context.cached(one.slot).start > self._longest:
             # Beyond the trained length: half of it is kept, and told anew.
             self._context.forget(one.slot, max(0, end - self._longest // 2))
         return range(self._context.resume(one.slot, 0, end), end)

@@ -31,7 +31,7 @@ class End(Protocol):
 
 
 @dataclass(frozen=True)
-class Ends:
+class TargetHead:
     """`first` and `last` shard of the target, for a draft on `device`, which may be one of theirs."""
 
     device: Device
@@ -55,7 +55,7 @@ class Ends:
         return self.last.project(rows, top=top, scale=scale, softcap=softcap)
 
 
-class OwnEnd:
+class LoadedHead:
     """Embedding and head of a model on a device that need not have any of its layers: both ends in one."""
 
     def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device) -> None:

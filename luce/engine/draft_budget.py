@@ -114,7 +114,7 @@ class Rates:
 
 def _bin(proposal: Proposal, index: int) -> tuple[int, float]:
     """Where a guess is counted, and what is believed of it at first."""
-    if not proposal.chances:
+    if not proposal.probabilities:
         return -1, _PRIOR
-    chance = min(max(float(proposal.chances[index]), 0.0), 1.0)
+    chance = min(max(float(proposal.probabilities[index]), 0.0), 1.0)
     return min(int(chance * _BINS), _BINS - 1), chance

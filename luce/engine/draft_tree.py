@@ -54,7 +54,7 @@ def in_rows(proposal: Proposal, count: int) -> tuple[Proposal, tuple[int, ...]]:
     order = depth_first(proposal.parents[:count])
     rows = {-1: 0} | {node: row for row, node in enumerate(order, 1)}
     tokens = [proposal.tokens[node] for node in order]
-    chances = [proposal.chances[node] for node in order] if proposal.chances else ()
+    chances = [proposal.probabilities[node] for node in order] if proposal.probabilities else ()
     parents = tuple(rows[proposal.parents[node]] for node in order)
     return Proposal(tokens, chances), parents if parents != tuple(range(count)) else ()
 

@@ -19,7 +19,7 @@ import numpy as np
 from luce.backend.backend import Backend
 from luce.config.sampling import SamplingParams
 from luce.draft.drafter import Drafter
-from luce.draft.feature_tail import Tails
+from luce.draft.feature_tail import FeatureTails
 from luce.engine.admission import Admission, Ticket, shutting_down
 from luce.engine.checkpoints import Checkpoints
 from luce.engine.events import (
@@ -106,7 +106,7 @@ class Engine:
         drafter: Drafter | None = None,
         verify_width: int = 0,
         tree: int | None = None,
-        tails: Tails | None = None,
+        tails: FeatureTails | None = None,
         kvflash: KVFlash | None = None,
         undrafted: str = "",
     ) -> None:

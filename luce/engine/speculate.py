@@ -19,8 +19,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from luce.draft.drafter import AwayError, Draftable, Drafter, Drafting, Proposal
-from luce.draft.feature_tail import Tail, Tails
+from luce.draft.drafter import Draftable, Drafter, DrafterUnavailableError, PendingProposals, Proposal
+from luce.draft.feature_tail import FeatureTail, FeatureTails
 from luce.engine.draft_budget import Rates, StepSeconds, choose_rows
 from luce.engine.draft_tree import in_rows, well_formed, whole
 from luce.engine.scheduler import Plan, Sequence, StepShare
@@ -102,7 +102,7 @@ class _Asked:
     """Proposals that were begun at a time: for which texts, how many rows they may have, and of how many sequences."""
 
     texts: tuple[tuple[Sequence, Draftable], ...]
-    begun: Drafting
+    begun: PendingProposals
     started: float
     room: int
     plain: int
@@ -125,7 +125,7 @@ class Speculator:
         verify: int,
         width: int = 0,
         tree: int | None = None,
-        tails: Tails | None = None,
+        tails: FeatureTails | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._drafter = drafter
@@ -185,7 +185,9 @@ class Speculator:
         if begun is not None:
             self._asked = _Asked(tuple(asked), begun, started, room, len(decoding))
             if self._tree is None:
-                likely = [one.most if self._fixed else min(one.most, self._sequences[s].rows) for s, one in asked]
+                likely = [
+                    one.max_tokens if self._fixed else min(one.max_tokens, self._sequences[s].rows) for s, one in asked
+                ]
                 for (sequence, _), count in zip(asked, fair_shares(room, likely), strict=True):
                     sequence.proposal = (0,) * count
 
@@ -233,11 +235,11 @@ class Speculator:
         if all(part.position >= len(part.sequence.prompt) for part in plan.parts):
             self._seconds.add(plan.step.rows, seconds)
 
-    def tail(self, slot: int, end: int) -> Tail | None:
+    def tail(self, slot: int, end: int) -> FeatureTail | None:
         """What is to be kept with the first `end` positions of a slot's sequence, all of which are computed."""
         return None if self._tails is None else self._tails.take(slot, end)
 
-    def resumed(self, slot: int, end: int, tail: Tail | None) -> None:
+    def resumed(self, slot: int, end: int, tail: FeatureTail | None) -> None:
         """A sequence begins behind `end` positions that were kept, with this tail."""
         span = None if self._tails is None or tail is None else self._tails.put(slot, end, tail)
         if span is None and self._tails is not None:
@@ -281,7 +283,7 @@ class Speculator:
     def _tell(self, tell: Callable[[], None]) -> None:
         try:
             tell()
-        except AwayError as error:
+        except DrafterUnavailableError as error:
             self._away(error)
         except Exception as error:
             self._failed(error)
@@ -305,7 +307,7 @@ class Speculator:
         """What the drafter gives, None if it fails."""
         try:
             return ask()
-        except AwayError as error:
+        except DrafterUnavailableError as error:
             self._away(error)
         except Exception as error:
             self._failed(error)
@@ -313,12 +315,12 @@ class Speculator:
 
     def _checked(self, proposal: Proposal, asked: Draftable) -> Proposal:
         """What there is of a proposal up to the first id that is none."""
-        tokens = [int(token) for token in proposal.tokens[: asked.most]]
+        tokens = [int(token) for token in proposal.tokens[: asked.max_tokens]]
         count = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab), len(tokens))
-        chances = proposal.chances[:count] if len(proposal.chances) >= count else ()
+        chances = proposal.probabilities[:count] if len(proposal.probabilities) >= count else ()
         parents = tuple(proposal.parents[:count])
-        if parents and not well_formed(parents, tokens, asked.depth):
-            raise ValueError(f"tokens {tokens} behind {list(parents)} are no tree of depth {asked.depth}")
+        if parents and not well_formed(parents, tokens, asked.max_depth):
+            raise ValueError(f"tokens {tokens} behind {list(parents)} are no tree of depth {asked.max_depth}")
         return Proposal(tokens[:count], chances, parents)
 
     def _share(self, asked: Many[Sequence], proposals: Many[Proposal], room: int, plain: int) -> None:
@@ -339,7 +341,7 @@ class Speculator:
             known.proposal, sequence.parents = in_rows(proposal, count) if proposal.parents else (proposal, ())
             sequence.proposal = tuple(known.proposal.tokens[:count])
 
-    def _away(self, error: AwayError) -> None:
+    def _away(self, error: DrafterUnavailableError) -> None:
         """The next step asks again."""
         if not self._trouble:
             _log.warning("replies go on without drafting: %s", error)

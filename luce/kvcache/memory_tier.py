@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
-from luce.draft.feature_tail import Tail
+from luce.draft.feature_tail import FeatureTail
 from luce.errors import LuceError
 from luce.kvcache.pools import Pools, Residence
 from luce.kvcache.prefix_tree import Checkpoint, PageNode, Segment, Tree
@@ -53,7 +53,7 @@ class MemoryTier:
         backend.expect(min(budget, _READY) // self._page_bytes)
 
     def keep(
-        self, slot: int, ids: Int32, logits: NDArray[np.float32] | None, features: Tail | None, *, passing: bool
+        self, slot: int, ids: Int32, logits: NDArray[np.float32] | None, features: FeatureTail | None, *, passing: bool
     ) -> Checkpoint:
         """The point at `ids`, which a slot holds: a new one with its state, or one that may lack logits, features or
         pages. Others make room for it. Raises LuceError."""

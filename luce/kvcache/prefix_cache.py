@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from luce import log
 from luce.backend.backend import Backend
-from luce.draft.feature_tail import Tail
+from luce.draft.feature_tail import FeatureTail
 from luce.errors import LuceError, ShardLostError
 from luce.kvcache.disk.deadline import Deadline
 from luce.kvcache.disk.index import Entry
@@ -188,7 +188,7 @@ class PrefixCache:
         slot: int,
         ids: Int32,
         logits: NDArray[np.float32] | None = None,
-        features: Tail | None = None,
+        features: FeatureTail | None = None,
         *,
         passing: bool,
         after: Checkpoint | None = None,
@@ -400,7 +400,7 @@ class PrefixCache:
         yield from ((part, (place, layers)) for layers, part in by_layers(reader.states(), shards))
 
     @staticmethod
-    def _tail_of(reader: Reader) -> Tail | None:
+    def _tail_of(reader: Reader) -> FeatureTail | None:
         """What a snapshot has for drafters; nothing depends on it but the pace."""
         try:
             return reader.features()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.draft.feature_tail import Tail
+from luce.draft.feature_tail import FeatureTail
 from luce.runtime.step import PAGE, Int32
 from luce.shard.saved_state import SavedState
 
@@ -110,7 +110,7 @@ class Checkpoint:
     passing: bool
     stale: bool = False
     used: int = 0
-    features: Tail | None = None
+    features: FeatureTail | None = None
     residency: Residency | None = None
 
     @property

@@ -92,7 +92,7 @@ class AttentionLayer:
         )
         return matmul(device, mixed, self._out)
 
-    def remember(self, y: Array | Quantised, step: DeviceStep, rotary: Rotary | None = None) -> None:
+    def write_context(self, y: Array | Quantised, step: DeviceStep, rotary: Rotary | None = None) -> None:
         """Keep keys and values of rows that themselves attend to nothing: y float32 [rows, hidden].
 
         `rotary`, if given, turns the keys instead of the layer's own.

@@ -103,11 +103,11 @@ class LayerBuilder:
         pool = self._pools[donor] = KVPool.allocate(self._device, spec, self._pages[group], self._kv)
         return Mirror(self._device, donor, spec, pool=pool, group=group)
 
-    def block(self, index: int) -> PreNormDecoderLayer | SandwichDecoderLayer:
-        """Block `index` of the spec. Raises UnsupportedError if the file holds tensors of it that the family lacks."""
+    def layer(self, index: int) -> PreNormDecoderLayer | SandwichDecoderLayer:
+        """Layer `index` of the spec. Raises UnsupportedError if the file holds tensors of it that the family lacks."""
         spec = self._spec.layers[index]
         built = self._pre_norm(index, spec) if isinstance(spec, Layer) else self._sandwich(index, spec)
-        for name in sorted(shard_tensors(self._file, self._spec, range(index, index + 1), ends=False)):
+        for name in sorted(shard_tensors(self._file, self._spec, range(index, index + 1), layers_only=True)):
             if name not in self.weights.used:
                 raise UnsupportedError(f"{self._file.paths[0]}: tensor {name} is unknown to family {self._spec.family}")
         return built
@@ -277,7 +277,7 @@ def _name(block: int, part: str) -> str:
     return f"blk.{block}.{part}.weight"
 
 
-def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, ends: bool = True) -> set[str]:
+def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, layers_only: bool = False) -> set[str]:
     """Names of the tensors that a shard of these layers reads, as LayerBuilder does.
 
     `ends`: with what belongs to no layer: the embedding before the first layer, the head behind the last, and in every
@@ -287,7 +287,7 @@ def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, ends: bool 
     names = {name for name in file.tensors if name[: name.find(".", 4) + 1] in wanted}
     for layer in layers:
         names -= _unused(spec, layer)
-    if ends:
+    if not layers_only:
         named = {EMBEDDING} if layers.start == 0 else set()
         if layers.stop == len(spec.layers):
             named |= {"output_norm.weight", EMBEDDING if spec.tied_head else "output.weight"}
@@ -299,13 +299,13 @@ def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, ends: bool 
     return names
 
 
-def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device, *, ends: bool = True) -> int:
+def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device, *, layers_only: bool = False) -> int:
     """Bytes that the tensors of a shard take on a device: as stored on a GPU, as float32 on the host.
 
     On the host tables of embeddings stay in the file. `ends` as for shard_tensors, except that a layer's columns of the
     per-layer table count with the layer.
     """
-    names = shard_tensors(file, spec, layers, ends=ends)
+    names = shard_tensors(file, spec, layers, layers_only=layers_only)
     if device.host:
         head = spec.tied_head and layers.stop == len(spec.layers)
         names -= set() if head else {EMBEDDING}
@@ -329,7 +329,7 @@ def placed_bytes(infos: Iterable[TensorInfo], device: Device) -> int:
     return sum(4 * info.rows * info.cols if device.host else stored_bytes(info) for info in infos)
 
 
-def ends_bytes(file: GGUFFile, spec: ModelSpec, device: Device) -> int:
+def head_bytes(file: GGUFFile, spec: ModelSpec, device: Device) -> int:
     """Bytes of the embedding and the head alone, on one device."""
     names = {"output_norm.weight", EMBEDDING if spec.tied_head else "output.weight"}
     return placed_bytes([file.tensors[name] for name in names | (set() if device.host else {EMBEDDING})], device)

@@ -79,7 +79,7 @@ class LocalShard:
         self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}
         self._blocks: dict[int, PreNormDecoderLayer | SandwichDecoderLayer] = {}
         for index in layers:
-            block = self._blocks[index] = builder.block(index)
+            block = self._blocks[index] = builder.layer(index)
             if isinstance(block.mixer, AttentionLayer) and spec.ranks(index):
                 self._ranker.add(block.mixer)
             on_layer()

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
 from luce.draft.dflash.drafter import DFlashDrafter
-from luce.draft.dflash.model import DraftModel
+from luce.draft.dflash.model import DFlashModel
 from luce.draft.drafter import Draftable
-from luce.draft.target_head import Ends
+from luce.draft.target_head import TargetHead
 from luce.gguf.reader import open_gguf
 from luce.layers.features import FeatureRing
 from luce.runtime.device import Device
@@ -46,10 +46,10 @@ class Drafted:
         self.ring = FeatureRing(
             device, self.spec.captured(reference.target.spec), self.spec.hidden, slots=slots, capacity=capacity
         )
-        ends = Ends(device, backend.shards[0], backend.shards[-1])
+        ends = TargetHead(device, backend.shards[0], backend.shards[-1])
         assert self.spec.mask_token is not None
         mask = device.download(ends.embed(np.array([self.spec.mask_token], np.int32)))[0]
-        self.model = DraftModel(file, self.spec, device, slots=slots, context=256, rows=self.ring.rows, mask=mask)
+        self.model = DFlashModel(file, self.spec, device, slots=slots, context=256, rows=self.ring.rows, mask=mask)
         self.drafter = DFlashDrafter(self.model, self.ring, ends)
         stack.callback(self.drafter.close)
 
@@ -64,8 +64,8 @@ class Drafted:
     def propose(self, slot: int, tokens: NDArray[np.int32], most: int = 99) -> list[int]:
         """The tokens behind the last of `tokens`."""
         (proposal,) = self.drafter.propose([Draftable(slot, tokens, most)])()
-        assert len(proposal.chances) == len(proposal.tokens)
-        assert all(0 < chance <= 1 for chance in proposal.chances)
+        assert len(proposal.probabilities) == len(proposal.tokens)
+        assert all(0 < chance <= 1 for chance in proposal.probabilities)
         return list(proposal.tokens)
 
 
@@ -109,7 +109,7 @@ def test_blocks_of_a_run(name: str, device: str, stack: ExitStack, request: pyte
         # The target computed all rows of the last verification, whether they count or not. GPUs read them at once.
         end = min(committed + 3, len(captured))
         drafted.tell(0, captured, told, end, speculative=told > 0)
-        assert drafted.model.context.remembered(0).stop == (told if own.host or not told else end)
+        assert drafted.model.context.cached(0).stop == (told if own.host or not told else end)
         told = committed
         block = drafted.propose(0, tokens[: committed + 1])
         if expected["draft_margin"][step] > 0.05:
@@ -125,14 +125,14 @@ def test_what_is_not_read_before_it_counts(stack: ExitStack) -> None:
     context = drafted.model.context
     # A tree, whose rows lie elsewhere; and rows behind some that nobody has read.
     drafted.tell(0, captured, 17, 22, speculative=True, ancestors=(0,))
-    assert context.remembered(0) == range(17)
+    assert context.cached(0) == range(17)
     drafted.tell(0, captured, 19, 22, speculative=True)
-    assert context.remembered(0) == range(17)
+    assert context.cached(0) == range(17)
     # Those that fit are read, and go when other rows take their places.
     drafted.tell(0, captured, 17, 25, speculative=True)
-    assert context.remembered(0) == range(25)
+    assert context.cached(0) == range(25)
     drafted.tell(0, captured, 20, 24, speculative=True)
-    assert context.remembered(0) == range(24)
+    assert context.cached(0) == range(24)
 
 
 def test_most(stack: ExitStack) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from luce.backend.layersplit import LayerSplitBackend
 from luce.draft.dflash.drafter import DFlashDrafter
-from luce.draft.dflash.model import DraftModel
-from luce.draft.target_head import Ends, OwnEnd
+from luce.draft.dflash.model import DFlashModel
+from luce.draft.target_head import LoadedHead, TargetHead
 from luce.engine.loop import Engine
 from luce.gguf.reader import open_gguf
 from luce.layers.features import FeatureRing
@@ -38,8 +38,8 @@ def test_block(name: str, lanes: int, products: list[str], limit: float) -> None
         assert spec.mask_token is not None
         captured = bfloat16(expected["captured_17"])
         drafting = Drafting(file, spec, device, captured, table[spec.mask_token], context=64)
-        drafting.remember(17, piece=9)
-        logits = drafting.fill(table[expected["seed_17"]]) @ head.T
+        drafting.append_context(17, piece=9)
+        logits = drafting.draft_block(table[expected["seed_17"]]) @ head.T
     device.close()
     wanted = expected["draft_logits_17"]
     assert ((logits - wanted) ** 2).mean() <= limit * wanted.var()
@@ -58,7 +58,7 @@ def test_a_reply_by_graphs_that_share_their_memory() -> None:
         )
         assert spec.mask_token is not None
         mask = reference.ends[0][spec.mask_token]
-        model = DraftModel(file, spec, device, slots=1, context=64, rows=ring.rows, mask=mask)
+        model = DFlashModel(file, spec, device, slots=1, context=64, rows=ring.rows, mask=mask)
         read: list[int] = []
         remember = model.remember
 
@@ -67,8 +67,8 @@ def test_a_reply_by_graphs_that_share_their_memory() -> None:
             remember(slots, counts, rows)
 
         model.remember = noted  # type: ignore[method-assign]
-        end = OwnEnd(target, reference.target.spec, device)
-        drafter = DFlashDrafter(model, ring, Ends(device, end, end))
+        end = LoadedHead(target, reference.target.spec, device)
+        drafter = DFlashDrafter(model, ring, TargetHead(device, end, end))
         engine = Engine(backend, eos=frozenset(), max_queue=1, chunk=32, drafter=drafter, verify_width=4)
         try:
             reply, _ = submit(engine, reference.expected["prompt_17"].tolist(), max_tokens=18)

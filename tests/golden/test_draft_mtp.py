@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from luce.backend.layersplit import LayerSplitBackend
 from luce.draft.drafter import Draftable
 from luce.draft.mtp import MTPDrafter, MTPModel, captured
-from luce.draft.target_head import Ends
+from luce.draft.target_head import TargetHead
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers.features import FeatureRing
@@ -43,7 +43,7 @@ class Drafted:
         for slot in range(slots):
             rows[slot * 64 : slot * 64 + 17] = bfloat16(REFERENCE.expected["hidden_17"][-1])
         device.write(self.ring.rows, rows)
-        self.ends = Ends(device, backend.shards[0], backend.shards[-1])
+        self.ends = TargetHead(device, backend.shards[0], backend.shards[-1])
         self.model = MTPModel(self.file, spec, device, slots=slots, context=64, rows=self.ring.rows)
         self.drafter = MTPDrafter(self.model, self.ring, self.ends)
         stack.callback(self.drafter.close)
@@ -54,10 +54,10 @@ class Drafted:
 
     def row(self, t: int, states: F32) -> F32:
         """Logits of row t of slot 0, after the rows before it."""
-        rows = range(self.model.context.remembered(0).stop, t)
+        rows = range(self.model.context.cached(0).stop, t)
         if len(rows):
             tokens = self.ends.embed(PROMPT[rows.start + 1 : rows.stop + 1])
-            self.model.remember([0], [len(rows)], tokens, self.device.upload(states[rows.start : rows.stop]))
+            self.model.append_context([0], [len(rows)], tokens, self.device.upload(states[rows.start : rows.stop]))
         last = self.model.predict([0], self.ends.embed(PROMPT[t + 1 : t + 2]), self.device.upload(states[t : t + 1]))
         output = self.ends.last.project(self.device.download(last), logits=True)()
         return output.logits[0]
@@ -104,13 +104,13 @@ def check_first_token(at: int, device: Device, stack: ExitStack) -> None:
     drafted = Drafted(stack, device)
     drafted.drafter.observe([Span(0, 0, at - 1, 0)])
     (proposal,) = drafted.drafter.propose([Draftable(0, PROMPT[:at], 9)])()
-    assert 1 <= len(proposal.tokens) == len(proposal.chances) <= drafted.drafter.block
+    assert 1 <= len(proposal.tokens) == len(proposal.probabilities) <= drafted.drafter.block
     weights = np.exp(LOGITS[at - 2] - LOGITS[at - 2].max())
     margin = np.diff(np.sort(LOGITS[at - 2])[-2:])[0]
     if device.host or margin > 0.1:
         assert proposal.tokens[0] == LOGITS[at - 2].argmax()
     # Among 64 of 768 nearly flat candidates.
-    assert proposal.chances[0] >= 0.8 * weights.max() / weights.sum()
+    assert proposal.probabilities[0] >= 0.8 * weights.max() / weights.sum()
 
 
 def test_rows_of_drafts_are_forgotten(device: Device, stack: ExitStack) -> None:

@@ -67,5 +67,5 @@ def test_a_block(window: int, tmp_path: Path) -> None:
     expected = computed(tmp_path, window, captured, np.stack([seed, *[mask] * (BLOCK - 1)]))
     with open_checkpoint(tmp_path) as file:
         drafting = Drafting(file, spec_of(file, tmp_path), HostDevice(), captured, mask)
-        drafting.remember(ROWS, piece=23)
-        np.testing.assert_allclose(drafting.fill(seed), expected[1:], rtol=0, atol=1e-5)
+        drafting.append_context(ROWS, piece=23)
+        np.testing.assert_allclose(drafting.draft_block(seed), expected[1:], rtol=0, atol=1e-5)

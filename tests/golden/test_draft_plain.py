@@ -95,7 +95,7 @@ def test_several_sequences(stack: ExitStack) -> None:
     model, (tokens, begin) = drafter(stack, "qwen35-a-F32", slots=3), text("qwen35-a-F32")
     asked = [Draftable(2, tokens[: begin + 1], 9), Draftable(0, tokens[:9], 2), Draftable(1, tokens[: begin + 5], 1)]
     both = [list(proposal.tokens) for proposal in model.propose(asked)()]
-    assert [len(ids) <= one.most for ids, one in zip(both, asked, strict=True)] == [True] * 3
+    assert [len(ids) <= one.max_tokens for ids, one in zip(both, asked, strict=True)] == [True] * 3
     assert both[0] == tokens[begin + 1 : begin + 1 + len(both[0])].tolist()
     assert both[2] == [tokens[begin + 5]]
 

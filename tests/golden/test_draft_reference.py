@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from luce.draft.dflash.spec import DraftSpec
+from luce.draft.dflash.spec import DFlashSpec
 from luce.gguf.reader import GGUFFile
 from luce.ops.matmul_int8 import INT8_TYPES
 from luce.runtime.device import Device
@@ -51,7 +51,7 @@ class Opened:
         types = {tensor.type for tensor in self.file.tensors.values()}
         return 4.0 if not self.device.host and types & INT8_TYPES else 1.0
 
-    def on(self, captured: F32, spec: DraftSpec | None = None, *, floats: bool = False) -> Drafting:
+    def on(self, captured: F32, spec: DFlashSpec | None = None, *, floats: bool = False) -> Drafting:
         """A draft with these captured rows in its ring, rounded unless `floats`."""
         assert self.spec.mask_token is not None
         rows = captured if floats else bfloat16(captured)
@@ -99,8 +99,8 @@ def test_features(opened: Opened, prompt: str) -> None:
 @pytest.mark.parametrize("floats", [True, False], ids=["float32", "bfloat16"])
 def test_block(opened: Opened, prompt: str, floats: bool) -> None:
     drafting = opened.on(opened.captured(prompt), floats=floats)
-    drafting.remember(len(opened.expected[f"prompt_{prompt}"]), piece=50)
-    z = drafting.fill(opened.table[opened.expected[f"seed_{prompt}"]])
+    drafting.append_context(len(opened.expected[f"prompt_{prompt}"]), piece=50)
+    z = drafting.draft_block(opened.table[opened.expected[f"seed_{prompt}"]])
     limits = opened.reference.limits["from_given_captures"]
     if opened.device.host and floats:
         assert np.abs(z - opened.expected[f"z_{prompt}"][1:]).max() <= limits["f32"]["z_max_abs"]
@@ -118,8 +118,8 @@ def test_explicit_flag(opened: Opened, prompt: str, flavour: str) -> None:
     if key not in opened.expected:
         pytest.skip("the flag changes nothing of this draft")
     drafting = opened.on(opened.captured(prompt), with_flavour(opened.spec, flavour == "causal"), floats=True)
-    drafting.remember(len(opened.expected[f"prompt_{prompt}"]))
-    z, expected = drafting.fill(opened.table[opened.expected[f"seed_{prompt}"]]), opened.expected[key][1:]
+    drafting.append_context(len(opened.expected[f"prompt_{prompt}"]))
+    z, expected = drafting.draft_block(opened.table[opened.expected[f"seed_{prompt}"]]), opened.expected[key][1:]
     if opened.device.host:
         assert np.abs(z - expected).max() <= opened.reference.limits["from_given_captures"]["f32"]["z_max_abs"]
     assert ((z - expected) ** 2).mean() / expected.var() <= (1e-9 if opened.device.host else 1e-3 * opened.coarse)
@@ -137,8 +137,8 @@ def test_run(opened: Opened, prompt: str) -> None:
     )
     margins = opened.expected[f"spec_{prompt}_draft_margin"]
     for step, (committed, seed) in enumerate(zip(expected["committed"].tolist(), expected["seed"], strict=True)):
-        drafting.remember(committed)
-        z = drafting.fill(opened.table[seed])
+        drafting.append_context(committed)
+        z = drafting.draft_block(opened.table[seed])
         if step in kept:
             error = ((z - kept[step][1:]) ** 2).mean() / kept[step].var()
             assert error <= (1e-7 if opened.device.host else 2e-3 * opened.coarse)

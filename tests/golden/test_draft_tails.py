@@ -12,7 +12,7 @@ import pytest
 
 import luce
 from luce.api import Model
-from luce.draft.feature_tail import Tail, Tails
+from luce.draft.feature_tail import FeatureTail, FeatureTails
 from luce.layers.features import FeatureRing
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Span
@@ -184,7 +184,7 @@ def rows(begin: int, count: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
 @pytest.mark.parametrize("most", [1, 4, 9])
 def test_tails_of_rings(capacity: int, most: int) -> None:
     ring = ring_of(capacity)
-    tails = Tails(ring, most)
+    tails = FeatureTails(ring, most)
     for begin, count in ((0, 7), (7, 3), (9, 4)):
         ring.write(1, begin, rows(begin, count))
         tails.observe([Span(1, 0, count, begin)])
@@ -195,7 +195,7 @@ def test_tails_of_rings(capacity: int, most: int) -> None:
     assert tails.take(1, 14) is None and tails.take(0, 1) is None
     assert [len(part.rows) for part in tail.windows()] == [len(tail.rows)]
     other = ring_of(3)
-    put = Tails(other, 64)
+    put = FeatureTails(other, 64)
     span = put.put(0, 13, tail)
     count = min(3, len(tail.rows))
     assert span == Span(0, 0, count, 13 - count)
@@ -208,14 +208,14 @@ def test_tails_of_rings(capacity: int, most: int) -> None:
 @pytest.mark.parametrize(
     "tail",
     [
-        Tail.of((1, 2), rows(0, 3)),
-        Tail.of((1, 3), rows(0, 9)),
-        Tail.of((1, 3), rows(0, 0)),
-        Tail.of((1, 3), rows(0, 3)[:, :6]),
-        Tail.of((1, 3), rows(0, 3).astype(np.float32)),  # type: ignore[arg-type]
+        FeatureTail.of((1, 2), rows(0, 3)),
+        FeatureTail.of((1, 3), rows(0, 9)),
+        FeatureTail.of((1, 3), rows(0, 0)),
+        FeatureTail.of((1, 3), rows(0, 3)[:, :6]),
+        FeatureTail.of((1, 3), rows(0, 3).astype(np.float32)),  # type: ignore[arg-type]
     ],
 )
-def test_tails_that_do_not_fit(tail: Tail) -> None:
+def test_tails_that_do_not_fit(tail: FeatureTail) -> None:
     ring = ring_of(16)
-    assert Tails(ring, 16).put(0, 8, tail) is None
+    assert FeatureTails(ring, 16).put(0, 8, tail) is None
     assert not ring.rows.any()

@@ -18,7 +18,7 @@ from luce import assembly
 from luce.backend.kvflash_size import Wanted
 from luce.backend.layersplit import LayerSplitBackend
 from luce.draft.drafter import Drafter
-from luce.draft.open import Prepared
+from luce.draft.open import PreparedDrafter
 from luce.engine.loop import Engine, EngineStats
 from luce.gguf.reader import open_gguf
 from luce.kvcache.paging import KVFlash, PagingStats
@@ -221,7 +221,7 @@ def test_trees_change_nothing(policy: str, name: str, monkeypatch: pytest.Monkey
         return next(whole[len(text) :][:count] for whole in texts if whole[: len(text)] == list(text))
 
     drafter = BranchingDrafter(follow, vocab=reference.spec.vocab)
-    prepared = Prepared(None, lambda first, last: drafter)
+    prepared = PreparedDrafter(None, lambda first, last: drafter)
     monkeypatch.setattr(assembly, "open_drafter", lambda *_, **__: prepared)
     for devices in ("cpu:0", "cpu:0,cpu:1"):
         found, stats = replies(draft="any.gguf", ddtree=True, verify_width=16, target_devices=devices)

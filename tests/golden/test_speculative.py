@@ -11,7 +11,7 @@ import pytest
 import luce
 from luce import assembly
 from luce.draft.drafter import Drafter
-from luce.draft.open import Prepared
+from luce.draft.open import PreparedDrafter
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
 from tests.support.daemons import HERE
@@ -41,7 +41,7 @@ def knowing(reference: Reference) -> Drafter:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
 def test_greedy(reference: Reference, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted = Prepared(None, lambda first, last: knowing(reference))
+    scripted = PreparedDrafter(None, lambda first, last: knowing(reference))
     monkeypatch.setattr(assembly, "open_drafter", lambda *_, **__: scripted)
     settings = {"max_ctx": 512, "parallel": 2, "chunk": 16, "draft": "ngram", "verify_width": 16, **PLACES[place]}
     with luce.load(reference.path, **settings) as model:
@@ -123,7 +123,7 @@ def test_a_device_gives_the_tokens_of_plain_decoding(
 
     for draft in ("", "ngram"):
         drafter = ScriptedDrafter(known, vocab=reference.spec.vocab, wrong=sometimes(0.25, 4))
-        prepared = Prepared(None, lambda first, last, drafter=drafter: drafter) if draft else None
+        prepared = PreparedDrafter(None, lambda first, last, drafter=drafter: drafter) if draft else None
         monkeypatch.setattr(assembly, "open_drafter", lambda *_, prepared=prepared, **__: prepared)
         rows = width if draft else 0
         with luce.load(reference.path, target_device=place, max_ctx=512, draft=draft, verify_width=rows) as model:

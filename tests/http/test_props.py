@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from luce import __version__
-from luce.draft.drafter import Draftable, Drafting
+from luce.draft.drafter import Draftable, PendingProposals
 from luce.draft.ngram import NgramDrafter
 from luce.engine.speculate import DraftStats
 from luce.errors import OutOfMemoryError
@@ -71,7 +71,7 @@ async def test_placement() -> None:
 
 
 class Broken(NgramDrafter):
-    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         raise OutOfMemoryError("cpu:0: 9 bytes asked")
 
 

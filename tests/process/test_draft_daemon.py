@@ -184,11 +184,11 @@ BAD = {
         False,
     ),
     "no memory at first": (
-        "end, count = session.OwnEnd, iter(range(9))\n"
+        "end, count = session.LoadedHead, iter(range(9))\n"
         "def tight(*given):\n"
         "    if next(count) < 2: raise OutOfMemoryError('cpu:0: 9 bytes asked')\n"
         "    return end(*given)\n"
-        "session.OwnEnd = tight\n",
+        "session.LoadedHead = tight\n",
         "on",
         True,
     ),

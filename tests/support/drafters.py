@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from luce.draft.drafter import Draftable, Drafting, Proposal
+from luce.draft.drafter import Draftable, PendingProposals, Proposal
 from luce.runtime.step import Span
 
 #: what follows a text: (tokens so far, how many) -> tokens
@@ -47,7 +47,7 @@ class ScriptedDrafter:
         self._hook("observe")
         self.seen += spans
 
-    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         self._hook("propose")
         self.asked += 1
         assert not self._drafting, "proposals were begun that nobody waited for"
@@ -78,8 +78,8 @@ class ScriptedDrafter:
         known = self._known.get(one.slot, [])
         assert text[: len(known)] == known and len(text) > len(known), "a text that does not go on"
         self._known[one.slot] = text
-        assert 0 < one.most <= self.block and 0 <= one.depth <= self.block
-        right = self._continuation(text, self.block)[: one.depth or one.most]
+        assert 0 < one.max_tokens <= self.block and 0 <= one.max_depth <= self.block
+        right = self._continuation(text, self.block)[: one.max_depth or one.max_tokens]
         tokens = [
             (token + 1) % self._vocab if self._wrong(len(text) + i) else int(token) for i, token in enumerate(right)
         ]
@@ -95,13 +95,13 @@ class BranchingDrafter(ScriptedDrafter):
         tokens: list[int] = []
         parents: list[int] = []
         depths, right = [], {-1}
-        for _ in range(8 * one.most):
-            if len(tokens) == one.most:
+        for _ in range(8 * one.max_tokens):
+            if len(tokens) == one.max_tokens:
                 break
             # New nodes hang on late ones more often, so that trees are deep.
             parent = max(-1, len(tokens) - 1 - int(random.geometric(0.4)) + 1) if tokens else -1
             depth = depths[parent] + 1 if parent >= 0 else 0
-            if depth >= min(one.depth, len(chain)):
+            if depth >= min(one.max_depth, len(chain)):
                 parent, depth = -1, 0
             taken = [token for token, above in zip(tokens, parents, strict=True) if above == parent]
             follows = parent in right and chain[depth] not in taken and random.random() < 0.7

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
-from luce.draft.dflash.model import DraftModel
+from luce.draft.dflash.model import DFlashModel
 from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
-from luce.draft.dflash.spec import DraftSpec, read_draft
+from luce.draft.dflash.spec import DFlashSpec, read_dflash
 from luce.gguf.quants import dequantize
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers.rotary import frequencies
@@ -35,9 +35,9 @@ def open_draft(path: Path) -> GGUFFile:
     return open_checkpoint(path) if is_checkpoint(path) else open_gguf(path)
 
 
-def spec_of(file: GGUFFile, path: Path) -> DraftSpec:
+def spec_of(file: GGUFFile, path: Path) -> DFlashSpec:
     """What a file says."""
-    return read_draft(Source(str(path), file.metadata, file.tensors))
+    return read_dflash(Source(str(path), file.metadata, file.tensors))
 
 
 def matrix(file: GGUFFile, name: str) -> F32:
@@ -116,7 +116,7 @@ def references() -> list[DraftReference]:
     return [DraftReference(name) for name in (*names, "qwen35-a-draft-hf")]
 
 
-def with_flavour(spec: DraftSpec, causal: bool) -> DraftSpec:
+def with_flavour(spec: DFlashSpec, causal: bool) -> DFlashSpec:
     """The draft with an explicit causal flag."""
     blocks = tuple(replace(b, mixer=replace(_attention(b.mixer), bidirectional=not causal)) for b in spec.layers)
     return replace(spec, layers=blocks)
@@ -133,7 +133,7 @@ class Drafting:
     def __init__(
         self,
         file: GGUFFile,
-        spec: DraftSpec,
+        spec: DFlashSpec,
         device: Device,
         captured: NDArray[Any],
         mask: F32,
@@ -143,21 +143,21 @@ class Drafting:
     ) -> None:
         self.device = device
         rows = device.upload(captured)
-        self.model = DraftModel(file, spec, device, slots=slots, context=context, rows=rows, mask=mask)
+        self.model = DFlashModel(file, spec, device, slots=slots, context=context, rows=rows, mask=mask)
 
-    def remember(self, to: int, slot: int = 0, piece: int = 500) -> None:
+    def append_context(self, to: int, slot: int = 0, piece: int = 500) -> None:
         """Let a slot remember the rows up to a position."""
-        for at in range(self.model.context.remembered(slot).stop, to, piece):
+        for at in range(self.model.context.cached(slot).stop, to, piece):
             rows = np.arange(at, min(to, at + piece), dtype=np.int32)
-            self.model.remember([slot], [len(rows)], rows)
+            self.model.append_context([slot], [len(rows)], rows)
 
-    def fill(self, *seeds: F32, slots: tuple[int, ...] = (0,)) -> F32:
+    def draft_block(self, *seeds: F32, slots: tuple[int, ...] = (0,)) -> F32:
         """The blocks behind what slots remember."""
-        result: F32 = self.device.download(self.model.fill(slots, self.device.upload(np.stack(seeds))))
+        result: F32 = self.device.download(self.model.draft_block(slots, self.device.upload(np.stack(seeds))))
         return result.copy()
 
 
-def formula(spec: DraftSpec, tensors: Mapping[str, F64], features: F64, noise: F64, at: int) -> F64:
+def formula(spec: DFlashSpec, tensors: Mapping[str, F64], features: F64, noise: F64, at: int) -> F64:
     """The draft's forward as dflash.md has it, in float64: captured rows [n, captures * hidden] of positions at - n ..,
     rows [block, hidden] at `at` .. -> [block, hidden] after the final norm. Every pair of rows is asked on its own."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from luce.api import Model
-from luce.draft.drafter import Draftable, Drafter, Drafting, Proposal
+from luce.draft.drafter import Draftable, Drafter, PendingProposals, Proposal
 
 
 def drafter_of(model: Model) -> Drafter:
@@ -21,7 +21,7 @@ def recorded(model: Model) -> Iterator[list[tuple[int, list[int]]]]:
     """What is proposed meanwhile: length of the text, tokens."""
     drafter, found = drafter_of(model), []
 
-    def propose(asked: Sequence[Draftable]) -> Drafting:
+    def propose(asked: Sequence[Draftable]) -> PendingProposals:
         begun = type(drafter).propose(drafter, asked)
 
         def wait() -> Sequence[Proposal]:

@@ -93,7 +93,7 @@ def as_loaded(facts: dict[str, Any], model: luce.Model) -> None:
         stats = model.engine.stats().draft
         assert stats is not None
         assert stats.facts["kind"] == facts["draft"]["kind"]
-        for name in ("weights", "state", "features", "ends"):
+        for name in ("weights", "state", "features", "head"):
             assert stats.facts[f"{name}_bytes"] == facts["draft"][name]
     assert (facts["served"]["context"], facts["fits"]) == (model.context, True)
 
@@ -122,7 +122,7 @@ def test_gpus_have_what_was_planned(
         for gpu, shard, part in zip(opened, facts["plan"], model.placement, strict=True):
             needed = shard["weights"] + shard["state"] + shard["buffers"] + part["unpacked"]
             if facts.get("draft", {}).get("device") == shard["device"]:
-                needed += sum(facts["draft"][name] for name in ("weights", "state", "features", "ends"))
+                needed += sum(facts["draft"][name] for name in ("weights", "state", "features", "head"))
             assert 0 <= gpu.allocated - needed <= _SMALL
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 import luce
 from luce.draft.dflash.correction import DOMINO, DSPARK, CorrectionSpec, corrected, open_correction
 from luce.draft.dflash.model import draft_bytes
-from luce.draft.dflash.spec import DraftSpec
-from luce.draft.probabilities import log_chances
+from luce.draft.dflash.spec import DFlashSpec
+from luce.draft.probabilities import log_probabilities
 from luce.errors import LuceError, UnsupportedError
 from luce.gguf.reader import open_gguf
 from luce.layers.weights import WeightLoader
@@ -106,7 +106,7 @@ def check_blocks(name: str, device: Device, path: Path) -> None:
         assert spec.correction is not None
         head = open_correction(file, spec.correction, HIDDEN, WeightLoader(file, device), device)
         ids, scores, sure = corrected(
-            head, seeds, z, order, log_chances(flat).reshape(order.shape), lambda ids: device.upload(table[ids])
+            head, seeds, z, order, log_probabilities(flat).reshape(order.shape), lambda ids: device.upload(table[ids])
         )
     assert (np.diff(scores, axis=-1) <= 0).all()
     np.testing.assert_allclose(np.exp(scores).sum(axis=-1), 1, atol=1e-5)
@@ -153,7 +153,7 @@ def test_the_gru_is_pytorch_s() -> None:
     np.testing.assert_allclose(gru(tensors, x, h[:WIDTH]), expected, atol=1e-12)
 
 
-def read(path: Path, made: MadeDraft) -> DraftSpec:
+def read(path: Path, made: MadeDraft) -> DFlashSpec:
     with open_gguf(made.write(path / "draft.gguf")) as file:
         return spec_of(file, path)
 

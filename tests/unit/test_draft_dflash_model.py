@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from luce.draft.context import PIECE
-from luce.draft.dflash.spec import DraftSpec, read_draft
+from luce.draft.context import CONTEXT_CHUNK
+from luce.draft.dflash.spec import DFlashSpec, read_dflash
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.runtime.host import HostDevice
@@ -23,7 +23,7 @@ class Made:
     def __init__(self, path: Path, made: MadeDraft, rows: int, *, slots: int = 1, context: int = 4096) -> None:
         self.file = open_gguf(made.write(path / "draft.gguf"))
         self.made = made
-        self.spec: DraftSpec = spec_of(self.file, path)
+        self.spec: DFlashSpec = spec_of(self.file, path)
         rng = np.random.default_rng(rows)
         self.captured: F32 = rng.standard_normal((rows, self.spec.count * self.spec.hidden), np.float32)
         self.seed, self.mask = rng.standard_normal((2, self.spec.hidden), np.float32)
@@ -76,8 +76,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_formula(variant: str, rows: int, tmp_path: Path) -> None:
     made = Made(tmp_path, MadeDraft.random(3, **VARIANTS[variant]), max(1, rows))
     drafting = made.drafting()
-    drafting.remember(rows, piece=23)
-    np.testing.assert_allclose(drafting.fill(made.seed), made.expected(rows), rtol=0, atol=2e-5)
+    drafting.append_context(rows, piece=23)
+    np.testing.assert_allclose(drafting.draft_block(made.seed), made.expected(rows), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("suffix", ["", ".weight"])
@@ -93,9 +93,9 @@ def test_other_names_of_tensors(suffix: str, tmp_path: Path) -> None:
     draft.tensors = {names.pop(name, name): tensor for name, tensor in draft.tensors.items()}
     assert not names
     drafting = Made(tmp_path, draft, 20).drafting()
-    drafting.remember(20)
+    drafting.append_context(20)
     seed = Made(tmp_path, draft, 20).seed
-    np.testing.assert_allclose(drafting.fill(seed), expected, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(drafting.draft_block(seed), expected, rtol=0, atol=2e-5)
 
 
 def test_learned_mask(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_learned_mask(tmp_path: Path) -> None:
     expected = made.expected(20)
     learned.mask = np.zeros_like(made.mask)
     drafting = learned.drafting()
-    drafting.remember(20)
-    np.testing.assert_allclose(drafting.fill(made.seed), expected, rtol=0, atol=2e-5)
+    drafting.append_context(20)
+    np.testing.assert_allclose(drafting.draft_block(made.seed), expected, rtol=0, atol=2e-5)
 
 
 @pytest.fixture
@@ -126,53 +126,55 @@ def test_cached_is_one_shot(sliding: Made) -> None:
     cached, at = sliding.drafting(), 0
     while at < 2000:
         at += int(rng.choice([1, 3, 8, 19, 64, 200, 600]))
-        cached.remember(at, piece=int(rng.integers(1, PIECE + 1)))
+        cached.append_context(at, piece=int(rng.integers(1, CONTEXT_CHUNK + 1)))
         once = sliding.drafting()
-        once.remember(at, piece=PIECE)
-        np.testing.assert_allclose(cached.fill(sliding.seed), once.fill(sliding.seed), rtol=0, atol=1e-5)
+        once.append_context(at, piece=CONTEXT_CHUNK)
+        np.testing.assert_allclose(cached.draft_block(sliding.seed), once.draft_block(sliding.seed), rtol=0, atol=1e-5)
 
 
 def test_rewind(sliding: Made) -> None:
     # Back within what the rings still hold, then on with other rows.
     drafting = sliding.drafting()
     for at, back in ((300, 290), (900, 640), (1000, 999), (1001, 700), (706, 590)):
-        drafting.remember(at)
-        drafting.fill(sliding.seed)
+        drafting.append_context(at)
+        drafting.draft_block(sliding.seed)
         drafting.model.context.rewind(0, back)
-        assert drafting.model.context.remembered(0).stop == back
-        drafting.remember(back + 5)
+        assert drafting.model.context.cached(0).stop == back
+        drafting.append_context(back + 5)
         once = sliding.drafting()
-        once.remember(back + 5)
-        np.testing.assert_allclose(drafting.fill(sliding.seed), once.fill(sliding.seed), rtol=0, atol=1e-5)
+        once.append_context(back + 5)
+        np.testing.assert_allclose(
+            drafting.draft_block(sliding.seed), once.draft_block(sliding.seed), rtol=0, atol=1e-5
+        )
 
 
 def test_rewind_beyond_the_rings(sliding: Made) -> None:
     # What was overwritten is not seen: as if it had been forgotten.
     drafting = sliding.drafting()
-    drafting.remember(2600)
+    drafting.append_context(2600)
     drafting.model.context.rewind(0, 1200)
     once = sliding.drafting()
     once.model.context.forget(0, 1200)
-    np.testing.assert_allclose(drafting.fill(sliding.seed), once.fill(sliding.seed), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(drafting.draft_block(sliding.seed), once.draft_block(sliding.seed), rtol=0, atol=1e-5)
 
 
 def test_a_hole_begins_anew(sliding: Made) -> None:
     drafting = sliding.drafting()
-    drafting.remember(100)
+    drafting.append_context(100)
     drafting.model.context.forget(0, 350)
-    assert drafting.model.context.remembered(0) == range(350, 350)
-    drafting.remember(420)
+    assert drafting.model.context.cached(0) == range(350, 350)
+    drafting.append_context(420)
     expected = sliding.expected(420, first=350)
-    np.testing.assert_allclose(drafting.fill(sliding.seed), expected, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(drafting.draft_block(sliding.seed), expected, rtol=0, atol=2e-5)
 
 
 def test_rebased_positions(sliding: Made) -> None:
     # The same rows a thousand positions later: differences alone count.
     here, there = sliding.drafting(), sliding.drafting(captured=np.concatenate([sliding.captured[:1000]] * 2))
-    here.remember(90)
+    here.append_context(90)
     there.model.context.forget(0, 1000)
-    there.remember(1090)
-    np.testing.assert_array_equal(here.fill(sliding.seed), there.fill(sliding.seed))
+    there.append_context(1090)
+    np.testing.assert_array_equal(here.draft_block(sliding.seed), there.draft_block(sliding.seed))
     assert np.abs(formula_at(sliding, 90, 0) - formula_at(sliding, 90, 5000)).max() < 1e-9
 
 
@@ -185,10 +187,10 @@ def formula_at(made: Made, rows: int, shift: int) -> np.ndarray[Any, np.dtype[np
 def test_context_cap(sliding: Made) -> None:
     # Full layers see whole pages that reach at least as far back as the cap.
     drafting = sliding.drafting(context=128)
-    drafting.remember(700)
+    drafting.append_context(700)
     assert drafting.model.context.reach == 128
     made = sliding.expected(700, first=(700 - 128) // 64 * 64)
-    np.testing.assert_allclose(drafting.fill(sliding.seed), made, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(drafting.draft_block(sliding.seed), made, rtol=0, atol=2e-5)
 
 
 def test_several_slots(tmp_path: Path) -> None:
@@ -196,13 +198,13 @@ def test_several_slots(tmp_path: Path) -> None:
     together, lengths = made.drafting(), (77, 3, 260)
     seeds = [made.seed, made.mask, -made.seed]
     rows = [np.arange(n, dtype=np.int32) for n in lengths]
-    together.model.remember([2, 0, 1], lengths, np.concatenate(rows))
-    both = together.fill(*seeds, slots=(2, 0, 1))
+    together.model.append_context([2, 0, 1], lengths, np.concatenate(rows))
+    both = together.draft_block(*seeds, slots=(2, 0, 1))
     for index, (length, seed) in enumerate(zip(lengths, seeds, strict=True)):
         alone = made.drafting()
-        alone.remember(length)
+        alone.append_context(length)
         own = both[index * (made.spec.block - 1) : (index + 1) * (made.spec.block - 1)]
-        np.testing.assert_allclose(own, alone.fill(seed), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(own, alone.draft_block(seed), rtol=0, atol=1e-5)
 
 
 def test_rehearsing_changes_nothing(tmp_path: Path) -> None:
@@ -211,8 +213,8 @@ def test_rehearsing_changes_nothing(tmp_path: Path) -> None:
     # Nothing attends, so layers compute with whatever lay in memory.
     with np.errstate(all="ignore"):
         drafting.model.warm_up()
-    drafting.remember(70)
-    np.testing.assert_allclose(drafting.fill(made.seed), made.expected(70), rtol=0, atol=2e-5)
+    drafting.append_context(70)
+    np.testing.assert_allclose(drafting.draft_block(made.seed), made.expected(70), rtol=0, atol=2e-5)
 
 
 def test_unknown_tensor(tmp_path: Path) -> None:
@@ -224,8 +226,8 @@ def test_unknown_tensor(tmp_path: Path) -> None:
 
 def test_the_window_option(tmp_path: Path) -> None:
     made = Made(tmp_path, MadeDraft.random(6, layers=3), 80)
-    made.spec = read_draft(Source("draft", made.file.metadata, made.file.tensors), window=24)
+    made.spec = read_dflash(Source("draft", made.file.metadata, made.file.tensors), window=24)
     drafting = made.drafting()
-    drafting.remember(80)
-    np.testing.assert_allclose(drafting.fill(made.seed), made.expected(80), rtol=0, atol=2e-5)
+    drafting.append_context(80)
+    np.testing.assert_allclose(drafting.draft_block(made.seed), made.expected(80), rtol=0, atol=2e-5)
     assert [getattr(block.mixer, "window", 0) for block in made.spec.layers] == [24, 24, None]

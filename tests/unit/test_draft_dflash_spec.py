@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGUFValueType, GGUFWriter
 
-from luce.draft.dflash.spec import DraftSpec, spread
+from luce.draft.dflash.spec import DFlashSpec, spread
 from luce.errors import FormatError, ModelError, UnsupportedError
 from luce.gguf.reader import open_gguf
 from luce.models.spec import Attention, ModelSpec, Yarn
@@ -20,12 +20,12 @@ from tests.support.made_drafts import MadeDraft
 from tests.support.reference import Reference
 
 
-def read(path: Path, made: MadeDraft, architecture: str = "dflash-draft") -> DraftSpec:
+def read(path: Path, made: MadeDraft, architecture: str = "dflash-draft") -> DFlashSpec:
     with open_gguf(made.write(path / "draft.gguf", architecture)) as file:
         return spec_of(file, path)
 
 
-def mixers(spec: DraftSpec) -> list[Attention]:
+def mixers(spec: DFlashSpec) -> list[Attention]:
     return [block.mixer for block in spec.layers if isinstance(block.mixer, Attention)]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from luce.draft.dflash.tree import Node, likeliest
-from luce.draft.probabilities import log_chances
+from luce.draft.probabilities import log_probabilities
 from luce.ops.sample import argmax_logsumexp
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Candidates
@@ -82,7 +82,7 @@ def test_chances_are_of_the_whole_vocabulary(scale: float, softcap: float) -> No
     norms = np.log(np.exp(values).sum(axis=1))
     ids = np.argsort(-logits, axis=1)[:, :20].astype(np.int32)
     top = Candidates(ids, np.take_along_axis(logits, ids, axis=1), norms.astype(np.float32))
-    found = np.exp(log_chances(top, scale=scale, softcap=softcap))
+    found = np.exp(log_probabilities(top, scale=scale, softcap=softcap))
     exact = np.exp(values - norms[:, None])
     np.testing.assert_allclose(found, np.take_along_axis(exact, ids, axis=1), rtol=1e-5)
     assert (found.sum(axis=1) < 0.9).all()
@@ -94,5 +94,5 @@ def test_what_is_certain_has_no_chance_above_one(scale: float, softcap: float) -
     logits[:, 7] += np.linspace(60, 120, 50, dtype=np.float32)
     ids, best, norms = argmax_logsumexp(HostDevice(), logits, scale, softcap)
     top = Candidates(ids[:, None], best.view(np.float32)[:, None], norms.view(np.float32))
-    found = np.exp(log_chances(top, scale=scale, softcap=softcap))
+    found = np.exp(log_probabilities(top, scale=scale, softcap=softcap))
     assert (found <= 1).all() and found.min() > 0.99

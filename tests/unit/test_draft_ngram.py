@@ -14,7 +14,7 @@ from luce.draft.ngram import NgramDrafter
 def propose(tokens: list[int], most: int, block: int = 8) -> list[int]:
     drafter = NgramDrafter(block=block, longest=3, shortest=2)
     (proposal,) = drafter.propose([Draftable(0, np.array(tokens, np.int32), most)])()
-    assert not proposal.chances
+    assert not proposal.probabilities
     return list(proposal.tokens)
 
 

@@ -16,9 +16,9 @@ from luce.backend.placement import Claim
 from luce.config.resolve import resolve
 from luce.draft.drafter import Draftable, Drafter
 from luce.draft.ngram import NgramDrafter
-from luce.draft.on_demand import ResidentDrafter
-from luce.draft.open import DraftPlan, Prepared, open_drafter
-from luce.draft.recipe import Target
+from luce.draft.on_demand import OnDemandDrafter
+from luce.draft.open import DraftPlan, PreparedDrafter, open_drafter
+from luce.draft.spec import Target
 from luce.errors import FormatError, LuceError, ModelError, OutOfMemoryError, UnsupportedError, UsageError
 from luce.gguf.reader import open_gguf
 from luce.layers.features import FeatureRing
@@ -41,7 +41,7 @@ def prepare(
     devices: list[Device] | None = None,
     reference: Reference = TARGET,
     **settings: Any,
-) -> Prepared | None:
+) -> PreparedDrafter | None:
     file = stack.enter_context(open_gguf(reference.path))
     config = resolve({"draft": str(draft), "parallel": 2, **settings}, env={})
     return open_drafter(stack, config, file, reference.spec, devices or [HostDevice(0)], context=512)
@@ -262,7 +262,7 @@ ASKED = [Draftable(0, np.array([1, 2, 3, 1, 2], np.int32), 2)]
 
 def test_request_scoped() -> None:
     loads = Loads()
-    drafter = ResidentDrafter(loads, keep=False, block=3, facts={"file": "x"})
+    drafter = OnDemandDrafter(loads, keep=False, block=3, facts={"file": "x"})
     assert (loads.made, loads.closed, drafter.describe()) == (1, 1, {"file": "x", "loaded": "no"})
     drafter.observe([Span(0, 0, 5, 0)])
     assert list(drafter.propose(ASKED)()[0].tokens) == [3, 1]
@@ -275,7 +275,7 @@ def test_request_scoped() -> None:
 
 def test_persistent() -> None:
     loads = Loads()
-    drafter = ResidentDrafter(loads, keep=True, block=3)
+    drafter = OnDemandDrafter(loads, keep=True, block=3)
     drafter.propose(ASKED)()
     drafter.idle()
     assert (loads.made, loads.closed) == (1, 0)
@@ -286,7 +286,7 @@ def test_persistent() -> None:
 
 def test_no_memory_at_first(caplog: pytest.LogCaptureFixture) -> None:
     loads = Loads(fail=2)
-    drafter = ResidentDrafter(loads, keep=True, block=3)
+    drafter = OnDemandDrafter(loads, keep=True, block=3)
     assert "the draft is not loaded: cpu:0: 9 bytes asked" in caplog.text
     assert drafter.describe() == {"loaded": "no"}
     with pytest.raises(OutOfMemoryError):

@@ -66,8 +66,8 @@ def test_sizes_are_those_of_the_load(reference: Reference, draft: str) -> None:
         else:
             assert isinstance(drafter, DFlashDrafter | MTPDrafter)
             taken = drafter._model.weights, drafter._model.state
-            ring = drafter._known._ring
-        assert (sizes["weights"], sizes["state"], sizes["ends"]) == (*taken, 0)
+            ring = drafter._window._ring
+        assert (sizes["weights"], sizes["state"], sizes["head"]) == (*taken, 0)
         assert sizes["features"] == (0 if ring is None else ring.rows.nbytes)
 
 
@@ -120,7 +120,7 @@ def test_in_a_daemon() -> None:
             head = file.tensors["token_embd.weight" if FIT.target.spec.tied_head else "output.weight"]
             norm = file.tensors["output_norm.weight"]
         ends = 4 * (head.rows * head.cols + norm.cols)
-        assert there.sizes == {**here.sizes, "ends": ends}
+        assert there.sizes == {**here.sizes, "head": ends}
         own, ring = there.claims()
         assert (own.bytes, ring.bytes) == (sum(there.sizes.values()), here.sizes["features"])
 

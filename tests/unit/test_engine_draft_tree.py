@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.draft.drafter import Draftable, Drafting, Proposal
+from luce.draft.drafter import Draftable, PendingProposals, Proposal
 from luce.draft.ngram import NgramDrafter
 from luce.engine import draft_tree
 from luce.engine.events import FinishReason
@@ -62,7 +62,7 @@ def test_the_first_tokens_of_a_tree_in_rows(data: st.DataObject) -> None:
     texts = {tuple(tokens[n] for n in path) for path in ([n, *above(n, nodes)][::-1] for n in range(count))}
     rows = parents or tuple(range(count))
     assert texts == {tuple(proposal.tokens[row - 1] for row in path_to(row, rows)[1:]) for row in range(1, count + 1)}
-    assert [t / 200 for t in proposal.tokens] == proposal.chances
+    assert [t / 200 for t in proposal.tokens] == proposal.probabilities
     assert not parents or parents != tuple(range(count))
 
 
@@ -277,7 +277,7 @@ def test_a_chain_where_pages_are_missing() -> None:
 
 def test_what_is_no_tree_ends_drafting() -> None:
     class Wild(NgramDrafter):
-        def propose(self, asked: Many[Draftable]) -> Drafting:
+        def propose(self, asked: Many[Draftable]) -> PendingProposals:
             return lambda: [Proposal([5, 5], [0.5, 0.5], [-1, -1]) for _ in asked]
 
     backend = ScriptedBackend(branch_pages=30)

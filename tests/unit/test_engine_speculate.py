@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.draft.drafter import AwayError, Draftable, Drafting, Proposal
+from luce.draft.drafter import Draftable, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.ngram import NgramDrafter
 from luce.engine.draft_budget import StepSeconds, choose_rows
 from luce.engine.events import Event, Finished, FinishReason, Tokens
@@ -91,7 +91,7 @@ def test_a_chance_that_is_no_number_fails_no_reply(width: int) -> None:
         reply, _ = submit(made, PROMPT, max_tokens=60)
         reply.finished()
     assert reply.ids == backend.reply(PROMPT, 60) and drafter.asked > 1
-    assert list(Proposal([1, 2, 3], [0.5, float("nan"), 1.0]).chances) == [0.5, 0.0, 1.0]
+    assert list(Proposal([1, 2, 3], [0.5, float("nan"), 1.0]).probabilities) == [0.5, 0.0, 1.0]
 
 
 def test_a_width_of_one_row_drafts_nothing() -> None:
@@ -263,7 +263,7 @@ def test_ids_that_are_none_are_not_verified(tokens: list[int]) -> None:
     backend = ScriptedBackend()
 
     class Wild(NgramDrafter):
-        def propose(self, asked: Many[Draftable]) -> Drafting:
+        def propose(self, asked: Many[Draftable]) -> PendingProposals:
             return lambda: [Proposal(tokens, [0.5]) for _ in asked]
 
     with engine(backend, eos=frozenset(), drafter=Wild(block=15), verify_width=8) as made:
@@ -357,7 +357,7 @@ def test_a_sink_that_fails_while_tokens_are_drafted(kind: type) -> None:
         assert "nobody listens" in str(replies[0].failed())
 
 
-@pytest.mark.parametrize("error", [AwayError("gone for now"), DeviceError("lost")])
+@pytest.mark.parametrize("error", [DrafterUnavailableError("gone for now"), DeviceError("lost")])
 def test_a_drafter_that_fails_while_it_is_waited_for(error: Exception) -> None:
     backend = ScriptedBackend(recurrent=True)
     waits: list[str] = []
@@ -371,7 +371,7 @@ def test_a_drafter_that_fails_while_it_is_waited_for(error: Exception) -> None:
     with engine(backend, drafter=oracle(backend, hook=hook), verify_width=4) as made:
         first, _ = submit(made, PROMPT, max_tokens=30)
         first.finished()
-        away, asked = len(waits), isinstance(error, AwayError)
+        away, asked = len(waits), isinstance(error, DrafterUnavailableError)
         again, _ = submit(made, PROMPT, max_tokens=30)
         again.finished()
         stats = made.stats().draft

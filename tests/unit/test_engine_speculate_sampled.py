@@ -118,7 +118,7 @@ class Bushes(ScriptedDrafter):
         chain = super()._propose(one).tokens
         nodes = [(token, 2 * place - 2 if place else -1) for place, token in enumerate(chain)]
         both = [node for token, parent in nodes for node in ((token, parent), ((token + 3) % VOCAB, parent))]
-        tokens, parents = zip(*both[: one.most], strict=True)
+        tokens, parents = zip(*both[: one.max_tokens], strict=True)
         return Proposal(tokens, [0.5] * len(tokens), parents)
 
 

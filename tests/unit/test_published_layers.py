@@ -41,7 +41,7 @@ def build(path: Path) -> tuple[set[str], set[str]]:
         if spec.per_layer:
             builder.per_layer()
         for block in range(len(spec.layers)):
-            builder.block(block)
+            builder.layer(block)
         builder.head()
         skipped = tuple(f"blk.{block}." for block in spec.skipped_layers)
         return builder.weights.used, {name for name in file.tensors if not name.startswith(skipped)}

@@ -8,21 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.draft.dflash.correction import corrected
-from luce.draft.dflash.model import DraftModel
+from luce.draft.dflash.model import DFlashModel
 from luce.draft.dflash.tree import likeliest
-from luce.draft.drafter import Draftable, Drafting, Proposal
-from luce.draft.feature_drafter import FeatureReader
-from luce.draft.feature_window import Part
-from luce.draft.probabilities import log_chances
-from luce.draft.target_head import Ends
+from luce.draft.drafter import Draftable, PendingProposals, Proposal
+from luce.draft.feature_drafter import FeatureDrafter
+from luce.draft.feature_window import SlotPositions
+from luce.draft.probabilities import log_probabilities
+from luce.draft.target_head import TargetHead
 from luce.layers.features import FeatureRing
 from luce.runtime.step import MAX_CANDIDATES, Int32, Span
 
 
-class DFlashDrafter(FeatureReader):
+class DFlashDrafter(FeatureDrafter):
     """Proposes by a model that reads `ring`, which the target fills."""
 
-    def __init__(self, model: DraftModel, ring: FeatureRing, ends: Ends) -> None:
+    def __init__(self, model: DFlashModel, ring: FeatureRing, ends: TargetHead) -> None:
         super().__init__(model, ring, ends, kind="dflash", block=model.spec.block - 1)
         self._spec = model.spec
         self._model = model
@@ -33,9 +33,9 @@ class DFlashDrafter(FeatureReader):
         ahead = [] if self._ends.device.host else [span for span in spans if self._follows(span)]
         if ahead:
             rows = [np.arange(span.position, span.position + span.rows, dtype=np.int32) for span in ahead]
-            self._remember([Part(span.slot, own) for span, own in zip(ahead, rows, strict=True)])
+            self._remember([SlotPositions(span.slot, own) for span, own in zip(ahead, rows, strict=True)])
 
-    def propose(self, asked: Sequence[Draftable]) -> Drafting:
+    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         proposals = [Proposal()] * len(asked)
         ready = [index for index, one in enumerate(asked) if self._ready(one)]
         if not ready:
@@ -44,26 +44,26 @@ class DFlashDrafter(FeatureReader):
         for parts in self._owed(slots, [len(asked[index].tokens) - 1 for index in ready]):
             self._remember(parts)
         seeds = np.array([asked[index].tokens[-1] for index in ready], np.int32)
-        filled = self._model.fill(slots, self._ends.embed(seeds))
+        filled = self._model.draft_block(slots, self._ends.embed(seeds))
         head, spec = self._model.correction, self._spec
         z = None if head is None else self._ends.device.fetch(filled)
         # A chain is of each place's likeliest tokens.
-        top = MAX_CANDIDATES if head is not None or any(one.depth for one in asked) else 1
+        top = MAX_CANDIDATES if head is not None or any(one.max_depth for one in asked) else 1
         pending = self._ends.project(filled, top=top, scale=spec.logit_scale, softcap=spec.logit_softcap)
 
         def wait() -> list[Proposal]:
             best = pending().candidates
             assert best is not None
             texts = (len(ready), self.block, -1)
-            scores = log_chances(best, scale=spec.logit_scale, softcap=spec.logit_softcap).reshape(texts)
+            scores = log_probabilities(best, scale=spec.logit_scale, softcap=spec.logit_softcap).reshape(texts)
             ids, sure = best.ids.reshape(texts), None
             if head is not None and z is not None:
                 ids, scores, sure = corrected(head, seeds, z().reshape(texts), ids, scores, self._ends.embed)
             for row, index in enumerate(ready):
                 one = asked[index]
-                own = row, slice(min(self.block, one.depth or one.most))
-                if one.depth:
-                    proposals[index] = _tree(ids[own], scores[own], one.most)
+                own = row, slice(min(self.block, one.max_depth or one.max_tokens))
+                if one.max_depth:
+                    proposals[index] = _tree(ids[own], scores[own], one.max_tokens)
                 else:
                     chances = np.exp(scores[own][:, 0]) if sure is None else sure[own]
                     proposals[index] = Proposal(ids[own][:, 0].tolist(), chances.tolist())
@@ -74,12 +74,12 @@ class DFlashDrafter(FeatureReader):
     def _follows(self, span: Span) -> bool:
         """Whether the rows of a span are verified as a chain, right behind what its slot remembers, and in the ring."""
         chain = span.speculative and not span.ancestors
-        stop = self._model.context.remembered(span.slot).stop
-        return chain and stop == span.position and self._known.has(span.slot, stop)
+        stop = self._model.context.cached(span.slot).stop
+        return chain and stop == span.position and self._window.has(span.slot, stop)
 
-    def _remember(self, parts: Sequence[Part]) -> None:
+    def _remember(self, parts: Sequence[SlotPositions]) -> None:
         counts = [len(part.positions) for part in parts]
-        self._model.remember([part.slot for part in parts], counts, self._known.places(parts))
+        self._model.append_context([part.slot for part in parts], counts, self._window.places(parts))
 
 
 def _tree(ids: Int32, scores: NDArray[np.float64], budget: int) -> Proposal:

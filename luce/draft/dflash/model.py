@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.draft.context import KINDS_OF_ROWS, PIECE, Context, Ring
+from luce.draft.context import CONTEXT_CHUNK, WARM_UP_ROWS, Context, PageRing
 from luce.draft.dflash.correction import DOMINO, DSPARK, MULTIPLIED, Correction, open_correction
-from luce.draft.dflash.spec import FINAL_NORM, FUSION, FUSION_NORM, MASK_EMBEDDING, DraftSpec, capture_norm, stored
+from luce.draft.dflash.spec import FINAL_NORM, FUSION, FUSION_NORM, MASK_EMBEDDING, DFlashSpec, capture_norm, stored
 from luce.draft.feature_window import as_table
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile, TensorInfo
@@ -37,7 +37,7 @@ from luce.runtime.step import DeviceStep, Int32
 from luce.shard.graphs import GraphRunner
 
 
-class DraftModel:
+class DFlashModel:
     """Weights and context of a draft for `slots` sequences, which see at most the last `context` positions, or up to 63
     more in layers without a window.
 
@@ -51,7 +51,7 @@ class DraftModel:
     def __init__(
         self,
         file: GGUFFile,
-        spec: DraftSpec,
+        spec: DFlashSpec,
         device: Device,
         *,
         slots: int,
@@ -78,7 +78,7 @@ class DraftModel:
         device.copy(self._inputs[0], own)
         self._blocks: list[PreNormDecoderLayer] = []
         for index in range(len(spec.layers)):
-            block = builder.block(index)
+            block = builder.layer(index)
             assert isinstance(block, PreNormDecoderLayer)
             self._blocks.append(block)
         #: None also where the file has one that is off
@@ -106,22 +106,23 @@ class DraftModel:
     def warm_up(self) -> None:
         """Launch what later steps will, with nothing in them."""
         block = self.spec.block
-        for rows in (*KINDS_OF_ROWS, PIECE):
+        for rows in (*WARM_UP_ROWS, CONTEXT_CHUNK):
             self._keep(self.context.empty(self.device, rows, 1, rows, 1, sees=False), ())
         for count in range(1, min(self.context.slots, 2) + 1):
             step = self.context.empty(self.device, count * block, count, block, count * (block - 1), sees=True)
             self._fill(step, ())
 
-    def remember(self, slots: Sequence[int], counts: Sequence[int], rows: Int32) -> None:
+    def append_context(self, slots: Sequence[int], counts: Sequence[int], rows: Int32) -> None:
         """Append to slots what the target computed for their next positions.
 
-        rows int32 [sum(counts)], at most PIECE: where the captured rows are found, counts[i] of them for slots[i].
+        rows int32 [sum(counts)], at most CONTEXT_CHUNK: where the captured rows are found, counts[i] of them for
+        slots[i].
         """
         # Nothing is wanted, but only steps of which something is are replayed.
         self._remembering.run(self.context.step(slots, counts, rows, np.zeros(1, np.int32), sees=False), ())
-        self.context.keep(slots, counts)
+        self.context.commit(slots, counts)
 
-    def fill(self, slots: Sequence[int], seeds: Array) -> Array:
+    def draft_block(self, slots: Sequence[int], seeds: Array) -> Array:
         """The block of each slot, behind what it remembers: seeds float32 [len(slots), hidden], the target's embeddings
         of the tokens that the blocks begin with
 
@@ -159,7 +160,7 @@ class DraftModel:
         for block in self._blocks:
             assert isinstance(block.mixer, AttentionLayer)
             y = rms_norm(device, features, block.mixer_norm, block.eps) if spec.context_norm else whole
-            block.mixer.remember(y, step, self._context_rotary)
+            block.mixer.write_context(y, step, self._context_rotary)
         return ()
 
     def _fill(self, step: DeviceStep, _: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -172,8 +173,8 @@ class DraftModel:
         return (rms_norm(device, take_rows(device, stream.settle(), step.output_rows), self._norm, spec.norm_eps),)
 
 
-def draft_bytes(file: GGUFFile, spec: DraftSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
-    """Bytes of a DraftModel's weights and context."""
+def draft_bytes(file: GGUFFile, spec: DFlashSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
+    """Bytes of a DFlashModel's weights and context."""
     model = spec.model
     pages = {
         group.window: slots * ring.pages for group, ring in zip(model.page_groups, _rings(spec, context), strict=True)
@@ -192,7 +193,7 @@ def _filled(block: int, texts: int) -> tuple[Int32, Int32]:
     return rows, places[places % block > 0]
 
 
-def _needed(file: GGUFFile, spec: DraftSpec) -> Mapping[str, TensorInfo]:
+def _needed(file: GGUFFile, spec: DFlashSpec) -> Mapping[str, TensorInfo]:
     """The file's tensors without those of a head that is off."""
     if spec.correction is not None:
         return file.tensors
@@ -203,12 +204,12 @@ def _of_head(name: str) -> bool:
     return name.startswith((DOMINO, DSPARK))
 
 
-def _rings(spec: DraftSpec, context: int) -> list[Ring]:
+def _rings(spec: DFlashSpec, context: int) -> list[PageRing]:
     """Of each page group."""
     return [_ring(spec, group.window, context) for group in spec.model.page_groups]
 
 
-def _ring(spec: DraftSpec, window: int | None, context: int) -> Ring:
+def _ring(spec: DFlashSpec, window: int | None, context: int) -> PageRing:
     mixers = [block.mixer for block in spec.layers]
     (both,) = {m.bidirectional for m in mixers if isinstance(m, Attention) and m.window == window}
-    return Ring(context if window is None else min(window, context), max(PIECE, spec.block), both)
+    return PageRing(context if window is None else min(window, context), max(CONTEXT_CHUNK, spec.block), both)

@@ -75,7 +75,7 @@ _READ = frozenset(
 
 
 @dataclass(frozen=True)
-class DraftSpec:
+class DFlashSpec:
     """A DFlash draft.
 
     blocks        rows of a block are bidirectional where their attention says so
@@ -144,7 +144,7 @@ def spread(count: int, layers: int) -> tuple[int, ...]:
     return tuple(round(1 + index * (layers - 4) / (count - 1)) for index in range(count))
 
 
-def read_draft(source: Source, *, window: int = 0) -> DraftSpec:
+def read_dflash(source: Source, *, window: int = 0) -> DFlashSpec:
     """The spec of a draft file.
 
     `window` > 0 makes every layer but the last slide with it, whatever the file says. Raises UnsupportedError or
@@ -184,7 +184,7 @@ def read_draft(source: Source, *, window: int = 0) -> DraftSpec:
     vocab = source.integer("vocab_size", 0)
     if vocab and mask >= vocab:
         raise source.refuse("dflash.mask_token_id", f"is {mask}, but there are {vocab} tokens")
-    return DraftSpec(
+    return DFlashSpec(
         path=source.path,
         hidden=hidden,
         vocab=vocab,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.draft.feature_tail import Tail
+from luce.draft.feature_tail import FeatureTail
 from luce.kvcache.disk.index import Entry
 from luce.kvcache.disk.manifest import FEATURES, LOGITS, OPENING, RESIDENCY
 from luce.kvcache.disk.part import DamagedError, Frame, PartInfo, PartReader
@@ -133,7 +133,7 @@ class Reader:
                     raise DamagedError(f"{self.manifest.id}: its residency is {error}") from error
         return None
 
-    def features(self) -> Tail | None:
+    def features(self) -> FeatureTail | None:
         """What drafters read of the last positions, if that is there. Raises DamagedError, OSError."""
         frames = [(part, frame) for part, frame in self._state if frame.name.partition(".")[0] == FEATURES]
         if not frames:
@@ -144,7 +144,7 @@ class Reader:
         layers = min(named).split(".")[1:]
         if len(named) != 1 or not whole or not all(layer.isdecimal() for layer in layers):
             raise DamagedError(f"{self.manifest.id}: its features do not fit each other")
-        return Tail.of(tuple(map(int, layers)), np.concatenate(rows).astype(np.uint16, copy=False))
+        return FeatureTail.of(tuple(map(int, layers)), np.concatenate(rows).astype(np.uint16, copy=False))
 
     def close(self) -> None:
         """Idempotent."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce import log
-from luce.draft.feature_tail import Tail
+from luce.draft.feature_tail import FeatureTail
 from luce.errors import LuceError
 from luce.kvcache.disk.deadline import Deadline, SlowError
 from luce.kvcache.disk.fingerprint import Fingerprint, describe, described
@@ -575,7 +575,7 @@ class Save:
 
         self._tier.post(write, self)
 
-    def features(self, tail: Tail) -> None:
+    def features(self, tail: FeatureTail) -> None:
         """Some of what drafters read of the last positions, oldest first."""
 
         def write() -> None:

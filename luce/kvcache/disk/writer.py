@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import luce
-from luce.draft.feature_tail import Tail
+from luce.draft.feature_tail import FeatureTail
 from luce.kvcache.disk import manifest as manifests
 from luce.kvcache.disk.files import sync_directory, write_file
 from luce.kvcache.disk.index import Entry
@@ -87,7 +87,7 @@ class Writer:
         """Some of what the point has beside pages."""
         self._write(tensors, lambda name: _file("state", name, layers))
 
-    def features(self, tail: Tail) -> None:
+    def features(self, tail: FeatureTail) -> None:
         """Some of what drafters read of the last positions, oldest first."""
         name = ".".join([FEATURES, *map(str, tail.layers)])
         self._write({name: tail.rows}, lambda name: "state-features.part")

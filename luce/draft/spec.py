@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.draft.dflash.drafter import DFlashDrafter
-from luce.draft.dflash.model import DraftModel, draft_bytes
+from luce.draft.dflash.model import DFlashModel, draft_bytes
 from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
-from luce.draft.dflash.spec import DraftSpec, read_draft
+from luce.draft.dflash.spec import DFlashSpec, read_dflash
 from luce.draft.drafter import Drafter
 from luce.draft.mtp import MTP_BLOCK, MTPDrafter, MTPModel, block_bytes, captured
 from luce.draft.small_model import ModelDrafter, check_tokens, model_bytes
-from luce.draft.target_head import Ends
+from luce.draft.target_head import TargetHead
 from luce.errors import ModelError, UsageError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.quants import dequantize
@@ -53,11 +53,11 @@ class Target:
 
 
 #: the drafter on a device; its ring on the same one and the target's ends, None where it has no use for them
-Make = Callable[[Device, FeatureRing | None, Ends | None], Drafter]
+Make = Callable[[Device, FeatureRing | None, TargetHead | None], Drafter]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class DrafterSpec:
     """A drafter without a device.
 
     path    of its file, empty if that is the target's
@@ -85,8 +85,8 @@ class Recipe:
         return {"kind": self.kind, **({"file": self.path} if self.path else {})}
 
 
-def read_recipe(opened: contextlib.ExitStack, target: Target, draft: str, window: int) -> Recipe:
-    """The recipe of a --draft that has weights; `window` as --draft-swa. `opened` closes the file.
+def read_drafter(opened: contextlib.ExitStack, target: Target, draft: str, window: int) -> DrafterSpec:
+    """The spec of a --draft that has weights; `window` as --draft-swa. `opened` closes the file.
 
     Raises UsageError for a window without a use, and ModelError, FormatError or UnsupportedError naming the file.
     """
@@ -96,13 +96,13 @@ def read_recipe(opened: contextlib.ExitStack, target: Target, draft: str, window
     file = opened.enter_context(open_checkpoint(path) if is_checkpoint(path) else open_gguf(path))
     source = Source(str(path), file.metadata, file.tensors)
     if source.architecture in ARCHITECTURES:
-        return _dflash(target, file, read_draft(source, window=window))
+        return _dflash(target, file, read_dflash(source, window=window))
     if window:
         raise UsageError(f"--draft-swa: {path} is no DFlash draft", param="draft_swa")
     return _model(target, file, read_spec(source))
 
 
-def _dflash(target: Target, file: GGUFFile, spec: DraftSpec) -> Recipe:
+def _dflash(target: Target, file: GGUFFile, spec: DFlashSpec) -> DrafterSpec:
     layers = spec.captured(target.spec)
     mask = _mask(target, spec)
     if spec.correction is not None and spec.correction.vocab != target.spec.vocab:
@@ -114,24 +114,26 @@ def _dflash(target: Target, file: GGUFFile, spec: DraftSpec) -> Recipe:
     # Behind more than it was trained with a draft is hardly ever right.
     slots, context = target.slots, min(target.context, spec.context_length)
 
-    def make(device: Device, ring: FeatureRing | None, ends: Ends | None) -> Drafter:
+    def make(device: Device, ring: FeatureRing | None, ends: TargetHead | None) -> Drafter:
         assert ring is not None and ends is not None
-        model = DraftModel(file, spec, device, slots=slots, context=context, rows=ring.rows, mask=mask)
+        model = DFlashModel(file, spec, device, slots=slots, context=context, rows=ring.rows, mask=mask)
         return DFlashDrafter(model, ring, ends)
 
     def size(device: Device) -> tuple[int, int]:
         return draft_bytes(file, spec, device, slots=slots, context=context)
 
-    return Recipe("dflash", spec.path, spec.block - 1, layers, True, make, lambda: fingerprint(file), size, trees=True)
+    return DrafterSpec(
+        "dflash", spec.path, spec.block - 1, layers, True, make, lambda: fingerprint(file), size, trees=True
+    )
 
 
-def _mtp(target: Target, window: int) -> Recipe:
+def _mtp(target: Target, window: int) -> DrafterSpec:
     if window:
         raise UsageError("--draft-swa: mtp is no DFlash draft", param="draft_swa")
     if not target.spec.skipped_layers:
         raise ModelError(f"{target.file.paths[0]}: --draft mtp: has no block for multi-token prediction")
 
-    def make(device: Device, ring: FeatureRing | None, ends: Ends | None) -> Drafter:
+    def make(device: Device, ring: FeatureRing | None, ends: TargetHead | None) -> Drafter:
         assert ring is not None and ends is not None
         slots, context = target.slots, target.context
         model = MTPModel(target.file, target.spec, device, slots=slots, context=context, rows=ring.rows)
@@ -140,22 +142,24 @@ def _mtp(target: Target, window: int) -> Recipe:
     def size(device: Device) -> tuple[int, int]:
         return block_bytes(target.file, target.spec, device, slots=target.slots, context=target.context)
 
-    return Recipe("mtp", "", MTP_BLOCK, captured(target.spec), True, make, lambda: "", size)
+    return DrafterSpec("mtp", "", MTP_BLOCK, captured(target.spec), True, make, lambda: "", size)
 
 
-def _model(target: Target, file: GGUFFile, spec: ModelSpec) -> Recipe:
+def _model(target: Target, file: GGUFFile, spec: ModelSpec) -> DrafterSpec:
     check_tokens(file, target.file.metadata)
 
-    def make(device: Device, ring: FeatureRing | None, ends: Ends | None) -> Drafter:
+    def make(device: Device, ring: FeatureRing | None, ends: TargetHead | None) -> Drafter:
         return ModelDrafter(file, spec, device, slots=target.slots, context=target.context)
 
     def size(device: Device) -> tuple[int, int]:
         return model_bytes(file, spec, device, slots=target.slots, context=target.context)
 
-    return Recipe("model", str(file.paths[0]), ModelDrafter.block, (), False, make, lambda: fingerprint(file), size)
+    return DrafterSpec(
+        "model", str(file.paths[0]), ModelDrafter.block, (), False, make, lambda: fingerprint(file), size
+    )
 
 
-def _mask(target: Target, spec: DraftSpec) -> NDArray[np.float32]:
+def _mask(target: Target, spec: DFlashSpec) -> NDArray[np.float32]:
     """What rows behind the seed begin as, by the target's table. Raises ModelError if it has no such row."""
     if spec.mask_embedding:
         return np.zeros(spec.hidden, np.float32)
