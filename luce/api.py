@@ -136,8 +136,8 @@ class Model:
 
     @property
     def placement(self) -> list[dict[str, Any]]:
-        """device, layers (first, last), bytes of weights, of state, of weights unpacked as well, and bytes per token
-        handed on, of each shard."""
+        """Of each shard: device; layers (first, last); bytes of weights, of state, and of weights also kept unpacked;
+        bytes of activations per token to the next shard."""
         return [
             {
                 "device": part.device,
@@ -145,7 +145,7 @@ class Model:
                 "weights": part.weights,
                 "unpacked": part.unpacked,
                 "state": part.state,
-                "handed_on": handed_on(self._backend.spec, part.layers.stop),
+                "activation_bytes_per_token": handed_on(self._backend.spec, part.layers.stop),
             }
             for part in self._backend.parts
         ]

@@ -104,7 +104,7 @@ def plan(model: Opened) -> dict[str, Any]:
     plan    per shard: device; layers (first, last); weights, with the embedding and the head; state of all sequences;
             buffers for what is handed over, and pinned_at_most of host memory on its way; unpacked_at_most, for
             weights that are kept unpacked as well; free; fits; kv_per_token and state_per_sequence, with mirrors of
-            other shards' keys and values; handed_on per token to the next shard
+            other shards' keys and values; activation_bytes_per_token to the next shard
     draft   of a --draft with weights: device, kind, file; weights, state; features of the target that it reads; ends, a
             daemon's copy of the embedding and the head; free; fits: what shares a device with layers is left out of
             their free memory
@@ -157,7 +157,7 @@ def plan(model: Opened) -> dict[str, Any]:
                 "fits": shard.fits,
                 "kv_per_token": sum(unit.page) // PAGE,
                 "state_per_sequence": unit.slot,
-                "handed_on": shard.handed_on,
+                "activation_bytes_per_token": shard.handed_on,
             }
         )
     draft = {} if model.draft is None else {"draft": _draft(model.draft, {shard.device for shard in shards})}
@@ -189,7 +189,8 @@ def table(facts: dict[str, Any]) -> Table:
     for shard in facts["plan"]:
         first, last = shard["layers"]
         sizes = (f"{shard[name] / _MIB:,.1f} MiB" for name in ("weights", "state", "buffers", "free"))
-        traffic = f"{shard['handed_on']:,} B/token" if shard["handed_on"] else ""
+        traffic = shard["activation_bytes_per_token"]
+        traffic = f"{traffic:,} B/token" if traffic else ""
         shown.add_row(shard["device"], f"{first}..{last}", *sizes, "yes" if shard["fits"] else "NO", traffic)
     if "draft" in facts:
         draft = facts["draft"]

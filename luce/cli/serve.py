@@ -138,7 +138,7 @@ class _Service:
     def _ready(self, model: Model) -> None:
         for shard in model.placement:
             first, last = shard["layers"]
-            sizes = {name: shard[name] for name in ("weights", "state", "handed_on")}
+            sizes = {name: shard[name] for name in ("weights", "state", "activation_bytes_per_token")}
             log.event(_log, "shard", device=shard["device"], layers=f"{first}..{last}", **sizes)
         log.event(_log, "ready", model=model.name, context=model.context)
         self._notifier.send(READY=1, STATUS=f"serving {model.name}")

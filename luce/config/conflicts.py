@@ -87,7 +87,7 @@ def _cache_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> It
 
 
 #: settings of drafts that have weights
-_DRAFT = ("draft_device", "draft_ipc_bin", "draft_residency", "draft_swa", "draft_ctx_max", "draft_tail")
+_DRAFT = ("draft_device", "draft_ipc_bin", "draft_residency", "draft_swa", "draft_ctx_max", "draft_feature_tail")
 
 
 def _draft_problems(

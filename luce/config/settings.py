@@ -92,15 +92,15 @@ class Config(_Sampling):
     target_device: str = _setting(
         "auto",
         device,
-        "device that holds the model: auto (the first GPU that works, else the CPU), cuda:N, hip:N, cpu:N",
+        "device that runs the model: auto (the first GPU that works, else the CPU), cuda:N, hip:N, cpu:N",
         metavar="DEVICE",
         group="placement",
     )
     target_devices: tuple[str, ...] = _setting(
         (),
         devices,
-        "devices that hold the model's layers, in order: cuda:N, hip:N, cpu:N, tcp://HOST:PORT/cuda:N, or auto for all "
-        "GPUs",
+        "devices that the model's layers are split over, in order: cuda:N, hip:N, cpu:N, tcp://HOST:PORT/cuda:N, or "
+        "auto for all GPUs",
         flags=("devices",),
         metavar="DEVICE[,DEVICE...]",
         group="placement",
@@ -108,7 +108,7 @@ class Config(_Sampling):
     target_layer_split: tuple[float, ...] = _setting(
         (),
         weights,
-        "share of the layers on each of the target devices (default: by bytes, in proportion to their free memory)",
+        "share of the layers on each of the target devices (default: in proportion to their free memory)",
         flags=("layer-split",),
         metavar="WEIGHT[,WEIGHT...]",
         group="placement",
@@ -116,8 +116,8 @@ class Config(_Sampling):
     target_shard_ipc_bin: tuple[tuple[str, Path], ...] = _setting(
         (),
         interpreters,
-        "Python interpreter, or virtual environment, that runs daemons for the GPUs of the vendor that this one does "
-        "not drive; where there are none, for all devices but the first. backend=PATH: for all devices of the backend",
+        "Python interpreter or virtual environment that runs daemons for the GPUs of the other vendor; if there are "
+        "none, for all devices but the first. backend=PATH: for all devices of that backend",
         flags=("shard-python",),
         metavar="PATH",
         group="daemons",
@@ -125,23 +125,24 @@ class Config(_Sampling):
     peer_access: bool = _setting(
         True,
         text,
-        "let GPUs copy to each other where the pair can; --no-peer-access: always by way of host memory",
+        "let GPUs copy directly to each other where they can; --no-peer-access: always copy through host memory",
         group="peer copies",
     )
     isolate_shards: bool = _setting(
-        False, text, "a daemon for each device, not one for devices of a backend side by side", group="daemons"
+        False, text, "start one daemon per device, not one for all neighbouring devices of a backend", group="daemons"
     )
     shard_env: tuple[str, ...] = _setting(
         (),
         variables,
-        "variable that daemons of a backend get, such as hip:HSA_OVERRIDE_GFX_VERSION=11.0.0 (repeatable)",
+        "environment variable for the daemons of a backend, such as hip:HSA_OVERRIDE_GFX_VERSION=11.0.0 (repeatable)",
         metavar="BACKEND:NAME=VALUE",
         group="daemons",
     )
     shard_transport: str = _setting(
         "auto",
         choice("auto", "shared", "stream"),
-        "how activations reach daemons: in shared memory, in the messages themselves, or auto (shared where possible)",
+        "how activations reach daemons: shared (shared memory), stream (inside the messages), auto (shared where "
+        "possible)",
         flags=("target-shard-ipc-transport",),
         metavar="WAY",
         group="daemons",
@@ -149,44 +150,46 @@ class Config(_Sampling):
     shard_activations: str = _setting(
         "f32",
         choice("f32", "f16", "bf16"),
-        "what activations are in messages, over a network or with --shard-transport stream: half the bytes in 16 bits, "
-        "which change results",
+        "type of activations inside messages (over a network, or with --shard-transport stream): f16 and bf16 halve "
+        "the bytes and change results",
         metavar="TYPE",
         group="daemons",
     )
     shard_key_file: Path | None = _setting(
         None,
         path,
-        "key and certificate of the network daemons at tcp://host:port/backend:index",
+        "file with the key and certificate for network daemons at tcp://HOST:PORT/BACKEND:N",
         metavar="FILE",
         group="daemons",
     )
     shard_timeout: float = _setting(
         60.0,
         number(0.1, 86400),
-        "time that a daemon has for a request, beside 0.1 s for each row of it",
+        "seconds in which a daemon must answer a request, plus 0.1 s per row of the request",
         metavar="SECONDS",
         group="daemons",
     )
     shard_start_timeout: float = _setting(
         600.0,
         number(1, 86400),
-        "time that a daemon has to start, and to read each of its layers",
+        "seconds in which a daemon must start, and in which it must read each of its layers",
         metavar="SECONDS",
         group="daemons",
     )
     max_ctx: int = _setting(
         0,
         integer(0),
-        "tokens of context per sequence (0: the trained length, at most 8192)",
+        "context length of a sequence in tokens (0: the trained length, at most 8192)",
         metavar="N",
         group="engine",
     )
-    parallel: int = _setting(1, integer(1, 256), "sequences that are generated at once", metavar="N", group="engine")
+    parallel: int = _setting(
+        1, integer(1, 256), "sequences that are generated at the same time", metavar="N", group="engine"
+    )
     chunk: int = _setting(
         0,
         integer(0, 8192),
-        "prompt rows in one step (0: 2048 on GPUs, 512 if a device is a CPU)",
+        "prompt tokens in one step (0: 2048 on GPUs, 512 if a device is a CPU)",
         flags=("prefill-chunk",),
         metavar="N",
         group="engine",
@@ -194,83 +197,86 @@ class Config(_Sampling):
     cache_type_k: str = _setting(
         "auto",
         choice(*_CACHE_TYPES),
-        "how the keys of the context are stored: auto (f16 on GPUs, f32 on the CPU), f16, bf16, q8_0, q4_0",
+        "type in which keys are stored: auto (f16 on GPUs, f32 on the CPU), f16, bf16, q8_0, q4_0",
         metavar="TYPE",
         group="engine",
     )
     cache_type_v: str = _setting(
         "auto",
         choice(*_CACHE_TYPES),
-        "how the values of the context are stored: the same types",
+        "type in which values are stored: the same choices as for keys",
         metavar="TYPE",
         group="engine",
     )
     kvflash: str = _setting(
         "off",
         pool,
-        "tokens of a sequence whose keys and values are on the devices; those of the others wait in host memory, and "
-        "longer sequences are computed approximately. off: of all; N, rounded up to a multiple of 256; auto: as many "
-        "as half of the memory left holds, 16384 at most; auto:N, N at most",
+        "keys and values on the devices, per sequence; further ones are swapped out to host memory, and longer "
+        "sequences are computed approximately. off: all tokens stay on the devices; N: at most N tokens, rounded up "
+        "to 256; auto: at most 16384, and at most half of the free memory; auto:N: the same with at most N",
         metavar="N|auto",
         group="KVFlash",
     )
     kvflash_policy: str = _setting(
         "qk",
         choice("qk", "drafter", "lru"),
-        "what stays on the devices beside a sequence's first and last tokens: qk (what the newest token would attend "
-        "to), drafter (what a small model attends to when it reads the last tokens), lru (as qk, but nothing comes "
-        "back)",
+        "which pages stay on the devices beside a sequence's first and last ones: qk (those that the newest token "
+        "attends to most), drafter (those that a small model attends to while it reads the newest tokens), lru (as "
+        "qk, but no page is swapped in again)",
         metavar="POLICY",
         group="KVFlash policy",
     )
     kvflash_drafter: str = _setting(
         "",
         filled,
-        "GGUF file of the small model of --kvflash-policy drafter, with any vocabulary (that of --draft unless given)",
+        "GGUF file of the small model for --kvflash-policy drafter, with any vocabulary (default: the model of "
+        "--draft)",
         metavar="FILE",
         group="KVFlash policy",
     )
     kvflash_tau: int = _setting(
         64,
         integer(1),
-        "tokens of a reply after which --kvflash-policy looks again, or a 45th of the sequence if that is more",
+        "tokens of a reply after which --kvflash-policy scores the pages again, or 1/45 of the sequence if that is "
+        "more",
         metavar="N",
         group="KVFlash policy",
     )
     kvflash_host_mb: int = _setting(
         0,
         mebibytes,
-        "MiB of host memory for what is not on the devices (0: half of what is free at the start)",
+        "MiB of host memory for pages that are swapped out (0: half of the memory that is free at the start)",
         metavar="SIZE",
         group="KVFlash policy",
     )
     prompt_weights: str = _setting(
         "auto",
         choice("auto", "packed"),
-        "matrices as GPUs read prompts with them: auto (unpacked to f16 too, in up to half of the memory left), packed",
+        "weights that GPUs use for prompts: auto (also unpacked to f16, in up to half of the free memory), packed",
         metavar="HOW",
         group="engine",
     )
     draft: str = _setting(
         "",
         place,
-        "what guesses the next tokens, so that several are computed at a time; replies stay what they are. PATH: a "
-        "DFlash draft (GGUF, or a directory of safetensors) or a small model with the same tokens. mtp: the block for "
-        "it in the model's own file. ngram: what followed the last time that the text ended as it does",
+        "what drafts tokens for speculative decoding, which does not change replies. PATH: a DFlash draft (GGUF file, "
+        "or directory of safetensors) or a small model with the same vocabulary. mtp: the multi-token-prediction "
+        "layer in the model's own file. ngram: the tokens that followed the last time that the text ended in the same "
+        "way",
         metavar="PATH|mtp|ngram",
         group="drafting",
     )
     draft_device: str = _setting(
         "auto",
         device,
-        "device of the draft: auto (the one with the last layers), cuda:N, hip:N, cpu:N, tcp://host:port/backend:N",
+        "device that runs the draft: auto (that of the last layers), cuda:N, hip:N, cpu:N, tcp://HOST:PORT/BACKEND:N",
         metavar="DEVICE",
         group="drafting",
     )
     draft_ipc_bin: Path | None = _setting(
         None,
         path,
-        "Python interpreter, or virtual environment, that runs a daemon for the draft on its device",
+        "Python interpreter or virtual environment that runs a daemon for the draft on its device",
         flags=("draft-python",),
         metavar="PATH",
         group="drafting",
@@ -278,58 +284,59 @@ class Config(_Sampling):
     draft_residency: str = _setting(
         "auto",
         choice("auto", "persistent", "request-scoped"),
-        "when the draft is loaded: persistent (auto: the same), or request-scoped (while requests run)",
+        "when the draft's weights are loaded: persistent (always), request-scoped (only while requests run), auto "
+        "(persistent)",
         metavar="WHEN",
         group="drafting",
     )
     draft_swa: int = _setting(
         0,
         integer(0),
-        "window of all layers of a DFlash draft but the last, where its file does not tell (0: what the file says)",
+        "sliding window of all layers of a DFlash draft but the last, if its file does not name one (0: as in the "
+        "file)",
         metavar="N",
         group="drafting",
     )
     draft_ctx_max: int = _setting(
-        4096, integer(64), "tokens before a guess that the draft sees at most", metavar="N", group="drafting"
+        4096, integer(64), "most tokens of context that the draft reads", metavar="N", group="drafting"
     )
-    draft_tail: int = _setting(
+    draft_feature_tail: int = _setting(
         2048,
         integer(0),
-        "tokens at the end of a kept prefix whose hidden states are kept too, for drafts that read such: these go on "
-        "at once behind it (0: none)",
+        "tokens at the end of a cached prefix whose features (hidden states) are cached too, so that drafts that read "
+        "them need not wait (0: none)",
         metavar="N",
         group="drafting",
     )
     ddtree: bool = _setting(
         False,
         text,
-        "let a DFlash draft guess a tree, several tokens for a place, instead of one text",
+        "let a DFlash draft propose a tree with several tokens for a position, not one sequence",
         group="drafting",
     )
     ddtree_budget: int = _setting(
         15,
         integer(0, 64),
-        "most guesses of a tree; a step computes up to 15 beside the token that it begins with, so more change nothing",
+        "most draft tokens in a tree; a step verifies at most 15 per sequence, so a larger budget changes nothing",
         metavar="N",
         group="drafting",
     )
     verify_width: int = _setting(
         0,
         integer(0, 16),
-        "tokens of a sequence that are computed at a time where some are guessed (0: as many as measured times make "
-        "worthwhile)",
+        "tokens of a sequence that one step verifies (0: chosen from measured times)",
         metavar="N",
         group="drafting",
     )
     threads: int = _setting(
         0,
         integer(0, 4096),
-        "threads of the CPU device's matrix products (0: all cores)",
+        "threads for matrix products on the CPU device (0: all cores)",
         metavar="N",
         group="limits",
     )
     max_queue: int = _setting(
-        64, integer(0, 65536), "requests that may wait; further ones are answered 503", metavar="N", group="limits"
+        64, integer(0, 65536), "requests that may wait; further ones are answered with 503", metavar="N", group="limits"
     )
     max_queue_seconds: float = _setting(
         0.0, number(0, 86400), "longest wait in the queue (0: no limit)", metavar="SECONDS", group="limits"
@@ -340,14 +347,14 @@ class Config(_Sampling):
     cache_ram: int = _setting(
         4096,
         mebibytes,
-        "MiB of host memory for prompts that may come again (0: none are kept, on the disk neither)",
+        "MiB of host memory for the prefix cache (0: no prefix cache, on disk neither)",
         metavar="SIZE",
         group="prefix cache",
     )
     cache_interval: int = _setting(
         8192,
         integer(64),
-        "tokens of a long prompt between states that later prompts can begin at, in models with such states",
+        "tokens between checkpoints in a long prompt, for models with recurrent state",
         flags=("kv-cache-interval",),
         metavar="N",
         group="prefix cache",
@@ -355,7 +362,8 @@ class Config(_Sampling):
     kv_cache_dir: str = _setting(
         "auto",
         filled,
-        "directory that keeps prompts across restarts (auto: in the user's cache directory, off: none)",
+        "directory of the prefix cache on disk, which survives restarts (auto: in the user's cache directory; off: "
+        "none)",
         flags=("cache-dir",),
         metavar="DIR",
         group="prefix cache on disk",
@@ -363,7 +371,7 @@ class Config(_Sampling):
     kv_cache_budget: int = _setting(
         20480,
         mebibytes,
-        "MiB that the directory may take up (0: no limit)",
+        "MiB that the prefix cache on disk may use (0: no limit)",
         flags=("cache-disk",),
         metavar="SIZE",
         group="prefix cache on disk",
@@ -371,7 +379,7 @@ class Config(_Sampling):
     kv_cache_min_tokens: int = _setting(
         512,
         integer(1),
-        "shortest prompt that is written to the directory",
+        "shortest prompt that is written to disk",
         flags=("cache-min-tokens",),
         metavar="N",
         group="prefix cache",
@@ -379,15 +387,15 @@ class Config(_Sampling):
     kv_cache_placement: str = _setting(
         "reshard",
         choice("reshard", "exact"),
-        "which snapshots in the directory are used: those of every placement of the model (reshard), or those alone "
-        "that the same devices with the same layers wrote (exact)",
+        "which snapshots on disk are used: reshard (those of every placement of the model), exact (only those of the "
+        "same devices with the same layers)",
         metavar="WHICH",
         group="prefix cache",
     )
     kv_cache_flush_timeout: float = _setting(
         30.0,
         number(0, 3600),
-        "time for writing what is not in the directory yet when all ends",
+        "longest time at shutdown for writing snapshots that are not on disk yet",
         flags=("save-seconds",),
         metavar="SECONDS",
         group="prefix cache",
@@ -405,7 +413,7 @@ class Config(_Sampling):
     alias: tuple[str, ...] = _setting(
         (),
         names,
-        "names of the model in replies and /v1/models",
+        "names of the model in responses and /v1/models",
         flags=("model-name",),
         metavar="NAME[,NAME...]",
         group="server",
@@ -415,7 +423,7 @@ class Config(_Sampling):
         (), names, "key that clients must send (repeatable)", metavar="KEY[,KEY...]", group="server"
     )
     api_key_file: Path | None = _setting(
-        None, path, "file with one key per line, re-read on SIGHUP", metavar="FILE", group="server"
+        None, path, "file with one key per line; SIGHUP reads it again", metavar="FILE", group="server"
     )
     allowed_host: tuple[str, ...] = _setting(
         (),
@@ -425,7 +433,11 @@ class Config(_Sampling):
         group="server",
     )
     cors_origin: tuple[str, ...] = _setting(
-        (), names, "origins that browsers may call from, * for all", metavar="ORIGIN[,ORIGIN...]", group="server"
+        (),
+        names,
+        "origins whose pages browsers let call the server; * for all",
+        metavar="ORIGIN[,ORIGIN...]",
+        group="server",
     )
     metrics_public: bool = _setting(False, text, "serve /metrics without a key", group="server")
     max_body_mib: int = _setting(64, integer(1, 4096), "largest request body", metavar="MIB", group="server")
@@ -443,21 +455,25 @@ class Config(_Sampling):
     write_timeout: float = _setting(
         60.0,
         number(0.1, 3600),
-        "seconds after which a client that does not read its stream is dropped",
+        "seconds after which a client that does not read its stream is disconnected",
         metavar="SECONDS",
         group="server",
     )
     drain_seconds: float = _setting(
-        30.0, number(0, 3600), "time that running requests get after SIGTERM", metavar="SECONDS", group="server"
+        30.0,
+        number(0, 3600),
+        "time that running requests have to finish after SIGTERM",
+        metavar="SECONDS",
+        group="server",
     )
     log_level: str = _setting(
         "info",
         choice("debug", "info", "warning", "error"),
-        "least severe messages that are logged",
+        "lowest level of the messages that are logged",
         metavar="LEVEL",
         group="log",
     )
-    log_json: bool = _setting(False, text, "log lines as JSON objects", group="log")
+    log_json: bool = _setting(False, text, "write log lines as JSON objects", group="log")
 
 
 FIELDS: Mapping[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Config)}

@@ -120,8 +120,10 @@ def plan_drafter(
     drafter_spec = read_drafter(opened, target, config.draft, config.draft_swa)
     if config.ddtree and not drafter_spec.trees:
         raise UsageError(f"--ddtree: {drafter_spec.path or config.draft} is no DFlash draft", param="ddtree")
-    if not drafter_spec.layers and config.draft_tail not in (0, FIELDS["draft_tail"].default):
-        raise UsageError(f"--draft-tail: {drafter_spec.path} reads no hidden states", param="draft_tail")
+    if not drafter_spec.layers and config.draft_feature_tail not in (0, FIELDS["draft_feature_tail"].default):
+        raise UsageError(
+            f"--draft-feature-tail: {drafter_spec.path} reads no hidden states", param="draft_feature_tail"
+        )
     return DraftPlan(target, drafter_spec, _device(opened, config, devices))
 
 
@@ -150,7 +152,7 @@ def open_drafter(
     # Of a drafter in a daemon here too, where the rings of all slots outlive the daemon.
     ring = target.ring(HostDevice() if plan.remote else device, drafter_spec.layers) if drafter_spec.layers else None
     claims = plan.claims(allocated=True)
-    tails = None if ring is None else FeatureTails(ring, config.draft_tail)
+    tails = None if ring is None else FeatureTails(ring, config.draft_feature_tail)
     if isinstance(device, RemoteDevice):
         remote = RemoteDrafter(device, target, drafter_spec, ring, window=config.draft_swa, keep=keep, facts=facts)
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics. One registry per server; no label holds anything that a client sent."""
+"""Prometheus metrics. One registry per server; no label holds text from a client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0
 
 
 class Metrics:
-    """The server's counters. `stats` gives the engine's own figures, `model` has the shards', None without a model."""
+    """The server's counters, and collectors that read those of the engine (`stats`) and of the shards (`model`).
+
+    Both functions return None until the model is loaded.
+    """
 
     def __init__(self, stats: Callable[[], EngineStats | None], model: Callable[[], Model | None]) -> None:
         registry = self._registry = CollectorRegistry()
@@ -32,31 +35,34 @@ class Metrics:
         )
         self.request_seconds = Histogram(
             "luce_request_seconds",
-            "Time from a request's head to the end of its reply.",
+            "Seconds from the headers of a request to the end of its response.",
             ("endpoint",),
             registry=registry,
             buckets=_SECONDS,
         )
         self.queue_seconds = Histogram(
-            "luce_queue_seconds", "Time that sequences waited for a slot.", registry=registry, buckets=_SECONDS
+            "luce_queue_seconds", "Seconds that sequences waited for a slot.", registry=registry, buckets=_SECONDS
         )
-        self.ttft_seconds = Histogram(
-            "luce_ttft_seconds",
-            "Time from a request's head to the first token of a sequence.",
+        self.time_to_first_token = Histogram(
+            "luce_time_to_first_token_seconds",
+            "Seconds from the headers of a request to the first token of a sequence.",
             registry=registry,
             buckets=_SECONDS,
         )
-        self.inter_token_seconds = Histogram(
-            "luce_inter_token_seconds",
-            "Time between two tokens of a sequence.",
+        self.inter_token_latency = Histogram(
+            "luce_inter_token_latency_seconds",
+            "Seconds between two tokens of a sequence.",
             registry=registry,
             buckets=_TOKEN_SECONDS,
         )
         self.cancelled = Counter(
-            "luce_cancelled", "Sequences cancelled, by what they were doing.", ("stage",), registry=registry
+            "luce_cancelled_sequences",
+            "Sequences cancelled, by stage (queued, prefill, decode).",
+            ("stage",),
+            registry=registry,
         )
         self.unknown_fields = Counter(
-            "luce_unknown_field", "Fields of request bodies that Luce does not know.", registry=registry
+            "luce_unknown_request_fields", "Fields of request bodies that Luce does not know.", registry=registry
         )
         registry.register(_EngineCollector(stats))
         registry.register(_ShardCollector(model))
@@ -74,7 +80,7 @@ class _EngineCollector(Collector):
         stats = self._stats()
         if stats is None:
             return
-        yield GaugeMetricFamily("luce_queue_depth", "Sequences that wait for a slot.", stats.queued)
+        yield GaugeMetricFamily("luce_queued_sequences", "Sequences that wait for a slot.", stats.queued)
         slots = GaugeMetricFamily("luce_slots", "Slots for sequences, by state.", labels=["state"])
         slots.add_metric(["busy"], stats.running)
         slots.add_metric(["idle"], stats.slots - stats.running)
@@ -83,80 +89,96 @@ class _EngineCollector(Collector):
         pages.add_metric(["used"], stats.pages_used)
         pages.add_metric(["free"], stats.pages_total - stats.pages_used)
         yield pages
-        prompt = CounterMetricFamily("luce_prompt_tokens", "Prompt tokens processed, by origin.", labels=["source"])
+        prompt = CounterMetricFamily(
+            "luce_prompt_tokens",
+            "Prompt tokens, by source: computed, or reused from a tier of the prefix cache.",
+            labels=["source"],
+        )
         prompt.add_metric(["computed"], stats.prompt_tokens)
         prompt.add_metric(["ram"], stats.cache.reused_tokens)
         prompt.add_metric(["disk"], 0 if stats.cache.disk is None else stats.cache.disk.reused_tokens)
         yield prompt
         yield from _cache_metrics(stats.cache)
         yield CounterMetricFamily("luce_generated_tokens", "Tokens generated.", stats.predicted_tokens)
-        yield CounterMetricFamily("luce_steps", "Forward passes.", stats.steps)
+        yield CounterMetricFamily("luce_steps", "Steps (forward passes).", stats.steps)
         if stats.draft is not None:
             yield from _draft_metrics(stats.draft)
         if stats.residency is not None:
-            yield from _residency_metrics(stats.residency)
+            yield from _paging_metrics(stats.residency)
         yield GaugeMetricFamily(
-            "luce_stalled_seconds", "Time without progress while there is work to do.", stats.stalled
+            "luce_stalled_seconds", "Seconds without progress while there is work to do.", stats.stalled
         )
 
 
 def _draft_metrics(stats: DraftStats) -> Iterator[Metric]:
-    yield GaugeMetricFamily("luce_draft_on", "Whether tokens are drafted: 0 after a failure.", float(stats.on))
-    yield CounterMetricFamily("luce_draft_steps", "Verifications of a sequence's drafted tokens.", stats.steps)
-    yield CounterMetricFamily("luce_draft_tokens", "Drafted tokens that were verified.", stats.proposed)
-    yield CounterMetricFamily("luce_draft_accepted_tokens", "Of these, tokens that replies have.", stats.accepted)
-    yield CounterMetricFamily("luce_draft_seconds", "Time that drafting took.", stats.seconds)
+    yield GaugeMetricFamily("luce_draft_enabled", "Whether tokens are drafted: 0 after a failure.", float(stats.on))
+    yield CounterMetricFamily("luce_draft_verifications", "Verifications of a sequence's draft tokens.", stats.steps)
+    yield CounterMetricFamily("luce_draft_tokens", "Draft tokens that were verified.", stats.proposed)
+    yield CounterMetricFamily("luce_draft_accepted_tokens", "Draft tokens that were accepted.", stats.accepted)
+    yield CounterMetricFamily("luce_draft_seconds", "Seconds spent on drafting.", stats.seconds)
 
 
-def _residency_metrics(stats: PagingStats) -> Iterator[Metric]:
-    pages = GaugeMetricFamily("luce_kvflash_pages", "Pages of sequences that run, by where they are.", labels=["place"])
+def _paging_metrics(stats: PagingStats) -> Iterator[Metric]:
+    pages = GaugeMetricFamily(
+        "luce_kvflash_pages",
+        "Pages of running sequences, on the devices (resident) or in host memory.",
+        labels=["place"],
+    )
     pages.add_metric(["resident"], stats.resident_pages)
     pages.add_metric(["host"], stats.host_pages)
     yield pages
-    host = GaugeMetricFamily("luce_kvflash_host_bytes", "Host memory for pages: in use, and at most.", labels=["kind"])
+    host = GaugeMetricFamily("luce_kvflash_host_bytes", "Host memory for pages: used, and its limit.", labels=["kind"])
     host.add_metric(["used"], stats.host_bytes)
-    host.add_metric(["budget"], stats.host_budget)
+    host.add_metric(["limit"], stats.host_budget)
     yield host
     events = CounterMetricFamily(
-        "luce_kvflash_page_events", "Pages that left the devices or came back.", labels=["way"]
+        "luce_kvflash_swapped_pages", "Pages swapped out of the devices or back in.", labels=["direction"]
     )
     events.add_metric(["out"], stats.swapped_out)
     events.add_metric(["in"], stats.swapped_in)
     yield events
     for name, text, value in (
-        ("moved_bytes", "Bytes copied between devices and host memory for that.", stats.moved_bytes),
-        ("recall_hits", "Pages that the policy wanted and that were there already.", stats.resident_hits),
-        ("lost_pages", "Pages that host memory had no room for.", stats.lost_pages),
-        ("rescores", "Times that the policy looked at a sequence's pages.", stats.rescores),
-        ("rescore_seconds", "Time that it took, with the pages that moved.", stats.rescore_seconds),
+        ("swapped_bytes", "Bytes copied between devices and host memory for swapping.", stats.moved_bytes),
+        ("resident_hits", "Pages that the policy selected and that were resident already.", stats.resident_hits),
+        ("lost_pages", "Pages dropped because the host memory for pages was full.", stats.lost_pages),
+        ("rescores", "Times that the policy scored the pages of a sequence.", stats.rescores),
+        ("rescore_seconds", "Seconds spent on scoring and on the swapping that followed.", stats.rescore_seconds),
     ):
         yield CounterMetricFamily(f"luce_kvflash_{name}", text, value)
 
 
 def _cache_metrics(stats: CacheStats) -> Iterator[Metric]:
     disk = stats.disk or DiskStats()
-    yield GaugeMetricFamily("luce_prefix_cache_pages", "Pages on the devices that hold prefixes.", stats.pages)
+    yield GaugeMetricFamily("luce_prefix_cache_pages", "Pages on the devices that the prefix cache holds.", stats.pages)
     yield _tiers(GaugeMetricFamily, "bytes", "Bytes of the prefix cache.", stats.bytes, disk.bytes)
-    yield _tiers(GaugeMetricFamily, "entries", "Lengths that can be resumed.", stats.checkpoints, disk.snapshots)
-    yield _tiers(CounterMetricFamily, "hits", "Sequences that were resumed.", stats.hits, disk.hits)
-    yield _tiers(CounterMetricFamily, "evictions", "Lengths given up for room.", stats.evictions, disk.evictions)
-    yield CounterMetricFamily("luce_prefix_cache_misses", "Sequences of which no prefix was known.", stats.misses)
-    text = "Time that reading the reused tokens would have taken, less the time that it took to resume."
+    yield _tiers(
+        GaugeMetricFamily,
+        "entries",
+        "Checkpoints: prefixes at which a sequence can resume.",
+        stats.checkpoints,
+        disk.snapshots,
+    )
+    yield _tiers(CounterMetricFamily, "hits", "Sequences that resumed from a cached prefix.", stats.hits, disk.hits)
+    yield _tiers(
+        CounterMetricFamily, "evictions", "Checkpoints evicted to free memory.", stats.evictions, disk.evictions
+    )
+    yield CounterMetricFamily("luce_prefix_cache_misses", "Sequences without a cached prefix.", stats.misses)
+    text = "Seconds that computing the reused tokens would have taken, less the seconds that resuming took."
     yield CounterMetricFamily("luce_prefix_cache_seconds_saved", text, stats.seconds_saved)
-    yield GaugeMetricFamily("luce_snapshot_queue", "Snapshots being written, or to be.", disk.queued)
-    unused = CounterMetricFamily("luce_snapshot_misses", "Snapshots found and not resumed, by why.", labels=["reason"])
+    yield GaugeMetricFamily("luce_snapshot_queue", "Snapshots that are being written or wait to be.", disk.queued)
+    unused = CounterMetricFamily("luce_snapshot_misses", "Snapshots found but not used, by reason.", labels=["reason"])
     for reason in ("damaged", "unreadable", "slow", "refused"):
         unused.add_metric([reason], getattr(disk, reason))
     yield unused
     for name, text, value in (
         ("saves", "Snapshots written.", disk.saves),
         ("save_failures", "Snapshots that could not be written.", disk.failures),
-        ("saves_skipped", "Snapshots not written because too many waited.", disk.skipped),
-        ("quarantines", "Damaged snapshots that were put aside.", disk.quarantines),
+        ("saves_skipped", "Snapshots not written because the queue was full.", disk.skipped),
+        ("quarantines", "Damaged snapshots moved to quarantine.", disk.quarantines),
         ("raw_bytes", "Bytes of written snapshots before compression.", disk.raw_bytes),
         ("written_bytes", "Bytes of written snapshots.", disk.written_bytes),
-        ("save_seconds", "Work of the writing thread.", disk.save_seconds),
-        ("load_seconds", "Time that sequences waited for snapshots.", disk.load_seconds),
+        ("save_seconds", "Seconds of work of the writing thread.", disk.save_seconds),
+        ("load_seconds", "Seconds that sequences waited for snapshots to load.", disk.load_seconds),
     ):
         yield CounterMetricFamily(f"luce_snapshot_{name}", text, value)
 
@@ -179,11 +201,13 @@ class _ShardCollector(Collector):
         if model is None:
             return
         work = HistogramMetricFamily(
-            "luce_shard_seconds", "Time of a shard's device for one step or piece of one.", labels=("shard", "device")
+            "luce_shard_seconds",
+            "Seconds that a shard's device computed for one step or microbatch.",
+            labels=("shard", "device"),
         )
         copies = HistogramMetricFamily(
             "luce_transfer_seconds",
-            "Time of one copy of what a shard hands to the next; by way of host memory there are two.",
+            "Seconds of one copy of activations to the next shard; a transfer through host memory is two copies.",
             labels=("shard", "device"),
         )
         for number, shard in enumerate(model.times()):
@@ -194,13 +218,13 @@ class _ShardCollector(Collector):
         yield work
         yield copies
         memory = GaugeMetricFamily(
-            "luce_device_memory_bytes", "Memory of a shard's device: free, and all.", labels=["device", "kind"]
+            "luce_device_memory_bytes", "Memory of a shard's device: free and total.", labels=["device", "kind"]
         )
-        for device, left in model.memory().items():
-            memory.add_metric([device, "free"], left.free)
-            memory.add_metric([device, "total"], left.total)
+        for device, figures in model.memory().items():
+            memory.add_metric([device, "free"], figures.free)
+            memory.add_metric([device, "total"], figures.total)
         yield memory
-        up = GaugeMetricFamily("luce_shard_up", "Whether a shard's daemon is there.", labels=("shard", "device"))
+        up = GaugeMetricFamily("luce_shard_up", "Whether a shard's daemon is running.", labels=("shard", "device"))
         restarts = CounterMetricFamily(
             "luce_shard_restarts",
             "Times that a shard's daemon was lost after it had loaded.",
@@ -208,12 +232,12 @@ class _ShardCollector(Collector):
         )
         moved = CounterMetricFamily(
             "luce_ipc_bytes",
-            "Bytes to and from a shard's daemon, in messages (stream) and through shared memory.",
+            "Bytes to and from a shard's daemon, in messages (stream) and in shared memory.",
             labels=("shard", "device", "transport", "direction"),
         )
         waited = CounterMetricFamily(
             "luce_ipc_wait_seconds",
-            "Time that threads of the server waited for what a shard's daemon was at.",
+            "Seconds that threads of the server waited for a shard's daemon.",
             labels=("shard", "device"),
         )
         for daemon in model.daemons():
@@ -231,5 +255,5 @@ class _ShardCollector(Collector):
 
 
 def _buckets(durations: Durations) -> list[tuple[str, float]]:
-    """Upper bounds and cumulative counts, as the text format has them."""
+    """Upper bounds and cumulative counts, as in the text format."""
     return list(zip((*map(str, BOUNDS), "+Inf"), accumulate(durations.counts), strict=True))

@@ -1,4 +1,4 @@
-"""/props: what is served, with which settings, and where its layers are."""
+"""/props: the model, its settings, and the devices of its layers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from luce.server.status import capabilities, json_response, names
 from luce.shard.shard import DaemonState
 
 _SCHEMA = 2
-#: variables that clients ask about: whether the template reads them
+#: variables of the template: /props says whether it reads them
 _TEMPLATE_VARIABLES = ("tools", "tool_calls", "enable_thinking")
 
 
 async def props(request: web.Request) -> web.Response:
-    """GET /props. Paths of files are for callers with a key, and for those on this machine."""
+    """GET /props. Only callers with a key, or on this machine, get paths of files."""
     server = request.app[SERVER]
     paths = server.keys.required or is_loopback(request.remote or "")
     return json_response(_props(server.ready_model(), server, request.app[ENDPOINTS], paths=paths))
@@ -74,36 +74,36 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             "chunk": model.chunk,
         },
         "speculative": _speculative(stats.draft, paths=paths),
-        **({} if stats.residency is None else {"kvflash": _residency(stats.residency)}),
+        **({} if stats.residency is None else {"kvflash": _paging(stats.residency)}),
     }
 
 
 def _shards(model: Model) -> list[dict[str, Any]]:
-    """Where the layers are, and what the devices have left, null where that is not known."""
-    left = {device: {"free": memory.free, "total": memory.total} for device, memory in model.memory().items()}
-    return [{**shard, "memory": left.get(shard["device"])} for shard in model.placement]
+    """The placement, with the memory of each device, null where it is unknown."""
+    known = {device: {"free": memory.free, "total": memory.total} for device, memory in model.memory().items()}
+    return [{**shard, "memory": known.get(shard["device"])} for shard in model.placement]
 
 
 def _daemon(state: DaemonState) -> dict[str, Any]:
-    """A daemon's shard. `gpu_waits`: as DaemonState.words; otherwise the host tells its devices when to go on."""
+    """A shard in a daemon. `gpu_waits`: its devices wait for flags in shared memory; otherwise the host starts them."""
     names = ("shard", "device", "up", "restarts", "transport")
     return {name: getattr(state, name) for name in names} | {"gpu_waits": state.words}
 
 
-def _residency(stats: PagingStats) -> dict[str, Any]:
-    """`policy`: the one in force. Pages of PAGE tokens; `recall_hits` of the pages that the policy wanted."""
+def _paging(stats: PagingStats) -> dict[str, Any]:
+    """`policy`: the one in force. `resident_hits`: pages that the policy selected and that were resident already."""
     return {
         "policy": stats.policy,
-        "pool": stats.max_resident_pages * PAGE,
+        "max_resident_tokens": stats.max_resident_pages * PAGE,
         "tau": stats.tau,
-        "pages_resident": stats.resident_pages,
-        "pages_host": stats.host_pages,
+        "resident_pages": stats.resident_pages,
+        "host_pages": stats.host_pages,
         "host_bytes": stats.host_bytes,
-        "host_budget": stats.host_budget,
-        "page_outs": stats.swapped_out,
-        "page_ins": stats.swapped_in,
-        "moved_bytes": stats.moved_bytes,
-        "recall_hits": stats.resident_hits,
+        "host_bytes_limit": stats.host_budget,
+        "pages_swapped_out": stats.swapped_out,
+        "pages_swapped_in": stats.swapped_in,
+        "swapped_bytes": stats.moved_bytes,
+        "resident_hits": stats.resident_hits,
         "lost_pages": stats.lost_pages,
         "rescores": stats.rescores,
         "rescore_seconds": round(stats.rescore_seconds, 6),
@@ -111,7 +111,7 @@ def _residency(stats: PagingStats) -> dict[str, Any]:
 
 
 def _speculative(draft: DraftStats | None, *, paths: bool) -> dict[str, Any]:
-    """`enabled`: whether tokens are drafted. What went wrong may name a file."""
+    """`enabled`: whether tokens are drafted. `state` names the reason if not; paths in it only for `paths`."""
     if draft is None:
         return {"enabled": False}
     return {
@@ -121,6 +121,6 @@ def _speculative(draft: DraftStats | None, *, paths: bool) -> dict[str, Any]:
         "steps": draft.steps,
         "draft_n": draft.proposed,
         "draft_n_accepted": draft.accepted,
-        "accept_rate": round(draft.accept_rate, 4),
+        "acceptance_rate": round(draft.accept_rate, 4),
         "tokens_per_step": round(draft.tokens_per_step, 3),
     }

@@ -131,7 +131,7 @@ class Replies:
         self._stage[choice] = "decode"
         if choice in self._last_token:
             for _ in range(count):
-                self._metrics.inter_token_seconds.observe((at - self._last_token[choice]) / count)
+                self._metrics.inter_token_latency.observe((at - self._last_token[choice]) / count)
         else:
-            self._metrics.ttft_seconds.observe(at - self._arrived)
+            self._metrics.time_to_first_token.observe(at - self._arrived)
         self._last_token[choice] = at

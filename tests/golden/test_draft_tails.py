@@ -131,12 +131,12 @@ def test_after_a_cold_restart_of_daemons(devices: str, shares: str, tmp_path: Pa
 
 def test_without_a_tail_the_context_grows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "luce.engine")
-    saved(tmp_path, draft_tail=0)
+    saved(tmp_path, draft_feature_tail=0)
     assert not list(tmp_path.rglob("state-features.part"))
     with load("dflash", kv_cache_dir=str(tmp_path)) as model:
         goes_on("dflash", model, "disk", tail=False)
     assert "drafting begins anew" in caplog.text
-    with load("dflash", draft_tail=0) as model:
+    with load("dflash", draft_feature_tail=0) as model:
         ask(model, prompt_of("dflash"), BEFORE)
         goes_on("dflash", model, "ram", tail=False)
 

@@ -45,9 +45,9 @@ async def test_in_the_reply(stream: bool) -> None:
             await here.until(lambda: here.model.engine.stats().predicted_tokens > 3)
         await here.quiet()
         assert here.model.engine.stats().cancelled == 1
-        assert await here.metric("luce_cancelled_total") == 1
+        assert await here.metric("luce_cancelled_sequences_total") == 1
         _, text, _ = await here.get("/metrics")
-        assert 'luce_cancelled_total{stage="decode"} 1.0' in text
+        assert 'luce_cancelled_sequences_total{stage="decode"} 1.0' in text
         assert 'luce_requests_total{endpoint="/v1/chat/completions",status="499"} 1.0' in text
 
 
@@ -60,7 +60,7 @@ async def test_in_the_prompt(stream: bool) -> None:
         stats = here.model.engine.stats()
         assert stats.cancelled == 1 and stats.predicted_tokens == 0 and stats.prompt_tokens < 8000
         _, text, _ = await here.get("/metrics")
-        assert 'luce_cancelled_total{stage="prefill"} 1.0' in text
+        assert 'luce_cancelled_sequences_total{stage="prefill"} 1.0' in text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -72,7 +72,7 @@ async def test_in_the_queue(stream: bool) -> None:
                 await here.until(lambda: here.model.engine.stats().queued == 1)
             await here.until(lambda: here.model.engine.stats().queued == 0)
             _, text, _ = await here.get("/metrics")
-            assert 'luce_cancelled_total{stage="queued"} 1.0' in text
+            assert 'luce_cancelled_sequences_total{stage="queued"} 1.0' in text
             assert here.model.engine.stats().running == 1  # the other one goes on
         await here.quiet()
 

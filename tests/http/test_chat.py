@@ -352,10 +352,10 @@ async def test_sampling_aliases_and_ignored_fields_are_accepted() -> None:
             stop=None,
             seed=None,
         )
-        before = await here.metric("luce_unknown_field_total")
+        before = await here.metric("luce_unknown_request_fields_total")
         assert before == 0
         await here.chat(this_is_new=1, and_this={"deep": []})
-        assert await here.metric("luce_unknown_field_total") == 2
+        assert await here.metric("luce_unknown_request_fields_total") == 2
 
 
 def test_the_byte_tokenizer_is_one() -> None:

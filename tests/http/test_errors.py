@@ -453,12 +453,12 @@ async def test_metrics_count_what_happened() -> None:
         assert "secret-path" not in text
         tokens = len(REPLY.encode()) + 1
         assert await here.metric("luce_generated_tokens_total") == tokens
-        assert await here.metric("luce_ttft_seconds_count") == 1
-        assert await here.metric("luce_inter_token_seconds_count") == tokens - 1
+        assert await here.metric("luce_time_to_first_token_seconds_count") == 1
+        assert await here.metric("luce_inter_token_latency_seconds_count") == tokens - 1
         assert await here.metric("luce_queue_seconds_count") == 1
-        assert await here.metric("luce_slots") == 1 and await here.metric("luce_queue_depth") == 0
+        assert await here.metric("luce_slots") == 1 and await here.metric("luce_queued_sequences") == 0
         assert await here.metric("luce_prompt_tokens_total") > 0 and await here.metric("luce_kv_pages") > 0
-        assert "# HELP luce_ttft_seconds " in text
+        assert "# HELP luce_time_to_first_token_seconds " in text
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/comp", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\nGET /l"])

@@ -114,7 +114,7 @@ async def test_a_client_timeout_frees_the_slot(client: openai.AsyncOpenAI) -> No
         with pytest.raises(openai.APITimeoutError):
             await at(client, here, timeout=0.3, max_retries=0).chat.completions.create(model="m", messages=HI)
         await here.quiet()
-        assert await here.metric("luce_cancelled_total") == 1
+        assert await here.metric("luce_cancelled_sequences_total") == 1
         await here.chat(max_tokens=1)
 
 

@@ -83,7 +83,7 @@ async def test_what_drafts() -> None:
         shown = (await here.get("/props"))[1]["speculative"]
         steps, drafted, accepted = (shown.pop(name) for name in ("steps", "draft_n", "draft_n_accepted"))
         assert 0 < accepted <= drafted <= 7 * steps
-        assert shown.pop("accept_rate") == pytest.approx(accepted / drafted, abs=1e-4)
+        assert shown.pop("acceptance_rate") == pytest.approx(accepted / drafted, abs=1e-4)
         assert shown.pop("tokens_per_step") == pytest.approx(1 + accepted / steps, abs=1e-3)
         assert shown == {"kind": "ngram", "block": 7, "longest": 4, "shortest": 2, "enabled": True, "state": "on"}
     for model, state in (
@@ -95,7 +95,7 @@ async def test_what_drafts() -> None:
                 assert (await here.post("/v1/completions", body))[0] == 200
             shown = (await here.get("/props"))[1]["speculative"]
             assert (shown["enabled"], shown["state"]) == (False, state)
-            assert await here.metric("luce_draft_on") == 0
+            assert await here.metric("luce_draft_enabled") == 0
     async with running() as here:
         assert (await here.get("/props"))[1]["speculative"] == {"enabled": False}
 
@@ -105,28 +105,28 @@ async def test_where_pages_are() -> None:
     async with running(model={"context": 2048}, **settings) as here:
         assert (await here.post("/v1/completions", {"prompt": "x" * 900, "max_tokens": 200}))[0] == 200
         shown = (await here.get("/props"))[1]["kvflash"]
-        size = shown.pop("moved_bytes")
+        size = shown.pop("swapped_bytes")
         assert shown.pop("rescore_seconds") >= 0
         assert shown == {
             "policy": "lru",
-            "pool": 512,
+            "max_resident_tokens": 512,
             "tau": 7,
-            "pages_resident": 0,
-            "pages_host": 0,
+            "resident_pages": 0,
+            "host_pages": 0,
             "host_bytes": 0,
-            "host_budget": 3 << 20,
-            "page_outs": shown["page_outs"],
-            "page_ins": 0,
-            "recall_hits": 0,
+            "host_bytes_limit": 3 << 20,
+            "pages_swapped_out": shown["pages_swapped_out"],
+            "pages_swapped_in": 0,
+            "resident_hits": 0,
             "lost_pages": 0,
             "rescores": 0,
         }
         # The one that would have left next was copied ahead.
-        assert shown["page_outs"] > 5 and size == (shown["page_outs"] + 1) * 64 * 16
-        assert await here.metric("luce_kvflash_page_events_total") == shown["page_outs"]
-        assert await here.metric("luce_kvflash_moved_bytes_total") == size
+        assert shown["pages_swapped_out"] > 5 and size == (shown["pages_swapped_out"] + 1) * 64 * 16
+        assert await here.metric("luce_kvflash_swapped_pages_total") == shown["pages_swapped_out"]
+        assert await here.metric("luce_kvflash_swapped_bytes_total") == size
         assert await here.metric("luce_kvflash_host_bytes") == 3 << 20
-        for name in ("pages", "recall_hits_total", "lost_pages_total", "rescores_total"):
+        for name in ("pages", "resident_hits_total", "lost_pages_total", "rescores_total"):
             assert await here.metric(f"luce_kvflash_{name}") == 0
     async with running() as here:
         assert "kvflash" not in (await here.get("/props"))[1]

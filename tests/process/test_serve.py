@@ -260,7 +260,7 @@ def test_a_split_is_reported(serve: Any) -> None:
         line = (
             f"shard device={shard['device']} layers={first}..{last} weights={shard['weights']} state={shard['state']}"
         )
-        assert f"{line} handed_on={shard['handed_on']}" in child.log
+        assert f"{line} activation_bytes_per_token={shard['activation_bytes_per_token']}" in child.log
 
 
 def test_exit_statuses(serve: Any, tmp_path: Path) -> None:

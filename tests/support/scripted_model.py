@@ -128,8 +128,8 @@ class ScriptedModel:
         self.tokenizer_id = "default"
         self.spec = ModelSpec("scripted", 64, VOCAB, context, 1e-6, (), tied_head=True, dialect=DIALECT)
         self.placement: list[dict[str, Any]] = [
-            {"device": "cpu:0", "layers": [0, 2], "weights": 300, "state": 20, "handed_on": 256},
-            {"device": "cpu:1", "layers": [3, 3], "weights": 100, "state": 10, "handed_on": 0},
+            {"device": "cpu:0", "layers": [0, 2], "weights": 300, "state": 20, "activation_bytes_per_token": 256},
+            {"device": "cpu:1", "layers": [3, 3], "weights": 100, "state": 10, "activation_bytes_per_token": 0},
         ]
         pool = Wanted.of(config.kvflash)
         self.backend = ScriptedBackend(

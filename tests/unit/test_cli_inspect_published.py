@@ -316,7 +316,7 @@ def test_a_boundary_among_borrowing_layers_moves_to_the_last_donor(
     for flags in ((), ("--target-layer-split", "1,1")):
         facts = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0,cuda:1", *flags)
         assert [shard["layers"] for shard in facts["plan"]] == [[0, 13], [14, 34]]
-        assert [shard["handed_on"] for shard in facts["plan"]] == [4 * (2 * 1536 + 2 * 256), 0]
+        assert [shard["activation_bytes_per_token"] for shard in facts["plan"]] == [4 * (2 * 1536 + 2 * 256), 0]
 
 
 @each

@@ -245,7 +245,7 @@ def test_dry_run_is_the_plan_of_inspect_and_of_the_load(capsys: pytest.CaptureFi
     facts = dry_run(capsys, *flags)
     assert facts["served"] == {"context": 300, "parallel": 2} and facts["fits"] is True and "pool" not in facts
     told = inspected(capsys, str(HYBRID), *flags)
-    figures = ("device", "layers", "weights", "state", "handed_on")
+    figures = ("device", "layers", "weights", "state", "activation_bytes_per_token")
     for shard, other in zip(facts["plan"], told["plan"], strict=True):
         assert [shard[name] for name in (*figures, "kv_per_token", "fits")] == [
             other[name] for name in (*figures, "kv_per_token", "fits")
@@ -254,7 +254,7 @@ def test_dry_run_is_the_plan_of_inspect_and_of_the_load(capsys: pytest.CaptureFi
         planned = [{**{name: shard[name] for name in figures}, "unpacked": 0} for shard in facts["plan"]]
         assert model.placement == planned
         hidden = model.spec.hidden
-    assert [shard["handed_on"] for shard in facts["plan"]] == [4 * hidden, 4 * hidden, 0]
+    assert [shard["activation_bytes_per_token"] for shard in facts["plan"]] == [4 * hidden, 4 * hidden, 0]
 
 
 def test_dry_run_with_a_pool(capsys: pytest.CaptureFixture[str]) -> None:

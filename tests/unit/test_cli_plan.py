@@ -70,7 +70,7 @@ def planned(capsys: pytest.CaptureFixture[str], path: Path, settings: dict[str, 
         assert main([*command, "--json", *(flag for flag in flags if takes(command[0], flag))]) == 0
         told.append(json.loads(capsys.readouterr().out))
     facts: dict[str, Any] = told[0]
-    figures = ("device", "layers", "weights", "state", "buffers", "handed_on", "kv_per_token")
+    figures = ("device", "layers", "weights", "state", "buffers", "activation_bytes_per_token", "kv_per_token")
     if "kvflash_policy" not in settings:
         for shard, other in zip(facts["plan"], told[1]["plan"], strict=True):
             assert [shard[name] for name in figures] == [other[name] for name in figures]
@@ -83,7 +83,7 @@ def takes(verb: str, flag: str) -> bool:
 
 def as_loaded(facts: dict[str, Any], model: luce.Model) -> None:
     """Fails unless the model has what the plan says."""
-    figures = ("device", "layers", "weights", "state", "handed_on")
+    figures = ("device", "layers", "weights", "state", "activation_bytes_per_token")
     loaded = model.placement
     assert [[s[n] for n in figures] for s in loaded] == [[s[n] for n in figures] for s in facts["plan"]]
     assert all(s["unpacked"] <= p["unpacked_at_most"] for s, p in zip(loaded, facts["plan"], strict=True))

@@ -113,9 +113,9 @@ def test_the_window_option(stack: ExitStack) -> None:
 
 
 def test_a_tail_of_what_is_not_read(stack: ExitStack) -> None:
-    with pytest.raises(UsageError, match=r"--draft-tail: .*qwen35-a-F32.gguf reads no hidden states"):
-        prepare(stack, TARGET.path, draft_tail=64)
-    assert prepare(stack, TARGET.path, draft_tail=0) is not None
+    with pytest.raises(UsageError, match=r"--draft-feature-tail: .*qwen35-a-F32.gguf reads no features"):
+        prepare(stack, TARGET.path, draft_feature_tail=64)
+    assert prepare(stack, TARGET.path, draft_feature_tail=0) is not None
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_the_plan_shows_the_draft(capsys: pytest.CaptureFixture[str]) -> None:
         draft = facts["draft"]
         assert {key: draft[key] for key in sizes} == sizes and draft["fits"] and facts["fits"]
         assert (draft["device"], draft["kind"], draft["file"]) == ("cpu:0", "dflash", str(FIT.path))
-        assert facts["plan"][0]["handed_on"] == 2 * 3 * 64
+        assert facts["plan"][0]["activation_bytes_per_token"] == 2 * 3 * 64
     assert main(["inspect", str(FIT.target.path), *flags]) == 0
     assert "draft" in capsys.readouterr().out
 
