@@ -5,13 +5,13 @@ The packages in the order in which a request flows down them; imports point the 
     cli       one file per verb: serve, chat, run, inspect, bench, cache, pull, shard, doctor
     server    HTTP: routes, request checks, OpenAI responses, streams, metrics
     bench     how fast a model runs here, beside the measured limits of its devices
-    assembly  `luce.load(...)`: a file and a Config become a Model: what is opened, in which order
+    assembly  `luce.load(...)`: makes a Model of a file and a Config, and opens its parts in order
     api       Model: the engine as a Python object
-    text      tokenizer, detokenizer, stop strings, reasoning, chat template, where prompts part
+    text      tokenizer, detokenizer, stop strings, reasoning, chat template, where prompts diverge
     engine    sequences and steps: the pure scheduler, sampling, speculative decoding, the engine thread
     kvcache   keys and values: page tables, paging, the prefix cache in RAM and on disk
     draft     drafters, which propose tokens for the target to verify
-    backend   the chain of shards as one model: placement, steps through all shards
+    backend   the pipeline of shards as one model: placement, steps through all shards
     remote    shards in other processes: the engine's messages, both sides
     shard     consecutive layers on one device: run, save, restore
     layers    a family's spec turned into layers with weights and state

@@ -105,16 +105,25 @@ def test_the_architecture_page_is_the_map() -> None:
     assert [name for name, _ in rows] == [*FLOW, "kernels/"]
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_of_the_documentation_lead_somewhere() -> None:
     pages = [
-        ROOT / "README.md",
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
         *(p for top in ("docs", "kernels", "luce", "models") for p in (ROOT / top).rglob("*.md")),
     ]
     linked = {}
     for page in pages:
-        links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
-        linked[page] = {(page.parent / link).resolve() for link in links}
-        assert all(target.exists() for target in linked[page]), page
+        linked[page] = set()
+        for link, anchor in re.findall(r"\]\(([^)#: ]*)(?:#([^)]*))?\)", page.read_text()):
+            target = (page.parent / link).resolve() if link else page
+            assert target.exists(), f"{page}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page}: {link}#{anchor}"
+            linked[page].add(target)
     index = ROOT / "docs" / "README.md"
     assert set(pages) <= linked[index] | {index}, "the index leads to every page"
 

@@ -31,7 +31,7 @@ def toyrope(source: Source) -> ModelSpec:
     heads, kv_heads = source.positive("queries"), source.positive("keys")
     if heads % kv_heads:
         raise source.refuse("queries", f"is {heads}, no multiple of {kv_heads} keys")
-    blocks = [
+    layers = [
         Layer(
             mixer=Attention(
                 heads=heads,
@@ -53,7 +53,7 @@ def toyrope(source: Source) -> ModelSpec:
         vocab=source.vocabulary(),
         context_length=source.positive("memory"),
         norm_eps=source.number("epsilon"),
-        layers=tuple(blocks),
+        layers=tuple(layers),
         tied_head="output.weight" not in source.tensors,
     )
 

@@ -1,0 +1,163 @@
+"""The guide and the README held against the code: flags, metrics, endpoints, error codes, exit codes, commands."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from luce import errors
+from luce.cli import main as cli
+from luce.cli.chat import COMMANDS
+from luce.config.sampling import SAMPLERS
+from luce.config.settings import FIELDS, flag
+from luce.draft.ngram import NgramDrafter
+from luce.models.registry import FAMILIES
+from luce.ops.weight import KERNEL_TYPES
+from luce.server import schema
+from tests.support.http_server import running
+
+ROOT = Path(__file__).parents[2]
+GUIDE = sorted((ROOT / "docs/guide").glob("*.md"))
+FOR_USERS = [ROOT / "README.md", *GUIDE]
+#: flags of other programs, and of Luce's tools, that the guide shows
+FOREIGN = {"--type", "--now"}
+
+
+def page(name: str) -> str:
+    """The text of a page of the guide."""
+    return (ROOT / "docs/guide" / f"{name}.md").read_text()
+
+
+def all_flags() -> set[str]:
+    """Every flag of every verb."""
+    found = set()
+    for verb in cli.VERBS:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"luce.cli.{verb}").add_arguments(parser)
+        found |= set(re.findall(r"--[a-z][a-z-]+", parser.format_usage() + parser.format_help()))
+    return found
+
+
+def words(text: str) -> set[str]:
+    """What stands in backticks."""
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def fields(kind: type) -> set[str]:
+    """The fields of a request body."""
+    return set(kind.__struct_fields__)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 130
+
+
+def test_the_readme_lists_every_verb() -> None:
+    assert set(re.findall(r"^\| `luce (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)) == set(cli.VERBS)
+
+
+@pytest.mark.parametrize("path", FOR_USERS, ids=lambda p: p.name)
+def test_every_flag_that_is_shown_exists(path: Path) -> None:
+    shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()))
+    # What other programs take is shown in their own commands.
+    for line in re.findall(
+        r"^ *(?:openssl|sudo|tools/|curl|echo|git|\.venv/bin/pip).*", path.read_text(), re.MULTILINE
+    ):
+        shown -= set(re.findall(r"--[a-z][a-z-]+", line))
+    assert shown <= all_flags() | FOREIGN
+
+
+def test_every_flag_is_in_the_guide() -> None:
+    text = "\n".join(path.read_text() for path in GUIDE)
+    names = {name for f in FIELDS.values() for name in (flag(f.name), *(f"--{a}" for a in f.metadata["flags"]))}
+    assert {name for name in names if not re.search(rf"{name}(?![\w-])", text)} == set()
+
+
+def test_settings_lists_every_setting() -> None:
+    assert {flag(name) for name in FIELDS} <= set(re.findall(r"--[a-z-]+", page("settings")))
+
+
+async def test_metrics_are_those_of_the_server() -> None:
+    shown: set[tuple[str, str]] = set()
+    for names, kind in re.findall(r"^\| (`luce_[^|]+) \| (\w+) \|", page("metrics"), re.MULTILINE):
+        shown |= {(name, kind) for name in words(names)}
+    served = set()
+    for model, settings in (
+        ({"drafter": NgramDrafter(block=7)}, {"verify_width": 8}),
+        ({"context": 2048}, {"kvflash": "512", "kvflash_host_mb": 3}),
+    ):
+        async with running(model=model, **settings) as here:
+            await here.chat()
+            text = (await here.get("/metrics"))[1]
+            types = re.findall(r"^# TYPE (luce_\w+) (\w+)$", text, re.MULTILINE)
+            served |= {(name.removesuffix("_total"), kind) for name, kind in types if not name.endswith("_created")}
+    assert shown == served
+
+
+async def test_endpoints_are_those_of_the_server() -> None:
+    shown = set()
+    for row in re.findall(r"^\| (`(?:GET|POST|DELETE) [^|]+) \|", page("http-api"), re.MULTILINE):
+        method = ""
+        for word in re.findall(r"`([^`]+)`", row):
+            method, path = word.split() if " " in word else (method, word)
+            shown.add(f"{method} {path}")
+    async with running() as here:
+        served = set((await here.get("/props"))[1]["api"]["endpoints"])
+    # Each path under /v1 is there without it too.
+    assert shown == served - {e.replace("/v1", "") for e in served if "/v1" in e}
+
+
+def test_fields_of_requests_are_in_the_guide() -> None:
+    text = page("http-api") + page("prefix-cache")
+    named = {part for word in words(text) for part in re.split(r"[.\[\]]", word)}
+    assert (fields(schema.ChatRequest) | fields(schema.CompletionRequest)) - {"extra_body", "metadata"} <= named
+    assert {alias for sampler in SAMPLERS.values() for alias in sampler.aliases} <= named
+
+
+def error_codes() -> set[str]:
+    """Every `code` of an error that a request can get."""
+    found = {kind.code for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "status")}
+    for path in (ROOT / "luce").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Constant):
+                found.add(node.value.value)
+    return {code for code in found if code}
+
+
+def test_error_codes_are_in_the_guide() -> None:
+    assert error_codes() - words(page("http-api")) == set()
+
+
+def test_statuses_of_errors_are_in_the_guide() -> None:
+    shown = set(re.findall(r"^\| (\d{3}) \| `", page("http-api"), re.MULTILINE))
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.LuceError)]
+    assert shown == {str(kind.status) for kind in kinds}
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    shown = {int(code) for code in re.findall(r"^\| (\d+) \|", page("exit-codes"), re.MULTILINE)}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.LuceError)]
+    assert shown == {kind.exit_code for kind in kinds} | {0, 130, 141}
+
+
+def test_the_unit_does_not_restart_what_the_guide_says() -> None:
+    unit = (ROOT / "systemd/luce.service").read_text()
+    assert re.findall(r"^RestartPreventExitStatus=(.*)$", unit, re.MULTILINE) == ["2 3"]
+    assert "every failure but 2 and 3" in page("exit-codes")
+
+
+def test_commands_of_the_chat_are_in_the_guide() -> None:
+    shown = set(re.findall(r"`(/\w+|/\?)", page("clients")))
+    assert set(COMMANDS) <= shown
+
+
+def test_families_and_types_are_in_the_guide() -> None:
+    text = page("choosing-a-file")
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(FAMILIES)
+    named = set(re.findall(r"\b(?:I?Q\d\w*|B?F\d+)\b", text.partition("Tensor types:")[2].partition(" are used as")[0]))
+    assert named == {kind.name for kind in KERNEL_TYPES}
