@@ -121,9 +121,7 @@ def plan_drafter(
     if config.ddtree and not drafter_spec.trees:
         raise UsageError(f"--ddtree: {drafter_spec.path or config.draft} is no DFlash draft", param="ddtree")
     if not drafter_spec.layers and config.draft_feature_tail not in (0, FIELDS["draft_feature_tail"].default):
-        raise UsageError(
-            f"--draft-feature-tail: {drafter_spec.path} reads no hidden states", param="draft_feature_tail"
-        )
+        raise UsageError(f"--draft-feature-tail: {drafter_spec.path} reads no features", param="draft_feature_tail")
     return DraftPlan(target, drafter_spec, _device(opened, config, devices))
 
 
