@@ -16,8 +16,8 @@ from luce.ipc.device import RemoteDevice
 from luce.ipc.messages import Open
 from luce.ipc.supervisor import Limits, Supervisor
 from luce.ipc.tcp import Connection, tls
+from luce.runtime.cupy_module import cupy_vendor
 from luce.runtime.device import Device, DeviceName
-from luce.runtime.gpu import cupy_vendor
 from luce.runtime.open import VENDORS, named, open_all, open_devices
 
 

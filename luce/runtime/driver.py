@@ -14,7 +14,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,10 +26,9 @@ from luce.runtime.library import open_library
 
 Vendor = Literal["cuda", "hip"]
 
-#: Status codes, equal for both vendors.
-NO_DEVICE, NOT_READY = 100, 600
-#: hipErrorInsufficientDriver and its CUDA runtime twin: no usable kernel module.
-_ABSENT = (NO_DEVICE, 35)
+# Status codes, equal for both vendors, of a machine without a device and without a usable kernel module
+# (hipErrorInsufficientDriver and its CUDA runtime twin).
+_ABSENT = (100, 35)
 
 _LIBRARIES: dict[Vendor, tuple[str, ...]] = {
     "cuda": ("libcuda.so.1",),
@@ -56,16 +55,6 @@ _CALLS: dict[str, tuple[str, str, tuple[Any, ...] | None]] = {
     "host_unregister": ("MemHostUnregister", "HostUnregister", (c_void_p,)),
     "can_access_peer": ("DeviceCanAccessPeer", "DeviceCanAccessPeer", (POINTER(c_int), c_int, c_int)),
     "function_attribute": ("FuncSetAttribute", "FuncSetAttribute", (c_void_p, c_int, c_int)),
-    "stream_create": ("StreamCreate", "StreamCreateWithFlags", (POINTER(c_void_p), c_uint)),
-    "stream_destroy": ("StreamDestroy_v2", "StreamDestroy", (c_void_p,)),
-    "stream_synchronize": ("StreamSynchronize", "StreamSynchronize", (c_void_p,)),
-    "stream_wait_event": ("StreamWaitEvent", "StreamWaitEvent", (c_void_p, c_void_p, c_uint)),
-    "event_create": ("EventCreate", "EventCreateWithFlags", (POINTER(c_void_p), c_uint)),
-    "event_destroy": ("EventDestroy_v2", "EventDestroy", (c_void_p,)),
-    "event_record": ("EventRecord", "EventRecord", (c_void_p, c_void_p)),
-    "event_query": ("EventQuery", "EventQuery", (c_void_p,)),
-    "event_synchronize": ("EventSynchronize", "EventSynchronize", (c_void_p,)),
-    "event_elapsed": ("EventElapsedTime", "EventElapsedTime", (POINTER(c_float), c_void_p, c_void_p)),
     "capture_begin": ("StreamBeginCapture_v2", "StreamBeginCapture", (c_void_p, c_int)),
     "capture_end": ("StreamEndCapture", "StreamEndCapture", (c_void_p, POINTER(c_void_p))),
     "graph_destroy": ("GraphDestroy", "GraphDestroy", (c_void_p,)),
@@ -95,8 +84,6 @@ _ATTRIBUTES = {
 }
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, hipStreamNonBlocking
-_NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING, hipEventDisableTiming
 _RELAXED = 2  # capture mode: neither calls of other threads nor allocations break a capture
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, hipFuncAttribute...
 _PEER_ENABLED = 704  # access was enabled before
@@ -272,42 +259,6 @@ class Driver:
         """Allow a kernel `size` bytes of dynamic shared memory, beyond the 48 KiB that CUDA gives unasked."""
         self._call("function_attribute", function, _DYNAMIC_SHARED, size)
 
-    def stream(self) -> int:
-        """A new stream of the current device that does not wait for the default stream."""
-        return int(self._read("stream_create", c_void_p, _NON_BLOCKING))
-
-    def destroy_stream(self, stream: int) -> None:
-        """Release a stream; its queued work still runs."""
-        self._call("stream_destroy", stream)
-
-    def synchronize(self, stream: int) -> None:
-        """Wait until the stream is empty."""
-        self._call("stream_synchronize", stream)
-
-    def event(self, *, timing: bool = False) -> int:
-        """A new event of the current device."""
-        return int(self._read("event_create", c_void_p, 0 if timing else _NO_TIMING))
-
-    def destroy_event(self, event: int) -> None:
-        """Release an event."""
-        self._call("event_destroy", event)
-
-    def record(self, event: int, stream: int) -> None:
-        """Let the event happen when the stream has done all it holds now."""
-        self._call("event_record", event, stream)
-
-    def wait(self, stream: int, event: int) -> None:
-        """Let the stream's later work wait for the event, which may be another device's."""
-        self._call("stream_wait_event", stream, event, 0)
-
-    def happened(self, event: int) -> bool:
-        """Whether the event has happened, without waiting."""
-        status = self._status("event_query", event)
-        if status == NOT_READY:
-            return False
-        self.check("event query", status)
-        return True
-
     @property
     def uses_flags(self) -> bool:
         """Whether `wait_flag` and `write_flag` can be called: HIP asks for memory that no other process sees."""
@@ -322,14 +273,6 @@ class Driver:
         """Write a word of pinned memory when the stream has done all it holds now."""
         status = self._library.cuStreamWriteValue32_v2(c_void_p(stream), c_ulonglong(address), c_uint(value), c_uint(0))
         self.check("cuStreamWriteValue32", status)
-
-    def wait_host(self, event: int) -> None:
-        """Block this thread until the event has happened."""
-        self._call("event_synchronize", event)
-
-    def milliseconds(self, start: int, end: int) -> float:
-        """Device time between two events with timing that have happened."""
-        return float(self._read("event_elapsed", c_float, start, end))
 
     def begin_capture(self, stream: int) -> None:
         """Collect the stream's work into a graph instead of running it."""

@@ -10,7 +10,6 @@ import contextlib
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,97 +17,21 @@ from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime import blas, compiler, driver
+from luce.runtime.cupy_module import EXTRAS, import_cupy
 from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Flag, Graph, Memory
 from luce.runtime.driver import Vendor
+from luce.runtime.gpu_kernels import KernelLoader, LoadedKernel
+from luce.runtime.gpu_stream import GpuCopyStream, GpuEvent
 from luce.runtime.graph import DriverGraph
 from luce.runtime.kernels import KernelBuild
 from luce.runtime.pinned import PinnedPool
 from luce.runtime.staging import Stager
 
-#: Dynamic shared memory that every kernel gets without asking, in bytes.
-_UNASKED_SHARED = 48 * 1024
 # Downloads of so many bytes go to pinned memory: 1 MB of logits takes 0.3 ms to pageable memory. Larger ones would keep
 # much of the host's memory pinned, as CuPy's pool never gives it back.
 _PINNED = range(1 << 16, (1 << 24) + 1)
 # Arrays that `load` reads in the background, in bytes.
 _STAGED = 1 << 20
-# Kernels that are compiled side by side.
-_COMPILERS = 8
-_EXTRAS: dict[Vendor, str] = {
-    "cuda": "luce-llm[cuda13] (or luce-llm[cuda12] for older drivers)",
-    "hip": "luce-llm[rocm]",
-}
-
-
-# What the parameters of kernels may be, besides arrays, in the struct module's letters.
-_SCALARS: dict[type, str] = {np.int32: "i", np.int64: "q", np.float32: "f"}
-
-
-class _Function:
-    """A loaded kernel and the dynamic shared memory it may use."""
-
-    __slots__ = ("arrays", "at", "launch", "shared")
-
-    def __init__(self, device: GpuDevice, at: int, args: Sequence[Any]) -> None:
-        """`at` is the driver's handle, `args` those of any launch: all have the same types."""
-        self.at = at
-        self.arrays = [i for i, arg in enumerate(args) if type(arg) not in _SCALARS]
-        for i in self.arrays:
-            if not isinstance(args[i], device.array_type | None):
-                raise DeviceError(f"argument {i + 1} is {type(args[i]).__name__}")
-        format = "".join(_SCALARS.get(type(arg), "P") for arg in args)
-        self.launch = device.driver.launcher(at, format, early=device.early)
-        self.shared = _UNASKED_SHARED
-
-
-class GpuEvent(Event):
-    """An event of the vendor's run time."""
-
-    __slots__ = ("_device", "event")
-
-    def __init__(self, device: GpuDevice, event: Any) -> None:
-        self._device = device
-        self.event = event
-
-    def done(self) -> bool:
-        with self._device._failing("event"):
-            return bool(self.event.done)
-
-    def wait(self) -> None:
-        with self._device._failing("event"):
-            self.event.synchronize()
-
-    def seconds_since(self, start: Event) -> float:
-        assert isinstance(start, GpuEvent)
-        return float(self._device._cupy.cuda.get_elapsed_time(start.event, self.event)) / 1000
-
-
-class GpuCopyStream(CopyStream):
-    """A stream beside the device's own."""
-
-    def __init__(self, device: GpuDevice) -> None:
-        self._device = device
-        self._stream = device._cupy.cuda.Stream(non_blocking=True)
-        runtime = device._cupy.cuda.runtime
-        self._copy, self._copy_rows, self._kind = runtime.memcpyAsync, runtime.memcpy2DAsync, runtime.memcpyDefault
-
-    def wait_for(self, event: Event) -> None:
-        self._device.hold(self._stream, event)
-
-    def copy(self, target: Array, source: Array) -> None:
-        device = self._device
-        device._activate()
-        at, start, stream = _address(target), _address(source), self._stream.ptr
-        with device._failing(f"copy of {target.nbytes} bytes"):
-            if source.flags.c_contiguous:
-                self._copy(at, start, target.nbytes, self._kind, stream)
-            else:
-                rows = len(target)
-                width = target.nbytes // rows
-                self._copy_rows(at, width, start, source.strides[0], width, rows, self._kind, stream)
-
-    def record(self, *, timing: bool = False) -> Event:
-        return self._device.mark(self._stream, timing)
 
 
 class GpuDevice(Device):
@@ -131,20 +54,16 @@ class GpuDevice(Device):
         self.shared_limit = self.properties.shared_optin
         self.uses_flags = found.uses_flags
         self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
-        #: whether kernels start before the ones ahead have ended, and wait by luce_await (kernels/gpu.h)
-        self.early = found.starts_early(self.properties.arch)
         newest = int(found.version.split(".")[0]) if kind == "cuda" else None
-        self._cupy = _import_cupy(self.name, kind)
+        self.cupy = import_cupy(self.name, kind)
         rtc = compiler.load(kind, newest)
         if rtc is None:
-            raise DeviceError(f"{self.name}: no run-time compiler found: install {_EXTRAS[kind]}")
-        self._compiler = rtc
-        cuda = self._cupy.cuda
-        self.array_type: type = self._cupy.ndarray
+            raise DeviceError(f"{self.name}: no run-time compiler found: install {EXTRAS[kind]}")
+        self._loader = KernelLoader(self.name, found, self.properties, rtc, self.cupy)
+        cuda = self.cupy.cuda
         self._failures = (cuda.driver.CUDADriverError, cuda.runtime.CUDARuntimeError)
         self._out_of_memory = cuda.memory.OutOfMemoryError
-        self._modules: dict[KernelBuild, Any] = {}
-        self._functions: dict[tuple[Any, ...], _Function] = {}
+        self._functions: dict[tuple[Any, ...], LoadedKernel] = {}
         self._closed = False
         self._select = cuda.runtime.setDevice
         self._select(index)
@@ -168,16 +87,17 @@ class GpuDevice(Device):
         """The vendor's driver."""
         return self._driver
 
-    def _activate(self) -> None:
+    def activate(self) -> None:
+        """Make device and stream current on this thread. Raises DeviceError if the device is closed."""
         if self._closed:
             raise DeviceError(f"{self.name} is closed")
         self._select(self.name.index)
         self._stream.use()
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
-        self._activate()
+        self.activate()
         try:
-            return self._cupy.empty(shape, dtype)
+            return self.cupy.empty(shape, dtype)
         except self._out_of_memory as error:
             asked = math.prod((shape,) if isinstance(shape, int) else shape) * np.dtype(dtype).itemsize
             free = self.memory().free
@@ -201,7 +121,7 @@ class GpuDevice(Device):
             return super().load(array, to)
         copy = self.empty(array.shape, array.dtype) if to is None else to
         if self._stager is None:
-            self._stager = Stager(self._cupy, self.name.index, self._stream)
+            self._stager = Stager(self.cupy, self.name.index, self._stream)
         self._stager.copy(copy.data.ptr, array)
         return copy
 
@@ -215,7 +135,7 @@ class GpuDevice(Device):
                 raise DeviceError(f"{self.name}: copy to the device: {error}") from error
 
     def write(self, array: Array, values: NDArray[Any]) -> None:
-        self._activate()
+        self.activate()
         contiguous = np.ascontiguousarray(values)
         try:
             array.data.copy_from_host_async(contiguous.ctypes.data, array.nbytes, self._stream)
@@ -223,12 +143,12 @@ class GpuDevice(Device):
             raise DeviceError(f"{self.name}: copy of {array.nbytes} bytes to the device: {error}") from error
 
     def copy(self, target: Array, source: Array) -> None:
-        self._activate()
-        with self._failing(f"copy of {target.nbytes} bytes"):
+        self.activate()
+        with self.failing(f"copy of {target.nbytes} bytes"):
             target.data.copy_from_device_async(source.data, target.nbytes, self._stream)
 
     def download(self, array: Array) -> NDArray[Any]:
-        self._activate()
+        self.activate()
         self._settle()
         if not array.nbytes:
             return np.empty(array.shape, array.dtype)
@@ -246,9 +166,9 @@ class GpuDevice(Device):
             # What is queued from now on may overwrite the array.
             copy = self.download(array)
             return lambda: copy
-        self._activate()
+        self.activate()
         self._settle()
-        with self._failing(f"copy of {array.nbytes} bytes from the device"):
+        with self.failing(f"copy of {array.nbytes} bytes from the device"):
             out = self._pinned_like(array) if to is None else to
             array.get(out=out, blocking=False)
         copied = self.record()
@@ -261,7 +181,7 @@ class GpuDevice(Device):
 
     def _pinned_like(self, array: Array) -> NDArray[Any]:
         """Pinned memory for a copy of an array, from the library's pool of small pieces."""
-        memory = self._cupy.cuda.alloc_pinned_memory(array.nbytes)
+        memory = self.cupy.cuda.alloc_pinned_memory(array.nbytes)
         out: NDArray[Any] = np.frombuffer(memory, np.uint8, array.nbytes).view(array.dtype).reshape(array.shape)
         return out
 
@@ -269,26 +189,13 @@ class GpuDevice(Device):
         if not self.uses_flags:
             super().set_flag(flag)
             return
-        self._activate()
+        self.activate()
         self._driver.use(self.name.index)
         self._driver.write_flag(self.stream, flag.memory.ctypes.data, flag.value)
 
-    def prepare(self, build: KernelBuild) -> None:
-        """Compile a build, or fetch it from the cache, and load it. Raises DeviceError naming the build."""
-        self._activate()
-        if build in self._modules:
-            return
-        code = self._code(build)
-        module = self._cupy.cuda.function.Module()
-        try:
-            module.load(code)
-        except self._failures as error:
-            raise DeviceError(f"{self.name}: {build}: {error}") from error
-        self._modules[build] = module
-
     def warm_up(self, work: Callable[[], object]) -> None:
         """As in the interface. A BLAS library's products do run, which makes the library ready."""
-        self._activate()
+        self.activate()
         builds: dict[KernelBuild, None] = {}
         self._warming = builds
         try:
@@ -301,26 +208,12 @@ class GpuDevice(Device):
 
     def compile(self, builds: Iterable[KernelBuild]) -> None:
         """Compile builds side by side into the cache. `prepare` names the ones that fail."""
+        self._loader.compile(builds)
 
-        def attempt(build: KernelBuild) -> None:
-            with contextlib.suppress(DeviceError):
-                self._code(build)
-
-        with ThreadPoolExecutor(_COMPILERS) as threads:
-            list(threads.map(attempt, builds))
-
-    def _code(self, build: KernelBuild) -> bytes:
-        return compiler.cached(self._compiler, build, self.properties.arch, self.lanes)
-
-    def _function(
-        self, source: str, kernel: str, defines: Mapping[str, int | str] | None, args: Sequence[Any]
-    ) -> _Function:
-        build = KernelBuild.of(source, defines)
-        self.prepare(build)
-        try:
-            return _Function(self, self._modules[build].get_function(kernel).ptr, args)
-        except (DeviceError, *self._failures) as error:
-            raise DeviceError(f"{self.name}: {build}: {kernel}: {error}") from error
+    def prepare(self, build: KernelBuild) -> None:
+        """Load a build, compiled before or now. Raises DeviceError naming the build."""
+        self.activate()
+        self._loader.load(build)
 
     def launch(
         self,
@@ -333,10 +226,10 @@ class GpuDevice(Device):
         defines: Mapping[str, int | str] | None = None,
         shared: int = 0,
     ) -> None:
-        self._activate()
+        self.activate()
         if self._warming is not None:
             build = KernelBuild.of(source, defines)
-            if build not in self._modules:
+            if not self._loader.loaded(build):
                 self._warming[build] = None
             return
         if self._stager is not None:
@@ -344,7 +237,7 @@ class GpuDevice(Device):
         key = (source, kernel, *defines.items()) if defines else (source, kernel)
         function = self._functions.get(key)
         if function is None:
-            function = self._functions[key] = self._function(source, kernel, defines, args)
+            function = self._functions[key] = self._loader.kernel(source, kernel, defines, args)
         values = list(args)
         try:
             for i in function.arrays:
@@ -357,10 +250,10 @@ class GpuDevice(Device):
             raise DeviceError(f"{self.name}: kernels/{source}.cu: {kernel}: {error}") from error
 
     def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
-        self._activate()
+        self.activate()
         graph = DriverGraph(self._driver, self.stream)
         try:
-            with self._cupy.cuda.using_allocator(self._arena.malloc), graph.capturing():
+            with self.cupy.cuda.using_allocator(self._arena.malloc), graph.capturing():
                 arrays = work()
         # NotImplementedError is how CuPy refuses what it cannot capture, library calls among them.
         except (NotImplementedError, *self._failures) as error:
@@ -369,12 +262,12 @@ class GpuDevice(Device):
 
     def _lent(self, array: Array) -> Array:
         """The same array, without a claim to its memory."""
-        cuda = self._cupy.cuda
+        cuda = self.cupy.cuda
         memory = cuda.UnownedMemory(array.data.ptr, array.nbytes, self._arena, self.name.index)
-        return self._cupy.ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0), array.strides)
+        return self.cupy.ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0), array.strides)
 
     @contextlib.contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
+    def failing(self, what: str) -> Iterator[None]:
         """Failures of the vendor's run time as DeviceError."""
         try:
             yield
@@ -383,15 +276,15 @@ class GpuDevice(Device):
 
     def mark(self, stream: Any, timing: bool) -> GpuEvent:
         """The moment when a stream of this device has done all that is queued there."""
-        self._activate()
-        with self._failing("event"):
-            event = self._cupy.cuda.Event(disable_timing=not timing)
+        self.activate()
+        with self.failing("event"):
+            event = self.cupy.cuda.Event(disable_timing=not timing)
             event.record(stream)
         return GpuEvent(self, event)
 
     def hold(self, stream: Any, event: Event) -> None:
         """Let a stream of this device wait for an event."""
-        self._activate()
+        self.activate()
         if isinstance(event, Flag) and self.uses_flags:
             self._driver.use(self.name.index)
             self._driver.wait_flag(stream.ptr, event.memory.ctypes.data, event.value)
@@ -399,7 +292,7 @@ class GpuDevice(Device):
         if not isinstance(event, GpuEvent):
             event.wait()
             return
-        with self._failing("event"):
+        with self.failing("event"):
             stream.wait_event(event.event)
 
     def record(self, *, timing: bool = False) -> Event:
@@ -409,18 +302,18 @@ class GpuDevice(Device):
         self.hold(self._stream, event)
 
     def copy_stream(self) -> CopyStream:
-        self._activate()
+        self.activate()
         return GpuCopyStream(self)
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        self._activate()
+        self.activate()
         return self._pinned.take(size)
 
     def reserve_pinned(self, size: int) -> None:
         self._pinned.reserve(size)
 
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
-        self._activate()
+        self.activate()
         self._driver.use(self.name.index)
         address = memory.ctypes.data
         self._driver.register_host(address, memory.nbytes)
@@ -450,7 +343,7 @@ class GpuDevice(Device):
         return bool((other.download(target) == sent).all())
 
     def gemm(self, x: Array, weight: Array, out: Array) -> None:
-        self._activate()
+        self.activate()
         if self._blas is None:
             raise DeviceError(f"{self.name}: no BLAS library found")
         if self._warming is None:
@@ -462,16 +355,16 @@ class GpuDevice(Device):
             raise DeviceError(f"{self.name}: product of {shape}: {error}") from error
 
     def synchronize(self) -> None:
-        self._activate()
+        self.activate()
         self._settle()
-        with self._failing("synchronise"):
+        with self.failing("synchronise"):
             self._stream.synchronize()
 
     def memory(self) -> Memory:
         """Free counts what CuPy's pool holds unused as well: it serves the next arrays."""
-        self._activate()
+        self.activate()
         self._driver.use(self.name.index)
-        device, cached = self._driver.memory(), self._cupy.get_default_memory_pool().free_bytes()
+        device, cached = self._driver.memory(), self.cupy.get_default_memory_pool().free_bytes()
         return Memory(device.free + cached, device.total, cached)
 
     def describe(self) -> dict[str, str | int]:
@@ -485,23 +378,23 @@ class GpuDevice(Device):
             "shared memory per block": facts.shared,
             "shared memory per block, opted in": facts.shared_optin,
             "driver": self._driver.version,
-            "compiler": self._compiler.version,
-            "cupy": self._cupy.__version__,
+            "compiler": self._loader.compiler.version,
+            "cupy": self.cupy.__version__,
         }
 
     def close(self) -> None:
         if self._closed:
             return
-        self._activate()
+        self.activate()
         self._settle()
         self._pinned.close()
         if self._blas is not None:
             self._blas.close()
             self._blas = None
         self._functions.clear()
-        self._modules.clear()
+        self._loader.close()
         self._arena.free_all_blocks()
-        self._cupy.get_default_memory_pool().free_all_blocks()
+        self.cupy.get_default_memory_pool().free_all_blocks()
         self._closed = True
 
 
@@ -509,30 +402,3 @@ def _products(arch: str) -> frozenset[str]:
     """What a CUDA architecture has in hardware: halves since Turing, bfloat16 since Ampere, groups on Hopper alone."""
     groups = ("WGMMA",) if arch == "sm_90a" else ()
     return frozenset(("F16", "BF16", *groups) if driver.capability(arch) >= 80 else ("F16",))
-
-
-def _address(array: Array) -> int:
-    """Where an array begins, on a device or on the host."""
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
-
-
-def cupy_vendor() -> Vendor | None:
-    """The vendor whose GPUs this environment's CuPy drives, None without CuPy."""
-    try:
-        import cupy
-    except ImportError:
-        return None
-    return "hip" if cupy.cuda.runtime.is_hip else "cuda"
-
-
-def _import_cupy(name: DeviceName, kind: Vendor) -> Any:
-    try:
-        import cupy
-    except ImportError as error:
-        raise DeviceError(f"{name} needs CuPy: install {_EXTRAS[kind]}") from error
-    if cupy.cuda.runtime.is_hip != (kind == "hip"):
-        other = "HIP" if kind == "cuda" else "CUDA"
-        raise DeviceError(
-            f"{name}: the CuPy of this environment is for {other}: install {_EXTRAS[kind]} in another one"
-        )
-    return cupy

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from luce.backend.microbatch import cut
 from luce.runtime.device import Array, CopyStream, Device
-from luce.runtime.gpu import GpuCopyStream, GpuDevice
+from luce.runtime.gpu import GpuDevice
+from luce.runtime.gpu_stream import GpuCopyStream
 from luce.runtime.host import HostDevice
 from luce.runtime.open import found
 from luce.shard import graphs
