@@ -148,7 +148,7 @@ def _clang_command(target: Target) -> list[str]:
     return [CLANG, *options, f"--offload-arch={target.arch}"]
 
 
-def _precompile(target: Target, folder: Path) -> Path:
+def precompile(target: Target, folder: Path) -> Path:
     """HIP's own header, which takes most of a small kernel's compile time (0.4 of 0.6 s), once per target."""
     source, header = folder / f"{target.arch}.hip", folder / f"{target.arch}.pch"
     source.write_text("#include <hip/hip_runtime.h>\n")
@@ -172,7 +172,7 @@ def build_one(build: KernelBuild, target: Target, header: Path | None, keep: boo
     except DeviceError as error:
         return Result(build, target, time.monotonic() - started, error=str(error))
     if keep and target.compiler == "nvrtc":
-        compiler.keep(rtc, build, target.arch, target.lanes, done.code)
+        compiler.store(rtc, build, target.arch, target.lanes, done.code)
     seconds = time.monotonic() - started
     if target.compiler == "nvrtc":
         counts = (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes smem")
@@ -187,7 +187,7 @@ def build_all(tasks: Sequence[tuple[KernelBuild, Target]], jobs: int, *, keep: b
     """Compile in `jobs` processes; results in the order of the tasks."""
     with tempfile.TemporaryDirectory() as folder:
         targets = dict.fromkeys(target for _, target in tasks if target.compiler == "clang")
-        headers = {target: _precompile(target, Path(folder)) for target in targets}
+        headers = {target: precompile(target, Path(folder)) for target in targets}
         calls = [(build, target, headers.get(target), keep) for build, target in tasks]
         # Not forked: the compilers keep threads of their own.
         context = multiprocessing.get_context("spawn")

@@ -53,7 +53,7 @@ from luce.remote.validate import check_pages, check_step, is_path, load_layers, 
 from luce.runtime.device import Array, Device, Event, Flag
 from luce.runtime.host import HostDevice, HostEvent
 from luce.runtime.step import MAX_CANDIDATES, Int32, Output, Step
-from luce.runtime.transfer import DEPTH, Link, Passage
+from luce.runtime.transfer import DEPTH, Link, Transfer
 from luce.shard.local import LocalShard
 from luce.shard.pipeline import Chain, Ran
 from luce.shard.saved_state import HostSavedState, JoinedSavedState, Piece
@@ -264,7 +264,7 @@ class ServedModel:
         ran = chain.queue(step)
         return Work(_Queued(ran), lambda: self._done(message, ran.result()[0]), patient=True)
 
-    def _enter(self, step: Step) -> Passage | None:
+    def _enter(self, step: Step) -> Transfer | None:
         """What the first shard is handed, on its thread."""
         message, there = self._going[id(step)]
         if self._entry is None:

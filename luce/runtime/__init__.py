@@ -1,9 +1,17 @@
-"""Devices: what holds arrays and runs kernels.
+"""Devices, which hold arrays and run kernels.
 
-Here: the Device interface (device.py), NumPy behind it (host.py), CuPy for CUDA and HIP behind it (gpu.py), the
-driver's few calls by ctypes (driver.py), captured graphs (graph.py), copies from a file's memory to a device
-(staging.py) and from device to device (transfer.py), kernel sources and their variants (kernels.py), the vendors'
-run-time compilers (compiler.py) and libraries (library.py), names to devices (open.py), a step's arrays (step.py). Not
-here: what a kernel computes (ops) and where layers go (backend). Called by ops, layers, backend, bench and
-`luce doctor`.
+Here: the Device interface, its implementations on NumPy and on CuPy, the few driver and library calls by ctypes,
+kernel sources and their compilation, copies between devices, and the arrays of a step. Not here: what a kernel computes
+(luce.ops) and which device gets which layers (luce.backend). Called by luce.ops, luce.layers, luce.shard, luce.remote,
+luce.backend, luce.bench and `luce doctor`.
+
+device        the interface: arrays, copies, events, kernel launches
+host          the interface on NumPy
+gpu           the interface on CuPy, for CUDA and HIP; with gpu_kernels, gpu_stream, cupy_module, graph (CUDA graphs),
+              staging (file to device), pinned (host memory), blas (cuBLAS, hipBLAS)
+driver        the vendors' drivers by ctypes; library finds shared libraries
+kernels       kernel sources, their variants and options; compiler compiles and caches them
+transfer      copies of activations from device to device
+open          device names to devices
+step          the arrays of a step
 """

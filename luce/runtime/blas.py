@@ -1,4 +1,4 @@
-"""cuBLAS or hipBLAS: the one call that large products need. Luce also runs without the library."""
+"""cuBLAS or hipBLAS, for large products. Luce also runs without them."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from luce.runtime.library import open_library
 _NONE, _TRANSPOSE = 0, 1  # cublasOperation_t
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2}  # cudaDataType_t
 _DEFAULT_ALGORITHM = -1
-#: bytes of device memory that products may use; what the library takes by itself on Hopper
+#: bytes of device memory that products may use; the library's own default on Hopper
 WORKSPACE = 32 << 20
 
 
 class Blas(ABC):
-    """The library, on one device's stream. One thread at a time uses it."""
+    """The library, on one device's stream. Not thread-safe."""
 
-    #: whether its products can be captured
+    #: whether graphs can capture its products
     captured: bool
-    #: what says that sums are accumulated in float32
+    #: the library's code for sums accumulated in float32
     compute: int
 
     def __init__(self) -> None:
-        # The library reads the factors when it is called.
+        # The library reads the factors at each call.
         self._factors = np.array([1, 0], np.float32)
         self._one = self._factors.ctypes.data
 
     def gemm(self, x: Array, weight: Array, out: Array) -> None:
-        """out = x weight^T, as Device.gemm says. To the library, which puts columns first, this is out^T [rows, n] of
-        the transposed [cols, rows] and of [cols, n]. Raises DeviceError or what CuPy raises."""
+        """out = x weight^T, as in Device.gemm. In the library's column-major order this is out^T [rows, n], the product
+        of the transposed [cols, rows] and of [cols, n]. Raises DeviceError or CuPy's errors."""
         (n, cols), rows = x.shape, weight.shape[0]
         arrays = [
             part
@@ -49,7 +49,7 @@ class Blas(ABC):
 
     @abstractmethod
     def _call(self, *arguments: int) -> None:
-        """cublasGemmEx with the handle left out."""
+        """cublasGemmEx without the handle."""
 
     @abstractmethod
     def close(self) -> None:
@@ -57,21 +57,21 @@ class Blas(ABC):
 
 
 class _Cublas(Blas):
-    """By the C interface: CuPy's refuses to be captured, and takes 12 us a call."""
+    """The C interface: CuPy refuses to capture its own, which takes 12 us a call."""
 
     captured, compute = True, 68  # CUBLAS_COMPUTE_32F
 
     def __init__(self, library: ctypes.CDLL, stream: int, workspace: Array) -> None:
-        """The library of the current device, on `stream`, with memory that products may use: without it, a captured
-        product would allocate some in each replay."""
+        """The library of the current device, on `stream`. Without the `workspace`, a captured product would allocate
+        memory in each replay."""
         super().__init__()
         self._library = library
         self._workspace = workspace
         self._handle = c_void_p()
         self._check("cublasCreate", library.cublasCreate_v2(ctypes.byref(self._handle)))
         self._check("cublasSetStream", library.cublasSetStream_v2(self._handle, c_void_p(stream)))
-        given = library.cublasSetWorkspace_v2(self._handle, c_void_p(workspace.data.ptr), c_size_t(workspace.nbytes))
-        self._check("cublasSetWorkspace", given)
+        status = library.cublasSetWorkspace_v2(self._handle, c_void_p(workspace.data.ptr), c_size_t(workspace.nbytes))
+        self._check("cublasSetWorkspace", status)
         self._gemm = library.cublasGemmEx
         matrix = (c_void_p, c_int, c_int)
         self._gemm.argtypes = (c_void_p, *(c_int,) * 5, c_void_p, *matrix, *matrix, c_void_p, *matrix, c_int, c_int)
@@ -90,8 +90,8 @@ class _Cublas(Blas):
 
 
 class _Hipblas(Blas):
-    """By CuPy, which knows the constants of the library's versions, with its handle for the current device and thread
-    and its current stream."""
+    """CuPy's interface, which knows the constants of the library's versions, with its handle for the current device and
+    thread and its current stream."""
 
     captured, compute = False, 0  # a cudaDataType_t, which CuPy turns into the library's
 
@@ -108,8 +108,8 @@ class _Hipblas(Blas):
 
 
 def load(vendor: Vendor, stream: int, empty: Callable[[int], Array]) -> Blas | None:
-    """The library that CuPy finds for the current device; None if there is none, or none that works. `empty` makes an
-    array of so many bytes on the device."""
+    """The library that CuPy finds for the current device; None if none works. `empty` allocates an array of that many
+    bytes on the device."""
     try:
         from cupy.cuda import cublas, device
 
@@ -118,6 +118,6 @@ def load(vendor: Vendor, stream: int, empty: Callable[[int], Array]) -> Blas | N
         return None
     if vendor == "hip":
         return _Hipblas(cublas, device.get_cublas_handle)
-    # The one that CuPy has loaded, which is found by its name wherever it is.
+    # The name finds the library that CuPy has loaded, wherever its file is.
     found = open_library((f"libcublas.so.{cublas.getVersion(handle) // 10000}",))
     return None if found is None else _Cublas(found[0], stream, empty(WORKSPACE))

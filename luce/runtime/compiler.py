@@ -24,19 +24,19 @@ from luce.runtime.kernels import KernelBuild
 from luce.runtime.library import open_library
 
 _DIGEST = 32
-#: how hiprtc and clang are told not to fuse a product and a sum by themselves
+#: option by which hiprtc and clang do not fuse a product and a sum by themselves
 CLANG_ARITHMETIC = "-ffp-contract=off"
 
 
 class Compiled(NamedTuple):
-    """A module for the driver (cubin or code object) and what the compiler said."""
+    """A module for the driver (cubin or code object), and the compiler's log."""
 
     code: bytes
     log: str
 
 
 class RuntimeCompiler:
-    """NVRTC or hiprtc: the same interface under two prefixes. Thread-safe as far as the vendor's is."""
+    """NVRTC or hiprtc: one interface under two prefixes. As thread-safe as the vendor's library."""
 
     def __init__(self, vendor: Vendor, library: ctypes.CDLL, path: str) -> None:
         self.vendor = vendor
@@ -86,13 +86,13 @@ class RuntimeCompiler:
 
 
 def first_error(log: str) -> str:
-    """The line of a compiler's log that says what is wrong."""
+    """The first line of a compiler's log that reports an error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line), lines[0] if lines else "the compiler gave no reason")
 
 
 def _wheel_folders() -> tuple[Path, ...]:
-    """Folders of NVIDIA's wheels that hold NVRTC: CUDA 13 has one for all, CUDA 12 one per library."""
+    """Folders of NVIDIA's wheels that hold NVRTC: one folder for all of CUDA 13, one per library of CUDA 12."""
     spec = importlib.util.find_spec("nvidia")
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
     return tuple(root / sub / "lib" for root in roots for sub in ("cu13", "cuda_nvrtc"))
@@ -101,7 +101,7 @@ def _wheel_folders() -> tuple[Path, ...]:
 def load(vendor: Vendor, major: int | None = None) -> RuntimeCompiler | None:
     """A vendor's run-time compiler, None if not installed.
 
-    `major` is the newest CUDA that the driver runs: a newer NVRTC would build what this driver cannot load.
+    `major` is the newest CUDA that the driver runs: it cannot load the modules of a newer NVRTC.
     """
     if vendor == "cuda":
         names = tuple(f"libnvrtc.so.{n}" for n in (13, 12) if major is None or n <= major)
@@ -115,21 +115,21 @@ def load(vendor: Vendor, major: int | None = None) -> RuntimeCompiler | None:
 
 
 def cached(compiler: RuntimeCompiler, build: KernelBuild, arch: str, lanes: int, folder: Path | None = None) -> bytes:
-    """The module of a build, from the cache in `folder` (default: the user's) or compiled and put there."""
+    """The module of a build, from the cache in `folder` (default: the user's); a miss compiles and stores it."""
     entry = _entry(compiler, build, arch, lanes, folder)
     with contextlib.suppress(OSError):
         content = entry.read_bytes()
         if hashlib.sha256(content[_DIGEST:]).digest() == content[:_DIGEST]:
             return content[_DIGEST:]
     code = compiler.compile(build, arch, lanes).code
-    keep(compiler, build, arch, lanes, code, folder)
+    store(compiler, build, arch, lanes, code, folder)
     return code
 
 
-def keep(
+def store(
     compiler: RuntimeCompiler, build: KernelBuild, arch: str, lanes: int, code: bytes, folder: Path | None = None
 ) -> None:
-    """Put a module where `cached` finds it. A folder that cannot be written costs the cache, not the run."""
+    """Store a module where `cached` finds it. If the folder is not writable, nothing is stored and nothing fails."""
     entry = _entry(compiler, build, arch, lanes, folder)
     with contextlib.suppress(OSError):
         entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -139,10 +139,10 @@ def keep(
 
 
 def _entry(compiler: RuntimeCompiler, build: KernelBuild, arch: str, lanes: int, folder: Path | None) -> Path:
-    """The file of a build. The key covers everything that decides the result. An entry begins with the SHA-256 of the
-    rest: a torn or foreign file is a miss."""
+    """The cache file of a build. The key covers everything that affects the result. A file begins with the SHA-256 of
+    the rest, so a torn or foreign file is a miss."""
     folder = user_cache_directory() / "kernels" if folder is None else folder
-    # The include path is where the sources lie, not what they say.
+    # The include path names the place of the sources, not their content.
     options = [o for o in compiler.options(build, arch, lanes) if not o.startswith("-I")]
-    said = "\n".join((kernels.fingerprint(), build.source, compiler.vendor, compiler.version, *options))
-    return folder / f"{build.source}-{hashlib.sha256(said.encode()).hexdigest()}.bin"
+    content = "\n".join((kernels.fingerprint(), build.source, compiler.vendor, compiler.version, *options))
+    return folder / f"{build.source}-{hashlib.sha256(content.encode()).hexdigest()}.bin"

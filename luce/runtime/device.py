@@ -1,7 +1,7 @@
-"""The device layer's one interface: arrays, weights' memory, copies, kernel launches.
+"""The interface of all devices: arrays, weights' memory, copies, events, kernel launches.
 
-`HostDevice` (host.py) implements it on NumPy and is the reference for every op; `GpuDevice` (gpu.py) on CuPy serves
-CUDA and HIP. Ops are the only callers of `launch`; they ask `device.host` whether to run their NumPy reference.
+`HostDevice` (host.py) implements it on NumPy and is the reference for every op; `GpuDevice` (gpu.py) implements it on
+CuPy for CUDA and HIP. Only ops call `launch`; they ask `device.host` whether to run their NumPy reference instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import DeviceError
 
-# A NumPy or CuPy array; which one is the device's business. CuPy is optional, so it cannot be named in a type.
+# A NumPy or CuPy array, as the device makes them. CuPy is optional, so no type can name it.
 Array = Any
 DeviceKind = Literal["cpu", "cuda", "hip"]
 
@@ -42,40 +42,41 @@ class DeviceName:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device's memory; `cached` of the free ones are held by this process for its next arrays."""
+    """Bytes of a device's memory."""
 
     free: int
     total: int
+    #: the part of `free` that this process holds for its next arrays
     cached: int = 0
 
 
 class Graph(Protocol):
-    """Captured work of a device; released with its last reference."""
+    """Captured work of a device. Its last reference releases it."""
 
     def launch(self) -> None:
-        """Queue the work again: the same kernels on the same addresses, reading what is there by then."""
+        """Queue the work again: the same kernels on the same addresses, with the values that are there by then."""
 
 
 class Event(ABC):
-    """A moment in a device's work: when all that was queued before it is done."""
+    """A point in a device's queue of work: it is done when all work queued before it is done."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it has, without waiting. Raises DeviceError if the work before it failed."""
+        """Whether it is done, without waiting. Raises DeviceError if the work before it failed."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Block this thread until it has. Raises DeviceError if the work before it failed."""
+        """Block this thread until it is done. Raises DeviceError if the work before it failed."""
 
     @abstractmethod
     def seconds_since(self, start: Event) -> float:
-        """Time between two events of one device that were recorded with timing and have happened."""
+        """Seconds between two events of one device that were recorded with timing and are done."""
 
 
 class Flag(Event):
-    """A moment that somebody else tells, who may be another process: a word of pinned memory reaches a value.
+    """An event that any process can set: it is done when a counter in pinned memory has reached a value.
 
-    `memory` is uint32 [1]. Values count up and wrap, as `<=` of their difference does.
+    `memory` is uint32 [1]. Values count up and wrap at 2^32; comparisons are cyclic.
     """
 
     def __init__(self, memory: NDArray[np.uint32], value: int) -> None:
@@ -83,14 +84,14 @@ class Flag(Event):
         self.value = value & 0xFFFFFFFF
 
     def set(self) -> None:
-        """Let it happen."""
+        """Write the value, so that the event is done."""
         self.memory[0] = self.value
 
     def done(self) -> bool:
         return (int(self.memory[0]) - self.value) & 0xFFFFFFFF < 1 << 31
 
     def passed(self, value: int) -> bool:
-        """Whether a later moment than `value` has been told."""
+        """Whether the counter has gone past `value`."""
         return (int(self.memory[0]) - value - 1) & 0xFFFFFFFF < 1 << 31
 
     def wait(self) -> None:
@@ -98,27 +99,27 @@ class Flag(Event):
             time.sleep(0)
 
     def seconds_since(self, start: Event) -> float:
-        raise DeviceError("a word has no time")
+        raise DeviceError("a flag records no time")
 
 
 class CopyStream(ABC):
-    """Copies of a device that go on beside its other work, one after another."""
+    """A stream of copies: they run one after another, beside the device's other work."""
 
     @abstractmethod
     def wait_for(self, event: Event) -> None:
-        """Let copies queued from now on wait for an event, which may be another device's."""
+        """Let copies queued from now on wait for an event of this or another device."""
 
     @abstractmethod
     def copy(self, target: Array, source: Array) -> None:
         """Queue target = source: equal shapes and dtypes, target C-contiguous, source of contiguous rows (any stride).
 
-        One of them is the device's own; the other too, or in `pinned` memory, or another device's that `reaches` names.
-        Both must stay as they are until an event recorded after the copy.
+        One array is this device's own. The other is this device's too, or in `pinned` memory, or of another device
+        that `reaches` names. Both must stay as they are until an event recorded after the copy is done.
         """
 
     @abstractmethod
     def record(self, *, timing: bool = False) -> Event:
-        """The moment when the copies queued so far are done."""
+        """An event that is done when the copies queued so far are."""
 
 
 class Device(ABC):
@@ -131,23 +132,25 @@ class Device(ABC):
     kv_dtype: np.dtype[Any]
     #: whether ops run their NumPy reference here instead of launching kernels
     host: bool
-    #: whether this stands for devices of another process: `zeros` here is memory that both processes see
+    #: whether this stands for devices of another process; its `zeros` returns memory that both processes see
     shared = False
-    #: whether it waits for a Flag, and tells one, without stopping the host
+    #: whether it waits for flags and sets them without stopping the host
     uses_flags = False
-    #: whether `capture` may be called, and whether `gemm` may be in what is captured
+    #: whether `capture` may be called
     captures = False
+    #: whether captured work may call `gemm`
     captures_gemm = True
     #: whether `gemm` can be called: a BLAS library is at hand
     blas: bool
-    #: what of kernels/mma.h it has in hardware: F16 and BF16 (tiles of these types), WGMMA (products of four waves)
+    #: matrix instructions of the hardware that kernels/mma.h uses: F16 and BF16 (tiles of these types), WGMMA (products
+    #: of four waves)
     products: frozenset[str]
-    #: most bytes of shared memory of a block
+    #: most bytes of shared memory that a block may have
     shared_limit: int
 
     @abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
-        """An uninitialised C-contiguous array. Raises OutOfMemoryError naming device, bytes asked and bytes free."""
+        """An uninitialised C-contiguous array. Raises OutOfMemoryError with the device, the bytes asked and free."""
 
     @abstractmethod
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
@@ -161,9 +164,9 @@ class Device(ABC):
         """
 
     def load(self, array: NDArray[Any], to: Array | None = None) -> Array:
-        """As `upload`, for large arrays that stay as they are until `synchronize`: they are read in the background.
+        """`upload` for large arrays, which it reads in the background; they must not change until `synchronize`.
 
-        `to`, if given, is the array they become: C-contiguous, of the same shape and dtype.
+        `to`, if given, is the array to copy to: C-contiguous, of the same shape and dtype.
         """
         if to is None:
             return self.upload(array)
@@ -175,9 +178,9 @@ class Device(ABC):
         """A NumPy array with the values of a device array; waits for the kernels that write it."""
 
     def fetch(self, array: Array, to: NDArray[Any] | None = None) -> Callable[[], NDArray[Any]]:
-        """Queue the copy of an array to the host: what is returned waits for it, and must be called.
+        """Queue the copy of an array to the host. The returned function waits for it, and must be called.
 
-        `to`, if given, is pinned memory of the same shape and dtype that it goes to.
+        `to`, if given, is pinned memory of the same shape and dtype to copy to.
         """
         if to is None:
             return lambda: self.download(array)
@@ -185,13 +188,13 @@ class Device(ABC):
         return lambda: to
 
     def set_flag(self, flag: Flag) -> None:
-        """Let a flag happen once all work queued so far is done. Without `uses_flags` the host waits for that."""
+        """Set a flag once all work queued so far is done. Without `uses_flags` the host waits for that work."""
         self.synchronize()
         flag.set()
 
     @abstractmethod
     def write(self, array: Array, values: NDArray[Any]) -> None:
-        """Copy values into a C-contiguous device array of the same shape and dtype; as `upload` but for the place."""
+        """Copy values into a C-contiguous device array of the same shape and dtype; otherwise as `upload`."""
 
     @abstractmethod
     def copy(self, target: Array, source: Array) -> None:
@@ -211,35 +214,34 @@ class Device(ABC):
     ) -> None:
         """Queue `kernel` of `kernels/<source>.cu`, compiled with `-DNAME=VALUE` for each define.
 
-        `args` are device arrays, None for pointers that are not followed, and NumPy scalars of the exact C type.
-        `shared` is dynamic shared memory in bytes.
-        Raises DeviceError naming source and kernel.
+        `args` are device arrays, None for pointers that the kernel does not dereference, and NumPy scalars of the exact
+        C type. `shared` is dynamic shared memory in bytes. Raises DeviceError naming source and kernel.
         """
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Make all kernels that `work` launches ready, side by side, without running them; `work` waits for nothing.
+        """Compile and load all kernels that `work` launches, side by side, without running them.
 
-        By default `work` is not even called: kernels are made ready as they are launched.
+        `work` must not wait for results. The default does not call `work`: the first launch loads each kernel.
         """
         return
 
     def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
-        """What `work` queues, as a graph, without running it, and the arrays it returns.
+        """Capture the work that `work` queues as a graph, without running it; also returns the arrays of `work`.
 
-        Work may allocate and launch, but not wait, copy, upload or download; all that it launches has been launched
+        `work` may allocate and launch, but not wait, copy, upload or download, and every kernel must have been launched
         before. Its arrays live in memory that all graphs of this device share, so they hold until the next graph is
-        launched or captured. What it reads and did not allocate must stay in place as long as the graph is used. Raises
-        DeviceError if something in it cannot be captured.
+        launched or captured. Arrays that it reads but did not allocate must stay in place while the graph is in use.
+        Raises DeviceError if something cannot be captured.
         """
         raise DeviceError(f"{self.name} captures no graphs")
 
     @abstractmethod
     def record(self, *, timing: bool = False) -> Event:
-        """The moment when all work queued so far is done."""
+        """An event that is done when all work queued so far is."""
 
     @abstractmethod
     def wait_for(self, event: Event) -> None:
-        """Let work queued from now on wait for an event, which may be another device's. The host itself waits."""
+        """Let work queued from now on wait for an event of this or another device. The NumPy device waits at once."""
 
     @abstractmethod
     def copy_stream(self) -> CopyStream:
@@ -247,28 +249,30 @@ class Device(ABC):
 
     @abstractmethod
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """Host memory that this device's copy streams reach without stopping the host: uint8 [size]."""
+        """Host memory, uint8 [size], that this device's copy streams use without stopping the host."""
 
     def staging_buffer(self, size: int) -> NDArray[np.uint8]:
-        """Host memory that copies to and from the device are fastest with: pinned, as long as the system pins more."""
+        """Host memory for fast copies to and from the device: pinned, or pageable once the system pins no more."""
         try:
             return self.pinned(size)
         except DeviceError:
             return np.empty(size, np.uint8)
 
     def reserve_pinned(self, size: int) -> None:  # noqa: B027
-        """So many bytes of `landing` may be asked for soon, beside what is in use: where they take long to make, that
-        begins now, behind the scenes. By default there is nothing to do."""
+        """Begin to pin `size` bytes in the background, beside those in use, for the next `staging_buffer` calls.
+
+        The default does nothing.
+        """
 
     def pin(self, memory: NDArray[np.uint8]) -> Callable[[], None]:
-        """Let this device's copy streams reach memory that somebody else made, without stopping the host.
+        """Let this device's copy streams use memory allocated elsewhere, without stopping the host.
 
-        Returns what undoes it. Raises DeviceError. By default there is nothing to do.
+        Returns a function that undoes it. Raises DeviceError. The default does nothing.
         """
         return lambda: None
 
     def reaches(self, other: Device) -> bool:
-        """Whether a copy stream of this device can write to `other`'s memory. May open the way the first time."""
+        """Whether a copy stream of this device can write to `other`'s memory. The first call may enable peer access."""
         return False
 
     @abstractmethod
@@ -277,7 +281,7 @@ class Device(ABC):
 
         out is float32 [n, rows]; all rows are contiguous, any distance apart. Sums are accumulated in float32. The
         library chooses its algorithm by the shape, so a row's last bits may change with n; equal calls give equal bits.
-        Not while a graph is captured. Raises DeviceError.
+        Captured work may call it only with `captures_gemm`. Raises DeviceError.
         """
 
     @abstractmethod
@@ -290,7 +294,7 @@ class Device(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, str | int]:
-        """Facts for people: model name, architecture, driver, memory, limits."""
+        """Facts to print: model name, architecture, driver, memory, limits."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,10 +1,11 @@
-"""The few driver calls that CuPy does not offer or that must work without it, by one table for CUDA and HIP.
+"""The few driver calls that CuPy does not offer or that must work without it, in one table for CUDA and HIP.
 
-CUDA's side is the driver API (libcuda), which is there wherever a driver is; CuPy links the runtime API statically, so
-there is no library of it to share. Both end in the device's primary context, so streams, events, graphs and pointers
-pass freely between this module and CuPy. HIP has one API for both, whose names mostly differ in the prefix alone.
+For CUDA these are calls of the driver API (libcuda), which every driver installs; CuPy links the runtime API
+statically, so there is no library of it to share. Both APIs use the device's primary context, so streams, graphs and
+pointers pass freely between this module and CuPy. HIP has one API for both, whose names mostly differ in the prefix
+alone.
 
-A vendor whose library is absent is a fact, not an error: `load` returns None.
+An absent vendor library is no error: `load` returns None.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ Vendor = Literal["cuda", "hip"]
 # (hipErrorInsufficientDriver and its CUDA runtime twin).
 _ABSENT = (100, 35)
 
-_LIBRARIES: dict[Vendor, tuple[str, ...]] = {
+#: names of each vendor's driver library, the preferred one first
+LIBRARIES: dict[Vendor, tuple[str, ...]] = {
     "cuda": ("libcuda.so.1",),
     "hip": ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"),
 }
-#: Where ROCm installs itself outside the loader's path.
+# Where ROCm installs itself outside the loader's path.
 _FOLDERS: dict[Vendor, tuple[str, ...]] = {"cuda": (), "hip": ("/opt/rocm/lib",)}
 
-#: what provides the driver, the file by which programs reach it, who may, and what shows the devices
-_SIGNS: dict[Vendor, tuple[str, str, str, str]] = {
+#: product that provides the driver, its device file, advice on access to that file, program that lists devices
+SIGNS: dict[Vendor, tuple[str, str, str, str]] = {
     "cuda": ("NVIDIA's driver", "/dev/nvidiactl", "see its owner and mode", "nvidia-smi"),
     "hip": ("ROCm (amdgpu and hip-runtime-amd)", "/dev/kfd", "add it to the groups render and video", "rocminfo"),
 }
 
-# call: symbol in libcuda (without "cu"), symbol in libamdhip64 (without "hip"), argument types where they are the same
-_CALLS: dict[str, tuple[str, str, tuple[Any, ...] | None]] = {
+#: call: symbol in libcuda (without "cu"), symbol in libamdhip64 (without "hip"), argument types where they are equal
+CALLS: dict[str, tuple[str, str, tuple[Any, ...] | None]] = {
     "driver_version": ("DriverGetVersion", "DriverGetVersion", (POINTER(c_int),)),
     "device_count": ("DeviceGetCount", "GetDeviceCount", (POINTER(c_int),)),
     "device_name": ("DeviceGetName", "DeviceGetName", (c_char_p, c_int, c_int)),
@@ -73,8 +75,8 @@ _LAUNCH: dict[Vendor, tuple[Any, ...]] = {
     "hip": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
 }
 
-# attribute: CUdevice_attribute, hipDeviceAttribute_t (the same numbers in ROCm 5, 6 and 7)
-_ATTRIBUTES = {
+#: attribute: CUdevice_attribute, hipDeviceAttribute_t (the same numbers in ROCm 5, 6 and 7)
+ATTRIBUTES = {
     "lanes": (10, 87),
     "shared": (8, 74),
     "shared_optin": (97, 75),
@@ -116,24 +118,24 @@ class Driver:
         self.path = path
         prefix, column = ("cu", 0) if vendor == "cuda" else ("hip", 1)
         self._column = column
-        self._library = library
-        self._functions: dict[str, tuple[str, Callable[..., int]]] = {}
-        for call, (*symbols, arguments) in _CALLS.items():
+        self.library = library
+        self.functions: dict[str, tuple[str, Callable[..., int]]] = {}
+        for call, (*symbols, arguments) in CALLS.items():
             symbol = prefix + str(symbols[column])
             function = getattr(library, symbol, None)
             if function is not None:
                 function.argtypes, function.restype = arguments or _LAUNCH[vendor], c_int
-                self._functions[call] = symbol, function
+                self.functions[call] = symbol, function
         self._contexts: dict[int, c_void_p] = {}
 
     def entry(self, call: str) -> tuple[str, Callable[..., int]]:
         """A call's symbol and function."""
-        if call not in self._functions:
+        if call not in self.functions:
             raise DeviceError(f"{self.path} is too old: it has no call for {call}")
-        return self._functions[call]
+        return self.functions[call]
 
     def check(self, symbol: str, status: int) -> None:
-        """Raise DeviceError unless a call's status is that of success."""
+        """Raise DeviceError unless the status of a call says success."""
         if status:
             raise DeviceError(f"{self.vendor}: {symbol}: {self.error(status)}")
 
@@ -151,13 +153,13 @@ class Driver:
         return value.value
 
     def error(self, status: int) -> str:
-        """The driver's words for a status code."""
+        """The driver's text for a status code."""
         text = c_char_p()
         if self.vendor == "cuda":
-            self._library.cuGetErrorString(status, byref(text))
+            self.library.cuGetErrorString(status, byref(text))
         else:
-            self._library.hipGetErrorString.restype = c_char_p
-            text.value = self._library.hipGetErrorString(status)
+            self.library.hipGetErrorString.restype = c_char_p
+            text.value = self.library.hipGetErrorString(status)
         return f"{(text.value or b'unknown error').decode()} ({status})"
 
     @property
@@ -169,10 +171,10 @@ class Driver:
         return f"{number // 10_000_000}.{number // 100_000 % 100}.{number % 100_000}"
 
     def count(self) -> int:
-        """Number of devices; 0 also where the library is there but no device or no kernel module."""
+        """Number of devices; 0 if the library is installed without a device or a kernel module."""
         value = c_int()
-        # HIP initialises itself, and answers hipInit with "invalid device" where there is none.
-        status = self._library.cuInit(0) if self.vendor == "cuda" else 0
+        # HIP initialises itself, and hipInit returns "invalid device" on a machine without one.
+        status = self.library.cuInit(0) if self.vendor == "cuda" else 0
         if status == 0:
             status = self._status("device_count", byref(value))
         if status in _ABSENT:
@@ -184,7 +186,7 @@ class Driver:
         """Facts about one device."""
 
         def attribute(name: str) -> int:
-            number = _ATTRIBUTES[name][self._column]
+            number = ATTRIBUTES[name][self._column]
             return int(self._read("device_attribute", c_int, number, index))
 
         name = ctypes.create_string_buffer(256)
@@ -195,7 +197,7 @@ class Driver:
             arch=cuda_arch(attribute("major"), attribute("minor")) if self.vendor == "cuda" else self._hip_arch(index),
             lanes=attribute("lanes"),
             shared=shared,
-            # HIP answers 0: a block gets all there is without opting in.
+            # HIP returns 0: a block gets all shared memory without opting in.
             shared_optin=max(shared, attribute("shared_optin")),
             multiprocessors=attribute("multiprocessors"),
             memory=self._read("device_memory", c_size_t, index),
@@ -204,7 +206,7 @@ class Driver:
     def _hip_arch(self, index: int) -> str:
         """gcnArchName. Its place in the structure differs between ROCm 5, 6 and 7, its spelling does not."""
         buffer = ctypes.create_string_buffer(8192)
-        get = getattr(self._library, "hipGetDevicePropertiesR0600", None) or self._library.hipGetDeviceProperties
+        get = getattr(self.library, "hipGetDevicePropertiesR0600", None) or self.library.hipGetDeviceProperties
         self.check("hipGetDeviceProperties", get(buffer, c_int(index)))
         found = re.search(rb"gfx[0-9a-f]+(:[a-z]+[+-])*", buffer.raw)
         if found is None:
@@ -214,15 +216,15 @@ class Driver:
     def use(self, index: int) -> None:
         """Make a device's primary context current on this thread."""
         if self.vendor == "hip":
-            self.check("hipSetDevice", self._library.hipSetDevice(c_int(index)))
+            self.check("hipSetDevice", self.library.hipSetDevice(c_int(index)))
             return
-        self.check("cuCtxSetCurrent", self._library.cuCtxSetCurrent(self._primary(index)))
+        self.check("cuCtxSetCurrent", self.library.cuCtxSetCurrent(self._primary(index)))
 
     def _primary(self, index: int) -> c_void_p:
-        """The context that CuPy's runtime API uses as well. Retained once and kept until the process ends."""
+        """The context that CuPy's runtime API uses as well. It is retained once, until the process ends."""
         if index not in self._contexts:
             context = c_void_p()
-            self.check("cuDevicePrimaryCtxRetain", self._library.cuDevicePrimaryCtxRetain(byref(context), c_int(index)))
+            self.check("cuDevicePrimaryCtxRetain", self.library.cuDevicePrimaryCtxRetain(byref(context), c_int(index)))
             self._contexts[index] = context
         return self._contexts[index]
 
@@ -233,7 +235,7 @@ class Driver:
         return Memory(free.value, total.value)
 
     def register_host(self, address: int, size: int) -> None:
-        """Pin a range of host memory (for example shared memory) for all devices of this vendor."""
+        """Pin a range of host memory (such as shared memory) for all devices of this vendor."""
         self._call("host_register", address, size, _PORTABLE)
 
     def unregister_host(self, address: int) -> None:
@@ -247,31 +249,31 @@ class Driver:
         self.use(index)
         if self.vendor == "cuda":
             symbol = "cuCtxEnablePeerAccess"
-            status = self._library.cuCtxEnablePeerAccess(self._primary(peer), c_uint(0))
+            status = self.library.cuCtxEnablePeerAccess(self._primary(peer), c_uint(0))
         else:
             symbol = "hipDeviceEnablePeerAccess"
-            status = self._library.hipDeviceEnablePeerAccess(c_int(peer), c_uint(0))
+            status = self.library.hipDeviceEnablePeerAccess(c_int(peer), c_uint(0))
         if status != _PEER_ENABLED:
             self.check(symbol, status)
         return True
 
     def allow_shared(self, function: int, size: int) -> None:
-        """Allow a kernel `size` bytes of dynamic shared memory, beyond the 48 KiB that CUDA gives unasked."""
+        """Allow a kernel `size` bytes of dynamic shared memory, beyond the 48 KiB that CUDA gives by default."""
         self._call("function_attribute", function, _DYNAMIC_SHARED, size)
 
     @property
     def uses_flags(self) -> bool:
-        """Whether `wait_flag` and `write_flag` can be called: HIP asks for memory that no other process sees."""
-        return self.vendor == "cuda" and hasattr(self._library, "cuStreamWaitValue32_v2")
+        """Whether `wait_flag` and `write_flag` can be called: HIP requires memory that no other process sees."""
+        return self.vendor == "cuda" and hasattr(self.library, "cuStreamWaitValue32_v2")
 
     def wait_flag(self, stream: int, address: int, value: int) -> None:
-        """Let the stream's later work wait until a word of pinned memory has reached a value, counting cyclically."""
-        status = self._library.cuStreamWaitValue32_v2(c_void_p(stream), c_ulonglong(address), c_uint(value), c_uint(0))
+        """Let the stream's later work wait until a uint32 counter in pinned memory has reached a value (cyclically)."""
+        status = self.library.cuStreamWaitValue32_v2(c_void_p(stream), c_ulonglong(address), c_uint(value), c_uint(0))
         self.check("cuStreamWaitValue32", status)
 
     def write_flag(self, stream: int, address: int, value: int) -> None:
-        """Write a word of pinned memory when the stream has done all it holds now."""
-        status = self._library.cuStreamWriteValue32_v2(c_void_p(stream), c_ulonglong(address), c_uint(value), c_uint(0))
+        """Write a uint32 in pinned memory when the stream has done all work queued so far."""
+        status = self.library.cuStreamWriteValue32_v2(c_void_p(stream), c_ulonglong(address), c_uint(value), c_uint(0))
         self.check("cuStreamWriteValue32", status)
 
     def begin_capture(self, stream: int) -> None:
@@ -289,17 +291,17 @@ class Driver:
         return int(executable.value or 0)
 
     def starts_early(self, arch: str) -> bool:
-        """Whether kernels can start before the ones ahead have ended, and graphs can hold that: on `sm_90` and later
-        ones, from CUDA 12.3 on."""
+        """Whether kernels can start before earlier ones end, also in graphs (programmatic dependent launch): on `sm_90`
+        and later, from CUDA 12.3 on."""
         if self.vendor != "cuda" or capability(arch) < 90:
             return False
         return tuple(map(int, self.version.split(".")[:2])) >= (12, 3)
 
     def launcher(self, function: int, format: str, *, early: bool) -> Launcher:
-        """What launches a kernel whose parameters are, in the struct module's letters, `format`.
+        """A launcher of a kernel whose parameters are `format`, in the struct module's letters.
 
-        early: its blocks may start before the kernel before it has ended, and wait for that by luce_await; only where
-        `starts_early` says so.
+        With `early` its blocks may start before the previous kernel ends, and wait for that in luce_await; only where
+        `starts_early` is true.
         """
         return Launcher(self, function, format, early)
 
@@ -313,7 +315,7 @@ class Driver:
 
 
 class Launcher:
-    """Launches one kernel again and again, by structures that are laid out once. One thread at a time uses it."""
+    """Launches one kernel repeatedly, with structures laid out once. Not thread-safe."""
 
     def __init__(self, driver: Driver, function: int, format: str, early: bool) -> None:
         self._driver = driver
@@ -322,7 +324,7 @@ class Launcher:
         parameters = struct.Struct("@" + format)
         self._pack = parameters.pack_into
         self._values = ctypes.create_string_buffer(max(1, parameters.size))
-        # A count of zero aligns, and takes no room.
+        # A count of zero aligns, and takes no bytes.
         offsets = [struct.calcsize(f"@{format[:i]}0{letter}") for i, letter in enumerate(format)]
         at = ctypes.addressof(self._values)
         self._pointers = (c_void_p * (len(format) + 1))(*(at + offset for offset in offsets))
@@ -336,7 +338,7 @@ class Launcher:
         self, grid: Sequence[int], block: Sequence[int], shared: int, stream: int, values: Sequence[int | float]
     ) -> None:
         """Queue the kernel: grid and block of three sizes each, bytes of dynamic shared memory, the parameters' values
-        (of pointers, addresses). Raises struct.error where they are not as many as there are parameters."""
+        (addresses for pointers). Raises struct.error if their number is not that of the parameters."""
         self._pack(self._values, 0, *values)
         if self._driver.vendor == "cuda":
             _CONFIG.pack_into(self._config, 0, *grid, *block, shared, stream, *self._attributes)
@@ -347,7 +349,7 @@ class Launcher:
 
 
 def cuda_arch(major: int, minor: int) -> str:
-    """The compiler target of a compute capability. `a` adds the instructions that only this very chip has (wgmma)."""
+    """The compiler target of a compute capability. `a` adds the instructions of that architecture alone (wgmma)."""
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
@@ -359,20 +361,25 @@ def capability(arch: str) -> int:
 @cache
 def load(vendor: Vendor) -> Driver | None:
     """A vendor's driver, or None if its library is not installed."""
-    found = open_library(_LIBRARIES[vendor], _FOLDERS[vendor])
+    return open_driver(vendor, LIBRARIES[vendor])
+
+
+def open_driver(vendor: Vendor, names: tuple[str, ...]) -> Driver | None:
+    """The first of a vendor's libraries that loads, or None. `load` opens the installed one, once."""
+    found = open_library(names, _FOLDERS[vendor])
     return None if found is None else Driver(vendor, *found)
 
 
 def absence(vendor: Vendor) -> str:
-    """Why a vendor has no devices here, and what there is to do about it."""
-    product, node, group, tool = _SIGNS[vendor]
+    """Why this machine has no devices of a vendor, and how to fix that."""
+    product, node, group, tool = SIGNS[vendor]
     found = load(vendor)
     if found is None:
-        return f"{_LIBRARIES[vendor][0]} is not found: install {product}"
+        return f"{LIBRARIES[vendor][0]} is not found: install {product}"
     if not Path(node).exists():
         return (
             f"{found.path} is there, but not {node}: load the kernel driver of {product}, or pass it to the container"
         )
     if not os.access(node, os.R_OK | os.W_OK):
         return f"this user may not open {node}: {group}"
-    return f"{found.path} names none: see what {tool} says"
+    return f"{found.path} reports no device: see the output of {tool}"

@@ -1,4 +1,4 @@
-"""Captured graphs: the launches of a piece of work, queued again as one."""
+"""Captured graphs (CUDA graphs): the launches of a step, queued again as one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class DriverGraph:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Collect what the stream is given inside. Raises DeviceError if something in it cannot be captured."""
+        """Capture the work that the stream gets inside. Raises DeviceError if something cannot be captured."""
         self._driver.begin_capture(self._stream)
         try:
             yield
         except BaseException:
-            # The capture has to end, whatever it says of the work that was cut short.
+            # The capture has to end, even if it fails because the work was cut short.
             with contextlib.suppress(DeviceError):
                 self._graph = self._driver.end_capture(self._stream)
             raise

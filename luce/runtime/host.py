@@ -1,4 +1,4 @@
-"""The Device interface on NumPy: the reference for every op, and the fall-back on machines without a GPU."""
+"""The Device interface on NumPy: the reference for every op, and the device of machines without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Me
 
 
 class HostEvent(Event):
-    """The host works as it is told to, so whatever was asked before is done."""
+    """The host works at once, so all earlier work is done."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
@@ -33,7 +33,7 @@ class HostEvent(Event):
 
 
 class HostCopyStream(CopyStream):
-    """Copies at once."""
+    """A stream whose copies run at once."""
 
     def wait_for(self, event: Event) -> None:
         event.wait()

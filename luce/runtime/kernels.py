@@ -1,6 +1,6 @@
-"""Kernel sources as data: where they are, what they hash to, which variants exist, with which options they compile.
+"""Kernel sources as data: their folder, their hash, their variants and compiler options.
 
-The conventions that sources follow are in kernels/README.md.
+kernels/README.md has the conventions of the sources.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ def sources() -> list[str]:
 
 @cache
 def fingerprint() -> str:
-    """SHA-256 over all sources and headers: part of every cache key, since a kernel depends on what it includes."""
+    """`hash_sources`, once per process: part of every cache key, since a kernel depends on the headers it includes."""
+    return hash_sources()
+
+
+def hash_sources() -> str:
+    """SHA-256 over all sources and headers."""
     digest = hashlib.sha256()
     for path in sorted((*directory().glob("*.cu"), *directory().glob("*.h"))):
         content = path.read_bytes()
@@ -46,7 +51,7 @@ def fingerprint() -> str:
 
 @dataclass(frozen=True)
 class KernelBuild:
-    """One source with one set of defines: what a compiler turns into one module."""
+    """One source with one set of defines, which a compiler turns into one module."""
 
     source: str
     defines: tuple[tuple[str, str], ...] = ()
@@ -65,11 +70,11 @@ class KernelBuild:
         return path
 
     def options(self, lanes: int) -> tuple[str, ...]:
-        """Options that all compilers take. None relaxes arithmetic: denormals, division and square roots are exact.
+        """Options for every compiler. None relaxes arithmetic: denormals, division and square roots are exact.
 
-        Each compiler is told besides not to fuse products and sums on its own (kernels say fmaf where they mean it): a
-        row then has the same bits in every variant of a kernel, and on the emulated device where no function of the
-        math library is involved.
+        Each compiler also has an option against fusing products and sums by itself (kernels call fmaf instead): a row
+        then has the same bits in every variant of a kernel, and on the emulated device if the kernel calls no function
+        of the math library.
         """
         return (
             "-std=c++17",
@@ -85,9 +90,9 @@ class KernelBuild:
 def variants(source: str, vendor: Vendor | None = None) -> list[dict[str, str]]:
     """The sets of defines that a source is built with, from the `// variants:` lines at its top.
 
-    A line names the values of each define and stands for all combinations; several lines add up, and a line without
-    defines (as a file without lines) is the build without any. `// variants for cuda:` leaves a line out for another
-    `vendor`. Raises DeviceError naming file and line.
+    A line lists the values of each define and stands for all combinations; several lines add up. A line without
+    defines, like a file without lines, stands for the build without defines. Other vendors skip a line that begins with
+    `// variants for cuda:`. Raises DeviceError naming file and line.
     """
     found: list[dict[str, str]] = []
     lines = 0

@@ -1,4 +1,4 @@
-"""Shared libraries of vendors, wherever they are installed."""
+"""Shared libraries of the vendors, in the loader's path or elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def open_library(names: tuple[str, ...], folders: tuple[str | Path, ...] = ()) -> tuple[ctypes.CDLL, str] | None:
-    """The first library that loads, by the loader's own search, then from folders; with its path. None if none does."""
+    """The first library that loads, by the loader's own search, then from `folders`, with its path; or None."""
     for name in names:
         for candidate in (name, *(str(Path(folder) / name) for folder in folders)):
             try:
@@ -18,7 +18,7 @@ def open_library(names: tuple[str, ...], folders: tuple[str | Path, ...] = ()) -
 
 
 def _loaded_path(name: str) -> str | None:
-    """The file behind a library of this process; `libcuda.so.1` is a link to `libcuda.so.580.159.04`, say."""
+    """The file of a library in this process: `libcuda.so.1` may be a link to `libcuda.so.580.159.04`."""
     stem = name.split(".so")[0] + ".so"
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
         for line in maps:

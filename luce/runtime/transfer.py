@@ -1,14 +1,14 @@
-"""From one device to the next: directly where the devices reach each other, else through pinned host memory.
+"""Copies of arrays from one device to the next: directly where the devices reach each other, else by pinned memory.
 
-Memory that is shared with another process is such host memory: a device copies into it or out of it, and nothing else
+Memory shared with another process is such pinned host memory: a device copies into it or out of it, and nothing else
 is needed on the way.
 
-Copies run on streams of their own beside the devices' work, and nobody waits for them but by events. Memory that two
-streams use needs an event in each direction: a copy waits for the work that writes its source, and whoever writes the
-source or the target again waits for the copy, or for the reader, before.
+Copies run on their own streams beside the devices' work, and only events wait for them. Memory that two streams use
+needs an event in each direction: a copy waits for the work that writes its source, and work that writes the source or
+the target again waits for the copy, or for the reader.
 
-The two ends of a link may be driven by two threads: an event cannot be waited for before it is recorded, so the sender
-blocks until the receiver has let go of what was sent from the same memory before.
+Two threads may drive the two ends of a link. An event cannot be waited for before it is recorded, so the sender blocks
+until the receiver has released the arrays of the last transfer through the same memory.
 """
 
 from __future__ import annotations
@@ -26,86 +26,90 @@ from luce.runtime.device import Array, CopyStream, Device, Event
 
 _log = logging.getLogger(__name__)
 
-#: Sends whose memory is apart: one is copied while the other is read.
+#: transfers of a link with memory of their own: one is copied while the other is read
 DEPTH = 2
 
 
-class Passage:
-    """One array, or several, on the way: made by Link.send, in memory that the next send but one uses again.
+class Transfer:
+    """One or several arrays on their way over a link, made by Link.send.
 
-    The receiver calls `receive` before and `release` after it queues the work that uses the arrays. Until it has called
-    `release`, the next send but one blocks.
+    The transfer after the next uses the same memory again. The receiver calls `receive` before and `release` after it
+    queues the work that uses the arrays; until then that transfer blocks its sender.
     """
 
-    def __init__(self, target: Device, landing: Array, staging: Array | None, held: deque[Passage]) -> None:
+    def __init__(self, target: Device, memory: Array, staging: Array | None, unreleased: deque[Transfer]) -> None:
         self._target = target
-        #: passages of the link whose `released` the receiver's thread still has to wait for
-        self._held = held
+        #: transfers of the link whose `released` the receiver's thread still has to wait for
+        self._unreleased = unreleased
         self._free = threading.Event()
         self._free.set()
-        #: float32 memory on the target; if that is a host, pinned for the source's copy stream
-        self.landing = landing
-        #: pinned float32 memory on the way, None if the source's copy stream writes to `landing`
+        #: float32 memory on the target; on a host, pinned for the source's copy stream
+        self.memory = memory
+        #: pinned float32 memory on the way, None if the source's copy stream writes to `memory`
         self.staging = staging
-        #: the source's arrays, alive until `taken`
+        #: the source's arrays, alive until `source_read`
         self.sent: Sequence[Array] = ()
+        #: the arrays on the target
         self.arrays: Sequence[Array] = ()
-        #: when nothing reads what was sent, nothing reads `staging`, the arrays are there, nothing uses the arrays
-        self.taken: Event | None = None
-        self.cleared: Event | None = None
-        self.landed: Event | None = None
+        #: when the copy has read the source's arrays
+        self.source_read: Event | None = None
+        #: when the copy has read `staging`
+        self.staging_read: Event | None = None
+        #: when the arrays are complete on the target
+        self.arrived: Event | None = None
+        #: when the receiver's work has used the arrays
         self.released: Event | None = None
 
-    def take(self) -> None:
-        """For the sender: wait until the receiver has let go of what was sent before."""
+    def acquire(self) -> None:
+        """For the sender: wait until the receiver has released the arrays sent before through this memory."""
         self._free.wait()
         self._free.clear()
 
     def receive(self) -> tuple[Array, ...]:
         """The arrays on the target, for work that is queued there from now on."""
-        assert self.landed is not None
-        self._target.wait_for(self.landed)
+        assert self.arrived is not None
+        self._target.wait_for(self.arrived)
         return tuple(self.arrays)
 
     def release(self, event: Event | None) -> None:
-        """Nothing uses the arrays once `event` has happened; None: nobody will use them."""
+        """The receiver's work has used the arrays once `event` is done; None if no work will use them."""
         self.released = event
         if not self._target.shared:
             self._free.set()
             return
-        # Only the receiver's thread can hear from its process, and the sender blocks until it has.
+        # Only the receiver's thread hears from the other process, and the sender blocks until it has heard.
         if event is not None:
-            self._held.append(self)
-            if len(self._held) == DEPTH:
-                self._let_go()
+            self._unreleased.append(self)
+            if len(self._unreleased) == DEPTH:
+                self._free_oldest()
             return
         self._free.set()
-        # Nothing may be released after this one, and the sender waits for those before it.
-        while self._held:
+        # No release may follow this one, and the sender waits for the transfers before it.
+        while self._unreleased:
             with contextlib.suppress(LuceError):
-                self._let_go()
+                self._free_oldest()
 
-    def _let_go(self) -> None:
-        first = self._held.popleft()
+    def _free_oldest(self) -> None:
+        first = self._unreleased.popleft()
         try:
             _wait(self._target, first.released)
         finally:
             first._free.set()
 
-    def forget(self) -> Event | None:
-        """Nobody sends or receives now; when the copy that was sent last is there."""
-        landed = self.landed
-        self.taken = self.cleared = self.landed = self.released = None
-        self._held.clear()
+    def reset(self) -> Event | None:
+        """Forget the last transfer, while no thread sends or receives. Returns its `arrived`."""
+        arrived = self.arrived
+        self.source_read = self.staging_read = self.arrived = self.released = None
+        self._unreleased.clear()
         self._free.set()
-        return landed
+        return arrived
 
 
 class Link:
-    """A way from `source` to `target` for float32 arrays of together at most `size` values.
+    """A connection from `source` to `target` for float32 arrays of together at most `size` values.
 
-    All memory is taken here; `send` takes none. `peer` False keeps to pinned host memory. `watch` gets the events at
-    the start and at the end of each copy. Raises OutOfMemoryError.
+    The constructor allocates all memory; `send` allocates none. With `peer` False, all copies go through pinned host
+    memory. `watch` gets the events at the start and at the end of each copy. Raises OutOfMemoryError.
     """
 
     def __init__(
@@ -119,58 +123,62 @@ class Link:
         staged = not (self.direct or source.host or target.host or source.shared or target.shared)
         if peer and staged:
             _log.info("%s and %s do not reach each other: copies go through host memory", source.name, target.name)
-        self._off = source.copy_stream()
-        self._on = target.copy_stream()
-        #: the stream of copies that need no memory on the way
-        self._once = self._on if source.shared and not target.shared else self._off
-        held: deque[Passage] = deque()
-        self._passages = [self._passage(size, held) for _ in range(DEPTH)]
+        self._from = source.copy_stream()
+        self._to = target.copy_stream()
+        #: the stream of copies that need no staging
+        self._direct = self._to if source.shared and not target.shared else self._from
+        unreleased: deque[Transfer] = deque()
+        #: the transfers whose memory `send` uses in turn
+        self.transfers = [self._transfer(size, unreleased) for _ in range(DEPTH)]
         self._sends = 0
 
-    def _passage(self, size: int, held: deque[Passage]) -> Passage:
+    def _transfer(self, size: int, unreleased: deque[Transfer]) -> Transfer:
         source, target = self._source, self._target
         if target.shared:
-            return Passage(target, target.zeros(size), None, held)
+            return Transfer(target, target.zeros(size), None, unreleased)
         if target.host:
-            return Passage(target, source.pinned(4 * size).view(np.float32), None, held)
+            return Transfer(target, source.pinned(4 * size).view(np.float32), None, unreleased)
         staging = None
         if not (self.direct or source.shared):
             staging = (target if source.host else source).pinned(4 * size).view(np.float32)
-        return Passage(target, target.zeros(size), staging, held)
+        return Transfer(target, target.zeros(size), staging, unreleased)
 
-    def send(self, arrays: Sequence[Array], ready: Event) -> Passage:
-        """Queue the copies of float32 arrays [rows, ...] of contiguous rows, which are written when `ready` happens.
+    def send(self, arrays: Sequence[Array], ready: Event) -> Transfer:
+        """Queue the copies of float32 arrays [rows, ...] of contiguous rows, which are complete when `ready` is done.
 
-        Nothing may write to them until the passage's `taken`; the memory of arrays that are dropped after this call is
-        not used again by then.
+        No work may write to them until the transfer's `source_read`. Their memory is not used again before that, even
+        if the caller drops the arrays after this call.
         """
-        passage = self._passages[self._sends % DEPTH]
+        transfer = self.transfers[self._sends % DEPTH]
         self._sends += 1
-        passage.take()
-        # The arrays sent from here before are dropped now: their memory is free for the source's next work, and that
-        # must come after the copy.
-        _wait(self._source, passage.taken)
-        passage.sent = arrays
-        passage.arrays = _views(passage.landing, arrays)
-        if passage.staging is None:
-            self._once.wait_for(ready)
-            _wait(self._once, passage.released)
-            passage.taken = passage.landed = self._copy(self._once, passage.arrays, arrays)
-            return passage
-        self._off.wait_for(ready)
-        staged = _views(passage.staging, arrays)
-        _wait(self._off, passage.cleared)
-        passage.taken = self._copy(self._off, staged, arrays)
-        self._on.wait_for(passage.taken)
-        _wait(self._on, passage.released)
-        passage.cleared = passage.landed = self._copy(self._on, passage.arrays, staged)
-        return passage
+        transfer.acquire()
+        # This drops the arrays sent through this memory before. Their memory becomes free for the source's next work,
+        # which must come after the copy.
+        _wait(self._source, transfer.source_read)
+        transfer.sent = arrays
+        transfer.arrays = _views(transfer.memory, arrays)
+        if transfer.staging is None:
+            self._direct.wait_for(ready)
+            _wait(self._direct, transfer.released)
+            transfer.source_read = transfer.arrived = self._copy(self._direct, transfer.arrays, arrays)
+            return transfer
+        self._from.wait_for(ready)
+        staged = _views(transfer.staging, arrays)
+        _wait(self._from, transfer.staging_read)
+        transfer.source_read = self._copy(self._from, staged, arrays)
+        self._to.wait_for(transfer.source_read)
+        _wait(self._to, transfer.released)
+        transfer.staging_read = transfer.arrived = self._copy(self._to, transfer.arrays, staged)
+        return transfer
 
     def settle(self) -> None:
-        """Wait until no copy runs, and forget those that were: nothing else may run. Raises LuceError if one failed."""
-        for landed in [passage.forget() for passage in self._passages]:
-            if landed is not None:
-                landed.wait()
+        """Wait until no copy runs, and reset all transfers. No other thread may use the link.
+
+        Raises LuceError if a copy failed.
+        """
+        for arrived in [transfer.reset() for transfer in self.transfers]:
+            if arrived is not None:
+                arrived.wait()
 
     def _copy(self, stream: CopyStream, targets: Sequence[Array], sources: Sequence[Array]) -> Event:
         start = stream.record(timing=True)

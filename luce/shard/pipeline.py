@@ -17,14 +17,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from luce.errors import BackendError, DeviceError
 from luce.runtime.device import Event
 from luce.runtime.step import Step
-from luce.runtime.transfer import Link, Passage
+from luce.runtime.transfer import Link, Transfer
 from luce.shard.shard import Activation, Pending, Shard
 from luce.shard.timing import Clock, ShardTimes
 
 #: What a shard makes of a step, and when its work is done; of the last shard, when what `leave` did with it is.
-Ran = tuple[Passage | Activation | Pending, Event]
+Ran = tuple[Transfer | Activation | Pending, Event]
 #: gives what the first shard is handed of a step, if anything; on that shard's thread
-Enter = Callable[[Step], Passage | None]
+Enter = Callable[[Step], Transfer | None]
 #: gets a step, what the last shard has made of it and when that is there, and says when nothing reads it; on its thread
 Leave = Callable[[Step, Activation | Pending, Event], Event]
 
@@ -102,12 +102,12 @@ class Chain:
         """Run a step through all shards here and now."""
         ran = self._run(0, step, self._enter(step))
         for number in range(1, len(self.shards)):
-            ran = self._run(number, step, _passage(ran))
+            ran = self._run(number, step, _transfer(ran))
         return ran
 
     def _follow(self, number: int, step: Step, before: Future[Ran] | None) -> Ran:
         """On a shard's thread."""
-        handed = None if before is None else _passage(before.result())
+        handed = None if before is None else _transfer(before.result())
         if self.failure is not None:
             if handed is not None:
                 handed.release(None)
@@ -118,7 +118,7 @@ class Chain:
             self.failure = error
             raise
 
-    def _run(self, number: int, step: Step, handed: Passage | None) -> Ran:
+    def _run(self, number: int, step: Step, handed: Transfer | None) -> Ran:
         """Queue a shard's work on a step, and the copy of what it hands on. Raises BackendError naming the shard."""
         shard = self.shards[number]
         device = shard.device
@@ -131,11 +131,11 @@ class Chain:
             result = shard.forward(step, arrays)
             end = device.record(timing=True)
             self._work[number].add(start, end)
-            ran: Passage | Activation | Pending = result
+            ran: Transfer | Activation | Pending = result
             if number < len(self.links):
                 assert isinstance(result, tuple)
-                ran = passage = self.links[number].send(result, end)
-                done = passage.taken or end
+                ran = transfer = self.links[number].send(result, end)
+                done = transfer.source_read or end
             else:
                 done = self._leave(step, result, end)
             if shard.reuses and done is not end:
@@ -208,6 +208,6 @@ class Chain:
         self.shards.clear()
 
 
-def _passage(ran: Ran) -> Passage:
-    assert isinstance(ran[0], Passage)
+def _transfer(ran: Ran) -> Transfer:
+    assert isinstance(ran[0], Transfer)
     return ran[0]

@@ -43,7 +43,7 @@ def test_a_broken_kernel_is_reported(target: Target, tmp_path: Path, monkeypatch
     (tmp_path / "broken.cu").write_text('extern "C" __global__ void f(int* x) { *x = unheard_of; }\n')
     (tmp_path / "fine.cu").write_text('extern "C" __global__ void f(int* x) { x[threadIdx.x] = blockIdx.x; }\n')
     monkeypatch.setattr(kernels, "directory", lambda: tmp_path)
-    header = build_kernels._precompile(target, tmp_path) if target.compiler == "clang" else None
+    header = build_kernels.precompile(target, tmp_path) if target.compiler == "clang" else None
     broken, fine = (build_kernels.build_one(KernelBuild(name), target, header) for name in ("broken", "fine"))
     assert broken.error is not None and "unheard_of" in broken.error and "FAILED" in broken.cell
     assert fine.error is None and fine.registers > 0

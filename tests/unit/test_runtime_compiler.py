@@ -149,7 +149,7 @@ def test_first_error(log: str, line: str) -> None:
 
 def test_what_is_kept_is_found(tmp_path: Path) -> None:
     counting = Counting()
-    compiler.keep(cast(RuntimeCompiler, counting), BUILD, "sm_90a", 32, b"made elsewhere", tmp_path)
+    compiler.store(cast(RuntimeCompiler, counting), BUILD, "sm_90a", 32, b"made elsewhere", tmp_path)
     assert get(counting, tmp_path) == b"made elsewhere"
     assert counting.compiled == 0
     assert get(counting, tmp_path, arch="sm_80") != b"made elsewhere"

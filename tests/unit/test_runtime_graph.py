@@ -19,7 +19,7 @@ def fake(tmp_path: Path) -> Driver:
 
 
 def number(fake: Driver, name: str) -> ctypes.c_int:
-    return ctypes.c_int.in_dll(fake._library, name)
+    return ctypes.c_int.in_dll(fake.library, name)
 
 
 def test_launches_until_dropped(fake: Driver) -> None:

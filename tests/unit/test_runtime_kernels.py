@@ -16,7 +16,7 @@ from luce.runtime.kernels import KernelBuild
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty kernel folder in place of the real one."""
     monkeypatch.setattr(kernels, "directory", lambda: tmp_path)
-    monkeypatch.setattr(kernels, "fingerprint", kernels.fingerprint.__wrapped__)
+    monkeypatch.setattr(kernels, "fingerprint", kernels.hash_sources)
     return tmp_path
 
 

@@ -8,21 +8,19 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from luce.errors import DeviceError
-from luce.runtime import pinned
 from luce.runtime.pinned import PinnedPool
 
 SLAB = 1 << 16
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slab ahead, so that tests take little memory."""
-    monkeypatch.setattr(pinned, "_LEAST_AHEAD", SLAB)
+def small_pool(pins: Pins, **ahead: int) -> PinnedPool:
+    """Slabs of 64 KiB, and one made ahead, so that tests take little memory."""
+    return PinnedPool(pins, SLAB, **{"least_ahead": SLAB, **ahead})
 
 
 class Pins:
@@ -46,14 +44,14 @@ class Pins:
 
 def settled(pool: PinnedPool) -> None:
     """Until no slab is being made."""
-    while pool._growing:
+    while pool.growing:
         time.sleep(0.001)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * SLAB)), max_size=40))
 def test_pieces_do_not_overlap(work: list[tuple[bool, int]]) -> None:
-    pool, held = PinnedPool(Pins(), SLAB), list[tuple[int, NDArray[np.uint8]]]()
+    pool, held = small_pool(Pins()), list[tuple[int, NDArray[np.uint8]]]()
     for number, (drop, size) in enumerate(work):
         if drop and held:
             held.pop(size % len(held))
@@ -69,7 +67,7 @@ def test_pieces_do_not_overlap(work: list[tuple[bool, int]]) -> None:
 
 def test_memory_is_used_again() -> None:
     pins = Pins()
-    pool = PinnedPool(pins, SLAB)
+    pool = small_pool(pins)
     for _ in range(100):
         arrays = [pool.take(SLAB // 4) for _ in range(3)]
         del arrays
@@ -80,10 +78,9 @@ def test_memory_is_used_again() -> None:
     assert len(pins.sizes) <= made + 1 and len(whole) == SLAB
 
 
-def test_slabs_are_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_LEAST_AHEAD", 2 * SLAB)
+def test_slabs_are_made_ahead() -> None:
     pins, held = Pins(), []
-    pool = PinnedPool(pins, SLAB)
+    pool = small_pool(pins, least_ahead=2 * SLAB)
     for _ in range(8):
         held.append(pool.take(SLAB))
         settled(pool)
@@ -93,10 +90,9 @@ def test_slabs_are_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == len(held) + len(held) // 2
 
 
-def test_what_is_expected_is_made_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "_MOST_AHEAD", SLAB)
+def test_what_is_expected_is_made_ahead_of_it() -> None:
     pins, held = Pins(), []
-    pool = PinnedPool(pins, SLAB)
+    pool = small_pool(pins, most_ahead=SLAB)
     pool.reserve(5 * SLAB)
     settled(pool)
     # One more, for what nobody expects; no more are made when they are in use.
@@ -114,12 +110,12 @@ def test_what_is_expected_is_made_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -
     assert len(pins.sizes) == 6
     pool.close()
     pool.reserve(9 * SLAB)
-    assert not pool._growing
+    assert not pool.growing
 
 
 def test_closing_unpins_and_leaves_what_is_held_readable() -> None:
     pins = Pins()
-    pool = PinnedPool(pins, SLAB)
+    pool = small_pool(pins)
     array = pool.take(100)
     array[:] = 7
     settled(pool)
@@ -137,4 +133,4 @@ def test_a_refusal_is_the_callers() -> None:
     pins = Pins()
     pins.refuses = True
     with pytest.raises(DeviceError, match="no more"):
-        PinnedPool(pins, SLAB).take(1)
+        small_pool(pins).take(1)

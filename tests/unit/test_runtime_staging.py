@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from luce.runtime import staging
 from luce.runtime.staging import Stager
 
 
@@ -53,8 +52,7 @@ class Runtime:
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    monkeypatch.setattr(staging, "_CHUNK", 1000)
+def runtime() -> Runtime:
     return Runtime()
 
 
@@ -62,7 +60,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 def test_values_arrive(runtime: Runtime, count: int) -> None:
     sources = [np.random.default_rng(seed).integers(0, 2**16, (count, 3), np.uint16) for seed in range(3)]
     targets = [np.zeros_like(source) for source in sources]
-    stager = Stager(runtime, 3, runtime)
+    stager = Stager(runtime, 3, runtime, chunk=1000)
     for source, target in zip(sources, targets, strict=True):
         stager.copy(target.ctypes.data, source)
     stager.finish()
@@ -75,7 +73,7 @@ def test_values_arrive(runtime: Runtime, count: int) -> None:
 
 def test_what_a_copy_raises(runtime: Runtime) -> None:
     runtime.fails = True
-    stager = Stager(runtime, 3, runtime)
+    stager = Stager(runtime, 3, runtime, chunk=1000)
     stager.copy(0, np.zeros(5000, np.uint8))
     with pytest.raises(RuntimeError, match="the bus is gone"):
         stager.finish()

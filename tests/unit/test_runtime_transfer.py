@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from luce.runtime.device import Device, Event
 from luce.runtime.host import HostDevice, HostEvent
-from luce.runtime.transfer import Link, Passage
+from luce.runtime.transfer import Link, Transfer
 from tests.support.delayed import DelayedDevice, World
 
 Floats = NDArray[np.float32]
@@ -60,7 +60,7 @@ def send_all(devices: Sequence[Device], *, peer: bool) -> list[list[Floats]]:
         Link(a.device, b.device, 6 * 7, peer=peer, watch=lambda start, end: watched.append((start, end)))
         for a, b in itertools.pairwise(shards)
     ]
-    handed: list[Passage | None] = [None] * SENDS
+    handed: list[Transfer | None] = [None] * SENDS
     for number in range(SENDS + len(shards) - 1):
         for index, shard in enumerate(shards):
             send, last = number - index, index == len(shards) - 1
@@ -73,9 +73,9 @@ def send_all(devices: Sequence[Device], *, peer: bool) -> list[list[Floats]]:
                 shard.keep(arrays)
             done = shard.device.record()
             if not last:
-                dropped = links[index]._passages[send % 2].sent
+                dropped = links[index].transfers[send % 2].sent
                 handed[send] = after = links[index].send(arrays, done)
-                done = after.taken
+                done = after.source_read
                 if before is None and dropped:
                     shard.pool.append(dropped[1])
             if before is not None:
@@ -117,20 +117,20 @@ def test_between_hosts() -> None:
 
 def test_the_sender_waits_for_the_receiver() -> None:
     link = Link(HostDevice(0), HostDevice(1), 4, peer=True, watch=lambda start, end: None)
-    passages: list[Passage] = []
+    transfers: list[Transfer] = []
 
     def send_three() -> None:
-        passages.extend(link.send([np.full(4, number, np.float32)], HostEvent()) for number in range(3))
+        transfers.extend(link.send([np.full(4, number, np.float32)], HostEvent()) for number in range(3))
 
     sender = threading.Thread(target=send_three)
     sender.start()
     sender.join(0.2)
     # The third has no memory yet.
-    (first,) = link._passages[0].receive()
+    (first,) = link.transfers[0].receive()
     assert sender.is_alive() and (first == 0).all()
-    link._passages[0].release(HostEvent())
+    link.transfers[0].release(HostEvent())
     sender.join()
-    assert (first == 2).all() and (passages[1].receive()[0] == 1).all()
+    assert (first == 2).all() and (transfers[1].receive()[0] == 1).all()
 
 
 def test_direct_only_where_devices_reach_each_other() -> None:
@@ -141,7 +141,7 @@ def test_direct_only_where_devices_reach_each_other() -> None:
     assert not Link(near[0], far, 4, peer=True, watch=print).direct
 
 
-def test_a_dropped_passage_lets_go_of_those_before_it() -> None:
+def test_a_dropped_transfer_frees_those_before_it() -> None:
     class Shared(HostDevice):
         shared = True
 
