@@ -252,15 +252,15 @@ def _disk(directory: Path, file: GGUFFile, backend: LayerSplitBackend, chat: Cha
         meaning["--kv-cache-placement exact"] = ", ".join(layers)
     texts = {"the chat template": "" if chat.template is None else chat.template.source}
     record = directory / "contents.json"
-    known = fingerprint.remembered(file.paths, record) is not None
+    known = fingerprint.recorded_digest(file.paths, record) is not None
 
     def identify() -> Fingerprint:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        contents = fingerprint.remembered(file.paths, record) or fingerprint.content_digest(file.paths, record)
+        contents = fingerprint.recorded_digest(file.paths, record) or fingerprint.content_digest(file.paths, record)
         return Fingerprint.of(contents, meaning, texts)
 
     disk = DiskTier(
         directory, budget=config.kv_cache_budget << 20, identify=identify, known=known, layers=backend.layers
     )
-    chat.memory.elsewhere = disk.recall
+    chat.memory.elsewhere = disk.reply_tokens
     return disk

@@ -94,7 +94,7 @@ def wait(condition: Callable[[], bool], seconds: float) -> float:
 
 def written(model: luce.Model) -> int:
     """Bytes on the disk so far."""
-    return disk_of(model).snapshot_stats().written_bytes
+    return disk_of(model).current_stats().written_bytes
 
 
 class Bench:

@@ -1,4 +1,4 @@
-"""`luce cache`: the snapshots of prompts on the disk. A server that uses the same directory goes on meanwhile."""
+"""`luce cache`: lists, checks and removes snapshots on the disk. A server may use the same directory meanwhile."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from luce.cli.arguments import add_json, add_settings, settings
 from luce.cli.options import raise_together
 from luce.config.directories import cache_directory
 from luce.errors import UsageError
+from luce.kvcache.disk.directory import LAYOUT
 from luce.kvcache.disk.files import size_of
-from luce.kvcache.disk.fingerprint import described
-from luce.kvcache.disk.index import Entry
+from luce.kvcache.disk.fingerprint import read_about
+from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.part import DamagedError
 from luce.kvcache.disk.reader import verify
-from luce.kvcache.disk.store import LAYOUT, Store
+from luce.kvcache.disk.store import Store
 
 #: groups of the settings that this verb takes
 SETTINGS = ("prefix cache on disk",)
@@ -31,7 +32,7 @@ _ACTIONS = {
     "show": "print the manifests of the named snapshots",
     "verify": "check every byte of the named snapshots, or of all",
     "rm": "remove the named snapshots",
-    "gc": "remove what no snapshot needs, and snapshots beyond --kv-cache-budget",
+    "gc": "remove unused files, and snapshots beyond --kv-cache-budget",
 }
 
 
@@ -47,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what is asked. The exit status of `verify` is 1 if a snapshot is damaged."""
+    """Run the action; returns the exit status: 1 if `verify` finds damage, otherwise 0."""
     config = settings(arguments)
     raise_together(list(_misused(arguments)))
     directory = cache_directory(config)
     if directory is None:
-        raise UsageError("--kv-cache-dir off: there is no directory to look at", param="kv_cache_dir")
+        raise UsageError("--kv-cache-dir off: there is no cache directory", param="kv_cache_dir")
     try:
         if not (directory / LAYOUT).is_dir():
             if arguments.ids:
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         actions: dict[str, Callable[[], int]] = {
             "ls": lambda: _list(store, as_json=arguments.json),
             "show": lambda: _show(_named(store, arguments.ids)),
-            "verify": lambda: _verify(store, _named(store, arguments.ids) if arguments.ids else store.entries),
+            "verify": lambda: _verify(store, _named(store, arguments.ids) if arguments.ids else store.snapshots),
             "rm": lambda: _remove(store, arguments.ids, everything=arguments.all),
             "gc": lambda: _collect(store),
         }
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _misused(arguments: argparse.Namespace) -> Iterator[UsageError]:
-    """What an action does not take, or lacks."""
+    """Errors about arguments that an action does not take or lacks."""
     action, ids = arguments.action, arguments.ids
     if ids and action in ("ls", "gc"):
         yield UsageError(f"luce cache {action} {ids[0]}: takes no ID", param="ids")
@@ -84,76 +85,78 @@ def _misused(arguments: argparse.Namespace) -> Iterator[UsageError]:
     if arguments.json and action not in ("ls", "show"):
         yield UsageError(f"luce cache {action}: --json is for ls and show", param="json")
     if action == "rm" and arguments.all and ids:
-        yield UsageError(f"luce cache rm --all {ids[0]}: give only one of them", param="ids")
+        yield UsageError(f"luce cache rm --all {ids[0]}: give either IDs or --all", param="ids")
     if not ids and (action == "show" or (action == "rm" and not arguments.all)):
         yield UsageError(f"luce cache {action}: name a snapshot; `luce cache ls` lists them", param="ids")
 
 
-def _named(store: Store, ids: list[str]) -> list[Entry]:
-    """The snapshots whose ids begin with these. Raises UsageError for one that is unknown, or short of being one."""
+def _named(store: Store, ids: list[str]) -> list[Snapshot]:
+    """The snapshots whose ids start with `ids`. Raises UsageError unless each names exactly one."""
     found = []
     for id in ids:
-        matching = [entry for entry in store.entries if entry.manifest.id.startswith(id)]
-        if len(matching) != 1:
-            raise UsageError(f"{id}: {len(matching) or 'no'} snapshots have an id that begins so", param="ids")
+        matching = [snapshot for snapshot in store.snapshots if snapshot.manifest.id.startswith(id)]
+        if not matching:
+            raise UsageError(f"no snapshot id starts with {id!r}", param="ids")
+        if len(matching) > 1:
+            raise UsageError(f"{len(matching)} snapshot ids start with {id!r}", param="ids")
         found += matching
     return found
 
 
 def _list(store: Store, *, as_json: bool) -> int:
-    entries = sorted(store.entries, key=lambda entry: -entry.used)
+    snapshots = sorted(store.snapshots, key=lambda snapshot: -snapshot.last_used)
     if as_json:
-        print(json.dumps([_facts(entry) for entry in entries], indent=2))
+        print(json.dumps([_facts(snapshot) for snapshot in snapshots], indent=2))
         return 0
-    table = Table("id", "tokens", "bytes", "age", "last use", "continues", "model", box=None, padding=(0, 2, 0, 0))
+    table = Table("id", "tokens", "bytes", "age", "last use", "parent", "model", box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:3]:
         column.justify = "right"
     now = time.time()
-    for entry in entries:
-        manifest = entry.manifest
+    for snapshot in snapshots:
+        manifest = snapshot.manifest
         table.add_row(
-            manifest.id[:8] + ("" if manifest.point else " (pages)"),
+            manifest.id[:8] + ("" if manifest.resumable else " (pages)"),
             f"{manifest.length:,}",
             f"{manifest.nbytes:,}",
-            _span(now - manifest.created),
-            _span(now - entry.used),
+            _duration(now - manifest.created),
+            _duration(now - snapshot.last_used),
             "" if manifest.parent is None else manifest.parent[:8],
             manifest.model[:8],
         )
     console = Console()
     console.print(table)
-    console.print(f"{len(entries)} snapshots, {store.nbytes:,} bytes in {store.root}", soft_wrap=True)
+    console.print(f"{len(snapshots)} snapshots, {store.nbytes:,} bytes in {store.root}", soft_wrap=True)
     return 0
 
 
-def _facts(entry: Entry) -> dict[str, Any]:
-    facts = msgspec.to_builtins(entry.manifest)
-    # Of a long text these are pages of digits.
-    del facts["prefixes"]
-    return {**facts, "bytes": entry.manifest.nbytes, "used": entry.used}
+def _facts(snapshot: Snapshot) -> dict[str, Any]:
+    facts = msgspec.to_builtins(snapshot.manifest)
+    # Pages of digits if the text is long.
+    del facts["page_keys"]
+    return {**facts, "bytes": snapshot.manifest.nbytes, "last_used": snapshot.last_used}
 
 
-def _show(entries: list[Entry]) -> int:
-    for entry in entries:
-        about = described(entry.path.parent)
-        of = {} if about is None else {"settings": about.settings}
-        print(json.dumps({"path": str(entry.path), **_facts(entry), **of}, indent=2))
+def _show(snapshots: list[Snapshot]) -> int:
+    for snapshot in snapshots:
+        about = read_about(snapshot.path.parent)
+        settings = {} if about is None else {"settings": about.settings}
+        print(json.dumps({"path": str(snapshot.path), **_facts(snapshot), **settings}, indent=2))
     return 0
 
 
-def _verify(store: Store, entries: list[Entry]) -> int:
+def _verify(store: Store, snapshots: list[Snapshot]) -> int:
     damaged = 0
-    for entry in entries:
+    for snapshot in snapshots:
         try:
-            verify(entry)
-            store.chain(entry)
-            print(f"{entry.manifest.id}: ok")
+            verify(snapshot)
+            store.chain(snapshot)
+            print(f"{snapshot.manifest.id}: ok")
         except (DamagedError, OSError) as error:
-            if store.changed(entry):
-                print(f"{entry.manifest.id}: removed or replaced meanwhile")
+            if store.changed(snapshot):
+                print(f"{snapshot.manifest.id}: removed or replaced meanwhile")
                 continue
             damaged += 1
-            print(f"{entry.manifest.id}: damaged: {error}")
+            print(f"{snapshot.manifest.id}: damaged: {error}")
     return 1 if damaged or store.quarantines else 0
 
 
@@ -161,21 +164,22 @@ def _remove(store: Store, ids: list[str], *, everything: bool) -> int:
     if everything:
         print(f"{store.clear()} snapshots removed")
         return 0
-    for entry in _named(store, ids):
-        store.give_up(entry)
-        print(f"{entry.manifest.id}: removed" + (", but for the pages that others continue" if entry.children else ""))
+    for snapshot in _named(store, ids):
+        store.evict(snapshot)
+        rest = ", except for the pages that other snapshots continue" if snapshot.children else ""
+        print(f"{snapshot.manifest.id}: removed{rest}")
     return 0
 
 
 def _collect(store: Store) -> int:
     before = size_of(store.root)
-    store.collect()
-    print(f"{before - size_of(store.root):,} bytes freed, {store.nbytes:,} bytes in {len(store.entries)} snapshots")
+    store.collect_garbage()
+    print(f"{before - size_of(store.root):,} bytes freed, {store.nbytes:,} bytes in {len(store.snapshots)} snapshots")
     return 0
 
 
-def _span(seconds: float) -> str:
-    """A time in its largest whole unit."""
+def _duration(seconds: float) -> str:
+    """A duration in its largest whole unit."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

@@ -18,7 +18,7 @@ from luce.engine.events import Texts
 from luce.engine.scheduler import Sequence
 from luce.engine.speculate import Speculator
 from luce.errors import LuceError
-from luce.kvcache.disk.manifest import Recall
+from luce.kvcache.disk.manifest import ReplyTokens
 from luce.kvcache.prefix_cache import Hit, PrefixCache
 from luce.kvcache.prefix_tree import Checkpoint
 from luce.kvcache.saver import Offer
@@ -99,9 +99,9 @@ class Checkpoints:
 
     def finished(self, sequence: Sequence, texts: Texts) -> None:
         """The reply ends in order; `texts` of it as in TextOutput."""
-        recall: Recall | None = None
+        recall: ReplyTokens | None = None
         if texts and sequence.reply and not sequence.prompt_left:
-            recall = Recall(texts, tuple(sequence.tokens[sequence.done :].tolist()))
+            recall = ReplyTokens(texts, tuple(sequence.tokens[sequence.done :].tolist()))
         self._keep(sequence, offer=Offer(recall))
 
     def ended(self, sequence: Sequence) -> None:

@@ -39,7 +39,8 @@ from luce.engine.sampling import needs_candidates, needs_logits
 from luce.engine.scheduler import Plan, Scheduler, Sequence, StepShare
 from luce.engine.speculate import DraftStats, Speculator
 from luce.errors import BackendError, ContextError, LuceError, RequestError, ShardLostError
-from luce.kvcache.disk.tier import CachedPrefix, DiskTier
+from luce.kvcache.disk.stats import CachedPrefix
+from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.page_table import PageTables
 from luce.kvcache.paging import QUESTION, KVFlash, Pager, PagingStats
 from luce.kvcache.prefix_cache import CacheStats, PrefixCache

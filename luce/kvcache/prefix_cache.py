@@ -27,11 +27,12 @@ from luce.backend.backend import Backend
 from luce.draft.feature_tail import FeatureTail
 from luce.errors import LuceError, ShardLostError
 from luce.kvcache.disk.deadline import Deadline
-from luce.kvcache.disk.index import Entry
+from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.manifest import keys, snapshot_id
 from luce.kvcache.disk.part import DamagedError
-from luce.kvcache.disk.reader import Reader, Share, by_layers
-from luce.kvcache.disk.tier import CachedPrefix, DiskStats, DiskTier
+from luce.kvcache.disk.reader import Reader, StoredTensor, by_layers
+from luce.kvcache.disk.stats import CachedPrefix, DiskStats
+from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.memory_tier import BATCH, MemoryTier
 from luce.kvcache.pools import PagePool, Place, Pools, Residence
 from luce.kvcache.prefix_tree import Checkpoint, PageNode, Residency, Segment
@@ -120,7 +121,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Numbers for people. Any thread may ask."""
-        disk = None if self.disk is None else self.disk.snapshot_stats()
+        disk = None if self.disk is None else self.disk.current_stats()
         if disk is not None and self.saver is not None:
             disk.queued = self.saver.waiting
         return CacheStats(
@@ -161,7 +162,7 @@ class PrefixCache:
         for entry, length in self._stored(prompt, 0 if found is None else found.length + _WORTH, most):
             assert self.disk is not None
             # One of those before may have been the same, or have shown that the disk is slow.
-            if entry.unusable or not self.disk.read_from:
+            if entry.unusable or not self.disk.readable:
                 continue
             loaded = self._load(prompt[:length], prompt[length:], entry, slot)
             if loaded is not None:
@@ -236,7 +237,7 @@ class PrefixCache:
             self.saver.forget()
         self.memory.clear()
         if self.disk is not None:
-            self.disk.forget()
+            self.disk.clear()
         return found
 
     def _find(self, prompt: Int32, most: int) -> tuple[_Found | None, int]:
@@ -253,7 +254,7 @@ class PrefixCache:
             return None, known
         return _Found(length, tuple(blocks[: length // PAGE]), point), known
 
-    def _stored(self, prompt: Int32, beyond: int, most: int) -> list[tuple[Entry, int]]:
+    def _stored(self, prompt: Int32, beyond: int, most: int) -> list[tuple[Snapshot, int]]:
         return [] if self.disk is None else self.disk.find(prompt, beyond, most, exact=self.exact)
 
     def _share(self, found: _Found, slot: int) -> bool:
@@ -309,7 +310,7 @@ class PrefixCache:
         return data
 
     def _load(
-        self, ids: Int32, behind: Int32, entry: Entry, slot: int
+        self, ids: Int32, behind: Int32, entry: Snapshot, slot: int
     ) -> tuple[Checkpoint, NDArray[np.float32] | None] | None:
         """Put a snapshot of `ids`, or its whole pages up to there, into a slot and into the tree.
 
@@ -322,10 +323,10 @@ class PrefixCache:
         patience = Deadline(length * self._read[1] / self._read[0]) if self._read[0] else Deadline()
         try:
             with contextlib.closing(self.disk.open(entry, patience)) as reader:
-                tokens, residency = self.disk.within(
-                    patience, lambda: (reader.tokens(), reader.residency() if whole else None)
+                tokens, residency = self.disk.read(
+                    lambda: (reader.tokens(), reader.residency() if whole else None), patience
                 )
-                first = reader.manifest.first * PAGE
+                first = reader.manifest.first_page * PAGE
                 if not np.array_equal(tokens if whole else tokens[: length - first], ids[first:]):
                     raise DamagedError("its tokens are others")
                 blocks, _ = self.memory.tree.match(ids)
@@ -338,24 +339,24 @@ class PrefixCache:
                 self._settle(slot, data, residency)
                 logits = features = opened = None
                 if whole:
-                    logits, features, opened = self.disk.within(
-                        patience, lambda: (reader.logits(), self._tail_of(reader), reader.opened(behind))
+                    logits, features, opened = self.disk.read(
+                        lambda: (reader.logits(), self._tail_of(reader), reader.prompt_end_logits(behind)), patience
                     )
-                passing = entry.manifest.passing or not whole
+                passing = entry.manifest.interim or not whole
                 point = self.memory.keep(slot, ids, logits, features, passing=passing)
         except (LuceError, OSError) as error:
             self._let_go(slot)
             if isinstance(error, ShardLostError):
                 _log.warning("snapshot %s: %s", entry.manifest.id, error)
             else:
-                self.disk.failed(entry, error)
+                self.disk.record_failure(entry, error)
             return None
-        self.disk.loaded(entry, length, time.monotonic() - started)
+        self.disk.record_hit(entry, length, time.monotonic() - started)
         return point, opened if len(behind) else logits
 
-    def _fill(self, shares: Iterator[tuple[Share, tuple[Place, range]]], patience: Deadline) -> None:
+    def _fill(self, shares: Iterator[tuple[dict[str, StoredTensor], tuple[Place, range]]], patience: Deadline) -> None:
         assert self.disk is not None
-        decoded = self.disk.decoded(shares, self._backend.landing, patience)
+        decoded = self.disk.decode(shares, self._backend.landing, patience)
         with contextlib.closing(decoded):
             self._backend.fill(Piece(*place, layers, tensors) for tensors, (place, layers) in decoded)
 
@@ -383,7 +384,7 @@ class PrefixCache:
 
     def _shares(
         self, reader: Reader, slot: int, there: Sequence[int], length: int, *, state: bool
-    ) -> Iterator[tuple[Share, tuple[Place, range]]]:
+    ) -> Iterator[tuple[dict[str, StoredTensor], tuple[Place, range]]]:
         """What a snapshot has of some pages for a slot, and of its state if that is asked for; where that belongs, and
         of which layers."""
         assert self.disk is not None
@@ -397,7 +398,7 @@ class PrefixCache:
         if not state:
             return
         place = self._pools.state(slot, length)
-        yield from ((part, (place, layers)) for layers, part in by_layers(reader.states(), shards))
+        yield from ((part, (place, layers)) for layers, part in by_layers(reader.state(), shards))
 
     @staticmethod
     def _tail_of(reader: Reader) -> FeatureTail | None:

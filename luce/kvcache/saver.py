@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from luce import log
 from luce.errors import LuceError
-from luce.kvcache.disk.manifest import Recall
-from luce.kvcache.disk.tier import DiskTier, Save
+from luce.kvcache.disk.manifest import ReplyTokens
+from luce.kvcache.disk.tier import DiskTier
+from luce.kvcache.disk.writer import NewSnapshot, Writer
 from luce.kvcache.memory_tier import BATCH, MemoryTier
 from luce.kvcache.prefix_tree import Checkpoint, PageNode
 from luce.shard.saved_state import SavedState
@@ -36,7 +37,7 @@ class Offer:
     opening  ids behind it up to the end of the prompt, and the logits there
     """
 
-    recall: Recall | None = None
+    recall: ReplyTokens | None = None
     opening: tuple[tuple[int, ...], NDArray[np.float32]] | None = None
 
 
@@ -53,7 +54,7 @@ class Saver:
         self._offered: deque[tuple[Checkpoint, Offer]] = deque()
         self._export: Generator[SavedState | None] | None = None
         self._awaited: SavedState | None = None
-        self._saving: Save | None = None
+        self._saving: Writer | None = None
         #: when `pump` goes on, on time.monotonic's clock
         self._next = 0.0
 
@@ -79,7 +80,7 @@ class Saver:
     @property
     def pending(self) -> bool:
         """Whether `pump` has something to do now."""
-        if not self._disk.room:
+        if not self._disk.accepts:
             return False
         # The next point continues the one before, once that is on the disk.
         return self._export is not None or (bool(self._offered) and (self._saving is None or self._saving.over))
@@ -93,7 +94,7 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether something is to be written, or is being written. Any thread may ask."""
-        return bool(self._export or self._offered) or self._disk.busy
+        return bool(self._export or self._offered) or self._disk.waiting > 0
 
     def pump(self, *, idle: bool) -> None:
         """A bounded piece of work for the disk, if there is some and the disk has room.
@@ -124,7 +125,7 @@ class Saver:
         if self._offered:
             # It is waited for in the end anyway.
             self._disk.wait_opened(seconds)
-        while (self._export or self._offered) and time.monotonic() < end and self._disk.works:
+        while (self._export or self._offered) and time.monotonic() < end and self._disk.writable:
             self.pump(idle=True)
             if not self.pending:
                 time.sleep(0.002)
@@ -142,7 +143,7 @@ class Saver:
             return
         parent, first = missing
         trail = self._memory.shared(point)[first:]
-        save: Save | None = None
+        save: Writer | None = None
         complete = False
         try:
             while trail:
@@ -152,13 +153,13 @@ class Saver:
                 kept, at = yield from self._memory.on_host(run)
                 if save is None:
                     raw = kept.nbytes // len(run) * len(trail) + point.nbytes
-                    save = self._saving = self._disk.save(ids, parent, first, raw, passing=point.passing)
+                    save = self._saving = self._disk.write(NewSnapshot(ids, parent, first, raw, point.passing))
                 for tensors in kept.windows(at, len(run)):
                     save.pages(run[0].index, tensors)
                     yield None
                 trail = trail[len(run) :]
             if save is None:
-                save = self._saving = self._disk.save(ids, parent, first, point.nbytes, passing=point.passing)
+                save = self._saving = self._disk.write(NewSnapshot(ids, parent, first, point.nbytes, point.passing))
             for tensors in point.state.windows():
                 save.state(tensors)
                 yield None
@@ -168,7 +169,7 @@ class Saver:
                 save.features(tail)
                 yield None
             if offer.opening is not None:
-                save.opening(*offer.opening)
+                save.prompt_end(*offer.opening)
             save.finish(point.logits, offer.recall)
             complete = True
         finally:

@@ -1,4 +1,4 @@
-"""/v1/cache: what the prefix cache holds, and emptying it. No token of a prompt is shown."""
+"""/v1/cache: lists and clears the prefix cache. Shows no token of a prompt."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from luce.server.status import json_response
 
 
 async def listing(request: web.Request) -> web.Response:
-    """GET /v1/cache: every length at which a sequence can be resumed, and the counters of both tiers."""
+    """GET /v1/cache: every checkpoint, and the counters of both tiers."""
     server = request.app[SERVER]
     server.keys.check_admin(request.headers, request.remote or "")
     return json_response(await server.work(_listing, server.ready_model()))
 
 
 async def purge(request: web.Request) -> web.Response:
-    """DELETE /v1/cache: forget all of it."""
+    """DELETE /v1/cache: remove all checkpoints, in memory and on the disk."""
     server = request.app[SERVER]
     server.keys.check_admin(request.headers, request.remote or "")
     removed = await server.work(_forget, server.ready_model())

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from luce.api import Model
 from luce.engine.loop import EngineStats
 from luce.engine.speculate import DraftStats
-from luce.kvcache.disk.tier import DiskStats
+from luce.kvcache.disk.stats import DiskStats
 from luce.kvcache.paging import PagingStats
 from luce.kvcache.prefix_cache import CacheStats
 from luce.shard.timing import BOUNDS, Durations

@@ -1,4 +1,4 @@
-"""Writes, extends and gives up snapshots, and is killed at it: in its own process, one fork for each way to die.
+"""Writes, extends and evicts snapshots until it is killed: in its own process, one fork for each kill.
 
     python -m tests.crash.writer steps DIRECTORY           killed before its 1st, 2nd, ... call that touches the disk
     python -m tests.crash.writer times DIRECTORY ROUNDS    killed at random times, always in the same directory
@@ -43,17 +43,17 @@ def work(root: Path, budget: int) -> None:
     first, second, third, other, last = conversations()
     for ids in (first, second, third, other):
         with contextlib.suppress(StoreFullError):
-            snapshots.write(store, ids, passing=True)
-    for entry in store.find(third)[1:]:
-        store.touch(entry)
-        store.give_up(entry)
-    # What was given up but for its pages comes back; then the budget makes others go.
+            snapshots.write(store, ids, interim=True)
+    for snapshot in store.find(third)[1:]:
+        store.mark_used(snapshot)
+        store.evict(snapshot)
+    # The snapshots that lost their state get it back; then the budget evicts others.
     for ids in (second, last):
         with contextlib.suppress(StoreFullError):
             snapshots.write(store, ids)
-    for entry in store.entries:
-        if entry.manifest.length == len(other):
-            store.give_up(entry)
+    for snapshot in store.snapshots:
+        if snapshot.manifest.length == len(other):
+            store.evict(snapshot)
 
 
 def die_at(step: int) -> None:

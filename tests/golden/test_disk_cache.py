@@ -327,7 +327,7 @@ def test_stored_types(name: str, types: tuple[str, str], placements: tuple[str, 
         disk = model.engine.stats().cache.disk
         assert disk is not None
         k, v = types
-        assert [other.reason for other in disk.others] == [
+        assert [other.reason for other in disk.unused] == [
             f"--cache-type-k is auto here and {k} there, --cache-type-v is auto here and {v} there"
         ]
 
@@ -436,11 +436,11 @@ def test_messages_of_ten_turns_are_read_once_whatever_restarts_between_them(path
         # All but the last token of what was read and said, which nobody has read.
         assert expected[turn][1] == (expected[turn - 1][2] - 1 if turn else 0)
         assert cache.disk.store is not None
-        manifests = [entry.manifest for entry in cache.disk.store.entries]
+        manifests = [entry.manifest for entry in cache.disk.store.snapshots]
         stored.append({manifest.id for manifest in manifests})
         assert len(stored[-1] - stored[-2]) <= (3 if not turn else 2)
         # Every page once, and beside it states, which do not grow: they have no more than a page of this conversation.
-        assert sum(manifest.length // PAGE - manifest.first for manifest in manifests) == expected[turn][2] // PAGE
+        assert sum(manifest.length // PAGE - manifest.first_page for manifest in manifests) == expected[turn][2] // PAGE
         largest = max(sum(part.bytes for part in manifest.state) for manifest in manifests)
         first = first or largest
         assert not model.spec.recurrent or largest < 2 * first

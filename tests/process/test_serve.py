@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import pytest
 
-from luce.kvcache.disk.store import LAYOUT
+from luce.kvcache.disk.directory import LAYOUT
 from tests.support.daemons import within
 
 ROOT = Path(__file__).parents[2]
@@ -341,7 +341,7 @@ def test_a_directory_serves_one_server_after_another(kept: Any, tmp_path: Path) 
     other = kept("--cache-type-k", "q8_0", "--cache-type-v", "q8_0")
     reply = asked(other, CHAT, {**ASKED[CHAT], **GREEDY})
     assert reply["choices"][0]["finish_details"]["cache"] == {"tier": "none"}
-    (unused,) = asked(other, "/v1/cache")["tiers"]["disk"]["others"]
+    (unused,) = asked(other, "/v1/cache")["tiers"]["disk"]["unused"]
     assert "--cache-type-k is q8_0 here and" in unused["reason"] and unused["reason"] in other.log
 
     # Two servers use it now; what one of them forgets is that of its own settings.
@@ -353,7 +353,7 @@ def test_a_directory_serves_one_server_after_another(kept: Any, tmp_path: Path) 
     assert asked(child, CHAT, {**ASKED[CHAT], **GREEDY})["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert [entry for entry in asked(other, "/v1/cache")["data"] if entry["tier"] == "disk"]
     for server in (child, other):
-        assert "put aside" not in server.log and "Traceback" not in server.log
+        assert "moved to trash" not in server.log and "Traceback" not in server.log
 
 
 def test_a_server_that_is_killed_while_it_saves_says_the_same_at_its_next_start(kept: Any, tmp_path: Path) -> None:
@@ -370,5 +370,5 @@ def test_a_server_that_is_killed_while_it_saves_says_the_same_at_its_next_start(
         assert all(name.startswith(f"{child.process.pid}-") for name in writing)
         child.send(signal.SIGKILL)
         child.wait()
-        assert "put aside" not in child.log and "Traceback" not in child.log
+        assert "moved to trash" not in child.log and "Traceback" not in child.log
     assert list((tmp_path / "cache" / LAYOUT).glob("*/*/manifest.json"))

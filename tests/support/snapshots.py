@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 
-from luce.kvcache.disk import store as stores
-from luce.kvcache.disk.index import Entry
-from luce.kvcache.disk.manifest import Recall
+from luce.kvcache.disk.index import Snapshot
+from luce.kvcache.disk.manifest import ReplyTokens
 from luce.kvcache.disk.store import Store
+from luce.kvcache.disk.writer import NewSnapshot, Writer
 from luce.runtime.step import PAGE, Int32
 from luce.shard.saved_state import Tensors
 
 LAYERS = (range(2), range(2, 4))
 MODEL = "0123456789abcdef0123456789abcdef"
+
+
+def conversation_of(turns: int, step: int = 100, seed: int = 0) -> list[Int32]:
+    """The tokens after each turn of a conversation: each begins with those of the turn before."""
+    whole = np.random.default_rng(seed).integers(0, 1000, turns * step).astype(np.int32)
+    return [whole[: (turn + 1) * step] for turn in range(turns)]
 
 
 def page(tokens: Int32) -> Tensors:
@@ -26,7 +31,7 @@ def page(tokens: Int32) -> Tensors:
 
 
 def state(ids: Int32) -> Tensors:
-    """What a point has beside pages."""
+    """The tensors of a checkpoint beside whole pages."""
     return {"blk.2.memory": np.cos(np.arange(500, dtype=np.float32) * float(ids.sum() % 1000))}
 
 
@@ -35,34 +40,36 @@ def logits(ids: Int32) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
 
 def write(
-    store: Store, ids: Int32, *, passing: bool = False, batch: int = 2, recall: Recall | None = None
-) -> Entry | None:
+    store: Store, ids: Int32, *, interim: bool = False, batch: int = 2, reply: ReplyTokens | None = None
+) -> Snapshot | None:
     """Write a snapshot as the engine would; None if it is there."""
     missing = store.missing(ids)
     if missing is None:
         return None
     parent, first = missing
     whole = len(ids) // PAGE
-    writer = store.writer(ids, parent, first, 5000 + 600 * (whole - first), passing=passing)
+    new = NewSnapshot(ids, parent, first, 5000 + 600 * (whole - first), interim)
+    writer = Writer(store, new, LAYERS, lambda task: task())
     try:
         for begin in range(first, whole, batch):
             pages = [page(ids[i * PAGE : (i + 1) * PAGE]) for i in range(begin, min(begin + batch, whole))]
-            writer.pages(begin, {name: np.concatenate([p[name] for p in pages]) for name in pages[0]}, LAYERS)
-        writer.state(state(ids), LAYERS)
-        writer.opening([1, 2], logits(ids[::-1]))
-        return writer.finish(logits(ids), recall)
+            writer.pages(begin, {name: np.concatenate([p[name] for p in pages]) for name in pages[0]})
+        writer.state(state(ids))
+        writer.prompt_end([1, 2], logits(ids[::-1]))
+        writer.finish(logits(ids), reply)
+        return writer.snapshot
     except BaseException:
         writer.abort()
         raise
 
 
-def check(store: Store, entry: Entry, ids: Int32) -> None:
+def check(store: Store, snapshot: Snapshot, ids: Int32) -> None:
     """Everything that a snapshot holds is what belongs to its tokens."""
-    reader = store.reader(entry)
+    reader = store.open(snapshot)
     try:
-        assert (reader.tokens() == ids[entry.manifest.first * PAGE :]).all()
+        assert (reader.tokens() == ids[snapshot.manifest.first_page * PAGE :]).all()
         at = 0
-        for first, count, frames in reader.runs:
+        for first, count, frames in reader.page_runs:
             assert first == at
             at += count
             whole = [page(ids[i * PAGE : (i + 1) * PAGE]) for i in range(first, at)]
@@ -73,39 +80,39 @@ def check(store: Store, entry: Entry, ids: Int32) -> None:
         assert at == len(ids) // PAGE
         found = {frame.name: part.read(frame) for part, frame in reader.state_frames()}
         assert found.keys() == state(ids).keys() and all((found[n] == t).all() for n, t in state(ids).items())
-        kept = reader.logits()
-        assert kept is not None and (kept == logits(ids)).all()
-        opened = reader.opened(np.array([1, 2], np.int32))
-        assert opened is not None and (opened == logits(ids[::-1])).all()
-        assert reader.opened(ids[:0]) is reader.opened(ids[:2]) is None
+        last = reader.logits()
+        assert last is not None and (last == logits(ids)).all()
+        prompt_end = reader.prompt_end_logits(np.array([1, 2], np.int32))
+        assert prompt_end is not None and (prompt_end == logits(ids[::-1])).all()
+        assert reader.prompt_end_logits(ids[:0]) is reader.prompt_end_logits(ids[:2]) is None
     finally:
         reader.close()
 
 
-def listed(store: Store) -> Iterator[tuple[Entry, Int32]]:
-    """The snapshots that can be resumed, with their tokens."""
-    for entry in store.entries:
-        if entry.manifest.point:
-            yield entry, store.tokens(entry)
+def listed(store: Store) -> Iterator[tuple[Snapshot, Int32]]:
+    """The resumable snapshots, with their tokens."""
+    for snapshot in store.snapshots:
+        if snapshot.manifest.resumable:
+            yield snapshot, store.tokens(snapshot)
 
 
 def sound(root: Path, allowed: Sequence[Int32]) -> int:
-    """A fresh look at a directory: all that is listed is whole and one of `allowed`, and nothing else is left there.
+    """Open a directory anew: every resumable snapshot is whole and one of `allowed`, and there are no other files.
 
-    Returns how many there are.
+    Returns the number of resumable snapshots.
     """
-    with patch.object(stores, "_UNNAMED_SECONDS", -1.0):
-        store = Store(root, MODEL, 0)
+    store = Store(root, MODEL, 0)
+    store.tidy(older_than=-1.0)
     known = {ids.tobytes() for ids in allowed}
     count = 0
-    for entry, ids in listed(store):
+    for snapshot, ids in listed(store):
         assert ids.tobytes() in known
-        check(store, entry, ids)
-        assert entry in store.find(ids)
+        check(store, snapshot, ids)
+        assert snapshot in store.find(ids)
         count += 1
     assert not list((store.root / "tmp").iterdir()), "tmp is not empty"
     assert store.quarantines == 0
-    for entry in store.entries:
-        files = {path.name for path in entry.path.iterdir()}
-        assert files == {part.name for part in entry.manifest.parts} | {"manifest.json"}
+    for snapshot in store.snapshots:
+        files = {path.name for path in snapshot.path.iterdir()}
+        assert files == {part.name for part in snapshot.manifest.parts} | {"manifest.json"}
     return count

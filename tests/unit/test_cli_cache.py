@@ -12,18 +12,17 @@ import pytest
 from luce.cli import cache as cache_verb
 from luce.cli.main import main
 from luce.kvcache.disk import store as stores
-from luce.kvcache.disk.fingerprint import Fingerprint, describe
-from luce.kvcache.disk.index import Entry
+from luce.kvcache.disk.fingerprint import Fingerprint, write_about
+from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.store import Store
-from tests.support.snapshots import MODEL, sound, write
-from tests.unit.test_kvcache_disk_store import turns
+from tests.support.snapshots import MODEL, conversation_of, sound, write
 
 
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
     """Three turns of a conversation."""
     store = Store(tmp_path, MODEL, 0)
-    for turn in turns(3):
+    for turn in conversation_of(3):
         write(store, turn)
     return tmp_path
 
@@ -42,17 +41,17 @@ def test_ls(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert cache(filled, "ls", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
-    assert sorted(entry["length"] for entry in listed) == [100, 200, 300]
+    assert sorted(snapshot["length"] for snapshot in listed) == [100, 200, 300]
 
 
 def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    entry = Store(filled, MODEL, 0).find(turns(3)[1])[0]
-    assert cache(filled, "show", entry.manifest.id[:12]) == 0
+    snapshot = Store(filled, MODEL, 0).find(conversation_of(3)[1])[0]
+    assert cache(filled, "show", snapshot.manifest.id[:12]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["key"] == entry.manifest.key and shown["path"] == str(entry.path)
-    assert entry.manifest.prefixes not in json.dumps(shown)
-    describe(entry.path.parent, Fingerprint("weights", {"--cache-type-k": "q8_0"}))
-    assert cache(filled, "show", entry.manifest.id) == 0
+    assert shown["key"] == snapshot.manifest.key and shown["path"] == str(snapshot.path)
+    assert snapshot.manifest.page_keys not in json.dumps(shown)
+    write_about(snapshot.path.parent, Fingerprint("weights", {"--cache-type-k": "q8_0"}))
+    assert cache(filled, "show", snapshot.manifest.id) == 0
     assert json.loads(capsys.readouterr().out) == {**shown, "settings": {"--cache-type-k": "q8_0"}}
 
 
@@ -61,11 +60,11 @@ def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureF
     [
         (("show",), "luce cache show: name a snapshot"),
         (("rm",), "luce cache rm: name a snapshot"),
-        (("rm", "nobody"), "nobody: no snapshots have an id that begins so"),
-        (("show", ""), ": 3 snapshots have an id that begins so"),
+        (("rm", "nobody"), "no snapshot id starts with 'nobody'"),
+        (("show", ""), "3 snapshot ids start with ''"),
         (("ls", "a"), "luce cache ls a: takes no ID"),
         (("gc", "a", "--all"), "luce cache gc a: takes no ID; luce cache gc: --all is for rm"),
-        (("rm", "a", "--all"), "luce cache rm --all a: give only one of them"),
+        (("rm", "a", "--all"), "luce cache rm --all a: give either IDs or --all"),
         (("verify", "--json"), "luce cache verify: --json is for ls and show"),
         (("rm", "--al"), "--al: unknown (luce cache --help tells more)"),
     ],
@@ -74,35 +73,35 @@ def test_mistakes(arguments: tuple[str, ...], message: str, filled: Path, capsys
     assert cache(filled, *arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(f"luce: {message}") and printed.err.count("\n") == 1
-    assert sound(filled, turns(3)) == 3
+    assert sound(filled, conversation_of(3)) == 3
 
 
 def test_verify_finds_a_flipped_bit(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cache(filled, "verify") == 0
     assert capsys.readouterr().out.count(": ok") == 3
-    entry = Store(filled, MODEL, 0).find(turns(3)[0])[0]
-    path = entry.path / entry.manifest.state[0].name
+    snapshot = Store(filled, MODEL, 0).find(conversation_of(3)[0])[0]
+    path = snapshot.path / snapshot.manifest.state[0].name
     data = bytearray(path.read_bytes())
     data[40] ^= 4
     path.write_bytes(data)
     assert cache(filled, "verify") == 1
     shown = capsys.readouterr().out
-    assert shown.count(": ok") == 2 and f"{entry.manifest.id}: damaged: " in shown
-    assert cache(filled, "verify", entry.manifest.id) == 1
+    assert shown.count(": ok") == 2 and f"{snapshot.manifest.id}: damaged: " in shown
+    assert cache(filled, "verify", snapshot.manifest.id) == 1
 
 
 def test_rm_leaves_what_others_need(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    conversation = turns(3)
+    conversation = conversation_of(3)
     first = Store(filled, MODEL, 0).find(conversation[0])[0].manifest.id
     assert cache(filled, "rm", first) == 0
-    assert "but for the pages" in capsys.readouterr().out
+    assert "except for the pages" in capsys.readouterr().out
     assert sound(filled, conversation) == 2
     assert cache(filled, "rm", "--all") == 0
-    assert not Store(filled, MODEL, 0).entries
+    assert not Store(filled, MODEL, 0).snapshots
 
 
 def test_ids_may_follow_flags(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ids = [entry.manifest.id for entry in Store(filled, MODEL, 0).entries]
+    ids = [snapshot.manifest.id for snapshot in Store(filled, MODEL, 0).snapshots]
     assert main(["cache", "verify", "--kv-cache-dir", str(filled), *ids[:2]]) == 0
     assert main(["cache", "verify", ids[0], "--kv-cache-dir", str(filled), ids[1]]) == 0
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ids[:2] * 2
@@ -115,13 +114,13 @@ def test_rm_says_what_it_could_not_remove(
     def refuse(*given: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    last = Store(filled, MODEL, 0).find(turns(3)[2])[0].manifest.id
+    last = Store(filled, MODEL, 0).find(conversation_of(3)[2])[0].manifest.id
     with monkeypatch.context() as patched:
         patched.setattr(stores.os, "rename", refuse)
         assert cache(filled, *arguments, *([] if "--all" in arguments else [last])) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err == f"luce: --kv-cache-dir {filled}: [Errno 13] Permission denied\n"
-    assert sound(filled, turns(3)) == 3
+    assert sound(filled, conversation_of(3)) == 3
 
 
 def test_verify_does_not_blame_what_a_server_changes_meanwhile(
@@ -129,9 +128,9 @@ def test_verify_does_not_blame_what_a_server_changes_meanwhile(
 ) -> None:
     check = cache_verb.verify
 
-    def busy(entry: Entry) -> None:
+    def busy(snapshot: Snapshot) -> None:
         Store(filled, MODEL, 0).clear()
-        check(entry)
+        check(snapshot)
 
     monkeypatch.setattr(cache_verb, "verify", busy)
     assert cache(filled, "verify") == 0
@@ -146,7 +145,7 @@ def test_gc_removes_what_was_put_aside_and_keeps_to_the_budget(filled: Path) -> 
     assert list((store.root / "trash").iterdir())
     assert cache(filled, "gc") == 0
     assert not list((store.root / "trash").iterdir())
-    assert sound(filled, turns(3)) == 3
+    assert sound(filled, conversation_of(3)) == 3
     for _ in range(300):
         write(store, np.random.default_rng(_).integers(0, 1000, 200).astype(np.int32))
     assert store.nbytes > 1 << 20

@@ -25,10 +25,11 @@ from luce.engine.events import Event, Finished, Progress
 from luce.engine.loop import Engine
 from luce.errors import BackendError
 from luce.kvcache import saver
-from luce.kvcache.disk import deadline, part, store
+from luce.kvcache.disk import part, store
 from luce.kvcache.disk.deadline import Deadline
+from luce.kvcache.disk.directory import LAYOUT, Directory
 from luce.kvcache.disk.fingerprint import Fingerprint
-from luce.kvcache.disk.manifest import Recall
+from luce.kvcache.disk.manifest import ReplyTokens
 from luce.kvcache.disk.part import DamagedError, PartReader
 from luce.kvcache.disk.reader import Reader
 from luce.kvcache.disk.store import Store
@@ -89,6 +90,11 @@ def wait_for(r: Rig, snapshots: int) -> None:
     assert within(60, lambda: stats.saves + stats.skipped + stats.failures >= snapshots)
 
 
+def writing_threads() -> list[threading.Thread]:
+    """The writing threads of all disk tiers."""
+    return [thread for thread in threading.enumerate() if thread.name == "luce-cache-write"]
+
+
 def descriptors(directory: Path) -> list[str]:
     """Files below a directory that this process has open."""
     found = []
@@ -102,7 +108,7 @@ def snapshots_left(directory: Path) -> int:
     """Snapshots that a start would find; nothing else is left below the directory then."""
     found = Store(directory, MODEL.model, 0)
     assert not found.quarantines and not list((found.root / "tmp").iterdir())
-    return len(found.entries)
+    return len(found.snapshots)
 
 
 def files(directory: Path) -> list[Path]:
@@ -204,11 +210,11 @@ def test_nobody_waits_until_the_model_is_known_where_nothing_is_to_be_written(tm
         gate.wait(60)
         return MODEL
 
-    with rig(tmp_path, known=False, identify=identify, flush=120) as r:
-        disk = tier(r)
-    assert disk._thread.is_alive() and not gate.is_set()
+    with rig(tmp_path, known=False, identify=identify, flush=120):
+        pass
+    assert writing_threads() and not gate.is_set()
     gate.set()
-    assert within(60, lambda: not disk._thread.is_alive())
+    assert within(60, lambda: not writing_threads())
 
 
 @each
@@ -281,11 +287,11 @@ def test_no_page_is_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(part.os, "fsync", slow)
         r.ask(ids(400), 5)
     opened = store.Store(tmp_path, MODEL.model, 0)
-    entries = sorted(opened.entries, key=lambda entry: entry.manifest.length)
+    entries = sorted(opened.snapshots, key=lambda entry: entry.manifest.length)
     assert [entry.manifest.length for entry in entries] == [100, 200, 300, 400, 404]
     for before, entry in pairwise(entries):
         assert entry.manifest.parent == before.manifest.id
-        assert entry.manifest.first == before.manifest.length // PAGE
+        assert entry.manifest.first_page == before.manifest.length // PAGE
 
 
 def test_while_sequences_run_the_disk_gets_a_small_share_of_the_engine(
@@ -326,8 +332,8 @@ def test_what_is_not_to_be_shared_stays_away_from_the_disk(kind: dict[str, Any],
     with rig(tmp_path, **kind) as r:
         r.ask(prompt, 3, [70], shared=100)
     with rig(tmp_path, **kind) as r:
-        opened = tier(r).works and tier(r).store
-        assert opened and max(entry.manifest.length for entry in opened.entries) == 100
+        opened = tier(r).writable and tier(r).store
+        assert opened and max(entry.manifest.length for entry in opened.snapshots) == 100
         assert r.ask(prompt, 3, [70], shared=0)[1] == 0
     with rig(tmp_path, **kind) as r:
         assert r.ask(prompt, 3, [70], shared=100) == (r.backend.reply(prompt, 3), 100)
@@ -342,7 +348,7 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
         r.ask(ids(100), 3)
     with rig(tmp_path, model=Fingerprint("fedcba9876543210", MODEL.settings)) as r:
         assert r.ask(ids(100), 3)[1] == 0
-        assert not tier(r).snapshot_stats().unused
+        assert not tier(r).current_stats().unused
 
 
 def test_what_the_same_weights_left_under_other_settings_is_named(
@@ -354,7 +360,7 @@ def test_what_the_same_weights_left_under_other_settings_is_named(
     other = Fingerprint(MODEL.contents, {"--cache-type-k": "q8_0", "--kvflash": "9 pages"})
     with rig(tmp_path, model=other) as r:
         assert r.ask(ids(100), 3)[1] == 0
-        (unused,) = tier(r).snapshot_stats().unused
+        (unused,) = tier(r).current_stats().unused
     reason = "--cache-type-k is q8_0 here and f16 there, --kvflash is 9 pages here and off there"
     assert (unused.model, unused.snapshots, unused.reason) == (MODEL.model, 2, reason) and unused.bytes > 0
     assert f"2 snapshots of this model are not used: {reason}" in caplog.text
@@ -407,8 +413,8 @@ def test_a_smaller_budget_holds_from_the_start(tmp_path: Path) -> None:
             r.ask(ids(200, seed), 3)
     budget = sum(path.stat().st_size for path in files(tmp_path)) // 2
     with rig(tmp_path, budget=budget, recurrent=True) as r:
-        assert tier(r).works
-        assert 0 < tier(r).snapshot_stats().bytes <= budget
+        assert tier(r).writable
+        assert 0 < tier(r).current_stats().bytes <= budget
 
 
 def test_short_prompts_are_not_written(tmp_path: Path) -> None:
@@ -499,7 +505,7 @@ def test_a_disk_that_fails_costs_nothing_but_the_snapshot(
     with rig(tmp_path) as r:
         assert r.ask(ids(80), 2) == (r.backend.reply(ids(80), 2), 80)
         # Where no file can be opened, none can be removed either.
-        assert call == "open" or not list((tmp_path / store.LAYOUT / "tmp").iterdir())
+        assert call == "open" or not list((tmp_path / LAYOUT / "tmp").iterdir())
 
 
 def test_after_failures_in_a_row_nothing_is_tried_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +518,7 @@ def test_after_failures_in_a_row_nothing_is_tried_for_a_while(tmp_path: Path, mo
             r.ask(ids(100, seed), 3)
         while tier(r).stats.failures < 3:
             pass
-        assert not tier(r).room
+        assert not tier(r).accepts
         assert r.ask(ids(100, 9), 3)[0] == r.backend.reply(ids(100, 9), 3)
     assert tier(r).stats.failures == 3
 
@@ -541,23 +547,23 @@ def test_what_another_server_wrote_anew_is_not_put_aside(
     with rig(tmp_path) as r:
         disk = tier(r)
         assert within(60, lambda: disk.store is not None)
-        (entry,) = disk.store.entries
+        (entry,) = disk.store.snapshots
         other.clear()
         # The same tokens, of other bytes: those of a prompt that was read in other pieces, say.
         monkeypatch.setattr(snapshots, "state", lambda ids: {"blk.2.memory": ids.astype(np.float32)})
         snapshots.write(other, text)
         with pytest.raises(DamagedError) as found:
             disk.open(entry, Deadline())
-        disk.failed(entry, found.value)
-        assert within(60, lambda: not disk.busy)
-        assert not disk.snapshot_stats().quarantines
+        disk.record_failure(entry, found.value)
+        assert within(60, lambda: not disk.waiting)
+        assert not disk.current_stats().quarantines
         (entry,) = disk.store.find(text)
         snapshots.check(disk.store, entry, text)
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         # What is wrong with all of its files as they were written is said.
-        disk.failed(entry, DamagedError("its tokens are others"))
-        assert within(60, lambda: not disk.busy)
-        assert "though all of it can be read: its tokens are others" in caplog.text
+        disk.record_failure(entry, DamagedError("its tokens are others"))
+        assert within(60, lambda: not disk.waiting)
+        assert "though all of it is readable: its tokens are others" in caplog.text
 
 
 @pytest.mark.parametrize("all_of_it", [True, False])
@@ -573,9 +579,9 @@ def test_what_another_server_gave_up_is_no_warning_and_what_lacks_a_file_is(
         for path in tmp_path.rglob("state-000*"):
             path.unlink()
         assert r.ask(ids(100), 3) == (r.backend.reply(ids(100), 3), 0)
-        assert within(60, lambda: not tier(r).busy)
+        assert within(60, lambda: not tier(r).waiting)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert all("put aside" in warning for warning in warnings) and bool(warnings) != all_of_it
+    assert all("moved to trash" in warning for warning in warnings) and bool(warnings) != all_of_it
 
 
 def test_what_cannot_be_removed_is_not_used_and_said(
@@ -588,10 +594,10 @@ def test_what_cannot_be_removed_is_not_used_and_said(
         with monkeypatch.context() as patched:
             patched.setattr(store.os, "rename", failing(errno.EROFS))
             r.engine.forget()
-            assert within(60, lambda: not tier(r).busy)
+            assert within(60, lambda: not tier(r).waiting)
             assert all(entry.unusable for entry in r.engine.cached())
             assert r.ask(ids(100), 3)[1] == 0
-    assert "could not be removed, and are not used until the next start: [Errno 30]" in caplog.text
+    assert "could not be removed and stay unused until the next start: [Errno 30]" in caplog.text
 
 
 def test_a_directory_that_cannot_be_written_is_read_though_it_exceeds_the_budget(
@@ -599,7 +605,7 @@ def test_a_directory_that_cannot_be_written_is_read_though_it_exceeds_the_budget
 ) -> None:
     with rig(tmp_path) as r:
         r.ask(ids(100), 3)
-    monkeypatch.setattr(Store, "_exclusive", failing(errno.EROFS))
+    monkeypatch.setattr(Directory, "lock", failing(errno.EROFS))
     with rig(tmp_path, budget=1000) as r:
         assert r.ask(ids(100), 3) == (r.backend.reply(ids(100), 3), 100)
 
@@ -622,7 +628,7 @@ def test_what_was_removed_while_its_next_turn_was_written_is_no_failure(
     with rig(tmp_path) as r:
         r.ask(ids(100), 3)
         wait_for(r, 2)
-        shutil.rmtree(tmp_path / store.LAYOUT)
+        shutil.rmtree(tmp_path / LAYOUT)
         r.ask(ids(200), 3)
         wait_for(r, 4)
         assert tier(r).stats.failures == 0
@@ -663,7 +669,7 @@ def test_what_a_disk_does_not_take_in_time_is_dropped_at_the_end(
     # It has ended, and the disk hangs still.
     assert disk.stats.saves == 0 and not gate.is_set()
     gate.set()
-    assert within(60, lambda: not disk._thread.is_alive())
+    assert within(60, lambda: not writing_threads())
     assert snapshots_left(tmp_path) == disk.stats.saves <= 1
 
 
@@ -691,8 +697,8 @@ def test_prompts_that_part_are_resumed_behind_whole_pages_after_a_restart(tmp_pa
             assert tier(r).stats.hits == (known > 0) and tier(r).stats.reused_tokens == known
             # And from memory then.
             assert r.ask([*prompt[:-1], 5], 5)[1] == (len(prompt) - 1) // PAGE * PAGE
-        found = Store(tmp_path, MODEL.model, 0).at(np.array(prompt, np.int32))
-        assert found is not None and found.manifest.first == shared
+        found = Store(tmp_path, MODEL.model, 0).exact(np.array(prompt, np.int32))
+        assert found is not None and found.manifest.first_page == shared
     with rig(tmp_path) as r:
         assert r.ask(first, 5) == (r.backend.reply(first, 5), 400)
 
@@ -706,8 +712,8 @@ def test_models_with_states_are_not_resumed_between_points(kind: dict[str, Any],
     with rig(tmp_path, **kind) as r:
         assert r.ask(prompt, 5) == (r.backend.reply(prompt, 5), 0)
     # Pages are shared all the same.
-    entries = {entry.manifest.length: entry.manifest for entry in Store(tmp_path, MODEL.model, 0).entries}
-    assert (entries[360].first, entries[360].parent) == (4, entries[400].id)
+    entries = {entry.manifest.length: entry.manifest for entry in Store(tmp_path, MODEL.model, 0).snapshots}
+    assert (entries[360].first_page, entries[360].parent) == (4, entries[400].id)
 
 
 @each
@@ -716,8 +722,8 @@ def test_behind_a_damaged_snapshot_the_next_shorter_one_is_resumed(kind: dict[st
     with rig(tmp_path, **kind) as r:
         for prompt in (first, second):
             r.ask(prompt, 1)
-    found = Store(tmp_path, MODEL.model, 0).at(np.array(second, np.int32))
-    assert found is not None and found.manifest.first == 2
+    found = Store(tmp_path, MODEL.model, 0).exact(np.array(second, np.int32))
+    assert found is not None and found.manifest.first_page == 2
     damaged = found.path / (found.manifest.pages or found.manifest.state)[0].name
     data = bytearray(damaged.read_bytes())
     data[40] ^= 1
@@ -747,14 +753,14 @@ def test_what_is_resumed_from_memory_is_of_use_on_the_disk_too(tmp_path: Path) -
         wait_for(r, 2)
         opened = tier(r).store
         assert opened is not None
-        for entry in opened.entries:
-            entry.used = 1e9
+        for entry in opened.snapshots:
+            entry.last_used = 1e9
             os.utime(entry.path / "manifest.json", (1e9, 1e9))
         # All of it is there, so that nothing is written.
         assert r.ask(ids(200), 5)[1] == 200
-        assert within(60, lambda: all(entry.used > 1e9 for entry in opened.entries))
+        assert within(60, lambda: all(entry.last_used > 1e9 for entry in opened.snapshots))
         assert tier(r).stats.saves == 2
-    assert all(entry.used > 1e9 for entry in Store(tmp_path, MODEL.model, 0).entries)
+    assert all(entry.last_used > 1e9 for entry in Store(tmp_path, MODEL.model, 0).snapshots)
 
 
 def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -774,7 +780,7 @@ def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert r.ask(prompt, 3)[0] == r.backend.reply(prompt, 3)
         assert tier(r).stats.saves == 0
         # Little waits in memory; what was too much is skipped.
-        assert tier(r)._waiting <= 4 and tier(r).stats.skipped > 0
+        assert tier(r).waiting <= 4 and tier(r).stats.skipped > 0
         assert r.engine.cache is not None and r.engine.cache.stats().disk is tier(r).stats
         assert 1 < tier(r).stats.queued <= saver._OFFERED + 2
         gate.set()
@@ -783,7 +789,7 @@ def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("owner", "call", "at"),
-    [(Store, "reader", 0), (Reader, "tokens", 0), (PartReader, "read", 1), (PartReader, "read", 2)],
+    [(Store, "open", 0), (Reader, "tokens", 0), (PartReader, "read", 1), (PartReader, "read", 2)],
 )
 def test_a_disk_that_hangs_is_left_alone(
     owner: Any, call: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -803,7 +809,7 @@ def test_a_disk_that_hangs_is_left_alone(
         disk = tier(r)
         disk.wait_opened(60)
         with monkeypatch.context() as patched:
-            patched.setattr(deadline, "_SECONDS", 0.05)
+            patched.setattr(Deadline, "seconds", 0.05)
             patched.setattr(owner, call, hangs)
             for prompt in prompts[:2]:
                 assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 0)
@@ -812,32 +818,32 @@ def test_a_disk_that_hangs_is_left_alone(
         (told,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
         assert "the disk takes too long; nothing is read from it for a minute" in told.getMessage()
         # It is asked again when that is over; what hung was not damaged.
-        disk._unread = 0.0
+        disk.reads_paused_until = 0.0
         assert r.ask(prompts[2], 3) == (r.backend.reply(prompts[2], 3), 200)
         assert disk.stats.hits == 1 and not [entry for entry in disk.contents() if entry.unusable]
     assert within(60, lambda: not descriptors(tmp_path))
 
 
 def test_a_reply_that_a_disk_does_not_give_is_made_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, real = threading.Event(), Store.recall
+    gate, real = threading.Event(), Store.reply_tokens
 
     def hangs(*arguments: Any) -> Any:
         assert gate.wait(60)
         return real(*arguments)
 
     text = np.arange(100, dtype=np.int32)
-    snapshots.write(Store(tmp_path, MODEL.model, 0), text, recall=Recall((("digest", 90, 101),), (7,)))
+    snapshots.write(Store(tmp_path, MODEL.model, 0), text, reply=ReplyTokens((("digest", 90, 101),), (7,)))
     with rig(tmp_path) as r:
         disk = tier(r)
         disk.wait_opened(60)
         with monkeypatch.context() as patched:
-            patched.setattr(deadline, "_SECONDS", 0.05)
-            patched.setattr(Store, "recall", hangs)
-            assert disk.recall("digest") is None
+            patched.setattr(Deadline, "seconds", 0.05)
+            patched.setattr(Store, "reply_tokens", hangs)
+            assert disk.reply_tokens("digest") is None
             gate.set()
-        assert disk.recall("digest") is None
-        disk._unread = 0.0
-        assert disk.recall("digest") == [*range(90, 100), 7] and disk.recall("another") is None
+        assert disk.reply_tokens("digest") is None
+        disk.reads_paused_until = 0.0
+        assert disk.reply_tokens("digest") == [*range(90, 100), 7] and disk.reply_tokens("another") is None
 
 
 def test_text_that_is_unknown_at_the_start_is_found_when_the_directory_is_read(tmp_path: Path) -> None:

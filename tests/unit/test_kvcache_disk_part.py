@@ -121,24 +121,27 @@ def test_a_file_cut_short_is_found(share: float, tmp_path: Path) -> None:
 
 
 def test_files_are_not_closed_under_reads_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A descriptor that is closed meanwhile may name another file, whose bytes a healthy snapshot would be blamed for.
+    # A closed descriptor may name another file later, whose bytes would make a healthy snapshot look damaged.
     array = np.arange(300, dtype=np.float32)
     reader, _ = write(tmp_path / "part", [array])
     begun, go, read = threading.Event(), threading.Event(), os.preadv
+    descriptors: list[int] = []
 
-    def slow(*arguments: Any) -> int:
+    def slow(fd: int, *arguments: Any) -> int:
+        descriptors.append(fd)
         begun.set()
         assert go.wait(60)
-        return read(*arguments)
+        return read(fd, *arguments)
 
     monkeypatch.setattr(os, "preadv", slow)
     with ThreadPoolExecutor() as pool:
         found = pool.submit(reader.read, reader.frames[0])
         assert begun.wait(60)
         reader.close()
-        assert not reader._file.closed
+        os.fstat(descriptors[0])
         go.set()
         assert (found.result(60) == array).all()
-    assert reader._file.closed
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptors[0])
     with pytest.raises(ValueError, match="closed"):
         reader.read(reader.frames[0])

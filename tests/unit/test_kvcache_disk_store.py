@@ -13,20 +13,15 @@ import numpy as np
 import pytest
 
 from luce.kvcache.disk import store as stores
-from luce.kvcache.disk.manifest import Recall, keys
-from luce.kvcache.disk.store import LAYOUT, GoneError, Store, StoreFullError
+from luce.kvcache.disk.directory import LAYOUT, Directory
+from luce.kvcache.disk.manifest import ReplyTokens, keys
+from luce.kvcache.disk.store import SnapshotGoneError, Store, StoreFullError
 from luce.runtime.step import PAGE, Int32
-from tests.support.snapshots import MODEL, check, sound, write
+from tests.support.snapshots import MODEL, check, conversation_of, sound, write
 
 
 def ids(n: int, seed: int = 0) -> Int32:
     return np.random.default_rng(seed).integers(0, 1000, n).astype(np.int32)
-
-
-def turns(count: int, step: int = 100, seed: int = 0) -> list[Int32]:
-    """A conversation: each turn begins with the one before."""
-    whole = ids(count * step, seed)
-    return [whole[: (i + 1) * step] for i in range(count)]
 
 
 def test_keys_are_those_of_the_prefixes() -> None:
@@ -36,23 +31,23 @@ def test_keys_are_those_of_the_prefixes() -> None:
 
 
 def test_the_longest_prefix_comes_first(tmp_path: Path) -> None:
-    store, conversation = Store(tmp_path, MODEL, 0), turns(3)
-    entries = [write(store, turn) for turn in conversation]
+    store, conversation = Store(tmp_path, MODEL, 0), conversation_of(3)
+    snapshots = [write(store, turn) for turn in conversation]
     prompt = np.concatenate([conversation[2], ids(5, seed=9)])
-    assert store.find(prompt) == entries[::-1]
-    assert store.find(prompt, beyond=100) == entries[:0:-1]
-    assert store.find(conversation[1]) == entries[1::-1]
+    assert store.find(prompt) == snapshots[::-1]
+    assert store.find(prompt, longer_than=100) == snapshots[:0:-1]
+    assert store.find(conversation[1]) == snapshots[1::-1]
     assert store.find(conversation[0][:-1]) == []
     assert Store(tmp_path, "f" * 32, 0).find(prompt) == []
 
 
 def test_a_turn_stores_its_own_pages_only(tmp_path: Path) -> None:
-    store, conversation = Store(tmp_path, MODEL, 0), turns(6)
+    store, conversation = Store(tmp_path, MODEL, 0), conversation_of(6)
     sizes = []
     for turn in conversation:
-        entry = write(store, turn)
-        assert entry is not None
-        sizes.append(entry.manifest.nbytes)
+        snapshot = write(store, turn)
+        assert snapshot is not None
+        sizes.append(snapshot.manifest.nbytes)
         assert write(store, turn) is None
     assert max(sizes[1:]) < 1.5 * min(sizes[1:])
     for turn in conversation:
@@ -69,34 +64,39 @@ def test_whole_pages_are_found_wherever_texts_part(tmp_path: Path) -> None:
     for opened in (store, Store(tmp_path, MODEL, 0)):
         for length, holder in ((63, None), (64, first), (191, first), (192, first), (300, whole), (639, whole)):
             prompt = np.concatenate([text[:length], ids(50, seed=9)])
-            found = opened.longest(prompt)
+            found = opened.longest_prefix(prompt)
             expected = None if holder is None else (holder.manifest.id, length // PAGE * PAGE)
             assert (found and (found[0].manifest.id, found[1])) == expected
-            assert other.longest(prompt) is None
+            assert other.longest_prefix(prompt) is None
         # Something is left to be read, and no more than is asked for.
-        assert [opened.longest(text[:n])[1] for n in (640, 193, 192)] == [576, 192, 128]
-        assert opened.longest(text, most=150)[1] == 128 and opened.longest(text, most=63) is None
-        assert opened.longest(text, beyond=500)[1] == 576 and opened.longest(text, beyond=576) is None
+        assert [opened.longest_prefix(text[:n])[1] for n in (640, 193, 192)] == [576, 192, 128]
+        assert opened.longest_prefix(text, limit=150)[1] == 128 and opened.longest_prefix(text, limit=63) is None
+        assert (
+            opened.longest_prefix(text, longer_than=500)[1] == 576
+            and opened.longest_prefix(text, longer_than=576) is None
+        )
     # What is left of one serves as well, and nothing that cannot be read.
     assert first is not None and whole is not None
-    store.give_up(first)
-    assert store.longest(text[:150]) == (first, 128)
+    store.evict(first)
+    assert store.longest_prefix(text[:150]) == (first, 128)
     whole.unusable = "a test"
-    assert store.longest(text) == (first, 192)
+    assert store.longest_prefix(text) == (first, 192)
     whole.unusable = ""
-    store.give_up(whole)
-    assert store.longest(text) is None
+    store.evict(whole)
+    assert store.longest_prefix(text) is None
 
 
 def test_texts_that_part_share_their_pages(tmp_path: Path) -> None:
     store, text = Store(tmp_path, MODEL, 0), ids(640)
-    one = write(store, text, passing=True)
+    one = write(store, text, interim=True)
     other = np.concatenate([text[:600], ids(1000, seed=1)])
     assert store.missing(other) == (one, 9)
     two = write(store, other)
-    assert one is not None and two is not None and (two.manifest.parent, two.manifest.first) == (one.manifest.id, 9)
+    assert (
+        one is not None and two is not None and (two.manifest.parent, two.manifest.first_page) == (one.manifest.id, 9)
+    )
     # It does not take the place of the one that it parts from.
-    assert one.children == {two} and not one.dispensable
+    assert one.children == {two} and not one.superseded
     check(store, two, other)
     assert (store.tokens(two) == other).all()
     # Of this one too little would be shared, but for what it shares itself.
@@ -104,26 +104,26 @@ def test_texts_that_part_share_their_pages(tmp_path: Path) -> None:
     assert store.missing(third) == (one, 9)
     assert store.missing(np.concatenate([text[:300], ids(400, seed=3)])) == (None, 0)
     write(store, third)
-    store.give_up(one)
+    store.evict(one)
     assert sound(tmp_path, [text, other, third]) == 2
     # A whole beginning comes before others that have as much.
     store = Store(tmp_path, MODEL, 0)
     begun = write(store, other[: 9 * PAGE])
     assert begun is not None and begun.manifest.parent == one.manifest.id
     assert store.missing(np.concatenate([other[: 9 * PAGE], ids(100, seed=4)])) == (begun, 9)
-    for entry in [store.at(prompt) for prompt in (other, third, other[: 9 * PAGE])]:
-        assert entry is not None
-        store.give_up(entry)
-    assert not store.entries and not list((store.root / MODEL).iterdir())
+    for snapshot in [store.exact(prompt) for prompt in (other, third, other[: 9 * PAGE])]:
+        assert snapshot is not None
+        store.evict(snapshot)
+    assert not store.snapshots and not list((store.root / MODEL).iterdir())
 
 
 def test_children_stay_readable_when_their_parents_go(tmp_path: Path) -> None:
-    store, conversation = Store(tmp_path, MODEL, 0), turns(4)
+    store, conversation = Store(tmp_path, MODEL, 0), conversation_of(4)
     for turn in conversation:
         write(store, turn)
     before = store.nbytes
     for turn in conversation[:3]:
-        store.give_up(store.find(turn)[0])
+        store.evict(store.find(turn)[0])
     assert store.nbytes < before
     assert [e.manifest.length for e in store.find(conversation[3])] == [400]
     assert sound(tmp_path, conversation) == 1
@@ -132,52 +132,52 @@ def test_children_stay_readable_when_their_parents_go(tmp_path: Path) -> None:
     write(store, conversation[1])
     assert sound(tmp_path, conversation) == 2
     for turn in (conversation[3], conversation[1]):
-        store.give_up(store.find(turn)[0])
-    assert store.nbytes == 0 and not store.entries
+        store.evict(store.find(turn)[0])
+    assert store.nbytes == 0 and not store.snapshots
     assert not list((store.root / MODEL).iterdir())
 
 
 def test_texts_of_replies_are_known_as_long_as_their_tokens_are_there(tmp_path: Path) -> None:
-    store, conversation = Store(tmp_path, MODEL, 0), turns(3)
+    store, conversation = Store(tmp_path, MODEL, 0), conversation_of(3)
     for turn, (digest, begin) in zip(conversation, (("a", 30), ("b", 70), ("a", 300)), strict=True):
-        write(store, turn, recall=Recall(((digest, begin, len(turn) + 1),), (7,)))
+        write(store, turn, reply=ReplyTokens(((digest, begin, len(turn) + 1),), (7,)))
     for opened in (store, Store(tmp_path, MODEL, 0)):
         # Of two the newer one; where it ends with what no snapshot has, that too.
-        assert opened.recall("b") == [*conversation[1][70:], 7]
-        assert opened.recall("a") == [7] and opened.recall("c") is None
-    assert Store(tmp_path, "f" * 32, 0).recall("b") is None
-    store.give_up(store.find(conversation[1])[0])
-    store.give_up(store.find(conversation[2])[0])
-    assert store.recall("b") is None and store.recall("a") == [*conversation[0][30:], 7]
+        assert opened.reply_tokens("b") == [*conversation[1][70:], 7]
+        assert opened.reply_tokens("a") == [7] and opened.reply_tokens("c") is None
+    assert Store(tmp_path, "f" * 32, 0).reply_tokens("b") is None
+    store.evict(store.find(conversation[1])[0])
+    store.evict(store.find(conversation[2])[0])
+    assert store.reply_tokens("b") is None and store.reply_tokens("a") == [*conversation[0][30:], 7]
     write(store, conversation[1])
-    store.give_up(store.find(conversation[0])[0])
+    store.evict(store.find(conversation[0])[0])
     # Its pages are needed still.
-    assert store.recall("a") == [*conversation[0][30:], 7]
-    write(store, conversation[0], recall=Recall((("d", 0, 5),), ()))
+    assert store.reply_tokens("a") == [*conversation[0][30:], 7]
+    write(store, conversation[0], reply=ReplyTokens((("d", 0, 5),), ()))
     for opened in (store, Store(tmp_path, MODEL, 0)):
-        assert opened.recall("d") == conversation[0][:5].tolist()
-        assert opened.recall("a") is None
+        assert opened.reply_tokens("d") == conversation[0][:5].tolist()
+        assert opened.reply_tokens("a") is None
     (store.find(conversation[0])[0].path / "tokens.part").unlink()
-    assert store.recall("d") is None
+    assert store.reply_tokens("d") is None
 
 
 def last_used(days: float, store: Store, *prompts: Int32) -> None:
     """Snapshots were of use so many days ago, and no later."""
     for prompt in prompts:
-        entry = store.at(prompt)
-        assert entry is not None
-        entry.used = time.time() - days * 86400
-        os.utime(entry.path / "manifest.json", (entry.used, entry.used))
+        snapshot = store.exact(prompt)
+        assert snapshot is not None
+        snapshot.last_used = time.time() - days * 86400
+        os.utime(snapshot.path / "manifest.json", (snapshot.last_used, snapshot.last_used))
 
 
 def given_up(store: Store, *prompts: Int32) -> list[int]:
     """Room is made for one byte after another: in which order prompts cannot be resumed any longer."""
     order: list[int] = []
-    while store.entries:
+    while store.snapshots:
         store.budget = store.nbytes
         store.make_room(1)
         store.budget = 0
-        left = [entry is not None and entry.manifest.point for entry in map(store.at, prompts)]
+        left = [snapshot is not None and snapshot.manifest.resumable for snapshot in map(store.exact, prompts)]
         order += [i for i, there in enumerate(left) if not there and i not in order]
     return order
 
@@ -186,8 +186,8 @@ def test_the_budget_takes_what_was_of_no_use_for_longest(tmp_path: Path) -> None
     store = Store(tmp_path, MODEL, 0)
     prompts = [ids(150, seed) for seed in range(5)]
     for prompt in prompts:
-        entry = write(store, prompt)
-        assert entry is not None
+        snapshot = write(store, prompt)
+        assert snapshot is not None
     store.budget = store.nbytes + 100
     for age, i in enumerate((3, 0, 4, 1, 2)):
         last_used(9 - age, store, prompts[i])
@@ -198,21 +198,21 @@ def test_the_budget_takes_what_was_of_no_use_for_longest(tmp_path: Path) -> None
 
 
 def test_what_others_continue_goes_behind_them(tmp_path: Path) -> None:
-    store, conversation = Store(tmp_path, MODEL, 0), turns(3)
+    store, conversation = Store(tmp_path, MODEL, 0), conversation_of(3)
     for turn in conversation:
         write(store, turn)
     for opened in (store, Store(tmp_path, MODEL, 0)):
-        entry = opened.at(conversation[2])
-        assert entry is not None
+        snapshot = opened.exact(conversation[2])
+        assert snapshot is not None
         last_used(3, opened, *conversation)
-        opened.touch(entry)
-        assert len({entry.used for entry in opened.entries}) == 1
+        opened.mark_used(snapshot)
+        assert len({snapshot.last_used for snapshot in opened.snapshots}) == 1
     assert given_up(Store(tmp_path, MODEL, 0), *conversation) == [2, 1, 0]
 
 
 def test_what_is_continued_was_of_use(tmp_path: Path) -> None:
     # The sequence may have been resumed from memory.
-    store, conversation, other = Store(tmp_path, MODEL, 0), turns(2), ids(150, seed=5)
+    store, conversation, other = Store(tmp_path, MODEL, 0), conversation_of(2), ids(150, seed=5)
     for prompt in (conversation[0], other):
         write(store, prompt)
     last_used(3, store, conversation[0])
@@ -222,7 +222,7 @@ def test_what_is_continued_was_of_use(tmp_path: Path) -> None:
     # Also what comes back.
     for turn in conversation:
         write(store, turn)
-    store.give_up(store.find(conversation[0])[0])
+    store.evict(store.find(conversation[0])[0])
     last_used(3, store, *conversation)
     write(store, other)
     write(store, conversation[0])
@@ -235,7 +235,7 @@ def test_what_other_servers_use_stays(tmp_path: Path) -> None:
         write(one, prompt)
         last_used(days, one, prompt)
     two.rescan()
-    two.touch(two.find(prompts[0])[0])
+    two.mark_used(two.find(prompts[0])[0])
     assert given_up(one, *prompts) == [1, 2, 0]
 
 
@@ -252,35 +252,37 @@ def test_models_that_were_of_no_use_for_a_month_go_first(tmp_path: Path) -> None
     last_used(40, others[1], *prompts[1:])
     mine.rescan()
     mine.budget, gone = mine.nbytes, []
-    while mine.entries:
-        before = {(entry.manifest.model[0], entry.manifest.key) for entry in mine.entries}
+    while mine.snapshots:
+        before = {(snapshot.manifest.model[0], snapshot.manifest.key) for snapshot in mine.snapshots}
         mine.budget = mine.nbytes
         mine.make_room(1)
-        gone += [m for m, _ in before - {(entry.manifest.model[0], entry.manifest.key) for entry in mine.entries}]
+        gone += [
+            m for m, _ in before - {(snapshot.manifest.model[0], snapshot.manifest.key) for snapshot in mine.snapshots}
+        ]
     assert gone == ["a"] * 3 + [MODEL[0]] * 3 + ["b"] * 3
 
 
 def test_pages_that_a_new_snapshot_continues_stay_when_room_is_made_for_it(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
-    first, second = turns(2)
+    first, second = conversation_of(2)
     for turn in (first, second):
         write(store, turn)
-    store.give_up(store.find(first)[0])
+    store.evict(store.find(first)[0])
     # What is left of the first turn served the second one only, which has to go.
     store.budget = store.nbytes + 100
     other = np.concatenate([first, ids(100, seed=7)])
     written = write(store, other)
-    assert written is not None and written.manifest.first == len(first) // PAGE
+    assert written is not None and written.manifest.first_page == len(first) // PAGE
     assert not store.find(second) and store.evictions == 1
     assert sound(tmp_path, [other]) == 1
 
 
 def test_of_one_conversation_the_newest_stays(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
-    other, conversation = ids(150, seed=5), turns(5)
+    other, conversation = ids(150, seed=5), conversation_of(5)
     write(store, other)
     for turn in conversation:
-        write(store, turn, passing=True)
+        write(store, turn, interim=True)
     store.budget = store.nbytes
     write(store, ids(100, seed=6))
     assert store.find(other)
@@ -309,7 +311,7 @@ def test_the_file_system_keeps_some_space(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("file", ["manifest.json", "tokens.part", "pages-000-001.part", "state-002-003.part"])
 @pytest.mark.parametrize("size", ["none", "one", "half", "almost"])
 def test_a_file_cut_short_is_put_aside(file: str, size: str, tmp_path: Path) -> None:
-    store, conversation = Store(tmp_path, MODEL, 0), turns(3, step=150)
+    store, conversation = Store(tmp_path, MODEL, 0), conversation_of(3, step=150)
     for turn in conversation:
         write(store, turn)
     path = store.find(conversation[1])[0].path / file
@@ -325,25 +327,25 @@ def test_a_file_cut_short_is_put_aside(file: str, size: str, tmp_path: Path) -> 
 def test_what_was_put_aside_takes_room_and_goes_first(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     for seed in range(2):
-        entry = write(store, ids(100, seed))
-    assert entry is not None
+        snapshot = write(store, ids(100, seed))
+    assert snapshot is not None
     before = store.nbytes
-    store.quarantine(entry, "a test")
+    store.quarantine(snapshot, "a test")
     assert store.nbytes >= before
     store.budget = before + 1000
     store.make_room(2000)
     assert not list((store.root / "trash").iterdir())
-    assert len(store.entries) == 1 and store.evictions == 0
+    assert len(store.snapshots) == 1 and store.evictions == 0
 
 
 def test_what_takes_more_room_than_was_thought_makes_others_go_or_is_given_up(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     write(store, ids(100))
     store.budget = store.nbytes + 2000
-    store._ratio = 0.01
+    store.compression = 0.01
     write(store, ids(150, seed=1))
     assert store.evictions == 1 and store.nbytes <= store.budget
-    store._ratio = 0.01
+    store.compression = 0.01
     with pytest.raises(StoreFullError):
         write(store, ids(1500, seed=2))
     assert store.nbytes <= store.budget and not list((store.root / "tmp").iterdir())
@@ -351,11 +353,11 @@ def test_what_takes_more_room_than_was_thought_makes_others_go_or_is_given_up(tm
 
 @pytest.mark.parametrize("gone", [LAYOUT, f"{LAYOUT}/tmp", f"{LAYOUT}/{MODEL}"])
 def test_what_somebody_cleared_away_is_begun_anew(gone: str, tmp_path: Path) -> None:
-    store, conversation = Store(tmp_path, MODEL, 0), turns(2)
+    store, conversation = Store(tmp_path, MODEL, 0), conversation_of(2)
     write(store, conversation[0])
     shutil.rmtree(tmp_path / gone)
     store.rescan()
-    assert bool(store.entries) == gone.endswith("tmp")
+    assert bool(store.snapshots) == gone.endswith("tmp")
     for turn in conversation:
         write(store, turn)
         store.rescan()
@@ -377,7 +379,7 @@ def test_what_an_earlier_format_left_takes_room_and_goes_first(tmp_path: Path) -
     (old / "part").write_bytes(bytes(5000))
     for name in ("luce-v99", "luce-vain"):
         (tmp_path / name).mkdir()
-    store, conversation = Store(tmp_path, MODEL, 0), turns(2)
+    store, conversation = Store(tmp_path, MODEL, 0), conversation_of(2)
     assert store.nbytes == 5000
     write(store, conversation[0])
     store.budget = store.nbytes + 2500
@@ -390,9 +392,9 @@ def test_what_an_earlier_format_left_takes_room_and_goes_first(tmp_path: Path) -
 def test_only_the_last_damaged_ones_are_kept(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     for seed in range(6):
-        entry = write(store, ids(100, seed))
-        assert entry is not None
-        store.quarantine(entry, "a test")
+        snapshot = write(store, ids(100, seed))
+        assert snapshot is not None
+        store.quarantine(snapshot, "a test")
     assert len(list((store.root / "trash").iterdir())) == 3
 
 
@@ -404,7 +406,7 @@ def test_strangers_are_left_alone_or_put_aside(tmp_path: Path) -> None:
     (store.root / MODEL / "notes.txt").write_text("mine")
     (store.root / MODEL / "letters").mkdir()
     again = Store(tmp_path, MODEL, 0)
-    assert len(again.entries) == 1
+    assert len(again.snapshots) == 1
     assert (tmp_path / "old.dkv").exists() and (tmp_path / "photos").exists()
     assert (store.root / MODEL / "notes.txt").exists()
     assert not (store.root / MODEL / "letters").exists() and again.quarantines == 1
@@ -422,24 +424,23 @@ def test_garbage_of_writers_that_ended_is_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp.iterdir()] == [f"{os.getpid()}-aa"]
 
 
-def test_files_that_a_manifest_does_not_name_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = write(Store(tmp_path, MODEL, 0), turns(1)[0])
-    assert entry is not None
-    left = [entry.path / name for name in ("manifest.json.0123abcd", "state-004-005.part")]
+def test_files_that_a_manifest_does_not_name_are_removed(tmp_path: Path) -> None:
+    snapshot = write(Store(tmp_path, MODEL, 0), conversation_of(1)[0])
+    assert snapshot is not None
+    left = [snapshot.path / name for name in ("manifest.json.0123abcd", "state-004-005.part")]
     for path in left:
         path.write_bytes(b"left by somebody who was killed")
     # Somebody may be about to name them.
     Store(tmp_path, MODEL, 0)
     assert all(path.exists() for path in left)
-    monkeypatch.setattr(stores, "_UNNAMED_SECONDS", -1.0)
-    Store(tmp_path, MODEL, 0)
+    Store(tmp_path, MODEL, 0).tidy(older_than=-1.0)
     assert not any(path.exists() for path in left)
-    assert sound(tmp_path, turns(1)) == 1
+    assert sound(tmp_path, conversation_of(1)) == 1
 
 
 def test_what_cannot_be_removed_stays_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, MODEL, 0)
-    for turn in turns(2):
+    for turn in conversation_of(2):
         write(store, turn)
 
     def refuse(*given: object) -> None:
@@ -447,20 +448,20 @@ def test_what_cannot_be_removed_stays_listed(tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patched:
         patched.setattr(stores.os, "rename", refuse)
-        for entry in store.find(turns(2)[1])[:1]:
+        for snapshot in store.find(conversation_of(2)[1])[:1]:
             with pytest.raises(OSError, match="Read-only"):
-                store.give_up(entry)
+                store.evict(snapshot)
         with pytest.raises(OSError, match="Read-only"):
             store.clear()
-    assert sound(tmp_path, turns(2)) == len(store.entries) == 2
+    assert sound(tmp_path, conversation_of(2)) == len(store.snapshots) == 2
     # Whoever cleared the directory away meanwhile did what was asked.
     shutil.rmtree(store.root)
-    assert store.clear() == 2 and not store.entries
+    assert store.clear() == 2 and not store.snapshots
 
 
 def test_another_server_sees_what_the_first_one_wrote_and_removed(tmp_path: Path) -> None:
     one, two = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0)
-    conversation = turns(2)
+    conversation = conversation_of(2)
     write(one, conversation[0])
     two.rescan()
     write(two, conversation[1])
@@ -469,7 +470,7 @@ def test_another_server_sees_what_the_first_one_wrote_and_removed(tmp_path: Path
     check(one, one.find(conversation[1])[0], conversation[1])
     two.clear()
     one.rescan()
-    assert not one.entries
+    assert not one.snapshots
     # Both write the same.
     written = [write(store, conversation[0]) for store in (one, two)]
     assert all(written)
@@ -478,21 +479,21 @@ def test_another_server_sees_what_the_first_one_wrote_and_removed(tmp_path: Path
 
 def test_a_snapshot_that_another_server_gave_up_is_looked_at_again(tmp_path: Path) -> None:
     one, two = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0)
-    conversation = turns(2)
+    conversation = conversation_of(2)
     for turn in conversation:
         write(one, turn)
     two.rescan()
     first, second = two.find(conversation[1])[::-1]
-    one.give_up(one.find(conversation[0])[0])
+    one.evict(one.find(conversation[0])[0])
     # Its pages are still of use; its state is not there.
     check(two, second, conversation[1])
     with pytest.raises(FileNotFoundError):
-        two.reader(first)
-    two.reread(first)
+        two.open(first)
+    two.reload(first)
     assert [e.manifest.length for e in two.find(conversation[1])] == [200]
     check(two, two.find(conversation[1])[0], conversation[1])
     one.clear()
-    two.reread(two.find(conversation[1])[0])
+    two.reload(two.find(conversation[1])[0])
     assert not two.find(conversation[1]) and two.quarantines == 0
 
 
@@ -500,9 +501,9 @@ def test_the_same_snapshot_from_two_servers_is_one(tmp_path: Path) -> None:
     # The second one has not seen the first one's when it gives its own the name.
     one, two, turn = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0), ids(150)
     for store in (one, two):
-        entry = write(store, turn)
-        assert entry is not None
-        check(store, entry, turn)
+        snapshot = write(store, turn)
+        assert snapshot is not None
+        check(store, snapshot, turn)
     assert one.find(turn)[0].manifest == two.find(turn)[0].manifest
     assert sound(tmp_path, [turn]) == 1
 
@@ -517,24 +518,24 @@ def test_what_cannot_be_read_now_is_left_where_it_is(tmp_path: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", fail)
         again = Store(tmp_path, MODEL, 0)
-        assert not again.entries and again.quarantines == 0
+        assert not again.snapshots and again.quarantines == 0
     assert sound(tmp_path, [turn]) == 1
 
 
 def test_only_one_server_makes_room_at_a_time(tmp_path: Path) -> None:
-    one, two = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0)
+    one = Store(tmp_path, MODEL, 0)
     write(one, ids(100))
     one.budget = 2 * one.nbytes
-    with two._exclusive() as held, pytest.raises(StoreFullError):
-        assert held
+    with Directory(tmp_path, MODEL).lock() as locked, pytest.raises(StoreFullError):
+        assert locked
         write(one, ids(100, seed=1))
-    assert len(one.entries) == 1
+    assert len(one.snapshots) == 1
     write(one, ids(100, seed=1))
     assert one.evictions == 1
 
 
 def test_two_servers_and_a_reader_at_once(tmp_path: Path) -> None:
-    conversations = [turns(4, seed=seed) for seed in range(4)]
+    conversations = [conversation_of(4, seed=seed) for seed in range(4)]
     errors: list[BaseException] = []
     over = threading.Event()
 
@@ -546,7 +547,7 @@ def test_two_servers_and_a_reader_at_once(tmp_path: Path) -> None:
                 store.rescan()
                 try:
                     write(store, turn)
-                except (StoreFullError, GoneError):
+                except (StoreFullError, SnapshotGoneError):
                     continue
         except BaseException as error:
             errors.append(error)
@@ -558,9 +559,9 @@ def test_two_servers_and_a_reader_at_once(tmp_path: Path) -> None:
         while not over.is_set():
             store.rescan()
             for conversation in conversations:
-                for entry in store.find(conversation[3]):
+                for snapshot in store.find(conversation[3]):
                     try:
-                        check(store, entry, conversation[entry.manifest.length // 100 - 1])
+                        check(store, snapshot, conversation[snapshot.manifest.length // 100 - 1])
                     except (OSError, DamagedError):
                         # Removed meanwhile; what can be read is right.
                         continue
@@ -582,10 +583,10 @@ def test_two_servers_and_a_reader_at_once(tmp_path: Path) -> None:
 
 def test_many_snapshots_are_found_at_once(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
-    entry = write(store, ids(70))
-    assert entry is not None
+    snapshot = write(store, ids(70))
+    assert snapshot is not None
     for seed in range(40):
         write(store, ids(10, seed=seed + 1))
     again = Store(tmp_path, MODEL, 0)
-    assert len(again.entries) == 41
-    assert again.find(ids(70))[0].manifest == entry.manifest
+    assert len(again.snapshots) == 41
+    assert again.find(ids(70))[0].manifest == snapshot.manifest

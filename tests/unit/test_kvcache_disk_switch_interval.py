@@ -1,4 +1,4 @@
-"""Short turns at the interpreter, for as long as anybody reads."""
+"""The switch interval is short while any thread reads."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 from luce.kvcache.disk.switch_interval import SwitchInterval
 
 
-def test_the_interval_comes_back_with_the_last_one_out() -> None:
-    found, turns = sys.getswitchinterval(), SwitchInterval()
-    with turns:
+def test_the_last_context_to_end_restores_the_interval() -> None:
+    found, context = sys.getswitchinterval(), SwitchInterval()
+    with context:
         short = sys.getswitchinterval()
         assert short < found
-        with turns:
+        with context:
             assert sys.getswitchinterval() == short
         assert sys.getswitchinterval() == short
     assert sys.getswitchinterval() == found
 
 
-def test_an_error_does_not_keep_it_short() -> None:
-    found, turns = sys.getswitchinterval(), SwitchInterval()
-    with pytest.raises(OSError, match="gone"), turns:
+def test_an_error_restores_the_interval() -> None:
+    found, context = sys.getswitchinterval(), SwitchInterval()
+    with pytest.raises(OSError, match="gone"), context:
         raise OSError("gone")
     assert sys.getswitchinterval() == found
 

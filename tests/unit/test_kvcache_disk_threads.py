@@ -29,7 +29,7 @@ def test_a_task_that_hangs_does_not_keep_the_process() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "over\n", "")
 
 
-def test_what_tasks_give_and_raise() -> None:
+def test_futures_get_results_and_exceptions() -> None:
     threads = Threads(2, "test")
     assert [future.result(60) for future in [threads.submit(pow, 2, n) for n in range(20)]] == [2**n for n in range(20)]
     with pytest.raises(ZeroDivisionError):
@@ -37,7 +37,7 @@ def test_what_tasks_give_and_raise() -> None:
     threads.close(60)
 
 
-def test_what_has_not_begun_is_cancelled() -> None:
+def test_tasks_that_have_not_begun_are_cancelled() -> None:
     gate, begun = threading.Event(), threading.Event()
     threads = Threads(1, "test")
     first = threads.submit(lambda: (begun.set(), gate.wait(60))[1])

@@ -4,15 +4,19 @@ Here: a directory of snapshots (FORMAT.md), the threads that write and read it, 
 here: which checkpoints are saved, and where restored pages go (luce.kvcache). luce.kvcache calls DiskTier; `luce cache`
 reads the directory through Store.
 
-    tier             DiskTier: the thread that writes, reads ahead of the devices
-    store            a directory of snapshots: what is added and what is removed
-    index            which snapshots there are, and which of them match a text
+    tier             DiskTier: what the prefix cache calls
+    write_thread     the thread that writes, with its pauses after failures
+    read_ahead       the threads that read and decode, ahead of the devices
+    store            a directory of snapshots: find, add, evict, remove
+    directory        its subdirectories, lock, trash and garbage
+    index            the snapshots in memory, and which of them match a text
     writer, reader   one snapshot on its way to the disk, and back
     part             one file of tensors: frames, compressed and with checksums
-    manifest         what a snapshot is of, and the files that hold it
-    fingerprint      which model and settings a snapshot is valid for
-    files            small steps on the directory
-    threads          threads that wait for the disk
+    manifest         a snapshot's tokens, files and parent
+    fingerprint      the model and settings that a snapshot is valid for
+    stats            numbers for /v1/cache and the metrics
+    files            small file operations
+    threads          worker threads that a disk may block for ever
     deadline         how long a request waits for the disk
     switch_interval  how long reading threads hold the interpreter
 """

@@ -1,4 +1,4 @@
-"""Waiting for a disk: while something comes of it, and no longer than doing without it would take."""
+"""How long a sequence waits for a disk: no longer than computing its prompt would take."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from luce.errors import LuceError
 
 T = TypeVar("T")
 
-# For one thing, and for all where doing without takes less. A share of 32 MiB comes at 4 MB/s.
-_SECONDS = 10.0
 
-
-class SlowError(LuceError):
+class SlowDiskError(LuceError):
     """A disk takes too long."""
 
 
 class Deadline:
-    """From now on. `without`: seconds that doing without would take, if that is known."""
+    """Starts now. `recompute_seconds`: the time to compute what is read, if known."""
 
-    def __init__(self, without: float = math.inf) -> None:
-        self._end = time.monotonic() + max(_SECONDS, without)
+    #: longest wait for one result, and for all results where computing is faster. A read of 32 MiB takes this long at
+    #: 4 MB/s.
+    seconds = 10.0
+
+    def __init__(self, recompute_seconds: float = math.inf) -> None:
+        self._end = time.monotonic() + max(self.seconds, recompute_seconds)
 
     def wait(self, future: Future[T]) -> T:
-        """What a thread gets from the disk. Raises SlowError; the thread is left to itself then."""
-        seconds = min(_SECONDS, self._end - time.monotonic())
+        """The result of a thread that reads. Raises what the thread raises, and SlowDiskError: the thread goes on."""
+        seconds = min(self.seconds, self._end - time.monotonic())
         try:
             return future.result(max(0.0, seconds))
         except TimeoutError:
-            if future.done():  # the disk's own, or what came just now
+            if future.done():  # the disk raised this TimeoutError itself, or the result has just come
                 return future.result()
-            raise SlowError("the disk takes too long") from None
+            raise SlowDiskError("the disk takes too long") from None

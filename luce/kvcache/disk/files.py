@@ -1,4 +1,4 @@
-"""Small steps on a directory of snapshots."""
+"""Small file operations for a directory of snapshots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file; it is on the disk when this returns."""
+    """Write a file and synchronise it: it is on the disk when this returns."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
         file.flush()
@@ -16,7 +16,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Put a directory's names on the disk."""
+    """Synchronise the names in a directory."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -25,7 +25,7 @@ def sync_directory(path: Path) -> None:
 
 
 def read_if_there(path: Path) -> bytes:
-    """A file's bytes, none if there is no such file. Raises OSError if it cannot be read."""
+    """The bytes of a file, b"" if it does not exist. Raises OSError if it cannot be read."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -33,7 +33,7 @@ def read_if_there(path: Path) -> bytes:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of all files below a directory, as far as they can be seen."""
+    """Bytes of all files below a directory, without those that cannot be seen."""
     total = 0
     for place, _, names in os.walk(path):
         for name in names:
@@ -42,8 +42,8 @@ def size_of(path: Path) -> int:
     return total
 
 
-def alive(name: str) -> bool:
-    """Whether the process that a directory is named after, `<pid>-...`, is there."""
+def process_runs(name: str) -> bool:
+    """Whether the process of a directory called `<pid>-...` runs."""
     try:
         os.kill(int(name.partition("-")[0]), 0)
     except (ValueError, OverflowError, ProcessLookupError):

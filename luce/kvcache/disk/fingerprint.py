@@ -1,4 +1,4 @@
-"""Which model a snapshot is of: a digest of the files' contents and of whatever else gives its bytes their meaning."""
+"""Identifies the model of a snapshot: a digest of the model files, and the settings that change the cached bytes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ from luce.kvcache.disk.threads import Threads
 
 _CHUNK = 32 << 20
 _THREADS = 4
-_REMEMBERED = 64
-#: what a model's directory says of it
+#: digests in a record
+_RECORDED = 64
+#: the fingerprint in a model's directory
 _ABOUT = "about.json"
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What a snapshot is of: a digest of the files' bytes, and by name whatever else gives its own bytes meaning."""
+    """A model with its settings. Snapshots are valid for one fingerprint."""
 
+    #: digest of the bytes of the model files
     contents: str
+    #: by name, the settings on which the bytes of a snapshot depend
     settings: dict[str, str]
 
     @classmethod
     def of(cls, contents: str, settings: Mapping[str, str], texts: Mapping[str, str]) -> Fingerprint:
-        """`texts` are long ones: their digests count."""
+        """The fingerprint with these settings. `texts` are long ones, of which only digests are stored."""
         digests = {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
         return cls(contents, {**settings, **digests})
 
     @property
     def model(self) -> str:
-        """32 hex digits."""
+        """Name of the model's directory: 32 hex digits."""
         return hashlib.blake2b(msgspec.json.encode(self, order="sorted"), digest_size=16).hexdigest()
 
     def differences(self, other: Fingerprint) -> str:
-        """In what another one differs, for people."""
+        """The settings in which another fingerprint differs, for people."""
         names = sorted({*self.settings, *other.settings})
         return ", ".join(
             f"{name} is {self.settings.get(name, 'off')} here and {other.settings.get(name, 'off')} there"
@@ -48,22 +51,22 @@ class Fingerprint(msgspec.Struct, frozen=True):
         )
 
 
-def describe(directory: Path, fingerprint: Fingerprint) -> None:
-    """Let a model's directory say what its snapshots are of. Raises OSError."""
-    if described(directory) != fingerprint:
+def write_about(directory: Path, fingerprint: Fingerprint) -> None:
+    """Write the fingerprint into a model's directory, for people. Raises OSError."""
+    if read_about(directory) != fingerprint:
         write_file(directory / _ABOUT, msgspec.json.encode(fingerprint))
 
 
-def described(directory: Path) -> Fingerprint | None:
-    """What a model's directory says of itself, None if that cannot be read."""
+def read_about(directory: Path) -> Fingerprint | None:
+    """The fingerprint in a model's directory, None if it cannot be read."""
     try:
         return msgspec.json.decode((directory / _ABOUT).read_bytes(), type=Fingerprint)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def remembered(paths: Sequence[Path], record: Path) -> str | None:
-    """The content digest of files if `content_digest` noted it in `record` and they did not change since."""
+def recorded_digest(paths: Sequence[Path], record: Path) -> str | None:
+    """The digest that `content_digest` recorded for these files, None if there is none or the files have changed."""
     try:
         known = json.loads(record.read_text())
         digest = known.get(_identity(paths))
@@ -73,9 +76,9 @@ def remembered(paths: Sequence[Path], record: Path) -> str | None:
 
 
 def content_digest(paths: Sequence[Path], record: Path) -> str:
-    """A digest of the bytes of files, wherever they lie. Reads all of them, and notes the result in `record`.
+    """A digest of the bytes of files, whatever their paths are. Reads all bytes, and writes the result to `record`.
 
-    Raises OSError if a file cannot be read; a record that cannot be written is left out.
+    Raises OSError if a file cannot be read. Goes on if the record cannot be written.
     """
     identity = _identity(paths)
     hashed = hashlib.blake2b(digest_size=32)
@@ -90,7 +93,7 @@ def content_digest(paths: Sequence[Path], record: Path) -> str:
         threads.close(0.0)
     digest = hashed.hexdigest()
     with contextlib.suppress(OSError):
-        _note(record, identity, digest)
+        _write_record(record, identity, digest)
     return digest
 
 
@@ -104,10 +107,10 @@ def _identity(paths: Sequence[Path]) -> str:
     return ";".join(f"{f.st_dev}:{f.st_ino}:{f.st_size}:{f.st_mtime_ns}" for f in facts)
 
 
-def _note(record: Path, identity: str, digest: str) -> None:
+def _write_record(record: Path, identity: str, digest: str) -> None:
     try:
         known = json.loads(record.read_text())
-        entries = [(str(k), str(v)) for k, v in known.items() if k != identity][-_REMEMBERED:]
+        entries = [(str(k), str(v)) for k, v in known.items() if k != identity][-_RECORDED:]
     except (OSError, ValueError, AttributeError):
         entries = []
     new = record.with_name(f"{record.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""Which snapshots there are, and which of them belong to a text. In memory: nothing here waits for the disk."""
+"""The snapshots of a directory, and which of them match a text. In memory: nothing here waits for the disk."""
 
 from __future__ import annotations
 
@@ -7,171 +7,174 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from luce.kvcache.disk.manifest import Manifest, keys, own_prefixes, prefixes, snapshot_id
+from luce.kvcache.disk.manifest import Manifest, keys, own_page_keys, page_keys, snapshot_id
 from luce.kvcache.disk.part import DamagedError
 from luce.runtime.step import PAGE, Int32
 
 
 @dataclass(eq=False)
-class Entry:
-    """A snapshot that is on the disk. `used` in seconds since the epoch; `unusable` says why it is not found."""
+class Snapshot:
+    """A checkpoint on the disk."""
 
     manifest: Manifest
     path: Path
-    used: float
+    #: seconds since the epoch
+    last_used: float
+    #: why it is not used, "" if it is
     unusable: str = ""
-    children: set[Entry] = field(default_factory=set)
+    #: the snapshots that continue this one
+    children: set[Snapshot] = field(default_factory=set)
 
     @property
-    def dispensable(self) -> bool:
-        """Whether a longer snapshot of the same conversation took its place: others continue fewer of its pages."""
+    def superseded(self) -> bool:
+        """Whether a longer snapshot of the same conversation replaces it: one that continues all of its pages."""
         pages = self.manifest.length // PAGE
-        return self.manifest.passing and any(child.manifest.first == pages for child in self.children)
+        return self.manifest.interim and any(child.manifest.first_page == pages for child in self.children)
 
 
 class Index:
-    """The snapshots of all models; those of `model` are found, the others only take room. Thread-safe."""
+    """The snapshots of all models. Only those of `model` are found; the others occupy disk space. Thread-safe."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self._lock = threading.Lock()
-        self._entries: dict[tuple[str, str], Entry] = {}
-        #: by the digest of a text, the snapshots that have its ids
-        self._recalls: dict[str, set[Entry]] = {}
-        #: by the prefix that ends with a page, the snapshots that store this page
-        self._holders: dict[str, set[Entry]] = {}
+        self._snapshots: dict[tuple[str, str], Snapshot] = {}
+        #: by the digest of a reply's text, the snapshots with its tokens
+        self._by_reply: dict[str, set[Snapshot]] = {}
+        #: by page key, the snapshots that store the page
+        self._by_page: dict[str, set[Snapshot]] = {}
 
     @property
-    def entries(self) -> list[Entry]:
+    def snapshots(self) -> list[Snapshot]:
         """All snapshots of all models."""
         with self._lock:
-            return list(self._entries.values())
+            return list(self._snapshots.values())
 
-    def find(self, ids: Int32, beyond: int = 0, most: int | None = None) -> list[Entry]:
-        """The snapshots that `ids` begin with and that can be resumed, of more than `beyond` tokens, longest first.
-
-        At most `most` tokens, if that is given. A snapshot of all of `ids` needs the logits of the last token.
+    def find(self, ids: Int32, longer_than: int = 0, limit: int | None = None) -> list[Snapshot]:
+        """The resumable snapshots of prefixes of `ids` with more than `longer_than` tokens and at most `limit`, longest
+        first. A snapshot of all of `ids` must have the logits of the last token.
         """
-        end = len(ids) if most is None else min(most, len(ids))
+        end = len(ids) if limit is None else min(limit, len(ids))
         with self._lock:
-            mine = [e for e in self._entries.values() if e.manifest.model == self.model and e.manifest.point]
-            lengths = sorted({e.manifest.length for e in mine if beyond < e.manifest.length <= end})
-            found = [self._entries.get((self.model, snapshot_id(key, n))) for n, key in keys(ids, lengths)]
-            usable = (e for e in reversed(found) if e is not None and e.manifest.point and not e.unusable)
-            return [e for e in usable if e.manifest.length < len(ids) or e.manifest.logits]
+            own = [s for s in self._snapshots.values() if s.manifest.model == self.model and s.manifest.resumable]
+            lengths = sorted({s.manifest.length for s in own if longer_than < s.manifest.length <= end})
+            found = [self._snapshots.get((self.model, snapshot_id(key, n))) for n, key in keys(ids, lengths)]
+            usable = (s for s in reversed(found) if s is not None and s.manifest.resumable and not s.unusable)
+            return [s for s in usable if s.manifest.length < len(ids) or s.manifest.has_logits]
 
-    def longest(self, ids: Int32, beyond: int = 0, most: int | None = None) -> tuple[Entry, int] | None:
-        """The longest beginning of `ids` that some snapshot has the whole pages of, whatever comes behind them: the one
-        that stores the last of these, and the length.
+    def longest_prefix(self, ids: Int32, longer_than: int = 0, limit: int | None = None) -> tuple[Snapshot, int] | None:
+        """The longest prefix of `ids` whose whole pages are stored, whatever tokens the snapshot continues with:
+        (snapshot with the last of these pages, length).
 
-        More than `beyond` tokens, at most `most` if that is given, and not all of them.
+        More than `longer_than` tokens, at most `limit`, and not all of `ids`.
         """
-        end = len(ids) - 1 if most is None else min(most, len(ids) - 1)
+        end = len(ids) - 1 if limit is None else min(limit, len(ids) - 1)
         with self._lock:
-            return self._holder(ids[:end], beyond // PAGE)
+            return self._page_holder(ids[:end], longer_than // PAGE)
 
-    def chain(self, entry: Entry) -> list[Entry]:
-        """A snapshot behind those that it continues, the first one first. Raises DamagedError if one is missing."""
+    def chain(self, snapshot: Snapshot) -> list[Snapshot]:
+        """A snapshot and those that it continues, shortest first. Raises DamagedError if one is missing."""
         with self._lock:
-            chain = [entry]
+            chain = [snapshot]
             while (parent := chain[-1].manifest.parent) is not None:
-                found = self._entries.get((entry.manifest.model, parent))
+                found = self._snapshots.get((snapshot.manifest.model, parent))
                 if found is None or found in chain:
-                    raise DamagedError(f"{entry.manifest.id}: its beginning, {parent}, is gone")
+                    raise DamagedError(f"{snapshot.manifest.id}: snapshot {parent}, which it continues, is gone")
                 chain.append(found)
             return chain[::-1]
 
-    def said(self, digest: str) -> Entry | None:
-        """The snapshot that has the ids of a text: of several the newest."""
+    def with_reply(self, digest: str) -> Snapshot | None:
+        """The newest snapshot with the tokens of a reply's text."""
         with self._lock:
-            return max(self._recalls.get(digest, ()), key=lambda entry: entry.manifest.created, default=None)
+            return max(self._by_reply.get(digest, ()), key=lambda snapshot: snapshot.manifest.created, default=None)
 
-    def at(self, ids: Int32) -> Entry | None:
+    def exact(self, ids: Int32) -> Snapshot | None:
         """The snapshot of exactly these tokens."""
         ((length, key),) = keys(ids, [len(ids)])
         with self._lock:
             return self._get(self.model, snapshot_id(key, length))
 
-    def missing(self, ids: Int32) -> tuple[Entry | None, int] | None:
-        """What a snapshot of `ids` has to store: (the snapshot that it continues, its first page); None if it is there.
+    def missing(self, ids: Int32) -> tuple[Snapshot | None, int] | None:
+        """What a new snapshot of `ids` must store: (the snapshot that it continues, its first page). None if there is
+        one already.
 
-        Where only the tokens and pages of one are left, it is that one's parent, and no page.
+        If an existing one has only tokens and pages left, the result is its parent and no page.
         """
         with self._lock:
-            mine = [e.manifest for e in self._entries.values() if e.manifest.model == self.model]
-            lengths = sorted({m.length for m in mine if m.length <= len(ids)})
-            found = {n: self._entries.get((self.model, snapshot_id(key, n))) for n, key in keys(ids, lengths)}
+            own = [s.manifest for s in self._snapshots.values() if s.manifest.model == self.model]
+            lengths = sorted({m.length for m in own if m.length <= len(ids)})
+            found = {n: self._snapshots.get((self.model, snapshot_id(key, n))) for n, key in keys(ids, lengths)}
             same = found.pop(len(ids), None)
             if same is not None:
-                parent = self._entries.get((self.model, same.manifest.parent or ""))
-                return None if same.manifest.point else (parent, len(ids) // PAGE)
-            longest = max((n for n, e in found.items() if e is not None and not e.unusable and n >= PAGE), default=0)
-            return self._parting(ids, longest // PAGE) or (found.get(longest), longest // PAGE)
+                parent = self._snapshots.get((self.model, same.manifest.parent or ""))
+                return None if same.manifest.resumable else (parent, len(ids) // PAGE)
+            longest = max((n for n, s in found.items() if s is not None and not s.unusable and n >= PAGE), default=0)
+            return self._diverging(ids, longest // PAGE) or (found.get(longest), longest // PAGE)
 
-    def _parting(self, ids: Int32, beyond: int) -> tuple[Entry, int] | None:
-        """A snapshot that has more than `beyond` whole pages of `ids`, with those that it continues, and how many."""
-        found = self._holder(ids, beyond)
+    def _diverging(self, ids: Int32, beyond: int) -> tuple[Snapshot, int] | None:
+        """A snapshot that shares more than `beyond` whole pages with `ids` and then diverges: (snapshot, pages)."""
+        found = self._page_holder(ids, beyond)
         if found is None:
             return None
-        entry, pages, first = found[0], found[1] // PAGE, found[0].manifest.first
-        if 2 * (pages - first) >= entry.manifest.length // PAGE - first:
-            return entry, pages
-        # When it is given up, more pages would stay that nobody reads than are shared.
-        parent = self._get(self.model, entry.manifest.parent)
+        snapshot, pages, first = found[0], found[1] // PAGE, found[0].manifest.first_page
+        if 2 * (pages - first) >= snapshot.manifest.length // PAGE - first:
+            return snapshot, pages
+        # After its eviction more unread pages would stay on the disk than shared ones.
+        parent = self._get(self.model, snapshot.manifest.parent)
         return None if parent is None or first <= beyond else (parent, first)
 
-    def _holder(self, ids: Int32, beyond: int) -> tuple[Entry, int] | None:
-        """Which snapshot stores the last page of the longest beginning of `ids` that is there, of more than `beyond`
-        pages, and its length."""
+    def _page_holder(self, ids: Int32, beyond: int) -> tuple[Snapshot, int] | None:
+        """The longest prefix of `ids` of more than `beyond` pages that is stored: (snapshot with its last page,
+        length)."""
         found = None
-        for page, prefix in enumerate(prefixes(ids, beyond), beyond + 1):
-            usable = [entry for entry in self._holders.get(prefix, ()) if not entry.unusable]
-            # Whoever has a page has those before it.
+        for page, key in enumerate(page_keys(ids, beyond), beyond + 1):
+            usable = [snapshot for snapshot in self._by_page.get(key, ()) if not snapshot.unusable]
+            # A snapshot with a page has all pages before it.
             if not usable:
                 break
-            found = max(usable, key=lambda entry: entry.used), page * PAGE
+            found = max(usable, key=lambda snapshot: snapshot.last_used), page * PAGE
         return found
 
-    def _get(self, model: str, id: str | None) -> Entry | None:
-        return self._entries.get((model, id or ""))
+    def _get(self, model: str, id: str | None) -> Snapshot | None:
+        return self._snapshots.get((model, id or ""))
 
-    def _put(self, entry: Entry) -> None:
+    def _put(self, snapshot: Snapshot) -> None:
         with self._lock:
-            self._entries[entry.manifest.model, entry.manifest.id] = entry
-            for found, names in self._names(entry):
+            self._snapshots[snapshot.manifest.model, snapshot.manifest.id] = snapshot
+            for found, names in self._names(snapshot):
                 for name in names:
-                    found.setdefault(name, set()).add(entry)
+                    found.setdefault(name, set()).add(snapshot)
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, snapshot: Snapshot) -> None:
         with self._lock:
-            self._entries.pop((entry.manifest.model, entry.manifest.id), None)
-            for found, names in self._names(entry):
+            self._snapshots.pop((snapshot.manifest.model, snapshot.manifest.id), None)
+            for found, names in self._names(snapshot):
                 for name in names:
                     others = found.get(name, set())
-                    others.discard(entry)
+                    others.discard(snapshot)
                     if not others:
                         found.pop(name, None)
-        parent = self._get(entry.manifest.model, entry.manifest.parent)
+        parent = self._get(snapshot.manifest.model, snapshot.manifest.parent)
         if parent is not None:
-            parent.children.discard(entry)
+            parent.children.discard(snapshot)
 
-    def _names(self, entry: Entry) -> Iterator[tuple[dict[str, set[Entry]], list[str]]]:
-        """What a snapshot is found by, and where."""
-        if entry.manifest.model == self.model:
-            recall = entry.manifest.recall
-            yield self._recalls, [] if recall is None else [text[0] for text in recall.texts]
-            yield self._holders, own_prefixes(entry.manifest)
+    def _names(self, snapshot: Snapshot) -> Iterator[tuple[dict[str, set[Snapshot]], list[str]]]:
+        """The tables that list a snapshot, each with its names there."""
+        if snapshot.manifest.model == self.model:
+            reply = snapshot.manifest.reply
+            yield self._by_reply, [] if reply is None else [text[0] for text in reply.texts]
+            yield self._by_page, own_page_keys(snapshot.manifest)
 
-    def _link(self) -> list[Entry]:
-        """Find out who continues whom; returns what continues nothing that is there."""
-        for entry in self._entries.values():
-            entry.children = set()
+    def _link(self) -> list[Snapshot]:
+        """Set the children of all snapshots; returns the snapshots whose parent is gone."""
+        for snapshot in self._snapshots.values():
+            snapshot.children = set()
         orphans = []
-        for (model, _), entry in self._entries.items():
-            if entry.manifest.parent is not None:
-                parent = self._get(model, entry.manifest.parent)
-                if parent is None or parent.manifest.length < entry.manifest.first * PAGE:
-                    orphans.append(entry)
+        for (model, _), snapshot in self._snapshots.items():
+            if snapshot.manifest.parent is not None:
+                parent = self._get(model, snapshot.manifest.parent)
+                if parent is None or parent.manifest.length < snapshot.manifest.first_page * PAGE:
+                    orphans.append(snapshot)
                 else:
-                    parent.children.add(entry)
+                    parent.children.add(snapshot)
         return orphans

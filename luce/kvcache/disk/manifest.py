@@ -1,4 +1,7 @@
-"""The manifest of a stored snapshot: what it is of, and which files hold it. Written last, it makes the rest count."""
+"""The manifest of a snapshot: its tokens, its files, and the snapshot that it continues.
+
+The manifest is written last. A directory without a whole manifest is not a snapshot.
+"""
 
 from __future__ import annotations
 
@@ -10,61 +13,64 @@ import msgspec
 from luce.kvcache.disk.part import DamagedError, PartInfo, digest
 from luce.runtime.step import PAGE, Int32
 
-FORMAT = 3
-#: hex digits of a key that ids and prefixes have
+#: version of the directory, of manifests and of parts; see FORMAT.md
+FORMAT = 4
+#: the file of a manifest
+MANIFEST = "manifest.json"
+#: tensors of a checkpoint beside the model's own; FEATURES begins the names of several tensors
+LOGITS, PROMPT_END, RESIDENCY, FEATURES = "logits", "prompt_end", "residency", "features"
+#: hex digits of a key in ids and in `page_keys`
 _DIGITS = 32
-#: the file of a manifest, the names of the tensors with a point's logits, those behind its opening and its residency,
-#: and how the name of that with features begins
-MANIFEST, LOGITS, OPENING, RESIDENCY, FEATURES = "manifest.json", "logits", "opening", "residency", "features"
 
 
-class Recall(msgspec.Struct, frozen=True, array_like=True):
-    """Texts of a reply, so that they come back in later prompts with the ids that they were made of.
+class ReplyTokens(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens of a reply's texts: later prompts repeat the texts and get the same tokens."""
 
-    texts   of each its digest, and where its ids are: positions [begin, end)
-    behind  ids of the reply that no state has seen: as a rule its last one
-    """
-
+    #: for each text its digest and the positions [begin, end) of its tokens
     texts: tuple[tuple[str, int, int], ...]
-    behind: tuple[int, ...]
+    #: tokens of the reply after those of the snapshot: usually the last one
+    rest: tuple[int, ...]
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One snapshot.
-
-    id       its name in the model's directory: 32 hex digits of the key, "-", the length
-    key      BLAKE2b-256 of the tokens, int32 little-endian, in hex
-    parent   the snapshot whose tokens these begin with, and whose whole pages these continue; None for none
-    first    the first page that this one stores itself, a whole page count of the parent's
-    passing  whether a longer snapshot of the same conversation makes this one dispensable
-    point    whether it can be resumed; else only its pages are left, for those that continue them
-    logits   whether those of the last token are there
-    tokens, pages, state   files: the tokens from page `first` on; whole pages; what a point has beside them
-    raw      bytes before compression
-    recall   texts of the reply that it ends with
-    opening  ids of the prompt that it was made of behind its own, if the logits behind them are there
-    prefixes how keys begin: for each whole page that this one stores itself, that of the tokens up to its end
-    """
+    """One snapshot."""
 
     format: int
+    #: the version of Luce that wrote it
     writer: str
+    #: luce.kvcache.disk.fingerprint.Fingerprint.model
     model: str
+    #: name in the model's directory: 32 hex digits of the key, "-", the length
     id: str
+    #: BLAKE2b-256 of the tokens as int32 little-endian, in hex
     key: str
+    #: tokens
     length: int
+    #: seconds since the epoch
     created: float
+    #: id of the snapshot whose pages this one continues
     parent: str | None
-    first: int
-    passing: bool
-    point: bool
-    logits: bool
+    #: the first page that this snapshot stores itself; the pages before it are the parent's
+    first_page: int
+    #: whether a longer snapshot of the same conversation replaces this one
+    interim: bool
+    #: whether a sequence can resume here; if not, only the pages are left, for the snapshots that continue them
+    resumable: bool
+    #: whether the logits of the last token are stored
+    has_logits: bool
+    #: the file with the tokens from page `first_page` on
     tokens: PartInfo
+    #: files with whole pages
     pages: tuple[PartInfo, ...]
+    #: files with the rest of the checkpoint
     state: tuple[PartInfo, ...]
-    raw: int
-    recall: Recall | None = None
-    opening: tuple[int, ...] = ()
-    prefixes: str = ""
+    #: bytes before compression
+    raw_bytes: int
+    reply: ReplyTokens | None = None
+    #: tokens from here to the end of the prompt, if the logits of that end are stored
+    prompt_end: tuple[int, ...] = ()
+    #: for each page that this snapshot stores itself, the first 32 hex digits of the key of the tokens up to its end
+    page_keys: str = ""
 
     @property
     def parts(self) -> tuple[PartInfo, ...]:
@@ -73,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(part.bytes for part in self.parts)
 
     def encode(self) -> bytes:
@@ -83,10 +89,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def decode(data: bytes, model: str, id: str) -> Manifest:
-    """The manifest of the snapshot `id` of a model. Raises DamagedError."""
+    """The manifest of snapshot `id` of a model. Raises DamagedError."""
     line, _, rest = data.partition(b"\n")
     if rest != digest(line).encode() + b"\n":
-        raise DamagedError(f"{id}: the checksum of the manifest is wrong")
+        raise DamagedError(f"{id}: wrong checksum of the manifest")
     try:
         manifest = msgspec.json.decode(line, type=Manifest)
     except msgspec.DecodeError as error:
@@ -94,46 +100,46 @@ def decode(data: bytes, model: str, id: str) -> Manifest:
     if (manifest.format, manifest.model, manifest.id) != (FORMAT, model, id):
         raise DamagedError(f"{id}: the manifest is that of {manifest.model}/{manifest.id}, format {manifest.format}")
     names = [part.name for part in manifest.parts]
-    whole = manifest.length // PAGE
-    if any("/" in name or name.startswith(".") for name in names) or not 0 <= manifest.first <= whole:
+    pages = manifest.length // PAGE
+    if any("/" in name or name.startswith(".") for name in names) or not 0 <= manifest.first_page <= pages:
         raise DamagedError(f"{id}: the manifest names impossible files or pages")
-    if len(manifest.prefixes) not in (0, _DIGITS * (whole - manifest.first)):
-        raise DamagedError(f"{id}: the manifest has prefixes of other pages")
+    if len(manifest.page_keys) not in (0, _DIGITS * (pages - manifest.first_page)):
+        raise DamagedError(f"{id}: the manifest has a wrong number of page keys")
     return manifest
 
 
 def without_state(manifest: Manifest) -> Manifest:
-    """The manifest of a snapshot of which only tokens and pages are left."""
-    return msgspec.structs.replace(manifest, point=False, logits=False, opening=(), state=())
+    """The manifest of a snapshot after it lost everything but its tokens and pages."""
+    return msgspec.structs.replace(manifest, resumable=False, has_logits=False, prompt_end=(), state=())
 
 
 def with_state(manifest: Manifest, other: Manifest) -> Manifest:
-    """A manifest with the state of another one of the same tokens."""
+    """A manifest with the state of another snapshot of the same tokens."""
     return msgspec.structs.replace(
         manifest,
-        point=True,
-        logits=other.logits,
-        opening=other.opening,
+        resumable=True,
+        has_logits=other.has_logits,
+        prompt_end=other.prompt_end,
         state=other.state,
-        passing=other.passing,
+        interim=other.interim,
         created=other.created,
-        recall=other.recall or manifest.recall,
+        reply=other.reply or manifest.reply,
     )
 
 
 def snapshot_id(key: str, length: int) -> str:
-    """The id of a snapshot."""
+    """The id of the snapshot of `length` tokens with this key."""
     return f"{key[:_DIGITS]}-{length}"
 
 
-def prefixes(ids: Int32, first: int = 0) -> Iterator[str]:
-    """Of each whole page of `ids` from `first` on, how the key begins of the tokens up to its end."""
-    return (key[:_DIGITS] for _, key in keys(ids, range((first + 1) * PAGE, len(ids) + 1, PAGE)))
+def page_keys(ids: Int32, first_page: int = 0) -> Iterator[str]:
+    """For each whole page of `ids` from `first_page` on, the first digits of the key of the tokens up to its end."""
+    return (key[:_DIGITS] for _, key in keys(ids, range((first_page + 1) * PAGE, len(ids) + 1, PAGE)))
 
 
-def own_prefixes(manifest: Manifest) -> list[str]:
-    """Those that a manifest has."""
-    return [manifest.prefixes[at : at + _DIGITS] for at in range(0, len(manifest.prefixes), _DIGITS)]
+def own_page_keys(manifest: Manifest) -> list[str]:
+    """`page_keys` of a manifest, one by one."""
+    return [manifest.page_keys[at : at + _DIGITS] for at in range(0, len(manifest.page_keys), _DIGITS)]
 
 
 def keys(ids: Int32, lengths: Iterable[int]) -> Iterator[tuple[int, str]]:

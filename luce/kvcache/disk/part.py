@@ -1,7 +1,7 @@
-"""A part: one file of tensors, each in frames that are compressed and checked on their own. FORMAT.md shows the bytes.
+"""A part: one file of tensors, in frames that are compressed and checked one by one. FORMAT.md shows the bytes.
 
-A part is complete when its trailer is: the frames, then their index, then its length and digest. Frames hold at most a
-few MiB, so that threads can work side by side and memory stays bounded.
+The frames come first, then their index, then the trailer with the index's length and digest: a part with a trailer is
+complete. Frames hold at most a few MiB, so that several threads can decode and memory stays bounded.
 """
 
 from __future__ import annotations
@@ -26,42 +26,43 @@ _MAGIC = b"LUCEPART"
 _TRAILER = struct.Struct("<Q16s8s")
 # Level 3 is a third slower than level 1 and no smaller; level -1 leaves half-precision floats as they are.
 _LEVEL = 1
-#: bytes of values that are split into planes
+#: sizes in bytes of the values that are split into planes
 _PLANES = (2, 4)
-#: where a plane begins in memory
+#: planes begin at multiples of this in memory
 _ALIGNED = 64
-#: bytes of memory that is used again are a multiple of this
+#: sizes of reused buffers are multiples of this
 _ROUND = 1 << 20
-#: largest frame that a reader accepts, uncompressed
+#: largest frame that a reader accepts: bytes before compression
 _MOST = 1 << 30
 
 
 class DamagedError(LuceError):
-    """Stored bytes are not what was written."""
+    """Bytes on the disk differ from those that were written."""
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One tensor, or some pages of it.
-
-    page    number of the first page, -1 where the tensor is not made of a sequence's pages
-    stored  bytes of the zstd frames that it lies in, one behind the other: a plane each, with its XXH64 at the end
-    sums    of the 64-bit words of each: they find every flipped bit, also those that mean nothing to the decoder
-    """
+    """A tensor in a part, or some pages of one."""
 
     name: str
+    #: number of the first page, -1 if the tensor does not consist of pages
     page: int
     dtype: str
     shape: tuple[int, ...]
+    #: position in the file, in bytes
     offset: int
+    #: sizes in bytes of the zstd frames from there on, one for each plane; each ends with the XXH64 of its plane
     stored: tuple[int, ...]
+    #: `word_sum` of each zstd frame: finds every flipped bit, even those that the decoder ignores
     sums: tuple[int, ...]
 
 
 class PartInfo(msgspec.Struct, frozen=True):
-    """What a manifest says of a part: file name, size, digest of its index."""
+    """A part in a manifest."""
 
+    #: of the file
     name: str
     bytes: int
+    #: digest of the part's index
     index: str
 
 
@@ -71,9 +72,9 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def word_sum(data: bytes | bytearray | memoryview) -> int:
-    """Of the little-endian 64-bit words, the last one filled up with zeros, modulo 2^64.
+    """Sum of the little-endian 64-bit words modulo 2^64, the last word padded with zeros.
 
-    Four times as fast as CRC-32. That the contents are right is for XXH64 to say.
+    Four times as fast as CRC-32. XXH64 checks the contents beside it.
     """
     whole = len(data) // 8
     words = np.frombuffer(data, "<u8", whole)
@@ -81,7 +82,7 @@ def word_sum(data: bytes | bytearray | memoryview) -> int:
 
 
 class _Tools(threading.local):
-    """What a thread uses again: new memory for each frame would cost as much as decoding it."""
+    """A thread's codecs and buffers. New memory for each frame would cost as much as decoding it."""
 
     def __init__(self) -> None:
         self.packer = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
@@ -89,10 +90,10 @@ class _Tools(threading.local):
         self._buffers: dict[str, NDArray[np.uint8]] = {}
 
     def buffer(self, use: str, size: int) -> NDArray[np.uint8]:
-        """Memory of so many bytes, until the next call for the same use."""
+        """`size` bytes of memory, valid until the next call for the same use."""
         found = self._buffers.get(use)
         if found is None or size > len(found):
-            # Nobody fills it first: that would take the interpreter from all threads. Sizes of frames differ a little.
+            # Not filled, which would hold the interpreter. Rounded up, as sizes of frames differ a little.
             found = self._buffers[use] = np.empty(-(-size // _ROUND) * _ROUND, np.uint8)
         return found[:size]
 
@@ -101,9 +102,9 @@ _tools = _Tools()
 
 
 def decode(frame: Frame, stored: Sequence[memoryview], into: NDArray[np.generic] | None = None) -> NDArray[np.generic]:
-    """The array of a frame from its planes as they are stored. Raises DamagedError.
+    """The array of a frame from its stored planes. Raises DamagedError.
 
-    In `into` if that is given: C-contiguous, of its shape and dtype.
+    `into`: where to put it, C-contiguous and of the frame's shape and dtype; by default a new array.
     """
     try:
         dtype = np.dtype(frame.dtype)
@@ -117,7 +118,7 @@ def decode(frame: Frame, stored: Sequence[memoryview], into: NDArray[np.generic]
         planes = _tools.buffer("planes", size).reshape(count, -1)
         for plane, data, expected in zip(planes, stored, frame.sums, strict=True):
             if word_sum(data) != expected:
-                raise ValueError("the checksum is wrong")
+                raise ValueError("wrong checksum")
             _open(data, plane.data)
         _join(planes, array)
         return array
@@ -126,23 +127,23 @@ def decode(frame: Frame, stored: Sequence[memoryview], into: NDArray[np.generic]
 
 
 def _open(stored: memoryview, plane: memoryview) -> None:
-    """Decode a zstd frame that holds exactly a plane. With room for all of it zstd writes there at once."""
+    """Decode a zstd frame that holds exactly one plane. zstd writes straight to memory that is large enough."""
     if zstandard.frame_content_size(stored) != len(plane):
         raise ValueError(f"a plane of {zstandard.frame_content_size(stored)} bytes instead of {len(plane)}")
     if not plane:
         return
     with _tools.opener.stream_reader(stored) as reader:
         if reader.readinto(plane) != len(plane):
-            raise ValueError("a plane that ends too early")
+            raise ValueError("a plane ends too early")
 
 
 def _split(values: NDArray[np.generic]) -> Iterator[memoryview]:
-    """The planes of values, each until the next one is asked for."""
+    """The planes of values, each valid until the next one is requested."""
     size = values.dtype.itemsize
     if size not in _PLANES:
         yield values.view(np.uint8).data
         return
-    # Casts are twice as fast as reading every second byte, and memory that is used again as making it.
+    # Casts are twice as fast as reading every second byte; a reused buffer is twice as fast as a new one.
     words, plane = values.view(f"<u{size}"), _tools.buffer("plane", len(values))
     for number in range(size):
         np.right_shift(words, 8 * number, out=plane, dtype=words.dtype, casting="unsafe")
@@ -150,7 +151,7 @@ def _split(values: NDArray[np.generic]) -> Iterator[memoryview]:
 
 
 def _join(planes: NDArray[np.uint8], array: NDArray[np.generic]) -> None:
-    """Put an array together from its planes."""
+    """Write the values of an array from its planes."""
     if len(planes) == 2:
         # Twice as fast as writing every second byte.
         values = array.reshape(-1).view("<u2")
@@ -163,20 +164,21 @@ def _join(planes: NDArray[np.uint8], array: NDArray[np.generic]) -> None:
 
 
 class PartWriter:
-    """Writes one part. `nbytes` are in the file so far."""
+    """Writes one part."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
         self._frames: list[Frame] = []
         self._file.write(_MAGIC)
+        #: bytes in the file so far
         self.nbytes = len(_MAGIC)
 
     def add(self, name: str, array: NDArray[np.generic], page: int = -1) -> None:
         """Append a tensor, compressed.
 
-        The bytes of floats are split into planes: signs and exponents then lie together and shrink, and mantissas,
-        which do not, cost neither side much.
+        The bytes of floats are split into planes: the bytes with signs and exponents shrink when they are together, and
+        the bytes of mantissas, which do not shrink, take little time to encode and decode.
         """
         values = np.ascontiguousarray(array).reshape(-1)
         packed = [_tools.packer.compress(plane) for plane in _split(values)]
@@ -187,7 +189,7 @@ class PartWriter:
         self.nbytes += sum(stored)
 
     def finish(self) -> PartInfo:
-        """Write the index; everything is on the disk when this returns."""
+        """Write the index and synchronise the file: all of it is on the disk when this returns."""
         index = msgspec.json.encode(self._frames)
         self._file.write(index)
         self._file.write(_TRAILER.pack(len(index), bytes.fromhex(digest(index)), _MAGIC))
@@ -198,18 +200,18 @@ class PartWriter:
         return PartInfo(self._path.name, self.nbytes, digest(index))
 
     def close(self) -> None:
-        """Give up. Idempotent."""
+        """Stop writing. Idempotent."""
         self._file.close()
 
 
 class PartReader:
-    """Reads one part. Thread-safe. Raises OSError, DamagedError if it is not the part that the manifest means, and
-    ValueError once it is closed."""
+    """Reads one part. Thread-safe. Raises OSError, DamagedError if the file is not the part of the manifest, and
+    ValueError after `close`."""
 
     def __init__(self, directory: Path, info: PartInfo) -> None:
         self._file: BinaryIO = open(directory / info.name, "rb")  # noqa: SIM115
         self._lock = threading.Lock()
-        #: reads that run, and whether the last of them closes the file
+        #: reads in progress, and whether the last of them closes the file
         self._reads, self._closing = 0, False
         try:
             self.frames = self._index(info)
@@ -218,25 +220,25 @@ class PartReader:
             raise
 
     def read(self, frame: Frame, into: NDArray[np.generic] | None = None) -> NDArray[np.generic]:
-        """The tensor of a frame, in `into` if that is given. Raises DamagedError."""
-        # Words are summed where they are aligned.
+        """The tensor of a frame, in `into` if that is given. Raises DamagedError or OSError."""
+        # Planes are aligned for `word_sum`.
         places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in frame.stored)]
         room = _tools.buffer("stored", places[-1]).data
         stored = [room[at : at + size] for at, size in zip(places, frame.stored, strict=False)]
         if self._read(stored, frame.offset) != sum(frame.stored):
-            raise DamagedError(f"{frame.name}: the file ends before it")
+            raise DamagedError(f"{frame.name}: the file ends too early")
         return decode(frame, stored, into)
 
     def close(self) -> None:
-        """Idempotent. Reads that run come to their end."""
+        """Idempotent. Reads in progress finish first."""
         with self._lock:
             self._closing = True
             if not self._reads:
                 self._file.close()
 
     def _read(self, into: Sequence[memoryview], offset: int) -> int:
-        # A descriptor that is closed meanwhile may name another file, whose bytes a healthy snapshot would be blamed
-        # for.
+        # A descriptor that is closed during a read may name another file afterwards: its bytes would make a healthy
+        # snapshot look damaged.
         with self._lock:
             fd = self._file.fileno()
             self._reads += 1
@@ -257,10 +259,10 @@ class PartReader:
         length, found, end = _TRAILER.unpack(trailer)
         at = size - _TRAILER.size - length
         if begin != _MAGIC or end != _MAGIC or found.hex() != info.index or at < len(_MAGIC):
-            raise DamagedError(f"{info.name}: not the part that the manifest names")
+            raise DamagedError(f"{info.name}: not the part of the manifest")
         index = os.pread(fd, length, at)
         if digest(index) != info.index:
-            raise DamagedError(f"{info.name}: the checksum of the index is wrong")
+            raise DamagedError(f"{info.name}: wrong checksum of the index")
         try:
             return msgspec.json.decode(index, type=tuple[Frame, ...])
         except msgspec.DecodeError as error:

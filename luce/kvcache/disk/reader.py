@@ -12,36 +12,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.draft.feature_tail import FeatureTail
-from luce.kvcache.disk.index import Entry
-from luce.kvcache.disk.manifest import FEATURES, LOGITS, OPENING, RESIDENCY
+from luce.kvcache.disk.index import Snapshot
+from luce.kvcache.disk.manifest import FEATURES, LOGITS, PROMPT_END, RESIDENCY
 from luce.kvcache.disk.part import DamagedError, Frame, PartInfo, PartReader
 from luce.kvcache.prefix_tree import Residency
 from luce.runtime.step import PAGE, Int32
 from luce.shard.saved_state import layer_of
 
-#: pages that are read together, and bytes of a share
-_TOGETHER, _SHARE_BYTES = 32, 32 << 20
+#: pages that are read together
+_PAGES = 32
+#: bytes of tensors that are read together, unless one layer has more
+_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of one tensor that lie in several frames, one behind the other."""
+class StoredTensor:
+    """A tensor on the disk: rows of one frame, or of several frames in order."""
 
     frames: Sequence[tuple[PartReader, Frame, slice]]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the tensor."""
         counts = [len(range(*rows.indices(frame.shape[0]))) for _, frame, rows in self.frames]
         return sum(counts), *self.frames[0][1].shape[1:]
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """Bytes of the tensor when it is decoded."""
         return math.prod(self.shape) * np.dtype(self.frames[0][1].dtype).itemsize
 
     def read(self, memory: NDArray[np.uint8]) -> NDArray[np.generic]:
-        """The tensor, in memory of `nbytes` bytes. Raises DamagedError, OSError."""
+        """Decode the tensor into memory of `nbytes` bytes. Raises DamagedError or OSError."""
         joined = memory.view(self.frames[0][1].dtype).reshape(self.shape)
         at = 0
         for part, frame, rows in self.frames:
@@ -54,23 +56,22 @@ class Rows:
         return joined
 
 
-#: tensors by name
-Share = Mapping[str, Rows]
-
-
 class Reader:
-    """A snapshot and those that it continues, all files open. Thread-safe; raises DamagedError."""
+    """A snapshot and the snapshots that it continues (`chain`, shortest first), all files open. Thread-safe.
 
-    def __init__(self, chain: Sequence[Entry]) -> None:
+    Raises DamagedError or OSError.
+    """
+
+    def __init__(self, chain: Sequence[Snapshot]) -> None:
         self.manifest = chain[-1].manifest
         self._parts: list[PartReader] = []
-        #: by first page: the frames of a run of pages, and how many pages of them count
-        self.runs: list[tuple[int, int, list[tuple[PartReader, Frame]]]] = []
+        #: runs of pages in order: first page, number of pages, frames; a run's frames may have more pages at their end
+        self.page_runs: list[tuple[int, int, list[tuple[PartReader, Frame]]]] = []
         self._state: list[tuple[PartReader, Frame]] = []
         try:
-            for entry, after in zip(chain, [*chain[1:], None], strict=True):
-                end = entry.manifest.length // PAGE if after is None else after.manifest.first
-                self._open_pages(entry, end)
+            for snapshot, after in zip(chain, [*chain[1:], None], strict=True):
+                end = snapshot.manifest.length // PAGE if after is None else after.manifest.first_page
+                self._open_pages(snapshot, end)
             for info in self.manifest.state:
                 part = self._opened(chain[-1].path, info)
                 self._state += [(part, frame) for frame in part.frames]
@@ -80,70 +81,71 @@ class Reader:
             raise
 
     def tokens(self) -> Int32:
-        """Those that this snapshot stores itself: from page `manifest.first` on."""
+        """The tokens that this snapshot stores itself: from page `manifest.first_page` on."""
         return _tokens(self._tokens)
 
-    def pages(self, low: int, high: int) -> Iterator[tuple[int, int, Share]]:
-        """(first, count, share) of pages [low, high), a few at a time. Raises DamagedError if some are missing."""
-        first, count = low, 0
+    def pages(self, begin: int, end: int) -> Iterator[tuple[int, int, dict[str, StoredTensor]]]:
+        """(first, count, tensors by name) of pages [begin, end), a few at a time. Raises DamagedError if one is
+        missing."""
+        first, count = begin, 0
         found: dict[str, list[tuple[PartReader, Frame, slice]]] = {}
-        for start, pages, frames in self.runs:
-            begin, end = max(start, low), min(start + pages, high)
-            if begin >= end:
+        for run_first, run_count, frames in self.page_runs:
+            low, high = max(run_first, begin), min(run_first + run_count, end)
+            if low >= high:
                 continue
-            if count and count + end - begin > _TOGETHER:
-                yield first, count, _share(found)
+            if count and count + high - low > _PAGES:
+                yield first, count, _stored(found)
                 first, count, found = first + count, 0, {}
-            if begin != first + count:
+            if low != first + count:
                 break
-            count += end - begin
+            count += high - low
             for part, frame in frames:
-                rows = slice((begin - start) * PAGE, (end - start) * PAGE)
+                rows = slice((low - run_first) * PAGE, (high - run_first) * PAGE)
                 found.setdefault(frame.name, []).append((part, frame, rows))
         if count:
-            yield first, count, _share(found)
-        if first + count < high:
+            yield first, count, _stored(found)
+        if first + count < end:
             raise DamagedError(f"{self.manifest.id}: page {first + count} is missing")
 
-    def states(self) -> Share:
-        """The point's state."""
-        return {frame.name: Rows([(part, frame, slice(None))]) for part, frame in self.state_frames()}
+    def state(self) -> dict[str, StoredTensor]:
+        """The tensors of the checkpoint that are not whole pages."""
+        return {frame.name: StoredTensor([(part, frame, slice(None))]) for part, frame in self.state_frames()}
 
     def state_frames(self) -> list[tuple[PartReader, Frame]]:
-        """The frames of the point's state."""
-        others = (LOGITS, OPENING, RESIDENCY, FEATURES)
+        """The frames of these tensors."""
+        others = (LOGITS, PROMPT_END, RESIDENCY, FEATURES)
         return [(part, frame) for part, frame in self._state if frame.name.partition(".")[0] not in others]
 
     def logits(self) -> NDArray[np.float32] | None:
-        """Those of the last token, if they are there."""
+        """The logits of the last token, if they are stored: float32 [vocab]."""
         return self._vector(LOGITS)
 
-    def opened(self, ids: Int32) -> NDArray[np.float32] | None:
-        """The logits behind a prompt of which the snapshot lacks `ids` at the end, if they are there."""
-        same = len(ids) and np.array_equal(ids, np.array(self.manifest.opening, np.int64))
-        return self._vector(OPENING) if same else None
+    def prompt_end_logits(self, ids: Int32) -> NDArray[np.float32] | None:
+        """The logits of the prompt that continues this snapshot by `ids`, if they are stored: float32 [vocab]."""
+        same = len(ids) and np.array_equal(ids, np.array(self.manifest.prompt_end, np.int64))
+        return self._vector(PROMPT_END) if same else None
 
     def residency(self) -> Residency | None:
-        """Which pages are to be on the devices, None if all are. Raises DamagedError, OSError."""
+        """Which pages were resident, None if all were. Raises DamagedError or OSError."""
         for part, frame in self._state:
             if frame.name == RESIDENCY:
                 try:
                     return Residency.decode(part.read(frame))
                 except ValueError as error:
-                    raise DamagedError(f"{self.manifest.id}: its residency is {error}") from error
+                    raise DamagedError(f"{self.manifest.id}: wrong residency: {error}") from error
         return None
 
     def features(self) -> FeatureTail | None:
-        """What drafters read of the last positions, if that is there. Raises DamagedError, OSError."""
+        """Features of the last positions for drafters, if they are stored. Raises DamagedError or OSError."""
         frames = [(part, frame) for part, frame in self._state if frame.name.partition(".")[0] == FEATURES]
         if not frames:
             return None
-        named = {frame.name for _, frame in frames}
+        names = {frame.name for _, frame in frames}
         rows = [part.read(frame) for part, frame in frames]
-        whole = all(r.ndim == 2 and r.dtype == np.uint16 and r.shape[1:] == rows[0].shape[1:] for r in rows)
-        layers = min(named).split(".")[1:]
-        if len(named) != 1 or not whole or not all(layer.isdecimal() for layer in layers):
-            raise DamagedError(f"{self.manifest.id}: its features do not fit each other")
+        alike = all(r.ndim == 2 and r.dtype == np.uint16 and r.shape[1:] == rows[0].shape[1:] for r in rows)
+        layers = min(names).split(".")[1:]
+        if len(names) != 1 or not alike or not all(layer.isdecimal() for layer in layers):
+            raise DamagedError(f"{self.manifest.id}: its features have different layers, shapes or types")
         return FeatureTail.of(tuple(map(int, layers)), np.concatenate(rows).astype(np.uint16, copy=False))
 
     def close(self) -> None:
@@ -157,63 +159,70 @@ class Reader:
                 return part.read(frame).astype(np.float32, copy=False)
         return None
 
-    def _open_pages(self, entry: Entry, end: int) -> None:
+    def _open_pages(self, snapshot: Snapshot, end: int) -> None:
         found: dict[int, list[tuple[PartReader, Frame]]] = {}
-        for info in entry.manifest.pages:
-            part = self._opened(entry.path, info)
+        for info in snapshot.manifest.pages:
+            part = self._opened(snapshot.path, info)
             for frame in part.frames:
                 found.setdefault(frame.page, []).append((part, frame))
-        at = entry.manifest.first
+        at = snapshot.manifest.first_page
         for first in sorted(found):
             counts = {frame.shape[0] // PAGE for _, frame in found[first] if frame.shape}
             if first != at or len(counts) != 1:
-                raise DamagedError(f"{entry.manifest.id}: page {at} is missing")
+                raise DamagedError(f"{snapshot.manifest.id}: page {at} is missing")
             (count,) = counts
             if first < end:
-                self.runs.append((first, min(count, end - first), found[first]))
+                self.page_runs.append((first, min(count, end - first), found[first]))
             at += count
         if found and at < end:
-            raise DamagedError(f"{entry.manifest.id}: page {at} is missing")
+            raise DamagedError(f"{snapshot.manifest.id}: page {at} is missing")
 
     def _opened(self, directory: Path, info: PartInfo) -> PartReader:
         self._parts.append(PartReader(directory, info))
         return self._parts[-1]
 
 
-def by_layers(share: Share, shards: Sequence[range]) -> Iterator[tuple[range, Share]]:
-    """A share as smaller ones, each of some layers of a shard, for the shards in turn; together of all their layers."""
-    parts = [list(_apart(share, layers)) for layers in shards]
+def by_layers(
+    tensors: Mapping[str, StoredTensor], shards: Sequence[range], most: int = _BYTES
+) -> Iterator[tuple[range, dict[str, StoredTensor]]]:
+    """Split tensors into parts of about `most` bytes: (layers of one shard, their tensors), for each shard in turn.
+
+    Together the parts name every layer of `shards` once, also those without tensors.
+    """
+    parts = [list(_of_shard(tensors, layers, most)) for layers in shards]
     for together in zip_longest(*parts):
         yield from (part for part in together if part is not None)
 
 
-def _apart(share: Share, layers: range) -> Iterator[tuple[range, Share]]:
+def _of_shard(
+    tensors: Mapping[str, StoredTensor], layers: range, most: int
+) -> Iterator[tuple[range, dict[str, StoredTensor]]]:
     begin, size = layers.start, 0
-    found: dict[str, Rows] = {}
-    own = {name: layer for name in share if (layer := layer_of(name)) in layers}
+    found: dict[str, StoredTensor] = {}
+    own = {name: layer for name in tensors if (layer := layer_of(name)) in layers}
     for name, layer in sorted(own.items(), key=lambda item: item[1]):
-        rows = share[name]
-        if size and size + rows.nbytes > _SHARE_BYTES and layer not in map(layer_of, found):
+        tensor = tensors[name]
+        if size and size + tensor.nbytes > most and layer not in map(layer_of, found):
             yield range(begin, layer), found
             begin, size, found = layer, 0, {}
-        found[name] = rows
-        size += rows.nbytes
+        found[name] = tensor
+        size += tensor.nbytes
     yield range(begin, layers.stop), found
 
 
-def read_tokens(entry: Entry) -> Int32:
+def read_tokens(snapshot: Snapshot) -> Int32:
     """The tokens that a snapshot stores itself. Raises DamagedError or OSError."""
-    part = PartReader(entry.path, entry.manifest.tokens)
+    part = PartReader(snapshot.path, snapshot.manifest.tokens)
     try:
         return _tokens(part)
     finally:
         part.close()
 
 
-def verify(entry: Entry) -> None:
-    """Read everything that a snapshot stores itself. Raises DamagedError or OSError."""
-    for info in entry.manifest.parts:
-        part = PartReader(entry.path, info)
+def verify(snapshot: Snapshot) -> None:
+    """Read all bytes that a snapshot stores itself. Raises DamagedError or OSError."""
+    for info in snapshot.manifest.parts:
+        part = PartReader(snapshot.path, info)
         try:
             for frame in part.frames:
                 part.read(frame)
@@ -223,9 +232,9 @@ def verify(entry: Entry) -> None:
 
 def _tokens(part: PartReader) -> Int32:
     if len(part.frames) != 1:
-        raise DamagedError("not one frame of tokens")
+        raise DamagedError(f"{len(part.frames)} frames of tokens instead of one")
     return part.read(part.frames[0]).astype(np.int32, copy=False)
 
 
-def _share(found: Mapping[str, Sequence[tuple[PartReader, Frame, slice]]]) -> Share:
-    return {name: Rows(frames) for name, frames in found.items()}
+def _stored(found: Mapping[str, Sequence[tuple[PartReader, Frame, slice]]]) -> dict[str, StoredTensor]:
+    return {name: StoredTensor(frames) for name, frames in found.items()}

@@ -1,4 +1,4 @@
-"""Threads that wait for a disk. They keep nobody from ending, as a disk may never answer."""
+"""Worker threads that wait for a disk. They do not keep the process alive, as a disk may never answer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Threads:
-    """So many threads that do tasks in the order in which these come.
+    """`count` threads that run tasks in the order of submission.
 
-    They end with the process, whatever they wait for: at its end Python waits for those of concurrent.futures, and for
-    all tasks that these were given.
+    The threads end with the process, whatever they wait for. Python's own executors do not: when the process exits,
+    Python waits for their threads and for all tasks submitted to them.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -29,13 +29,14 @@ class Threads:
             thread.start()
 
     def submit(self, task: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Let a thread do a task; what it gives or raises is the future's."""
+        """Run a task on a thread. The future gets the result or the exception."""
         future: Future[T] = Future()
         self._tasks.put((future, lambda: task(*arguments)))
         return future
 
     def close(self, seconds: float) -> None:
-        """Cancel what has not begun. What has may take so long; then it is left to itself."""
+        """Cancel the tasks that have not begun, and wait up to `seconds` for the others. Those that take longer go on
+        alone."""
         end = time.monotonic() + seconds
         with contextlib.suppress(Empty):
             while (item := self._tasks.get_nowait()) is not None:
@@ -46,11 +47,11 @@ class Threads:
             thread.join(max(0.0, end - time.monotonic()))
 
     def _work(self) -> None:
-        while self._do():
+        while self._run_one():
             pass
 
-    def _do(self) -> bool:
-        # In a frame of its own: nothing of a task is kept while the next one is waited for.
+    def _run_one(self) -> bool:
+        # A function of its own: a thread that waits for its next task holds no references of the last one.
         item = self._tasks.get()
         if item is None:
             return False

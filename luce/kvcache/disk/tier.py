@@ -1,42 +1,34 @@
-"""The disk behind the prefix cache: a thread that writes snapshots, and reading them ahead of the devices.
+"""The disk tier of the prefix cache. Whatever the disk does, serving goes on.
 
-The engine's thread hands over a few pages at a time, only while little waits to be written, so that neither memory nor
-any token's time goes to saving. Whatever the disk does, serving goes on: what cannot be written is skipped, what cannot
-be read is a miss.
+The engine's thread hands over a few pages at a time, and only while little waits to be written: saving takes neither
+much memory nor time from any token. A snapshot that cannot be written is skipped; one that cannot be read is a miss.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce import log
-from luce.draft.feature_tail import FeatureTail
 from luce.errors import LuceError
-from luce.kvcache.disk.deadline import Deadline, SlowError
-from luce.kvcache.disk.fingerprint import Fingerprint, describe, described
-from luce.kvcache.disk.index import Entry
-from luce.kvcache.disk.manifest import Manifest, Recall
+from luce.kvcache.disk.deadline import Deadline, SlowDiskError
+from luce.kvcache.disk.fingerprint import Fingerprint, read_about, write_about
+from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.part import DamagedError
-from luce.kvcache.disk.reader import Reader, Share, verify
-from luce.kvcache.disk.store import GoneError, Store, StoreFullError
-from luce.kvcache.disk.switch_interval import turns
-from luce.kvcache.disk.threads import Threads
-from luce.kvcache.disk.writer import Writer
-from luce.kvcache.prefix_tree import Residency
+from luce.kvcache.disk.read_ahead import ReadAhead
+from luce.kvcache.disk.reader import Reader, StoredTensor, verify
+from luce.kvcache.disk.stats import CachedPrefix, DiskStats, UnusedSnapshots
+from luce.kvcache.disk.store import Store, StoreFullError
+from luce.kvcache.disk.write_thread import LEAST_SECONDS, WriteThread
+from luce.kvcache.disk.writer import NewSnapshot, Writer
 from luce.runtime.step import PAGE, Int32
 from luce.shard.saved_state import Tensors
 
@@ -44,93 +36,21 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-#: pieces that may wait to be written
+#: tasks that may wait for the writing thread
 _WAITING = 2
-#: bytes of shares that are decoded ahead of the devices, and of memory that their tensors have together
-_AHEAD, _TOGETHER = 192 << 20, 16 << 20
-#: where each of their tensors begins
-_ALIGNED = 256
-#: threads that decode while a sequence waits
-_WORKERS = min(16, os.cpu_count() or 1)
-#: after so many failures in a row, nothing is written for a while
-_FAILURES, _PAUSE_SECONDS = 3, 60.0
-_WARN_SECONDS = 60.0
-#: how long the first request waits for the directory, which is read at the start
-_PATIENCE = 5.0
-#: what the piece of work that is under way gets when all ends
-_LEAST_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class UnusedSnapshots:
-    """Snapshots of the same weights that this model cannot use."""
-
-    model: str
-    snapshots: int
-    bytes: int
-    #: the settings that differ
-    reason: str
-
-
-@dataclass
-class DiskStats:
-    """Counters since the start, with numbers of one moment."""
-
-    #: bytes below the directory, and their limit
-    bytes: int = 0
-    budget: int = 0
-    snapshots: int = 0
-    #: snapshots that are being written or wait for it
-    queued: int = 0
-    hits: int = 0
-    reused_tokens: int = 0
-    saves: int = 0
-    #: snapshots not written because too many were queued, or because another server removed what they continue
-    skipped: int = 0
-    failures: int = 0
-    evictions: int = 0
-    quarantines: int = 0
-    #: snapshots that were found and could not be restored: their bytes are not what was written
-    damaged: int = 0
-    #: the same: the disk reported an error
-    unreadable: int = 0
-    #: the same: the disk took too long
-    slow: int = 0
-    #: the same: they do not fit this model, or memory was short
-    refused: int = 0
-    #: bytes of snapshots on the disk, and before compression
-    written_bytes: int = 0
-    raw_bytes: int = 0
-    #: work of the writing thread
-    save_seconds: float = 0.0
-    #: time that sequences waited for snapshots
-    load_seconds: float = 0.0
-    #: found at the start
-    unused: tuple[UnusedSnapshots, ...] = ()
-
-
-@dataclass(frozen=True)
-class CachedPrefix:
-    """A checkpoint as /v1/cache lists it."""
-
-    id: str
-    #: "ram" or "disk"
-    tier: str
-    tokens: int
-    bytes: int
-    #: seconds since the snapshot was made and since it was last used; None in memory, where only the order is known
-    age: float | None = None
-    idle: float | None = None
-    #: why a snapshot on the disk is not used, "" if it is
-    unusable: str = ""
+#: nothing is read for this long after the disk was too slow
+_PAUSE_SECONDS = 60.0
+#: the first requests wait this long for the directory, which is scanned at the start
+_OPENING_SECONDS = 5.0
 
 
 class DiskTier:
-    """Snapshots of one model under `directory`.
+    """The snapshots of one model under `directory`.
 
-    identify  says which model it is; may take long, so it is called on the writing thread
-    known     whether it takes no time; a request then waits for the directory
-    layers    of each shard: a file for each
+    budget    bytes of everything below the directory, 0 for no limit
+    identify  returns the model's fingerprint; may take minutes, so the writing thread calls it
+    known     whether `identify` takes no time: then requests wait for the directory
+    layers    of each shard: a snapshot has one file for each
     """
 
     def __init__(
@@ -144,84 +64,80 @@ class DiskTier:
     ) -> None:
         self.directory = directory
         self.stats = DiskStats(budget=budget)
-        #: called after each piece of work that the writing thread has done
+        #: called after each task of the writing thread
         self.wake: Callable[[], object] = lambda: None
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
+        #: time.monotonic() until which nothing is read, as the disk was too slow
+        self.reads_paused_until = 0.0
         self._identify = identify
         self._known = known
         self._budget = budget
         self._store: Store | None = None
         self._opened = threading.Event()
-        self._begun = time.monotonic()
-        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._waiting = 0
-        self._count = threading.Lock()
-        self._row = 0
-        self._paused = self._warned = 0.0
-        #: until when nothing is read, as the disk is slow
-        self._unread = 0.0
-        self._unfinished: Save | None = None
-        self._workers = Threads(_WORKERS, "luce-cache-read")
-        self._thread = threading.Thread(target=self._main, name="luce-cache-write", daemon=True)
-        self._thread.start()
+        self._started = time.monotonic()
+        #: the last snapshot that was begun
+        self._writer: Writer | None = None
+        self._read_ahead = ReadAhead()
+        self._writing = WriteThread(self.stats, self._open_store, lambda: self.wake(), self._discard_unfinished)
+        self._writing.start()
 
     @property
     def store(self) -> Store | None:
-        """The directory; None until it is read, and if it cannot be."""
+        """The snapshots; None until the directory is scanned, and if it cannot be."""
         return self._store
 
     def wait_opened(self, seconds: float) -> None:
-        """Until the directory is read, or cannot be; for so long at most."""
+        """Wait up to `seconds` until the directory is scanned or has failed."""
         self._opened.wait(seconds)
 
     @property
-    def read_from(self) -> bool:
-        """Whether it is quick enough to be read from now."""
-        return time.monotonic() >= self._unread
+    def readable(self) -> bool:
+        """Whether the disk is fast enough to be read now."""
+        return time.monotonic() >= self.reads_paused_until
 
     @property
-    def works(self) -> bool:
-        """Whether something can be written, now or soon."""
-        return self._read() is not None and time.monotonic() >= self._paused
+    def writable(self) -> bool:
+        """Whether snapshots can be written, now or soon."""
+        return self._scanned() is not None and not self._writing.paused
 
     @property
-    def room(self) -> bool:
-        """Whether another piece may be handed over now."""
-        return self._store is not None and self._waiting < _WAITING and time.monotonic() >= self._paused
+    def accepts(self) -> bool:
+        """Whether the writing thread accepts another task now."""
+        return self._store is not None and self._writing.waiting < _WAITING and not self._writing.paused
 
     @property
-    def busy(self) -> bool:
-        """Whether what was handed over is not all written yet."""
-        return self._waiting > 0
+    def waiting(self) -> int:
+        """Tasks of the writing thread that have not finished."""
+        return self._writing.waiting
 
-    def snapshot_stats(self) -> DiskStats:
-        """The counters, with the state of now. Any thread may ask."""
+    def current_stats(self) -> DiskStats:
+        """The counters, with the numbers of this moment. Thread-safe."""
         store = self._store
         if store is not None:
-            self.stats.bytes, self.stats.snapshots = store.nbytes, len(store.entries)
+            self.stats.bytes, self.stats.snapshots = store.nbytes, len(store.snapshots)
             self.stats.evictions, self.stats.quarantines = store.evictions, store.quarantines
         return self.stats
 
     def contents(self) -> list[CachedPrefix]:
-        """The snapshots of this model that can be resumed, what was of use last first."""
+        """The resumable snapshots of this model, most recently used first."""
         store, now = self._store, time.time()
-        entries = [] if store is None else [e for e in store.entries if e.manifest.model == store.model]
+        snapshots = [] if store is None else [s for s in store.snapshots if s.manifest.model == store.model]
         return [
             CachedPrefix(
-                id=entry.manifest.id,
+                id=snapshot.manifest.id,
                 tier="disk",
-                tokens=entry.manifest.length,
-                bytes=entry.manifest.nbytes,
-                age=now - entry.manifest.created,
-                idle=now - entry.used,
-                unusable=entry.unusable,
+                tokens=snapshot.manifest.length,
+                bytes=snapshot.manifest.nbytes,
+                age=now - snapshot.manifest.created,
+                idle=now - snapshot.last_used,
+                unusable=snapshot.unusable,
             )
-            for entry in sorted(entries, key=lambda entry: -entry.used)
-            if entry.manifest.point
+            for snapshot in sorted(snapshots, key=lambda snapshot: -snapshot.last_used)
+            if snapshot.manifest.resumable
         ]
 
-    def forget(self) -> None:
-        """Give up all snapshots of this model, behind what is being written."""
+    def clear(self) -> None:
+        """Remove all snapshots of this model, behind the tasks of the writing thread."""
 
         def clear() -> None:
             store = self._store
@@ -230,136 +146,80 @@ class DiskTier:
             try:
                 store.clear(store.model)
             except OSError as error:
-                _log.warning("snapshots could not be removed, and are not used until the next start: %s", error)
-                for entry in store.entries:
-                    entry.unusable = "it could not be removed"
+                _log.warning("snapshots could not be removed and stay unused until the next start: %s", error)
+                for snapshot in store.snapshots:
+                    snapshot.unusable = "could not be removed"
 
-        self._post(clear)
+        self._writing.post(clear)
 
     def close(self, seconds: float) -> None:
-        """Write what was handed over, for so long at most, and stop."""
-        # Finding out which model it is may take minutes.
-        nothing = not self.busy and not self._opened.is_set()
-        self._post(None)
-        self._thread.join(0.0 if nothing else seconds + _LEAST_SECONDS)
-        self._workers.close(_LEAST_SECONDS)
+        """Stop; wait up to `seconds` for the tasks of the writing thread."""
+        # Identifying the model may take minutes: it is not waited for if there is nothing to write.
+        idle = not self.waiting and not self._opened.is_set()
+        self._writing.close(0.0 if idle else seconds + LEAST_SECONDS)
+        self._read_ahead.close(LEAST_SECONDS)
 
-    def recall(self, digest: str) -> list[int] | None:
-        """The ids of a text that some reply had, None if there is none. Any thread may ask; reads a file."""
-        store = self._read()
-        if store is None or not self.read_from or store.said(digest) is None:
+    def reply_tokens(self, digest: str) -> list[int] | None:
+        """The tokens of a reply's text, None if no snapshot has them. Thread-safe; reads a file."""
+        store = self._scanned()
+        if store is None or not self.readable or store.with_reply(digest) is None:
             return None
         try:
-            return self.within(Deadline(), lambda: store.recall(digest))
-        except SlowError as error:
-            self._shun("a reply's tokens are those of its text", error)
+            return self.read(lambda: store.reply_tokens(digest), Deadline())
+        except SlowDiskError as error:
+            self._pause_reads("the text of a reply is tokenized again", error)
             return None
-
-    def _read(self) -> Store | None:
-        """The directory, for which those who come first wait a little."""
-        if self._known and not self._opened.is_set():
-            self._opened.wait(max(0.0, self._begun + _PATIENCE - time.monotonic()))
-        return self._store
 
     # --- for the engine's thread: reading
 
-    def find(self, ids: Int32, beyond: int, most: int, *, exact: bool) -> list[tuple[Entry, int]]:
-        """Snapshots of prefixes of `ids` of more than `beyond` tokens and `most` of them, longest first, with their
-        lengths. Unless it is to be `exact`, a snapshot is one of each whole page in it, too."""
-        store = self._read()
-        if store is None or not self.read_from:
+    def find(self, ids: Int32, longer_than: int, limit: int, *, exact: bool) -> list[tuple[Snapshot, int]]:
+        """Snapshots that have a prefix of `ids` of more than `longer_than` tokens and at most `limit`, with the length,
+        longest first. Unless `exact`, the whole pages of a snapshot count, too, not only all of its tokens."""
+        store = self._scanned()
+        if store is None or not self.readable:
             return []
-        found = [(entry, entry.manifest.length) for entry in store.find(ids, beyond, most)]
-        if not exact and (part := store.longest(ids, beyond, most)) is not None:
-            found.append(part)
+        found = [(snapshot, snapshot.manifest.length) for snapshot in store.find(ids, longer_than, limit)]
+        if not exact and (prefix := store.longest_prefix(ids, longer_than, limit)) is not None:
+            found.append(prefix)
         return sorted(found, key=lambda one: -one[1])
 
-    def open(self, entry: Entry, patience: Deadline) -> Reader:
-        """Opens a snapshot. Raises DamagedError, OSError, SlowError."""
+    def open(self, snapshot: Snapshot, deadline: Deadline) -> Reader:
+        """Open a snapshot. Raises DamagedError, OSError or SlowDiskError."""
         assert self._store is not None
-        opened = self._workers.submit(self._store.reader, entry)
-        try:
-            return patience.wait(opened)
-        except SlowError:
-            opened.add_done_callback(_close)
-            raise
+        return self._read_ahead.open(self._store, snapshot, deadline)
 
-    def within(self, patience: Deadline, task: Callable[[], T]) -> T:
-        """What a task that reads gives. Raises what it raises, and SlowError."""
-        return patience.wait(self._workers.submit(task))
+    def read(self, task: Callable[[], T], deadline: Deadline) -> T:
+        """See ReadAhead.run."""
+        return self._read_ahead.run(task, deadline)
 
-    def decoded(
-        self, shares: Iterable[tuple[Share, T]], memory: Callable[[int], NDArray[np.uint8]], patience: Deadline
+    def decode(
+        self,
+        stored: Iterable[tuple[Mapping[str, StoredTensor], T]],
+        memory: Callable[[int], NDArray[np.uint8]],
+        deadline: Deadline,
     ) -> Generator[tuple[Tensors, T]]:
-        """The tensors of shares, each with what came with it, decoded ahead side by side. Raises DamagedError, OSError,
-        SlowError.
+        """See ReadAhead.decode."""
+        return self._read_ahead.decode(stored, memory, deadline)
 
-        They lie in what `memory` gives for so many bytes.
-        """
-        with turns:
-            yield from self._decoded(shares, memory, patience)
-
-    def _decoded(
-        self, shares: Iterable[tuple[Share, T]], memory: Callable[[int], NDArray[np.uint8]], patience: Deadline
-    ) -> Generator[tuple[Tensors, T]]:
-        ahead: deque[tuple[dict[str, Future[NDArray[np.generic]]], T]] = deque()
-        sizes: deque[int] = deque()
-
-        def first() -> tuple[Tensors, T]:
-            futures, with_it = ahead[0]
-            tensors = {name: patience.wait(future) for name, future in futures.items()}
-            ahead.popleft()
-            sizes.popleft()
-            return tensors, with_it
-
-        try:
-            for share, with_it in shares:
-                size = sum(rows.nbytes for rows in share.values())
-                while ahead and sum(sizes) + size > _AHEAD:
-                    yield first()
-                ahead.append((self._begin(share, memory), with_it))
-                sizes.append(size)
-            while ahead:
-                yield first()
-        finally:
-            for futures, _ in ahead:
-                for future in futures.values():
-                    future.cancel()
-
-    def _begin(
-        self, share: Share, memory: Callable[[int], NDArray[np.uint8]]
-    ) -> dict[str, Future[NDArray[np.generic]]]:
-        # Memory that is fast to copy from comes in slabs: pieces of a slab are there before they are asked for.
-        room, futures = np.empty(0, np.uint8), {}
-        sizes = {name: -(-rows.nbytes // _ALIGNED) * _ALIGNED for name, rows in share.items()}
-        left = sum(sizes.values())
-        for name, rows in share.items():
-            if sizes[name] > len(room):
-                room = memory(max(min(left, _TOGETHER), sizes[name]))
-            futures[name] = self._workers.submit(rows.read, room[: rows.nbytes])
-            room = room[sizes[name] :]
-            left -= sizes[name]
-        return futures
-
-    def loaded(self, entry: Entry, tokens: int, seconds: float) -> None:
-        """So many tokens of a snapshot were of use."""
+    def record_hit(self, snapshot: Snapshot, tokens: int, seconds: float) -> None:
+        """Count `tokens` of a snapshot as restored."""
         self.stats.hits += 1
         self.stats.reused_tokens += tokens
         self.stats.load_seconds += seconds
         assert self._store is not None
         store = self._store
-        self._post(lambda: store.touch(entry))
+        self._writing.post(lambda: store.mark_used(snapshot))
 
-    def failed(self, entry: Entry, error: Exception) -> None:
-        """A snapshot could not be read or restored: it is left alone, and looked at behind the scenes."""
-        if isinstance(error, SlowError):
+    def record_failure(self, snapshot: Snapshot, error: Exception) -> None:
+        """Stop using a snapshot that could not be read or restored, and examine it on the writing thread."""
+        if isinstance(error, SlowDiskError):
             self.stats.slow += 1
-            self._shun(f"snapshot {entry.manifest.id} is not used", error)
+            self._pause_reads(f"snapshot {snapshot.manifest.id} is not used", error)
             return
-        # It may be that another server has changed it: whether there is something to warn of is found out then.
+        # Another server may have changed it: the examination finds out whether to warn.
         level = logging.INFO if isinstance(error, DamagedError | FileNotFoundError) else logging.WARNING
-        _log.log(level, "snapshot %s is not used: %s", entry.manifest.id, error)
-        entry.unusable = str(error)
+        _log.log(level, "snapshot %s is not used: %s", snapshot.manifest.id, error)
+        snapshot.unusable = str(error)
         if isinstance(error, DamagedError):
             self.stats.damaged += 1
         elif isinstance(error, OSError):
@@ -367,258 +227,132 @@ class DiskTier:
         else:
             self.stats.refused += 1
         if isinstance(error, DamagedError | OSError):
-            self._post(lambda: self._check(entry, error))
-
-    def _shun(self, what: str, error: SlowError) -> None:
-        """Read nothing for a while."""
-        self._unread = time.monotonic() + _PAUSE_SECONDS
-        advice = "nothing is read from it for a minute; --kv-cache-dir names another directory, or off"
-        _log.warning("%s: %s; %s", what, error, advice)
+            self._writing.post(lambda: self._examine(snapshot, error))
 
     # --- for the engine's thread: writing
 
-    def missing(self, ids: Int32) -> tuple[Entry | None, int] | None:
-        """See Store.missing. A snapshot that is there was of use."""
+    def missing(self, ids: Int32) -> tuple[Snapshot | None, int] | None:
+        """See Store.missing. If there is a snapshot already, it counts as used."""
         assert self._store is not None
         store, missing = self._store, self._store.missing(ids)
 
-        def touch() -> None:
-            if (entry := store.at(ids)) is not None:
-                store.touch(entry)
+        def mark_used() -> None:
+            if (snapshot := store.exact(ids)) is not None:
+                store.mark_used(snapshot)
 
         if missing is None:
-            self._post(touch)
+            self._writing.post(mark_used)
         return missing
 
-    def save(self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool) -> Save:
-        """Begin to write a snapshot of about `raw` bytes."""
-        return Save(self, ids, parent, first, raw, passing)
-
-    # --- for Save
-
-    def post(self, task: Callable[[], object], save: Save) -> None:
-        """Let the writing thread do a piece of a snapshot; a failure ends the snapshot."""
-
-        def run() -> None:
-            if save.over:
-                return
-            self._unfinished = save
-            started = time.monotonic()
-            try:
-                task()
-                self.stats.save_seconds += time.monotonic() - started
-            except Exception as error:
-                save.end()
-                self._fail(error)
-
-        self._post(run)
-
-    def written(self, manifest: Manifest, seconds: float) -> None:
-        """A snapshot is complete, so long after its first piece was handed over."""
-        self.stats.saves += 1
-        self.stats.raw_bytes += manifest.raw
-        self.stats.written_bytes += manifest.nbytes
-        facts = {"snapshot": manifest.id, "tokens": manifest.length, "new": manifest.length - manifest.first * PAGE}
-        log.event(_log, "snapshot written", logging.DEBUG, **facts, bytes=manifest.nbytes, seconds=round(seconds, 4))
-        self._row = 0
-        self._unfinished = None
-
-    def writer(self, ids: Int32, parent: Entry | None, first: int, raw: int, *, passing: bool) -> Writer:
-        """See Store.writer."""
+    def write(self, new: NewSnapshot) -> Writer:
+        """Begin to write a snapshot, on the writing thread."""
         assert self._store is not None
-        self._store.rescan()
-        return self._store.writer(ids, parent, first, raw, passing=passing)
+        self._writer = Writer(self._store, new, self.layers, self._run_timed, self._record_written)
+        return self._writer
 
-    @property
-    def layers(self) -> tuple[range, ...]:
-        """Of each shard."""
-        return self._layers
+    def _run_timed(self, task: Callable[[], None]) -> None:
+        def run() -> None:
+            started = time.monotonic()
+            task()
+            self.stats.save_seconds += time.monotonic() - started
 
-    # --- the writing thread
+        self._writing.post(run)
 
-    def _post(self, task: Callable[[], object] | None) -> None:
-        with self._count:
-            self._waiting += 1
-        self._tasks.put(task)
+    # --- on the writing thread
 
-    def _main(self) -> None:
+    def _record_written(self, writer: Writer) -> None:
+        assert writer.snapshot is not None
+        manifest = writer.snapshot.manifest
+        self.stats.saves += 1
+        self.stats.raw_bytes += manifest.raw_bytes
+        self.stats.written_bytes += manifest.nbytes
+        log.event(
+            _log,
+            "snapshot written",
+            logging.DEBUG,
+            snapshot=manifest.id,
+            tokens=manifest.length,
+            new=manifest.length - manifest.first_page * PAGE,
+            bytes=manifest.nbytes,
+            seconds=round(time.monotonic() - writer.started, 4),
+        )
+        self._writing.succeeded()
+
+    def _discard_unfinished(self) -> None:
+        if self._writer is not None and not self._writer.over:
+            self._writer.discard()
+
+    def _open_store(self) -> None:
         try:
             fingerprint = self._identify()
             store = Store(self.directory, fingerprint.model, self._budget)
-            self._look_around(store, fingerprint)
+            self._inspect(store, fingerprint)
             self._store = store
         except Exception as error:
             advice = "--kv-cache-dir names another directory, or off"
             known = isinstance(error, OSError | LuceError)
-            _log.warning("prompts are not kept across restarts: %s (%s)", error, advice, exc_info=not known)
+            _log.warning("prompts are not cached across restarts: %s (%s)", error, advice, exc_info=not known)
         self._opened.set()
         self.wake()
-        self._work()
-        if self._unfinished is not None:
-            self._unfinished.end()
 
-    def _look_around(self, store: Store, fingerprint: Fingerprint) -> None:
-        """Keep to the budget, which may be another one than last time, and say what is there that is not used."""
+    def _inspect(self, store: Store, fingerprint: Fingerprint) -> None:
+        """Enforce the budget, which may have changed since the last start, and report the snapshots that are unused."""
         with contextlib.suppress(StoreFullError, OSError):
             store.make_room(0)
         with contextlib.suppress(OSError):
-            describe(store.root / store.model, fingerprint)
-        found: dict[str, list[Entry]] = {}
-        for entry in store.entries:
-            if entry.manifest.model != store.model and entry.manifest.point:
-                found.setdefault(entry.manifest.model, []).append(entry)
-        others = []
-        for model, entries in sorted(found.items()):
-            other = described(store.root / model)
+            write_about(store.root / store.model, fingerprint)
+        found: dict[str, list[Snapshot]] = {}
+        for snapshot in store.snapshots:
+            if snapshot.manifest.model != store.model and snapshot.manifest.resumable:
+                found.setdefault(snapshot.manifest.model, []).append(snapshot)
+        unused = []
+        for model, snapshots in sorted(found.items()):
+            other = read_about(store.root / model)
             if other is not None and other.contents == fingerprint.contents:
                 reason = fingerprint.differences(other)
-                others.append(
-                    UnusedSnapshots(model, len(entries), sum(entry.manifest.nbytes for entry in entries), reason)
-                )
-                _log.info("%d snapshots of this model are not used: %s", len(entries), reason)
-        self.stats.unused = tuple(others)
+                nbytes = sum(snapshot.manifest.nbytes for snapshot in snapshots)
+                unused.append(UnusedSnapshots(model, len(snapshots), nbytes, reason))
+                _log.info("%d snapshots of this model are not used: %s", len(snapshots), reason)
+        self.stats.unused = tuple(unused)
         if any(self.directory.glob("*.dkv")) or any(self.directory.glob("*/*.dkv")):
             _log.info("%s holds .dkv files of another server, which are not read", self.directory)
 
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except Exception as error:
-                self._fail(error)
-            with self._count:
-                self._waiting -= 1
-            self.wake()
-
-    def _check(self, entry: Entry, error: Exception) -> None:
-        """Find out which part of a snapshot that could not be read is damaged, if any."""
+    def _examine(self, snapshot: Snapshot, error: Exception) -> None:
+        """Find the damaged one among a snapshot and those that it continues, if there is one, and quarantine it."""
         store = self._store
         assert store is not None
         try:
             changed = False
-            for part in store.chain(entry):
+            for part in store.chain(snapshot):
                 try:
                     verify(part)
                 except DamagedError as found:
                     if not store.changed(part):
                         store.quarantine(part, found)
                         return
-                    store.reread(part)
+                    store.reload(part)
                     changed = True
             if isinstance(error, DamagedError) and not changed:
-                _log.warning("snapshot %s is not used, though all of it can be read: %s", entry.manifest.id, error)
+                _log.warning("snapshot %s is not used, though all of it is readable: %s", snapshot.manifest.id, error)
         except (DamagedError, OSError):
-            # Changed or removed by another server, or a disk that cannot be read now.
+            # Another server changed or removed it, or the disk cannot be read now.
             store.rescan()
-            chain = [entry]
+            chain = [snapshot]
             with contextlib.suppress(DamagedError):
-                chain = store.chain(entry)
+                chain = store.chain(snapshot)
             for part in chain:
-                store.reread(part)
-        entry.unusable = ""
+                store.reload(part)
+        snapshot.unusable = ""
 
-    def _fail(self, error: Exception) -> None:
-        if isinstance(error, GoneError):
-            self.stats.skipped += 1
-            _log.info("a snapshot was not written: %s", error)
-            return
-        self.stats.failures += 1
-        self._row += 1
-        if self._row >= _FAILURES:
-            self._row, self._paused = 0, time.monotonic() + _PAUSE_SECONDS
-        if not isinstance(error, OSError | LuceError):
-            _log.error("a snapshot could not be written", exc_info=error)
-        elif time.monotonic() >= self._warned:
-            self._warned = time.monotonic() + _WARN_SECONDS
-            advice = (
-                "raise --kv-cache-budget or free space" if isinstance(error, StoreFullError) else "look at the disk"
-            )
-            _log.warning("a snapshot was not written: %s; %s, or name another --kv-cache-dir", error, advice)
+    # --- both
 
+    def _scanned(self) -> Store | None:
+        """The snapshots. The first requests wait a little until the directory is scanned."""
+        if self._known and not self._opened.is_set():
+            self._opened.wait(max(0.0, self._started + _OPENING_SECONDS - time.monotonic()))
+        return self._store
 
-def _close(opened: Future[Reader]) -> None:
-    """Nobody waits for it any longer."""
-    if not opened.cancelled() and opened.exception() is None:
-        opened.result().close()
-
-
-class Save:
-    """One snapshot that is being written. Methods only hand over; what was handed over must not change."""
-
-    def __init__(self, tier: DiskTier, ids: Int32, parent: Entry | None, first: int, raw: int, passing: bool) -> None:
-        self._tier = tier
-        self._writer: Writer | None = None
-        self._begun = time.monotonic()
-        #: whether it is written, failed or given up
-        self.over = False
-
-        def begin() -> None:
-            self._writer = tier.writer(ids, parent, first, raw, passing=passing)
-
-        tier.post(begin, self)
-
-    def pages(self, first: int, tensors: Tensors) -> None:
-        """Whole pages from number `first` on."""
-
-        def write() -> None:
-            assert self._writer is not None
-            self._writer.pages(first, tensors, self._tier.layers)
-
-        self._tier.post(write, self)
-
-    def state(self, tensors: Tensors) -> None:
-        """Some of what the point has beside pages."""
-
-        def write() -> None:
-            assert self._writer is not None
-            self._writer.state(tensors, self._tier.layers)
-
-        self._tier.post(write, self)
-
-    def features(self, tail: FeatureTail) -> None:
-        """Some of what drafters read of the last positions, oldest first."""
-
-        def write() -> None:
-            assert self._writer is not None
-            self._writer.features(tail)
-
-        self._tier.post(write, self)
-
-    def residency(self, residency: Residency) -> None:
-        """Which pages are to be on the devices."""
-
-        def write() -> None:
-            assert self._writer is not None
-            self._writer.residency(residency)
-
-        self._tier.post(write, self)
-
-    def opening(self, ids: Sequence[int], logits: NDArray[np.float32]) -> None:
-        """As in Writer."""
-
-        def write() -> None:
-            assert self._writer is not None
-            self._writer.opening(ids, logits)
-
-        self._tier.post(write, self)
-
-    def finish(self, logits: NDArray[np.float32] | None, recall: Recall | None) -> None:
-        """Everything is handed over but the logits of the last token, and what the reply's texts are."""
-
-        def write() -> None:
-            assert self._writer is not None
-            manifest = self._writer.finish(logits, recall).manifest
-            self.over = True
-            self._tier.written(manifest, time.monotonic() - self._begun)
-
-        self._tier.post(write, self)
-
-    def abort(self) -> None:
-        """Give up."""
-        self._tier.post(self.end, self)
-
-    def end(self) -> None:
-        """On the writing thread: nothing of it stays."""
-        self.over = True
-        if self._writer is not None:
-            self._writer.abort()
+    def _pause_reads(self, effect: str, error: SlowDiskError) -> None:
+        self.reads_paused_until = time.monotonic() + _PAUSE_SECONDS
+        advice = "nothing is read from it for a minute; --kv-cache-dir names another directory, or off"
+        _log.warning("%s: %s; %s", effect, error, advice)

@@ -6,8 +6,8 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,151 +16,194 @@ import luce
 from luce.draft.feature_tail import FeatureTail
 from luce.kvcache.disk import manifest as manifests
 from luce.kvcache.disk.files import sync_directory, write_file
-from luce.kvcache.disk.index import Entry
-from luce.kvcache.disk.manifest import FEATURES, LOGITS, MANIFEST, OPENING, RESIDENCY, Manifest, Recall, snapshot_id
+from luce.kvcache.disk.index import Snapshot
+from luce.kvcache.disk.manifest import (
+    FEATURES,
+    LOGITS,
+    MANIFEST,
+    PROMPT_END,
+    RESIDENCY,
+    Manifest,
+    ReplyTokens,
+    keys,
+    page_keys,
+    snapshot_id,
+)
 from luce.kvcache.disk.part import PartWriter
+from luce.kvcache.disk.store import Store
 from luce.kvcache.prefix_tree import Residency
-from luce.runtime.step import Int32
+from luce.runtime.step import PAGE, Int32
 from luce.shard.saved_state import Tensors, layer_of
 
-#: what is reserved may be exceeded so many times before there has to be more room
+#: a snapshot may exceed its expected size by this factor before more space is freed for it
 _EXCESS = 1.25
 
 
-class Destination(Protocol):
-    """Where snapshots go: luce.kvcache.disk.store.Store."""
+@dataclass(frozen=True)
+class NewSnapshot:
+    """A snapshot to be written. `parent` and `first_page` as in Manifest."""
 
-    model: str
-
-    def commit(self, path: Path, manifest: Manifest) -> Entry:
-        """Make a directory that is written and synchronised a snapshot."""
-
-    def account(self, grown: int) -> None:
-        """So many more bytes are in tmp/ (fewer, if negative)."""
-
-    def make_room(self, size: int, keep: Sequence[Entry] = ()) -> None:
-        """Give up others than `keep` until so many more bytes fit."""
+    ids: Int32
+    parent: Snapshot | None
+    first_page: int
+    #: expected size before compression
+    raw_bytes: int
+    interim: bool
 
 
 class Writer:
-    """One snapshot while it is written. `abort` it, or `finish` it. Methods raise OSError, StoreFullError, GoneError.
+    """Writes one snapshot. Finish or abort it.
 
-    There is room for `reserved` bytes; more is made beside `keep`.
+    Every method hands a task to `run`, which may run it later on another thread, but in order; arrays must not change
+    meanwhile. A task that fails ends the snapshot and raises OSError, StoreFullError or SnapshotGoneError; the tasks
+    behind it do nothing. `layers` of each shard: one file for each. `written` is called when the snapshot is complete.
     """
 
     def __init__(
         self,
-        store: Destination,
-        path: Path,
-        length: int,
-        key: str,
-        prefixes: str,
-        parent: Entry | None,
-        first: int,
-        passing: bool,
-        reserved: int,
-        keep: Sequence[Entry],
+        store: Store,
+        new: NewSnapshot,
+        layers: Sequence[range],
+        run: Callable[[Callable[[], None]], None],
+        written: Callable[[Writer], None] = lambda writer: None,
     ) -> None:
         self._store = store
-        self._path = path
-        self._length = length
-        self._key = key
-        self._prefixes = prefixes
-        self._parent = parent
-        self._first = first
-        self._passing = passing
-        self._reserved = reserved
-        self._keep = keep
-        self._raw = self._accounted = 0
-        self._opening: tuple[int, ...] = ()
-        self._open: dict[str, PartWriter] = {}
+        self._new = new
+        self._layers = layers
+        self._run = run
+        self._written = written
+        self._path: Path | None = None
+        self._key = ""
+        self._reserved = self._raw_bytes = self._accounted = 0
+        #: snapshots that stay when space is freed for this one
+        self._spared: Sequence[Snapshot] = ()
+        self._prompt_end: tuple[int, ...] = ()
+        self._parts: dict[str, PartWriter] = {}
+        self.started = time.monotonic()
+        #: whether the snapshot is written, failed or aborted
+        self.over = False
+        #: the snapshot, once it is complete
+        self.snapshot: Snapshot | None = None
+        self._submit(self._begin)
 
-    def tokens(self, ids: Int32) -> None:
-        """Those from page `first` on."""
-        self._write({"tokens": ids.astype("<i4")}, lambda name: "tokens.part")
+    def pages(self, first: int, tensors: Tensors) -> None:
+        """Write whole pages, numbered from `first` on."""
+        self._submit(lambda: self._write(tensors, lambda name: self._file("pages", name), first))
 
-    def pages(self, first: int, tensors: Tensors, layers: Sequence[range]) -> None:
-        """Whole pages from number `first` on, in a file for each range of layers."""
-        self._write(tensors, lambda name: _file("pages", name, layers), first)
-
-    def state(self, tensors: Tensors, layers: Sequence[range]) -> None:
-        """Some of what the point has beside pages."""
-        self._write(tensors, lambda name: _file("state", name, layers))
+    def state(self, tensors: Tensors) -> None:
+        """Write tensors of the checkpoint that are not whole pages."""
+        self._submit(lambda: self._write(tensors, lambda name: self._file("state", name)))
 
     def features(self, tail: FeatureTail) -> None:
-        """Some of what drafters read of the last positions, oldest first."""
+        """Write features of the last positions for drafters, oldest first."""
         name = ".".join([FEATURES, *map(str, tail.layers)])
-        self._write({name: tail.rows}, lambda name: "state-features.part")
+        self._submit(lambda: self._write({name: tail.rows}, lambda name: "state-features.part"))
 
     def residency(self, residency: Residency) -> None:
-        """Which pages are to be on the devices."""
-        self._write({RESIDENCY: residency.encode()}, lambda name: "state-residency.part")
+        """Write which pages were resident."""
+        self._submit(lambda: self._write({RESIDENCY: residency.encode()}, lambda name: "state-residency.part"))
 
-    def opening(self, ids: Sequence[int], logits: NDArray[np.float32]) -> None:
-        """The ids behind the snapshot's own up to the end of a prompt, and the logits there."""
-        self._write({OPENING: logits}, lambda name: "state-opening.part")
-        self._opening = tuple(ids)
+    def prompt_end(self, ids: Sequence[int], logits: NDArray[np.float32]) -> None:
+        """Write the logits of a prompt's end, and the tokens from the snapshot's end to there."""
 
-    def finish(self, logits: NDArray[np.float32] | None, recall: Recall | None = None) -> Entry:
-        """Everything is written but the logits of the last token, if they are kept: make it a snapshot."""
+        def write() -> None:
+            self._write({PROMPT_END: logits}, lambda name: "state-prompt-end.part")
+            self._prompt_end = tuple(ids)
+
+        self._submit(write)
+
+    def finish(self, logits: NDArray[np.float32] | None, reply: ReplyTokens | None = None) -> None:
+        """Write the logits of the last token, if given, and complete the snapshot."""
+        self._submit(lambda: self._finish(logits, reply))
+
+    def abort(self) -> None:
+        """Remove what was written, after the tasks that were handed over."""
+        self._submit(self.discard)
+
+    def discard(self) -> None:
+        """Remove what was written, now. Idempotent."""
+        self.over = True
+        for part in self._parts.values():
+            with contextlib.suppress(OSError):
+                part.close()
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+        self._settle()
+
+    def _submit(self, task: Callable[[], None]) -> None:
+        def run() -> None:
+            if self.over:
+                return
+            try:
+                task()
+            except BaseException:
+                self.discard()
+                raise
+
+        self._run(run)
+
+    def _begin(self) -> None:
+        new = self._new
+        ((length, self._key),) = keys(new.ids, [len(new.ids)])
+        self._path, self._reserved, self._spared = self._store.begin(
+            snapshot_id(self._key, length), new.parent, new.raw_bytes
+        )
+        self._write({"tokens": new.ids[new.first_page * PAGE :].astype("<i4")}, lambda name: "tokens.part")
+
+    def _finish(self, logits: NDArray[np.float32] | None, reply: ReplyTokens | None) -> None:
+        assert self._path is not None
         if logits is not None:
             self._write({LOGITS: logits}, lambda name: "state-logits.part")
-        parts = {name: part.finish() for name, part in self._open.items()}
+        parts = {name: part.finish() for name, part in self._parts.items()}
+        new, length = self._new, len(self._new.ids)
         manifest = Manifest(
             format=manifests.FORMAT,
             writer=luce.__version__,
             model=self._store.model,
-            id=snapshot_id(self._key, self._length),
+            id=snapshot_id(self._key, length),
             key=self._key,
-            length=self._length,
+            length=length,
             created=time.time(),
-            parent=None if self._parent is None else self._parent.manifest.id,
-            first=self._first,
-            passing=self._passing,
-            point=True,
-            logits=logits is not None,
+            parent=None if new.parent is None else new.parent.manifest.id,
+            first_page=new.first_page,
+            interim=new.interim,
+            resumable=True,
+            has_logits=logits is not None,
             tokens=parts["tokens.part"],
             pages=tuple(part for name, part in parts.items() if name.startswith("pages")),
             state=tuple(part for name, part in parts.items() if name.startswith("state")),
-            raw=self._raw,
-            recall=recall,
-            opening=self._opening,
-            prefixes=self._prefixes,
+            raw_bytes=self._raw_bytes,
+            reply=reply,
+            prompt_end=self._prompt_end,
+            page_keys="".join(page_keys(new.ids, new.first_page)),
         )
         write_file(self._path / MANIFEST, manifest.encode())
         sync_directory(self._path)
-        entry = self._store.commit(self._path, manifest)
+        self.snapshot = self._store.commit(self._path, manifest)
         self._settle()
-        return entry
-
-    def abort(self) -> None:
-        """Remove what was written. Idempotent."""
-        for part in self._open.values():
-            with contextlib.suppress(OSError):
-                part.close()
-        shutil.rmtree(self._path, ignore_errors=True)
-        self._settle()
+        self.over = True
+        self._written(self)
 
     def _write(self, tensors: Tensors, file: Callable[[str], str], page: int = -1) -> None:
+        assert self._path is not None
         for name, tensor in tensors.items():
-            part = self._open.get(file(name))
+            part = self._parts.get(file(name))
             if part is None:
-                part = self._open[file(name)] = PartWriter(self._path / file(name))
+                part = self._parts[file(name)] = PartWriter(self._path / file(name))
             before = part.nbytes
             part.add(name, tensor, page)
-            self._raw += tensor.nbytes
+            self._raw_bytes += tensor.nbytes
             self._accounted += part.nbytes - before
             self._store.account(part.nbytes - before)
             if self._accounted > self._reserved * _EXCESS:
                 self._reserved = self._accounted
-                self._store.make_room(0, self._keep)
+                self._store.make_room(0, self._spared)
 
     def _settle(self) -> None:
         self._store.account(-self._accounted)
         self._accounted = 0
 
-
-def _file(kind: str, name: str, layers: Sequence[range]) -> str:
-    """`blk.N.NAME` belongs into the file of the range of layers that has N."""
-    own = next(r for r in layers if layer_of(name) in r)
-    return f"{kind}-{own.start:03d}-{own.stop - 1:03d}.part"
+    def _file(self, kind: str, name: str) -> str:
+        """Tensor `blk.N.NAME` belongs to the file of the shard with layer N."""
+        own = next(layers for layers in self._layers if layer_of(name) in layers)
+        return f"{kind}-{own.start:03d}-{own.stop - 1:03d}.part"
