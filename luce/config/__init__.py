@@ -1,15 +1,16 @@
 """Every setting of Luce: one dataclass field is one flag, TOML key, environment variable and keyword of luce.load.
 
 Precedence: flag or keyword, then `LUCE_<FIELD>`, then the TOML file named by `--config`, then the default. Values are
-checked here, whatever their origin, and all errors of one start are reported together.
+checked here, whatever their origin, and all errors of one start are reported together. Not here: checks that need a
+device or a file. Called by every package that reads a setting; imports only errors and log.
 
-    settings     the table: Config, and what is to be known of each field
-    sampling     the table of sampling values: SamplingParams, and the Sampler of each
-    values       texts to values: what a parser of the table takes
-    conflicts    what is wrong between settings
+    settings     the table of settings: Config
+    sampling     the table of sampling values: SamplingParams
+    values       parsers from texts to values
+    conflicts    settings that contradict each other
     resolve      a Config from all origins
     flags        settings as flags of a command line
-    file         settings as a TOML file, and the sample of one
+    file         settings as a TOML file, and the sample file
     environment  the environment of this process; no other module reads it
-    directories  where Luce keeps what outlives it
+    directories  directories for files that outlive the process
 """

@@ -1,4 +1,4 @@
-"""What is wrong between settings, as far as no device or file need be looked at."""
+"""Settings that contradict each other, or have no effect without another. No device and no file is looked at."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from luce.config.settings import FIELDS, flag
 def _placement_problems(
     values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Field and message of what is wrong between the placement settings, as far as no device need be looked at.
-
-    Fields in `wrong` have been reported; what depends on them is left alone.
-    """
+    """Problems of the placement settings, as in `problems`."""
     devices: tuple[str, ...] = values.get("target_devices", ())
     weights: tuple[float, ...] = values.get("target_layer_split", ())
     listed = spelled.get("target_devices", flag("target_devices"))
@@ -34,7 +31,7 @@ def _placement_problems(
 
 
 _STARTED, _DRAFTS, _NETWORK = flag("target_shard_ipc_bin"), flag("draft_ipc_bin"), "a device at tcp://HOST:PORT/"
-#: settings of daemons, and what they need one of: a program that starts some, or a device of a network daemon
+#: settings of daemons; each requires one of these: an interpreter that starts daemons, or a device of a network daemon
 _DAEMONS = {
     "isolate_shards": (_STARTED,),
     "shard_env": (_STARTED, _DRAFTS),
@@ -46,54 +43,54 @@ _DAEMONS = {
 def _daemon_problems(
     values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Field and message of settings of daemons where there are none. Fields in `wrong` have been reported."""
-    there = {flag(name) for name in ("target_shard_ipc_bin", "draft_ipc_bin") if values.get(name) or name in wrong}
+    """Problems of settings of daemons where no device is in a daemon, as in `problems`."""
+    met = {flag(name) for name in ("target_shard_ipc_bin", "draft_ipc_bin") if values.get(name) or name in wrong}
     named = (*values.get("target_devices", ()), values.get("target_device", ""), values.get("draft_device", ""))
-    far = [device for device in named if "/" in device]
-    if far or {"target_device", "target_devices", "draft_device"} & set(wrong):
-        there.add(_NETWORK)
-    if far and values.get("shard_transport") == "shared":
-        yield "shard_transport", f"{spelled['shard_transport']} shared: {far[0]} is on another machine"
+    network = [device for device in named if "/" in device]
+    if network or {"target_device", "target_devices", "draft_device"} & set(wrong):
+        met.add(_NETWORK)
+    if network and values.get("shard_transport") == "shared":
+        yield "shard_transport", f"{spelled['shard_transport']} shared: {network[0]} is on another machine"
     if values.get("draft_ipc_bin") and "/" in values.get("draft_device", ""):
         daemon = f"{spelled['draft_device']} {values['draft_device']}"
-        yield "draft_ipc_bin", f"{spelled['draft_ipc_bin']}: {daemon} is in a daemon already"
-    for name, needs in _DAEMONS.items():
-        if values.get(name, FIELDS[name].default) != FIELDS[name].default and there.isdisjoint(needs):
-            yield name, f"{spelled[name]}: requires {' or '.join(needs)}"
+        yield "draft_ipc_bin", f"{spelled['draft_ipc_bin']}: {daemon} runs in a daemon already"
+    for name, required in _DAEMONS.items():
+        if values.get(name, FIELDS[name].default) != FIELDS[name].default and met.isdisjoint(required):
+            yield name, f"{spelled[name]}: requires {' or '.join(required)}"
 
 
-#: settings of the directory of prompts, and of the cache in memory that it is behind
-_DIRECTORY = ("kv_cache_budget", "kv_cache_min_tokens", "kv_cache_placement", "kv_cache_flush_timeout")
-_KEPT = ("cache_interval", "kv_cache_dir", *_DIRECTORY)
+#: settings of the prefix cache on disk, and of the whole prefix cache
+_DISK = ("kv_cache_budget", "kv_cache_min_tokens", "kv_cache_placement", "kv_cache_flush_timeout")
+_CACHE = ("cache_interval", "kv_cache_dir", *_DISK)
 
 
-def without_use(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The settings that do nothing where prompts are not kept, if these values say so."""
+def disabled(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The settings that have no effect because these values turn the prefix cache off, or its disk tier."""
     if values.get("cache_ram") == 0:
-        return _KEPT
-    return _DIRECTORY if values.get("kv_cache_dir") == "off" else ()
+        return _CACHE
+    return _DISK if values.get("kv_cache_dir") == "off" else ()
 
 
 def _cache_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Field and message of settings of a cache that there is not."""
+    """Problems of settings of a prefix cache that is off, as in `problems`."""
     if values.get("cache_ram") == 0:
-        why = f"{spelled['cache_ram']} 0 keeps no prompts"
+        why = f"{spelled['cache_ram']} 0 turns the prefix cache off"
     else:
-        why = f"there is no directory with {spelled.get('kv_cache_dir', flag('kv_cache_dir'))} off"
-    for name in without_use(values):
+        why = f"{spelled.get('kv_cache_dir', flag('kv_cache_dir'))} off turns the prefix cache on disk off"
+    for name in disabled(values):
         value = values.get(name, FIELDS[name].default)
         if value not in (FIELDS[name].default, "off"):
             yield name, f"{spelled[name]} {value}: {why}"
 
 
 #: settings of drafts that have weights
-_DRAFT = ("draft_device", "draft_ipc_bin", "draft_residency", "draft_swa", "draft_ctx_max", "draft_feature_tail")
+_WEIGHTS = ("draft_device", "draft_ipc_bin", "draft_residency", "draft_swa", "draft_ctx_max", "draft_feature_tail")
 
 
 def _draft_problems(
     values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Field and message of draft settings that would do nothing. Fields in `wrong` have been reported."""
+    """Problems of draft settings without effect, as in `problems`."""
     budget = "ddtree_budget"
     if not values.get("ddtree", False) and values.get(budget, FIELDS[budget].default) != FIELDS[budget].default:
         yield budget, f"{spelled[budget]}: requires {flag('ddtree')}"
@@ -105,19 +102,18 @@ def _draft_problems(
         yield "verify_width", f"{spelled['verify_width']}: requires {flag('draft')}"
     if values.get("draft", "") not in ("", "ngram"):
         return
-    for name in _DRAFT:
+    for name in _WEIGHTS:
         if values.get(name, FIELDS[name].default) != FIELDS[name].default:
             yield name, f"{spelled[name]}: requires {flag('draft')} with a file or mtp"
 
 
-_RESIDENCY = ("kvflash_policy", "kvflash_drafter", "kvflash_tau", "kvflash_host_mb")
+_PAGING = ("kvflash_policy", "kvflash_drafter", "kvflash_tau", "kvflash_host_mb")
 
 
-def _pool_problems(
+def _paging_problems(
     values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Field and message of residency settings that would do nothing, or lack something. Fields in `wrong` have been
-    reported."""
+    """Problems of KVFlash settings without effect, or that lack another, as in `problems`."""
     if values.get("kvflash", "off") != "off" or "kvflash" in wrong:
         named = values.get("kvflash_drafter", "")
         if values.get("kvflash_policy") == "drafter":
@@ -127,7 +123,7 @@ def _pool_problems(
         elif named and "kvflash_policy" not in wrong:
             yield "kvflash_drafter", f"{spelled['kvflash_drafter']}: requires {flag('kvflash_policy')} drafter"
         return
-    for name in _RESIDENCY:
+    for name in _PAGING:
         if values.get(name, FIELDS[name].default) != FIELDS[name].default:
             yield name, f"{spelled[name]}: requires {flag('kvflash')}"
 
@@ -135,13 +131,13 @@ def _pool_problems(
 def problems(
     values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Field and message of settings that contradict each other, or do nothing without another.
+    """Field and message of each setting that contradicts another, or has no effect without another.
 
-    values: those that were given; spelled: their names where they were given; fields in `wrong` have been reported, and
-    what depends on them is left alone.
+    values: the settings that an origin sets. spelled: their names in that origin. wrong: fields with invalid values,
+    which are reported already; settings that depend on them are not checked.
     """
     yield from _placement_problems(values, spelled, wrong)
     yield from _daemon_problems(values, spelled, wrong)
     yield from _draft_problems(values, spelled, wrong)
-    yield from _pool_problems(values, spelled, wrong)
+    yield from _paging_problems(values, spelled, wrong)
     yield from _cache_problems(values, spelled)

@@ -1,4 +1,4 @@
-"""Where Luce keeps what outlives it."""
+"""Directories for files that outlive the process."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def user_state_directory() -> Path:
 
 
 def cache_directory(config: Config) -> Path | None:
-    """The directory of --kv-cache-dir, None if there is to be none. Raises UsageError for what is no directory."""
+    """The directory of --kv-cache-dir, None if it is off. Raises UsageError if the path is not a directory."""
     if config.kv_cache_dir == "off":
         return None
     if config.kv_cache_dir == "auto":
         return user_cache_directory() / "prefixes"
     directory = Path(config.kv_cache_dir).expanduser()
-    # What cannot be looked at now may be there later, as a disk that is plugged in.
+    # A path that cannot be read now may exist later, such as a disk that is not plugged in yet.
     with contextlib.suppress(OSError):
-        there = next(path for path in (directory, *directory.parents) if path.exists())
-        if not there.is_dir():
-            raise UsageError(f"{flag('kv_cache_dir')} {directory}: {there} is no directory", param="kv_cache_dir")
+        existing = next(path for path in (directory, *directory.parents) if path.exists())
+        if not existing.is_dir():
+            raise UsageError(f"{flag('kv_cache_dir')} {directory}: {existing} is not a directory", param="kv_cache_dir")
     return directory

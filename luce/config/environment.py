@@ -7,15 +7,15 @@ from collections.abc import Mapping
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for a child process: with these variables, without settings of Luce."""
+    """The environment for a child process: this one's without Luce's settings, and these variables."""
     return {name: value for name, value in os.environ.items() if not name.startswith("LUCE_")} | dict(variables)
 
 
 def environment(name: str) -> str | None:
-    """A variable that the operating system or systemd hands over (NOTIFY_SOCKET, EDITOR, ...), not a Luce setting."""
+    """A variable of the operating system or of systemd (NOTIFY_SOCKET, EDITOR, ...), no Luce setting; None if empty."""
     return os.environ.get(name) or None
 
 
 def variables() -> Mapping[str, str]:
-    """All of them, settings of Luce among them."""
+    """All variables, with those that are settings of Luce."""
     return os.environ

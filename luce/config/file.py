@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from luce.errors import UsageError
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What a file says, by key. Raises UsageError."""
+    """The keys and values of a file. Raises UsageError."""
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
@@ -28,7 +29,8 @@ def sample() -> str:
         lines += ["", f"# --- {group}"]
         for field in FIELDS.values():
             if field.metadata["group"] == group:
-                lines += [f"# {field.metadata['help']}", f"# {field.name} = {_toml(field.default)}"]
+                lines += textwrap.wrap(field.metadata["help"], 100, initial_indent="# ", subsequent_indent="# ")
+                lines.append(f"# {field.name} = {_toml(field.default)}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""A Config from what was given: flags or keywords, environment, file."""
+"""A Config from its origins: flags or keywords, environment, file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from luce.config.file import read_file
 from luce.config.settings import FIELDS, Config, flag, is_bool
 from luce.errors import UsageError
 
-#: shares belong to a list of devices, so an origin that names devices replaces all of these of the weaker origins
+#: shares belong to a list of devices, so an origin that names devices replaces all of these settings of weaker origins
 _PLACEMENT = ("target_device", "target_devices", "target_layer_split")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -48,7 +48,7 @@ def resolve(
 ) -> Config:
     """The Config from flags or keywords, environment and file. Raises one UsageError that holds every problem found.
 
-    `spell` names a given field in messages: as a flag by default, luce.load passes the bare keyword.
+    `spell` is the name of a field in messages: a flag by default, the bare keyword for luce.load.
     """
     env = variables() if env is None else env
     given = dict(given)
@@ -83,8 +83,8 @@ def resolve(
             except UsageError as error:
                 problems.append(str(error))
                 params.append(name)
-        # What a stronger origin switches off takes the settings of it that weaker ones have along.
-        for name in conflicts.without_use(own):
+        # Where a stronger origin turns a feature off, weaker origins' settings of that feature no longer count.
+        for name in conflicts.disabled(own):
             values.pop(name, None)
         values |= own
     for name, problem in conflicts.problems(values, spelled, frozenset(params)):

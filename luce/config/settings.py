@@ -14,15 +14,15 @@ from luce.config.values import (
     choice,
     device,
     devices,
-    filled,
     integer,
     interpreters,
     mebibytes,
     names,
     number,
     path,
-    place,
-    pool,
+    path_or_mode,
+    path_or_name,
+    resident_tokens,
     text,
     variables,
     weights,
@@ -210,7 +210,7 @@ class Config(_Sampling):
     )
     kvflash: str = _setting(
         "off",
-        pool,
+        resident_tokens,
         "keys and values on the devices, per sequence; further ones are swapped out to host memory, and longer "
         "sequences are computed approximately. off: all tokens stay on the devices; N: at most N tokens, rounded up "
         "to 256; auto: at most 16384, and at most half of the free memory; auto:N: the same with at most N",
@@ -228,7 +228,7 @@ class Config(_Sampling):
     )
     kvflash_drafter: str = _setting(
         "",
-        filled,
+        path_or_mode,
         "GGUF file of the small model for --kvflash-policy drafter, with any vocabulary (default: the model of "
         "--draft)",
         metavar="FILE",
@@ -258,7 +258,7 @@ class Config(_Sampling):
     )
     draft: str = _setting(
         "",
-        place,
+        path_or_name,
         "what drafts tokens for speculative decoding, which does not change replies. PATH: a DFlash draft (GGUF file, "
         "or directory of safetensors) or a small model with the same vocabulary. mtp: the multi-token-prediction "
         "layer in the model's own file. ngram: the tokens that followed the last time that the text ended in the same "
@@ -361,7 +361,7 @@ class Config(_Sampling):
     )
     kv_cache_dir: str = _setting(
         "auto",
-        filled,
+        path_or_mode,
         "directory of the prefix cache on disk, which survives restarts (auto: in the user's cache directory; off: "
         "none)",
         flags=("cache-dir",),
@@ -485,7 +485,7 @@ def sampling_default(config: Config, name: str) -> Any:
 
 
 def flag(name: str) -> str:
-    """The flag of a field: `max_ctx` is `--max-ctx`."""
+    """The flag of a field: `--max-ctx` for `max_ctx`."""
     return "--" + name.replace("_", "-")
 
 

@@ -16,7 +16,7 @@ _INTEGER = re.compile(r"[ \t\n\r\f\v]*(-?[0-9]{1,20})", re.ASCII)
 
 
 def integer(low: int, high: int = 2**31 - 1) -> Parser:
-    """An integer in [low, high]: decimal digits to the end, which only white space or a minus sign may precede."""
+    """An integer in [low, high]: decimal digits, with at most white space and a minus sign before them."""
 
     def parse(text: str) -> int:
         match = _INTEGER.fullmatch(text)
@@ -28,7 +28,7 @@ def integer(low: int, high: int = 2**31 - 1) -> Parser:
 
 
 def number(low: float, high: float, *, above: bool = False) -> Parser:
-    """A number in [low, high], or in (low, high] if it is to be `above` low."""
+    """A number in [low, high], or in (low, high] with `above`."""
 
     def parse(text: str) -> float:
         try:
@@ -72,33 +72,33 @@ def text(text: str) -> str:
     return text
 
 
-def place(text: str) -> str:
-    """A path, a name or nothing, left as it is."""
+def path_or_name(text: str) -> str:
+    """A path, a name or nothing, unchanged."""
     user = text.partition("/")[0]
     if user.startswith("~") and os.path.expanduser(user) == user:
-        raise ValueError(f"expected a path, and {user} is no user's")
+        raise ValueError(f"expected a path; there is no user {user}")
     return text
 
 
-def filled(text: str) -> str:
-    """`auto`, `off`, or a path, left as it is."""
+def path_or_mode(text: str) -> str:
+    """`auto`, `off`, or a path, unchanged."""
     if not text:
         raise ValueError("expected a path, auto or off")
-    return place(text)
+    return path_or_name(text)
 
 
-def pool(text: str) -> str:
-    """What --kvflash takes: `off`, tokens, `auto`, `auto:N`."""
+def resident_tokens(text: str) -> str:
+    """A value of --kvflash: `off`, a number of tokens, `auto`, `auto:N`."""
     if not re.fullmatch(r"off|auto|(auto:)?0*[1-9][0-9]*", text, re.ASCII):
         raise ValueError("expected off, a number of tokens, auto or auto:N")
     return text
 
 
 def path(text: str) -> Path:
-    """A path, in which ~ is the user's directory."""
+    """A path; a leading ~ is the user's home directory."""
     if not text:
         raise ValueError("expected a path")
-    return Path(place(text)).expanduser()
+    return Path(path_or_name(text)).expanduser()
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -140,7 +140,7 @@ def devices(text: str) -> tuple[str, ...]:
 
 
 def interpreters(text: str) -> tuple[tuple[str, Path], ...]:
-    """A path for all backends, as kind "", or a path for each of some."""
+    """A path for all backends, as kind "", or a path for each named backend."""
     if "=" not in text:
         return (("", path(text)),)
     parts = [part.partition("=") for part in text.split(",")]
@@ -155,7 +155,7 @@ _VARIABLE = re.compile(r"(cuda|hip|cpu):([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.ASCII
 
 def variables(text: str) -> tuple[str, ...]:
     """Environment variables of daemons: `backend:NAME=VALUE`, separated by commas."""
-    # A repeated flag arrives joined by commas, which values may have too.
+    # A repeated flag arrives joined by commas, but values may contain commas too.
     parts = re.split(r",(?=[a-z]+:[A-Za-z0-9_]+=)", text)
     if not all(map(_VARIABLE.fullmatch, parts)):
         raise ValueError("expected backend:NAME=VALUE with cuda, hip or cpu")

@@ -164,4 +164,4 @@ def test_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (tmp_path / "file").touch()
     assert cache(tmp_path / "file", "ls") == 2
     file = tmp_path / "file"
-    assert capsys.readouterr().err.endswith(f"luce: --kv-cache-dir {file}: {file} is no directory\n")
+    assert capsys.readouterr().err.endswith(f"luce: --kv-cache-dir {file}: {file} is not a directory\n")

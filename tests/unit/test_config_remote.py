@@ -98,7 +98,7 @@ FAR = "tcp://far:9/cpu:0"
         ),
         (
             {"draft_ipc_bin": "/python", "draft": "x.gguf", "draft_device": FAR},
-            f"--draft-ipc-bin: --draft-device {FAR} is in a daemon already",
+            f"--draft-ipc-bin: --draft-device {FAR} runs in a daemon already",
         ),
     ],
 )

@@ -78,7 +78,9 @@ def test_every_setting_belongs_to_a_verb() -> None:
 @pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
 def test_a_directory_for_prompts_is_used_or_refused(devices: str) -> None:
     given = {"target_devices": devices, "kv_cache_dir": "/srv/kept", "cache_ram": "0"}
-    with pytest.raises(UsageError, match=r"^--kv-cache-dir /srv/kept: --cache-ram 0 keeps no prompts$") as caught:
+    with pytest.raises(
+        UsageError, match=r"^--kv-cache-dir /srv/kept: --cache-ram 0 turns the prefix cache off$"
+    ) as caught:
         resolve(given, env={})
     assert (caught.value.param, caught.value.exit_code) == ("kv_cache_dir", 2)
     for directory in ("auto", "off"):
@@ -109,7 +111,7 @@ def test_settings_of_a_cache_that_is_off_are_refused(name: str) -> None:
         variables = {f"LUCE_{name.upper()}": value}
         assert getattr(resolve({switch: off[switch]}, env=variables), name) == FIELDS[name].default
         resolve({switch: off[switch], name: str(FIELDS[name].default)}, env={})
-    with pytest.raises(UsageError, match=rf"^{flag(name)} \S+: LUCE_CACHE_RAM 0 keeps no prompts$"):
+    with pytest.raises(UsageError, match=rf"^{flag(name)} \S+: LUCE_CACHE_RAM 0 turns the prefix cache off$"):
         resolve({name: value}, env={"LUCE_CACHE_RAM": "0"})
     assert getattr(resolve({name: value}, env={}), name) != FIELDS[name].default
 
@@ -117,7 +119,9 @@ def test_settings_of_a_cache_that_is_off_are_refused(name: str) -> None:
 def test_a_directory_for_prompts_that_is_none_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("file", "file/below"):
-        with pytest.raises(UsageError, match=rf"^--kv-cache-dir {tmp_path / name}: {tmp_path}/file is no directory$"):
+        with pytest.raises(
+            UsageError, match=rf"^--kv-cache-dir {tmp_path / name}: {tmp_path}/file is not a directory$"
+        ):
             luce.load(tmp_path / "none.gguf", kv_cache_dir=str(tmp_path / name))
 
 
@@ -138,7 +142,7 @@ def test_more_host_memory_than_there_is_is_refused_before_anything_is_read(monke
 @pytest.mark.parametrize("name", ["kv_cache_dir", "draft", "kvflash_drafter", "chat_template", "shard_key_file"])
 def test_homes_that_nobody_has_are_no_paths(name: str) -> None:
     with pytest.raises(
-        UsageError, match=rf"^{flag(name)}: expected a path, and ~nobody-at-all is no user's, got '~nob"
+        UsageError, match=rf"^{flag(name)}: expected a path; there is no user ~nobody-at-all, got '~nob"
     ):
         resolve({name: "~nobody-at-all/x"}, env={})
     assert FIELDS[name].metadata["parse"]("~/x")
