@@ -105,6 +105,41 @@ def test_the_architecture_page_is_the_map() -> None:
     assert [name for name, _ in rows] == [*FLOW, "kernels/"]
 
 
+#: names that several modules share, and what each of these modules is
+SHARED_NAMES = {
+    "attention": "attention: the op and the layer",
+    "backend": "the package, and its protocol",
+    "bench": "the package, and its verb",
+    "cache": "the prefix cache: its endpoint and its verb",
+    "chat": "a conversation: as text and as a verb",
+    "daemon": "the daemon's side: of shards and of drafters",
+    "deltanet": "gated DeltaNet: the op and the layer",
+    "device": "a device: of this process and of another one",
+    "dflash": "DFlash: its keys in a file, and its drafter",
+    "drafter": "a drafter: the protocol and DFlash's",
+    "errors": "the error tree, and its HTTP bodies",
+    "features": "what a drafter reads of its target: the op and the layer",
+    "fingerprint": "what tells files or models apart",
+    "moe": "a mixture of experts: the op and the layer",
+    "open": "opens what the settings name: devices here, devices in daemons, drafters",
+    "page_ranking": "how much attention pages get: the op, and the statistics of a shard",
+    "reader": "reads a file: a model's and a snapshot's",
+    "remote": "the package of shards, and a drafter, in another process: the server's side",
+    "sampling": "the table of sampling values, and the choice of tokens",
+    "saved_state": "saved state: of a shard here, and of one in a daemon",
+    "shard": "the package, the protocol, the remote side and the verb",
+    "spec": "a model as data: of a family, of a drafter and of a DFlash draft",
+    "state": "state shared by many: of the server's handlers, and of a layer's sequences",
+}
+
+
+def test_modules_share_a_name_only_with_a_meaning() -> None:
+    names = [path.stem if path.name != "__init__.py" else path.parent.name for path in SOURCES]
+    shared = {name for name in names if names.count(name) > 1} - {"luce"}
+    assert shared - SHARED_NAMES.keys() == set(), "give each idea one word, or say here what they share"
+    assert SHARED_NAMES.keys() - shared == set(), "these names are unique by now"
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)

@@ -82,21 +82,37 @@ def test_settings_lists_every_setting() -> None:
     assert {flag(name) for name in FIELDS} <= set(re.findall(r"--[a-z-]+", page("settings")))
 
 
+def series(text: str) -> dict[str, tuple[str, set[str]]]:
+    """The metrics of an answer in the Prometheus text format: type and names of labels."""
+    found: dict[str, tuple[str, set[str]]] = {}
+    for name, kind in re.findall(r"^# TYPE (luce_\w+) (\w+)$", text, re.MULTILINE):
+        if not name.endswith("_created"):
+            lines = re.findall(rf"^{name}(?:_count)?(?:{{(.*)}})? ", text, re.MULTILINE)
+            labels = {label for line in lines for label in re.findall(r'(\w+)="', line)}
+            found[name.removesuffix("_total")] = kind, labels
+    return found
+
+
 async def test_metrics_are_those_of_the_server() -> None:
-    shown: set[tuple[str, str]] = set()
-    for names, kind in re.findall(r"^\| (`luce_[^|]+) \| (\w+) \|", page("metrics"), re.MULTILINE):
-        shown |= {(name, kind) for name in words(names)}
-    served = set()
+    shown: dict[str, tuple[str, set[str]]] = {}
+    for names, kind, labels in re.findall(r"^\| (`luce_[^|]+) \| (\w+) \| ([^|]*)\|", page("metrics"), re.MULTILINE):
+        # A label may list its values behind a colon.
+        named = set(re.findall(r"(?:^|; |, )`(\w+)`(?=[:,; ])", re.sub(r": (`\w+`(, )?)+", "", labels) + " "))
+        shown |= dict.fromkeys(words(names), (kind, named))
+    served: dict[str, tuple[str, set[str]]] = {}
     for model, settings in (
         ({"drafter": NgramDrafter(block=7)}, {"verify_width": 8}),
         ({"context": 2048}, {"kvflash": "512", "kvflash_host_mb": 3}),
     ):
         async with running(model=model, **settings) as here:
             await here.chat()
-            text = (await here.get("/metrics"))[1]
-            types = re.findall(r"^# TYPE (luce_\w+) (\w+)$", text, re.MULTILINE)
-            served |= {(name.removesuffix("_total"), kind) for name, kind in types if not name.endswith("_created")}
-    assert shown == served
+            served |= series((await here.get("/metrics"))[1])
+    assert shown.keys() == served.keys()
+    for name, (kind, labels) in served.items():
+        assert shown[name][0] == kind, name
+        # Without daemons and GPUs some metrics have no values.
+        assert not labels or shown[name][1] == labels, name
+    assert sum(bool(labels) for _, labels in served.values()) > 10
 
 
 async def test_endpoints_are_those_of_the_server() -> None:
