@@ -108,7 +108,7 @@ class Model:
         self.chat = chat
         self.config = config
         self.path = file.paths[0]
-        self.context = backend.context
+        self.context = backend.capacity.context
         self.chunk = backend.chunk
         general = file.metadata.string("general.name", default="")
         self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
@@ -147,7 +147,7 @@ class Model:
                 "state": part.state,
                 "activation_bytes_per_token": handed_on(self._backend.spec, part.layers.stop),
             }
-            for part in self._backend.parts
+            for part in self._backend.devices
         ]
 
     def down(self) -> str:

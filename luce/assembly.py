@@ -184,7 +184,7 @@ def open_kvflash(
     `opened` closes the policy. `tokenizer`: of the model, for policies that read. Raises UsageError, ModelError and
     DeviceError where --kvflash-drafter cannot be used at all.
     """
-    if backend.bound is None:
+    if backend.capacity.max_resident_pages is None:
         return None
     budget = config.kvflash_host_mb << 20 or host_memory().free // 2
     policy = open_policy(config, backend, partial(_scorer, opened, config, tokenizer, devices), budget)
@@ -229,7 +229,7 @@ def _scorer(
     file = opened.enter_context(open_gguf(path))
     spec = read_spec(Source(str(path), file.metadata, file.tensors))
     theirs = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
-    own = [device for device in devices if not device.shared]
+    own = [device for device in devices if not device.remote]
     device = own[-1] if own else opened.enter_context(contextlib.closing(open_device(named(["cpu:0"])[0])))
     ours = tokenizer()
     return partial(Scorer, file, spec, device, None if theirs.alike(ours) else Bridge(ours, theirs))
@@ -237,18 +237,19 @@ def _scorer(
 
 def _disk(directory: Path, file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier:
     """The prefix cache's directory."""
+    resident = backend.capacity.max_resident_pages
     meaning = {
         "format": str(manifest.FORMAT),
         "--cache-type-k": config.cache_type_k,
         "--cache-type-v": config.cache_type_v,
         # Behind a sequence's first so many pages, what is computed depends on them.
-        "--kvflash": "off" if backend.bound is None else f"{backend.bound} pages",
+        "--kvflash": "off" if resident is None else f"{resident} pages",
     }
     if config.shard_activations != "f32":
         # What layers of daemons keep follows from values of fewer bits.
         meaning["--shard-activations"] = config.shard_activations
     if config.kv_cache_placement == "exact":
-        layers = (f"{part.device} {part.layers.start}..{part.layers.stop - 1}" for part in backend.parts)
+        layers = (f"{part.device} {part.layers.start}..{part.layers.stop - 1}" for part in backend.devices)
         meaning["--kv-cache-placement exact"] = ", ".join(layers)
     texts = {"the chat template": "" if chat.template is None else chat.template.source}
     record = directory / "contents.json"
@@ -260,7 +261,7 @@ def _disk(directory: Path, file: GGUFFile, backend: LayerSplitBackend, chat: Cha
         return Fingerprint.of(contents, meaning, texts)
 
     disk = DiskTier(
-        directory, budget=config.kv_cache_budget << 20, identify=identify, known=known, layers=backend.layers
+        directory, budget=config.kv_cache_budget << 20, identify=identify, known=known, layers=backend.capacity.layers
     )
     chat.memory.elsewhere = disk.reply_tokens
     return disk

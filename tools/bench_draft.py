@@ -245,14 +245,14 @@ def step_times(target: str, rows: Sequence[int], depth: int, steps: int, **field
     fields = {"max_ctx": depth + 2 * _FIRST + steps + 64, **fields}
     report: dict[str, Any] = {"target": Path(target).name, "draft": fields["draft"], "depth": depth}
     with opened(target, **{**fields, "draft": ""}) as (backend, _):
-        prompt = np.random.default_rng(0).integers(0, backend.vocab, depth).tolist()
+        prompt = np.random.default_rng(0).integers(0, backend.capacity.vocab, depth).tolist()
         report["devices"] = [shard.info.device for shard in backend.shards]
         plain = timed(backend, None, 1, prompt, steps)
     report["plain"] = plain
     with opened(target, **fields) as (backend, drafter):
         assert drafter is not None
         report["facts"] = drafter.describe()
-        widths = [width for width in rows if 1 < width <= min(drafter.block + 1, backend.verify)]
+        widths = [width for width in rows if 1 < width <= min(drafter.block + 1, backend.capacity.verify_rows)]
         report["widths"] = [timed(backend, drafter, width, prompt, steps) for width in widths]
     for result in report["widths"]:
         result["of_plain"] = result["step"] / plain["step"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from luce.ipc.device import RemoteDevice
+from luce.ipc.device import same_daemon
 from luce.models.spec import ModelSpec
 from luce.remote.shared_layout import shared_size
 from luce.runtime.device import Device
@@ -33,18 +33,13 @@ def boundary_memory(
         before = devices[number - 1] if number else None
         size = DEPTH * rows * handed_on(spec, part.start) if number else 0
         host = 0
-        if isinstance(device, RemoteDevice) and not _together(before, device):
+        if device.remote and not same_daemon(before, device):
             last = number
-            while last + 1 < len(devices) and _together(device, devices[last + 1]):
+            while last + 1 < len(devices) and same_daemon(device, devices[last + 1]):
                 last += 1
             host = shared_size(rows, handed_widths(spec, part.start), handed_widths(spec, layers[last].stop))
-        elif not (device.host or (isinstance(before, RemoteDevice) and not isinstance(device, RemoteDevice))):
+        elif not (device.host or (before is not None and before.remote and not device.remote)):
             # What comes out of shared memory needs no other on the way.
             host = size
         found.append(BoundaryMemory(size, host))
     return tuple(found)
-
-
-def _together(before: Device | None, device: Device) -> bool:
-    """Whether both are devices of one daemon."""
-    return isinstance(before, RemoteDevice) and isinstance(device, RemoteDevice) and before.daemon is device.daemon

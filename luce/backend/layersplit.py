@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeGuard
@@ -20,26 +20,26 @@ from typing import TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.backend import Capacity
 from luce.backend.kvflash_size import Wanted
 from luce.backend.microbatch import cut, largest_piece, separate, usual_piece
+from luce.backend.pipeline_state import PipelineRanking, PipelineState
 from luce.backend.placement import Claim, ShardPlan, group_pages, plan_pool, plan_shards
-from luce.backend.restore import fill
 from luce.errors import BackendError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile
-from luce.ipc.device import RemoteDevice
+from luce.ipc.device import RemoteDevice, is_remote, same_daemon
 from luce.layers.features import FeatureRing
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.remote.shard import RemoteShard
 from luce.runtime.device import Array, Device, Memory
-from luce.runtime.step import PAGE, Int32, Output, Step
+from luce.runtime.step import PAGE, Output, Step
 from luce.runtime.transfer import Link
 from luce.shard.local import LocalShard
 from luce.shard.memory_watch import MemoryWatch
-from luce.shard.page_ranking import sealed_bytes
+from luce.shard.page_ranking import ranking_bytes
 from luce.shard.pipeline import Chain
-from luce.shard.saved_state import JoinedSavedState, Piece, SavedState
-from luce.shard.shard import DaemonState, Shard, ShardInfo
+from luce.shard.shard import DaemonState, DeviceInfo, Shard
 from luce.shard.sizes import handed_on, state_bytes
 from luce.shard.timing import ShardTimes
 
@@ -87,23 +87,15 @@ class LayerSplitBackend:
             spec = replace(spec, captured=ring.layers)
         spec = replace(spec, ranked=ranked)
         self.spec = spec
-        self.sealed_bytes = sealed_bytes(spec)
         self._ring = ring
         #: what is still to be put into the ring, because somebody else drives its device: on the host
         self._captured: deque[tuple[Step, list[NDArray[np.uint16]]]] = deque()
         self._kv = kv
         self._piece = piece = piece or usual_piece(len(devices))
-        self.vocab = spec.vocab
-        self.slots = slots
-        self.verify = verify
-        self.branch_pages = branch_pages
-        self.context = context
         self.chunk = chunk
-        self.recurrent = spec.recurrent
-        self.windows = tuple(group.window for group in spec.page_groups)
         self._chain = Chain(peer=peer)
         self._devices = tuple(devices)
-        self._own = [device for device in devices if not isinstance(device, RemoteDevice)]
+        self._own = [device for device in devices if not device.remote]
         self._left = MemoryWatch(self._own)
         #: whether steps may have failed that nobody has waited for, and why one did
         self._unwaited, self._forgotten = False, ""
@@ -125,19 +117,35 @@ class LayerSplitBackend:
         chosen = plan_pool(pool, planned, spec, devices, slots=slots, context=context, chunk=chunk, kv=kv)
         if chosen.reason:
             _log.info("--kvflash: %s", chosen.reason)
-        self.bound = chosen.bound
-        self.pages = group_pages(spec, slots, context, chunk, chosen.bound)
+        own_pages = group_pages(spec, slots, context, chunk, chosen.bound)
         plan = planned(bound=chosen.bound)
+        windows = tuple(group.window for group in spec.page_groups)
         #: of each device, host memory for a page of full attention
-        self._page_bytes: Counter[Device] = Counter()
+        page_bytes: Counter[Device] = Counter()
         for device, part in zip(devices, plan, strict=True):
             sizes = state_bytes(device, spec, part.layers, kv, verify).page
-            self._page_bytes[device] += sum(size for size, w in zip(sizes, self.windows, strict=True) if w is None)
-        pages = [count + branch_pages for count in self.pages]
+            page_bytes[device] += sum(size for size, w in zip(sizes, windows, strict=True) if w is None)
+        pages = [count + branch_pages for count in own_pages]
+        groups = _groups(devices)
+        self.capacity = Capacity(
+            vocab=spec.vocab,
+            context=context,
+            slots=slots,
+            windows=windows,
+            pages=own_pages,
+            page_bytes=page_bytes.total(),
+            max_resident_pages=chosen.bound,
+            branch_pages=branch_pages,
+            verify_rows=verify,
+            recurrent=spec.recurrent,
+            layers=tuple(range(plan[n].layers.start, plan[n + len(group) - 1].layers.stop) for n, group in groups),
+            ranking_bytes=ranking_bytes(spec),
+        )
+        self.state = PipelineState(self._chain.shards, self._wait, page_bytes)
+        self.ranking = PipelineRanking(self._chain.shards, self._wait)
         self._check_memory(plan, devices)
         spare = [shard.spare if unpack else 0 for shard in plan]
         rows = largest_piece(piece)
-        groups = _groups(devices)
         # What one device would do twice at a time shares its memory for graphs.
         gpus = [group[0].name for _, group in groups if not (_remote(group) or group[0].host)]
         pieces = len(gpus) > 1 and len(set(gpus)) == len(gpus)
@@ -210,22 +218,14 @@ class LayerSplitBackend:
         return tuple(self._chain.shards)
 
     @property
-    def layers(self) -> tuple[range, ...]:
-        return tuple(shard.info.layers for shard in self._chain.shards)
-
-    @property
-    def page_bytes(self) -> int:
-        return self._page_bytes.total()
-
-    @property
     def links(self) -> tuple[Link, ...]:
         """The ways from each shard to the next."""
         return tuple(self._chain.links)
 
     @property
-    def parts(self) -> tuple[ShardInfo, ...]:
+    def devices(self) -> tuple[DeviceInfo, ...]:
         """What lies on each device."""
-        return tuple(part for shard in self._chain.shards for part in shard.parts)
+        return tuple(part for shard in self._chain.shards for part in shard.info.devices)
 
     def lost(self) -> str:
         if self._chain.failure is not None:
@@ -245,12 +245,13 @@ class LayerSplitBackend:
         """What each device has left, by its name, as far as it is known: of this process's devices as of the last step,
         of a daemon's as of its last sign of life. Any thread may ask."""
         own = dict(zip((str(device.name) for device in self._own), self._left.seen, strict=False))
-        there = {str(device.name): device.left() for device in self._devices if isinstance(device, RemoteDevice)}
+        there = {str(device.name): device.left() for device in self._devices if is_remote(device)}
         return own | {name: memory for name, memory in there.items() if memory is not None}
 
     def daemons(self) -> tuple[DaemonState, ...]:
         """The shards that are in daemons. Any thread may ask."""
-        return tuple(shard.state(number) for number, shard in enumerate(self.shards) if isinstance(shard, RemoteShard))
+        shards = enumerate(self.shards)
+        return tuple(shard.daemon_state(number) for number, shard in shards if isinstance(shard, RemoteShard))
 
     def times(self) -> tuple[ShardTimes, ...]:
         """What the shards' work and the copies between them took since the start. Any thread may ask."""
@@ -289,7 +290,7 @@ class LayerSplitBackend:
             ran = [result.result() for result in given]
             chain.wait()
         # What a daemon captured comes with its output.
-        late = chain.shards[-1].apart
+        late = chain.shards[-1].remote
         if not late:
             self._store_captured()
             queued()
@@ -317,53 +318,6 @@ class LayerSplitBackend:
         if self._ring is not None:
             self._ring.move(slot, position, path)
 
-    def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
-        self._wait()
-        for shard in self._chain.shards:
-            shard.seal(slot, entries, pages)
-
-    def unseal(self, slot: int) -> None:
-        self._wait()
-        for shard in self._chain.shards:
-            shard.unseal(slot)
-
-    def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
-        self._wait()
-        layers = np.concatenate([shard.rank(slot, position, entries) for shard in self._chain.shards])
-        mean: NDArray[np.float64] = layers.mean(axis=0)
-        return mean
-
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> JoinedSavedState:
-        self._wait()
-        parts = [shard.save(slot, pages, held=held) for shard in self._chain.shards]
-        # What lies here is read beside the steps.
-        return (
-            JoinedSavedState(parts, self._wait)
-            if any(shard.apart for shard in self._chain.shards)
-            else JoinedSavedState(parts)
-        )
-
-    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: SavedState, first: int = 0) -> None:
-        assert isinstance(kept, JoinedSavedState)
-        self._wait()
-        shards = zip(self._chain.shards, kept.parts, strict=True)
-        answers = [shard.restore(slot, pages, part, first) for shard, part in shards]
-        for answer in filter(None, answers):
-            answer()
-
-    def landing(self, size: int) -> NDArray[np.uint8]:
-        local = (shard.device for shard in self._chain.shards if isinstance(shard, LocalShard))
-        best = min(local, key=lambda device: device.host, default=None)
-        return np.empty(size, np.uint8) if best is None else best.staging_buffer(size)
-
-    def expect(self, pages: int) -> None:
-        for device, size in self._page_bytes.items():
-            device.reserve_pinned(pages * size)
-
-    def fill(self, pieces: Iterable[Piece]) -> None:
-        self._wait()
-        fill(self._chain.shards, pieces)
-
     def close(self) -> None:
         self._chain.close()
 
@@ -371,7 +325,7 @@ class LayerSplitBackend:
         """What pieces gave, together."""
         if len(outputs) == 1:
             return outputs[0]
-        return Output.joined([Output(np.empty(0, np.int32), np.empty((0, self.vocab), np.float32)), *outputs])
+        return Output.joined([Output(np.empty(0, np.int32), np.empty((0, self.capacity.vocab), np.float32)), *outputs])
 
     def _capture(self, device: Device, step: Step, outputs: Sequence[Array]) -> None:
         """The last shard has these, on `device`, or on the host if that is a daemon's. On the shard's thread."""
@@ -379,8 +333,7 @@ class LayerSplitBackend:
         if device is self._ring.device:
             self._ring.put(step, outputs)
         else:
-            on_host = isinstance(device, RemoteDevice)
-            self._captured.append((step, list(outputs) if on_host else [device.download(o) for o in outputs]))
+            self._captured.append((step, list(outputs) if device.remote else [device.download(o) for o in outputs]))
 
     def _store_captured(self) -> None:
         while self._ring is not None and self._captured:
@@ -405,24 +358,25 @@ class LayerSplitBackend:
 
     def _check_memory(self, plan: Sequence[ShardPlan], devices: Sequence[Device]) -> None:
         """Refuse before anything is allocated; the message says what would fit."""
+        bound = self.capacity.max_resident_pages
         for number, (shard, device) in enumerate(zip(plan, devices, strict=True)):
             if shard.fits:
                 continue
             # Pages of a window do not become fewer with the context.
             page = state_bytes(device, self.spec, shard.layers, self._kv).page
-            full = [group for group, window in enumerate(self.windows) if window is None and self.bound is None]
-            left = shard.free - shard.needed + sum(self.pages[group] * page[group] for group in full)
-            per_page = self.slots * sum(page[group] for group in full)
+            full = [group for group, window in enumerate(self.capacity.windows) if window is None and bound is None]
+            left = shard.free - shard.needed + sum(self.capacity.pages[group] * page[group] for group in full)
+            per_page = self.capacity.slots * sum(page[group] for group in full)
             fits = left // per_page * PAGE if per_page and left > 0 else 0
             advice = f"--max-ctx {fits} would fit" if fits else "not even one page of context would fit"
             draft = f" beside {shard.claimed} for the draft" if shard.claimed else ""
-            if self.bound is not None:
+            if bound is not None:
                 advice = "a smaller --kvflash may fit"
             handed = f", {shard.buffers} for what is handed over" if shard.buffers else ""
             raise OutOfMemoryError(
                 f"{_name(number, shard)} need {shard.needed} bytes ({shard.weights} of weights, "
                 f"{shard.state} of context state{handed}), {shard.free} are free{draft}; {advice}",
-                param="max_ctx" if self.bound is None else "kvflash",
+                param="max_ctx" if bound is None else "kvflash",
             )
 
 
@@ -431,7 +385,7 @@ def _groups(devices: Sequence[Device]) -> list[tuple[int, list[Device]]]:
     groups: list[tuple[int, list[Device]]] = []
     for number, device in enumerate(devices):
         before = devices[number - 1] if number else None
-        if isinstance(device, RemoteDevice) and isinstance(before, RemoteDevice) and device.daemon is before.daemon:
+        if same_daemon(before, device):
             groups[-1][1].append(device)
         else:
             groups.append((number, [device]))
@@ -439,7 +393,7 @@ def _groups(devices: Sequence[Device]) -> list[tuple[int, list[Device]]]:
 
 
 def _remote(group: list[Device]) -> TypeGuard[list[RemoteDevice]]:
-    return isinstance(group[0], RemoteDevice)
+    return group[0].remote
 
 
 def _output(made: object) -> Output:

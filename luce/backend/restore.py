@@ -13,18 +13,18 @@ from luce.shard.shard import Shard
 _WAITING = 1
 
 
-def fill(shards: Sequence[Shard], pieces: Iterable[Piece]) -> None:
+def load(shards: Sequence[Shard], pieces: Iterable[Piece]) -> None:
     """Give each piece to every shard. Those in other processes are waited for by threads: while one takes a piece in,
     the others get theirs and the next one is made. Raises what `pieces` or a shard raises first; nothing runs then.
     """
-    feeders = [_Feeder(shard) for shard in shards if shard.apart]
+    feeders = [_Feeder(shard) for shard in shards if shard.remote]
     try:
         for piece in pieces:
             for feeder in feeders:
                 feeder.put(piece)
             for shard in shards:
-                if not shard.apart:
-                    shard.fill(piece)
+                if not shard.remote:
+                    shard.state.load(piece)
             if any(feeder.error is not None for feeder in feeders):
                 break
     finally:
@@ -52,6 +52,6 @@ class _Feeder(threading.Thread):
         while (piece := self._pieces.get()) is not None:
             try:
                 if self.error is None:
-                    self._shard.fill(piece)
+                    self._shard.state.load(piece)
             except Exception as error:
                 self.error = error

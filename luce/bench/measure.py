@@ -124,8 +124,8 @@ class Stepper:
         self._pages = PageTables.over(backend, chunk)
         self._pager = None if kvflash is None else Pager.over(backend, self._pages.groups, kvflash, chunk)
         self._random = np.random.default_rng(0)
-        self._texts = np.zeros((backend.slots, backend.context + 1), np.int32)
-        self._position = [0] * backend.slots
+        self._texts = np.zeros((backend.capacity.slots, backend.capacity.context + 1), np.int32)
+        self._position = [0] * backend.capacity.slots
         self._filled: dict[int, _Filled] = {}
 
     def look(self, slot: int) -> tuple[float, int] | None:
@@ -140,7 +140,7 @@ class Stepper:
         """Read `rows` prompt tokens, in chunks, and wait for the token that follows them."""
         begin = self._position[slot]
         end = begin + rows
-        self._texts[slot, begin:end] = self._random.integers(0, self._backend.vocab, rows, np.int32)
+        self._texts[slot, begin:end] = self._random.integers(0, self._backend.capacity.vocab, rows, np.int32)
         text = Text(self._texts[slot, :end], room=0, done=begin)
         if self._pager is not None and end > self._pager.size:
             text.block, text.question = self._pager.block, QUESTION
@@ -153,7 +153,7 @@ class Stepper:
 
     def verify(self, slot: int, rows: int) -> None:
         """Rows of one sequence whose next tokens are all wanted; the sequence does not advance."""
-        tokens = self._random.integers(0, self._backend.vocab, rows, np.int32)
+        tokens = self._random.integers(0, self._backend.capacity.vocab, rows, np.int32)
         self._forward([slot], tokens, rows, wanted=rows)
         self._position[slot] -= rows
 
@@ -217,7 +217,7 @@ class Stepper:
         if self._pager is not None:
             self._pager.release(slot)
         self._pages.release(slot)
-        self._pages.reserve(slot, self._backend.context)
+        self._pages.reserve(slot, self._backend.capacity.context)
 
     def _page(self, slot: int, end: int) -> None:
         """Let the pages that matter be there, of a sequence of which the tokens before `end` are known."""

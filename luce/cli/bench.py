@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
             devices = [opened.enter_context(contextlib.closing(d)) for d in open_placement(config)]
             report = _facts(file, spec, devices)
             # Daemons have no request for it.
-            reached = [None if device.shared else limits(device) for device in devices]
+            reached = [None if device.remote else limits(device) for device in devices]
         for device, limit in zip(report["devices"], reached, strict=True):
             device["limits"] = None if limit is None else dataclasses.asdict(limit)
         # Sequences side by side need slots, long contexts need pages: not both at once.
@@ -156,11 +156,12 @@ def _measure(
         backend = open_backend(opened, file, spec, devices, config)
         loaded = time.perf_counter() - started
         kvflash = open_kvflash(opened, backend, devices, config, lambda: _tokenizer(file, spec))
-        pool = None if backend.bound is None else backend.bound * PAGE
+        resident = backend.capacity.max_resident_pages
+        pool = None if resident is None else resident * PAGE
         kv = KVTypes(config.cache_type_k, config.cache_type_v)
         costs = [
             ShardCost(file, spec, part.layers, device, kv, pool)
-            for part, device in zip(backend.parts, devices, strict=True)
+            for part, device in zip(backend.devices, devices, strict=True)
         ]
         stepper = Stepper(backend, backend.chunk, kvflash)
         stepper.place(0, 0)
@@ -175,7 +176,7 @@ def _measure(
                 "policy": None if kvflash is None else kvflash.policy.name,
                 "shards": [
                     {"device": part.device, "layers": [part.layers.start, part.layers.stop - 1]}
-                    for part in backend.parts
+                    for part in backend.devices
                 ],
             }
         )

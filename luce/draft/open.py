@@ -18,7 +18,7 @@ from luce.draft.spec import DrafterSpec, Target, read_drafter
 from luce.draft.target_head import TargetHead
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
-from luce.ipc.device import RemoteDevice
+from luce.ipc.device import is_remote
 from luce.ipc.open import open_draft_daemon
 from luce.layers.build import head_bytes
 from luce.layers.features import FeatureRing
@@ -69,7 +69,7 @@ class DraftPlan:
     @property
     def remote(self) -> bool:
         """Whether it is in a daemon."""
-        return isinstance(self.device, RemoteDevice)
+        return self.device.remote
 
     @property
     def _ring(self) -> int:
@@ -151,7 +151,7 @@ def open_drafter(
     ring = target.ring(HostDevice() if plan.remote else device, drafter_spec.layers) if drafter_spec.layers else None
     claims = plan.claims(allocated=True)
     tails = None if ring is None else FeatureTails(ring, config.draft_feature_tail)
-    if isinstance(device, RemoteDevice):
+    if is_remote(device):
         remote = RemoteDrafter(device, target, drafter_spec, ring, window=config.draft_swa, keep=keep, facts=facts)
 
         def wait(first: Shard, last: Shard) -> Drafter:
@@ -165,7 +165,7 @@ def open_drafter(
         return PreparedDrafter(ring, wait, claims, tails)
 
     def open(first: Shard, last: Shard) -> Drafter:
-        ends = TargetHead(device, first, last)
+        ends = TargetHead(device, first.ends, last.ends)
         return OnDemandDrafter(
             lambda: drafter_spec.make(device, ring, ends), keep=keep, block=drafter_spec.block, facts=facts
         )
@@ -183,7 +183,7 @@ def _device(opened: contextlib.ExitStack, config: Config, devices: Sequence[Devi
     for device in devices:
         if device.name == name:
             return device
-    here = [device.name for device in devices if not device.shared]
+    here = [device.name for device in devices if not device.remote]
     (opening,) = open_all([name], "draft_device", beside=here)
     return opened.enter_context(contextlib.closing(opening))
 
@@ -195,5 +195,5 @@ def _name(config: Config, devices: Sequence[Device]) -> DeviceName:
             raise UsageError(f"--draft-device {config.draft_device}: expected one device", param="draft_device")
         return name
     # Beside the head, which every proposal passes, if that is in this process; then on this machine.
-    own = [device for device in devices if not device.shared] or [device for device in devices if not device.name.place]
+    own = [device for device in devices if not device.remote] or [device for device in devices if not device.name.place]
     return own[-1].name if own else named(["cpu:0"])[0]

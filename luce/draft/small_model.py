@@ -79,12 +79,12 @@ class ModelDrafter:
             output = self._run(slots, [1] * len(slots), tokens, behind=depth)
             if depth == 0 and self._recurrent:
                 # The seed is the text's own; what follows may not be.
-                saved.extend(self._shard.save(slot, self._nothing) for slot in slots)
+                saved.extend(self._shard.state.save(slot, self._nothing) for slot in slots)
             return output
 
         proposals = draft_one_by_one(asked, self.block, run)
         for slot, state in zip(slots, saved, strict=False):
-            self._shard.restore(slot, self._nothing, state)
+            self._shard.state.restore(slot, self._nothing, state)
         self._context.commit(slots, [1] * len(slots))
         for one in asked:
             self._read[one.slot] = one.tokens[self._context.cached(one.slot).start :].copy()

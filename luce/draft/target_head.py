@@ -17,7 +17,7 @@ from luce.shard.shard import Pending
 
 
 class End(Protocol):
-    """A shard of the target, as far as a draft wants something of it. See luce.shard.shard.Shard."""
+    """A shard of the target, as far as a draft wants something of it. See luce.shard.shard.ShardEnds."""
 
     @property
     def device(self) -> Device:
@@ -65,11 +65,11 @@ class LoadedHead:
         self._head = builder.head()
 
     def embed(self, tokens: Int32) -> Array:
-        """As Shard.embed."""
+        """As ShardEnds.embed."""
         return self._embedding.rows(self.device.upload(tokens))
 
     def project(self, hidden: Array, *, top: int = 0, scale: float = 0.0, softcap: float = 0.0) -> Pending:
-        """As Shard.project, of rows on this device."""
+        """As ShardEnds.project, of rows on this device."""
         device, rows = self.device, self._head.project(hidden)
         found = find_candidates(device, rows, top, scale, softcap)
 

@@ -124,7 +124,7 @@ class Checkpoints:
             return None
         if sequence.shared is not None and sequence.done > sequence.shared:
             return None
-        if sequence.accepted and self._backend.recurrent:
+        if sequence.accepted and self._backend.capacity.recurrent:
             try:
                 self._backend.accept(sequence.slot, sequence.path or range(sequence.accepted))
             except LuceError as error:

@@ -113,7 +113,7 @@ class Engine:
     ) -> None:
         self._backend = backend
         self._eos = eos
-        self._slots = backend.slots
+        self._slots = backend.capacity.slots
         self._max_queue_seconds = max_queue_seconds
         self._timeout = timeout
         self._pages = PageTables.over(backend, chunk)
@@ -127,7 +127,10 @@ class Engine:
             for group in self._pages.groups:
                 group.reclaim = self.cache.memory.reclaim
         self._scheduler = Scheduler(
-            self._pages, slots=backend.slots, chunk=chunk, scored=max(1, _SCORED_BYTES // (4 * backend.vocab))
+            self._pages,
+            slots=backend.capacity.slots,
+            chunk=chunk,
+            scored=max(1, _SCORED_BYTES // (4 * backend.capacity.vocab)),
         )
         self._undrafted = DraftStats({}, f"refused: {undrafted}") if undrafted else None
         self._speculator: Speculator | None = None
@@ -135,9 +138,9 @@ class Engine:
             # More rows, of all sequences together, would have other bits (luce.ops.matmul).
             self._speculator = Speculator(
                 drafter,
-                vocab=backend.vocab,
+                vocab=backend.capacity.vocab,
                 rows=FEW_ROWS,
-                verify=min(backend.verify, chunk),
+                verify=min(backend.capacity.verify_rows, chunk),
                 width=verify_width,
                 tree=tree,
                 tails=tails,
@@ -146,7 +149,7 @@ class Engine:
         self._points: Checkpoints | None = None
         if self.cache is not None:
             self._points = Checkpoints(self.cache, backend, self._speculator, cache_interval)
-        self._intake = Admission(slots=backend.slots, max_queue=max_queue)
+        self._intake = Admission(slots=backend.capacity.slots, max_queue=max_queue)
         self._replies: dict[Sequence, Reply] = {}
         self._by_ticket: dict[Ticket, Reply] = {}
         #: who is still to be told of what replies have got
@@ -202,7 +205,7 @@ class Engine:
             output,
             on_event,
             eos=self._eos,
-            vocab=self._backend.vocab,
+            vocab=self._backend.capacity.vocab,
             bounded=any(0 < at < len(ids) for at in boundaries),
             submitted=now,
         )
@@ -269,7 +272,7 @@ class Engine:
         return answer.result() if self._intake.tell(work) else []
 
     def _check_prompt(self, prompt: Many[int], params: SamplingParams) -> Int32:
-        vocab = self._backend.vocab
+        vocab = self._backend.capacity.vocab
         if not len(prompt):
             raise RequestError("the prompt has no tokens", param="prompt", code="invalid_value")
         need = len(prompt) + (params.max_tokens != 0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from luce.ipc.arena import Arena
 from luce.ipc.supervisor import Supervisor
-from luce.runtime.device import Array, DeviceName, Event, Memory
+from luce.runtime.device import Array, Device, DeviceName, Event, Memory
 from luce.runtime.host import HostDevice, HostEvent
 
 
@@ -21,7 +22,7 @@ class RemoteDevice(HostDevice):
     the daemon, and raises LuceError if it did not start.
     """
 
-    shared = True
+    remote = True
 
     def __init__(self, name: DeviceName, daemon: Supervisor, number: int = 0) -> None:
         super().__init__(name.index)
@@ -63,3 +64,13 @@ class RemoteDevice(HostDevice):
 
     def close(self) -> None:
         self.daemon.close()
+
+
+def is_remote(device: Device) -> TypeGuard[RemoteDevice]:
+    """Whether a device belongs to another process."""
+    return device.remote
+
+
+def same_daemon(one: Device | None, other: Device) -> bool:
+    """Whether both are devices of one daemon."""
+    return one is not None and is_remote(one) and is_remote(other) and one.daemon is other.daemon

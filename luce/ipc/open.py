@@ -98,7 +98,7 @@ def _draft_interpreter(config: Config, name: DeviceName, targets: Sequence[Devic
     given = dict(config.target_shard_ipc_bin)
     if name.kind in given:
         return given[name.kind]
-    in_daemon = any(device.shared for device in targets if device.name == name)
+    in_daemon = any(device.remote for device in targets if device.name == name)
     foreign = name.kind in VENDORS and cupy_vendor() not in (None, name.kind)
     return given.get("") if in_daemon or foreign else None
 

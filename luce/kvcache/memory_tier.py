@@ -49,8 +49,8 @@ class MemoryTier:
         self._alone = 0
         #: pages that are held while they are copied, and the copy
         self._copying: tuple[SavedState, list[int]] | None = None
-        self._page_bytes = max(1, backend.page_bytes)
-        backend.expect(min(budget, _READY) // self._page_bytes)
+        self._page_bytes = max(1, backend.capacity.page_bytes)
+        backend.state.reserve(min(budget, _READY) // self._page_bytes)
 
     def keep(
         self, slot: int, ids: Int32, logits: NDArray[np.float32] | None, features: FeatureTail | None, *, passing: bool
@@ -93,7 +93,7 @@ class MemoryTier:
         lacking = [(index, block.page) for index, block in blocks if block.data is None and block.page is not None]
         for begin in range(0, len(lacking), BATCH):
             batch = lacking[begin : begin + BATCH]
-            segment = Segment(self._backend.save(*self._pools.only([page for _, page in batch])), len(batch))
+            segment = Segment(self._backend.state.save(*self._pools.only([page for _, page in batch])), len(batch))
             data |= {index: (segment, at) for at, (index, _) in enumerate(batch)}
         return data
 
@@ -104,7 +104,7 @@ class MemoryTier:
             return segment.kept, at
         assert self._pools.full is not None
         pages = [block.page for block in blocks if block.page is not None]
-        kept = self._backend.save(*self._pools.only(pages), held=True)
+        kept = self._backend.state.save(*self._pools.only(pages), held=True)
         if not kept.ready():
             for page in pages:
                 self._pools.full.share(page)
@@ -152,7 +152,7 @@ class MemoryTier:
 
     def _add(self, slot: int, ids: Int32, *, passing: bool) -> Checkpoint:
         """A new point with the state of a slot. Raises LuceError."""
-        state = self._backend.save(*self._pools.state(slot, len(ids)))
+        state = self._backend.state.save(*self._pools.state(slot, len(ids)))
         self.bytes += state.nbytes
         point = self.tree.add(ids, state, None, passing=passing)
         if self._residence is not None:
@@ -188,7 +188,7 @@ class MemoryTier:
             alone = self._alone + pool.total - pool.free - self.pages
             pushed = pool.most(pool.longest) - pool.free
             room = (self.budget - self.bytes) // self._page_bytes
-            self._backend.expect(max(0, min(alone, pushed, room)))
+            self._backend.state.reserve(max(0, min(alone, pushed, room)))
 
     def _copied(self, block: PageNode, segment: Segment, at: int) -> None:
         """A block is page `at` of a segment as well."""
@@ -206,7 +206,7 @@ class MemoryTier:
     def _spill(self, blocks: list[PageNode]) -> bool:
         """Move blocks to host memory, or give them up if there can be no room for them. False if the copy failed."""
         try:
-            kept = self._backend.save(*self._pools.only([b.page for b in blocks if b.page is not None]))
+            kept = self._backend.state.save(*self._pools.only([b.page for b in blocks if b.page is not None]))
             segment = Segment(kept, len(blocks))
             self._make_room(kept.nbytes)
         except LuceError as error:

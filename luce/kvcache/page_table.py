@@ -310,14 +310,15 @@ class PageTables:
     @classmethod
     def over(cls, backend: Backend, chunk: int) -> PageTables:
         """The pages that a backend has."""
+        capacity = backend.capacity
         return cls(
-            backend.pages,
-            backend.windows,
-            slots=backend.slots,
-            context=backend.context,
+            capacity.pages,
+            capacity.windows,
+            slots=capacity.slots,
+            context=capacity.context,
             chunk=chunk,
-            bound=backend.bound,
-            branch_pages=backend.branch_pages,
+            bound=capacity.max_resident_pages,
+            branch_pages=capacity.branch_pages,
         )
 
     @property

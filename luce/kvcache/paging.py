@@ -424,7 +424,7 @@ class Pager:
         """Let the contents of pages be in host memory too; if they are `held`, in a while."""
         for batch in _batches([entry for entry in entries if entry not in stay.host]):
             pages = [self._pool.entries(slot, entry, entry + 1)[0] for entry in batch]
-            segment = Segment(self._backend.save(None, self._only(pages), held=held), len(batch))
+            segment = Segment(self._backend.state.save(None, self._only(pages), held=held), len(batch))
             self._copies += len(batch)
             for index, (entry, page) in enumerate(zip(batch, pages, strict=True)):
                 for each in (stay, *self._sharing(slot, entry, page)):
@@ -446,7 +446,7 @@ class Pager:
         self._clock += 1
         pages = dict(zip(entries, self._pool.enter(slot, entries), strict=True))
         for segment, at, batch in _runs(stay, entries):
-            self._backend.restore(None, self._only([pages[entry] for entry in batch]), segment.kept, at)
+            self._backend.state.restore(None, self._only([pages[entry] for entry in batch]), segment.kept, at)
         for entry in entries:
             stay.used[entry] = self._clock
 
@@ -499,7 +499,7 @@ class Pager:
                 self._stays[slot].lost = True
 
     def _only(self, pages: list[int]) -> list[list[int]]:
-        return [pages if group == self._group else [] for group in range(len(self._backend.windows))]
+        return [pages if group == self._group else [] for group in range(len(self._backend.capacity.windows))]
 
 
 def _batches(entries: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -47,7 +47,7 @@ def open_policy(
 
 
 class QueryPolicy:
-    """Pages that the newest row would attend to, by the model's own heads (luce.shard.shard.Shard.rank).
+    """Pages that the newest row would attend to, by the model's own heads (luce.shard.shard.ShardRanking).
 
     What is kept of pages takes `budget` bytes at most; nothing is known of those that are too many.
     """
@@ -57,12 +57,12 @@ class QueryPolicy:
 
     def __init__(self, backend: Backend, budget: int) -> None:
         self._backend = backend
-        self._most = budget // max(1, backend.sealed_bytes)
+        self._most = budget // max(1, backend.capacity.ranking_bytes)
         self._sealed: dict[int, set[int]] = {}
 
     @property
     def nbytes(self) -> int:
-        return self._count * self._backend.sealed_bytes
+        return self._count * self._backend.capacity.ranking_bytes
 
     @property
     def _count(self) -> int:
@@ -79,7 +79,7 @@ class QueryPolicy:
             return None
         scores = np.full(count, -np.inf, np.float32)
         # The newest token is not in the cache yet. Shares differ by many orders of magnitude.
-        shares = self._backend.rank(slot, len(tokens) - 2, known)
+        shares = self._backend.ranking.rank(slot, len(tokens) - 2, known)
         with np.errstate(divide="ignore"):
             scores[known] = np.log(np.where(shares > 0, shares, 0.0))
         return scores
@@ -88,14 +88,14 @@ class QueryPolicy:
         sealed = self._sealed.setdefault(slot, set())
         fresh = [(entry, page) for entry, page in zip(entries, pages, strict=True) if page >= 0 and entry not in sealed]
         if fresh := fresh[: max(0, self._most - self._count)]:
-            self._backend.seal(slot, [entry for entry, _ in fresh], [page for _, page in fresh])
+            self._backend.ranking.add(slot, [entry for entry, _ in fresh], [page for _, page in fresh])
             sealed.update(entry for entry, _ in fresh)
 
     def forget(self, slot: int) -> None:
         if self._sealed.pop(slot, None):
             # Who has failed keeps nothing.
             with contextlib.suppress(LuceError):
-                self._backend.unseal(slot)
+                self._backend.ranking.drop(slot)
 
     def close(self) -> None:
         pass

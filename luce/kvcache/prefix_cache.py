@@ -107,7 +107,7 @@ class PrefixCache:
         residence: Residence | None = None,
     ) -> None:
         self._backend = backend
-        self._pools = Pools(pools, recurrent=backend.recurrent)
+        self._pools = Pools(pools, recurrent=backend.capacity.recurrent)
         self._residence = residence
         self._hits = self._misses = self._tokens = 0
         #: prompts that were read: tokens, seconds
@@ -265,7 +265,7 @@ class PrefixCache:
             data = self._hold(found.blocks, found.length, slot, away)
             self._settle(slot, data, residency)
             if found.point is not None:
-                self._backend.restore(*self._pools.state(slot, found.length), found.point.state)
+                self._backend.state.restore(*self._pools.state(slot, found.length), found.point.state)
                 found.point.stale = False
         except LuceError as error:
             _log.warning("a cached prefix could not be restored: %s", error)
@@ -303,7 +303,7 @@ class PrefixCache:
             return data
         pages = self._pools.full.entries(slot, 0, len(blocks))
         for first, segment, at, count in _together(absent):
-            self._backend.restore(*self._pools.only(pages[first : first + count]), segment.kept, at)
+            self._backend.state.restore(*self._pools.only(pages[first : first + count]), segment.kept, at)
         for i, block, _ in absent:
             if block.alive:
                 self.memory.place(block, pages[i])
@@ -356,9 +356,9 @@ class PrefixCache:
 
     def _fill(self, shares: Iterator[tuple[dict[str, StoredTensor], tuple[Place, range]]], patience: Deadline) -> None:
         assert self.disk is not None
-        decoded = self.disk.decode(shares, self._backend.landing, patience)
+        decoded = self.disk.decode(shares, self._backend.state.staging_buffer, patience)
         with contextlib.closing(decoded):
-            self._backend.fill(Piece(*place, layers, tensors) for tensors, (place, layers) in decoded)
+            self._backend.state.load(Piece(*place, layers, tensors) for tensors, (place, layers) in decoded)
 
     def _passed(
         self, reader: Reader, slot: int, away: Sequence[int], there: Sequence[int], patience: Deadline
@@ -378,7 +378,7 @@ class PrefixCache:
                 for layers, part in by_layers(share, self.disk.layers)
             )
             self._fill(places, patience)
-            segment = Segment(self._backend.save(*self._pools.only(ours[: len(run)])), len(run))
+            segment = Segment(self._backend.state.save(*self._pools.only(ours[: len(run)])), len(run))
             data |= {entry: (segment, entry - run.start) for entry in run}
         return data
 

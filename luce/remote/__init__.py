@@ -6,6 +6,7 @@ calls RemoteShard, `luce shard` runs the daemon; the package calls luce.ipc and 
 verbs; no model family is known here.
 
     shard             RemoteShard: the server's side of a shard
+    shard_groups      what its groups of verbs do: saved states, ranking, ends
     rpc               requests and their answers, which come in the same order
     saved_state       saved state that lies in a daemon's memory
     activation_codec  activations in messages: float32, float16, bfloat16

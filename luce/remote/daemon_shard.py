@@ -119,7 +119,7 @@ class Announced:
 class _SharedMemory(HostDevice):
     """The arena as the place that activations come from."""
 
-    shared = True
+    remote = True
 
 
 class ServedModel:
@@ -200,7 +200,7 @@ class ServedModel:
 
     def loaded(self) -> Loaded:
         """What lies on the devices, and the model's dimensions as this process sees them."""
-        parts = (part for shard in self.chain.shards for part in shard.parts)
+        parts = (part for shard in self.chain.shards for part in shard.info.devices)
         shown = (Part(p.device, (p.layers.start, p.layers.stop), p.weights, p.state, p.unpacked) for p in parts)
         return Loaded(tuple(shown), self.takes, self.gives, self.spec.vocab, self.words)
 
@@ -327,7 +327,7 @@ class ServedModel:
         self.chain.wait()
         if tokens.ndim != 1 or not within(tokens, self.spec.vocab):
             raise BackendError("tokens that do not exist")
-        rows: NDArray[np.float32] = self.devices[0].download(self.chain.shards[0].embed(tokens))
+        rows: NDArray[np.float32] = self.devices[0].download(self.chain.shards[0].ends.embed(tokens))
         return rows
 
     def project(self, message: Project) -> Output:
@@ -342,7 +342,7 @@ class ServedModel:
         if not (0 <= message.scale < math.inf and 0 <= message.softcap < math.inf):
             raise BackendError(f"no norms of logits times {message.scale}, capped at {message.softcap}")
         shard, norms = self.chain.shards[-1], {"scale": message.scale, "softcap": message.softcap}
-        return shard.project(message.hidden, top=message.top, logits=message.logits, **norms)()
+        return shard.ends.project(message.hidden, top=message.top, logits=message.logits, **norms)()
 
     def seal(self, message: Seal) -> None:
         """Queue what keeps the moments of pages' keys."""
@@ -352,14 +352,14 @@ class ServedModel:
         if len(message.entries) != len(message.pages) or not all(0 <= entry < 1 << 24 for entry in message.entries):
             raise BackendError("pages of a sequence that cannot be")
         for shard in self.chain.shards:
-            shard.seal(message.slot, message.entries, message.pages)
+            shard.ranking.add(message.slot, message.entries, message.pages)
 
     def unseal(self, message: Unseal) -> None:
         """Give up what was kept of a slot's pages."""
         self.chain.wait()
         check_pages(self.load, message.slot)
         for shard in self.chain.shards:
-            shard.unseal(message.slot)
+            shard.ranking.drop(message.slot)
 
     def rank(self, message: Rank) -> NDArray[np.float64]:
         """Shares of sealed pages, by layer."""
@@ -369,7 +369,9 @@ class ServedModel:
         listed = entries.ndim == 1 and entries.size > 0 and entries[0] >= 0 and (np.diff(entries) > 0).all()
         if message.position < 0 or not listed:
             raise BackendError("these pages of a sequence cannot be ranked")
-        return np.concatenate([shard.rank(message.slot, message.position, entries) for shard in self.chain.shards])
+        return np.concatenate(
+            [shard.ranking.rank(message.slot, message.position, entries) for shard in self.chain.shards]
+        )
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
         """These rows of a speculative span or a tree count."""
@@ -385,7 +387,7 @@ class ServedModel:
         self.chain.wait()
         check_pages(self.load, message.slot, message.pages)
         shards = self.chain.shards
-        parts = [shard.save(message.slot, message.pages, held=message.held) for shard in shards]
+        parts = [shard.state.save(message.slot, message.pages, held=message.held) for shard in shards]
         kept = self._kept[number] = JoinedSavedState(parts)
         return Work(_Copied(kept), lambda: _saved(kept))
 
@@ -403,14 +405,14 @@ class ServedModel:
         self.chain.wait()
         check_pages(self.load, message.slot, message.pages)
         for shard, part in zip(self.chain.shards, self._named(message.kept).parts, strict=True):
-            shard.restore(message.slot, message.pages, part, message.first)
+            shard.state.restore(message.slot, message.pages, part, message.first)
 
     def fill(self, message: Fill) -> None:
         """The same from tensors that came with the message."""
         self.chain.wait()
         check_pages(self.load, message.slot, message.pages)
         for shard in self.chain.shards:
-            shard.fill(Piece(message.slot, message.pages, range(*message.layers), message.tensors))
+            shard.state.load(Piece(message.slot, message.pages, range(*message.layers), message.tensors))
 
     def drop(self, numbers: Sequence[int]) -> None:
         """What these requests put aside is of no use any more."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,32 +19,21 @@ from luce.ipc.messages import (
     Accept,
     Announce,
     Done,
-    Embed,
-    Embedded,
-    Fill,
     Forward,
     Load,
-    Project,
-    Rank,
-    Ranked,
     Reply,
-    Restore,
-    Save,
-    Seal,
-    Unseal,
 )
 from luce.ipc.supervisor import Supervisor
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.remote.activation_codec import ActivationCodec
 from luce.remote.rpc import PER_BYTE, PER_ROW, Request, Requests
-from luce.remote.saved_state import RemoteSavedState
+from luce.remote.shard_groups import RemoteEnds, RemoteRanking, RemoteState, check_done, check_ids, check_output
 from luce.remote.shared_layout import ANSWER, OUTPUTS, Answer, shared_size
-from luce.runtime.device import Array, Device, Event, Flag
+from luce.runtime.device import Device, Event, Flag
 from luce.runtime.host import HostEvent
-from luce.runtime.step import MAX_CANDIDATES, Int32, Output, Step
-from luce.shard.saved_state import Piece, SavedState, layer_of
-from luce.shard.shard import Activation, Captured, DaemonState, Pending, ShardInfo
+from luce.runtime.step import MAX_CANDIDATES, Output, Step
+from luce.shard.shard import Activation, Captured, DaemonState, DeviceInfo, Pending, ShardInfo
 from luce.shard.sizes import handed_widths, mirrored
 
 _log = logging.getLogger(__name__)
@@ -53,10 +41,6 @@ _log = logging.getLogger(__name__)
 #: Seconds to look for the answer to a step of few rows without sleeping, if a GPU gives it: such a step is over by
 #: then, and a thread that waits in the driver for its own GPU does not sleep either.
 _SPIN, _SPUN_ROWS = 20e-3, 64
-#: seconds that ranking may take for each byte of scores
-_RANKING = 1e-4
-#: how many Seals are remembered until their errors are told
-_SEALS = 256
 
 
 def daemon_state(
@@ -107,12 +91,10 @@ class RemoteShard:
         self.layers = range(layers[0].start, layers[-1].stop)
         self._name = name
         self._daemon: Supervisor = devices[0].daemon
-        self._vocab, self._hidden = spec.vocab, spec.hidden
-        self._mirrored = mirrored(spec, self.layers)
+        self._vocab = spec.vocab
         self._takes, self._gives = handed_widths(spec, self.layers.start), handed_widths(spec, self.layers.stop)
         wire = self._daemon.wire
         self._wires = ActivationCodec(wire, spec, self.layers.start), ActivationCodec(wire, spec, self.layers.stop)
-        self._ranking = sum(map(spec.ranks, self.layers))
         self._last = self.layers.stop == len(spec.layers)
         self._on_captured = on_captured
         size = shared_size(rows, self._takes, self._gives)
@@ -126,8 +108,6 @@ class RemoteShard:
         self._reader: Request | None = None
         #: the last step whose captured outputs come with its answer
         self._capturing: Request | None = None
-        #: Seals whose errors nobody has heard of, which Rank tells: to wait for their answers is to wait for steps
-        self._sealing: deque[Request] = deque(maxlen=_SEALS)
         self._words = False
         self._forwards = 0
         #: bytes of a row in shared memory, and of all that went through it, to the daemon and from it
@@ -155,7 +135,11 @@ class RemoteShard:
         self._expected = tuple(
             (str(device.name.local), (part.start, part.stop)) for device, part in zip(devices, layers, strict=True)
         )
-        self._parts = tuple(ShardInfo(str(d.name), part, 0, 0, 0) for d, part in zip(devices, layers, strict=True))
+        parts = zip(devices, layers, strict=True)
+        self.info = ShardInfo(tuple(DeviceInfo(str(device.name), part, 0, 0, 0) for device, part in parts))
+        self.state = RemoteState(self._requests, self.layers, mirrored(spec, self.layers), self._copy_seconds)
+        self.ranking = RemoteRanking(self._requests, sum(map(spec.ranks, self.layers)), self._copy_seconds)
+        self.ends = RemoteEnds(self._requests, self.device, spec.hidden, spec.vocab)
         self._daemon.begin_load(self._load, self._arena, name)
 
     def _memory_of(self, size: int) -> Arena:
@@ -178,9 +162,11 @@ class RemoteShard:
         if theirs != ours:
             raise BackendError(f"{self._name}: the daemon sees a model of dimensions {theirs}, this process {ours}")
         self._words = loaded.words and self._daemon.shares
-        self._parts = tuple(
-            ShardInfo(mine.device, mine.layers, part.weights, part.state, part.unpacked)
-            for mine, part in zip(self._parts, loaded.parts, strict=True)
+        self.info = ShardInfo(
+            tuple(
+                DeviceInfo(mine.device, mine.layers, part.weights, part.state, part.unpacked)
+                for mine, part in zip(self.info.devices, loaded.parts, strict=True)
+            )
         )
 
     @property
@@ -193,22 +179,7 @@ class RemoteShard:
         for problem in self._arena.pin(devices):
             _log.warning("%s: shared memory is not pinned, copies are slower: %s", self._name, problem)
 
-    @property
-    def info(self) -> ShardInfo:
-        parts = self._parts
-        return ShardInfo(
-            ",".join(part.device for part in parts),
-            self.layers,
-            sum(part.weights for part in parts),
-            sum(part.state for part in parts),
-            sum(part.unpacked for part in parts),
-        )
-
-    apart, reuses = True, False
-
-    @property
-    def parts(self) -> tuple[ShardInfo, ...]:
-        return self._parts
+    remote = True
 
     def lost(self) -> str:
         why = self._requests.lost()
@@ -222,20 +193,20 @@ class RemoteShard:
     def down(self) -> str:
         return self._daemon.down()
 
-    def state(self, number: int) -> DaemonState:
+    def daemon_state(self, number: int) -> DaemonState:
         """What there is to tell of its daemon, as the shard of this number. Any thread may ask."""
         state = daemon_state(number, self.info.device, self._daemon, shared=(self._handed, self._taken))
         return replace(state, words=self._words, waited=self._requests.waited)
 
-    def announce(self, step: Step, handed: Activation | None) -> None:
+    def announce(self, step: Step, activation: Activation | None) -> None:
         self._release()
         self._requests.catch_up()
-        source = -1 if handed is None else self._arena.place(handed[0])
+        source = -1 if activation is None else self._arena.place(activation[0])
         target = self._outputs[self._forwards % OUTPUTS] if self._gives else -1
         self._forwards += 1
         given = told = None
         if self._words:
-            given = None if handed is None else Flag(self._arena.given, self._forwards)
+            given = None if activation is None else Flag(self._arena.given, self._forwards)
             told = Flag(self._arena.told, self._forwards) if self._answers(step) else None
         values = (None if word is None else word.value for word in (given, told))
         self._requests.send(Announce(step, source, target, next(values), self._answer, next(values)))
@@ -257,9 +228,9 @@ class RemoteShard:
     def _memory(self) -> NDArray[np.uint8]:
         return self._arena.memory[self._answer : self._answer + ANSWER]
 
-    def forward(self, step: Step, handed: Activation | None) -> Activation | Pending:
+    def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
         if self._announced is None or self._announced.step is not step:
-            self.announce(step, handed)
+            self.announce(step, activation)
         announced = self._announced
         assert announced is not None
         self._release()
@@ -268,7 +239,7 @@ class RemoteShard:
         if self._daemon.shares:
             self._handed += step.rows * self._handed_row
             self._taken += step.rows * self._taken_row
-        elif handed is not None:
+        elif activation is not None:
             data = self._wires[0].pack(self._arena.memory[announced.source :], step.rows)
         rows = len(step.output_rows)
         request = self._requests.ask(
@@ -288,104 +259,13 @@ class RemoteShard:
             self._capturing = request
         return request.output if self._last else self._arena.floats(target, step.rows, self._gives)
 
-    def embed(self, tokens: Int32) -> Array:
-        shape = (len(tokens), self._hidden)
-        found: list[NDArray[np.float32]] = []
-
-        def take(reply: Reply) -> None:
-            if not isinstance(reply, Embedded) or reply.rows.shape != shape:
-                raise GarbageError("it sent something else than the rows of the tokens")
-            found.append(reply.rows)
-
-        seconds, limit = PER_ROW * len(tokens), SMALL + 4 * len(tokens) * self._hidden
-        self._requests.ask(Embed(np.asarray(tokens, np.int32)), seconds=seconds, limit=limit, take=take).wait()
-        return found[0]
-
-    def project(
-        self, hidden: Array, *, top: int = 0, logits: bool = False, scale: float = 0.0, softcap: float = 0.0
-    ) -> Pending:
-        rows = len(hidden)
-
-        def take(reply: Reply) -> None:
-            _done(reply)
-            assert isinstance(reply, Done)
-            if reply.output is None:
-                raise GarbageError("it projected nothing")
-            self._check_output(reply.output, rows, rows if logits else 0, (rows if top else 0, top))
-            found = reply.output.candidates
-            if scale and found is not None and (found.norms is None or found.norms.shape != (rows,)):
-                raise GarbageError("it projected candidates without norms")
-
-        seconds, limit = PER_ROW * rows, SMALL + 4 * rows * self._vocab
-        message = Project(np.asarray(hidden, np.float32), top, logits, scale, softcap)
-        return self._requests.ask(message, seconds=seconds, limit=limit, take=take).output
-
     def accept(self, slot: int, rows: Sequence[int]) -> None:
         # Else what is saved next might be of other rows than it says, and nobody would hear of it.
-        self._requests.ask(Accept(slot, tuple(rows)), seconds=0, limit=SMALL, take=_done).wait()
+        self._requests.ask(Accept(slot, tuple(rows)), seconds=0, limit=SMALL, take=check_done).wait()
 
-    def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
-        message = Seal(slot, tuple(map(int, entries)), tuple(map(int, pages)))
-        self._sealing.append(self._requests.ask(message, seconds=self._copying, limit=SMALL, take=_done))
-
-    def unseal(self, slot: int) -> None:
-        self._requests.ask(Unseal(slot), seconds=0, limit=SMALL, take=_done)
-
-    def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
-        shape = (self._ranking, len(entries))
-        found: list[NDArray[np.float64]] = []
-
-        def take(reply: Reply) -> None:
-            if not isinstance(reply, Ranked) or reply.scores.shape != shape:
-                raise GarbageError("it sent something else than scores of the pages")
-            found.append(reply.scores)
-
-        message = Rank(slot, position, np.asarray(entries, np.int32))
-        size = 8 * self._ranking * len(entries)
-        asked = self._requests.ask(message, seconds=_RANKING * size, limit=SMALL + size, take=take)
-        sealing = [*self._sealing]
-        self._sealing.clear()
-        try:
-            asked.wait()
-        finally:
-            # They are answered by now.
-            for request in sealing:
-                if request.error is not None:
-                    raise request.error
-        return found[0]
-
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> RemoteSavedState:
-        message = Save(slot, tuple(tuple(map(int, group)) for group in pages), held)
-        return RemoteSavedState(self._requests, self.layers, message, seconds=self._copying)
-
-    def restore(
-        self, slot: int | None, pages: Sequence[Sequence[int]], kept: SavedState, first: int = 0
-    ) -> Callable[[], None] | None:
-        assert isinstance(kept, RemoteSavedState)
-        kept.wait()
-        message = Restore(kept.number, slot, tuple(tuple(map(int, group)) for group in pages), first)
-        return self._requests.ask(message, seconds=self._copying, limit=SMALL, take=_done).wait
-
-    def fill(self, piece: Piece) -> None:
-        if not any(layer in piece.layers for layer in (*self.layers, *self._mirrored)):
-            return
-        own = {
-            name: tensor
-            for name, tensor in piece.tensors.items()
-            if self._owns(name) or layer_of(name) in self._mirrored
-        }
-        pages = tuple(tuple(map(int, group)) for group in piece.pages)
-        message = Fill(piece.slot, pages, (piece.layers.start, piece.layers.stop), own)
-        seconds = PER_BYTE * sum(tensor.nbytes for tensor in own.values())
-        self._requests.ask(message, seconds=seconds, limit=SMALL, take=_done).wait()
-
-    @property
-    def _copying(self) -> float:
+    def _copy_seconds(self) -> float:
         """Seconds that copies of a sequence's state may take the daemon's devices."""
         return PER_BYTE * self.info.state
-
-    def _owns(self, name: str) -> bool:
-        return layer_of(name) in self.layers
 
     def close(self) -> None:
         """Idempotent. The daemon ends with its devices."""
@@ -399,7 +279,7 @@ class RemoteShard:
 
     def _take(self, reply: Reply, step: Step, announced: _Announced) -> None:
         """Check the answer to a Forward, and put what came with it where it belongs."""
-        _done(reply)
+        check_done(reply)
         assert isinstance(reply, Done)
         apart = bool(self._gives) and not self._daemon.shares
         brings = self._last and announced.told is None
@@ -424,7 +304,7 @@ class RemoteShard:
             raise GarbageError("it told an output that nobody has asked for")
         output = answer.output()
         # Its shapes are this process's own.
-        self._check_ids(output)
+        check_ids(self._vocab, output)
         self._hand_captured(step, announced)
         return output
 
@@ -436,27 +316,9 @@ class RemoteShard:
     def _check_step(self, output: Output, step: Step) -> None:
         """Raises GarbageError unless it is an output of the step."""
         top = 0 if step.needs_candidates is None else int(np.count_nonzero(step.needs_candidates))
-        self._check_output(
-            output, len(step.output_rows), int(np.count_nonzero(step.needs_logits)), (top, MAX_CANDIDATES)
+        check_output(
+            self._vocab, output, len(step.output_rows), int(np.count_nonzero(step.needs_logits)), (top, MAX_CANDIDATES)
         )
-
-    def _check_output(self, output: Output, rows: int, full: int, asked: tuple[int, int]) -> None:
-        """Raises GarbageError unless there are ids of `rows` rows, logits of `full`, and (rows, count) candidates."""
-        ids, logits, top = output.ids, output.logits, output.candidates
-        shape = asked[0], min(asked[1], self._vocab)
-        if ids.shape != (rows,) or logits.shape != (full, self._vocab):
-            raise GarbageError(f"it returned ids {ids.shape} and logits {logits.shape} for {rows} rows")
-        if (top is None) != (not asked[0]) or (top is not None and not top.ids.shape == top.logits.shape == shape):
-            raise GarbageError("it returned other candidates than were asked for")
-        self._check_ids(output)
-
-    def _check_ids(self, output: Output) -> None:
-        """Raises GarbageError if there is no such token."""
-        for ids in (output.ids, *([] if output.candidates is None else [output.candidates.ids])):
-            # Negative ones are larger than all. NumPy takes 15 us to find the largest of one.
-            values = ids.view(np.uint32).ravel()
-            if (max(values.tolist(), default=0) if values.size <= 64 else values.max()) >= self._vocab:
-                raise GarbageError(f"it returned ids outside 0..{self._vocab - 1}")
 
     def _moment(self) -> Event:
         """When all that has been asked for is done."""
@@ -472,8 +334,3 @@ class _Announced:
     target: int
     given: Flag | None
     told: Flag | None
-
-
-def _done(reply: Reply) -> None:
-    if not isinstance(reply, Done):
-        raise GarbageError(f"it sent {type(reply).__name__} instead of Done")

@@ -133,7 +133,7 @@ class Device(ABC):
     #: whether ops run their NumPy reference here instead of launching kernels
     host: bool
     #: whether this stands for devices of another process; its `zeros` returns memory that both processes see
-    shared = False
+    remote = False
     #: whether it waits for flags and sets them without stopping the host
     uses_flags = False
     #: whether `capture` may be called

@@ -74,7 +74,7 @@ class Transfer:
     def release(self, event: Event | None) -> None:
         """The receiver's work has used the arrays once `event` is done; None if no work will use them."""
         self.released = event
-        if not self._target.shared:
+        if not self._target.remote:
             self._free.set()
             return
         # Only the receiver's thread hears from the other process, and the sender blocks until it has heard.
@@ -120,13 +120,13 @@ class Link:
         self._watch = watch
         #: whether copies go from device to device without host memory in between
         self.direct = peer and source.reaches(target)
-        staged = not (self.direct or source.host or target.host or source.shared or target.shared)
+        staged = not (self.direct or source.host or target.host or source.remote or target.remote)
         if peer and staged:
             _log.info("%s and %s do not reach each other: copies go through host memory", source.name, target.name)
         self._from = source.copy_stream()
         self._to = target.copy_stream()
         #: the stream of copies that need no staging
-        self._direct = self._to if source.shared and not target.shared else self._from
+        self._direct = self._to if source.remote and not target.remote else self._from
         unreleased: deque[Transfer] = deque()
         #: the transfers whose memory `send` uses in turn
         self.transfers = [self._transfer(size, unreleased) for _ in range(DEPTH)]
@@ -134,12 +134,12 @@ class Link:
 
     def _transfer(self, size: int, unreleased: deque[Transfer]) -> Transfer:
         source, target = self._source, self._target
-        if target.shared:
+        if target.remote:
             return Transfer(target, target.zeros(size), None, unreleased)
         if target.host:
             return Transfer(target, source.pinned(4 * size).view(np.float32), None, unreleased)
         staging = None
-        if not (self.direct or source.shared):
+        if not (self.direct or source.remote):
             staging = (target if source.host else source).pinned(4 * size).view(np.float32)
         return Transfer(target, target.zeros(size), staging, unreleased)
 

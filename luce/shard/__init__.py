@@ -6,6 +6,7 @@ luce.backend, luce.remote and luce.draft call it; it calls luce.layers.
 
     shard         the protocol
     local         the shard of this process
+    local_state   its pages and recurrent states, to host memory and back
     pipeline      shards in the order of their layers, a thread each, and the copies between them
     graphs        captures a step as a CUDA graph and replays it
     saved_state   pages and recurrent states of a sequence in host memory

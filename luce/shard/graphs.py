@@ -21,6 +21,7 @@ import numpy as np
 from luce.errors import DeviceError
 from luce.runtime.device import Array, Device, Graph
 from luce.runtime.step import DeviceStep, Step, StepShape, write_step
+from luce.shard.shard import TransientActivation
 
 _log = logging.getLogger(__name__)
 
@@ -52,14 +53,11 @@ class GraphRunner:
         self._handed: dict[tuple[int, tuple[int, ...]], Array] = {}
         #: steps that were replayed
         self.replayed = 0
-        #: whether what `run` returned last is overwritten by the next step
-        self.reuses = False
 
     def run(self, step: Step, handed: tuple[Array, ...]) -> tuple[Array, ...]:
-        """What `work` returns. Arrays of a replayed step hold until the device runs the next step."""
+        """What `work` returns; of a replayed step a TransientActivation."""
         shape = StepShape.of(step)
         few = shape.rows <= MAX_ROWS and shape.longest <= MAX_SPAN
-        self.reuses = False
         if not (self._device.captures and (few or (self._long and shape.spans == 1 and shape.rows >= _LONG))):
             return self._work(DeviceStep.upload(self._device, step), handed)
         shape = replace(shape, widths=tuple(map(_padded, shape.widths, self._pages)))
@@ -68,9 +66,10 @@ class GraphRunner:
         if len(self._shapes) > _KEPT:
             del self._shapes[next(iter(self._shapes))]
         result = replay.run(step, handed)
-        self.reuses = replay.graph is not None
-        self.replayed += self.reuses
-        return result
+        if replay.graph is None:
+            return result
+        self.replayed += 1
+        return TransientActivation(result)
 
     def close(self) -> None:
         """Release graphs and the arrays they read. Idempotent."""

@@ -57,20 +57,16 @@ class _Sealed:
 
 
 class PageRanker:
-    """See luce.shard.shard.Shard.seal and rank. Layers are added in their order."""
+    """See luce.shard.shard.ShardRanking. `layers`: those that keep queries, in their order."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, layers: Sequence[AttentionLayer]) -> None:
         self._device = device
-        self._layers: list[AttentionLayer] = []
+        self._layers = list(layers)
         self._sealed: dict[int, _Sealed] = {}
         #: moments of each layer that are on their way to the host
         self._pending: deque[tuple[_Sealed, Int32, list[Callable[[], NDArray[np.float32]]]]] = deque()
 
-    def add(self, layer: AttentionLayer) -> None:
-        """A layer that keeps queries."""
-        self._layers.append(layer)
-
-    def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+    def add(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         """Queues the work; who writes to the pages later does so behind it."""
         sealed = self._sealed.setdefault(slot, _Sealed(len(self._layers)))
         places, numbers = np.array(entries, np.int32), np.array(pages, np.int32)
@@ -79,7 +75,7 @@ class PageRanker:
         self._pending.append((sealed, places, [self._device.fetch(moments) for moments in found]))
         self._receive(_BEHIND)
 
-    def unseal(self, slot: int) -> None:
+    def drop(self, slot: int) -> None:
         """What is on its way to the host goes nowhere. Idempotent."""
         self._sealed.pop(slot, None)
 
@@ -125,7 +121,7 @@ class PageRanker:
         self._pending.clear()
 
 
-def sealed_bytes(spec: ModelSpec) -> int:
+def ranking_bytes(spec: ModelSpec) -> int:
     """Host memory for what all shards of a model together keep of a page that is sealed."""
     mixers = [block.mixer for number, block in enumerate(spec.layers) if spec.ranks(number)]
     return sum(moments_bytes(m.kv_heads, m.head_dim) for m in mixers if isinstance(m, Attention))

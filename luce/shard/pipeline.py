@@ -18,7 +18,7 @@ from luce.errors import BackendError, DeviceError
 from luce.runtime.device import Event
 from luce.runtime.step import Step
 from luce.runtime.transfer import Link, Transfer
-from luce.shard.shard import Activation, Pending, Shard
+from luce.shard.shard import Activation, Pending, Shard, TransientActivation
 from luce.shard.timing import Clock, ShardTimes
 
 #: What a shard makes of a step, and when its work is done; of the last shard, when what `leave` did with it is.
@@ -138,7 +138,7 @@ class Chain:
                 done = transfer.source_read or end
             else:
                 done = self._leave(step, result, end)
-            if shard.reuses and done is not end:
+            if isinstance(result, TransientActivation) and done is not end:
                 device.wait_for(done)
             failing.pop_all()
             if handed is not None:
@@ -156,7 +156,7 @@ class Chain:
             yield
         except DeviceError as error:
             # What another process reports names the shard already.
-            name = "" if self.shards[number].apart else f"{self._names[number]}: "
+            name = "" if self.shards[number].remote else f"{self._names[number]}: "
             raise BackendError(f"{name}{error}") from error
 
     def look(self) -> None:

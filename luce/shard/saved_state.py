@@ -122,8 +122,3 @@ def layer_of(name: str) -> int:
     """N of `blk.N.NAME`, -1 if the name is another one."""
     match = re.match(r"blk\.(\d{1,6})\.", name)
     return -1 if match is None else int(match[1])
-
-
-def gathered(kept: SavedState, first: int = 0, count: int | None = None) -> dict[str, NDArray[np.generic]]:
-    """All tensors of it at once."""
-    return {name: tensor for window in kept.windows(first, count) for name, tensor in window.items()}

@@ -18,10 +18,10 @@ from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
 from luce.runtime.step import MAX_CANDIDATES, PAGE
 from luce.shard.local import LocalShard
-from luce.shard.saved_state import Piece, gathered
+from luce.shard.saved_state import Piece
 from luce.shard.sizes import handed_widths
 from tests.support.daemons import HERE, devices, key_file, listener, with_words, within
-from tests.support.drive import Driver
+from tests.support.drive import Driver, gathered
 from tests.support.golden_checks import TREES, check_rollback, check_tree
 from tests.support.reference import Reference
 
@@ -90,12 +90,12 @@ def test_facts(backend: LayerSplitBackend, reference: Reference) -> None:
     assert last.info.layers.stop == len(reference.spec.layers)
     for shard in (first, last):
         assert shard.info.weights > 0 and shard.info.state > 0 and not shard.lost()
-        assert shard.parts == (shard.info,)
+        assert len(shard.info.devices) == 1
 
 
 def test_what_devices_have_left(backend: LayerSplitBackend) -> None:
     # A daemon's first sign of life after its start may be on its way.
-    assert within(60, lambda: list(backend.memory()) == [part.device for part in backend.parts])
+    assert within(60, lambda: list(backend.memory()) == [part.device for part in backend.devices])
     for memory in backend.memory().values():
         assert memory.total == HostDevice().memory().total and 0 < memory.free <= memory.total
 
@@ -110,7 +110,7 @@ def test_what_passes_is_counted(backend: LayerSplitBackend, reference: Reference
     rows = np.resize(reference.expected["prompt_17"], 60)
     driver.feed((driver.start(), rows))
     own = [{way: count - past[way] for way, count in now.items()} for past, now in zip(before, counted(), strict=True)]
-    size = len(rows) * 4 * sum(handed_widths(reference.spec, backend.layers[1].start))
+    size = len(rows) * 4 * sum(handed_widths(reference.spec, backend.capacity.layers[1].start))
     for number, moved in enumerate(own):
         direction, other = ("sent", "received") if number else ("received", "sent")
         shared, stream = moved["shared", direction], moved["stream", direction]
@@ -125,11 +125,11 @@ def test_embed(backend: LayerSplitBackend, reference: Reference) -> None:
     first, last = backend.shards
     table = weights(reference, "token_embd.weight")
     tokens = np.array([3, 0, len(table) - 1, 3], np.int32)
-    rows = np.asarray(first.embed(tokens))
+    rows = np.asarray(first.ends.embed(tokens))
     assert rows.dtype == np.float32 and np.array_equal(rows, table[tokens])
     with pytest.raises(BackendError, match="only the first shard embeds"):
-        last.embed(tokens)
-    assert np.array_equal(first.embed(tokens[:1]), table[tokens[:1]])
+        last.ends.embed(tokens)
+    assert np.array_equal(first.ends.embed(tokens[:1]), table[tokens[:1]])
 
 
 def test_project(backend: LayerSplitBackend, reference: Reference) -> None:
@@ -137,24 +137,24 @@ def test_project(backend: LayerSplitBackend, reference: Reference) -> None:
     head = weights(reference, "output.weight", "token_embd.weight")
     rows = np.random.default_rng(5).standard_normal((5, head.shape[1])).astype(np.float32)
     expected = rows.astype(np.float64) @ head.T.astype(np.float64)
-    output = last.project(rows, top=7, logits=True)()
+    output = last.ends.project(rows, top=7, logits=True)()
     assert np.abs(output.logits - expected).max() < 1e-5 * np.abs(expected).max()
     assert (output.ids == output.logits.argmax(axis=1)).all()
     order = np.argsort(-output.logits, axis=1, kind="stable")[:, :7]
     assert output.candidates is not None and (output.candidates.ids == order).all()
     assert (output.candidates.logits == np.take_along_axis(output.logits, order, axis=1)).all()
-    few = last.project(rows[:1])()
+    few = last.ends.project(rows[:1])()
     assert few.ids.tolist() == output.ids[:1].tolist() and few.logits.shape == (0, len(head)) and few.candidates is None
-    most = last.project(rows[:2], top=MAX_CANDIDATES)()
+    most = last.ends.project(rows[:2], top=MAX_CANDIDATES)()
     assert most.candidates is not None and most.candidates.ids.shape == (2, MAX_CANDIDATES)
     assert most.candidates.norms is None
     for scale, softcap in ((1.0, 0.0), (0.5, 4.0)):
-        norms = last.project(rows, top=3, scale=scale, softcap=softcap)().candidates
+        norms = last.ends.project(rows, top=3, scale=scale, softcap=softcap)().candidates
         values = expected * scale
         values = softcap * np.tanh(values / softcap) if softcap else values
         assert norms is not None and norms.norms is not None
         np.testing.assert_allclose(norms.norms, np.logaddexp.reduce(values, axis=1), rtol=1e-5)
-        best = last.project(rows, top=1, scale=scale, softcap=softcap)()
+        best = last.ends.project(rows, top=1, scale=scale, softcap=softcap)()
         assert (
             best.candidates is not None
             and best.candidates.norms is not None
@@ -163,8 +163,8 @@ def test_project(backend: LayerSplitBackend, reference: Reference) -> None:
         assert (best.candidates.ids == order[:, :1]).all() and (best.ids == order[:, 0]).all()
         assert (best.candidates.logits[:, 0] == output.logits.max(axis=1)).all()
     with pytest.raises(BackendError, match="only the last shard projects"):
-        first.project(rows)()
-    assert last.project(rows)().ids.tolist() == output.ids.tolist()
+        first.ends.project(rows)()
+    assert last.ends.project(rows)().ids.tolist() == output.ids.tolist()
 
 
 @pytest.mark.parametrize(("rows", "accepted"), [(2, 1), (5, 5), (16, 1), (16, 11), (16, 16)])
@@ -220,7 +220,7 @@ def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> N
     kept = driver.keep(sequence)
     tensors = gathered(kept)
     for shard in backend.shards:
-        own = gathered(shard.save(sequence.slot, sequence.pages))
+        own = gathered(shard.state.save(sequence.slot, sequence.pages))
         assert own and all(int(name.split(".")[1]) in shard.info.layers for name in own)
         assert all(len(own[name]) == 2 * PAGE for name in own if name.endswith((".k", ".v")))
         assert all(np.array_equal(tensors[name], own[name]) and tensors[name].dtype == own[name].dtype for name in own)
@@ -229,7 +229,7 @@ def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> N
     driver.resume(other, kept)
     assert np.array_equal(driver.feed((other, prompt[90:]))[0], expected)
     driver.feed((third, prompt[3:93]))
-    backend.fill([Piece(third.slot, third.pages, range(len(reference.spec.layers)), tensors)])
+    backend.state.load([Piece(third.slot, third.pages, range(len(reference.spec.layers)), tensors)])
     assert np.array_equal(driver.feed((third, prompt[90:]))[0], expected)
 
 
@@ -242,43 +242,49 @@ def test_pages_are_ranked_alike_wherever_layers_are(backend: LayerSplitBackend, 
         stack.callback(alone.close)
         found = []
         for each in (alone, backend):
-            driver, group = Driver(each), each.windows.index(None)
+            driver, group = Driver(each), each.capacity.windows.index(None)
             other, sequence = driver.start(), driver.start()
             driver.feed((other, prompt[7:27]), (sequence, prompt[:128]))
             pages = sequence.pages[group]
-            each.seal(sequence.slot, [1], pages[1:2])
-            each.seal(sequence.slot, [0], pages[:1])
+            each.ranking.add(sequence.slot, [1], pages[1:2])
+            each.ranking.add(sequence.slot, [0], pages[:1])
             driver.verify((sequence, prompt[40:56]))
             driver.accept(sequence, 3)
             both = np.arange(2, dtype=np.int32)
-            found.append([each.rank(sequence.slot, position, both) for position in range(128, 144)])
+            found.append([each.ranking.rank(sequence.slot, position, both) for position in range(128, 144)])
             # What a page held when it was sealed counts, wherever the page goes.
             driver.feed((sequence, prompt[:3]))
             for shard in each.shards:
-                tensors = gathered(shard.save(None, [own[:2] for own in sequence.pages]))
+                tensors = gathered(shard.state.save(None, [own[:2] for own in sequence.pages]))
                 zeros = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
-                shard.fill(Piece(None, [own[:2] for own in sequence.pages], range(len(reference.spec.layers)), zeros))
-            found[-1].append(each.rank(sequence.slot, 128 + 2, both[1:]))
-            each.seal(sequence.slot, [1], pages[:1])
-            found[-1].append(each.rank(sequence.slot, 128 + 5, both))
+                shard.state.load(
+                    Piece(None, [own[:2] for own in sequence.pages], range(len(reference.spec.layers)), zeros)
+                )
+            found[-1].append(each.ranking.rank(sequence.slot, 128 + 2, both[1:]))
+            each.ranking.add(sequence.slot, [1], pages[:1])
+            found[-1].append(each.ranking.rank(sequence.slot, 128 + 5, both))
             with pytest.raises(BackendError, match="not all of these pages are sealed"):
-                each.rank(sequence.slot, 128, np.arange(3, dtype=np.int32))
+                each.ranking.rank(sequence.slot, 128, np.arange(3, dtype=np.int32))
             with pytest.raises(BackendError, match="not all of these pages are sealed"):
-                each.rank(other.slot, 19, both)
-            assert sum(shard.rank(sequence.slot, 128, both).shape[0] for shard in each.shards) > 0
-            assert each.sealed_bytes == alone.sealed_bytes
+                each.ranking.rank(other.slot, 19, both)
+            assert sum(shard.ranking.rank(sequence.slot, 128, both).shape[0] for shard in each.shards) > 0
+            assert each.capacity.ranking_bytes == alone.capacity.ranking_bytes
             if each is alone:
                 (shard,) = alone.shards
                 assert isinstance(shard, LocalShard)
-                kept = shard._ranker._sealed[sequence.slot].moments
-                assert sum(moments.nbytes for moments in kept if moments is not None) == 2 * alone.sealed_bytes > 0
-            each.seal(other.slot, [0], pages[:1])
+                kept = shard.ranking._sealed[sequence.slot].moments
+                assert (
+                    sum(moments.nbytes for moments in kept if moments is not None)
+                    == 2 * alone.capacity.ranking_bytes
+                    > 0
+                )
+            each.ranking.add(other.slot, [0], pages[:1])
             for _ in range(2):
-                each.unseal(sequence.slot)
+                each.ranking.drop(sequence.slot)
             with pytest.raises(BackendError, match="not all of these pages are sealed"):
-                each.rank(sequence.slot, 128, both)
-            assert each.rank(other.slot, 19, both[:1]).tolist() == [1.0]
-            each.unseal(other.slot)
+                each.ranking.rank(sequence.slot, 128, both)
+            assert each.ranking.rank(other.slot, 19, both[:1]).tolist() == [1.0]
+            each.ranking.drop(other.slot)
             driver.end(sequence)
             driver.end(other)
     for expected, scores in zip(*found, strict=True):
@@ -313,12 +319,12 @@ def test_what_cannot_be_filled_in_changes_nothing(backend: LayerSplitBackend, re
     saved = driver.save(sequence)
     for shard in backend.shards:
         # A donor's tensors are every shard's business, so one of the shard's own.
-        name = sorted(gathered(shard.save(sequence.slot, sequence.pages)))[-1]
+        name = sorted(gathered(shard.state.save(sequence.slot, sequence.pages)))[-1]
         for wrong in (None, saved[name][:-1], saved[name].astype(np.int8), saved[name][..., None]):
             tensors = {key: np.zeros_like(value) for key, value in saved.items()} | {name: wrong}
             given = {key: value for key, value in tensors.items() if value is not None}
             with pytest.raises(BackendError, match=rf"cannot restore tensor {name}"):
-                shard.fill(Piece(sequence.slot, sequence.pages, layers, given))
+                shard.state.load(Piece(sequence.slot, sequence.pages, layers, given))
     again = driver.save(sequence)
     assert all(np.array_equal(value, again[name]) for name, value in saved.items())
 

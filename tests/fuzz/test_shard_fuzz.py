@@ -28,8 +28,7 @@ from luce.remote import daemon
 from luce.runtime.device import DeviceName
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Candidates, Output
-from luce.shard.saved_state import gathered
-from tests.support.drive import Driver
+from tests.support.drive import Driver, gathered
 from tests.support.reference import Reference
 
 REFERENCE = Reference("qwen35-a-Q8_0")
@@ -167,7 +166,7 @@ def converse(whole: int, seed: int, limits: Limits) -> str:
             gathered(kept)
             driver.resume(sequence, kept)
             last = backend.shards[-1]
-            last.project(np.zeros((3, REFERENCE.spec.hidden), np.float32), top=5)()
+            last.ends.project(np.zeros((3, REFERENCE.spec.hidden), np.float32), top=5)()
             driver.feed((sequence, PROMPT[:1]), wanted=False)
             driver.feed((sequence, PROMPT[:1]))
             assert np.isfinite(logits).all()

@@ -13,8 +13,9 @@ from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE
-from luce.shard.saved_state import Piece, gathered
+from luce.shard.saved_state import Piece
 from tests.golden.conftest import MakeDriver
+from tests.support.drive import gathered
 from tests.support.reference import Reference, errors
 
 # Mean over rows of the normalised squared error of the logits, 17-token prompt and last 16 rows of the 154-token one:
@@ -67,7 +68,7 @@ def test_save_and_restore(types: tuple[str, str], make_driver: MakeDriver) -> No
     (shard,), prompt = driver.backend.shards, reference.expected["prompt_long"]
     sequence = driver.start()
     driver.feed((sequence, prompt[:90]))
-    saved = gathered(shard.save(sequence.slot, sequence.pages))
+    saved = gathered(shard.state.save(sequence.slot, sequence.pages))
     dtype, sizes = (np.uint16, (64, 64)) if types[0] == "bf16" else (np.uint8, (2 * 34, 2 * 18))
     layer = next(i for i in range(len(reference.spec.layers)) if reference.spec.group_of(i) is not None)
     for part, size in zip("kv", sizes, strict=True):
@@ -92,7 +93,7 @@ def test_tensors_that_do_not_fit_are_refused_and_change_nothing(fault: str, make
     zeros = {key: np.zeros_like(value) for key, value in driver.save(other).items() if key != name}
     piece = Piece(sequence.slot, sequence.pages, range(len(reference.spec.layers)), {**zeros, **wrong})
     with pytest.raises(BackendError, match=rf"cpu:0: cannot restore tensor {name}"):
-        driver.backend.fill([piece])
+        driver.backend.state.load([piece])
     assert (driver.feed((sequence, prompt[90:]))[0] == driver.feed((other, prompt[90:]))[0]).all()
 
 
@@ -102,7 +103,7 @@ def test_memory_is_that_of_the_types(make_driver: MakeDriver, capsys: pytest.Cap
     driver = make_driver(reference, [HostDevice()], slots=1, kv=KVTypes("q8_0", "q4_0"))
     plain = make_driver(reference, [HostDevice()], slots=1)
     (shard,), (wide,) = driver.backend.shards, plain.backend.shards
-    tokens = driver.backend.pages[0] * PAGE
+    tokens = driver.backend.capacity.pages[0] * PAGE
     assert wide.info.state - shard.info.state == tokens * 2 * 2 * (2 * 64 * 4 - 68 - 36)
     flags = ("--json", "--target-devices", "cpu:0", "--cache-type-k", "q8_0", "--cache-type-v", "q4_0")
     assert main(["inspect", str(reference.path), *flags]) == 0

@@ -25,7 +25,7 @@ from luce.kvcache.disk.part import PartReader
 from luce.remote import saved_state
 from luce.remote.rpc import Requests
 from luce.remote.saved_state import RemoteSavedState
-from luce.remote.shard import RemoteShard
+from luce.remote.shard_groups import RemoteState
 from luce.runtime.step import PAGE
 from luce.shard.saved_state import JoinedSavedState
 from luce.shard.sizes import mirrored
@@ -265,7 +265,7 @@ def test_nobody_talks_to_a_daemon_while_its_shards_thread_does(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("owner", "verb"), [(RemoteShard, "save"), (RemoteSavedState, "_fetch"), (RemoteShard, "fill")]
+    ("owner", "verb"), [(RemoteState, "save"), (RemoteSavedState, "_fetch"), (RemoteState, "load")]
 )
 def test_a_daemon_that_ends_costs_the_request_and_not_the_snapshots(
     owner: Any, verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -55,9 +55,9 @@ class Watched:
 def whole(step: Step, backend: LayerSplitBackend) -> Step:
     """The step over pools that hold all of every sequence: page i of slot s is page s * n + i."""
     views = []
-    for view, window, total in zip(step.views, backend.windows, backend.pages, strict=True):
+    for view, window, total in zip(step.views, backend.capacity.windows, backend.capacity.pages, strict=True):
         if window is None:
-            each = total // backend.slots
+            each = total // backend.capacity.slots
             slots = np.array([span.slot for span in step.spans], np.int32)
             rows = np.repeat(slots, [span.rows for span in step.spans])
             table = slots[:, None] * each + view.first // PAGE
@@ -106,7 +106,7 @@ def test_what_has_left_is_hidden_and_the_rest_is_as_it_was(name: str) -> None:
         )
         opened.callback(bounded.close)
         opened.callback(full.close)
-        assert bounded.bound == 8
+        assert bounded.capacity.max_resident_pages == 8
         expected = replies(bounded, prompts)
         texts = [[*ids, *reply] for ids, reply in zip(prompts, expected, strict=True)]
 
@@ -118,7 +118,7 @@ def test_what_has_left_is_hidden_and_the_rest_is_as_it_was(name: str) -> None:
         assert replies(watched, prompts, drafter) == expected
         gaps = 0
         for step, output in watched.ran:
-            for view, window in zip(step.views, full.windows, strict=True):
+            for view, window in zip(step.views, full.capacity.windows, strict=True):
                 if window is None:
                     assert view.count.max() <= 8
                     gaps += view.first[0, view.count[0] - 1] > PAGE * (view.count[0] - 1)
@@ -262,8 +262,8 @@ def held(model: luce.Model) -> int:
     arrays = {}
     for shard in model._backend.shards:
         assert isinstance(shard, LocalShard)
-        for block in shard._blocks.values():
-            arrays.update({id(array): array for array in vars(block.mixer.state).values() if hasattr(array, "nbytes")})
+        for state in shard.state.layers.values():
+            arrays.update({id(array): array for array in vars(state).values() if hasattr(array, "nbytes")})
     return sum(array.nbytes for array in arrays.values())
 
 

@@ -141,7 +141,7 @@ def test_unpacked_weights_change_no_bits(reference: Reference, make_driver: Make
     drivers = [make_driver(reference, open_gpus([0]), unpack=unpack) for unpack in (False, True)]
     expected, actual = (driver.feed((driver.start(), prompt))[0] for driver in drivers)
     np.testing.assert_array_equal(actual, expected)
-    unpacked = [driver.backend.parts[0].unpacked for driver in drivers]
+    unpacked = [driver.backend.devices[0].unpacked for driver in drivers]
     assert unpacked[0] == 0 and (unpacked[1] > 0 or reference.name.endswith(("F32", "F16")))
 
 

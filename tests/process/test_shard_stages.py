@@ -323,16 +323,16 @@ def test_no_memory_to_seal_pages(plan: Plan) -> None:
             driver = Driver(backend)
             sequence = driver.start()
             driver.feed((sequence, np.resize(np.array(PROMPT, np.int32), 70)))
-            (page,) = sequence.pages[backend.windows.index(None)][:1]
+            (page,) = sequence.pages[backend.capacity.windows.index(None)][:1]
             entries = np.zeros(1, np.int32)
             for kind, why in MEMORY.items():
                 plan.say(f"seal: {kind}")
                 # The answer comes behind steps that run: whoever asks for the page next hears of it.
-                backend.seal(sequence.slot, [0], [page])
+                backend.ranking.add(sequence.slot, [0], [page])
                 with pytest.raises(OutOfMemoryError, match=rf"^shard 1 \(cpu:1\): .*{why}"):
-                    backend.rank(sequence.slot, 69, entries)
-                backend.seal(sequence.slot, [0], [page])
-                assert backend.rank(sequence.slot, 69, entries).tolist() == [1.0] and plan.done()
+                    backend.ranking.rank(sequence.slot, 69, entries)
+                backend.ranking.add(sequence.slot, [0], [page])
+                assert backend.ranking.rank(sequence.slot, 69, entries).tolist() == [1.0] and plan.done()
 
 
 def test_nothing_leaks_where_memory_runs_out(plan: Plan) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from luce.backend.layersplit import LayerSplitBackend
 from luce.engine import draft_tree
 from luce.runtime.step import PAGE, PageView, Span, Step
-from luce.shard.saved_state import JoinedSavedState, Piece
+from luce.shard.saved_state import JoinedSavedState, Piece, SavedState
 
 
 @dataclass
@@ -34,8 +34,8 @@ class Driver:
 
     def __init__(self, backend: LayerSplitBackend) -> None:
         self.backend = backend
-        self._free = [list(range(n))[::-1] for n in backend.pages]
-        self._slots = list(range(backend.slots))
+        self._free = [list(range(n))[::-1] for n in backend.capacity.pages]
+        self._slots = list(range(backend.capacity.slots))
 
     def start(self) -> Sequence:
         """A new sequence."""
@@ -126,11 +126,11 @@ class Driver:
         if sequence.accepted:
             self.backend.accept(sequence.slot, sequence.path or range(sequence.accepted))
             sequence.accepted, sequence.path = 0, ()
-        return self.backend.save(sequence.slot, sequence.pages)
+        return self.backend.state.save(sequence.slot, sequence.pages)
 
     def resume(self, sequence: Sequence, kept: JoinedSavedState) -> None:
         """Give a sequence of the same length what `keep` returned."""
-        self.backend.restore(sequence.slot, sequence.pages, kept)
+        self.backend.state.restore(sequence.slot, sequence.pages, kept)
 
     def save(self, sequence: Sequence) -> dict[str, NDArray[np.generic]]:
         """The same as tensors of this process, of all shards; none is there twice."""
@@ -144,7 +144,7 @@ class Driver:
         """Give a sequence of the same length what `save` returned, in two pieces."""
         layers = len(self.backend.spec.layers)
         parts = range(layers // 2), range(layers // 2, layers)
-        self.backend.fill(Piece(sequence.slot, sequence.pages, part, saved) for part in parts)
+        self.backend.state.load(Piece(sequence.slot, sequence.pages, part, saved) for part in parts)
 
     def step(self, *work: tuple[Sequence, NDArray[np.int32]]) -> Step:
         """The step that `feed` runs; the sequences count its rows as done."""
@@ -172,3 +172,8 @@ class Driver:
                 dest += [own[p // PAGE] * PAGE + p % PAGE for p in range(sequence.length - len(ids), sequence.length)]
             views.append(PageView(table, first, count, np.array(dest, np.int32)))
         return Step.of_spans(spans, tokens, tuple(views), range(len(tokens)), needs_logits=True)
+
+
+def gathered(saved: SavedState, first: int = 0, count: int | None = None) -> dict[str, NDArray[np.generic]]:
+    """All tensors of a saved state at once."""
+    return {name: tensor for window in saved.windows(first, count) for name, tensor in window.items()}

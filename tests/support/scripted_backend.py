@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.backend import Capacity
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.host import HostEvent
-from luce.runtime.step import MAX_CANDIDATES, PAGE, Candidates, Output, Span, Step
+from luce.runtime.step import MAX_CANDIDATES, PAGE, Candidates, Int32, Output, Span, Step
 from luce.shard.saved_state import HostSavedState, Piece, SavedState, Tensors
 from luce.shard.sizes import pages_for
 
@@ -74,44 +75,44 @@ class ScriptedBackend:
         bound: int | None = None,
         branch_pages: int = 0,
     ) -> None:
-        self.lag = lag
-        self.recurrent = recurrent
         self.resumes = resumes
-        self.verify = verify
-        self.branch_pages = branch_pages
         #: paths of trees that are not their first rows, as `move_features` was told: (slot, position, path)
         self.moved: list[tuple[int, int, tuple[int, ...]]] = []
-        self.vocab = vocab
-        self.context = context
-        self.slots = slots
-        self.windows = tuple(windows)
-        self.bound = bound
         self.chunk = chunk
-        self.pages = tuple(pages) if pages else tuple(slots * self._most(window) for window in self.windows)
+
+        def most(window: int | None) -> int:
+            """Pages of a sequence."""
+            needed = pages_for(window, context, chunk)
+            return needed if bound is None or window is not None else min(needed, bound)
+
+        counts = tuple(pages) if pages else tuple(slots * most(window) for window in windows)
+        self.capacity = Capacity(
+            vocab=vocab,
+            context=context,
+            slots=slots,
+            windows=tuple(windows),
+            pages=counts,
+            page_bytes=tuple(windows).count(None) * PAGE * 2 * np.dtype(np.int64).itemsize,
+            max_resident_pages=bound,
+            branch_pages=branch_pages,
+            verify_rows=verify,
+            recurrent=recurrent,
+            # A shard for each page group, and one for the recurrent state.
+            layers=tuple(range(i, i + 1) for i in range(len(counts) + 1)),
+            ranking_bytes=0,
+        )
         self.delay = delay
         self.script = script
         self.hook = hook
-        #: a shard for each page group, and one for the recurrent state
-        self.layers = tuple(range(i, i + 1) for i in range(len(self.pages) + 1))
         #: the first violation of a contract
         self.broken: str | None = None
         #: (rows, spans) of every step that ran
         self.steps: list[tuple[int, int]] = []
         self.closed = False
-        #: pages that may be saved soon, as often as it was said
-        self.expected: list[int] = []
         #: what the next `lost` says
         self.gone = ""
-        # What the cache holds: (token, position) of each row of each group; and per slot the tokens seen, and a hash.
-        self._rows = [np.full(((n + branch_pages) * PAGE, 2), -1, np.int64) for n in self.pages]
-        self._seen: list[list[int]] = [[] for _ in range(slots)]
-        # What a speculative span left: tokens of which none counts yet.
-        self._guessed: list[list[int]] = [[] for _ in range(slots)]
-
-    def _most(self, window: int | None) -> int:
-        """Pages of a sequence."""
-        pages = pages_for(window, self.context, self.chunk)
-        return pages if self.bound is None or window is not None else min(pages, self.bound)
+        self.state = ScriptedState(self.capacity, lag)
+        self.ranking = ScriptedRanking()
 
     def lost(self) -> str:
         gone, self.gone = self.gone, ""
@@ -132,60 +133,14 @@ class ScriptedBackend:
         return output
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
-        assert self.recurrent and 0 < len(rows) <= len(self._guessed[slot]), "rows that were not speculative"
-        self._seen[slot] += [self._guessed[slot][row] for row in rows]
-        self._guessed[slot] = []
+        assert self.capacity.recurrent and 0 < len(rows) <= len(self.state.proposed[slot]), (
+            "rows that were not speculative"
+        )
+        self.state.seen[slot] += [self.state.proposed[slot][row] for row in rows]
+        self.state.proposed[slot] = []
 
     def move_features(self, slot: int, position: int, path: Sequence[int]) -> None:
         self.moved.append((slot, position, tuple(path)))
-
-    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> SavedState:
-        if held and self.lag:
-            return _Lagging(lambda: self._saved(slot, pages), self.lag)
-        return self._saved(slot, pages)
-
-    def _saved(self, slot: int | None, pages: Sequence[Sequence[int]]) -> HostSavedState:
-        saved: dict[str, NDArray[np.generic]] = {
-            f"blk.{group}.k": self._rows[group][_rows_of(numbers)].copy()
-            for group, numbers in enumerate(pages)
-            if numbers
-        }
-        paged = frozenset(saved)
-        if slot is not None:
-            assert not self._guessed[slot], "a state is saved before its rows are accepted"
-            saved[f"blk.{len(self.pages)}.memory"] = np.array(self._seen[slot], np.int64)
-        return HostSavedState(saved, HostEvent(), paged)
-
-    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: SavedState, first: int = 0) -> None:
-        if isinstance(kept, _Lagging):
-            kept = kept.landed()
-        assert isinstance(kept, HostSavedState)
-        for group, numbers in enumerate(pages):
-            if numbers:
-                rows = kept.tensors[f"blk.{group}.k"][first * PAGE : (first + len(numbers)) * PAGE]
-                self._rows[group][_rows_of(numbers)] = rows
-        if slot is not None:
-            self._guessed[slot] = []
-            self._seen[slot] = kept.tensors[f"blk.{len(self.pages)}.memory"].tolist()
-
-    def landing(self, size: int) -> NDArray[np.uint8]:
-        return np.empty(size, np.uint8)
-
-    @property
-    def page_bytes(self) -> int:
-        return self.windows.count(None) * PAGE * self._rows[0][0].nbytes
-
-    def expect(self, pages: int) -> None:
-        self.expected.append(pages)
-
-    def fill(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            for group, numbers in enumerate(piece.pages):
-                if numbers and group in piece.layers:
-                    self._rows[group][_rows_of(numbers)] = piece.tensors[f"blk.{group}.k"]
-            if piece.slot is not None and len(self.pages) in piece.layers:
-                self._guessed[piece.slot] = []
-                self._seen[piece.slot] = piece.tensors[f"blk.{len(self.pages)}.memory"].tolist()
 
     def close(self) -> None:
         self.closed = True
@@ -202,7 +157,7 @@ class ScriptedBackend:
         state = 0
         for token in (*missing, *history):
             state = ((state ^ (token + 1)) * _MIX + (state >> 29)) & _MASK
-        mixed = (np.arange(1, self.vocab + 1, dtype=np.uint64) * np.uint64(state | 1)) >> np.uint64(40)
+        mixed = (np.arange(1, self.capacity.vocab + 1, dtype=np.uint64) * np.uint64(state | 1)) >> np.uint64(40)
         row = (mixed % np.uint64(4096)).astype(np.float32) / np.float32(1024)
         if self.script is not None and (token := self.script(history)) is not None:
             row[token] += 30
@@ -216,16 +171,16 @@ class ScriptedBackend:
             if view.copies is not None:
                 source, target = view.copies[view.copies[:, 0] >= 0].T
                 assert not set(source.tolist()) & set(target.tolist()), "a place is copied from and to"
-                self._rows[group][target] = self._rows[group][source]
+                self.state.rows[group][target] = self.state.rows[group][source]
         for index, span in enumerate(step.spans):
-            for group in range(len(self.pages)):
+            for group in range(len(self.capacity.pages)):
                 self._read(step, span, index, group)
         rows = []
         for row in step.output_rows.tolist():
             span = next(s for s in step.spans if s.start <= row < s.start + s.rows)
             position = int(step.positions[row])
             rows.append(self.logits(self._history(step, span)[: position + 1], self._missing(step, span, position)))
-        logits = np.array(rows, np.float32).reshape(-1, self.vocab)
+        logits = np.array(rows, np.float32).reshape(-1, self.capacity.vocab)
         top = None
         if step.needs_candidates is not None and step.needs_candidates.any():
             ids = np.argsort(-logits[step.needs_candidates], axis=1, kind="stable")[:, :MAX_CANDIDATES].astype(np.int32)
@@ -234,15 +189,15 @@ class ScriptedBackend:
 
     def _missing(self, step: Step, span: Span, position: int) -> list[int]:
         """The pages of the bounded group that a row does not see."""
-        if self.bound is None:
+        if self.capacity.max_resident_pages is None:
             return []
-        view, index = step.views[self.windows.index(None)], step.spans.index(span)
+        view, index = step.views[self.capacity.windows.index(None)], step.spans.index(span)
         there = set((view.first[index, : view.count[index]] // PAGE).tolist())
         return [page for page in range(position // PAGE + 1) if page not in there]
 
     def _history(self, step: Step, span: Span) -> list[int]:
         """The tokens up to the last row of a span."""
-        seen = self._seen[span.slot]
+        seen = self.state.seen[span.slot]
         if not span.speculative:
             return seen
         return seen + step.tokens[[*span.ancestors, *range(span.start, span.start + span.rows)]].tolist()
@@ -258,12 +213,12 @@ class ScriptedBackend:
         assert candidates is None or len(candidates) == len(outputs), "needs_candidates does not match output_rows"
         assert (np.diff(outputs) > 0).all(), "output_rows is not ascending"
         assert not len(outputs) or 0 <= outputs[0] <= outputs[-1] < n, "output_rows is outside the step"
-        assert ((step.tokens >= 0) & (step.tokens < self.vocab)).all(), "token outside the vocabulary"
+        assert ((step.tokens >= 0) & (step.tokens < self.capacity.vocab)).all(), "token outside the vocabulary"
         prompts = [s.rows for s in step.spans if s.rows > 1 and not s.speculative]
         assert sum(rows for rows in prompts if rows > FEW_ROWS) <= self.chunk, "more rows of prompts than a chunk"
         assert sum(rows for rows in prompts if rows <= FEW_ROWS) <= FEW_ROWS, "more than few rows of short prompts"
         verified = sum(s.rows for s in step.spans if s.speculative)
-        assert verified <= max(16, self.slots), "more rows to verify than products of few rows have"
+        assert verified <= max(16, self.capacity.slots), "more rows to verify than products of few rows have"
         roots = [s for s in step.spans if not s.ancestors]
         assert len({s.slot for s in roots}) == len(roots), "two spans of one slot"
         start, root = 0, step.spans[0]
@@ -273,8 +228,8 @@ class ScriptedBackend:
             assert all(root.start <= row < span.start for row in span.ancestors), "a branch of another tree"
             assert span.position - len(span.ancestors) == root.position, "a branch in another depth"
             assert not span.path or len(span.path) == span.accepted, "a path of another length"
-            assert 0 <= span.slot < self.slots, f"slot {span.slot}"
-            assert not span.speculative or (span.position and span.rows <= self.verify), (
+            assert 0 <= span.slot < self.capacity.slots, f"slot {span.slot}"
+            assert not span.speculative or (span.position and span.rows <= self.capacity.verify_rows), (
                 "a speculative span out of place"
             )
             assert span.position or not span.accepted, "rows of another sequence are accepted"
@@ -282,10 +237,10 @@ class ScriptedBackend:
             start += span.rows
             expected = np.arange(span.position, span.position + span.rows)
             assert (step.positions[span.start : start] == expected).all(), "positions are not contiguous"
-            assert span.position + span.rows <= self.context, "row beyond the context"
+            assert span.position + span.rows <= self.capacity.context, "row beyond the context"
         assert start == n, "spans do not tile the rows"
-        assert len(step.views) == len(self.pages), "views do not match the page groups"
-        for view, total in zip(step.views, (n + self.branch_pages for n in self.pages), strict=True):
+        assert len(step.views) == len(self.capacity.pages), "views do not match the page groups"
+        for view, total in zip(step.views, (n + self.capacity.branch_pages for n in self.capacity.pages), strict=True):
             for array in (view.table, view.first, view.count, view.dest):
                 assert array.dtype == np.int32, "views are int32"
             assert view.table.shape == view.first.shape and len(view.count) == len(view.table) == len(step.spans)
@@ -307,47 +262,123 @@ class ScriptedBackend:
     def _write(self, step: Step, span: Span) -> None:
         own = slice(span.start, span.start + span.rows)
         for group, view in enumerate(step.views):
-            self._rows[group][view.dest[own]] = np.stack([step.tokens[own], step.positions[own]], axis=1)
+            self.state.rows[group][view.dest[own]] = np.stack([step.tokens[own], step.positions[own]], axis=1)
         if span.ancestors:
-            self._guessed[span.slot] += step.tokens[own].tolist()
+            self.state.proposed[span.slot] += step.tokens[own].tolist()
             return
-        seen = self._seen[span.slot]
-        guessed, self._guessed[span.slot] = self._guessed[span.slot], []
+        seen = self.state.seen[span.slot]
+        guessed, self.state.proposed[span.slot] = self.state.proposed[span.slot], []
         assert span.accepted <= len(guessed), "more rows are accepted than were speculative"
         if span.position == 0:
             seen.clear()
         elif self.resumes:
-            full = self.windows.index(None)
+            full = self.capacity.windows.index(None)
             view, index = step.views[full], step.spans.index(span)
             numbers = view.table[index, : view.count[index]].tolist()
-            seen[:] = self._rows[full][_rows_of(numbers), 0][: span.position].tolist()
+            seen[:] = self.state.rows[full][_rows_of(numbers), 0][: span.position].tolist()
         else:
             assert span.accepted or not guessed, "not even the seed is accepted"
             seen += [guessed[row] for row in span.path or range(span.accepted)]
         assert span.position == len(seen), f"slot {span.slot} has {len(seen)} positions, the span begins elsewhere"
-        (self._guessed[span.slot] if span.speculative else seen).extend(step.tokens[own].tolist())
+        (self.state.proposed[span.slot] if span.speculative else seen).extend(step.tokens[own].tolist())
 
     def _read(self, step: Step, span: Span, index: int, group: int) -> None:
         """What the span's rows see must be the slot's own tokens."""
-        view, window = step.views[group], self.windows[group]
+        view, window = step.views[group], self.capacity.windows[group]
         count = int(view.count[index])
         first = view.first[index, :count].astype(np.int64)
         place = (view.table[index, :count].astype(np.int64)[:, None] * PAGE + np.arange(PAGE)).ravel()
         at = (first[:, None] + np.arange(PAGE)).ravel()
         low = 0 if window is None else max(0, span.position - window + 1)
         visible = (at >= low) & (at < span.position + span.rows)
-        if self.bound is None or window is not None:
+        if self.capacity.max_resident_pages is None or window is not None:
             assert (at[visible] == np.arange(low, span.position + span.rows)).all(), "a visible position has no page"
         else:
-            assert count <= self.bound, "more pages than a sequence may have"
+            assert count <= self.capacity.max_resident_pages, "more pages than a sequence may have"
             assert {0, *range(span.position // PAGE - 4, (span.position + span.rows - 1) // PAGE + 1)} <= {
                 *(first // PAGE).tolist(),
                 *range(-4, 0),
             }, "a page that has to stay has left"
-        held = self._rows[group][place[visible]]
+        held = self.state.rows[group][place[visible]]
         assert (held[:, 1] == at[visible]).all(), f"a page of slot {span.slot} was written by someone else"
         seen = self._history(step, span)
         assert (held[:, 0] == np.array(seen)[at[visible]]).all(), f"slot {span.slot} lost its tokens"
+
+
+class ScriptedState:
+    """What the pages and the recurrent states hold.
+
+    lag     as in ScriptedBackend
+    """
+
+    def __init__(self, capacity: Capacity, lag: int) -> None:
+        self.lag = lag
+        self._groups = len(capacity.pages)
+        #: page counts given to `reserve`
+        self.reserved: list[int] = []
+        #: (token, position) of each row of each page group
+        self.rows = [np.full(((n + capacity.branch_pages) * PAGE, 2), -1, np.int64) for n in capacity.pages]
+        #: tokens of each slot's history
+        self.seen: list[list[int]] = [[] for _ in range(capacity.slots)]
+        #: tokens of each slot's speculative spans, of which none is accepted yet
+        self.proposed: list[list[int]] = [[] for _ in range(capacity.slots)]
+
+    def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> SavedState:
+        if held and self.lag:
+            return _Lagging(lambda: self._saved(slot, pages), self.lag)
+        return self._saved(slot, pages)
+
+    def _saved(self, slot: int | None, pages: Sequence[Sequence[int]]) -> HostSavedState:
+        saved: dict[str, NDArray[np.generic]] = {
+            f"blk.{group}.k": self.rows[group][_rows_of(numbers)].copy()
+            for group, numbers in enumerate(pages)
+            if numbers
+        }
+        paged = frozenset(saved)
+        if slot is not None:
+            assert not self.proposed[slot], "a state is saved before its rows are accepted"
+            saved[f"blk.{self._groups}.memory"] = np.array(self.seen[slot], np.int64)
+        return HostSavedState(saved, HostEvent(), paged)
+
+    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], saved: SavedState, first: int = 0) -> None:
+        if isinstance(saved, _Lagging):
+            saved = saved.landed()
+        assert isinstance(saved, HostSavedState)
+        for group, numbers in enumerate(pages):
+            if numbers:
+                rows = saved.tensors[f"blk.{group}.k"][first * PAGE : (first + len(numbers)) * PAGE]
+                self.rows[group][_rows_of(numbers)] = rows
+        if slot is not None:
+            self.proposed[slot] = []
+            self.seen[slot] = saved.tensors[f"blk.{self._groups}.memory"].tolist()
+
+    def staging_buffer(self, size: int) -> NDArray[np.uint8]:
+        return np.empty(size, np.uint8)
+
+    def reserve(self, pages: int) -> None:
+        self.reserved.append(pages)
+
+    def load(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            for group, numbers in enumerate(piece.pages):
+                if numbers and group in piece.layers:
+                    self.rows[group][_rows_of(numbers)] = piece.tensors[f"blk.{group}.k"]
+            if piece.slot is not None and self._groups in piece.layers:
+                self.proposed[piece.slot] = []
+                self.seen[piece.slot] = piece.tensors[f"blk.{self._groups}.memory"].tolist()
+
+
+class ScriptedRanking:
+    """Ranks no pages."""
+
+    def add(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        raise AssertionError("no page is ranked")
+
+    def drop(self, slot: int) -> None:
+        raise AssertionError("no page is ranked")
+
+    def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
+        raise AssertionError("no page is ranked")
 
 
 class _Lagging:

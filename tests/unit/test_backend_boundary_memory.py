@@ -76,7 +76,7 @@ def test_ways_to_daemons(names: str) -> None:
         backend = LayerSplitBackend(file, REFERENCE.spec, opened, context=128, piece=64)
         try:
             planned = boundary_memory(
-                REFERENCE.spec, opened, [part.layers for part in backend.parts], largest_piece(64)
+                REFERENCE.spec, opened, [part.layers for part in backend.devices], largest_piece(64)
             )
             arena = remote(opened, 1).arena
             assert arena is not None and planned[0] == BoundaryMemory(0, 0) and planned[1].host == len(arena.memory)

@@ -111,7 +111,7 @@ def test_matrices_stay_unpacked_in_half_of_what_is_left(file: GGUFFile, spec: Mo
     unpacked = []
     for free in (1 << 40, 2_000_000, 1_000_000):
         backend = LayerSplitBackend(file, spec, [Small(10**6, free=free)], context=256, unpack=True)
-        (part,) = backend.parts
+        (part,) = backend.devices
         assert 0 < part.unpacked <= (free * 0.94 - part.weights - part.state) / 2
         unpacked.append(part.unpacked)
         backend.close()

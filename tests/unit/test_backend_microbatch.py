@@ -164,7 +164,7 @@ def test_pieces_give_the_replies_of_whole_steps(
 ) -> None:
     chunk, rows = 512, pages * PAGE
     backend = ScriptedBackend(slots=4, chunk=chunk, context=CONTEXT, windows=(None, window))
-    own = PageTables(backend.pages, backend.windows, slots=4, context=CONTEXT, chunk=chunk)
+    own = PageTables(backend.capacity.pages, backend.capacity.windows, slots=4, context=CONTEXT, chunk=chunk)
     scheduler = Scheduler(own, slots=4, chunk=chunk, scored=chunk)
     sequences = [
         Sequence(prompt=((np.arange(n) * (i + 3)) % 97).astype(np.int32), room=room, full=full)

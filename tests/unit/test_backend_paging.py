@@ -23,6 +23,7 @@ from luce.ops.kvtype import KVTypes
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, Int32
 from luce.shard.local import LocalShard
+from luce.shard.local_state import LocalState
 from tests.support.delayed import DelayedDevice, World
 from tests.support.reference import Reference
 
@@ -47,10 +48,10 @@ class Shards:
     def __init__(self, backend: LayerSplitBackend, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         self.backend = backend
-        assert backend.bound is not None
-        self.bound = backend.bound
+        assert backend.capacity.max_resident_pages is not None
+        self.bound = backend.capacity.max_resident_pages
         self.pages = PageTables.over(backend, CHUNK)
-        number = backend.windows.index(None)
+        number = backend.capacity.windows.index(None)
         self.group = self.pages.groups[number]
         how = KVFlash(Random(seed), 4, 64, 1 << 40)
         pager = Pager.over(backend, self.pages.groups, how, CHUNK)
@@ -60,10 +61,10 @@ class Shards:
         self.arrays: list[NDArray[Any]] = []
         for shard in backend.shards:
             assert isinstance(shard, LocalShard)
-            for index, block in shard._blocks.items():
+            for index, state in shard.state.layers.items():
                 if backend.spec.group_of(index) == number and backend.spec.donor(index) is None:
-                    assert isinstance(block.mixer.state, KVPool)
-                    self.arrays += [block.mixer.state.k, block.mixer.state.v]
+                    assert isinstance(state, KVPool)
+                    self.arrays += [state.k, state.v]
         self.written: list[list[list[bytes]]] = [[] for _ in range(SLOTS)]
         assert all(self.pages.reserve(slot, CONTEXT) for slot in range(SLOTS))
 
@@ -180,7 +181,8 @@ class Queued(Shards):
         self.device = DelayedDevice(self.world, 0)
         (shard,) = backend.shards
         assert isinstance(shard, LocalShard)
-        shard.device, shard._out, shard._in = self.device, self.device.copy_stream(), self.device.copy_stream()
+        state = shard.state
+        shard.device, shard.state = self.device, LocalState(self.device, state.layers, state.mirrors, state.groups)
         self.wrong = 0
 
     def put(self, rows: NDArray[np.uint8], data: bytes) -> None:

@@ -17,12 +17,13 @@ from luce.shard.shard import Shard
 class Fake:
     """A shard that notes the pieces it gets."""
 
-    def __init__(self, apart: bool, take: Callable[[int], None] = lambda number: None) -> None:
-        self.apart = apart
+    def __init__(self, remote: bool, take: Callable[[int], None] = lambda number: None) -> None:
+        self.remote = remote
+        self.state = self
         self.got: list[int] = []
         self._take = take
 
-    def fill(self, piece: Piece) -> None:
+    def load(self, piece: Piece) -> None:
         number = piece.slot
         assert number is not None
         self._take(number)
@@ -39,7 +40,7 @@ def pieces(count: int, made: list[int] | None = None) -> Iterator[Piece]:
 def fill(shards: list[Fake], given: Any) -> None:
     before = set(threading.enumerate())
     try:
-        filling.fill(cast("list[Shard]", shards), given)
+        filling.load(cast("list[Shard]", shards), given)
     finally:
         assert not set(threading.enumerate()) - before
 
@@ -77,15 +78,15 @@ def test_a_slow_shard_bounds_what_is_made() -> None:
     assert len(made) == 30
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_an_error_of_a_shard_ends_it(apart: bool) -> None:
+@pytest.mark.parametrize("remote", [False, True])
+def test_an_error_of_a_shard_ends_it(remote: bool) -> None:
     def refuse(number: int) -> None:
         if number == 3:
             raise BackendError("tensor blk.0.k")
 
     other, made = Fake(True), list[int]()
     with pytest.raises(BackendError, match=r"blk\.0\.k"):
-        fill([other, Fake(apart, refuse)], pieces(1000, made))
+        fill([other, Fake(remote, refuse)], pieces(1000, made))
     assert len(made) < 1000 and other.got == list(range(len(other.got)))
 
 

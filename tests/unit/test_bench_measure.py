@@ -25,10 +25,10 @@ def test_replies_are_those_of_the_prompts(windows: tuple[int | None, ...]) -> No
     for _ in range(20):
         stepper.decode([0, 2])
     assert backend.broken is None
-    prompts = [backend._seen[slot][:70] for slot in (0, 2)]
+    prompts = [backend.state.seen[slot][:70] for slot in (0, 2)]
     assert prompts[0] != prompts[1]
     for slot, prompt in zip((0, 2), prompts, strict=True):
-        assert backend._seen[slot][70:] == backend.reply(prompt, 20)
+        assert backend.state.seen[slot][70:] == backend.reply(prompt, 20)
     assert backend.steps == [(16, 1)] * 4 + [(6, 1)] + [(16, 1)] * 4 + [(6, 1)] + [(2, 2)] * 20
 
 
@@ -42,7 +42,7 @@ def test_plans_are_what_runs(test: Workload) -> None:
         def _forward(self, step: Step) -> Output:
             # Only the contract: these steps read contexts that nothing computed.
             self._check(step)
-            return Output(np.zeros(len(step.output_rows), np.int32), np.empty((0, self.vocab), np.float32))
+            return Output(np.zeros(len(step.output_rows), np.int32), np.empty((0, self.capacity.vocab), np.float32))
 
     def hook(step: Step) -> None:
         ran.append(([Rows(span.rows, span.position) for span in step.spans], len(step.output_rows)))
@@ -77,7 +77,7 @@ def test_pages_come_and_go_as_in_the_engine() -> None:
     how = KVFlash(Hashed(), 4, 16, 1 << 30)
     engine = Engine(again, eos=frozenset(), max_queue=4, chunk=again.chunk, kvflash=how)
     try:
-        for seen in backend._seen:
+        for seen in backend.state.seen:
             assert Asked(engine, seen[:depth], 100).reply() == seen[depth:]
         stats = engine.stats().residency
     finally:
@@ -98,7 +98,7 @@ def test_pages_come_and_go_as_in_the_engine() -> None:
 def test_every_run_begins_with_the_same_pages(kind: Kind) -> None:
     class Unread(ScriptedBackend):
         def _forward(self, step: Step) -> Output:
-            return Output(np.zeros(len(step.output_rows), np.int32), np.empty((0, self.vocab), np.float32))
+            return Output(np.zeros(len(step.output_rows), np.int32), np.empty((0, self.capacity.vocab), np.float32))
 
     views: list[list[list[int]]] = []
 
@@ -152,5 +152,5 @@ def test_names() -> None:
 def test_every_sequence_gets_a_prompt_of_its_own() -> None:
     backend = ScriptedBackend(chunk=CHUNK)
     Stepper(backend, CHUNK).fill(range(4), 9)
-    assert len({tuple(seen) for seen in backend._seen}) == 4
-    assert np.unique([len(seen) for seen in backend._seen]).tolist() == [9]
+    assert len({tuple(seen) for seen in backend.state.seen}) == 4
+    assert np.unique([len(seen) for seen in backend.state.seen]).tolist() == [9]

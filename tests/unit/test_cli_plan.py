@@ -87,7 +87,7 @@ def as_loaded(facts: dict[str, Any], model: luce.Model) -> None:
     loaded = model.placement
     assert [[s[n] for n in figures] for s in loaded] == [[s[n] for n in figures] for s in facts["plan"]]
     assert all(s["unpacked"] <= p["unpacked_at_most"] for s, p in zip(loaded, facts["plan"], strict=True))
-    bound = model._backend.bound
+    bound = model._backend.capacity.max_resident_pages
     assert facts.get("pool", {"positions": None})["positions"] == (None if bound is None else bound * PAGE)
     if "draft" in facts:
         stats = model.engine.stats().draft

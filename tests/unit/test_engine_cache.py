@@ -71,7 +71,7 @@ def finish(events: queue.SimpleQueue[Event]) -> tuple[list[int], int]:
 @contextmanager
 def rig(cache: int = 1 << 20, interval: int = 8192, **backend: Any) -> Iterator[Rig]:
     scripted = ScriptedBackend(context=CONTEXT, chunk=CHUNK, **{"slots": 1, **backend})
-    scripted.resumes = not scripted.recurrent
+    scripted.resumes = not scripted.capacity.recurrent
     engine = Engine(scripted, eos=frozenset(), max_queue=64, chunk=CHUNK, cache_bytes=cache, cache_interval=interval)
     try:
         yield Rig(engine, scripted)
@@ -200,7 +200,7 @@ def test_host_memory_is_expected_for_what_the_next_sequence_may_push_out() -> No
     page = PAGE * 16
     # Room for two contexts of eight pages; a budget of six and a half.
     with rig(slots=2, cache=13 * page // 2) as r:
-        said = r.backend.expected
+        said = r.backend.state.reserved
         assert said == [6]
         r.ask(ids(400, 1), 1)
         assert said[-1] == 0
@@ -295,7 +295,7 @@ def test_a_copy_that_fails_costs_the_cache_only(verb: str, monkeypatch: pytest.M
             raise DeviceError("no more")
 
         with monkeypatch.context() as patch:
-            patch.setattr(r.backend, verb, fail)
+            patch.setattr(r.backend.state, verb, fail)
             for i in range(3):
                 other = [*prompt, *ids(250, seed=i)]
                 assert r.ask(other, 3)[0] == r.backend.reply(other, 3)

@@ -58,9 +58,9 @@ def rig(
 ) -> Iterator[Rig]:
     """An engine that starts anew over a directory; all is written when it ends."""
     scripted = ScriptedBackend(context=512, chunk=32, slots=2, **backend)
-    scripted.resumes = not scripted.recurrent
+    scripted.resumes = not scripted.capacity.recurrent
     identify = identify or (lambda: model)
-    disk = DiskTier(directory, budget=budget, identify=identify, known=known, layers=scripted.layers)
+    disk = DiskTier(directory, budget=budget, identify=identify, known=known, layers=scripted.capacity.layers)
     engine = Engine(
         scripted,
         eos=frozenset(),
@@ -436,7 +436,7 @@ def test_another_layout_is_a_miss_and_stays(tmp_path: Path, caplog: pytest.LogCa
         def refuse(*given: object) -> None:
             raise BackendError("tensor blk.0.k has another shape")
 
-        r.backend.fill = refuse  # type: ignore[method-assign]
+        r.backend.state.load = refuse  # type: ignore[method-assign]
         assert r.ask(ids(100), 3) == (expected, 0)
         assert "blk.0.k" in caplog.text
         assert tier(r).stats.refused == 1 and not tier(r).stats.damaged

@@ -160,7 +160,7 @@ def test_a_page_that_somebody_reads_is_made_up_for() -> None:
 
 
 def branching(backend: ScriptedBackend, wrong: Callable[[int], bool] = never, **options: Any) -> BranchingDrafter:
-    return BranchingDrafter(backend.reply, vocab=backend.vocab, wrong=wrong, **options)
+    return BranchingDrafter(backend.reply, vocab=backend.capacity.vocab, wrong=wrong, **options)
 
 
 TREES: dict[str, Any] = {"tree": 15, "eos": frozenset()}
@@ -236,7 +236,7 @@ def test_sampled_replies_are_those_of_plain_decoding(params: dict[str, Any]) -> 
         at = len(text) - len(PROMPT)
         return [*plain.ids, *range(20)][at : at + count]
 
-    drafter = BranchingDrafter(known, vocab=backend.vocab, wrong=sometimes(0.1, 2))
+    drafter = BranchingDrafter(known, vocab=backend.capacity.vocab, wrong=sometimes(0.1, 2))
     with engine(backend, drafter=drafter, verify_width=16, tree=15) as made:
         reply, _ = submit(made, PROMPT, **({"max_tokens": 50} | params))
         reply.finished()

@@ -201,7 +201,7 @@ def test_statistics() -> None:
         stats = made.stats()
         assert stats.stalled > 0
         assert (stats.slots, stats.queued + stats.running) == (2, 3)
-        assert stats.pages_total == sum(backend.pages)
+        assert stats.pages_total == sum(backend.capacity.pages)
         assert stats.pages_used > 0
         gate.open.set()
         for reply in replies:

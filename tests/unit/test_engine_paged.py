@@ -205,7 +205,7 @@ def disk(directory: Path, policy: Policy, windows: tuple[int | None, ...]) -> It
     tier = DiskTier(directory, budget=0, identify=lambda: model, known=True, layers=layers)
     options = {"cache_bytes": 1 << 30, "disk": tier, "disk_tokens": 1}
     with running(policy, windows=windows, **options) as (engine, backend):
-        assert backend.layers == LAYERS[: len(windows) + 1]
+        assert backend.capacity.layers == LAYERS[: len(windows) + 1]
         yield engine
 
 
@@ -293,7 +293,7 @@ def test_a_copy_that_fails_ends_its_sequence_only(monkeypatch: pytest.MonkeyPatc
             raise BackendError("no memory to copy to")
 
         with monkeypatch.context() as patch:
-            patch.setattr(backend, "save", save)
+            patch.setattr(backend.state, "save", save)
             with pytest.raises(BackendError, match="no memory to copy to"):
                 Asked(engine, long, 5).reply()
         assert bystander.reply() == expected[0]

@@ -38,7 +38,9 @@ class Drive:
         self.backend = ScriptedBackend(
             slots=self.slots, chunk=self.chunk, context=CONTEXT, windows=self.windows, pages=self.totals
         )
-        self.pages = PageTables(self.backend.pages, self.windows, slots=self.slots, context=CONTEXT, chunk=self.chunk)
+        self.pages = PageTables(
+            self.backend.capacity.pages, self.windows, slots=self.slots, context=CONTEXT, chunk=self.chunk
+        )
         self.scheduler = Scheduler(self.pages, slots=self.slots, chunk=self.chunk, scored=self.scored)
 
     def step(self) -> Plan | None:

@@ -36,7 +36,7 @@ def never(position: int) -> bool:
 
 
 def oracle(backend: ScriptedBackend, wrong: Callable[[int], bool] = never, **options: Any) -> ScriptedDrafter:
-    return ScriptedDrafter(backend.reply, vocab=backend.vocab, wrong=wrong, **options)
+    return ScriptedDrafter(backend.reply, vocab=backend.capacity.vocab, wrong=wrong, **options)
 
 
 def same(reply: Reply, plain: Reply) -> None:
@@ -86,7 +86,7 @@ class Numberless(ScriptedDrafter):
 @pytest.mark.parametrize("width", [0, 8])
 def test_a_chance_that_is_no_number_fails_no_reply(width: int) -> None:
     backend = ScriptedBackend()
-    drafter = Numberless(backend.reply, vocab=backend.vocab)
+    drafter = Numberless(backend.reply, vocab=backend.capacity.vocab)
     with engine(backend, eos=frozenset(), drafter=drafter, verify_width=width) as made:
         reply, _ = submit(made, PROMPT, max_tokens=60)
         reply.finished()
@@ -163,7 +163,7 @@ def test_sampled_replies_are_those_of_plain_decoding(params: dict[str, Any], wid
         at = len(text) - len(PROMPT)
         return plain.ids[at : at + count]
 
-    drafter = ScriptedDrafter(known, vocab=backend.vocab, wrong=sometimes(0.2, 2))
+    drafter = ScriptedDrafter(known, vocab=backend.capacity.vocab, wrong=sometimes(0.2, 2))
     with engine(backend, drafter=drafter, verify_width=width) as made:
         reply, _ = submit(made, PROMPT, **({"max_tokens": 50} | params))
         reply.finished()

@@ -19,20 +19,21 @@ from luce.runtime.step import PAGE, Int32
 
 
 class Ranking:
-    """A backend that remembers which pages were sealed, and gives each the share that its number says."""
-
-    sealed_bytes = 100
+    """A backend that remembers which pages were added, and gives each the share that its number says."""
 
     def __init__(self) -> None:
-        self.sealed: list[tuple[int, int, int]] = []
-        self.unsealed: list[int] = []
+        self.capacity = self
+        self.ranking = self
+        self.ranking_bytes = 100
+        self.added: list[tuple[int, int, int]] = []
+        self.dropped: list[int] = []
         self.asked: list[tuple[int, int, list[int]]] = []
 
-    def seal(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
-        self.sealed += [(slot, entry, page) for entry, page in zip(entries, pages, strict=True)]
+    def add(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        self.added += [(slot, entry, page) for entry, page in zip(entries, pages, strict=True)]
 
-    def unseal(self, slot: int) -> None:
-        self.unsealed.append(slot)
+    def drop(self, slot: int) -> None:
+        self.dropped.append(slot)
 
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
         self.asked.append((slot, position, entries.tolist()))
@@ -52,14 +53,14 @@ def test_pages_are_sealed_once_and_before_they_leave() -> None:
     policy, backend = query()
     assert policy.scores(1, tokens(0), []) is None
     policy.leave(1, [2, 1], [5, 4])
-    assert backend.sealed == [(1, 2, 5), (1, 1, 4)]
+    assert backend.added == [(1, 2, 5), (1, 1, 4)]
     scores = policy.scores(1, tokens(4 * PAGE + 9), [3, -1, -1, 6])
-    assert backend.sealed[2:] == [(1, 0, 3), (1, 3, 6)]
+    assert backend.added[2:] == [(1, 0, 3), (1, 3, 6)]
     assert backend.asked == [(1, 4 * PAGE + 7, [0, 1, 2, 3])], "the newest row in the cache asks"
     assert scores is not None and scores.dtype == np.float32
     np.testing.assert_allclose(scores, np.log(10.0) * -np.arange(4), rtol=1e-6)
     policy.leave(1, [3], [9])
-    assert len(backend.sealed) == 4
+    assert len(backend.added) == 4
 
 
 def test_what_was_never_seen_comes_last() -> None:
@@ -75,10 +76,10 @@ def test_another_sequence_begins_anew() -> None:
     policy.leave(0, [0, 1], [8, 9])
     policy.forget(0)
     policy.forget(0)
-    assert backend.unsealed == [0]
+    assert backend.dropped == [0]
     assert policy.scores(0, tokens(2 * PAGE), [-1, -1]) is None and not backend.asked
     policy.leave(0, [0], [3])
-    assert backend.sealed[2:] == [(0, 0, 3)]
+    assert backend.added[2:] == [(0, 0, 3)]
 
 
 def test_what_is_kept_of_pages_has_a_budget() -> None:
@@ -88,11 +89,11 @@ def test_what_is_kept_of_pages_has_a_budget() -> None:
     assert policy.nbytes == 300
     policy.leave(1, [0, 1], [6, 7])
     policy.leave(1, [0, 1, 2], [6, 7, 8])
-    assert policy.nbytes == 500 and backend.sealed[3:] == [(1, 0, 6), (1, 1, 7)]
+    assert policy.nbytes == 500 and backend.added[3:] == [(1, 0, 6), (1, 1, 7)]
     scores = policy.scores(1, tokens(3 * PAGE + 9), [6, 7, 8])
     assert scores is not None and np.isfinite(scores).tolist() == [True, True, False]
     policy.forget(0)
-    assert policy.nbytes == 200 and backend.unsealed == [0]
+    assert policy.nbytes == 200 and backend.dropped == [0]
     assert np.isfinite(policy.scores(1, tokens(3 * PAGE + 9), [6, 7, 8])).all()  # type: ignore[call-overload]
 
 
@@ -100,10 +101,10 @@ def test_a_sequence_may_end_where_nobody_answers(monkeypatch: pytest.MonkeyPatch
     policy, backend = query()
     policy.leave(0, [0], [3])
 
-    def unseal(slot: int) -> None:
+    def drop(slot: int) -> None:
         raise DeviceError("gone")
 
-    monkeypatch.setattr(backend, "unseal", unseal)
+    monkeypatch.setattr(backend, "drop", drop)
     policy.forget(0)
     assert policy.nbytes == 0
 
@@ -113,13 +114,13 @@ def test_lru_ranks_what_is_there_and_lets_nothing_come_back() -> None:
     policy = UsePolicy(cast(Backend, backend), 1 << 30)
     assert policy.scores(0, tokens(9), []) is None
     policy.leave(0, [1], [4])
-    assert not backend.sealed
+    assert not backend.added
     scores = policy.scores(0, tokens(4 * PAGE + 9), [3, -1, 5, 6])
     assert backend.asked == [(0, 4 * PAGE + 7, [0, 2, 3])]
     assert scores is not None and np.isneginf(scores).tolist() == [False, True, False, False]
     assert scores[0] > scores[2] > scores[3]
     policy.scores(0, tokens(4 * PAGE + 9), [-1, 7, 5, 6])
-    assert backend.asked[1:] == [(0, 4 * PAGE + 7, [1, 2, 3])] and backend.sealed[3:] == [(0, 1, 7)]
+    assert backend.asked[1:] == [(0, 4 * PAGE + 7, [1, 2, 3])] and backend.added[3:] == [(0, 1, 7)]
 
 
 class Scripted:

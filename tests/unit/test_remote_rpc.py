@@ -22,7 +22,7 @@ from luce.ipc.supervisor import Limits
 from luce.ipc.tcp import tls
 from luce.remote.rpc import Requests
 from luce.remote.saved_state import RemoteSavedState
-from luce.remote.shard import RemoteShard
+from luce.remote.shard_groups import check_ids
 from luce.runtime.device import Event, Flag
 from luce.runtime.step import Output
 from tests.support.daemons import key_file
@@ -180,17 +180,14 @@ def test_every_answer_is_that_of_its_request(secured: bool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("count", [1, 100])
 def test_there_are_no_other_tokens(count: int) -> None:
-    shard = RemoteShard.__new__(RemoteShard)
-    shard._vocab = 9
-
     def output(last: int) -> Output:
         return Output(np.array([8] * (count - 1) + [last], np.int32), np.empty((0, 9), np.float32))
 
-    shard._check_ids(output(0))
-    shard._check_ids(output(8))
+    check_ids(9, output(0))
+    check_ids(9, output(8))
     for wrong in (9, -1, np.iinfo(np.int32).min):
         with pytest.raises(GarbageError, match=r"outside 0\.\.8"):
-            shard._check_ids(output(wrong))
+            check_ids(9, output(wrong))
 
 
 @pytest.mark.parametrize("count", [0, 5, 1 << 31, (1 << 32) - 1, 1 << 40])

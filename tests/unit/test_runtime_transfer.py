@@ -143,7 +143,7 @@ def test_direct_only_where_devices_reach_each_other() -> None:
 
 def test_a_dropped_transfer_frees_those_before_it() -> None:
     class Shared(HostDevice):
-        shared = True
+        remote = True
 
     link = Link(HostDevice(0), Shared(1), 8, peer=False, watch=lambda start, end: None)
     array = np.zeros((2, 4), np.float32)
