@@ -82,7 +82,7 @@ class DraftSession:
         target, device, layers = self._target, self._device, self._spec.layers
         self._ring = None
         ring = target.ring(device, layers) if layers else None
-        end = LoadedHead(target.file, target.spec, device) if self._spec.ends else None
+        end = LoadedHead(target.file, target.spec, device) if self._spec.borrows_head else None
         drafter = self._spec.make(device, ring, None if end is None else TargetHead(device, end, end))
         self._ring = ring
         return drafter

@@ -1,9 +1,10 @@
-"""What the engine needs of a drafter: a guess at the tokens that come next. A wrong guess costs time, never a token.
+"""The interface between the engine and a drafter, which proposes the next tokens. A wrong proposal costs time, never a
+token.
 
-The engine calls it from its own thread: `observe` when a step is queued, `propose` before one that has rows to spare.
-What is proposed is waited for later, when the host has done what else there is to do between two steps. An exception
-from any of these ends drafting for the sequences that run, and the drafter is asked again for later ones; but after an
-DrafterUnavailableError for these as well.
+The engine calls a drafter from its own thread: `observe` when it has queued a step, `propose` before a step with rows
+to spare. It waits for the proposals later, after the host's other work between two steps. An exception from any of
+these calls ends drafting for the sequences that run, and the engine asks the drafter again for later sequences; after a
+DrafterUnavailableError it asks again for the running ones too.
 """
 
 from __future__ import annotations
@@ -18,48 +19,46 @@ from luce.runtime.step import Int32, Span
 
 
 class DrafterUnavailableError(LuceError):
-    """The drafter is not there now: sequences go on without it, and it may be asked again."""
+    """The drafter does not answer now: sequences go on without it, and the engine may ask it again."""
 
 
 @dataclass(frozen=True)
 class Draftable:
-    """A sequence that could take a proposal.
+    """A sequence that can take a proposal."""
 
-    slot    its place, as in Span; another sequence's from the next `forget` on
-    tokens  int32 [committed + 1], not to be written to: what the target has in its cache, at positions 0.., and behind
-            it the seed, which is chosen but not computed yet
-    most    most tokens that are wanted behind the seed, > 0
-    depth   if it is more than 0 a tree may be proposed, of up to so many tokens one behind another
-    """
-
+    #: as in Span; after the next `forget` the slot belongs to another sequence
     slot: int
+    #: int32 [committed + 1], read-only: the tokens in the target's cache at positions 0.., and behind them the seed,
+    #: which is chosen but not computed yet
     tokens: Int32
+    #: most tokens wanted behind the seed, > 0
     max_tokens: int
+    #: > 0: the proposal may be a tree of up to this many tokens one behind another
     max_depth: int = 0
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The tokens behind the seed, none if there is no guess.
+    """The tokens proposed behind the seed; empty if the drafter has none.
 
-    chances: the drafter's probability of each token, given that those before it are right; as many as tokens, or empty
-    if it has none to give. One that is not a number, as of a draft whose logits are none, becomes 0. parents: of each
-    token of a tree the one that it follows, an earlier one, or -1 for the seed, no two tokens behind one being the
-    same; empty if each follows the one before it. The likeliest texts come first, so that any number of the first
-    tokens is a tree.
+    The likeliest texts come first, so that any number of the first tokens is a tree.
     """
 
     tokens: Sequence[int] = ()
+    #: the drafter's probability of each token, given that the tokens before it are right: one for each token, or empty
+    #: if the drafter computes none. NaN, from a draft whose logits are NaN, becomes 0
     probabilities: Sequence[float] = ()
+    #: of a tree: the index of the earlier token that each token follows, or -1 for the seed; tokens with one parent
+    #: differ. Empty: each token follows the one before it
     parents: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if any(map(math.isnan, self.probabilities)):
-            numbers = [0.0 if math.isnan(chance) else chance for chance in self.probabilities]
+            numbers = [0.0 if math.isnan(probability) else probability for probability in self.probabilities]
             object.__setattr__(self, "probabilities", numbers)
 
 
-#: Waits for proposals that were begun; called once, before others are begun. Raises what `propose` raises.
+#: Waits for proposals that have begun. Called once, before the next proposals begin. Raises the errors of `propose`.
 PendingProposals = Callable[[], Sequence[Proposal]]
 
 
@@ -68,27 +67,29 @@ class Drafter(Protocol):
 
     @property
     def block(self) -> int:
-        """Most tokens that it proposes at a time, > 0."""
+        """Most tokens of one proposal, > 0."""
 
     def observe(self, spans: Sequence[Span]) -> None:
-        """These rows are in the target's cache, or came back to it from a snapshot: of a drafter that reads the
-        target's features, they are in its ring (luce.layers.features). The device may still be at them: what a drafter
-        queues there now comes behind. Rows of a speculative span may be run again with other tokens; what is committed,
-        `propose` tells. A span at a position below one that was told before rewinds. `ancestors` of a speculative span,
-        which here is no branch: it is a tree.
+        """These rows are in the target's cache: computed, or restored from a checkpoint. For a drafter that reads the
+        target's features, they are also in its ring (luce.layers.features).
+
+        The device may still compute them; work that the drafter queues there now runs afterwards. The rows of a
+        speculative span may be run again with other tokens; the tokens of the next `propose` say which rows are
+        committed. A span at a position below an earlier one rewinds the sequence. A tree
+        comes as one speculative span of all its rows, with the `ancestors` of its last branch.
         """
 
     def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
-        """Begin a proposal for each."""
+        """Begin one proposal for each sequence."""
 
     def forget(self, slot: int) -> None:
         """The sequence in a slot has ended."""
 
     def idle(self) -> None:
-        """No sequence runs or waits: memory that can be had again may go."""
+        """No sequence runs or waits: the drafter may free memory that it can allocate again."""
 
     def describe(self) -> dict[str, str | int]:
-        """Facts for people: which drafter, its files, devices and limits. Any thread may ask."""
+        """Facts for people: the kind of drafter, its files, devices and limits. Any thread may call it."""
 
     def close(self) -> None:
         """Release everything. Idempotent."""

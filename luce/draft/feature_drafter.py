@@ -1,5 +1,4 @@
-"""What drafters have in common that read the target's features: which of a text they know, and what they are still to
-be told of it."""
+"""The base of drafters that read the target's features: positions whose features are known, and context to append."""
 
 from __future__ import annotations
 
@@ -15,59 +14,63 @@ from luce.runtime.step import Span
 
 
 class ContextModel(Protocol):
-    """A model that remembers rows of each slot's text."""
+    """A model with a context of each slot's text."""
 
     context: Context
+    #: bytes of its weights, and of its context, on the device
+    weights: int
+    state: int
 
     def close(self) -> None:
         """Idempotent."""
 
 
 class FeatureDrafter:
-    """Most of a drafter whose `model` reads `ring`, which the target fills.
+    """Most of a drafter whose `model` reads `ring`, which the target writes.
 
-    block      most tokens that it proposes
-    kind       its name, for people
-    lookahead  how many positions behind its own the last token lies that a remembered row has read
+    `kind` names the drafter for people; `block`: most tokens of a proposal; `lookahead`: the token that the row of
+    position p has read stands at p + lookahead.
     """
 
     def __init__(
-        self, model: ContextModel, ring: FeatureRing, ends: TargetHead, *, kind: str, block: int, lookahead: int = 0
+        self, model: ContextModel, ring: FeatureRing, head: TargetHead, *, kind: str, block: int, lookahead: int = 0
     ) -> None:
         self.block = block
-        self._context = model.context
+        self.context = model.context
+        self.window = FeatureWindow(ring)
+        #: bytes of the model's weights, and of its context, on the device
+        self.weights, self.state = model.weights, model.state
         self._close = model.close
-        self._window = FeatureWindow(ring)
-        self._ends = ends
+        self._head = head
         self._kind = kind
         self._lookahead = lookahead
 
     def observe(self, spans: Sequence[Span]) -> None:
         for span in spans:
-            self._window.observe(span)
-            self._context.rewind(span.slot, max(0, span.position - self._lookahead))
+            self.window.observe(span)
+            self.context.rewind(span.slot, max(0, span.position - self._lookahead))
 
     def forget(self, slot: int) -> None:
-        self._window.forget(slot)
-        self._context.forget(slot)
+        self.window.forget(slot)
+        self.context.forget(slot)
 
     def idle(self) -> None:
         pass
 
     def describe(self) -> dict[str, str | int]:
-        return {"kind": self._kind, "block": self.block, "device": str(self._ends.device.name)}
+        return {"kind": self._kind, "block": self.block, "device": str(self._head.device.name)}
 
     def close(self) -> None:
         self._close()
 
     def _ready(self, one: Draftable) -> bool:
-        """Whether all that a guess needs is known of a text: the features of the position before the seed."""
-        return self._window.has(one.slot, len(one.tokens) - 2)
+        """Whether a text can be drafted for: the features of the position before the seed are in the window."""
+        return self.window.has(one.slot, len(one.tokens) - 2)
 
-    def _owed(self, slots: Sequence[int], ends: Sequence[int]) -> Iterator[list[SlotPositions]]:
-        """What the model does not remember yet of each slot's positions before an end, as far back as it sees."""
-        owed = [
-            (slot, range(self._context.resume(slot, self._window.first(slot), end), end))
+    def _missing(self, slots: Sequence[int], ends: Sequence[int]) -> Iterator[list[SlotPositions]]:
+        """Each slot's positions before an end that its context lacks, as far back as the model sees."""
+        missing = [
+            (slot, range(self.context.resume(slot, self.window.first(slot), end), end))
             for slot, end in zip(slots, ends, strict=True)
         ]
-        return batches(owed, CONTEXT_CHUNK)
+        return batches(missing, CONTEXT_CHUNK)

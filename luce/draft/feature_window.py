@@ -1,4 +1,4 @@
-"""What a drafter knows of its ring: which positions it has features of, and where; and what is still to be read."""
+"""The positions whose features a drafter can read in its ring, and batches of positions still to be read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def as_table(rows: Array) -> Weight:
 
 @dataclass(frozen=True)
 class SlotPositions:
-    """Some of a slot's positions in a row."""
+    """Consecutive positions of a slot: int32."""
 
     slot: int
     positions: Int32
@@ -34,46 +34,46 @@ class FeatureWindow:
     """The positions of each slot whose features are in the ring, without a gap up to the newest."""
 
     def __init__(self, ring: FeatureRing) -> None:
-        self._ring = ring
-        self._window = [range(0)] * ring.slots
+        self.ring = ring
+        self._held = [range(0)] * ring.slots
 
     def observe(self, span: Span) -> None:
         """The rows of a span are in the ring."""
-        known, stop = self._window[span.slot], span.position + span.rows
-        # After rows that nobody captured, what lies before them is of no use.
-        start = known.start if known.start <= span.position <= known.stop else span.position
-        self._window[span.slot] = range(max(start, stop - self._ring.capacity), stop)
+        held, stop = self._held[span.slot], span.position + span.rows
+        # Positions before a gap cannot be read: rows in between were computed while nothing was captured.
+        start = held.start if held.start <= span.position <= held.stop else span.position
+        self._held[span.slot] = range(max(start, stop - self.ring.capacity), stop)
 
     def forget(self, slot: int) -> None:
         """Another sequence has the slot."""
-        self._window[slot] = range(0)
+        self._held[slot] = range(0)
 
     def positions(self, slot: int) -> range:
-        """All that are known."""
-        return self._window[slot]
+        """All positions in the window."""
+        return self._held[slot]
 
     def first(self, slot: int) -> int:
-        """The oldest position that is known."""
-        return self._window[slot].start
+        """The oldest position in the window."""
+        return self._held[slot].start
 
     def has(self, slot: int, position: int) -> bool:
-        """Whether a position is known."""
-        return position in self._window[slot]
+        """Whether a position is in the window."""
+        return position in self._held[slot]
 
-    def places(self, parts: Sequence[SlotPositions]) -> Int32:
-        """Where the ring has the rows of parts, one after another."""
-        size = self._ring.capacity
+    def ring_rows(self, parts: Sequence[SlotPositions]) -> Int32:
+        """The ring's rows that hold these positions, one part after another: int32 [sum of the parts' lengths]."""
+        size = self.ring.capacity
         return np.concatenate([part.slot * size + part.positions % size for part in parts]).astype(np.int32)
 
 
-def batches(owed: Sequence[tuple[int, range]], most: int) -> Iterator[list[SlotPositions]]:
-    """Ranges of slots in batches of up to `most` rows, each with at most one part of a slot."""
+def batches(ranges: Sequence[tuple[int, range]], max_rows: int) -> Iterator[list[SlotPositions]]:
+    """Ranges of slots' positions in batches of up to `max_rows` rows, each with at most one part of a slot."""
     batch: list[SlotPositions] = []
-    for slot, positions in owed:
-        for at in range(positions.start, positions.stop, most):
-            part = SlotPositions(slot, np.arange(at, min(at + most, positions.stop), dtype=np.int32))
+    for slot, positions in ranges:
+        for at in range(positions.start, positions.stop, max_rows):
+            part = SlotPositions(slot, np.arange(at, min(at + max_rows, positions.stop), dtype=np.int32))
             rows = sum(len(one.positions) for one in batch)
-            if batch and (batch[-1].slot == slot or rows + len(part.positions) > most):
+            if batch and (batch[-1].slot == slot or rows + len(part.positions) > max_rows):
                 yield batch
                 batch = []
             batch.append(part)

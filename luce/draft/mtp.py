@@ -1,7 +1,7 @@
-"""Drafting by the target's own block for multi-token prediction, which Qwen3.5 and Qwen3.6 files carry.
+"""Drafting by the target's own layer for multi-token prediction, which Qwen3.5 and Qwen3.6 files contain.
 
-Row t of the block reads the target's state behind position t, after the last norm, and the embedding of the token at
-t + 1; it predicts the token at t + 2. Further tokens come one at a time, from the block's own state and the token
+Row t of the layer reads the target's hidden state of position t, after the last norm, and the embedding of the token at
+t + 1; it predicts the token at t + 2. Further tokens come one at a time, from the layer's own state and the token
 before (DeepSeek-AI, "DeepSeek-V3", arXiv 2412.19437, section 2.2).
 """
 
@@ -34,37 +34,37 @@ from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep, Int32, Output
 from luce.shard.graphs import GraphRunner
 
-#: most tokens that are drafted at a time: each takes a pass of the head
+#: most tokens of a proposal: each takes a pass of the head
 MTP_BLOCK = 4
 
 
 def captured(spec: ModelSpec) -> tuple[int, ...]:
-    """The layers whose output the block reads: the last one."""
+    """The layers whose output an MTPModel reads: the last one."""
     return (len(spec.layers) - 1,)
 
 
-def block_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
+def mtp_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
     """Bytes of an MTPModel's weights and context."""
     own = f"blk.{len(spec.layers)}."
     infos = [info for name, info in file.tensors.items() if name.startswith(own) or name == "output_norm.weight"]
-    like = next(block.mixer for block in spec.layers if isinstance(block.mixer, Attention))
+    like = next(layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention))
     return placed_bytes(infos, device), slots * PageRing(context, CONTEXT_CHUNK).pages * KVPool.page_bytes(device, like)
 
 
 class MTPModel:
-    """The block on a device, for `slots` sequences of which it sees the last `context` positions or somewhat more.
+    """The layer for multi-token prediction on a device, for `slots` sequences, of which it sees the last `context`
+    positions or somewhat more.
 
-    rows  uint16 [n, hidden], bfloat16: the target's states before its last norm (luce.layers.features)
-
-    Raises UnsupportedError if the file has no such block, or naming the tensor that is missing.
+    `rows` uint16 [n, hidden], bfloat16: the target's hidden states before its last norm (luce.layers.features). Raises
+    UnsupportedError if the file has no such layer, or naming the tensor that is missing.
     """
 
     def __init__(
         self, file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int, rows: Array
     ) -> None:
-        like = next((block for block in spec.layers if isinstance(block.mixer, Attention)), None)
+        like = next((layer for layer in spec.layers if isinstance(layer.mixer, Attention)), None)
         if not spec.skipped_layers or like is None:
-            raise UnsupportedError(f"{file.paths[0]}: has no block for multi-token prediction")
+            raise UnsupportedError(f"{file.paths[0]}: has no layer for multi-token prediction")
         self.device = device
         self._eps, hidden, index = spec.norm_eps, spec.hidden, len(spec.layers)
         self.context = Context([PageRing(context, CONTEXT_CHUNK)], slots)
@@ -77,64 +77,64 @@ class MTPModel:
         self._target_norm = weights.vector("output_norm.weight", hidden)
         own = f"{name}shared_head_norm.weight"
         self._head_norm = weights.vector(own if own in file.tensors else "output_norm.weight", hidden)
-        block = builder.layer(index)
-        assert isinstance(block, PreNormDecoderLayer)
-        self._block = block
+        layer = builder.layer(index)
+        assert isinstance(layer, PreNormDecoderLayer)
+        self._layer = layer
         self._captured = as_table(rows)
-        #: bytes on the device
+        #: bytes of the weights, and of the context, on the device
         self.weights = weights.nbytes
-        pool = block.mixer.state
+        pool = layer.mixer.state
         self.state = pool.k.nbytes + pool.v.nbytes if isinstance(pool, KVPool) else 0
-        self._remembering = GraphRunner(device, self._keep, self.context.pages)
+        self._appending = GraphRunner(device, self._append, self.context.pages)
         self._predicting = GraphRunner(device, self._predict, self.context.pages)
         device.warm_up(lambda: self.warm_up(hidden))
         device.synchronize()
 
     def warm_up(self, hidden: int) -> None:
-        """Launch what later steps will, with nothing in them."""
+        """Launch the kernels of later steps on zeros."""
         device = self.device
         for rows in (*WARM_UP_ROWS, CONTEXT_CHUNK):
             x = self._mixed(*(device.zeros((rows, hidden)) for _ in range(2)))
-            self._keep(self.context.empty(device, rows, 1, rows, 1, sees=False), (x,))
+            self._append(self.context.empty(device, rows, 1, rows, 1, attends=False), (x,))
         for rows in (rows for rows in WARM_UP_ROWS if rows <= self.context.slots):
             x = self._mixed(*(device.zeros((rows, hidden)) for _ in range(2)))
-            self._predict(self.context.empty(device, rows, rows, 1, rows, sees=True), (x,))
+            self._predict(self.context.empty(device, rows, rows, 1, rows, attends=True), (x,))
 
-    def states(self, places: Int32) -> Array:
-        """The target's states at places of the ring, after its last norm: float32 [n, hidden]."""
-        rows = embed(self.device, self._captured, self.device.upload(places))
+    def states(self, ring_rows: Int32) -> Array:
+        """The target's hidden states in rows of the ring, after its last norm: int32 [n] -> float32 [n, hidden]."""
+        rows = embed(self.device, self._captured, self.device.upload(ring_rows))
         return rms_norm(self.device, rows, self._target_norm, self._eps)
 
     def append_context(self, slots: Sequence[int], counts: Sequence[int], tokens: Array, states: Array) -> None:
-        """Append rows to slots, of which nothing is wanted: float32 [sum(counts), hidden], the embeddings of the tokens
-        behind and the states."""
-        step = self.context.step(slots, counts, _none(counts), np.zeros(1, np.int32), sees=False)
-        self._remembering.run(step, (self._mixed(tokens, states),))
+        """Append rows to the contexts of slots: `states` float32 [sum(counts), hidden], and `tokens` of the same shape,
+        the embeddings of the tokens one position later."""
+        step = self.context.step(slots, counts, _none(counts), np.zeros(1, np.int32), attends=False)
+        self._appending.run(step, (self._mixed(tokens, states),))
         self.context.commit(slots, counts)
 
     def predict(self, slots: Sequence[int], tokens: Array, states: Array, *, behind: int = 0) -> Array:
-        """One row of each slot, `behind` rows behind what it remembers: its state, float32 [len(slots), hidden], which
-        the head takes as it is and the next row reads. It holds until the device runs the next step."""
+        """One row of each slot, `behind` rows behind its context: its state, float32 [len(slots), hidden], which the
+        head takes as it is and the next row reads. It is valid until the device runs the next step."""
         counts = [1] * len(slots)
-        wanted = np.arange(len(slots), dtype=np.int32)
-        step = self.context.step(slots, counts, _none(counts), wanted, behind=behind, sees=True)
+        output_rows = np.arange(len(slots), dtype=np.int32)
+        step = self.context.step(slots, counts, _none(counts), output_rows, behind=behind, attends=True)
         (result,) = self._predicting.run(step, (self._mixed(tokens, states),))
         return result
 
     def close(self) -> None:
         """Release weights and context. Idempotent."""
-        self._remembering.close()
+        self._appending.close()
         self._predicting.close()
 
-    def _keep(self, step: DeviceStep, handed: tuple[Array, ...]) -> tuple[Array, ...]:
-        y = rms_norm(self.device, handed[0], self._block.mixer_norm, self._eps)
-        assert isinstance(self._block.mixer, AttentionLayer)
-        self._block.mixer.write_context(y, step)
+    def _append(self, step: DeviceStep, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        y = rms_norm(self.device, inputs[0], self._layer.mixer_norm, self._eps)
+        assert isinstance(self._layer.mixer, AttentionLayer)
+        self._layer.mixer.write_context(y, step)
         return ()
 
-    def _predict(self, step: DeviceStep, handed: tuple[Array, ...]) -> tuple[Array, ...]:
-        stream = Residual(self.device, handed[0])
-        self._block(stream, step)
+    def _predict(self, step: DeviceStep, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        stream = Residual(self.device, inputs[0])
+        self._layer(stream, step)
         return (rms_norm(self.device, stream.settle(), self._head_norm, self._eps),)
 
     def _mixed(self, tokens: Array, states: Array) -> Array:
@@ -148,9 +148,9 @@ class MTPModel:
 class MTPDrafter(FeatureDrafter):
     """Proposes by an MTPModel that reads `ring`."""
 
-    def __init__(self, model: MTPModel, ring: FeatureRing, ends: TargetHead) -> None:
-        # The row before a position has read the token that stands there.
-        super().__init__(model, ring, ends, kind="mtp", block=MTP_BLOCK, lookahead=1)
+    def __init__(self, model: MTPModel, ring: FeatureRing, head: TargetHead) -> None:
+        # The row of a position has read the token one position later.
+        super().__init__(model, ring, head, kind="mtp", block=MTP_BLOCK, lookahead=1)
         self._model = model
 
     def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
@@ -161,26 +161,26 @@ class MTPDrafter(FeatureDrafter):
     def _draft(self, asked: Sequence[Draftable]) -> list[Proposal]:
         model, slots = self._model, [one.slot for one in asked]
         texts = {one.slot: one.tokens for one in asked}
-        # The row before the seed is the last one that the target has computed.
+        # The target has computed all rows before the seed.
         last = [len(one.tokens) - 2 for one in asked]
-        for parts in self._owed(slots, last):
+        for parts in self._missing(slots, last):
             counts = [len(part.positions) for part in parts]
             tokens = np.concatenate([texts[part.slot][part.positions + 1] for part in parts])
-            states = model.states(self._window.places(parts))
-            model.append_context([part.slot for part in parts], counts, self._ends.embed(tokens), states)
+            states = model.states(self.window.ring_rows(parts))
+            model.append_context([part.slot for part in parts], counts, self._head.embed(tokens), states)
         states = model.states(
-            self._window.places(
+            self.window.ring_rows(
                 [SlotPositions(slot, np.array([end], np.int32)) for slot, end in zip(slots, last, strict=True)]
             )
         )
 
         def run(depth: int, tokens: Int32) -> Output:
             nonlocal states
-            states = model.predict(slots, self._ends.embed(tokens), states, behind=depth)
-            return self._ends.project(states)()
+            states = model.predict(slots, self._head.embed(tokens), states, behind=depth)
+            return self._head.project(states)()
 
         proposals = draft_one_by_one(asked, self.block, run)
-        # The first row's inputs were the text's own.
+        # The first row read only committed tokens and the target's own state.
         model.context.commit(slots, [1] * len(slots))
         return proposals
 

@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed the last time that the text ended as it ends now.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the text's last tokens.
 
 The longest suffix of `longest` down to `shortest` tokens that occurred before decides, at its latest occurrence
-(Saxena, "Prompt Lookup Decoding", 2023). It is looked for in the whole text each time: a text of 100k tokens takes
-half a millisecond, and an index of it would take 100 MB.
+(Saxena, "Prompt Lookup Decoding", 2023). Each proposal searches the whole text: 100k tokens take half a millisecond,
+and an index of them would take 100 MB.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NgramDrafter:
         place = _behind(one.tokens, self._longest, self._shortest)
         if place is None:
             return Proposal()
-        # What repeats itself may reach beyond the end: it goes on with what is proposed.
+        # An occurrence that overlaps the end of the text is a repetition: it continues with the proposed tokens.
         text = one.tokens[place:].tolist()
         for _ in range(min(one.max_tokens, self.block) - len(text)):
             text.append(text[len(text) - (len(one.tokens) - place)])

@@ -1,4 +1,4 @@
-"""A drafter whose memory comes and goes."""
+"""A drafter whose memory is allocated when it is needed, and freed while no sequence runs."""
 
 from __future__ import annotations
 
@@ -13,58 +13,53 @@ _log = logging.getLogger(__name__)
 
 
 class OnDemandDrafter:
-    """The drafter that `make` makes, now and whenever it is wanted after it was released.
+    """The drafter that `make` returns, made at once and again after each release.
 
-    keep   whether it stays while no sequence runs
-    block  of the drafter
-    facts  what `describe` tells beside what the drafter does
-
-    Where memory for it is missing at first, sequences run without it until there is some.
+    `keep`: it stays loaded while no sequence runs. `block`: that of the drafter. `facts`: facts that `describe` adds to
+    the drafter's own. Without enough memory at first, sequences run without drafts until there is enough.
     """
 
     def __init__(
         self, make: Callable[[], Drafter], *, keep: bool, block: int, facts: dict[str, str | int] | None = None
     ) -> None:
         self.block = block
+        #: the drafter, None while it is not loaded
+        self.loaded: Drafter | None = None
         self._make = make
         self._keep = keep
         self._facts = dict(facts or {})
-        self._made: Drafter | None = None
         try:
-            self._made = make()
+            self.loaded = make()
         except OutOfMemoryError as error:
             _log.warning("the draft is not loaded: %s", error)
         self.idle()
 
-    def load(self) -> None:
-        """Let it be there. Raises OutOfMemoryError."""
-        self._wanted()
+    def load(self) -> Drafter:
+        """The drafter, made now if it is not loaded. Raises OutOfMemoryError."""
+        if self.loaded is None:
+            self.loaded = self._make()
+        return self.loaded
 
     def observe(self, spans: Sequence[Span]) -> None:
-        self._wanted().observe(spans)
+        self.load().observe(spans)
 
     def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
-        return self._wanted().propose(asked)
+        return self.load().propose(asked)
 
     def forget(self, slot: int) -> None:
-        if self._made is not None:
-            self._made.forget(slot)
+        if self.loaded is not None:
+            self.loaded.forget(slot)
 
     def idle(self) -> None:
-        if not self._keep and self._made is not None:
+        if not self._keep and self.loaded is not None:
             self.close()
-            _log.info("the draft's memory is free until a request comes")
+            _log.info("the draft's memory is free until the next request")
 
     def describe(self) -> dict[str, str | int]:
-        made = self._made
+        made = self.loaded
         return self._facts | ({} if made is None else made.describe()) | {"loaded": "no" if made is None else "yes"}
 
     def close(self) -> None:
-        made, self._made = self._made, None
+        made, self.loaded = self.loaded, None
         if made is not None:
             made.close()
-
-    def _wanted(self) -> Drafter:
-        if self._made is None:
-            self._made = self._make()
-        return self._made

@@ -1,4 +1,4 @@
-"""The drafter that settings name, in this process or in a daemon."""
+"""Opens the drafter that the settings name, in this process or in a daemon."""
 
 from __future__ import annotations
 
@@ -33,27 +33,21 @@ from luce.shard.shard import Shard
 
 @dataclass(frozen=True)
 class PreparedDrafter:
-    """A drafter that is still without its target.
+    """A drafter before its target is loaded."""
 
-    ring    where the target leaves what the drafter reads of it, None if that is nothing
-    open    the drafter, for the target's first and last shard; whoever calls it closes the drafter
-    claims  what it is going to take of devices
-    tails   what of the ring is kept with prefixes
-    """
-
+    #: the target writes its features here; None if the drafter reads none
     ring: FeatureRing | None
+    #: opens the drafter, from the target's first and last shard; the caller closes it
     open: Callable[[Shard, Shard], Drafter]
+    #: memory that the drafter is going to take
     claims: Sequence[Claim] = ()
+    #: saves the features before checkpoints; None if the drafter reads none
     tails: FeatureTails | None = None
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A drafter with weights on its device, before anything of it is there. Sizes in bytes.
-
-    Of `sizes`, weights and state are its own, features those of the ring, and ends the target's embedding and head,
-    which a daemon needs as well. The ring of a daemon's drafter is in this machine's memory too.
-    """
+    """A drafter with weights and its device, before it is loaded."""
 
     target: Target
     spec: DrafterSpec
@@ -61,14 +55,17 @@ class DraftPlan:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """weights, state, features, ends."""
+        """Bytes on its device: `weights` and `state` (its context), `features` (the ring), and `head`: the target's
+        embedding and head, of which a daemon needs a copy. A daemon's ring has a copy in this process's host memory.
+        """
         weights, state = self.spec.bytes(self.device)
-        ends = head_bytes(self.target.file, self.target.spec, self.device) if self.remote and self.spec.ends else 0
-        return {"weights": weights, "state": state, "features": self._ring, "head": ends}
+        copied = self.remote and self.spec.borrows_head
+        head = head_bytes(self.target.file, self.target.spec, self.device) if copied else 0
+        return {"weights": weights, "state": state, "features": self._ring, "head": head}
 
     @property
     def remote(self) -> bool:
-        """Whether it is in a daemon."""
+        """Whether the drafter runs in a daemon."""
         return self.device.remote
 
     @property
@@ -76,8 +73,11 @@ class DraftPlan:
         return self.target.ring_bytes(self.spec.layers)
 
     def claims(self, *, allocated: bool = False) -> tuple[Claim, ...]:
-        """What it is going to take of devices. `allocated`: its ring is there already, which a GPU's free memory shows
-        and the host's does not before it is written to."""
+        """Memory that the drafter is going to take.
+
+        `allocated`: its ring is allocated already, which lowers a GPU's free memory now, but the host's only once the
+        ring is written to.
+        """
         own, far = sum(self.sizes.values()), self.device.name.place
         if self.remote:
             here = Claim(HostDevice(), self._ring)
@@ -86,17 +86,17 @@ class DraftPlan:
 
     @property
     def free(self) -> int:
-        """Bytes of the device that it may take now."""
+        """Free memory of the device in bytes."""
         return usable(self.device)
 
 
 def verified_rows(config: Config) -> int:
-    """Most rows of a sequence that are verified at once, 0 if nothing is drafted."""
+    """Most rows of a sequence in one verification, 0 without drafting."""
     return (config.verify_width or RECURRENT_ROWS) if config.draft else 0
 
 
 def branch_pages(config: Config) -> int:
-    """Pages of each group for branches of trees: two for each row of a step that may be a branch."""
+    """Pages of each group for branches of trees: two for each row of a step that can be a branch."""
     return 2 * (MAX_TREE_ROWS - 1) if config.ddtree else 0
 
 
@@ -109,17 +109,17 @@ def plan_drafter(
     *,
     context: int,
 ) -> DraftPlan | None:
-    """What --draft names for a target of `context` positions on `devices`; None if that has no weights.
+    """The drafter of --draft for a target of `context` positions on `devices`; None if it has no weights.
 
-    `opened` closes files and devices that only the drafter has. Raises UsageError, and ModelError or DeviceError naming
-    the file or the device that cannot be used.
+    `opened` closes files and devices that only the drafter uses. Raises UsageError, and ModelError or DeviceError
+    naming the file or the device that cannot be used.
     """
     if config.draft in ("", "ngram"):
         return None
     target = Target(file, spec, config.parallel, min(context, config.draft_ctx_max))
     drafter_spec = read_drafter(opened, target, config.draft, config.draft_swa)
     if config.ddtree and not drafter_spec.trees:
-        raise UsageError(f"--ddtree: {drafter_spec.path or config.draft} is no DFlash draft", param="ddtree")
+        raise UsageError(f"--ddtree: {drafter_spec.path or config.draft} is not a DFlash draft", param="ddtree")
     if not drafter_spec.layers and config.draft_feature_tail not in (0, FIELDS["draft_feature_tail"].default):
         raise UsageError(f"--draft-feature-tail: {drafter_spec.path} reads no features", param="draft_feature_tail")
     return DraftPlan(target, drafter_spec, _device(opened, config, devices))
@@ -134,8 +134,8 @@ def open_drafter(
     *,
     context: int,
 ) -> PreparedDrafter | None:
-    """The drafter for a target of `context` positions on `devices`; None if nothing is to be drafted. A daemon loads
-    while the caller goes on. Otherwise as plan_drafter."""
+    """The drafter for a target of `context` positions on `devices`; None without --draft. A daemon loads it while the
+    caller continues. Otherwise as plan_drafter."""
     if config.draft == "ngram":
         ngram = NgramDrafter(block=verified_rows(config) - 1 or 1)
         return PreparedDrafter(None, lambda first, last: ngram)
@@ -147,7 +147,7 @@ def open_drafter(
     facts = drafter_spec.facts | {f"{name}_bytes": size for name, size in plan.sizes.items()}
     if config.ddtree:
         facts |= {"ddtree_budget": min(config.ddtree_budget, MAX_TREE_ROWS - 1)}
-    # Of a drafter in a daemon here too, where the rings of all slots outlive the daemon.
+    # With a drafter in a daemon the ring is on this host too: it outlives the daemon.
     ring = target.ring(HostDevice() if plan.remote else device, drafter_spec.layers) if drafter_spec.layers else None
     claims = plan.claims(allocated=True)
     tails = None if ring is None else FeatureTails(ring, config.draft_feature_tail)
@@ -165,17 +165,17 @@ def open_drafter(
         return PreparedDrafter(ring, wait, claims, tails)
 
     def open(first: Shard, last: Shard) -> Drafter:
-        ends = TargetHead(device, first.ends, last.ends)
+        head = TargetHead(device, first.ends, last.ends)
         return OnDemandDrafter(
-            lambda: drafter_spec.make(device, ring, ends), keep=keep, block=drafter_spec.block, facts=facts
+            lambda: drafter_spec.make(device, ring, head), keep=keep, block=drafter_spec.block, facts=facts
         )
 
     return PreparedDrafter(ring, open, claims, tails)
 
 
 def _device(opened: contextlib.ExitStack, config: Config, devices: Sequence[Device]) -> Device:
-    """The device of --draft-device: one of the target's in this process, one that is opened for the drafter, or one in
-    a daemon of its own."""
+    """The device of --draft-device: one of the target's in this process, one opened for the drafter, or one in a daemon
+    of its own."""
     name = _name(config, devices)
     daemon = open_draft_daemon(config, name, devices)
     if daemon is not None:
@@ -194,6 +194,7 @@ def _name(config: Config, devices: Sequence[Device]) -> DeviceName:
         if more:
             raise UsageError(f"--draft-device {config.draft_device}: expected one device", param="draft_device")
         return name
-    # Beside the head, which every proposal passes, if that is in this process; then on this machine.
+    # The target's head computes every proposal, so its device comes first if it is in this process; otherwise the last
+    # device of this machine.
     own = [device for device in devices if not device.remote] or [device for device in devices if not device.name.place]
     return own[-1].name if own else named(["cpu:0"])[0]

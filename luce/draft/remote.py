@@ -178,7 +178,7 @@ class RemoteDrafter:
         width = 0 if self._ring is None else self._ring.rows.shape[1]
         features = np.empty((0, width), np.uint16)
         if parts and self._ring is not None and self._window is not None:
-            features = self._ring.rows[self._window.places(parts)]
+            features = self._ring.rows[self._window.ring_rows(parts)]
         message = Propose(tuple(told), features, tuple((one.slot, one.max_tokens, one.max_depth) for one in wanted))
         rows = len(features) + sum(len(part.tokens) for part in told)
         return self._ask(message, rows, Proposed, wanted)

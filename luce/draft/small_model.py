@@ -1,4 +1,4 @@
-"""Drafting by a small model of any family that has the target's tokens: it goes on with the text, greedily."""
+"""Drafting by a small model of any family that has the target's vocabulary: it continues the text greedily."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _TOKENS = "tokenizer.ggml.tokens"
 
 
 def check_tokens(file: GGUFFile, target: Metadata) -> None:
-    """Raises ModelError unless a file has the target's tokens."""
+    """Raises ModelError unless a file has the target's vocabulary."""
     if file.metadata.strings(_TOKENS) != target.strings(_TOKENS):
-        raise ModelError(f"{file.paths[0]}: has other tokens than {target.path}, so it cannot draft for it")
+        raise ModelError(f"{file.paths[0]}: has another vocabulary than {target.path}, so it cannot draft for it")
 
 
 def model_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
@@ -46,7 +46,8 @@ def _rings(spec: ModelSpec, context: int) -> list[PageRing]:
 
 
 class ModelDrafter:
-    """Proposes up to `block` tokens by a model on `device`, which sees the last `context` positions or some more."""
+    """Proposes up to `block` tokens by a model on `device`, which sees the last `context` positions or somewhat
+    more."""
 
     block = 8
 
@@ -56,38 +57,40 @@ class ModelDrafter:
         self._context = Context(_rings(spec, context), slots)
         self._recurrent = spec.recurrent
         layers = range(len(spec.layers))
-        self._shard = LocalShard(file, spec, layers, device, pages=self._context.pages, slots=slots)
-        self._nothing: list[list[int]] = [[] for _ in spec.page_groups]
-        #: the tokens that each slot's remembered positions have
-        self._read = [np.empty(0, np.int32)] * slots
+        self.shard = LocalShard(file, spec, layers, device, pages=self._context.pages, slots=slots)
+        self._no_pages: list[list[int]] = [[] for _ in spec.page_groups]
+        #: the tokens at each slot's cached positions
+        self._tokens = [np.empty(0, np.int32)] * slots
+        #: bytes of the weights, and of the context, on the device
+        self.weights, self.state = self.shard.info.weights, self.shard.info.state
 
     def observe(self, spans: Sequence[Span]) -> None:
-        # What is left of what was read, the text itself tells.
+        # `propose` compares the text with the cached tokens.
         pass
 
     def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         slots = [one.slot for one in asked]
         texts = {one.slot: one.tokens for one in asked}
-        for parts in batches([(one.slot, self._owed(one)) for one in asked], CONTEXT_CHUNK):
+        for parts in batches([(one.slot, self._missing(one)) for one in asked], CONTEXT_CHUNK):
             tokens = np.concatenate([texts[part.slot][part.positions] for part in parts])
             counts = [len(part.positions) for part in parts]
-            self._run([part.slot for part in parts], counts, tokens, wanted=False)
+            self._run([part.slot for part in parts], counts, tokens, candidates=False)
             self._context.commit([part.slot for part in parts], counts)
         saved: list[SavedState] = []
 
         def run(depth: int, tokens: Int32) -> Output:
             output = self._run(slots, [1] * len(slots), tokens, behind=depth)
             if depth == 0 and self._recurrent:
-                # The seed is the text's own; what follows may not be.
-                saved.extend(self._shard.state.save(slot, self._nothing) for slot in slots)
+                # The seed is committed; the tokens that follow it may be rejected.
+                saved.extend(self.shard.state.save(slot, self._no_pages) for slot in slots)
             return output
 
         proposals = draft_one_by_one(asked, self.block, run)
         for slot, state in zip(slots, saved, strict=False):
-            self._shard.state.restore(slot, self._nothing, state)
+            self.shard.state.restore(slot, self._no_pages, state)
         self._context.commit(slots, [1] * len(slots))
         for one in asked:
-            self._read[one.slot] = one.tokens[self._context.cached(one.slot).start :].copy()
+            self._tokens[one.slot] = one.tokens[self._context.cached(one.slot).start :].copy()
         return lambda: proposals
 
     def forget(self, slot: int) -> None:
@@ -100,33 +103,33 @@ class ModelDrafter:
         return {"kind": "model", "block": self.block, "device": str(self._device.name)}
 
     def close(self) -> None:
-        self._shard.close()
+        self.shard.close()
 
     def _rewind(self, one: Draftable) -> None:
-        """Forget what is not of this text, or not before its seed."""
-        known, read = self._context.cached(one.slot), self._read[one.slot]
-        text = one.tokens[known.start : min(known.stop, len(one.tokens) - 1)]
-        count = min(len(text), len(read))
-        other = np.flatnonzero(read[:count] != text[:count])
-        end = known.start + int(other[0] if len(other) else count)
-        if self._recurrent and end < known.stop:
+        """Drop cached positions whose tokens differ from the text's, or that are not before its seed."""
+        cached, tokens = self._context.cached(one.slot), self._tokens[one.slot]
+        text = one.tokens[cached.start : min(cached.stop, len(one.tokens) - 1)]
+        count = min(len(text), len(tokens))
+        other = np.flatnonzero(tokens[:count] != text[:count])
+        end = cached.start + int(other[0] if len(other) else count)
+        if self._recurrent and end < cached.stop:
             self._context.forget(one.slot)
         self._context.rewind(one.slot, end)
 
-    def _owed(self, one: Draftable) -> range:
-        """The positions before the seed that the model has yet to read."""
+    def _missing(self, one: Draftable) -> range:
+        """The positions before the seed that the model has not cached."""
         end = len(one.tokens) - 1
         self._rewind(one)
         if end + self.block - self._context.cached(one.slot).start > self._longest:
-            # Beyond the trained length: half of it is kept, and told anew.
+            # Beyond the trained length: start again with half of it.
             self._context.forget(one.slot, max(0, end - self._longest // 2))
         return range(self._context.resume(one.slot, 0, end), end)
 
     def _run(
-        self, slots: Sequence[int], counts: Sequence[int], tokens: Int32, *, behind: int = 0, wanted: bool = True
+        self, slots: Sequence[int], counts: Sequence[int], tokens: Int32, *, behind: int = 0, candidates: bool = True
     ) -> Output:
-        rows = np.arange(len(tokens) if wanted else 0, dtype=np.int32)
-        step: Step = self._context.step(slots, counts, tokens, rows, behind=behind, sees=True, top=wanted)
-        pending = self._shard.forward(step, None)
+        rows = np.arange(len(tokens) if candidates else 0, dtype=np.int32)
+        step: Step = self._context.step(slots, counts, tokens, rows, behind=behind, attends=True, candidates=candidates)
+        pending = self.shard.forward(step, None)
         assert not isinstance(pending, tuple)
         return pending()

@@ -1,4 +1,4 @@
-"""A drafter with weights as settings and files name it: what it reads of its target, before it has a device."""
+"""A drafter with weights as settings and files describe it, before it has a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from luce.draft.dflash.model import DFlashModel, draft_bytes
 from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
 from luce.draft.dflash.spec import DFlashSpec, read_dflash
 from luce.draft.drafter import Drafter
-from luce.draft.mtp import MTP_BLOCK, MTPDrafter, MTPModel, block_bytes, captured
+from luce.draft.mtp import MTP_BLOCK, MTPDrafter, MTPModel, captured, mtp_bytes
 from luce.draft.small_model import ModelDrafter, check_tokens, model_bytes
 from luce.draft.target_head import TargetHead
 from luce.errors import ModelError, UsageError
@@ -36,11 +36,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Target:
-    """The model that is drafted for: its file and spec, sequences at a time, and how far back a drafter sees."""
+    """The model that is drafted for."""
 
     file: GGUFFile
     spec: ModelSpec
     slots: int
+    #: positions that the drafter sees
     context: int
 
     def ring_bytes(self, layers: Sequence[int]) -> int:
@@ -52,31 +53,30 @@ class Target:
         return FeatureRing(device, layers, self.spec.hidden, slots=self.slots, capacity=self.context)
 
 
-#: the drafter on a device; its ring on the same one and the target's ends, None where it has no use for them
-Make = Callable[[Device, FeatureRing | None, TargetHead | None], Drafter]
+#: Makes the drafter on a device, from its ring on the same device and the target's head, each None if it reads none.
+MakeDrafter = Callable[[Device, FeatureRing | None, TargetHead | None], Drafter]
 
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """A drafter without a device.
+    """A drafter without a device."""
 
-    path    of its file, empty if that is the target's
-    block   most tokens that it proposes
-    layers  of the target whose output it reads, none if it reads only tokens
-    ends    whether it borrows the target's embedding and head
-    digest  of its file, as luce.gguf.fingerprint
-    bytes   of its weights and its context on a device
-    trees   whether it proposes trees where they are asked for
-    """
-
+    #: dflash, mtp or model
     kind: str
+    #: of its file, empty if that is the target's
     path: str
+    #: most tokens of a proposal
     block: int
+    #: layers of the target whose output it reads; none if it reads only tokens
     layers: tuple[int, ...]
-    ends: bool
-    make: Make
+    #: it borrows the target's embedding and head
+    borrows_head: bool
+    make: MakeDrafter
+    #: of its file, as luce.gguf.fingerprint
     digest: Callable[[], str]
+    #: bytes of its weights, and of its context, on a device
     bytes: Callable[[Device], tuple[int, int]]
+    #: it proposes trees on request
     trees: bool = False
 
     @property
@@ -86,9 +86,10 @@ class DrafterSpec:
 
 
 def read_drafter(opened: contextlib.ExitStack, target: Target, draft: str, window: int) -> DrafterSpec:
-    """The spec of a --draft that has weights; `window` as --draft-swa. `opened` closes the file.
+    """The spec of a --draft that has weights; `window` is --draft-swa. `opened` closes the file.
 
-    Raises UsageError for a window without a use, and ModelError, FormatError or UnsupportedError naming the file.
+    Raises UsageError for a window that the drafter cannot use, and ModelError, FormatError or UnsupportedError naming
+    the file.
     """
     if draft == "mtp":
         return _mtp(target, window)
@@ -98,7 +99,7 @@ def read_drafter(opened: contextlib.ExitStack, target: Target, draft: str, windo
     if source.architecture in ARCHITECTURES:
         return _dflash(target, file, read_dflash(source, window=window))
     if window:
-        raise UsageError(f"--draft-swa: {path} is no DFlash draft", param="draft_swa")
+        raise UsageError(f"--draft-swa: {path} is not a DFlash draft", param="draft_swa")
     return _model(target, file, read_spec(source))
 
 
@@ -106,18 +107,24 @@ def _dflash(target: Target, file: GGUFFile, spec: DFlashSpec) -> DrafterSpec:
     layers = spec.captured(target.spec)
     mask = _mask(target, spec)
     if spec.correction is not None and spec.correction.vocab != target.spec.vocab:
-        told = f"its {spec.correction.kind} head is for {spec.correction.vocab} tokens, the model has"
-        _log.warning("%s: %s %d: the head is left out", spec.path, told, target.spec.vocab)
+        head = spec.correction
+        _log.warning(
+            "%s: its %s head is for %d tokens, but the model has %d: the draft runs without the head",
+            spec.path,
+            head.kind,
+            head.vocab,
+            target.spec.vocab,
+        )
         spec = replace(spec, correction=None)
     if spec.target_scale:
         spec = replace(spec, embedding_scale=spec.embedding_scale * target.spec.embedding_scale)
-    # Behind more than it was trained with a draft is hardly ever right.
+    # A draft is hardly ever right behind more positions than it was trained with.
     slots, context = target.slots, min(target.context, spec.context_length)
 
-    def make(device: Device, ring: FeatureRing | None, ends: TargetHead | None) -> Drafter:
-        assert ring is not None and ends is not None
+    def make(device: Device, ring: FeatureRing | None, head: TargetHead | None) -> Drafter:
+        assert ring is not None and head is not None
         model = DFlashModel(file, spec, device, slots=slots, context=context, rows=ring.rows, mask=mask)
-        return DFlashDrafter(model, ring, ends)
+        return DFlashDrafter(model, ring, head)
 
     def size(device: Device) -> tuple[int, int]:
         return draft_bytes(file, spec, device, slots=slots, context=context)
@@ -129,18 +136,18 @@ def _dflash(target: Target, file: GGUFFile, spec: DFlashSpec) -> DrafterSpec:
 
 def _mtp(target: Target, window: int) -> DrafterSpec:
     if window:
-        raise UsageError("--draft-swa: mtp is no DFlash draft", param="draft_swa")
+        raise UsageError("--draft-swa: mtp is not a DFlash draft", param="draft_swa")
     if not target.spec.skipped_layers:
-        raise ModelError(f"{target.file.paths[0]}: --draft mtp: has no block for multi-token prediction")
+        raise ModelError(f"{target.file.paths[0]}: --draft mtp: has no layer for multi-token prediction")
 
-    def make(device: Device, ring: FeatureRing | None, ends: TargetHead | None) -> Drafter:
-        assert ring is not None and ends is not None
+    def make(device: Device, ring: FeatureRing | None, head: TargetHead | None) -> Drafter:
+        assert ring is not None and head is not None
         slots, context = target.slots, target.context
         model = MTPModel(target.file, target.spec, device, slots=slots, context=context, rows=ring.rows)
-        return MTPDrafter(model, ring, ends)
+        return MTPDrafter(model, ring, head)
 
     def size(device: Device) -> tuple[int, int]:
-        return block_bytes(target.file, target.spec, device, slots=target.slots, context=target.context)
+        return mtp_bytes(target.file, target.spec, device, slots=target.slots, context=target.context)
 
     return DrafterSpec("mtp", "", MTP_BLOCK, captured(target.spec), True, make, lambda: "", size)
 
@@ -148,7 +155,7 @@ def _mtp(target: Target, window: int) -> DrafterSpec:
 def _model(target: Target, file: GGUFFile, spec: ModelSpec) -> DrafterSpec:
     check_tokens(file, target.file.metadata)
 
-    def make(device: Device, ring: FeatureRing | None, ends: TargetHead | None) -> Drafter:
+    def make(device: Device, ring: FeatureRing | None, head: TargetHead | None) -> Drafter:
         return ModelDrafter(file, spec, device, slots=target.slots, context=target.context)
 
     def size(device: Device) -> tuple[int, int]:
@@ -160,12 +167,13 @@ def _model(target: Target, file: GGUFFile, spec: ModelSpec) -> DrafterSpec:
 
 
 def _mask(target: Target, spec: DFlashSpec) -> NDArray[np.float32]:
-    """What rows behind the seed begin as, by the target's table. Raises ModelError if it has no such row."""
+    """The row of the target's embedding that masked rows begin with. Raises ModelError if the target has no such
+    token."""
     if spec.mask_embedding:
         return np.zeros(spec.hidden, np.float32)
     token = spec.mask_token if spec.mask_token is not None else target.spec.mask_token
     if token is None or not 0 <= token < target.spec.vocab:
-        raise ModelError(f"{spec.path}: dflash.mask_token_id {token} is no token of the model")
+        raise ModelError(f"{spec.path}: dflash.mask_token_id {token} is not a token of the model")
     table = target.file.tensors[EMBEDDING]
     row = dequantize(target.file.raw(EMBEDDING)[token : token + 1], table.type)
     return row.reshape(-1)

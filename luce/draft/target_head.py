@@ -16,30 +16,31 @@ from luce.runtime.step import MAX_CANDIDATES, Int32, Output
 from luce.shard.shard import Pending
 
 
-class End(Protocol):
-    """A shard of the target, as far as a draft wants something of it. See luce.shard.shard.ShardEnds."""
+class HeadShard(Protocol):
+    """The part of a luce.shard.shard.ShardEnds that drafts call."""
 
     @property
     def device(self) -> Device:
-        """Where its arrays are."""
+        """The device of its arrays."""
 
     def embed(self, tokens: Int32) -> Array:
-        """Rows of the token table, of the first shard."""
+        """Rows of the token table; only the first shard has it."""
 
     def project(self, hidden: Array, *, top: int = 0, scale: float = 0.0, softcap: float = 0.0) -> Pending:
-        """The head's product with rows, of the last one."""
+        """The head's product with rows; only the last shard has it."""
 
 
 @dataclass(frozen=True)
 class TargetHead:
-    """`first` and `last` shard of the target, for a draft on `device`, which may be one of theirs."""
+    """The embedding of the target's first shard and the head of its last one, for a draft on `device`, which may be
+    one of theirs."""
 
     device: Device
-    first: End
-    last: End
+    first: HeadShard
+    last: HeadShard
 
     def embed(self, tokens: Int32) -> Array:
-        """Plain rows of the target's table: float32 [n, hidden] on the draft's device."""
+        """Rows of the target's table, without its scale: int32 [n] -> float32 [n, hidden] on the draft's device."""
         rows = self.first.embed(tokens)
         if self.first.device is self.device:
             return rows
@@ -56,7 +57,7 @@ class TargetHead:
 
 
 class LoadedHead:
-    """Embedding and head of a model on a device that need not have any of its layers: both ends in one."""
+    """The embedding and head of a model, loaded to a device that need not have any of its layers."""
 
     def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device) -> None:
         self.device = device
@@ -65,11 +66,11 @@ class LoadedHead:
         self._head = builder.head()
 
     def embed(self, tokens: Int32) -> Array:
-        """As ShardEnds.embed."""
+        """As TargetHead.embed."""
         return self._embedding.rows(self.device.upload(tokens))
 
     def project(self, hidden: Array, *, top: int = 0, scale: float = 0.0, softcap: float = 0.0) -> Pending:
-        """As ShardEnds.project, of rows on this device."""
+        """As TargetHead.project, for rows on this device."""
         device, rows = self.device, self._head.project(hidden)
         found = find_candidates(device, rows, top, scale, softcap)
 

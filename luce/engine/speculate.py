@@ -237,11 +237,11 @@ class Speculator:
 
     def tail(self, slot: int, end: int) -> FeatureTail | None:
         """What is to be kept with the first `end` positions of a slot's sequence, all of which are computed."""
-        return None if self._tails is None else self._tails.take(slot, end)
+        return None if self._tails is None else self._tails.save(slot, end)
 
     def resumed(self, slot: int, end: int, tail: FeatureTail | None) -> None:
         """A sequence begins behind `end` positions that were kept, with this tail."""
-        span = None if self._tails is None or tail is None else self._tails.put(slot, end, tail)
+        span = None if self._tails is None or tail is None else self._tails.restore(slot, end, tail)
         if span is None and self._tails is not None:
             _log.debug("drafting begins anew: of %d tokens there is nothing that the draft reads", end)
         if span is not None and self._failures < _FAILURES:

@@ -15,7 +15,7 @@ from luce.draft.dflash.drafter import DFlashDrafter
 from luce.engine.speculate import DraftStats
 from tests.support.daemons import within
 from tests.support.drafts import DraftReference
-from tests.support.guesses import drafter_of
+from tests.support.guesses import loaded_drafter
 from tests.support.reference import Reference
 
 FIT = DraftReference("qwen35-a-draft-fit-F32")
@@ -105,13 +105,12 @@ def test_what_is_released_is_free_at_once(kind: str) -> None:
     gc.disable()
     try:
         with luce.load(reference.path, draft=draft, **SETTINGS, **settings) as model:
-            drafter = drafter_of(model)
             prompt = reference.expected["prompt_17"].tolist()
             running = model.generate(prompt, max_tokens=24, temperature=0, ignore_eos=True)
             for _ in range(9):
                 next(running)
-            made = drafter._made  # type: ignore[attr-defined]
-            held = [weakref.ref(made), weakref.ref(made._shard if kind == "model" else made._context)]
+            made = loaded_drafter(model)
+            held = [weakref.ref(made), weakref.ref(made.shard if kind == "model" else made.context)]
             del made
             assert all(part() is not None for part in held)
             list(running)

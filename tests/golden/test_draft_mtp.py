@@ -148,5 +148,5 @@ def test_without_states_there_is_no_guess(stack: ExitStack) -> None:
 def test_files_without_the_block() -> None:
     other = Reference("qwen35-a-F32")
     rows = np.zeros((64, other.spec.hidden), np.uint16)
-    with open_gguf(other.path) as file, pytest.raises(UnsupportedError, match="no block for multi-token prediction"):
+    with open_gguf(other.path) as file, pytest.raises(UnsupportedError, match="no layer for multi-token prediction"):
         MTPModel(file, other.spec, HostDevice(), slots=1, context=64, rows=rows)

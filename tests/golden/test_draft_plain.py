@@ -116,5 +116,5 @@ def test_tokens_must_be_the_target_s() -> None:
         open_gguf(Reference("gemma4-e-F32").path) as other,
     ):
         check_tokens(file, same.metadata)
-        with pytest.raises(ModelError, match=r"qwen3-a-F32.gguf: has other tokens than .*gemma4-e-F32.gguf"):
+        with pytest.raises(ModelError, match=r"qwen3-a-F32.gguf: has another vocabulary than .*gemma4-e-F32.gguf"):
             check_tokens(file, other.metadata)

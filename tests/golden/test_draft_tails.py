@@ -189,20 +189,20 @@ def test_tails_of_rings(capacity: int, most: int) -> None:
         ring.write(1, begin, rows(begin, count))
         tails.observe([Span(1, 0, count, begin)])
     for end in (11, 13):
-        tail = tails.take(1, end)
+        tail = tails.save(1, end)
         first = max(13 - capacity, end - most, 0)
         assert tail is not None and tail.layers == (1, 3) and (tail.rows == rows(first, end - first)).all()
-    assert tails.take(1, 14) is None and tails.take(0, 1) is None
+    assert tails.save(1, 14) is None and tails.save(0, 1) is None
     assert [len(part.rows) for part in tail.windows()] == [len(tail.rows)]
     other = ring_of(3)
     put = FeatureTails(other, 64)
-    span = put.put(0, 13, tail)
+    span = put.restore(0, 13, tail)
     count = min(3, len(tail.rows))
     assert span == Span(0, 0, count, 13 - count)
-    again = put.take(0, 13)
+    again = put.save(0, 13)
     assert again is not None and (again.rows == rows(13 - count, count)).all()
     put.forget(0)
-    assert put.take(0, 13) is None
+    assert put.save(0, 13) is None
 
 
 @pytest.mark.parametrize(
@@ -217,5 +217,5 @@ def test_tails_of_rings(capacity: int, most: int) -> None:
 )
 def test_tails_that_do_not_fit(tail: FeatureTail) -> None:
     ring = ring_of(16)
-    assert FeatureTails(ring, 16).put(0, 8, tail) is None
+    assert FeatureTails(ring, 16).restore(0, 8, tail) is None
     assert not ring.rows.any()

@@ -1,12 +1,14 @@
-"""What a model's drafter proposes."""
+"""The proposals of a loaded model, and its drafter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from luce.api import Model
 from luce.draft.drafter import Draftable, Drafter, PendingProposals, Proposal
+from luce.draft.on_demand import OnDemandDrafter
 
 
 def drafter_of(model: Model) -> Drafter:
@@ -14,6 +16,13 @@ def drafter_of(model: Model) -> Drafter:
     speculator = model.engine._speculator
     assert speculator is not None
     return speculator._drafter
+
+
+def loaded_drafter(model: Model) -> Any:
+    """The drafter in this process that is loaded, None if it is not."""
+    drafter = drafter_of(model)
+    assert isinstance(drafter, OnDemandDrafter)
+    return drafter.loaded
 
 
 @contextmanager

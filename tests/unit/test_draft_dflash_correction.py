@@ -171,7 +171,7 @@ def test_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"dflash__dspark__enabled": 1}, "dflash.dspark.enabled is set beside dflash.domino.enabled"),
+        ({"dflash__dspark__enabled": 1}, "dflash.dspark.enabled is set, and so is dflash.domino.enabled"),
         ({"dflash__domino__emb_dim": None}, "dflash.domino.emb_dim' is missing"),
         ({"dflash__domino__gru_hidden_dim": 0}, "dflash.domino.gru_hidden_dim is 0"),
         ({"dflash__domino__vocab_size": 1 << 25}, "dflash.domino.vocab_size is 33554432"),
@@ -225,7 +225,7 @@ def test_a_draft_with_a_head(kind: str, tmp_path: Path) -> None:
 
 def test_a_head_for_other_tokens_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     found, state = guessed(made("dspark", vocab=700).write(tmp_path / "draft.gguf"))
-    assert state == "on" and "its dspark head is for 700 tokens, the model has 768" in caplog.text
+    assert state == "on" and "its dspark head is for 700 tokens, but the model has 768" in caplog.text
     off = made("dspark")
     off.keys["dflash.dspark.enabled"] = 0
     assert guessed(off.write(tmp_path / "off.gguf"))[0] == found

@@ -118,13 +118,13 @@ def test_the_fusing_matrix_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture
         ({"attention__key_length": 2048}, "attention.key_length is 2048"),
         ({"attention__head_count_kv": 3}, "attention.head_count is 4, no multiple of the 3 KV heads"),
         ({"attention__value_length": 8}, "attention.value_length is 8"),
-        ({"attention__sliding_window": 24}, "sliding_window_pattern is missing, but there is a window of 24"),
+        ({"attention__sliding_window": 24}, "sliding_window_pattern is missing, but attention.sliding_window is 24"),
         ({**PATTERN, "attention__sliding_window_pattern": [True]}, "sliding_window_pattern has 1 entries"),
         ({"attention__sliding_window": -1}, "attention.sliding_window is -1"),
         ({"dflash__target_layer_ids": [1, 1]}, r"target_layer_ids is \[1, 1\]"),
         ({"dflash__target_layer_ids": [2, 1]}, "ascending order"),
         ({"dflash__target_layer_ids": [1]}, "has 1 entries, but 2 layers are fused"),
-        ({"dflash__mask_token_id": 64}, "mask_token_id is 64, but there are 64 tokens"),
+        ({"dflash__mask_token_id": 64}, "mask_token_id is 64, but the vocabulary has 64 tokens"),
         ({"dflash__block_size": 1}, "block_size is 1"),
         ({"dflash__block_size": 65}, "block_size is 65"),
         ({"rope__scaling__type": "longrope"}, "rope.scaling.type is 'longrope'"),
@@ -198,9 +198,9 @@ def test_what_does_not_fit_the_model(tmp_path: Path) -> None:
     spec = read(tmp_path, MadeDraft.random(dflash__target_layer_ids=[1, 3]))
     assert spec.captured(target()) == (1, 3)
     for other, message in (
-        (replace(target(), hidden=48), "is a draft for rows of 32, the model's have 48"),
-        (replace(target(), vocab=65), "is a draft for 64 tokens, the model has 65"),
-        (replace(target(), layers=target().layers[:3]), "reads layer 3 of the model, which has 3"),
+        (replace(target(), hidden=48), "this draft expects hidden size 32; the model has 48"),
+        (replace(target(), vocab=65), "this draft expects a vocabulary of 64 tokens; the model has 65"),
+        (replace(target(), layers=target().layers[:3]), "reads layer 3 of the model, which has 3 layers"),
     ):
         with pytest.raises(ModelError, match=message):
             spec.captured(other)

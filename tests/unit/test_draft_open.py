@@ -27,7 +27,7 @@ from luce.runtime.host import HostDevice
 from luce.runtime.step import Span
 from tests.support.daemons import HERE, children
 from tests.support.drafts import DRAFTS
-from tests.support.guesses import drafter_of
+from tests.support.guesses import loaded_drafter
 from tests.support.made_drafts import MadeDraft
 from tests.support.reference import Reference
 
@@ -80,14 +80,13 @@ def test_it_sees_no_more_than_it_was_trained_with(trained: int, reach: int, tmp_
     made = MadeDraft.random(0, hidden=64, vocab_size=768, dflash__mask_token_id=5, context_length=trained)
     path = made.write(tmp_path / "made.gguf")
     with luce.load(TARGET.path, target_devices="cpu:0", max_ctx=256, draft=str(path)) as model:
-        drafter = drafter_of(model)._made  # type: ignore[attr-defined]
-        assert drafter._model.context.reach == reach
+        assert loaded_drafter(model).context.reach == reach
 
 
 def test_the_model_s_own_block(stack: ExitStack) -> None:
     prepared = prepare(stack, "mtp", reference=Reference("qwen35-b-Q4_K_M"))
     assert prepared is not None and prepared.ring is not None and prepared.ring.layers == (5,)
-    with pytest.raises(ModelError, match=r"qwen35-a-F32.gguf: --draft mtp: has no block"):
+    with pytest.raises(ModelError, match=r"qwen35-a-F32.gguf: --draft mtp: has no layer"):
         prepare(stack, "mtp")
 
 
@@ -106,9 +105,9 @@ def test_devices(stack: ExitStack) -> None:
 
 
 def test_the_window_option(stack: ExitStack) -> None:
-    with pytest.raises(UsageError, match=r"--draft-swa: .*qwen35-a-F32.gguf is no DFlash draft"):
+    with pytest.raises(UsageError, match=r"--draft-swa: .*qwen35-a-F32.gguf is not a DFlash draft"):
         prepare(stack, TARGET.path, draft_swa=64)
-    with pytest.raises(UsageError, match=r"--ddtree: .*qwen35-a-F32.gguf is no DFlash draft"):
+    with pytest.raises(UsageError, match=r"--ddtree: .*qwen35-a-F32.gguf is not a DFlash draft"):
         prepare(stack, TARGET.path, ddtree=True)
 
 
@@ -122,8 +121,8 @@ def test_a_tail_of_what_is_not_read(stack: ExitStack) -> None:
     ("draft", "error", "message"),
     [
         ("nowhere.gguf", ModelError, "nowhere.gguf: No such file"),
-        (str(Reference("gemma4-e-F32").path), ModelError, "has other tokens than"),
-        (str(DRAFTS / "qwen35-b-draft-BF16.gguf"), ModelError, "is a draft for rows of 256, the model's have 64"),
+        (str(Reference("gemma4-e-F32").path), ModelError, "has another vocabulary than"),
+        (str(DRAFTS / "qwen35-b-draft-BF16.gguf"), ModelError, "this draft expects hidden size 256; the model has 64"),
     ],
 )
 def test_files_that_cannot_draft(draft: str, error: type[LuceError], message: str, stack: ExitStack) -> None:
@@ -134,9 +133,9 @@ def test_files_that_cannot_draft(draft: str, error: type[LuceError], message: st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocab_size": 700}, "is a draft for 700 tokens, the model has 768"),
-        ({"dflash__target_layer_ids": [2, 8]}, "reads layer 8 of the model, which has 8"),
-        ({"dflash__mask_token_id": None}, "dflash.mask_token_id 248070 is no token of the model"),
+        ({"vocab_size": 700}, "this draft expects a vocabulary of 700 tokens; the model has 768"),
+        ({"dflash__target_layer_ids": [2, 8]}, "reads layer 8 of the model, which has 8 layers"),
+        ({"dflash__mask_token_id": None}, "dflash.mask_token_id 248070 is not a token of the model"),
         ({"dflash__domino__enabled": 1}, "dflash.domino.vocab_size' is missing"),
         ({"rope__freq_base": None}, "rope.freq_base' is missing"),
     ],
@@ -165,7 +164,7 @@ def undrafted(**settings: Any) -> str:
     ("settings", "message"),
     [
         ({"draft": "nowhere.gguf"}, "nowhere.gguf: No such file"),
-        ({"draft": "mtp"}, "--draft mtp: has no block"),
+        ({"draft": "mtp"}, "--draft mtp: has no layer"),
     ],
 )
 def test_replies_go_on_without_a_missing_draft(
@@ -210,8 +209,8 @@ def test_replies_go_on_without_a_draft_for_which_there_is_no_room(where: str, mo
 
 def test_flags_that_are_wrong_end_the_start() -> None:
     for settings, message in (
-        ({"draft": str(TARGET.path), "draft_swa": 9}, "--draft-swa: .* is no DFlash draft"),
-        ({"draft": str(TARGET.path), "ddtree": True}, "--ddtree: .* is no DFlash draft"),
+        ({"draft": str(TARGET.path), "draft_swa": 9}, "--draft-swa: .* is not a DFlash draft"),
+        ({"draft": str(TARGET.path), "ddtree": True}, "--ddtree: .* is not a DFlash draft"),
         ({"draft": str(TARGET.path), "draft_device": "cuda:77"}, "cuda:77"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -131,7 +131,7 @@ def test_messages_that_are_refused(message: Any, session: DraftSession) -> None:
         ({"fingerprint": "0" * 32}, ModelError, "qwen35-a-F32.gguf: the daemon's file is not the server's"),
         ({"draft_fingerprint": ""}, ModelError, "draft-fit-F32.gguf: the daemon's file is not the server's"),
         ({"draft": "nowhere.gguf"}, ModelError, "nowhere.gguf"),
-        ({"draft": "mtp"}, ModelError, "has no block for multi-token prediction"),
+        ({"draft": "mtp"}, ModelError, "has no layer for multi-token prediction"),
     ],
 )
 def test_loads_that_are_refused(fields: dict[str, Any], error: type[LuceError], why: str) -> None:

@@ -18,14 +18,13 @@ from luce.draft.open import DraftPlan, plan_drafter
 from luce.draft.small_model import ModelDrafter
 from luce.gguf.reader import open_gguf
 from luce.layers.build import placed_bytes
-from luce.layers.features import FeatureRing
 from luce.ops.weight import stored_bytes
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.server import props
 from tests.support.daemons import HERE
 from tests.support.drafts import DraftReference
-from tests.support.guesses import drafter_of
+from tests.support.guesses import loaded_drafter
 from tests.support.reference import Reference
 from tests.unit.test_backend_placement import GIB, Sized
 
@@ -54,19 +53,15 @@ def test_sizes_are_those_of_the_load(reference: Reference, draft: str) -> None:
     settings = {"parallel": 2, "draft_ctx_max": 128, "max_ctx": 512, "target_devices": "cpu:0"}
     with ExitStack() as stack, luce.load(reference.path, draft=draft, **settings) as model:
         sizes = planned(stack, reference, draft, [HostDevice()]).sizes
-        drafter = drafter_of(model)._made  # type: ignore[attr-defined]
+        drafter = loaded_drafter(model)
         stats = model.engine.stats().draft
         assert stats is not None
         assert stats.facts.items() >= {f"{name}_bytes": size for name, size in sizes.items()}.items()
-        # None has the name of what is told beside them.
+        # No size has the name of another fact.
         assert props._speculative(stats, paths=True).items() >= stats.facts.items()
-        ring: FeatureRing | None = None
-        if isinstance(drafter, ModelDrafter):
-            taken = drafter._shard.info.weights, drafter._shard.info.state
-        else:
-            assert isinstance(drafter, DFlashDrafter | MTPDrafter)
-            taken = drafter._model.weights, drafter._model.state
-            ring = drafter._window._ring
+        assert isinstance(drafter, DFlashDrafter | MTPDrafter | ModelDrafter)
+        taken = drafter.weights, drafter.state
+        ring = None if isinstance(drafter, ModelDrafter) else drafter.window.ring
         assert (sizes["weights"], sizes["state"], sizes["head"]) == (*taken, 0)
         assert sizes["features"] == (0 if ring is None else ring.rows.nbytes)
 

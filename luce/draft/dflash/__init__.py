@@ -1,7 +1,7 @@
-"""DFlash: a block-diffusion draft, which fills a block of tokens in one forward.
+"""DFlash: a block-diffusion draft, which computes a block of tokens in one forward.
 
 Here: the drafter, its model on a device, its spec from GGUF or safetensors, correction heads and draft trees. Not here:
-what all drafters share (luce.draft). luce.draft.spec opens it; it calls luce.layers.
+the parts that all drafters share (luce.draft). luce.draft.spec opens it; it calls luce.layers.
 
     drafter      one forward of the draft proposes a block behind the seed
     model        the draft's layers on one device and its forward

@@ -1,12 +1,14 @@
-"""Correction heads of drafts: what the token of one place says of the next one's, which a block is filled without.
+"""Correction heads of drafts: they make the token of each position of a block depend on the token before it, as the
+draft's forward cannot.
 
-Place after place a head adds a bias to a row's logits, and the likeliest token then is what the next bias follows from.
-Of each row only the candidates are corrected: what is far below them is not what a bias puts first.
+Position by position a head adds a bias to a row's logits, and the next bias depends on the token that is then
+likeliest. Only the candidates of each row are corrected: a bias does not lift a token from far below them to the first
+place.
 
     Domino   h <- GRU(embedding of the token before, h);  bias = W2 silu(W1 [z ; h] + b1) + b2
-    DSpark   bias = w2 w1[token before];  it is right with a chance of sigmoid(weight . [z (; w1[token before])] + bias)
+    DSpark   bias = w2 w1[token before];  P(likeliest is right) = sigmoid(weight . [z (; w1[token before])] + bias)
 
-z is the draft's row as the target's head takes it. The GRU's gates are in PyTorch's order: reset, update, new.
+z is the draft's row, the input of the target's head. The GRU's gates are in PyTorch's order: reset, update, new.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
 DOMINO, DSPARK = "dflash.domino.", "dflash.dspark."
-#: what goes to the draft's device; of the others few rows are looked up, on the host
+#: tensors on the draft's device; of the others a few rows are looked up, on the host
 MULTIPLIED = frozenset({f"{DOMINO}gru.weight_ih", f"{DOMINO}gru.weight_hh", f"{DOMINO}head.w1"})
 
 #: rows of the target's embedding for int32 [n]: float32 [n, hidden] on the draft's device
@@ -41,13 +43,17 @@ Embed = Callable[[Int32], Array]
 
 @dataclass(frozen=True)
 class CorrectionSpec:
-    """A head as data. kind: domino or dspark; vocab: tokens that it knows; width: of the GRU's state, or DSpark's rank;
-    inner: rows of Domino's W1; confidence: columns of DSpark's confidence matrix, 0 for none."""
+    """A head as data."""
 
+    #: domino or dspark
     kind: str
+    #: size of the vocabulary
     vocab: int
+    #: width of Domino's GRU state, or DSpark's rank
     width: int
+    #: rows of Domino's W1
     inner: int = 0
+    #: columns of DSpark's confidence matrix, 0 for none
     confidence: int = 0
 
 
@@ -55,21 +61,22 @@ class Correction(Protocol):
     """A head; its state is float32 [texts, n] on the host."""
 
     def begin(self, texts: int) -> F32:
-        """The state before the first place."""
+        """The state before the first position."""
 
     def step(self, state: F32, before: Int32, z: F32, ids: Int32, embedded: Embed) -> tuple[F32, F32, F32 | None]:
-        """A place of several texts, with the tokens before it.
+        """One position of several texts, with the tokens before it.
 
         before int32 [texts], z float32 [texts, hidden], ids int32 [texts, k] -> the next state, the biases of `ids`
-        float32 [texts, k], and the chance that the place is right, float32 [texts], if the head has one to tell.
+        float32 [texts, k], and the probability that the likeliest token is right, float32 [texts], if the head computes
+        it.
         """
 
 
 def open_correction(
     file: GGUFFile, spec: CorrectionSpec, hidden: int, weights: WeightLoader, device: Device
 ) -> Correction:
-    """The head in a draft's file; matrices that rows are multiplied with go to the draft's device, by `weights`. Raises
-    UnsupportedError naming the tensor that is missing or of another shape."""
+    """The head in a draft's file. `weights` takes the matrices that rows are multiplied with to the draft's device.
+    Raises UnsupportedError naming the tensor that is missing or of another shape."""
     tables = WeightLoader(file, HostDevice())
     made = _Domino if spec.kind == "domino" else _DSpark
     head = made(spec, hidden, weights, tables, device)
@@ -80,32 +87,32 @@ def open_correction(
 def corrected(
     head: Correction, seeds: Int32, z: F32, ids: Int32, scores: F64, embedded: Embed
 ) -> tuple[Int32, F64, F64 | None]:
-    """What a head makes of blocks, each place's biases following from the likeliest tokens before it.
+    """Blocks corrected by a head; the biases of each position depend on the likeliest tokens before it.
 
-    seeds int32 [texts]; z float32 [texts, places, hidden]; ids int32 and scores float64 [texts, places, k]: candidates
-    and their log probabilities by the draft alone -> both anew, the likeliest first, and the chance that the likeliest
-    is right, float64 [texts, places], if the head has one to tell.
+    seeds int32 [texts]; z float32 [texts, positions, hidden]; ids int32 and scores float64 [texts, positions, k]:
+    candidates and their log probabilities by the draft alone -> both corrected, the likeliest first, and the
+    probability that the likeliest is right, float64 [texts, positions], if the head computes it.
     """
-    ids, scores, right = ids.copy(), scores.copy(), np.ones(ids.shape[:2])
-    before, state, sure = seeds, head.begin(len(seeds)), None
-    for place in range(ids.shape[1]):
-        own, mass = ids[:, place], np.exp(scores[:, place])
-        state, bias, sure = head.step(state, before, z[:, place], own, embedded)
-        # What is no candidate keeps its part.
+    ids, scores, confidence = ids.copy(), scores.copy(), np.ones(ids.shape[:2])
+    before, state, own_confidence = seeds, head.begin(len(seeds)), None
+    for position in range(ids.shape[1]):
+        own, mass = ids[:, position], np.exp(scores[:, position])
+        state, bias, own_confidence = head.step(state, before, z[:, position], own, embedded)
+        # Tokens that are not candidates keep their probability.
         others = np.maximum(0.0, 1 - mass.sum(axis=1, keepdims=True))
-        biased = scores[:, place] + bias
+        biased = scores[:, position] + bias
         biased -= np.log(np.exp(biased).sum(axis=1, keepdims=True) + others)
         order = np.argsort(-biased, axis=1, kind="stable")
-        ids[:, place] = np.take_along_axis(own, order, axis=1)
-        scores[:, place] = np.take_along_axis(biased, order, axis=1)
-        before = ids[:, place, 0]
-        if sure is not None:
-            right[:, place] = sure
-    return ids, scores, None if sure is None else right
+        ids[:, position] = np.take_along_axis(own, order, axis=1)
+        scores[:, position] = np.take_along_axis(biased, order, axis=1)
+        before = ids[:, position, 0]
+        if own_confidence is not None:
+            confidence[:, position] = own_confidence
+    return ids, scores, None if own_confidence is None else confidence
 
 
 def _rows(table: Weight, ids: Int32) -> F32:
-    """float32, the shape of the ids and a row's behind it."""
+    """Rows of a table on the host: float32 [*ids.shape, cols]."""
     found: F32 = embed(_HOST, table, ids.reshape(-1)).reshape(*ids.shape, table.cols)
     return found
 
@@ -133,9 +140,9 @@ class _Domino:
 
     def step(self, state: F32, before: Int32, z: F32, ids: Int32, embedded: Embed) -> tuple[F32, F32, F32 | None]:
         device = self._device
-        given = device.download(matmul(device, embedded(before), self._input)) + self._biases[0]
+        inputs = device.download(matmul(device, embedded(before), self._input)) + self._biases[0]
         own = self._product(state, self._own) + self._biases[1]
-        (reset, update, new), (own_reset, own_update, own_new) = (np.split(x, 3, axis=1) for x in (given, own))
+        (reset, update, new), (own_reset, own_update, own_new) = (np.split(x, 3, axis=1) for x in (inputs, own))
         new = np.tanh(new + host_sigmoid(reset + own_reset) * own_new)
         state = new + host_sigmoid(update + own_update) * (state - new)
         inner = self._product(np.concatenate((z, state), axis=1), self._w1) + self._b1

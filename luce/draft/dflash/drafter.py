@@ -1,4 +1,4 @@
-"""Drafting by a DFlash draft: one forward of the draft fills a block behind the seed."""
+"""Drafting by a DFlash draft: one forward of the draft computes a block of tokens behind the seed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from luce.runtime.step import MAX_CANDIDATES, Int32, Span
 
 
 class DFlashDrafter(FeatureDrafter):
-    """Proposes by a model that reads `ring`, which the target fills."""
+    """Proposes by a model that reads `ring`, which the target writes."""
 
-    def __init__(self, model: DFlashModel, ring: FeatureRing, ends: TargetHead) -> None:
-        super().__init__(model, ring, ends, kind="dflash", block=model.spec.block - 1)
+    def __init__(self, model: DFlashModel, ring: FeatureRing, head: TargetHead) -> None:
+        super().__init__(model, ring, head, kind="dflash", block=model.spec.block - 1)
         self._spec = model.spec
         self._model = model
 
     def observe(self, spans: Sequence[Span]) -> None:
         super().observe(spans)
-        # A GPU reads rows that are being verified at once, the wrong ones too: meanwhile the host learns which count.
-        ahead = [] if self._ends.device.host else [span for span in spans if self._follows(span)]
+        # A GPU appends the rows of a verification at once, rejected ones too, while the host learns which are accepted.
+        ahead = [] if self._head.device.host else [span for span in spans if self._follows(span)]
         if ahead:
             rows = [np.arange(span.position, span.position + span.rows, dtype=np.int32) for span in ahead]
-            self._remember([SlotPositions(span.slot, own) for span, own in zip(ahead, rows, strict=True)])
+            self._append([SlotPositions(span.slot, own) for span, own in zip(ahead, rows, strict=True)])
 
     def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         proposals = [Proposal()] * len(asked)
@@ -41,49 +41,52 @@ class DFlashDrafter(FeatureDrafter):
         if not ready:
             return lambda: proposals
         slots = [asked[index].slot for index in ready]
-        for parts in self._owed(slots, [len(asked[index].tokens) - 1 for index in ready]):
-            self._remember(parts)
+        for parts in self._missing(slots, [len(asked[index].tokens) - 1 for index in ready]):
+            self._append(parts)
         seeds = np.array([asked[index].tokens[-1] for index in ready], np.int32)
-        filled = self._model.draft_block(slots, self._ends.embed(seeds))
-        head, spec = self._model.correction, self._spec
-        z = None if head is None else self._ends.device.fetch(filled)
-        # A chain is of each place's likeliest tokens.
-        top = MAX_CANDIDATES if head is not None or any(one.max_depth for one in asked) else 1
-        pending = self._ends.project(filled, top=top, scale=spec.logit_scale, softcap=spec.logit_softcap)
+        rows = self._model.draft_block(slots, self._head.embed(seeds))
+        correction, spec = self._model.correction, self._spec
+        z = None if correction is None else self._head.device.fetch(rows)
+        # A proposal that is not a tree takes the likeliest token of each position.
+        top = MAX_CANDIDATES if correction is not None or any(one.max_depth for one in asked) else 1
+        pending = self._head.project(rows, top=top, scale=spec.logit_scale, softcap=spec.logit_softcap)
 
         def wait() -> list[Proposal]:
             best = pending().candidates
             assert best is not None
             texts = (len(ready), self.block, -1)
             scores = log_probabilities(best, scale=spec.logit_scale, softcap=spec.logit_softcap).reshape(texts)
-            ids, sure = best.ids.reshape(texts), None
-            if head is not None and z is not None:
-                ids, scores, sure = corrected(head, seeds, z().reshape(texts), ids, scores, self._ends.embed)
+            ids, confidence = best.ids.reshape(texts), None
+            if correction is not None and z is not None:
+                ids, scores, confidence = corrected(
+                    correction, seeds, z().reshape(texts), ids, scores, self._head.embed
+                )
             for row, index in enumerate(ready):
                 one = asked[index]
                 own = row, slice(min(self.block, one.max_depth or one.max_tokens))
                 if one.max_depth:
                     proposals[index] = _tree(ids[own], scores[own], one.max_tokens)
                 else:
-                    chances = np.exp(scores[own][:, 0]) if sure is None else sure[own]
-                    proposals[index] = Proposal(ids[own][:, 0].tolist(), chances.tolist())
+                    probabilities = np.exp(scores[own][:, 0]) if confidence is None else confidence[own]
+                    proposals[index] = Proposal(ids[own][:, 0].tolist(), probabilities.tolist())
             return proposals
 
         return wait
 
     def _follows(self, span: Span) -> bool:
-        """Whether the rows of a span are verified as a chain, right behind what its slot remembers, and in the ring."""
-        chain = span.speculative and not span.ancestors
+        """Whether a span verifies a proposal without branches, right behind its slot's context, with features in the
+        ring."""
+        linear = span.speculative and not span.ancestors
         stop = self._model.context.cached(span.slot).stop
-        return chain and stop == span.position and self._window.has(span.slot, stop)
+        return linear and stop == span.position and self.window.has(span.slot, stop)
 
-    def _remember(self, parts: Sequence[SlotPositions]) -> None:
+    def _append(self, parts: Sequence[SlotPositions]) -> None:
         counts = [len(part.positions) for part in parts]
-        self._model.append_context([part.slot for part in parts], counts, self._window.places(parts))
+        self._model.append_context([part.slot for part in parts], counts, self.window.ring_rows(parts))
 
 
 def _tree(ids: Int32, scores: NDArray[np.float64], budget: int) -> Proposal:
-    """The likeliest `budget` texts: ids and scores [positions, k] of each position's likeliest tokens."""
+    """The `budget` likeliest texts: ids and scores [positions, k] of each position's likeliest tokens."""
     nodes = likeliest(scores, budget)
     return Proposal(
         [int(ids[node.depth, node.rank]) for node in nodes],

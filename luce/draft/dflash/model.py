@@ -1,8 +1,8 @@
-"""A DFlash draft on one device: its layers, the context that it remembers, and the forward that fills a block.
+"""A DFlash draft on one device: its layers, its context, and the forward that computes a block.
 
-What a layer makes of a committed position never changes: its keys and values are computed once, from the feature that
-the target's captured rows are fused to, and remembered (luce.draft.context). Rows of a block write theirs behind these,
-where the next context rows overwrite them.
+The keys and values of a committed position never change: they are computed once, from the feature that the target's
+captured rows are fused to, and cached (luce.draft.context). Rows of a block write theirs behind these, where the next
+context rows overwrite them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class DFlashModel:
     """Weights and context of a draft for `slots` sequences, which see at most the last `context` positions, or up to 63
     more in layers without a window.
 
-    rows  uint16 (bfloat16) or float32 [n, captures * hidden] on the device: where captured rows are found, of each
-          position side by side, layers ascending (luce.layers.features)
-    mask  float32 [hidden]: what the rows behind the seed begin as, unless the draft has its own
+    `rows` uint16 (bfloat16) or float32 [n, captures * hidden] on the device: the captured rows, those of a position
+    side by side, layers ascending (luce.layers.features). `mask` float32 [hidden]: the input of the rows behind the
+    seed, unless the draft has its own.
 
     Raises UnsupportedError naming the tensor that is missing, of another shape or unknown.
     """
@@ -72,104 +72,104 @@ class DFlashModel:
         norms = range(spec.count if spec.capture_norms else 0)
         self._capture_norms = [weights.vector(capture_norm(source, index), hidden) for index in norms]
         self._norm = weights.vector(FINAL_NORM, hidden)
-        # Row 0 is the mask's, the others are seeds.
+        # Row 0 is the mask, the others are seeds.
         self._inputs = device.zeros((1 + slots, hidden))
         own = weights.vector(MASK_EMBEDDING, hidden) if spec.mask_embedding else device.upload(mask)
         device.copy(self._inputs[0], own)
-        self._blocks: list[PreNormDecoderLayer] = []
+        self._layers: list[PreNormDecoderLayer] = []
         for index in range(len(spec.layers)):
-            block = builder.layer(index)
-            assert isinstance(block, PreNormDecoderLayer)
-            self._blocks.append(block)
-        #: None also where the file has one that is off
+            layer = builder.layer(index)
+            assert isinstance(layer, PreNormDecoderLayer)
+            self._layers.append(layer)
+        #: None also if the file has a head that is switched off
         self.correction: Correction | None = None
         if spec.correction is not None:
             self.correction = open_correction(file, spec.correction, hidden, weights, device)
         unknown = sorted(_needed(file, spec).keys() - weights.used)
         if unknown:
-            raise UnsupportedError(f"{spec.path}: tensor {unknown[0]} is unknown: what the draft computes may need it")
+            raise UnsupportedError(f"{spec.path}: tensor {unknown[0]} is unknown: the draft may need it")
         mixer = spec.layers[0].mixer
         assert isinstance(mixer, Attention)
         self._context_rotary = None
         if spec.context_base is not None:
             self._context_rotary = Rotary(device, replace(mixer.rope, base=spec.context_base), None)
         self._captured = as_table(rows)
-        #: bytes on the device
+        #: bytes of the weights, and of the context, on the device
         self.weights = weights.nbytes
-        pools = [block.mixer.state for block in self._blocks]
+        pools = [layer.mixer.state for layer in self._layers]
         self.state = sum(pool.k.nbytes + pool.v.nbytes for pool in pools if isinstance(pool, KVPool))
-        self._remembering = GraphRunner(device, self._keep, pages)
-        self._filling = GraphRunner(device, self._fill, pages)
+        self._appending = GraphRunner(device, self._append, pages)
+        self._drafting = GraphRunner(device, self._draft, pages)
         device.warm_up(self.warm_up)
         device.synchronize()
 
     def warm_up(self) -> None:
-        """Launch what later steps will, with nothing in them."""
+        """Launch the kernels of later steps on zeros."""
         block = self.spec.block
         for rows in (*WARM_UP_ROWS, CONTEXT_CHUNK):
-            self._keep(self.context.empty(self.device, rows, 1, rows, 1, sees=False), ())
+            self._append(self.context.empty(self.device, rows, 1, rows, 1, attends=False), ())
         for count in range(1, min(self.context.slots, 2) + 1):
-            step = self.context.empty(self.device, count * block, count, block, count * (block - 1), sees=True)
-            self._fill(step, ())
+            step = self.context.empty(self.device, count * block, count, block, count * (block - 1), attends=True)
+            self._draft(step, ())
 
     def append_context(self, slots: Sequence[int], counts: Sequence[int], rows: Int32) -> None:
-        """Append to slots what the target computed for their next positions.
+        """Append the target's captured rows of their next positions to the contexts of slots.
 
         rows int32 [sum(counts)], at most CONTEXT_CHUNK: where the captured rows are found, counts[i] of them for
         slots[i].
         """
-        # Nothing is wanted, but only steps of which something is are replayed.
-        self._remembering.run(self.context.step(slots, counts, rows, np.zeros(1, np.int32), sees=False), ())
+        # The step needs no output row, but only steps with output rows are replayed.
+        self._appending.run(self.context.step(slots, counts, rows, np.zeros(1, np.int32), attends=False), ())
         self.context.commit(slots, counts)
 
     def draft_block(self, slots: Sequence[int], seeds: Array) -> Array:
-        """The block of each slot, behind what it remembers: seeds float32 [len(slots), hidden], the target's embeddings
-        of the tokens that the blocks begin with
+        """Compute a block of each slot behind its context.
 
-        -> float32 [len(slots) * (block - 1), hidden]: of the rows behind seeds, as the target's head takes them, kept
-        until the device runs the next step.
+        `seeds` float32 [len(slots), hidden]: the target's embeddings of the tokens that the blocks begin with ->
+        float32 [len(slots) * (block - 1), hidden]: the rows behind the seeds, inputs of the target's head, valid until
+        the device runs the next step.
         """
         block = self.spec.block
         self.device.copy(self._inputs[1 : 1 + len(slots)], seeds)
-        step = self.context.step(slots, [block] * len(slots), *_filled(block, len(slots)), sees=True)
-        (result,) = self._filling.run(step, ())
+        step = self.context.step(slots, [block] * len(slots), *_block_rows(block, len(slots)), attends=True)
+        (result,) = self._drafting.run(step, ())
         return result
 
     def close(self) -> None:
         """Release weights and context. Idempotent."""
-        self._remembering.close()
-        self._filling.close()
-        self._blocks = []
+        self._appending.close()
+        self._drafting.close()
+        self._layers = []
 
     def fuse(self, rows: Array) -> Array:
-        """One feature for each position: float32 [n, captures * hidden], which change -> float32 [n, hidden]."""
+        """One feature for each position: float32 [n, captures * hidden], overwritten -> float32 [n, hidden]."""
         device, spec = self.device, self.spec
         slices = rows.reshape(len(rows), spec.count, 1, spec.hidden)
         for index, weight in enumerate(self._capture_norms):
             head_rms_norm(device, slices[:, index], weight, spec.norm_eps)
         return rms_norm(device, matmul(device, rows, self._fusion), self._fusion_norm, spec.norm_eps)
 
-    def _keep(self, step: DeviceStep, _: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Fuse captured rows, and let every layer remember them."""
+    def _append(self, step: DeviceStep, _: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Fuse captured rows, and write every layer's keys and values of them."""
         device, spec = self.device, self.spec
         features = self.fuse(embed(device, self._captured, step.tokens))
         whole: Array | Quantised = features
-        group = 0 if spec.context_norm else int8_group(device, len(features), self._blocks[0].mixer.reads)
+        group = 0 if spec.context_norm else int8_group(device, len(features), self._layers[0].mixer.reads)
         if group:
             whole = quantise(device, features, group)
-        for block in self._blocks:
-            assert isinstance(block.mixer, AttentionLayer)
-            y = rms_norm(device, features, block.mixer_norm, block.eps) if spec.context_norm else whole
-            block.mixer.write_context(y, step, self._context_rotary)
+        for layer in self._layers:
+            assert isinstance(layer.mixer, AttentionLayer)
+            y = rms_norm(device, features, layer.mixer_norm, layer.eps) if spec.context_norm else whole
+            layer.mixer.write_context(y, step, self._context_rotary)
         return ()
 
-    def _fill(self, step: DeviceStep, _: tuple[Array, ...]) -> tuple[Array, ...]:
+    def _draft(self, step: DeviceStep, _: tuple[Array, ...]) -> tuple[Array, ...]:
         device, spec = self.device, self.spec
         stream = Residual(device, take_rows(device, self._inputs, step.tokens))
         if spec.embedding_scale != 1:
             scale(device, stream.x, spec.embedding_scale)
-        for block in self._blocks:
-            block(stream, step)
+        for layer in self._layers:
+            layer(stream, step)
         return (rms_norm(device, take_rows(device, stream.settle(), step.output_rows), self._norm, spec.norm_eps),)
 
 
@@ -179,22 +179,22 @@ def draft_bytes(file: GGUFFile, spec: DFlashSpec, device: Device, *, slots: int,
     pages = {
         group.window: slots * ring.pages for group, ring in zip(model.page_groups, _rings(spec, context), strict=True)
     }
-    mixers = [block.mixer for block in spec.layers if isinstance(block.mixer, Attention)]
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention)]
     state = sum(pages[mixer.window] * KVPool.page_bytes(device, mixer) for mixer in mixers)
     placed = [info for name, info in _needed(file, spec).items() if not _of_head(name) or name in MULTIPLIED]
     return placed_bytes(placed, device), state
 
 
 @functools.lru_cache
-def _filled(block: int, texts: int) -> tuple[Int32, Int32]:
-    """Rows of the inputs that blocks begin as, and those of their rows that are wanted. Not to be written to."""
+def _block_rows(block: int, texts: int) -> tuple[Int32, Int32]:
+    """Indices of the blocks' input rows, and of their output rows. Shared; never written to."""
     places = np.arange(block * texts, dtype=np.int32)
     rows = np.where(places % block == 0, places // block + 1, 0).astype(np.int32)
     return rows, places[places % block > 0]
 
 
 def _needed(file: GGUFFile, spec: DFlashSpec) -> Mapping[str, TensorInfo]:
-    """The file's tensors without those of a head that is off."""
+    """The file's tensors without those of a correction head that is switched off."""
     if spec.correction is not None:
         return file.tensors
     return {name: info for name, info in file.tensors.items() if not _of_head(name)}
@@ -210,6 +210,6 @@ def _rings(spec: DFlashSpec, context: int) -> list[PageRing]:
 
 
 def _ring(spec: DFlashSpec, window: int | None, context: int) -> PageRing:
-    mixers = [block.mixer for block in spec.layers]
+    mixers = [layer.mixer for layer in spec.layers]
     (both,) = {m.bidirectional for m in mixers if isinstance(m, Attention) and m.window == window}
     return PageRing(context if window is None else min(window, context), max(CONTEXT_CHUNK, spec.block), both)

@@ -1,7 +1,9 @@
-"""A published DFlash checkpoint (config.json, safetensors), seen as a GGUF file with the keys of draft.dflash.spec.
+"""A published DFlash checkpoint (config.json, safetensors), read as a GGUF file with the keys of
+luce.draft.dflash.spec.
 
 A safetensors file is a uint64 length (little endian), that many bytes of JSON {name: {dtype, shape, data_offsets}}, and
-the tensors' bytes, which the offsets count from. A checkpoint in parts names them in model.safetensors.index.json.
+the tensors' bytes, from which the offsets count. A checkpoint of several files names them in
+model.safetensors.index.json.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _TYPES = {
     "BF16": (GGMLQuantizationType.BF16, 2),
 }
 _ARCHITECTURE = "dflash-draft"
-#: of published checkpoints, and of those of transformers' own class
+#: `architectures` of published checkpoints, and of those of transformers' own class
 _PUBLISHED, _NATIVE = "DFlashDraftModel", "MuseGlimmerAssistantModel"
 
 _WHOLE = {
@@ -67,7 +69,7 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-#: of correction heads, whose sizes no key tells
+#: tensors of correction heads, whose sizes are in no key
 _HEADS = {
     "domino_start": f"{DOMINO}start",
     **{f"domino_gru.{part}_l0": f"{DOMINO}gru.{part}" for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")},
@@ -86,7 +88,7 @@ _HEADS = {
 }
 _CAPTURE_NORMS = ("aux_hidden_norm.", "aux_hidden_norms.")
 
-# Of config.json: what is read, and what says nothing about what the draft computes.
+# Keys of config.json that are read, and keys that do not change what the draft computes.
 _INTEGERS = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -150,13 +152,13 @@ _DFLASH_READ = frozenset({"causal", "context_kv_layer_norm", "target_layer_ids",
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path names a checkpoint: its directory, or one of its files."""
+    """Whether a path names a checkpoint: its directory or one of its files."""
     return path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def open_checkpoint(path: Path) -> GGUFFile:
     """Open a checkpoint. Raises ModelError if a file cannot be opened, FormatError if its bytes are wrong, and
-    UnsupportedError naming the key or tensor for what Luce does not run."""
+    UnsupportedError naming the key or tensor that Luce does not support."""
     directory = path if path.is_dir() else path.parent
     config = _json(directory / _CONFIG)
     paths = _parts(path if path.is_file() else directory / _WEIGHTS, directory)
@@ -191,7 +193,7 @@ def _object(path: Path, text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise FormatError(f"{path}: is JSON, but no object")
+        raise FormatError(f"{path}: is not a JSON object")
     return found
 
 
@@ -204,7 +206,7 @@ def _parts(path: Path, directory: Path) -> list[Path]:
         return [path]
     places = _json(path).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise FormatError(f"{path}: weight_map is missing or names no files")
+        raise FormatError(f"{path}: weight_map is missing or does not name files")
     names = sorted(set(places.values()))
     if any(Path(name).name != name for name in names):
         raise FormatError(f"{path}: weight_map names files of other directories")
@@ -214,7 +216,7 @@ def _parts(path: Path, directory: Path) -> list[Path]:
 def _map(path: Path) -> mmap.mmap:
     try:
         if not path.is_file():
-            raise ModelError(f"{path}: is missing or no regular file")
+            raise ModelError(f"{path}: is missing or is not a regular file")
         with path.open("rb") as file:
             if file.seek(0, 2) < 8:
                 raise FormatError(f"{path}: is too short for a safetensors file")
@@ -227,7 +229,7 @@ def _tensors(path: Path, data: mmap.mmap, part: int) -> list[TensorInfo]:
     """The tensors of one file under their GGUF names."""
     (length,) = struct.unpack_from("<Q", data)
     if length > min(_MOST_JSON, len(data) - 8):
-        raise FormatError(f"{path}: claims a header of {length} bytes, of {len(data)} in the file")
+        raise FormatError(f"{path}: claims a header of {length} bytes; the file has {len(data)}")
     header = _object(path, data[8 : 8 + length])
     header.pop("__metadata__", None)
     if len(header) > _MOST_TENSORS:
@@ -247,14 +249,14 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int, part: int) 
         raise UnsupportedError(f"{where} has type {dtype!r}, expected one of {', '.join(_TYPES)}")
     numbers = [*(shape if isinstance(shape, list) else [None]), *(offsets if isinstance(offsets, list) else [None])]
     if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers):
-        raise FormatError(f"{where} has no proper shape and data_offsets")
+        raise FormatError(f"{where} lacks a valid shape and data_offsets")
     assert isinstance(shape, list) and isinstance(offsets, list)
     type_, width = _TYPES[dtype]
     if not 1 <= len(shape) <= 2 or 0 in shape or len(offsets) != 2:
         raise FormatError(f"{where} has shape {shape} and data_offsets {offsets}")
     begin, end = offsets
     if end - begin != math.prod(shape) * width or base + end > size:
-        raise FormatError(f"{where} passes the end of the file, or has another size than its shape says")
+        raise FormatError(f"{where} passes the end of the file, or its size does not match its shape")
     return TensorInfo(_name(path, name), tuple(reversed(shape)), type_, base + begin, end - begin, part)
 
 
@@ -273,11 +275,11 @@ def _name(path: Path, name: str) -> str:
     index, _, part = rest.partition(".")
     if layers == "layers" and index.isdecimal() and suffix == "weight" and part in _LAYER:
         return f"blk.{int(index)}.{_LAYER[part]}.weight"
-    raise UnsupportedError(f"{path}: tensor {name[:80]!r} is unknown: what the draft computes may depend on it")
+    raise UnsupportedError(f"{path}: tensor {name[:80]!r} is unknown: the draft may depend on it")
 
 
 def _head_keys(tensors: Mapping[str, TensorInfo]) -> dict[str, Value]:
-    """The keys of the correction heads that there are, by the shapes of their tensors."""
+    """The keys of the correction heads in the checkpoint, from the shapes of their tensors."""
     keys: dict[str, Value] = {}
     w2, w1 = tensors.get(f"{DOMINO}head.w2"), tensors.get(f"{DSPARK}markov.w1")
     if w2 is not None:
@@ -302,12 +304,12 @@ class _Config:
         if own is not None and not isinstance(own, dict):
             raise self._refuse("dflash_config", "must be an object or null")
         self._own: Mapping[str, Any] = own or {}
-        #: whether it is of a class whose rows all see each other, and one position more than the window says
+        #: the class of transformers: all rows of a block see each other, and one position more than the window
         self._native = False
         self._keys: dict[str, Value] = {"general.architecture": _ARCHITECTURE, "general.type": "model"}
 
     def keys(self) -> dict[str, Value]:
-        """Raises UnsupportedError naming the key that is unknown, or whose value is not run."""
+        """Raises UnsupportedError naming the key that is unknown, or whose value is not supported."""
         architectures = self._top.get("architectures") or [_PUBLISHED]
         if not isinstance(architectures, list) or architectures[0] not in (_PUBLISHED, _NATIVE):
             raise self._refuse("architectures", f"is {architectures}, expected {_PUBLISHED} or {_NATIVE}")
@@ -403,13 +405,13 @@ class _Config:
             window = 0
         elif self._native:
             window += 1
-        # Without a window such layers still are causal (luce.draft.dflash.spec).
+        # Without a window such layers are still causal (luce.draft.dflash.spec).
         if "sliding_attention" in types:
             self._put("attention.sliding_window", window)
             self._put("attention.sliding_window_pattern", np.array([t == "sliding_attention" for t in types]))
 
     def _either(self, name: str) -> Any:
-        """A value of dflash_config, else of the top level: both places occur."""
+        """A value of dflash_config, else of the top level: checkpoints use both."""
         own = self._own.get(name)
         return self._top.get(name) if own is None else own
 
@@ -435,7 +437,7 @@ class _Config:
     def _unknown(self, values: Mapping[str, Any], known: frozenset[str], prefix: str) -> None:
         for name, value in values.items():
             if name not in known and value is not None:
-                raise self._refuse(prefix + name, "is unknown: what the draft computes may depend on it")
+                raise self._refuse(prefix + name, "is unknown: the draft may depend on it")
 
     def _refuse(self, name: str, why: str) -> UnsupportedError:
         return UnsupportedError(f"{self._path}: {name} {why}")

@@ -1,11 +1,10 @@
-"""What a DFlash draft is, as data, and how its file's metadata say it (Chen et al., "DFlash", arXiv 2602.06036).
+"""A DFlash draft as data, read from its file's metadata (Chen et al., "DFlash", arXiv 2602.06036).
 
-A draft is a small Qwen3-like decoder without embedding and head of its own. Beside the rows of a block that it fills in
-one pass, its layers attend to context rows: keys and values made of hidden states that the target computed for the text
-so far, fused into one feature per position.
+A draft is a small Qwen3-like decoder without embedding and head of its own. It computes the rows of a block in one
+pass. Its layers also attend to context rows: keys and values of hidden states that the target computed for the text so
+far, fused into one feature per position.
 
-Keys are `A.NAME` with A the architecture. A key of A that is not known here may change what the draft computes, so it
-refuses the file.
+Keys are `A.NAME` with A the architecture. A file with an unknown key of A is refused: the draft may depend on it.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, Rope, Yarn
 
 _log = logging.getLogger(__name__)
 
-# Far above real drafts; they bound what a hostile file makes us build.
+# Far above real drafts; they bound the memory that a hostile file makes us allocate.
 _MOST_LAYERS, _MOST_HIDDEN, _MOST_FFN, _MOST_HEADS, _MOST_HEAD_DIM = 1024, 131072, 524288, 1024, 1024
 _MOST_BLOCK, _MOST_CAPTURES, _MOST_VOCAB = 64, 8, 1 << 24
 
-#: the names that files give to tensors of the whole draft, the usual one first
+#: names in files of the tensors outside layers, the usual one first
 FUSION = ("dflash.fc.weight", "dflash_fc.weight")
 FUSION_NORM = ("dflash.hidden_norm.weight", "dflash_hidden_norm.weight")
 CAPTURE_NORM = ("dflash.aux_hidden_norm.{}.weight", "dflash_aux_hidden_norm.{}.weight")
@@ -76,39 +75,43 @@ _READ = frozenset(
 
 @dataclass(frozen=True)
 class DFlashSpec:
-    """A DFlash draft.
-
-    blocks        rows of a block are bidirectional where their attention says so
-    block         rows of a block: the seed and block - 1 predictions
-    mask_token    id whose embedding the rows behind the seed begin with; None: the target's usual one
-    captures      layers of the target whose outputs are fused, ascending; None: spread over the target
-    count         their number, 1 to 8; each is as wide as the draft, which borrows the target's embedding and head
-    capture_norms whether each captured row is normed before they are fused
-    context_norm  whether a layer's input norm is applied to the features before its keys and values
-    context_base  rotary base of the keys of context rows where it is another one than that of block rows
-    mask_embedding whether the draft has the rows behind the seed itself, and needs no mask_token
-    target_scale  whether rows of the target's embedding get the target's own factor
-    correction    the head that goes over a block's rows, if there is one
-    """
+    """A DFlash draft, which borrows the target's embedding and head."""
 
     path: str
+    #: width of the residual stream, the target's
     hidden: int
+    #: 0 if the file does not say
     vocab: int
+    #: positions that the draft was trained with
     context_length: int
     norm_eps: float
+    #: the rows of a block see each other in both directions where a layer's attention is bidirectional
     layers: tuple[Layer, ...]
+    #: rows of a block: the seed and block - 1 predictions
     block: int
+    #: id of the token whose embedding the rows behind the seed begin with; None: the target's mask_token
     mask_token: int | None
+    #: layers of the target whose outputs are fused, ascending; None: spread over the target
     captures: tuple[int, ...] | None
+    #: number of captures, 1 to 8, each `hidden` wide
     count: int
+    #: each captured row is normed before the rows are fused
     capture_norms: bool = False
+    #: a layer's input norm is applied to the features before its keys and values
     context_norm: bool = False
+    #: rotary base of the keys of context rows, if it differs from that of block rows
     context_base: float | None = None
+    #: the draft has its own input for the rows behind the seed, and needs no mask_token
     mask_embedding: bool = False
+    #: rows of the target's embedding are multiplied by the target's own factor
     target_scale: bool = False
+    #: multiplies the inputs of a block
     embedding_scale: float = 1.0
+    #: multiplies the logits of the target's head
     logit_scale: float = 1.0
+    #: c > 0 turns logits x into c tanh(x / c)
     logit_softcap: float = 0.0
+    #: the head that corrects a block's tokens
     correction: CorrectionSpec | None = None
 
     @property
@@ -128,17 +131,21 @@ class DFlashSpec:
         """The layers of a target whose outputs the draft reads. Raises ModelError if the two do not fit."""
         layers = len(target.layers)
         if self.hidden != target.hidden:
-            raise ModelError(f"{self.path}: is a draft for rows of {self.hidden}, the model's have {target.hidden}")
+            raise ModelError(
+                f"{self.path}: this draft expects hidden size {self.hidden}; the model has {target.hidden}"
+            )
         if self.vocab and self.vocab != target.vocab:
-            raise ModelError(f"{self.path}: is a draft for {self.vocab} tokens, the model has {target.vocab}")
+            raise ModelError(
+                f"{self.path}: this draft expects a vocabulary of {self.vocab} tokens; the model has {target.vocab}"
+            )
         found = self.captures if self.captures is not None else spread(self.count, layers)
         if found[-1] >= layers:
-            raise ModelError(f"{self.path}: reads layer {found[-1]} of the model, which has {layers}")
+            raise ModelError(f"{self.path}: this draft reads layer {found[-1]} of the model, which has {layers} layers")
         return found
 
 
 def spread(count: int, layers: int) -> tuple[int, ...]:
-    """The layers that `count` captures are taken from if the file does not say: from 1 to three before the end."""
+    """The layers of `count` captures in files without dflash.target_layer_ids: from 1 to three before the end."""
     if count == 1:
         return (layers // 2,)
     return tuple(round(1 + index * (layers - 4) / (count - 1)) for index in range(count))
@@ -148,7 +155,7 @@ def read_dflash(source: Source, *, window: int = 0) -> DFlashSpec:
     """The spec of a draft file.
 
     `window` > 0 makes every layer but the last slide with it, whatever the file says. Raises UnsupportedError or
-    FormatError naming the file and the key or tensor that is wrong, missing or of a variant that is not run.
+    FormatError naming the file and the key or tensor that is wrong, missing or of an unsupported variant.
     """
     if source.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -162,11 +169,11 @@ def read_dflash(source: Source, *, window: int = 0) -> DFlashSpec:
     context_length = source.positive("context_length")
     ffn = GatedMLP(_bounded(source, "feed_forward_length", _MOST_FFN))
     gate = _gate(source, layers, attention)
-    blocks = tuple(
+    specs = tuple(
         Layer(
             mixer=attention(
                 output_gate=gate,
-                # A layer that slides in name only still is causal: its window is all that there can be.
+                # A layer that slides by name only is still causal; its window is then the whole context.
                 window=(size or context_length) if sliding[layer] else None,
                 bidirectional=not (sliding[layer] if causal is None else causal),
             ),
@@ -177,20 +184,20 @@ def read_dflash(source: Source, *, window: int = 0) -> DFlashSpec:
     )
     count = _fused(source, hidden)
     norms = _capture_norms(source, count)
-    # Files with a gate or norms of captures come from a family that norms its context in every layer.
+    # Files with a gate or with capture norms come from a family that norms its context in every layer.
     flagged = source.integer("dflash.context_kv_layer_norm", 0) != 0
     based = source.key("dflash.backbone_rotary_base") in source.metadata
     mask = source.integer("dflash.mask_token_id", -1)
     vocab = source.integer("vocab_size", 0)
     if vocab and mask >= vocab:
-        raise source.refuse("dflash.mask_token_id", f"is {mask}, but there are {vocab} tokens")
+        raise source.refuse("dflash.mask_token_id", f"is {mask}, but the vocabulary has {vocab} tokens")
     return DFlashSpec(
         path=source.path,
         hidden=hidden,
         vocab=vocab,
         context_length=context_length,
         norm_eps=source.above("attention.layer_norm_rms_epsilon"),
-        layers=blocks,
+        layers=specs,
         block=_block(source),
         mask_token=None if mask < 0 else mask,
         captures=_captures(source, count),
@@ -212,13 +219,15 @@ def _refuse_unknown(source: Source) -> None:
     for key in source.metadata:
         name = key.removeprefix(prefix)
         if name != key and name not in _READ:
-            raise source.refuse(name, "is unknown: what the draft computes may depend on it")
+            raise source.refuse(name, "is unknown: the draft may depend on it")
 
 
 def _correction(source: Source, hidden: int) -> CorrectionSpec | None:
     domino, dspark = (source.integer(f"{name}enabled", 0) for name in (DOMINO, DSPARK))
     if domino and dspark:
-        raise source.refuse(f"{DSPARK}enabled", f"is set beside {DOMINO}enabled: one head can correct a row")
+        raise source.refuse(
+            f"{DSPARK}enabled", f"is set, and so is {DOMINO}enabled: a draft can have one correction head"
+        )
     if domino:
         vocab = _bounded(source, f"{DOMINO}vocab_size", _MOST_VOCAB)
         width, inner = (_bounded(source, f"{DOMINO}{name}", _MOST_HIDDEN) for name in ("gru_hidden_dim", "emb_dim"))
@@ -248,7 +257,7 @@ def _softcap(source: Source) -> float:
 
 
 def _attention(source: Source) -> Callable[..., Attention]:
-    """Attention of every layer but for what differs between them."""
+    """Makes the attention of a layer; the parameters differ between layers."""
     for name in ("attention.head_count", "attention.head_count_kv"):
         _bounded(source, name, _MOST_HEADS)
     for name in ("attention.key_length", "attention.value_length"):
@@ -301,7 +310,9 @@ def _sliding(source: Source, layers: int, window: int) -> tuple[Sequence[bool], 
     key = source.key("attention.sliding_window_pattern")
     if key not in source.metadata:
         if size:
-            raise source.refuse("attention.sliding_window_pattern", f"is missing, but there is a window of {size}")
+            raise source.refuse(
+                "attention.sliding_window_pattern", f"is missing, but attention.sliding_window is {size}"
+            )
         return [False] * layers, 0
     flags = source.metadata.booleans(key)
     if len(flags) != layers:
@@ -310,7 +321,7 @@ def _sliding(source: Source, layers: int, window: int) -> tuple[Sequence[bool], 
 
 
 def _gate(source: Source, layers: int, attention: Callable[..., Attention]) -> int:
-    """Values of the output gate for each head, 0 if there is none; in all layers or in none."""
+    """Values per head of the output gate, 0 for no gate; the same in all layers."""
     spec = attention(output_gate=0, window=None, bidirectional=False)
     found = [source.tensors.get(f"blk.{layer}.attn_gate.weight") for layer in range(layers)]
     rows = {0 if tensor is None else tensor.rows for tensor in found}
@@ -324,12 +335,12 @@ def _gate(source: Source, layers: int, attention: Callable[..., Attention]) -> i
 
 
 def _either(source: Source, layer: int, *parts: str) -> str:
-    """The name that the file has for a part, the first one if it has none."""
+    """The name under which the file has a part; the first one if it has none of them."""
     return next((part for part in parts if f"blk.{layer}.{part}.weight" in source.tensors), parts[0])
 
 
 def _fused(source: Source, hidden: int) -> int:
-    """Number of captures. The shape of the fusing matrix decides."""
+    """Number of captures. The shape of the fusion matrix decides."""
     name = stored(source, FUSION)
     fusion = source.tensors.get(name)
     if fusion is None:
@@ -361,7 +372,7 @@ def _capture_norms(source: Source, count: int) -> bool:
     there = [capture_norm(source, index) in source.tensors for index in range(count)]
     if any(there) and not all(there):
         missing = capture_norm(source, there.index(False))
-        raise UnsupportedError(f"{source.path}: tensor {missing} is missing: norms of captures are needed for all")
+        raise UnsupportedError(f"{source.path}: tensor {missing} is missing: all captures need a norm, or none")
     return all(there)
 
 
@@ -373,7 +384,7 @@ def _block(source: Source) -> int:
 
 
 def stored(source: Source, names: Sequence[str]) -> str:
-    """The name that the file has, the first one if it has none."""
+    """The name under which the file has a tensor; the first one if it has none of them."""
     return next((name for name in names if name in source.tensors), names[0])
 
 

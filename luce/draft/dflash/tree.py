@@ -1,8 +1,8 @@
-"""The likeliest beginnings of what may follow, by what a draft says of each position alone. Pure.
+"""The draft tree of the likeliest texts, from one distribution of tokens per position. Pure.
 
-Wang, Ringel, "DDTree" (arXiv 2604.12989): a block-diffusion draft gives each position's tokens a probability of their
-own, so that a text is as likely as their product says. Of all texts the tree has the likeliest, and with each all that
-it begins with.
+Wang, Ringel, "DDTree" (arXiv 2604.12989): a block-diffusion draft gives the tokens of each position probabilities that
+do not depend on other positions, so the probability of a text is their product. The tree holds the likeliest of all
+texts, each with all of its prefixes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Node:
-    """The `rank`-likeliest token of a position, behind node `parent`; -1 for the seed. Positions count from 0."""
+    """The `rank`-likeliest token of position `depth`, behind node `parent`, or behind the seed if that is -1. Positions
+    and ranks count from 0."""
 
     depth: int
     rank: int
@@ -26,8 +27,8 @@ class Node:
 def likeliest(scores: NDArray[np.float64], budget: int) -> list[Node]:
     """The `budget` likeliest texts as a tree, parents before children, the likelier first.
 
-    scores float64 [positions, k]: log probabilities of each position's likeliest tokens, descending. Among equals the
-    shorter text comes first, then the one whose last token is likelier. What has no chance is left out.
+    `scores` float64 [positions, k]: log probabilities of each position's likeliest tokens, descending. Among equals the
+    shorter text comes first, then the one whose last token is likelier. Tokens of probability 0 are left out.
     """
     nodes: list[Node] = []
     positions, ranks = scores.shape
