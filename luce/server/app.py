@@ -1,4 +1,4 @@
-"""Routes, middlewares, start and stop order."""
+"""Routes, middlewares, start and stop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("luce.http")
 
 _KEEPALIVE_SECONDS = 75.0
 _HEADER_BYTES = 64 << 10
-#: what a handler that is still running gets when the server ends
+#: time that running handlers have when the server ends
 _SHUTDOWN_SECONDS = 2.0
 _CLIENT_CLOSED = 499
 _LONGEST_ID = 128
@@ -51,7 +51,7 @@ _NOT_SERVED = (
 
 
 def create_app(server: Server) -> web.Application:
-    """The application. It answers from the start: until `server.model` is set, requests get 503."""
+    """The application. It answers at once: until `server.model` is set, requests get 503."""
     app = web.Application(middlewares=[_account, _guard], client_max_size=server.config.max_body_mib << 20)
     app[SERVER] = server
     app.on_response_prepare.append(_add_headers)
@@ -62,7 +62,7 @@ def create_app(server: Server) -> web.Application:
     app.router.add_get("/metrics", status.metrics)
     app.router.add_get("/props", props.props)
     add("POST", "/infill", _not_supported)
-    # Clients build URLs badly: everything under /v1 is also there without it.
+    # Some clients leave out /v1: every path under it is also served without it.
     for version in ("/v1", ""):
         add("POST", version + "/chat/completions", completions.chat)
         add("POST", version + "/completions", completions.completions)
@@ -77,7 +77,7 @@ def create_app(server: Server) -> web.Application:
 
 
 def _served(app: web.Application) -> set[str]:
-    """`METHOD path` of the routes that do something."""
+    """`METHOD path` of the supported routes."""
     routes = [r for r in app.router.routes() if r.method != "HEAD" and r.handler is not _not_supported]
     return {f"{route.method} {route.resource.canonical}" for route in routes if route.resource is not None}
 
@@ -86,7 +86,7 @@ async def start(server: Server, sockets: Iterable[socket.socket]) -> web.AppRunn
     """Answer on listening sockets. `await runner.cleanup()` stops."""
     runner = web.AppRunner(
         create_app(server),
-        handler_cancellation=True,  # a client that leaves cancels its handler, and that its sequences
+        handler_cancellation=True,  # a client that disconnects cancels its handler, which cancels its sequences
         access_log=None,
         keepalive_timeout=_KEEPALIVE_SECONDS,
         max_line_size=_HEADER_BYTES,
@@ -105,15 +105,15 @@ async def _account(request: web.Request, handler: Handler) -> web.StreamResponse
     server = request.app[SERVER]
     call = request[CALL] = Call(_request_id(request), time.monotonic(), route=_route(request.match_info))
     log.request_id.set(call.id)
-    server.enter()
+    server.request_started()
     code = _CLIENT_CLOSED
     try:
         response = await _caught(request, handler)
-        if not call.gone:
+        if not call.client_gone:
             code = response.status
         return response
     finally:
-        server.leave()
+        server.request_ended()
         _record(request, call, server, code)
 
 
@@ -127,13 +127,13 @@ async def _caught(request: web.Request, handler: Handler) -> web.StreamResponse:
     except asyncio.CancelledError:
         raise
     except Exception:
-        _log.exception("a handler failed")
+        _log.exception("request handler failed")
         return _error_response(request, LuceError("internal error"))
 
 
 @web.middleware
 async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Who may call, and paths with doubled slashes."""
+    """Checks of the Host header and of the key; paths with doubled slashes."""
     server = request.app[SERVER]
     if not server.keys.required:
         server.host_check.check(request.headers.get("Host"))
@@ -146,8 +146,8 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         while "//" in path:
             path = path.replace("//", "/")
         plain = request.clone(rel_url=request.rel_url.with_path(path))
-        found = await request.app.router.resolve(plain)
-        request[CALL].route, handler = _route(found), found.handler
+        resolved = await request.app.router.resolve(plain)
+        request[CALL].route, handler = _route(resolved), resolved.handler
     return await handler(request)
 
 
@@ -166,17 +166,17 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 
 def _request_id(request: web.Request) -> str:
-    given = request.headers.get("x-request-id", "")
-    return given if 0 < len(given) <= _LONGEST_ID and given.isascii() and given.isprintable() else new_id("req_")
+    sent = request.headers.get("x-request-id", "")
+    return sent if 0 < len(sent) <= _LONGEST_ID and sent.isascii() and sent.isprintable() else new_id("req_")
 
 
 def _translated(request: web.Request, error: web.HTTPException) -> LuceError:
-    """aiohttp's own errors as Luce's."""
+    """An error of aiohttp as one of Luce."""
     if isinstance(error, web.HTTPNotFound):
         return NotFoundError(f"unknown endpoint: {request.method} {request.path}", code="unknown_endpoint")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allow = ", ".join(sorted(error.allowed_methods))
-        return MethodError(f"{request.path} has no method {request.method}, only {allow}", allow=allow)
+        return MethodError(f"{request.path} does not support {request.method}; it supports {allow}", allow=allow)
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return TooLargeError("the request body is too large (--max-body-mib)")
     return RequestError(error.reason) if error.status < 500 else LuceError(error.reason)
@@ -197,7 +197,7 @@ def _error_response(request: web.Request, error: LuceError) -> web.Response:
 
 
 def _route(found: UrlMappingMatchInfo) -> str:
-    """The route's pattern: never what the client sent."""
+    """The pattern of the route, never the path from the client: it becomes a label of a metric."""
     resource = found.route.resource
     return "other" if resource is None else resource.canonical
 
@@ -216,5 +216,5 @@ def _record(request: web.Request, call: Call, server: Server, code: int) -> None
         status=code,
         seconds=seconds,
         client=request.remote,
-        **call.figures,
+        **call.log_fields,
     )

@@ -1,4 +1,4 @@
-"""Who may call: API keys, the Host check against DNS rebinding, and which browser origins."""
+"""Access: API keys, the Host check against DNS rebinding, and CORS."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Keys:
-    """The accepted API keys, kept as SHA-256. Sources: --api-key, --api-key-file, systemd's credential `api-keys`.
+    """The accepted API keys, stored as SHA-256. Sources: --api-key, --api-key-file, systemd's credential `api-keys`.
 
     A line of a file is `key`, `name:key` or `name:key:admin`; empty lines and lines that begin with # are skipped. Keys
-    of --api-key are the owner's, so they may do what an admin may.
+    of --api-key are an admin's too.
     """
 
     def __init__(self, config: Config) -> None:
-        self._given = [_digest(key.encode()) for key in config.api_key]
+        self._configured = [_digest(key.encode()) for key in config.api_key]
         self._files: list[tuple[str, Path]] = []
         if config.api_key_file is not None:
             self._files.append(("--api-key-file", config.api_key_file))
@@ -40,8 +40,8 @@ class Keys:
         self.reload()
 
     def reload(self) -> None:
-        """Read the files again. Raises UsageError, and keeps the keys as they are, if one has none or is unreadable."""
-        digests, admins = list(self._given), list(self._given)
+        """Read the files again. Raises UsageError and changes no key if a file has no key or cannot be read."""
+        digests, admins = list(self._configured), list(self._configured)
         for origin, path in self._files:
             found = _read(origin, path)
             digests += [digest for digest, _ in found]
@@ -50,21 +50,21 @@ class Keys:
 
     @property
     def required(self) -> bool:
-        """Whether any key exists: without one the server is open."""
+        """Whether requests need a key: if there is any."""
         return bool(self._digests)
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Raises AuthError unless a header carries a key (`Authorization: Bearer`, `x-api-key`, `api-key`)."""
         if self.required and not _known(_presented(headers), self._digests):
-            raise AuthError("the API key is wrong")
+            raise AuthError("wrong API key")
 
     def check_admin(self, headers: Mapping[str, str], remote: str) -> None:
-        """Raises ForbiddenError unless a header carries an admin's key; without any keys, unless the caller is here."""
+        """Raises ForbiddenError unless a header has an admin's key; without keys, if `remote` is another machine."""
         if not self.required:
             if not is_loopback(remote):
-                raise ForbiddenError("without API keys, only callers on this machine may do this")
+                raise ForbiddenError("without API keys, only clients on this machine may do this")
         elif not _known(_presented(headers), self._admins):
-            raise ForbiddenError("this needs an admin's API key")
+            raise ForbiddenError("this requires an admin's API key")
 
 
 def _presented(headers: Mapping[str, str]) -> bytes:
@@ -73,12 +73,12 @@ def _presented(headers: Mapping[str, str]) -> bytes:
     presented = token.strip() if scheme.lower() == "bearer" else ""
     presented = presented or headers.get("x-api-key") or headers.get("api-key") or ""
     if not presented:
-        raise AuthError("no API key: send it as `Authorization: Bearer KEY`")
+        raise AuthError("missing API key: send `Authorization: Bearer KEY`")
     return _digest(presented.encode(errors="surrogateescape"))
 
 
 def _known(digest: bytes, digests: Sequence[bytes]) -> bool:
-    # All are compared: the time says nothing about which one matched.
+    # Compares all of them, so that the time does not reveal which one matched.
     return bool(sum(hmac.compare_digest(digest, known) for known in digests))
 
 
@@ -99,7 +99,7 @@ def _read(origin: str, path: Path) -> list[tuple[bytes, bool]]:
         if key and not line.lstrip().startswith(b"#"):
             keys.append((_digest(key), parts[2:] == [b"admin"]))
     if not keys:
-        raise UsageError(f"{origin} {path}: holds no key", param="api_key_file")
+        raise UsageError(f"{origin} {path}: contains no key", param="api_key_file")
     return keys
 
 
@@ -114,14 +114,14 @@ def is_loopback(host: str) -> bool:
 
 
 class HostCheck:
-    """Against DNS rebinding: else a web page could reach a keyless loopback server under a name of its own."""
+    """Prevents DNS rebinding: a web page could reach a loopback server without keys under its own host name."""
 
     def __init__(self, config: Config) -> None:
         self._active = is_loopback(config.host)
         self._names = _LOCAL_NAMES | {config.host.strip("[]").lower()} | {n.lower() for n in config.allowed_host}
 
     def check(self, host: str | None) -> None:
-        """Raises ForbiddenError for a Host header with a name that is not this server's."""
+        """Raises ForbiddenError for a Host header that does not name this server."""
         if self._active and host is not None and _name(host) not in self._names:
             raise ForbiddenError("this Host header is not accepted here; see --allowed-host", param="host")
 
@@ -135,10 +135,10 @@ def _name(host: str) -> str:
 
 
 class Cors:
-    """Which browser origins may read replies: those of --cors-origin.
+    """The browser origins that may read responses: those of --cors-origin.
 
-    Without the flag, pages from this machine (http://localhost:...) may if the server itself is on a loopback address
-    and needs no key; any other page may not.
+    Without the flag, only pages from this machine (http://localhost:...) may, and only if the server listens on a
+    loopback address and needs no key.
     """
 
     def __init__(self, config: Config, *, keyed: bool) -> None:
@@ -146,7 +146,7 @@ class Cors:
         self._local = not config.cors_origin and not keyed and is_loopback(config.host)
 
     def headers(self, origin: str | None, requested: str | None) -> dict[str, str]:
-        """Headers of a reply to a request from `origin` that asks to send the header list `requested`."""
+        """Headers of the response to a request from `origin` that asks to send the headers `requested`."""
         if origin is None or not self._allows(origin):
             return {}
         return {

@@ -1,4 +1,4 @@
-"""What /v1/chat/completions answers."""
+"""Responses of /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from luce.api import Model
 from luce.engine.events import Token
 from luce.server.choice import Choice
 from luce.server.prepare import Job
-from luce.server.response import Json, Shape, finite
-from luce.text.reasoning import Said
+from luce.server.response import Json, ResponseBuilder, finite
+from luce.text.reasoning import Delta
 
 
-class ChatShape(Shape):
+class ChatResponse(ResponseBuilder):
     """/v1/chat/completions."""
 
     whole_object = "chat.completion"
@@ -25,18 +25,23 @@ class ChatShape(Shape):
             choice.splitter = model.chat.splitter(choice.prompt)
 
     def opening(self, index: int) -> Json | None:
-        delta = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
         if self._job.token_ids:
-            delta["prompt_token_ids"] = list(self.choices[index].prompt)
-        return self._chunk(delta)
+            choice["prompt_token_ids"] = list(self.choices[index].prompt)
+        return self._chunk(choice)
 
-    def _delta(self, index: int, said: Said | None) -> Json:
-        delta: Json = {}
-        if said is not None and said.reasoning:
-            delta |= _reasoning(said.reasoning)
-        if said is not None and (said.content or not said.reasoning):
-            delta["content"] = said.content
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _chunk_choice(self, index: int, delta: Delta | None) -> Json:
+        fields: Json = {}
+        if delta is not None and delta.reasoning:
+            fields |= _reasoning(delta.reasoning)
+        if delta is not None and (delta.content or not delta.reasoning):
+            fields["content"] = delta.content
+        return {"index": index, "delta": fields, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
         content = []
@@ -66,5 +71,5 @@ class ChatShape(Shape):
 
 
 def _reasoning(text: str) -> Json:
-    """Under both names that clients read."""
+    """The reasoning, under both names that clients read."""
     return {"reasoning_content": text, "reasoning": text}

@@ -1,4 +1,4 @@
-"""One reply of a job while it grows."""
+"""One reply of a job while it is generated."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from luce.api import Model
 from luce.engine.events import Finished, Token
 from luce.text.detokenizer import Detokenizer
-from luce.text.reasoning import ReasoningSplitter, Said
+from luce.text.reasoning import Delta, ReasoningSplitter
 
 
 class Choice:
-    """One reply while it grows, and what a finished one leaves."""
+    """One reply while it is generated, and the result of a finished one."""
 
     def __init__(self, index: int, prompt: Sequence[int], echo: str | None, model: Model) -> None:
         self.index = index
         self.prompt = prompt
         self.echo = echo
-        self.said: list[Said] = [Said(echo)] if echo else []
+        self.deltas: list[Delta] = [Delta(echo)] if echo else []
         self.splitter: ReasoningSplitter | None = None
-        self.thinking = 0
+        self.reasoning_tokens = 0
         self.tokens: list[Token] = []
         self.scores: tuple[Token, ...] = ()
         self.finished: Finished | None = None
@@ -33,22 +33,22 @@ class Choice:
     @property
     def content(self) -> str:
         """The reply's text, without its reasoning."""
-        return "".join([said.content for said in self.said])
+        return "".join([delta.content for delta in self.deltas])
 
     @property
     def reasoning(self) -> str:
         """The text of the reasoning."""
-        return "".join([said.reasoning for said in self.said])
+        return "".join([delta.reasoning for delta in self.deltas])
 
-    def say(self, text: str) -> Said:
-        """One token's text, as the parts that are certain now."""
+    def push(self, text: str) -> Delta:
+        """Add the text of one token; returns the parts that are final now."""
         if self.splitter is None:
-            return Said(text)
+            return Delta(text)
         before = self.splitter.inside
-        said = self.splitter.push(text)
-        self.thinking += before or self.splitter.inside
-        return said
+        delta = self.splitter.push(text)
+        self.reasoning_tokens += before or self.splitter.inside
+        return delta
 
-    def end(self, text: str) -> list[Said]:
-        """The reply's last text, and what was held back."""
-        return [Said(text)] if self.splitter is None else [self.splitter.push(text), self.splitter.flush()]
+    def flush(self, text: str) -> list[Delta]:
+        """The last text of the reply, with any text held back."""
+        return [Delta(text)] if self.splitter is None else [self.splitter.push(text), self.splitter.flush()]

@@ -1,4 +1,4 @@
-"""What /v1/completions answers."""
+"""Responses of /v1/completions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from luce.engine.events import Token
 from luce.server.choice import Choice
-from luce.server.prepare import pieces
-from luce.server.response import Json, Shape, finite
-from luce.text.reasoning import Said
+from luce.server.prepare import token_texts
+from luce.server.response import Json, ResponseBuilder, finite
+from luce.text.reasoning import Delta
 
 
-class TextShape(Shape):
+class CompletionResponse(ResponseBuilder):
     """/v1/completions."""
 
     whole_object = "text_completion"
@@ -20,30 +20,30 @@ class TextShape(Shape):
 
     def opening(self, index: int) -> Json | None:
         choice = self.choices[index]
-        if self._scores_come(choice):
+        if self._echo_waits(choice):
             return None
         if not choice.echo and not self._job.token_ids:
             return None
-        delta = self._delta(index, Said(choice.echo or ""))
+        opening = self._chunk_choice(index, Delta(choice.echo or ""))
         if self._job.token_ids:
-            delta["prompt_token_ids"] = list(choice.prompt)
-        return self._chunk(delta)
+            opening["prompt_token_ids"] = list(choice.prompt)
+        return self._chunk(opening)
 
     def scored(self, index: int) -> Json | None:
         choice = self.choices[index]
-        if not self._scores_come(choice):
+        if not self._echo_waits(choice):
             return None
-        delta = {**self._delta(index, Said(choice.echo or "")), "logprobs": self._prompt_logprobs(choice)}
+        scored = {**self._chunk_choice(index, Delta(choice.echo or "")), "logprobs": self._prompt_logprobs(choice)}
         if self._job.token_ids:
-            delta["prompt_token_ids"] = list(choice.prompt)
-        return self._chunk(delta)
+            scored["prompt_token_ids"] = list(choice.prompt)
+        return self._chunk(scored)
 
-    def _scores_come(self, choice: Choice) -> bool:
+    def _echo_waits(self, choice: Choice) -> bool:
         """Whether the echo waits for the prompt's log probabilities."""
         return choice.echo is not None and self._job.logprobs is not None
 
-    def _delta(self, index: int, said: Said | None) -> Json:
-        return {"index": index, "text": "" if said is None else said.content, "logprobs": None, "finish_reason": None}
+    def _chunk_choice(self, index: int, delta: Delta | None) -> Json:
+        return {"index": index, "text": "" if delta is None else delta.content, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
         offsets = []
@@ -58,15 +58,15 @@ class TextShape(Shape):
         }
 
     def _top(self, token: Token) -> dict[str, float | None]:
-        """The most likely tokens, and the one that was taken."""
+        """The most likely tokens, and the chosen one."""
         name = self._model.tokenizer.token_text
         return {name(i): finite(p) for i, p in token.top} | {name(token.id): finite(token.logprob)}
 
     def _prompt_logprobs(self, choice: Choice) -> Json:
         name, bos = self._model.tokenizer.token_text, self._model.tokenizer.bos_id
-        texts = pieces(choice.prompt, self._model)
+        texts = token_texts(choice.prompt, self._model)
         if choice.prompt[0] == bos and not (choice.echo or "").startswith(texts[0]):
-            texts[0] = ""  # BOS that was added is no part of the text
+            texts[0] = ""  # an added BOS is not part of the text
         offsets, at = [], 0
         for text in texts:
             offsets.append(at)

@@ -1,4 +1,4 @@
-"""The error bodies of both dialects, and the errors that requests raise most."""
+"""Error bodies in OpenAI's and Anthropic's form, and the errors that requests raise most."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def anthropic_error(error: LuceError, request_id: str) -> dict[str, Any]:
 
 
 def unsupported(param: str, why: str) -> RequestError:
-    """The 400 for a known field whose value asks for something that is not served."""
+    """400 for a known field with a value that Luce does not support."""
     return RequestError(f"{param}: {why}", param=param, code="unsupported_parameter")
 
 
 def invalid(param: str, why: str) -> RequestError:
-    """The 400 for a field with a wrong value."""
+    """400 for a field with an invalid value."""
     return RequestError(f"{param}: {why}", param=param, code="invalid_value")
 
 
 def unknown_model(name: str) -> NotFoundError:
-    """The 404 for a model that is not served here."""
-    return NotFoundError(f"the model {name!r} is not served here", param="model", code="model_not_found")
+    """404 for a model that this server does not serve."""
+    return NotFoundError(f"this server does not serve the model {name!r}", param="model", code="model_not_found")

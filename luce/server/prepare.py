@@ -1,4 +1,4 @@
-"""A request body to a Job: prompts as ids and sampling values. Everything here computes: call it in a worker thread."""
+"""A request body to a Job: prompts as ids, and sampling values. It computes: call it in a worker thread."""
 
 from __future__ import annotations
 
@@ -37,30 +37,35 @@ _TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt"}
 
 @dataclass(frozen=True)
 class Job:
-    """What a checked request asks for: `n` replies to each prompt. Choice i answers prompts[i // n].
+    """A checked request: `n` replies to each prompt. Choice i is a reply to prompts[i // n]."""
 
-    prompts: arrays of int64, which the engine copies without touching each id. boundaries: of each prompt, where others
-    may part from it. shared: how many of a prompt's first tokens the prefix cache may know, None for all and the reply.
-    echoes: the text of each prompt, where it comes before the reply. logprobs: alternatives per token; None: none
-    asked. unknown: number of body fields that Luce does not know.
-    """
-
+    #: arrays of int64, which the engine copies without touching each id
     prompts: tuple[array[int], ...]
+    #: of each prompt: lengths at which other prompts may diverge from it
     boundaries: tuple[tuple[int, ...], ...]
+    #: the text of each prompt, if the response repeats it before the reply
     echoes: tuple[str, ...]
     n: int
     params: SamplingParams
     stops: tuple[str, ...]
+    #: name of the model in the response
     model: str
+    #: key of fair queueing, empty without one
     session: str
+    #: tokens of each prompt that the prefix cache may hold; None: all, and the reply
     shared: int | None
+    #: seconds, 0 for no limit
     timeout: float
-    unknown: int
+    #: number of fields of the body that Luce does not know
+    unknown_fields: int
     stream: bool
     include_usage: bool
+    #: alternatives per token; None: no log probabilities
     logprobs: int | None
     token_ids: bool
+    #: chunks report the progress of the prompt
     progress: bool
+    #: every chunk has timings
     running_timings: bool
 
     @property
@@ -99,9 +104,11 @@ def completion_job(body: bytes, headers: Mapping[str, str], model: Model) -> Job
         raise unsupported("suffix", "the model has no fill-in-the-middle tokens")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of", "only the value of n is supported")
-    given = _prompt_list(request.prompt, model)
-    prompts = tuple(_with_bos(item, model) if isinstance(item, str) else item for item in given)
-    echoes = tuple(item if isinstance(item, str) else "".join(pieces(item, model)) for item in given if request.echo)
+    sent = _prompt_list(request.prompt, model)
+    prompts = tuple(_with_bos(item, model) if isinstance(item, str) else item for item in sent)
+    echoes = tuple(
+        item if isinstance(item, str) else "".join(token_texts(item, model)) for item in sent if request.echo
+    )
     return _job(
         request,
         unknown,
@@ -114,7 +121,7 @@ def completion_job(body: bytes, headers: Mapping[str, str], model: Model) -> Job
     )
 
 
-def pieces(ids: Sequence[int], model: Model) -> list[str]:
+def token_texts(ids: Sequence[int], model: Model) -> list[str]:
     """The text that each token of a prompt adds, control tokens by their name."""
     decoder = Detokenizer(model.tokenizer)
     found = []
@@ -126,13 +133,13 @@ def pieces(ids: Sequence[int], model: Model) -> list[str]:
     return found
 
 
-def served_name(asked: str | None, model: Model) -> str:
-    """The model name of the reply. Raises NotFoundError for an unknown one under --strict-model."""
+def served_name(requested: str | None, model: Model) -> str:
+    """The model name of the response. Raises NotFoundError for an unknown one with --strict-model."""
     names = model.config.alias or (model.name,)
-    if asked in names:
-        return str(asked)
-    if asked is not None and model.config.strict_model:
-        raise unknown_model(asked)
+    if requested in names:
+        return str(requested)
+    if requested is not None and model.config.strict_model:
+        raise unknown_model(requested)
     return names[0]
 
 
@@ -164,7 +171,7 @@ def _job(
         session=_session(request, headers),
         shared=_shared(request),
         timeout=request.timeout_s or 0.0,
-        unknown=unknown,
+        unknown_fields=unknown,
         stream=bool(request.stream),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         logprobs=logprobs,
@@ -200,7 +207,7 @@ def _sampling(
 
 
 def _refuse_unsupported(request: Common) -> None:
-    """Constraints are never ignored silently; samplers that Luce lacks may only be switched off."""
+    """Refuse constraints, which are never ignored silently, and samplers that Luce lacks unless they are off."""
     kind = (request.response_format or {}).get("type", "text")
     if kind != "text":
         raise unsupported("response_format", "only the type text is supported")
@@ -213,14 +220,14 @@ def _refuse_unsupported(request: Common) -> None:
 
 
 def _shared(request: Common) -> int | None:
-    """As in Job, from `prefix_cache`. What prompts have in common is always looked for: `auto` is `full`."""
-    given = request.prefix_cache
-    if given is None:
+    """Job.shared, from `prefix_cache`. Common prefixes are always found, so `auto` is `full`."""
+    options = request.prefix_cache
+    if options is None:
         return None
     for name in ("ttl_s", "pin"):
-        if getattr(given, name) is not None:
-            raise unsupported(f"prefix_cache.{name}", "what is kept goes when it was of no use for longest")
-    scope = str("auto" if given.scope is None else given.scope).lower()
+        if getattr(options, name) is not None:
+            raise unsupported(f"prefix_cache.{name}", "not supported: the least useful checkpoint goes first")
+    scope = str("auto" if options.scope is None else options.scope).lower()
     if scope in ("off", "none", "disabled"):
         return 0
     if scope in ("full", "full-prefix", "auto"):
@@ -232,7 +239,7 @@ def _shared(request: Common) -> int | None:
 
 
 def _session(request: Common, headers: Mapping[str, str]) -> str:
-    """The key of fair queueing: from the first header or field that names a session."""
+    """The key of fair queueing, from the first header or field that names a session."""
     fields = (
         request.session_id,
         (request.extra_body or {}).get("session_id"),
@@ -251,7 +258,7 @@ def _chat_prompt(request: ChatRequest, tools: list[dict[str, Any]] | None, model
     messages = [_plain(message, i) for i, message in enumerate(request.messages or ())]
     kwargs = request.chat_template_kwargs or {}
     if taken := _TEMPLATE_NAMES & kwargs.keys():
-        raise invalid("chat_template_kwargs", f"{min(taken)} is set by the server")
+        raise invalid("chat_template_kwargs", f"the server sets {min(taken)}")
     try:
         return model.chat.prompt(messages, tools=tools, **kwargs)
     except RequestError as error:
@@ -259,7 +266,7 @@ def _chat_prompt(request: ChatRequest, tools: list[dict[str, Any]] | None, model
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message as ChatFormat takes it: only what was sent, and a tool's result as text."""
+    """A message for ChatFormat: only the fields that were sent, and a tool's result as text."""
     plain: dict[str, Any] = {k: v for k, v in msgspec.structs.asdict(message).items() if v is not None}
     if message.reasoning is not None:
         plain.setdefault("reasoning_content", message.reasoning)
@@ -271,7 +278,7 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools that the template sees. Forced calls need a grammar and are refused."""
+    """The tools for the template. Forced calls need a grammar and are refused."""
     tools = request.tools or [{"type": "function", "function": function} for function in request.functions or ()]
     param, choice = "tool_choice", request.tool_choice
     if choice is None:

@@ -1,4 +1,4 @@
-"""The sequences of one request, seen from the event loop: their events in order of arrival."""
+"""The sequences of one request on the event loop: their events in order of arrival."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from luce.errors import LuceError, QueueFullError
 from luce.server.metrics import Metrics
 from luce.server.prepare import Job
 
-# A request with several sequences tries again this often when others took the places that its own ones left.
+# Seconds between tries of a request with waiting sequences and none running: other requests have the queue's places.
 _RETRY_SECONDS = 0.25
 
 
 class Replies:
-    """All sequences of one job. Loop only, except for the events' way in.
+    """All sequences of one job. Used on the event loop; only the engine's events come from another thread.
 
-    A job with more sequences than the queue has room for is admitted with the first; the others follow as places come
-    free. Use it as `with Replies(...) as replies`: leaving it cancels whatever still runs.
+    A job with more sequences than the queue has places is admitted with the first; the others follow when places become
+    free. Use it as `with Replies(...) as replies`: leaving the block cancels the sequences that still run.
     """
 
     def __init__(self, job: Job, model: Model, metrics: Metrics, arrived: float) -> None:
@@ -49,13 +49,13 @@ class Replies:
         self.cancel()
 
     def admit(self) -> None:
-        """Queue as many sequences as there is room for. Raises LuceError if the first one is refused."""
+        """Queue as many sequences as the queue takes. Raises LuceError if it refuses the first one."""
         self._submit(self._waiting[0])
         self._waiting.popleft()
-        self._fill()
+        self._submit_waiting()
 
     def cancel(self) -> None:
-        """Cancel what still runs. Idempotent."""
+        """Cancel the sequences that still run. Idempotent."""
         self._closed = True
         self._waiting.clear()
         for choice, ticket in self._running.items():
@@ -65,7 +65,7 @@ class Replies:
 
     @property
     def ended(self) -> bool:
-        """No more events will come: every sequence has ended and its last event was taken."""
+        """Whether every sequence has ended and `next` has returned its last event."""
         return not self._running and not self._waiting and self._events.empty()
 
     async def next(self, timeout: float | None = None) -> tuple[int, Event]:
@@ -79,7 +79,7 @@ class Replies:
         job = self._job
         params, repeat = job.params, choice % job.n
         if params.seed is not None and repeat:
-            # Replies to one prompt differ, and the first is that of the same request with n = 1.
+            # Replies to one prompt differ; the first is the same as that of a request with n = 1.
             params = dataclasses.replace(params, seed=params.seed + repeat)
         prompt = job.prompts[choice // job.n]
         self._running[choice] = self._model.engine.submit(
@@ -97,18 +97,18 @@ class Replies:
 
     def _sink(self, choice: int) -> Callable[[Event], None]:
         def sink(event: Event) -> None:
-            # On the engine thread. A closed loop raises here, which ends this sequence and no other.
+            # On the engine thread. A closed loop raises here, which ends only this sequence.
             self._loop.call_soon_threadsafe(self._take, choice, event, time.monotonic())
 
         return sink
 
-    def _fill(self) -> None:
+    def _submit_waiting(self) -> None:
         while self._waiting and not self._closed:
             try:
                 self._submit(self._waiting[0])
             except QueueFullError:
                 if not self._running:
-                    self._loop.call_later(_RETRY_SECONDS, self._fill)
+                    self._loop.call_later(_RETRY_SECONDS, self._submit_waiting)
                 return
             except LuceError as error:
                 self._events.put_nowait((self._waiting[0], Failed(error)))
@@ -124,7 +124,7 @@ class Replies:
             self._time_tokens(choice, len(event.tokens), at)
         elif isinstance(event, Finished | Failed):
             del self._running[choice]
-            self._fill()
+            self._submit_waiting()
         self._events.put_nowait((choice, event))
 
     def _time_tokens(self, choice: int, count: int, at: float) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI reply objects and stream chunks, made from the events of a job's sequences: what both endpoints share."""
+"""OpenAI response objects and stream chunks, built from the events of a job's sequences: the part of both endpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from luce.engine.events import (
 )
 from luce.server.choice import Choice
 from luce.server.prepare import Job
-from luce.text.reasoning import Said
+from luce.text.reasoning import Delta
 
 Json = dict[str, Any]
 
@@ -36,7 +36,7 @@ _LENGTH_CAUSES = {
     FinishReason.SHUTDOWN: "shutdown",
     FinishReason.CANCELLED: "cancelled",
 }
-# JSON has no infinity; OpenAI writes this for a token that cannot occur.
+# JSON has no infinity; OpenAI sends this for a token that cannot occur.
 _LEAST_LOGPROB = -9999.0
 
 
@@ -45,8 +45,8 @@ def new_id(prefix: str) -> str:
     return prefix + "".join(secrets.choice(_BASE62) for _ in range(24))
 
 
-class Shape(ABC):
-    """Builds the objects of one reply. `add` takes every event first; the other methods only read, `reply` computes."""
+class ResponseBuilder(ABC):
+    """Builds the JSON objects of one response. `add` takes every event first; the other methods only read."""
 
     whole_object: str
     chunk_object: str
@@ -68,17 +68,17 @@ class Shape(ABC):
 
     # --- events
 
-    def add(self, index: int, event: Event) -> Said:
-        """Take an event; returns what it adds to the reply."""
+    def add(self, index: int, event: Event) -> Delta:
+        """Take an event; returns the text that it adds to the reply."""
         choice = self.choices[index]
         if isinstance(event, Tokens):
             if choice.first_token is None:
                 choice.first_token = time.monotonic()
             choice.tokens += event.tokens
-            pieces = [choice.say(token.text) for token in event.tokens]
+            pieces = [choice.push(token.text) for token in event.tokens]
         elif isinstance(event, Finished):
             choice.finished = event
-            pieces = choice.end(event.text)
+            pieces = choice.flush(event.text)
         else:
             if isinstance(event, Started):
                 choice.started = time.monotonic()
@@ -86,63 +86,63 @@ class Shape(ABC):
                 choice.cached = event.cached
             elif isinstance(event, PromptScores):
                 choice.scores = event.tokens
-            return Said("")
-        said = Said("".join([p.content for p in pieces]), "".join([p.reasoning for p in pieces]))
-        choice.said.append(said)
-        return said
+            return Delta("")
+        delta = Delta("".join([p.content for p in pieces]), "".join([p.reasoning for p in pieces]))
+        choice.deltas.append(delta)
+        return delta
 
     # --- stream
 
     @abstractmethod
     def opening(self, index: int) -> Json | None:
-        """The chunk that begins a reply as soon as it is admitted."""
+        """The first chunk of a reply, sent as soon as it is admitted; None if there is none."""
 
     @abstractmethod
-    def _delta(self, index: int, said: Said | None) -> Json:
-        """A choice of a chunk; None: nothing new."""
+    def _chunk_choice(self, index: int, delta: Delta | None) -> Json:
+        """A choice of a chunk; `delta` None: without new text."""
 
     @abstractmethod
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
         """The `logprobs` of generated tokens; called once for each, in order."""
 
     def scored(self, index: int) -> Json | None:
-        """The chunk after PromptScores; computes in proportion to the prompt."""
+        """The chunk after PromptScores. Takes time in proportion to the prompt."""
         return None
 
-    def chunk(self, index: int, said: Said, tokens: Sequence[Token] = ()) -> Json | None:
-        """The chunk for one step's text and tokens, None if it has nothing to say yet."""
-        asked = self._job.logprobs is not None or self._job.token_ids
-        if not any(said) and not (tokens and asked):
+    def chunk(self, index: int, delta: Delta, tokens: Sequence[Token] = ()) -> Json | None:
+        """The chunk for one step's text and tokens, None if it would be empty."""
+        per_token = self._job.logprobs is not None or self._job.token_ids
+        if not any(delta) and not (tokens and per_token):
             return None
-        delta = self._delta(index, said)
+        choice = self._chunk_choice(index, delta)
         if self._job.logprobs is not None and tokens:
-            delta["logprobs"] = self._logprobs(self.choices[index], tokens)
+            choice["logprobs"] = self._logprobs(self.choices[index], tokens)
         if self._job.token_ids:
-            delta["token_ids"] = [token.id for token in tokens]
-        chunk = self._chunk(delta)
+            choice["token_ids"] = [token.id for token in tokens]
+        chunk = self._chunk(choice)
         if self._job.running_timings:
             chunk["timings"] = timings([self._so_far(self.choices[index])])
         return chunk
 
     def progress(self, index: int, event: Progress) -> Json:
-        """The chunk for a processed piece of the prompt."""
+        """The chunk for the progress of the prompt."""
         started = self.choices[index].started
-        passed = 0.0 if started is None else time.monotonic() - started
+        seconds = 0.0 if started is None else time.monotonic() - started
         figures = {
             "total": event.total,
             "cache": event.cached,
             "processed": event.done,
-            "time_ms": round(passed * 1000, 3),
+            "time_ms": round(seconds * 1000, 3),
         }
-        return {**self._chunk(self._delta(index, None)), "prompt_progress": figures}
+        return {**self._chunk(self._chunk_choice(index, None)), "prompt_progress": figures}
 
     def closing(self, index: int) -> Json:
         """The chunk that ends a reply."""
         choice = self.choices[index]
-        return self._chunk({**self._delta(index, None), **self._ending(choice)})
+        return self._chunk({**self._chunk_choice(index, None), **self._ending(choice)})
 
     def usage_chunk(self) -> Json:
-        """The last chunk if usage was asked for."""
+        """The last chunk if the request sets stream_options.include_usage."""
         return {**self._chunk(), "usage": self._usage(), "timings": self._timings()}
 
     def _chunk(self, *choices: Json) -> Json:
@@ -152,7 +152,7 @@ class Shape(ABC):
 
     @abstractmethod
     def _whole(self, choice: Choice) -> Json:
-        """A finished choice, without its end."""
+        """A finished choice, without its finish reason."""
 
     def reply(self) -> Json:
         """The whole reply. Takes time in proportion to its size."""
@@ -172,8 +172,8 @@ class Shape(ABC):
             "cause": cause or finished.reason.value,
             "stop": finished.stop,
             "seed": finished.seed,
-            "thinking_tokens": choice.thinking,
-            "content_tokens": finished.timings.predicted_tokens - choice.thinking,
+            "thinking_tokens": choice.reasoning_tokens,
+            "content_tokens": finished.timings.predicted_tokens - choice.reasoning_tokens,
             "cache": {"tier": finished.timings.cache_tier},
         }
         return {"finish_reason": "length" if cause else "stop", "finish_details": details}
@@ -194,7 +194,7 @@ class Shape(ABC):
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(choice.thinking for choice in self.choices),
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
                 "accepted_prediction_tokens": 0,
                 "rejected_prediction_tokens": 0,
             },
@@ -214,26 +214,26 @@ class Shape(ABC):
             cached_tokens=choice.cached,
         )
 
-    def figures(self, arrived: float) -> Json:
-        """What the log line of the request says about its tokens; `arrived` is when the request came."""
-        ends = [choice.finished for choice in self.choices if choice.finished is not None]
+    def log_fields(self, arrived: float) -> Json:
+        """Fields about tokens for the log line; `arrived`: monotonic time of the request."""
+        finished = [choice.finished for choice in self.choices if choice.finished is not None]
         firsts = [choice.first_token for choice in self.choices if choice.first_token is not None]
         out = sum(len(choice.tokens) for choice in self.choices)
-        predicted = max((end.timings.predicted for end in ends), default=0.0)
+        predicted = max((end.timings.predicted for end in finished), default=0.0)
         return {
             "prompt": sum(len(ids) for ids in self._job.prompts),
             "cached": self._cached(),
             "out": out,
-            "finish": ",".join(sorted({end.reason.value for end in ends})) or None,
-            "queue": max((end.timings.queued for end in ends), default=None),
+            "finish": ",".join(sorted({end.reason.value for end in finished})) or None,
+            "queue": max((end.timings.queued for end in finished), default=None),
             "ttft": min(firsts) - arrived if firsts else None,
             "decode": f"{out / predicted:.1f}t/s" if predicted else None,
         }
 
     def _cached(self) -> str:
-        """Tokens from the prefix cache, and where it had the most of them from."""
-        ends = [choice.finished.timings for choice in self.choices if choice.finished is not None]
-        most = max(ends, key=lambda timings: timings.cached_tokens, default=Timings())
+        """Tokens from the prefix cache, and the tier of most of them."""
+        done = [choice.finished.timings for choice in self.choices if choice.finished is not None]
+        most = max(done, key=lambda timings: timings.cached_tokens, default=Timings())
         return f"{sum(choice.cached for choice in self.choices)}/{most.cache_tier}"
 
 
@@ -259,5 +259,5 @@ def timings(parts: Iterable[Timings]) -> Json:
 
 
 def finite(logprob: float | None) -> float | None:
-    """A log probability as JSON has it."""
+    """A log probability as a JSON number, None for NaN."""
     return None if logprob is None else max(logprob, _LEAST_LOGPROB) if not math.isnan(logprob) else None

@@ -20,7 +20,7 @@ _Json = dict[str, Any]
 
 
 class StreamOptions(msgspec.Struct):
-    """`stream_options`; obfuscation is accepted and not done."""
+    """`stream_options`; obfuscation is accepted without effect."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -55,7 +55,8 @@ class ToolChoice(msgspec.Struct):
 
 
 class CacheScope(msgspec.Struct, forbid_unknown_fields=True):
-    """`prefix_cache`: what of a request may be kept for others. Nothing is ignored that somebody relies on."""
+    """`prefix_cache`: the part of a request that may be cached for others. Unknown fields are refused: clients rely on
+    them."""
 
     scope: str | int | None = None
     window: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
@@ -111,7 +112,7 @@ class Common(_Sampling, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     store: bool | None = None
-    # Neutral values only, see `prepare`.
+    # Only neutral values are accepted, see `prepare`.
     typical_p: _Unit | None = None
     top_n_sigma: float | None = None
     xtc_probability: _Unit | None = None
@@ -162,7 +163,7 @@ class CompletionRequest(Common, kw_only=True):
 
 Body = TypeVar("Body", bound=Common)
 
-# An escaped pair of surrogates, a lone one, a NUL, or any other escape (so that `\\ud800` is not taken for one).
+# An escaped pair of surrogates, a lone one, a NUL, or any other escape (so that `\\ud800` does not count as one).
 _ESCAPES = re.compile(
     rb"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|(\\u0000)|\\."
 )
@@ -172,7 +173,8 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 def decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:
     """A checked body and the number of fields that Luce does not know. Raises RequestError with `param`.
 
-    Lone surrogates become U+FFFD and NULs go: both occur in texts that agents collect, neither can be tokenised.
+    Lone surrogates become U+FFFD and NULs are removed: both occur in texts that agents collect, and tokenizers take
+    neither.
     """
     raw = _decode(body)
     try:

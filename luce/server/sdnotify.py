@@ -11,15 +11,15 @@ from luce.config.environment import environment
 
 _log = logging.getLogger(__name__)
 
-#: variables that speak to one process only; its children must not act on them
+#: variables for one process only; its children must not read them
 _PRIVATE = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
 
 
 class Notifier:
-    """Tells the service manager how the process fares; does nothing where there is none.
+    """Reports the state of the process to the service manager; does nothing without one.
 
-    `watchdog`: seconds after which the manager kills a silent process, 0 if it does not. Create it after the inherited
-    sockets were taken, once: the variables are removed from the environment, so that no child inherits them.
+    `watchdog`: seconds after which the manager kills a silent process, 0 if it does not. Create one, after `inherited`
+    has returned: the constructor removes the variables from the environment, so that no child inherits them.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Notifier:
             self._socket.setblocking(False)
 
     def send(self, **states: str | int) -> None:
-        """One datagram, `READY=1` for `send(READY=1)`. A manager that does not listen is logged, never an error."""
+        """One datagram, `READY=1` for `send(READY=1)`. A failure is logged and raises nothing."""
         if self._socket is None:
             return
         text = "\n".join(f"{name}={value}" for name, value in states.items())

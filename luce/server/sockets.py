@@ -1,4 +1,4 @@
-"""Listening sockets: own ones by address, or those that systemd hands over (socket activation)."""
+"""Listening sockets: opened by address, or inherited from systemd (socket activation)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BACKLOG = 1024
 
 
 def inherited() -> list[socket.socket]:
-    """The listening stream sockets of `$LISTEN_FDS`, if they are meant for this process; they become close-on-exec."""
+    """The listening stream sockets of `$LISTEN_FDS`, if $LISTEN_PID is this process; they become close-on-exec."""
     if environment("LISTEN_PID") != str(os.getpid()):
         return []
     sockets = []
@@ -43,7 +43,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
         try:
             sockets.append(_bound(family, (address[0], shared, *address[2:])))
         except OSError as error:
-            # `localhost` has an IPv6 address also on machines without IPv6: one address that works is enough.
+            # `localhost` has an IPv6 address even on machines without IPv6: one address that works is enough.
             problem = error
             if error.errno not in absent:
                 break
@@ -70,7 +70,7 @@ def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def url(sock: socket.socket) -> str:
-    """The address of a listening socket as people write it."""
+    """The URL of a listening socket."""
     address = sock.getsockname()
     if sock.family == socket.AF_UNIX:
         return f"unix:{address}"

@@ -1,4 +1,4 @@
-"""What all handlers share: settings, keys, metrics, worker threads, and the model once it is loaded."""
+"""The state that all handlers share: settings, keys, metrics, worker threads, and the model once it is loaded."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ STALLED_SECONDS = 60.0
 
 @dataclass
 class Call:
-    """What belongs to one request beside its head and body.
-
-    arrived: monotonic time of the head. figures: for the log line. gone: the client left in the middle of a reply.
-    """
+    """One request: the server's data about it."""
 
     id: str
+    #: monotonic time at which the headers had arrived
     arrived: float
-    figures: dict[str, Any] = field(default_factory=dict)
-    gone: bool = False
+    log_fields: dict[str, Any] = field(default_factory=dict)
+    #: the client disconnected in the middle of a response
+    client_gone: bool = False
+    #: pattern of the route
     route: str = "other"
 
 
@@ -69,14 +69,14 @@ class Server:
         return self.model
 
     def serving_model(self) -> Model:
-        """The model, for work of its devices. Raises UnavailableError also if some of them are gone for good."""
+        """The model, for requests that need its devices. Also raises UnavailableError if a shard is lost for good."""
         model = self.ready_model()
         if why := model.down():
             raise UnavailableError(why, code="shard_lost")
         return model
 
     def stats(self) -> EngineStats | None:
-        """The engine's figures, None without a model. Any thread may ask."""
+        """The engine's counters, None without a model. Any thread may call it."""
         return None if self.model is None else self.model.engine.stats()
 
     def health(self) -> tuple[int, dict[str, Any]]:
@@ -92,28 +92,28 @@ class Server:
             return 503, {"status": "error", "reason": f"no progress for {stats.stalled:.0f} s"}
         return 200, {"status": "ok"}
 
-    def enter(self) -> None:
-        """A handler begins."""
+    def request_started(self) -> None:
+        """A handler has started."""
         self.active += 1
         self.idle.clear()
 
-    def leave(self) -> None:
-        """A handler returned."""
+    def request_ended(self) -> None:
+        """A handler has returned."""
         self.active -= 1
         if not self.active:
             self.idle.set()
 
     async def work(self, function: Callable[..., Result], /, *args: Any) -> Result:
-        """Call something that computes in a worker thread."""
+        """The result of a function that computes, called in a worker thread."""
         context = contextvars.copy_context()
         return await asyncio.get_running_loop().run_in_executor(self._pool, context.run, function, *args)
 
     def close(self) -> None:
-        """Let the worker threads go; what they compute now is waited for by nobody."""
+        """Release the worker threads without waiting for the calls that still run."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 SERVER = web.AppKey("server", Server)
-#: `METHOD path` of what is served
+#: `METHOD path` of the supported routes
 ENDPOINTS = web.AppKey("endpoints", tuple[str, ...])
 CALL = web.RequestKey("call", Call)

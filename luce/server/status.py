@@ -19,7 +19,7 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """GET / and /health: whether requests are answered now."""
+    """GET / and /health: whether the server answers requests now."""
     status, body = request.app[SERVER].health()
     response = json_response(body, status)
     if status == 503:
@@ -60,12 +60,12 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 def names(model: Model) -> tuple[str, ...]:
-    """What the model is called, the name in replies first."""
+    """The names of the model; responses use the first."""
     return model.config.alias or (model.name,)
 
 
 def capabilities(model: Model) -> list[str]:
-    """What the model can be asked for."""
+    """The kinds of requests that the model supports."""
     return ["completion", *(["chat"] if model.chat.template is not None else [])]
 
 

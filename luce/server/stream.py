@@ -1,4 +1,4 @@
-"""Server-sent events over one response. A client that does not read is dropped after --write-timeout."""
+"""Server-sent events in one response. A client that does not read them is disconnected after --write-timeout."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _HEADERS = {
 
 
 class ClientGoneError(Exception):
-    """Nobody reads the stream any more."""
+    """The client no longer reads the stream."""
 
 
 class EventStream:
-    """Every method raises ClientGoneError when the client has left or did not read for `write_timeout` seconds.
+    """A stream of events. Methods raise ClientGoneError if the client disconnected or did not read in time.
 
     A write returns when the transport's buffer is below its mark (64 KiB), so memory is bounded.
     """
@@ -31,7 +31,7 @@ class EventStream:
         self.response = web.StreamResponse(headers=_HEADERS)
 
     async def start(self) -> None:
-        """Send the head."""
+        """Send status and headers."""
         await self.response.prepare(self._request)
 
     async def send(self, value: Any) -> None:
@@ -39,11 +39,11 @@ class EventStream:
         await self.send_encoded(msgspec.json.encode(value))
 
     async def send_encoded(self, data: bytes) -> None:
-        """One event with data that is JSON already."""
+        """One event with encoded JSON."""
         await self._write(b"data: " + data + b"\n\n")
 
     async def ping(self) -> None:
-        """A comment, which clients skip and proxies count as life."""
+        """A comment, which clients skip; it keeps proxies from closing the connection."""
         await self._write(b": ping\n\n")
 
     async def done(self) -> None:

@@ -12,7 +12,7 @@ from luce.text.tokenizer import Tokenizer
 _SUFFIX = 16
 
 
-class Said(NamedTuple):
+class Delta(NamedTuple):
     """A piece of a reply: what belongs to its content, and what to the reasoning before it."""
 
     content: str
@@ -36,7 +36,7 @@ class ReasoningSplitter:
         """Whether the next text belongs to the reasoning, as far as is known."""
         return self._state == "reasoning"
 
-    def push(self, text: str) -> Said:
+    def push(self, text: str) -> Delta:
         """What is certain after some more text."""
         text, self._held = self._held + text, ""
         reasoning = ""
@@ -46,7 +46,7 @@ class ReasoningSplitter:
                 self._state, text = "reasoning", shown[len(self._markers.open) :]
             elif self._markers.open.startswith(shown):
                 self._held = text
-                return Said("")
+                return Delta("")
             else:
                 self._state = "content"
         if self._state == "reasoning":
@@ -58,17 +58,17 @@ class ReasoningSplitter:
             else:
                 certain = reasoning[: len(reasoning) - overlap(reasoning, self._markers.close)].rstrip()
                 self._held, reasoning = reasoning[len(certain) :], certain
-                return Said("", reasoning)
+                return Delta("", reasoning)
         if self._state == "gap":
             text = text.lstrip()
             if text:
                 self._state = "content"
-        return Said(text, reasoning)
+        return Delta(text, reasoning)
 
-    def flush(self) -> Said:
+    def flush(self) -> Delta:
         """What was held back at the end of the reply."""
         text, self._held = self._held, ""
-        return Said("", text.rstrip()) if self._state == "reasoning" else Said(text)
+        return Delta("", text.rstrip()) if self._state == "reasoning" else Delta(text)
 
 
 def reasoning_splitter(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningSplitter | None:

@@ -374,7 +374,7 @@ async def test_a_bug_is_a_500_that_says_nothing(caplog: pytest.LogCaptureFixture
         here.server.ready_model().reply_text = None  # type: ignore[method-assign,assignment]
         status, body, _ = await here.post(CHAT, HI)
         assert status == 500 and body["error"]["message"] == "internal error"
-        assert "a handler failed" in caplog.text
+        assert "request handler failed" in caplog.text
 
 
 async def test_a_wait_that_is_too_long() -> None:

@@ -34,8 +34,8 @@ def parts(text: str, *, inside: bool) -> tuple[str, str]:
 @given(PIECES, st.booleans())
 def test_every_chunking_gives_what_a_search_of_the_whole_gives(pieces: list[str], inside: bool) -> None:
     splitter = ReasoningSplitter(MARKERS, inside=inside)
-    said = [*map(splitter.push, pieces), splitter.flush()]
-    assert ("".join(s.content for s in said), "".join(s.reasoning for s in said)) == parts(
+    deltas = [*map(splitter.push, pieces), splitter.flush()]
+    assert ("".join(s.content for s in deltas), "".join(s.reasoning for s in deltas)) == parts(
         "".join(pieces), inside=inside
     )
 
