@@ -6,12 +6,14 @@ import argparse
 import ast
 import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from luce import errors
 from luce.cli import main as cli
+from luce.cli.arguments import settings
 from luce.cli.chat import COMMANDS
 from luce.config.sampling import SAMPLERS
 from luce.config.settings import FIELDS, flag
@@ -72,6 +74,27 @@ def test_every_flag_that_is_shown_exists(path: Path) -> None:
     assert shown <= all_flags() | FOREIGN
 
 
+def commands(path: Path) -> list[str]:
+    """The command lines of Luce in the shell blocks of a page."""
+    blocks = re.findall(r"^ *```sh\n(.*?)```", path.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line.partition(" #")[0] for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    parts = [part.strip() for line in lines for part in re.split(r" (?:&&|\|) ", line)]
+    return [match[1] for part in parts if (match := re.match(r"(?:[~.\w/-]+/)?luce (.+)", part))]
+
+
+@pytest.mark.parametrize("path", FOR_USERS, ids=lambda p: p.name)
+def test_commands_that_are_shown_are_valid(path: Path) -> None:
+    for command in commands(path):
+        arguments = cli.parse(shlex.split(command.replace("$(which python)", "python")))
+        if arguments.verb not in ("shard", "pull", "doctor"):
+            settings(arguments)
+
+
+def test_the_guide_shows_commands() -> None:
+    shown = {command.split()[0] for path in FOR_USERS for command in commands(path)}
+    assert shown == set(cli.VERBS)
+
+
 def test_every_flag_is_in_the_guide() -> None:
     text = "\n".join(path.read_text() for path in GUIDE)
     names = {name for f in FIELDS.values() for name in (flag(f.name), *(f"--{a}" for a in f.metadata["flags"]))}
@@ -100,11 +123,11 @@ async def test_metrics_are_those_of_the_server() -> None:
         named = set(re.findall(r"(?:^|; |, )`(\w+)`(?=[:,; ])", re.sub(r": (`\w+`(, )?)+", "", labels) + " "))
         shown |= dict.fromkeys(words(names), (kind, named))
     served: dict[str, tuple[str, set[str]]] = {}
-    for model, settings in (
+    for model, options in (
         ({"drafter": NgramDrafter(block=7)}, {"verify_width": 8}),
         ({"context": 2048}, {"kvflash": "512", "kvflash_host_mb": 3}),
     ):
-        async with running(model=model, **settings) as here:
+        async with running(model=model, **options) as here:
             await here.chat()
             served |= series((await here.get("/metrics"))[1])
     assert shown.keys() == served.keys()
