@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from luce.layers.rotary import Rotary
 from luce.layers.state import KVPool
 from luce.models.spec import Attention
@@ -16,33 +18,40 @@ from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
 
 
-class AttentionLayer:
-    """out(attention(rope(norm(q)), rope(norm(k)), v)), times a gate where the spec says so.
+@dataclass(frozen=True)
+class AttentionWeights:
+    """The weights of an attention layer."""
 
-    `inputs` stacks attn_q, attn_k, attn_v and, with an output gate, attn_gate; only attn_q where the spec names a
-    donor, whose pool `pool` then is. `lends` is the block's number if layers on other devices read its keys and values.
-    `queries`: where the newest ones of each slot are kept, if anybody asks for them (luce.ops.page_ranking).
+    #: attn_q, attn_k, attn_v and, with an output gate, attn_gate, stacked; with a donor without attn_k and attn_v
+    inputs: Weight
+    out: Weight
+    norms: HeadNorms
+
+
+class AttentionLayer:
+    """out(attention(rope(norm(q)), rope(norm(k)), v)), times a gate if the spec has one.
+
+    `pool` is the donor's if the spec names one. `lends`: the layer's number if layers on other devices read its keys
+    and values. `queries`: an array for the newest queries of each slot, if pages are ranked (luce.ops.page_ranking).
     """
 
     def __init__(
         self,
         device: Device,
         spec: Attention,
-        *,
-        inputs: Weight,
-        out: Weight,
-        norms: HeadNorms,
+        weights: AttentionWeights,
         rotary: Rotary,
         pool: KVPool,
+        *,
         group: int,
         lends: int | None = None,
         queries: Array | None = None,
     ) -> None:
         self._device = device
         self._spec = spec
-        self.reads = inputs
-        self._out = out
-        self._norms = norms
+        self.input_weight = weights.inputs
+        self._out = weights.out
+        self._norms = weights.norms
         self._rotary = rotary
         self.state = pool
         self._group = group
@@ -55,7 +64,7 @@ class AttentionLayer:
         device, spec, rows, d = self._device, self._spec, y.shape[0], self._spec.head_dim
         width = d * (2 if spec.query_gate else 1)
         split = spec.heads * width
-        fused = matmul(device, y, self.reads)
+        fused = matmul(device, y, self.input_weight)
         q = fused[:, :split].reshape(rows, spec.heads, width)
         gate = None
         if spec.query_gate:
@@ -93,22 +102,22 @@ class AttentionLayer:
         return matmul(device, mixed, self._out)
 
     def write_context(self, y: Array | Quantised, step: DeviceStep, rotary: Rotary | None = None) -> None:
-        """Keep keys and values of rows that themselves attend to nothing: y float32 [rows, hidden].
+        """Write the keys and values of rows that do not attend themselves: y float32 [rows, hidden].
 
-        `rotary`, if given, turns the keys instead of the layer's own.
+        `rotary` rotates the keys instead of the layer's own.
         """
         device, spec = self._device, self._spec
         queries = spec.heads * spec.head_dim * (2 if spec.query_gate else 1)
-        fused = matmul(device, y, self.reads.cut(range(queries, queries + 2 * spec.kv_heads * spec.head_dim)))
+        fused = matmul(device, y, self.input_weight.cut(range(queries, queries + 2 * spec.kv_heads * spec.head_dim)))
         k, v = fused.reshape(len(fused), 2, spec.kv_heads, spec.head_dim).swapaxes(0, 1)
         to = Destination(self.state.k, self.state.v, step.views[self._group].dest)
         prepare_keys(device, k, v, self._norms, (rotary or self._rotary)(step), to)
 
 
 class Mirror:
-    """The keys and values of block `donor`, which has another device, for the layers of this one that borrow them.
+    """The keys and values of layer `donor` on another device, for the layers of this device that borrow them.
 
-    `spec` and `group` are the donor's. The pool's pages are numbered as the donor's are.
+    `spec` and `group` are the donor's. The pages of the pool have the numbers of the donor's pages.
     """
 
     def __init__(self, device: Device, donor: int, spec: Attention, *, pool: KVPool, group: int) -> None:
@@ -119,7 +128,7 @@ class Mirror:
         self._group = group
 
     def __call__(self, step: DeviceStep) -> None:
-        """Write what the donor lends of a step's rows."""
+        """Write the donor's keys and values of a step's rows."""
         rows = step.lent[self._donor]
         k, v = rows.reshape(len(rows), 2, self._spec.kv_heads, self._spec.head_dim).swapaxes(0, 1)
         view = step.views[self._group]

@@ -1,4 +1,5 @@
-"""Spec to layers: names the tensors, checks their shapes, allocates the states. The only switch over spec parts."""
+"""Spec to layers: names the tensors, checks their shapes, allocates the states. Only this module switches over the
+parts of a spec."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from luce.errors import UnsupportedError
 from luce.gguf.quants import block_size
 from luce.gguf.reader import GGUFFile, TensorInfo
-from luce.layers.attention import AttentionLayer, Mirror
+from luce.layers.attention import AttentionLayer, AttentionWeights, Mirror
 from luce.layers.decoder_layer import Embedding, Experts, Head, PerLayerMix, PreNormDecoderLayer, SandwichDecoderLayer
 from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.mlp import GatedMLPLayer
@@ -30,7 +31,7 @@ from luce.ops.weight import stored_bytes
 from luce.runtime.device import Array, Device
 
 EMBEDDING = "token_embd.weight"
-#: the table of per-layer embeddings; some files have the second name, and further names in their blocks
+#: the table of per-layer embeddings; files with the second name also have other names for the layers' parts of it
 _PER_LAYER_TABLES = ("per_layer_token_embd.weight", "per_layer_tok_embd.weight")
 _PER_LAYER_PARTS = {
     "inp_gate": "per_layer_inp_gate",
@@ -40,8 +41,11 @@ _PER_LAYER_PARTS = {
 
 
 class LayerBuilder:
-    """Builds the layers `layers` of one shard. `pages` per page group, `slots`, the types `kv` and the rows of
-    speculative spans, `verify`, size the states."""
+    """Builds the layers `layers` of one shard.
+
+    Sizes of the states: `pages` of each page group, `slots`, the types `kv` and `verify`, most rows of a speculative
+    span.
+    """
 
     def __init__(
         self,
@@ -69,19 +73,19 @@ class LayerBuilder:
         self.weights = WeightLoader(file, device)
 
     def embedding(self) -> Embedding:
-        """The entry of the first shard."""
+        """The token embedding, in the first shard."""
         table = self.weights.table(EMBEDDING, self._spec.hidden, self._spec.vocab)
         return Embedding(self._device, table, self._spec.embedding_scale)
 
     def head(self) -> Head:
-        """The exit of the last shard; a tied head shares the embedding's weight if both are on this GPU."""
+        """The head, in the last shard; a tied head shares the embedding's weight if both are on this GPU."""
         norm = self.weights.vector("output_norm.weight", self._spec.hidden)
         name = EMBEDDING if self._spec.tied_head else "output.weight"
         weight = self.weights.matrix([name], self._spec.hidden, [self._spec.vocab])
         return Head(self._device, norm, weight, self._spec.norm_eps, self._spec.logit_softcap)
 
     def per_layer(self) -> PerLayerInputs:
-        """What makes the shard's inputs of its layers out of tokens and their embeddings."""
+        """Computes the inputs of the shard's layers from tokens and their embeddings."""
         spec, layers = self._spec, len(self._spec.layers)
         width, name = layers * spec.per_layer, self._stored(*_PER_LAYER_TABLES)
         own = _table_layers(self._file, spec, self._layers, name)
@@ -97,7 +101,7 @@ class LayerBuilder:
         )
 
     def mirror(self, donor: int) -> Mirror:
-        """The keys and values of a block of another shard. Before the blocks that borrow them."""
+        """The keys and values of a layer of another shard. To be built before the layers that borrow them."""
         spec, group = self._spec.layers[donor].mixer, self._spec.group_of(donor)
         assert isinstance(spec, Attention) and group is not None
         pool = self._pools[donor] = KVPool.allocate(self._device, spec, self._pages[group], self._kv)
@@ -165,7 +169,7 @@ class LayerBuilder:
         return self._stored(_name(index, part), _name(index, _PER_LAYER_PARTS[part]))
 
     def _stored(self, *names: str) -> str:
-        """The name that the file has, the first one if it has none: that is what messages then ask for."""
+        """The first of these names that the file has; the first of all if it has none, for the message about it."""
         return next((name for name in names if name in self._file.tensors), names[0])
 
     def _hidden(self, index: int, part: str) -> Array:
@@ -196,20 +200,22 @@ class LayerBuilder:
         assert group is not None
         if spec.donor is None:
             self._pools[index] = KVPool.allocate(self._device, spec, self._pages[group], self._kv)
-        kept = None
+        newest = None
         if self._spec.ranks(index):
-            kept = self._device.zeros((self._slots, NEWEST_QUERIES, spec.heads, spec.head_dim))
+            newest = self._device.zeros((self._slots, NEWEST_QUERIES, spec.heads, spec.head_dim))
         return AttentionLayer(
             self._device,
             spec,
-            inputs=self.weights.matrix(names, hidden, rows),
-            out=self.weights.matrix([_name(index, "attn_output")], queries, [hidden]),
-            norms=HeadNorms(query, key, value, self._spec.norm_eps),
-            rotary=self._rotary(spec.rope),
-            pool=self._pools[index if spec.donor is None else spec.donor],
+            AttentionWeights(
+                inputs=self.weights.matrix(names, hidden, rows),
+                out=self.weights.matrix([_name(index, "attn_output")], queries, [hidden]),
+                norms=HeadNorms(query, key, value, self._spec.norm_eps),
+            ),
+            self._rotary(spec.rope),
+            self._pools[index if spec.donor is None else spec.donor],
             group=group,
             lends=index if index in self._lent else None,
-            queries=kept,
+            queries=newest,
         )
 
     def _delta_net(self, index: int, spec: GatedDeltaNet) -> DeltaNetLayer:
@@ -273,15 +279,15 @@ class LayerBuilder:
         return self._rotaries[spec]
 
 
-def _name(block: int, part: str) -> str:
-    return f"blk.{block}.{part}.weight"
+def _name(layer: int, part: str) -> str:
+    return f"blk.{layer}.{part}.weight"
 
 
 def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, layers_only: bool = False) -> set[str]:
     """Names of the tensors that a shard of these layers reads, as LayerBuilder does.
 
-    `ends`: with what belongs to no layer: the embedding before the first layer, the head behind the last, and in every
-    shard the parts of per-layer embeddings and the divisors of rotary frequencies.
+    Without `layers_only` also the tensors outside layers: the embedding before the first layer, the head behind the
+    last, and in every shard the tables of per-layer embeddings and the divisors of rotary frequencies.
     """
     wanted = {f"blk.{layer}." for layer in layers}
     names = {name for name in file.tensors if name[: name.find(".", 4) + 1] in wanted}
@@ -302,15 +308,15 @@ def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, layers_only
 def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device, *, layers_only: bool = False) -> int:
     """Bytes that the tensors of a shard take on a device: as stored on a GPU, as float32 on the host.
 
-    On the host tables of embeddings stay in the file. `ends` as for shard_tensors, except that a layer's columns of the
-    per-layer table count with the layer.
+    On the host the embedding tables stay in the file. `layers_only` as for shard_tensors, except that a layer's columns
+    of the per-layer table count with the layer.
     """
     names = shard_tensors(file, spec, layers, layers_only=layers_only)
     if device.host:
         head = spec.tied_head and layers.stop == len(spec.layers)
         names -= set() if head else {EMBEDDING}
     infos = [file.tensors[name] for name in names - {*_PER_LAYER_TABLES}]
-    # Keys that serve as values too are there twice, once in the place of each.
+    # Keys that serve as values too are stored twice.
     mixers = ((layer, spec.layers[layer].mixer) for layer in layers)
     keys = {_name(layer, "attn_k") for layer, m in mixers if isinstance(m, Attention) and m.value_from_key}
     infos += [file.tensors[name] for name in keys & names]
@@ -330,15 +336,16 @@ def placed_bytes(infos: Iterable[TensorInfo], device: Device) -> int:
 
 
 def head_bytes(file: GGUFFile, spec: ModelSpec, device: Device) -> int:
-    """Bytes of the embedding and the head alone, on one device."""
+    """Bytes of the embedding and the head on one device."""
     names = {"output_norm.weight", EMBEDDING if spec.tied_head else "output.weight"}
     return placed_bytes([file.tensors[name] for name in names | (set() if device.host else {EMBEDDING})], device)
 
 
 def _table_layers(file: GGUFFile, spec: ModelSpec, layers: range, name: str) -> range:
-    """The layers whose columns of the per-layer table `name` a shard has: its own, and those that share blocks with it.
+    """The layers whose columns of the per-layer table `name` a shard has: its own, and layers that share quant blocks
+    with them.
 
-    All if the file lacks the table, which building reports.
+    All layers if the file lacks the table; building then reports that.
     """
     if name not in file.tensors:
         return range(len(spec.layers))
@@ -348,5 +355,6 @@ def _table_layers(file: GGUFFile, spec: ModelSpec, layers: range, name: str) -> 
 
 
 def _unused(spec: ModelSpec, layer: int) -> set[str]:
-    """Tensors of a layer that are not read: some files keep the projections that a borrowing layer was trained with."""
+    """Tensors of a layer that are not read: some files contain the projections with which a borrowing layer was
+    trained."""
     return set() if spec.donor(layer) is None else {_name(layer, part) for part in ("attn_k", "attn_v", "attn_k_norm")}

@@ -1,4 +1,4 @@
-"""Pre-norm and sandwich-norm blocks, and the model's two ends."""
+"""Pre-norm and sandwich-norm layers, the token embedding and the head."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from luce.runtime.step import DeviceStep
 
 @dataclass
 class Residual:
-    """The residual stream: x float32 [rows, hidden], and a delta still to be added to it, so that the addition can be
-    fused with the next norm. `inputs` float32 [rows, layers, per_layer] in models with per-layer embeddings."""
+    """The residual stream."""
 
     device: Device
+    #: float32 [rows, hidden]
     x: Array
+    #: float32 [rows, hidden], still to be added to x, so that the addition can be fused with the next norm
     delta: Array | None = None
+    #: float32 [rows, layers, per_layer] in models with per-layer embeddings
     inputs: Array | None = None
 
-    def norm(self, weight: Array, eps: float, reads: Weight) -> Array | Quantised:
-        """rms(x + delta) * weight, leaving the sum in x; quantised if `reads`, the weight that it meets, wants that."""
+    def norm(self, weight: Array, eps: float, next_weight: Weight) -> Array | Quantised:
+        """rms(x + delta) * weight, which leaves the sum in x; quantised if products with `next_weight` read int8."""
         y: Array | Quantised
-        if group := int8_group(self.device, self.x.shape[0], reads):
+        if group := int8_group(self.device, self.x.shape[0], next_weight):
             y = quantised_rms_norm(self.device, self.x, self.delta, weight, eps, group)
         elif self.delta is None:
             y = rms_norm(self.device, self.x, weight, eps)
@@ -42,7 +44,7 @@ class Residual:
         return y
 
     def settle(self) -> Array:
-        """x with nothing pending."""
+        """x, after the pending addition."""
         if self.delta is not None:
             add(self.device, self.x, self.delta)
             self.delta = None
@@ -60,16 +62,16 @@ class PreNormDecoderLayer:
     eps: float
 
     def __call__(self, stream: Residual, step: DeviceStep) -> None:
-        """Advance the stream by this block."""
-        stream.delta = self.mixer(stream.norm(self.mixer_norm, self.eps, self.mixer.reads), step)
-        stream.delta = self.ffn(stream.norm(self.ffn_norm, self.eps, self.ffn.reads))
+        """Advance the stream by this layer."""
+        stream.delta = self.mixer(stream.norm(self.mixer_norm, self.eps, self.mixer.input_weight), step)
+        stream.delta = self.ffn(stream.norm(self.ffn_norm, self.eps, self.ffn.input_weight))
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts beside a dense MLP: both results get a norm before they are added. The router reads the stream through a
-    norm of its own, whose weight includes its 1/sqrt(hidden)."""
+    """Experts beside a dense MLP; a norm is applied to both results before they are added."""
 
+    #: the router's norm of the stream, with its factor 1/sqrt(hidden) in the weight
     router_norm: Array
     norm: Array
     moe: MoELayer
@@ -91,7 +93,7 @@ class PerLayerMix:
 @dataclass(frozen=True)
 class SandwichDecoderLayer:
     """x += norm(mixer(norm(x))); x += norm(ffn(norm(x))), with experts beside the MLP and per-layer inputs after it
-    where the model has them; x *= scale."""
+    if the model has them; x *= scale."""
 
     mixer_norm: Array
     mixer: AttentionLayer
@@ -105,11 +107,11 @@ class SandwichDecoderLayer:
     eps: float
 
     def __call__(self, stream: Residual, step: DeviceStep) -> None:
-        """Advance the stream by this block."""
+        """Advance the stream by this layer."""
         device, eps = stream.device, self.eps
-        mixed = self.mixer(stream.norm(self.mixer_norm, eps, self.mixer.reads), step)
+        mixed = self.mixer(stream.norm(self.mixer_norm, eps, self.mixer.input_weight), step)
         stream.delta = rms_norm(device, mixed, self.mixer_post_norm, eps)
-        dense = self.ffn(stream.norm(self.ffn_norm, eps, self.ffn.reads))
+        dense = self.ffn(stream.norm(self.ffn_norm, eps, self.ffn.input_weight))
         if self.experts is not None:
             dense = self._beside(device, self.experts, stream.x, dense)
         stream.delta = rms_norm(device, dense, self.ffn_post_norm, eps)
@@ -133,27 +135,27 @@ class SandwichDecoderLayer:
 
 @dataclass(frozen=True)
 class Embedding:
-    """The first shard's entry: token ids to rows."""
+    """Token ids to rows, in the first shard."""
 
     device: Device
     table: Weight
     scale: float
 
     def __call__(self, step: DeviceStep) -> Array:
-        """The rows before block 0: float32 [rows, hidden]."""
+        """The rows before layer 0: float32 [rows, hidden]."""
         x = self.rows(step.tokens)
         if self.scale != 1:
             scale(self.device, x, self.scale)
         return x
 
     def rows(self, tokens: Array) -> Array:
-        """Plain rows of the table, without the model's scale: int32 [n] -> float32 [n, hidden]."""
+        """Rows of the table, without the model's scale: int32 [n] -> float32 [n, hidden]."""
         return embed(self.device, self.table, tokens)
 
 
 @dataclass(frozen=True)
 class Head:
-    """The last shard's exit: norm and logits of the wanted rows only."""
+    """Norm and logits of the output rows, in the last shard."""
 
     device: Device
     norm: Array

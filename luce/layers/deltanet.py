@@ -1,4 +1,4 @@
-"""Gated DeltaNet: input projections, what luce.ops.deltanet does between, output projection."""
+"""Gated DeltaNet: input projections, the gated delta rule (luce.ops.deltanet), output projection."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from luce.runtime.step import DeviceStep, SpanArrays
 
 
 class DeltaNetLayer:
-    """`inputs` stacks attn_qkv, attn_gate, ssm_alpha, ssm_beta; `reads` is that weight, which meets the input."""
+    """The layer; `inputs` stacks attn_qkv, attn_gate, ssm_alpha and ssm_beta."""
 
     def __init__(
         self, device: Device, *, inputs: Weight, out: Weight, weights: DeltaWeights, state: DeltaState
     ) -> None:
         self._device = device
-        self.reads = inputs
+        self.input_weight = inputs
         self._out = out
         self._weights = weights
         self.state = state
@@ -27,12 +27,13 @@ class DeltaNetLayer:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         device = self._device
         int8_group = sole_int8_group(device, y.shape[0], self._out)
-        return matmul(device, self._mix(matmul(device, y, self.reads), step.spans, int8_group=int8_group), self._out)
+        x = matmul(device, y, self.input_weight)
+        return matmul(device, self._mix(x, step.spans, int8_group=int8_group), self._out)
 
     def accept(self, spans: SpanArrays) -> None:
-        """Apply the rows that spans without rows of their own accept."""
-        self._mix(self._device.empty((0, self.reads.rows)), spans, int8_group=0)
+        """Apply the speculative rows that spans accept; the spans have no rows of their own."""
+        self._mix(self._device.empty((0, self.input_weight.rows)), spans, int8_group=0)
 
     def _mix(self, x: Array, spans: SpanArrays, *, int8_group: int) -> Array | Quantised:
-        states = self.state.memory, self.state.past, self.state.kept, self.state.fades
+        states = self.state.memory, self.state.past, self.state.speculative_rows, self.state.speculative_decays
         return gated_delta_net(self._device, x, self._weights, *states, spans, int8_group=int8_group)

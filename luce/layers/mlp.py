@@ -11,17 +11,17 @@ from luce.runtime.device import Array, Device
 
 
 class GatedMLPLayer:
-    """`gate_up` stacks ffn_gate and ffn_up. `reads` is the weight that meets the input."""
+    """The layer; `gate_up` stacks ffn_gate and ffn_up."""
 
     def __init__(self, device: Device, spec: GatedMLP, *, gate_up: Weight, down: Weight) -> None:
         self._device = device
         self._activation = spec.activation
-        self.reads = gate_up
+        self.input_weight = gate_up
         self.down = down
 
     def __call__(self, y: Array | Quantised) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
-        gate_up = matmul(self._device, y, self.reads)
+        gate_up = matmul(self._device, y, self.input_weight)
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
         if group := sole_int8_group(self._device, y.shape[0], self.down):

@@ -1,4 +1,4 @@
-"""Mixture of experts: the chosen experts' gated MLPs, weighted, and a shared one beside them where there is one."""
+"""Mixture of experts: the chosen experts' gated MLPs, weighted, and a shared MLP in models that have one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from luce.runtime.device import Array, Device
 
 
 class MoELayer:
-    """`router` is ffn_gate_inp, with the shared expert's gate as a further row if the spec says so; `gate_up` stacks
-    the experts' gates and ups. `reads` is the weight that meets the input."""
+    """The layer; `router` is ffn_gate_inp, with the shared MLP's gate as a last row if the spec has one; `gate_up`
+    stacks the experts' gates and ups."""
 
     def __init__(
         self,
@@ -34,17 +34,17 @@ class MoELayer:
         self._bias = bias
         self._expert_scale = expert_scale
         self._router = router
-        self.reads = gate_up
+        self.input_weight = gate_up
         self._down = down
         self._shared = shared
-        self._bytes = None if device.host else expert_weights(gate_up, down, spec.experts)
-        other = None if device.host or shared is None else expert_weights(shared.reads, shared.down, 1)
-        # One launch for all: two less, and no wait for their results.
-        joins = self._bytes is not None and other is not None and self._bytes.joins(other)
+        self._int8 = None if device.host else expert_weights(gate_up, down, spec.experts)
+        other = None if device.host or shared is None else expert_weights(shared.input_weight, shared.down, 1)
+        # One launch for the experts and the shared MLP: two fewer, and no wait for their results.
+        joins = self._int8 is not None and other is not None and self._int8.joins(other)
         self._joined = other if joins else None
 
     def __call__(self, y: Array | Quantised, routed_by: Array | None = None) -> Array:
-        """y float32 [rows, hidden] -> float32 [rows, hidden]; the router reads `routed_by` where it is given."""
+        """y float32 [rows, hidden] -> float32 [rows, hidden]; the router reads `routed_by`, or y if that is None."""
         device, spec, rows = self._device, self._spec, y.shape[0]
         scores = matmul(device, y if routed_by is None else routed_by, self._router)
         routing = route(
@@ -58,10 +58,10 @@ class MoELayer:
             expert_scale=self._expert_scale,
         )
         shared_gate = scores[:, spec.experts :] if spec.shared_gate else None
-        if self._bytes is not None and (group := int8_group(device, rows, self.reads)):
+        if self._int8 is not None and (group := int8_group(device, rows, self.input_weight)):
             x = y if isinstance(y, Quantised) else quantise(device, y, group)
             joined, gate = self._joined, None if self._joined is None else shared_gate
-            out = expert_mlp(device, x, routing.ids, routing.weights, self._bytes, spec.activation, joined, gate)
+            out = expert_mlp(device, x, routing.ids, routing.weights, self._int8, spec.activation, joined, gate)
             if joined is not None:
                 return out
         else:
@@ -73,9 +73,9 @@ class MoELayer:
         return out
 
     def _each(self, y: Array, routing: Routing) -> Array:
-        """The chosen experts' results, one step after the other."""
+        """The chosen experts' results, one operation after another."""
         device, spec, rows = self._device, self._spec, y.shape[0]
-        gate_up = expert_matmul(device, y, self.reads, spec.experts, routing)
+        gate_up = expert_matmul(device, y, self.input_weight, spec.experts, routing)
         gate_up = gate_up.reshape(rows * spec.used, 2 * spec.hidden)
         inner = gated_activation(device, gate_up[:, : spec.hidden], gate_up[:, spec.hidden :], spec.activation)
         outer = expert_matmul(device, inner.reshape(rows, spec.used, spec.hidden), self._down, spec.experts, routing)

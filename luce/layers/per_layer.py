@@ -18,8 +18,8 @@ from luce.runtime.step import DeviceStep
 class PerLayerInputs:
     """(norm(projection x / sqrt(hidden)) + sqrt(width) table[token]) / sqrt(2), the norm over each layer's width.
 
-    `table` holds the columns of the layers `own`, which alone get their inputs. The projection is whole: it is small,
-    and a product with a part of it could have other last bits.
+    `table` holds the columns of the layers `own`; only these get their inputs. The projection is whole: it is small,
+    and a product with a part of it could differ in the last bits.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class PerLayerInputs:
         self._eps = eps
 
     def __call__(self, x: Array, step: DeviceStep) -> Array:
-        """x float32 [rows, hidden], the scaled embeddings -> float32 [rows, layers, width]; of value for `own` only."""
+        """x float32 [rows, hidden], the scaled embeddings -> float32 [rows, layers, width]; valid for the layers `own`
+        only."""
         device, rows, own = self._device, x.shape[0], self._own
         inputs = matmul(device, x, self._projection)
         width = inputs.shape[1] // self._layers

@@ -24,8 +24,8 @@ def frequencies(spec: Rope, factors: NDArray[np.float32] | None) -> NDArray[np.f
 
 
 def _stretched(fast: NDArray[np.float64], pairs: NDArray[np.float64], spec: Rope, yarn: Yarn) -> NDArray[np.float64]:
-    """Frequencies of pairs that turn more than beta_fast times in the original context stay, of those that turn less
-    than beta_slow times are divided by the factor, with a linear ramp over the pairs in between."""
+    """Frequencies of pairs that turn more than beta_fast times in the original context stay the same; those of pairs
+    that turn less than beta_slow times are divided by the factor; a linear ramp covers the pairs in between."""
 
     def pair_of(turns: float) -> float:
         return spec.dims * math.log(yarn.original_context / (2 * math.pi * turns)) / (2 * math.log(spec.base))
@@ -46,7 +46,7 @@ def axes(spec: Rope) -> NDArray[np.int32]:
 
 
 class Rotary:
-    """How query and key heads turn."""
+    """The rotation of query and key heads."""
 
     def __init__(self, device: Device, spec: Rope, factors: NDArray[np.float32] | None) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""What a layer remembers between steps: KV pages of an attention layer, recurrent state of a DeltaNet layer."""
+"""The state of a layer between steps: KV pages of an attention layer, recurrent state of a DeltaNet layer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from luce.runtime.step import PAGE
 
 @dataclass(frozen=True)
 class KVPool:
-    """k, v: [pages * PAGE, kv_heads, n] as luce.ops.kvtype lays them out, shared by all sequences.
+    """The pages of an attention layer, shared by all sequences.
 
     Zeroed at the start: rows of a page that are not written yet are read and multiplied by a weight of zero.
     """
 
+    #: [pages * PAGE, kv_heads, n], with n and dtype as luce.ops.kvtype lays them out
     k: Array
     v: Array
 
     @classmethod
     def allocate(cls, device: Device, spec: Attention, pages: int, kv: KVTypes = AUTO) -> KVPool:
-        """A pool of `pages` pages. Raises UsageError if the heads do not take a type."""
+        """A pool of `pages` pages. Raises UsageError if a type does not fit the head size."""
         k, v = kv.layout(device, spec.head_dim)
         rows = pages * PAGE
         return cls(
@@ -32,24 +33,26 @@ class KVPool:
 
     @staticmethod
     def page_bytes(device: Device, spec: Attention, kv: KVTypes = AUTO) -> int:
-        """Bytes of K and V of one page. Raises UsageError if the heads do not take a type."""
+        """Bytes of K and V of one page. Raises UsageError if a type does not fit the head size."""
         return PAGE * spec.kv_heads * sum(n * dtype.itemsize for dtype, n in kv.layout(device, spec.head_dim))
 
 
 @dataclass(frozen=True)
 class DeltaState:
-    """memory: float32 [slots, value_heads, d_v, d_k]; past: float32 [slots, value_heads, K-1, 3, d], the convolution's
-    inputs before: of the q, k and v that a value head reads. kept and fades: float32 [slots, value_heads, verify, 5, d]
-    and [slots, value_heads, verify], the rows of a speculative span. See luce.ops.deltanet."""
+    """The recurrent states of a DeltaNet layer. See luce.ops.deltanet."""
 
+    #: float32 [slots, value_heads, d_v, d_k]
     memory: Array
+    #: float32 [slots, value_heads, K-1, 3, d]: the earlier inputs of the convolution, for the q, k and v that a value
+    #: head reads
     past: Array
-    kept: Array
-    fades: Array
+    #: float32 [slots, value_heads, verify, 5, d] and [slots, value_heads, verify]: the rows of a speculative span
+    speculative_rows: Array
+    speculative_decays: Array
 
     @classmethod
     def allocate(cls, device: Device, spec: GatedDeltaNet, slots: int, verify: int = 0) -> DeltaState:
-        """States of `slots` sequences, whose speculative spans have at most `verify` rows."""
+        """States of `slots` sequences, with speculative spans of at most `verify` rows."""
         heads, d = spec.value_heads, spec.head_dim
         return cls(
             device.zeros((slots, heads, d, d)),

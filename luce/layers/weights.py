@@ -1,4 +1,4 @@
-"""Takes a file's tensors to a device, checking each one's shape, and remembers which ones were used."""
+"""Loads a file's tensors to a device, checks their shapes, and records which of them were used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WeightLoader:
         self.nbytes = 0
 
     def matrix(self, names: Sequence[str], cols: int, rows: Sequence[int]) -> Weight:
-        """Matrices GGUF [cols, rows[i]] stacked along the rows. Asked for again, the same Weight is returned."""
+        """Matrices GGUF [cols, rows[i]] stacked along the rows. The same names return the same Weight."""
         key = tuple(names)
         if key not in self._matrices:
             tensors = [self._raw(name, (cols, size)) for name, size in zip(names, rows, strict=True)]
@@ -60,22 +60,22 @@ class WeightLoader:
         return weight
 
     def store_fp16(self, spare: int) -> int:
-        """Keep matrices of layers unpacked as well, as many as fit in `spare` bytes; the bytes that they take.
+        """Store matrices of layers unpacked as well, as many as fit in `spare` bytes. Returns the bytes that they take.
 
-        Called again with the same number, it does the same work in the same memory.
+        A second call with the same number does the same work in the same memory.
         """
-        left = spare
+        unused = spare
         for names, weight in self._matrices.items():
             size = fp16_bytes(self._device, weight)
-            # What lies at the ends of the model meets few rows.
-            if names[0].startswith("blk.") and 0 < size <= left:
+            # The embedding and the head are multiplied with few rows only.
+            if names[0].startswith("blk.") and 0 < size <= unused:
                 try:
                     store_fp16(self._device, weight)
                 except OutOfMemoryError:
-                    # Somebody else has taken memory meanwhile; it goes without.
+                    # Another process has taken memory since `spare` was measured: the rest stays packed.
                     break
-                left -= size
-        return spare - left
+                unused -= size
+        return spare - unused
 
     def vector(self, name: str, size: int) -> Array:
         """A GGUF [size] tensor as float32 [size]."""
@@ -100,7 +100,7 @@ class WeightLoader:
         return RawTensor(name, self._file.raw(name), info.type, info.shape[0])
 
     def _check(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
-        # Trailing ones are a matter of taste: a matrix of one row may be stored as a vector.
+        # Writers differ in trailing ones: some store a matrix of one row as a vector.
         if _trimmed(info.shape) != _trimmed(shape):
             raise UnsupportedError(
                 f"{self._file.paths[0]}: tensor {name} has shape {list(info.shape)}, expected {list(shape)}"

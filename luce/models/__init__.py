@@ -1,4 +1,11 @@
-"""Model families as data: one file per family turns GGUF metadata into a ModelSpec; `registry` maps names to them.
+"""Model families as data: one file per family turns GGUF metadata into a ModelSpec.
 
-Nothing here computes, allocates or reads a tensor. Called by luce.assembly when a model is loaded or described.
+Here: everything that differs between families, and only here their names. Not here: computation, allocation and the
+values of tensors (luce.layers). Called by luce.assembly and luce.draft when they load or describe a model.
+
+    registry  GGUF architecture name to family
+    spec      ModelSpec and its parts
+    keys      metadata keys that several families share
+    hybrid    the part that the Qwen3.5 families share
+    dflash    names in DFlash draft files that depend on their target's family
 """

@@ -1,5 +1,5 @@
 """Gemma 4: sliding and global layers with different head sizes; E models with per-layer embeddings and layers that
-borrow keys and values; models with experts beside the dense MLP.
+read keys and values of another layer; models with experts beside the dense MLP.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def _attention(source: Source, layer: int, heads: int, kv_heads: int, sliding: l
 
 
 def _donor(source: Source, layer: int, sliding: list[bool]) -> int | None:
-    """The last layer of the same kind below those that borrow."""
+    """The layer whose keys and values a layer reads: the last of the same kind that has its own."""
     own = len(sliding) - source.integer("attention.shared_kv_layers", 0)
     if layer < own:
         return None
     same = [other for other in range(own) if sliding[other] == sliding[layer]]
     if not same:
         raise source.refuse(
-            "attention.shared_kv_layers", f"leaves layer {layer} no layer to borrow keys and values from"
+            "attention.shared_kv_layers", f"leaves no layer whose keys and values layer {layer} could read"
         )
     return same[-1]
 

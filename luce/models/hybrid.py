@@ -75,7 +75,7 @@ def _delta_net(source: Source) -> GatedDeltaNet:
     head_dim = source.positive("ssm.state_size")
     inner = source.positive("ssm.inner_size")
     if value_heads % key_heads:
-        raise source.refuse("ssm.time_step_rank", f"is {value_heads}, no multiple of ssm.group_count {key_heads}")
+        raise source.refuse("ssm.time_step_rank", f"is {value_heads}, not a multiple of ssm.group_count {key_heads}")
     if inner != value_heads * head_dim:
         raise source.refuse("ssm.inner_size", f"is {inner}, expected {value_heads} heads of {head_dim}")
     taps = source.positive("ssm.conv_kernel")

@@ -1,4 +1,4 @@
-"""Reading of a family's metadata keys, and the parts that families describe with the same keys."""
+"""Reads a family's metadata keys; builds the parts of a spec that several families describe with the same keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from luce.models.spec import Layer, ModelSpec, SandwichLayer
 
 @dataclass(frozen=True)
 class Source:
-    """What a family sees of a file: its metadata and the names, shapes and types of its tensors."""
+    """The part of a file that a family reads: its metadata and the names, shapes and types of its tensors."""
 
     path: str
     metadata: Metadata
@@ -30,24 +30,24 @@ class Source:
         return f"{self.architecture}.{name}"
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """An integer of the architecture's own keys; without a default it must be there."""
+        """An integer of the architecture's own keys, required without a default."""
         key = self.key(name)
         return self.metadata.integer(key) if default is None else self.metadata.integer(key, default=default)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number of the architecture's own keys; without a default it must be there."""
+        """A number of the architecture's own keys, required without a default."""
         key = self.key(name)
         return self.metadata.number(key) if default is None else self.metadata.number(key, default=default)
 
     def above(self, name: str, default: float | None = None, *, least: float = 0.0) -> float:
-        """A finite number that must be more than `least`."""
+        """A finite number above `least`; others are refused."""
         value = self.number(name, default)
         if not least < value < math.inf:
             raise self.refuse(name, f"is {value:g}, expected a finite number above {least:g}")
         return value
 
     def positive(self, name: str, default: int | None = None) -> int:
-        """An integer that must be at least 1."""
+        """An integer of at least 1; others are refused."""
         value = self.integer(name, default)
         if value < 1:
             raise self.refuse(name, f"is {value}, expected at least 1")
@@ -64,7 +64,7 @@ class Source:
         return values
 
     def refuse(self, name: str, why: str) -> UnsupportedError:
-        """The error for a key whose value Luce does not run."""
+        """The error for a key whose value Luce does not support."""
         return UnsupportedError(f"{self.path}: {self.key(name)} {why}")
 
     def vocabulary(self) -> int:
@@ -98,11 +98,11 @@ class Heads:
 
 
 def attention_heads(source: Source) -> Heads:
-    """Head counts and size; key and value heads must be equally large."""
+    """Head counts and size of full attention; key and value heads must have the same size."""
     heads = source.positive("attention.head_count")
     kv_heads = source.positive("attention.head_count_kv", heads)
     if heads % kv_heads:
-        raise source.refuse("attention.head_count", f"is {heads}, no multiple of the {kv_heads} KV heads")
+        raise source.refuse("attention.head_count", f"is {heads}, not a multiple of the {kv_heads} KV heads")
     head_dim = source.positive("attention.key_length", max(1, source.positive("embedding_length") // heads))
     value_dim = source.positive("attention.value_length", head_dim)
     if value_dim != head_dim:
@@ -119,7 +119,7 @@ def rope_dims(source: Source, head_dim: int) -> int:
 
 
 def linear_rope_scaling(source: Source) -> float:
-    """The divisor of positions. Refuses the scaling types that this family does not have."""
+    """The divisor of positions. Refuses scaling types other than none and linear."""
     kind = source.metadata.string(source.key("rope.scaling.type"), default="none")
     if kind not in ("none", "linear"):
         raise source.refuse("rope.scaling.type", f"is {kind!r}, expected none or linear")

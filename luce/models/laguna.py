@@ -1,5 +1,5 @@
 """Laguna (Poolside): sliding and global attention layers with different head counts, a softplus gate on each head's
-output, YaRN on the global layers, and a sigmoid router after the leading dense blocks.
+output, YaRN on the global layers, and a sigmoid router after the leading dense layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def spec(source: Source) -> ModelSpec:
     ]
     return replace(
         model(source, "laguna", specs),
-        # What the sliding layers see, the others see too.
+        # Full attention should see at least the positions that the sliding layers see.
         tail=source.positive("attention.sliding_window") if any(sliding) else 0,
         eos=("</assistant>",),
         mask_token=12,
@@ -38,7 +38,7 @@ def spec(source: Source) -> ModelSpec:
             reasoning=Markers("<think>", "</think>"),
             tool_call=Markers("<tool_call>", "</tool_call>"),
             notes=(
-                "a system prompt of Poolside's is added where none is given",
+                "Poolside's system prompt is added to conversations without one",
                 "the prompt ends with <think> or </think>",
             ),
             # A vocabulary may lack these as tokens of their own.
@@ -77,14 +77,14 @@ def _attention(source: Source, layer: int, heads: int, kv_heads: int, sliding: b
         rope=rope,
         scale=head_dim**-0.5,
         qk_norm=True,
-        # One gate per head in XS.2, one per element in M.1: the tensor's shape tells.
+        # XS.2 has one gate per head, M.1 one per element: the shape of the tensor decides.
         output_gate=head_dim if gate is not None and gate.rows == heads * head_dim else 1,
         window=source.positive("attention.sliding_window") if sliding else None,
     )
 
 
 def _yarn(source: Source) -> Yarn | None:
-    """The stored yarn_attn_factor and yarn_ext_factor mean nothing: published files disagree and are the same model."""
+    """The stored yarn_attn_factor and yarn_ext_factor are ignored: published files of one model disagree in them."""
     kind = source.metadata.string(source.key("rope.scaling.type"), default="none")
     if kind == "none":
         return None

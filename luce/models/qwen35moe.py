@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6, mixture of experts: softmax router, and a shared expert behind a gate of its own."""
+"""Qwen3.5 and Qwen3.6, mixture of experts: softmax router, and a shared expert with its own gate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from luce.models.spec import ModelSpec, MoE
 
 
 def spec(source: Source) -> ModelSpec:
-    """The spec of a qwen35moe file. Softmax gating, normalised, scale 1 are implied by the architecture."""
+    """The spec of a qwen35moe file. Softmax gating, normalised, scale 1 follow from the architecture."""
     experts = source.positive("expert_count")
     used = source.positive("expert_used_count")
     if used > experts:

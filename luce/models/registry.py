@@ -20,9 +20,11 @@ FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
 
 
 def read_spec(source: Source) -> ModelSpec:
-    """The spec of a file. Raises UnsupportedError naming the architecture if Luce does not run it."""
+    """The spec of a file. Raises UnsupportedError naming the architecture if Luce does not support it."""
     family = FAMILIES.get(source.architecture)
     if family is None:
         known = ", ".join(sorted(FAMILIES))
-        raise UnsupportedError(f"{source.path}: general.architecture {source.architecture!r} is none of {known}")
+        raise UnsupportedError(
+            f"{source.path}: general.architecture {source.architecture!r} is not supported; Luce runs {known}"
+        )
     return family(source)

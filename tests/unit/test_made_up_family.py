@@ -30,7 +30,7 @@ def toyrope(source: Source) -> ModelSpec:
     """Toyrope: dense decoder; heads turn their first dimensions only, odd layers look back a few tokens."""
     heads, kv_heads = source.positive("queries"), source.positive("keys")
     if heads % kv_heads:
-        raise source.refuse("queries", f"is {heads}, no multiple of {kv_heads} keys")
+        raise source.refuse("queries", f"is {heads}, not a multiple of {kv_heads} keys")
     layers = [
         Layer(
             mixer=Attention(
@@ -192,5 +192,8 @@ def test_the_page_shows_this_spec() -> None:
 
 def test_without_its_line_the_family_is_unknown(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(FAMILIES, "toyrope")
-    with open_gguf(path) as file, pytest.raises(UnsupportedError, match="'toyrope' is none of gemma4, laguna, llama"):
+    with (
+        open_gguf(path) as file,
+        pytest.raises(UnsupportedError, match="'toyrope' is not supported; Luce runs gemma4, laguna, llama"),
+    ):
         read_spec(Source(str(path), file.metadata, file.tensors))

@@ -154,7 +154,7 @@ class DFlashModel:
         device, spec = self.device, self.spec
         features = self.fuse(embed(device, self._captured, step.tokens))
         whole: Array | Quantised = features
-        group = 0 if spec.context_norm else int8_group(device, len(features), self._layers[0].mixer.reads)
+        group = 0 if spec.context_norm else int8_group(device, len(features), self._layers[0].mixer.input_weight)
         if group:
             whole = quantise(device, features, group)
         for layer in self._layers:

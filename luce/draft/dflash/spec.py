@@ -159,7 +159,9 @@ def read_dflash(source: Source, *, window: int = 0) -> DFlashSpec:
     """
     if source.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UnsupportedError(f"{source.path}: general.architecture {source.architecture!r} is none of {known}")
+        raise UnsupportedError(
+            f"{source.path}: general.architecture {source.architecture!r} is not a DFlash draft; those are {known}"
+        )
     _refuse_unknown(source)
     layers = _bounded(source, "block_count", _MOST_LAYERS)
     hidden = _bounded(source, "embedding_length", _MOST_HIDDEN)
