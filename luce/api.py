@@ -22,10 +22,10 @@ from luce.engine.events import Event, Failed, Finished, Progress, PromptLogits, 
 from luce.engine.loop import Engine
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
-from luce.ipc.device import RemoteDevice
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.paging import KVFlash
 from luce.models.spec import ModelSpec
+from luce.remote.device import RemoteDevice
 from luce.remote.shard import daemon_state
 from luce.runtime.device import Memory
 from luce.shard.shard import DaemonState

@@ -24,7 +24,6 @@ from luce.draft.remote import RemoteDrafter
 from luce.errors import LuceError, ModelError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub import resolve_model
-from luce.ipc.open import open_placement
 from luce.kvcache.disk import fingerprint, manifest
 from luce.kvcache.disk.fingerprint import Fingerprint
 from luce.kvcache.disk.tier import DiskTier
@@ -36,6 +35,7 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import Dialect, ModelSpec
 from luce.ops.kvtype import KVTypes
+from luce.remote.open import open_placement
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
 from luce.runtime.open import named, open_device

@@ -35,13 +35,13 @@ from luce.bench.measure import Stepper
 from luce.cli.main import main as luce
 from luce.config.settings import Config
 from luce.gguf.reader import open_gguf
-from luce.ipc.device import RemoteDevice
-from luce.ipc.messages import Forward
-from luce.ipc.open import open_placement
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.remote import daemon
 from luce.remote.daemon_shard import ServedModel
+from luce.remote.device import RemoteDevice
+from luce.remote.messages import Forward
+from luce.remote.open import open_placement
 from luce.remote.rpc import Request
 from luce.remote.shard import RemoteShard
 
@@ -71,18 +71,18 @@ def noted(
 def serve(out: Path, arguments: Sequence[str]) -> int:
     """The daemon: `luce shard` with notes, which are written when it ends."""
     notes: Notes = {"work": [], "copy in": []}
-    session, model = daemon._Session, ServedModel
+    session, model = daemon.Session, ServedModel
     noted(notes, model, "announce", "announced", "prepared")
-    noted(notes, session, "_handle", "told", "queued", lambda self, number, message: isinstance(message, Forward))
+    noted(notes, session, "_handle", "told", "queued", lambda self, message: isinstance(message, Forward))
     noted(notes, session, "_answer_first", "done", "sent")
     events: list[tuple[Any, Any]] = []
     build = model.__init__
 
     def watched(self: Any, *parts: Any) -> None:
         build(self, *parts)
-        notes["words"] = [float(self.words)]
-        if self._entry is not None:
-            self._entry._watch = lambda start, end: events.append((start, end))
+        notes["flags"] = [float(self.uses_flags)]
+        if self._input_link is not None:
+            self._input_link._watch = lambda start, end: events.append((start, end))
         count = self._seconds
 
         def seconds() -> float:
@@ -161,7 +161,7 @@ def parts(ours: Notes, theirs: Notes, step: float, steps: int) -> dict[str, floa
     first, _, copy_out = per_step(ours, steps)
     work, copy_in = (statistics.median(theirs[name][-steps:]) for name in ("work", "copy in"))
     inside = work + copy_in
-    if theirs["words"][0]:
+    if theirs["flags"][0]:
         wake = between((ours, "told"), (theirs, "done")) - inside
         queue, ahead = 0.0, between((theirs, "prepared"), (ours, "told"))
     else:

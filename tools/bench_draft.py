@@ -50,10 +50,10 @@ from luce.engine.loop import Engine
 from luce.errors import LuceError, UsageError
 from luce.gguf.reader import open_gguf
 from luce.ipc.channel import Channel
-from luce.ipc.messages import Ping
-from luce.ipc.open import open_placement
+from luce.ipc.lifecycle import Ping
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.remote.open import open_placement
 
 PROMPTS = Path(__file__).resolve().parents[1] / "models" / "tiny" / "prompts.json"
 # Steps that are not timed: they build kernels, capture graphs and measure for the engine.

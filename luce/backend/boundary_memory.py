@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from luce.ipc.device import same_daemon
 from luce.models.spec import ModelSpec
+from luce.remote.device import same_daemon
 from luce.remote.shared_layout import shared_size
 from luce.runtime.device import Device
 from luce.runtime.transfer import DEPTH

@@ -27,10 +27,10 @@ from luce.backend.pipeline_state import PipelineRanking, PipelineState
 from luce.backend.placement import Claim, ShardPlan, group_pages, plan_pool, plan_shards
 from luce.errors import BackendError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile
-from luce.ipc.device import RemoteDevice, is_remote, same_daemon
 from luce.layers.features import FeatureRing
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
+from luce.remote.device import RemoteDevice, is_remote, same_daemon
 from luce.remote.shard import RemoteShard
 from luce.runtime.device import Array, Device, Memory
 from luce.runtime.step import PAGE, Output, Step
@@ -153,7 +153,7 @@ class LayerSplitBackend:
         read = itertools.count(1)
 
         def report(own: int) -> None:
-            done = own + sum(shard.read * len(shard.layers) for shard in remote.values())
+            done = own + sum(shard.progress * len(shard.layers) for shard in remote.values())
             on_progress(done / len(spec.layers))
 
         try:

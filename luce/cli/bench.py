@@ -27,11 +27,11 @@ from luce.cli.pull import fetch
 from luce.config.settings import Config
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
-from luce.ipc.open import open_placement
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
+from luce.remote.open import open_placement
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 from luce.text.tokenizer import Tokenizer

@@ -22,12 +22,12 @@ from luce.config.settings import Config
 from luce.draft.open import DraftPlan, branch_pages, plan_drafter, verified_rows
 from luce.errors import ModelError
 from luce.gguf.reader import GGUFFile, open_gguf
-from luce.ipc.open import open_placement
 from luce.kvcache.policies import ranked
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
+from luce.remote.open import open_placement
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 from luce.shard.sizes import state_bytes

@@ -1,6 +1,6 @@
-"""`luce shard`: hold layers, or a drafter, for a server in another process.
+"""`luce shard`: a daemon that holds layers, or a drafter, for a server in another process.
 
-The server starts it (`--fds`) or connects to it (`--listen`).
+The server starts the daemon (`--fds`) or connects to it (`--listen`).
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ from pathlib import Path
 
 from luce import log
 from luce.cli.pull import fetch
-from luce.draft.daemon import opener
+from luce.draft.daemon import draft_loader
 from luce.errors import UsageError
 from luce.ipc.child import descriptors, die_with_parent
-from luce.ipc.tcp import SILENCE, listening, sessions, spelled, tls
+from luce.ipc.tcp import SERVER_TIMEOUT, accept_servers, format_address, listen, tls_context
 from luce.remote.daemon import serve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model file and the address of a network daemon, or the sockets of a local one."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="this machine's copy of the server's model file")
-    parser.add_argument("--listen", metavar="HOST:PORT", help="address for servers of other machines")
-    parser.add_argument("--key-file", metavar="FILE", help="key and certificate; the server needs the same file")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="address to listen on for servers on other machines")
+    parser.add_argument(
+        "--key-file", metavar="FILE", help="file with private key and certificate, the same as the server's"
+    )
     parser.add_argument("--draft", metavar="PATH", help="this machine's copy of the server's draft")
     parser.add_argument("--fds", metavar="N,N", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until the server is gone; over a network one server after another, until a signal."""
+    """Serve until the server is gone; over a network, serve one server after another until a signal."""
     writer = log.configure("info", journal=arguments.fds is not None)
     try:
         if arguments.fds is not None:
@@ -43,10 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _serve_parent(fds: str) -> None:
     die_with_parent()
     try:
-        requests, watch = (socket.socket(fileno=fd) for fd in descriptors(fds))
+        requests, heartbeat = (socket.socket(fileno=fd) for fd in descriptors(fds))
     except (ValueError, OSError):
-        raise UsageError(f"--fds {fds}: expected two descriptors of sockets", param="fds") from None
-    serve(requests, watch, shares=True, open_draft=opener())
+        raise UsageError(f"--fds {fds}: expected the descriptors of two sockets", param="fds") from None
+    serve(requests, heartbeat, can_share=True, loaders=[draft_loader()])
 
 
 def _serve_network(arguments: argparse.Namespace) -> None:
@@ -54,9 +56,10 @@ def _serve_network(arguments: argparse.Namespace) -> None:
         raise UsageError("luce shard needs MODEL, --listen and --key-file", param="listen")
     path = fetch(arguments.model)
     draft = None if arguments.draft is None else Path(arguments.draft)
-    context = tls(Path(arguments.key_file), "--key-file", server=True)
-    with listening(arguments.listen) as listener:
-        print(f"listening on {spelled(*listener.getsockname()[:2])}", flush=True)
-        with sessions(listener, context) as servers:
-            for requests, watch in servers:
-                serve(requests, watch, shares=False, silence=SILENCE, path=path, open_draft=opener(path, draft))
+    context = tls_context(Path(arguments.key_file), "--key-file", server=True)
+    with listen(arguments.listen) as listener:
+        print(f"listening on {format_address(*listener.getsockname()[:2])}", flush=True)
+        with accept_servers(listener, context) as servers:
+            for requests, heartbeat in servers:
+                loaders = [draft_loader(path, draft)]
+                serve(requests, heartbeat, can_share=False, server_timeout=SERVER_TIMEOUT, path=path, loaders=loaders)

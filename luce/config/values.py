@@ -123,7 +123,7 @@ def _is_device(text: str) -> bool:
 
 
 def device(text: str) -> str:
-    """One device, as luce.runtime.open and luce.ipc.open read it."""
+    """One device, as luce.runtime.open and luce.remote.open read it."""
     if not _is_device(text):
         raise ValueError("expected auto or backend:index (auto:N, cuda:N, hip:N, cpu:N)")
     return text

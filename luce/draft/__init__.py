@@ -17,5 +17,6 @@ and drafters in daemons; luce.draft.dflash is the block-diffusion draft. Not her
     feature_drafter  the base of drafters that read the target's features
     target_head      the target's embedding and head
     probabilities    probabilities of a draft's tokens
+    messages         the messages about drafters in daemons
     remote, daemon   a drafter in a daemon: the server's side and the daemon's side
 """

@@ -11,6 +11,7 @@ from luce.backend.placement import Claim, usable
 from luce.config.settings import FIELDS, Config
 from luce.draft.drafter import Drafter
 from luce.draft.feature_tail import FeatureTails
+from luce.draft.messages import Response
 from luce.draft.ngram import NgramDrafter
 from luce.draft.on_demand import OnDemandDrafter
 from luce.draft.remote import RemoteDrafter
@@ -18,12 +19,12 @@ from luce.draft.spec import DrafterSpec, Target, read_drafter
 from luce.draft.target_head import TargetHead
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
-from luce.ipc.device import is_remote
-from luce.ipc.open import open_draft_daemon
 from luce.layers.build import head_bytes
 from luce.layers.features import FeatureRing
 from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
+from luce.remote.device import is_remote
+from luce.remote.open import open_draft_daemon
 from luce.runtime.device import Device, DeviceName
 from luce.runtime.host import HostDevice
 from luce.runtime.open import named, open_all
@@ -177,7 +178,7 @@ def _device(opened: contextlib.ExitStack, config: Config, devices: Sequence[Devi
     """The device of --draft-device: one of the target's in this process, one opened for the drafter, or one in a daemon
     of its own."""
     name = _name(config, devices)
-    daemon = open_draft_daemon(config, name, devices)
+    daemon = open_draft_daemon(config, name, devices, Response)
     if daemon is not None:
         return opened.enter_context(contextlib.closing(daemon))
     for device in devices:

@@ -1,7 +1,7 @@
-"""A drafter in a daemon, as the server sees it: how texts went on goes there, guesses come back.
+"""A drafter in a daemon, as the server sees it: texts and features go to the daemon, proposals come back.
 
-What the target's layers gave stays here as well, in a ring on the host. So a daemon that has died, or has let its
-memory go, is told all that it needs and drafts on. While there is none, sequences go on without.
+The features of the target stay in a ring on the host as well. So the server can send everything again to a daemon that
+was restarted, or that has released its memory. While there is no daemon, sequences go on without a drafter.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -17,34 +18,39 @@ from numpy.typing import NDArray
 
 from luce.draft.drafter import Draftable, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.feature_window import FeatureWindow, SlotPositions, batches
+from luce.draft.messages import DraftLoaded, Idle, LoadDraft, Propose, Proposed, TextUpdate
 from luce.draft.spec import DrafterSpec, Target
 from luce.errors import BackendError, ShardLostError
 from luce.gguf.fingerprint import fingerprint
-from luce.ipc.channel import SMALL, ChannelError, GarbageError
-from luce.ipc.device import RemoteDevice
-from luce.ipc.messages import Done, DraftLoaded, Failed, LoadDraft, Propose, Proposed, Reply, Rest, Told
-from luce.ipc.supervisor import failure
+from luce.ipc.channel import SMALL_FRAME, ChannelError, ProtocolError
+from luce.ipc.lifecycle import Failed, error_of
 from luce.layers.features import FeatureRing
+from luce.remote.device import RemoteDevice
+from luce.remote.messages import Done
 from luce.runtime.step import Int32, Span
 
-#: bytes of features that go in one message
-_PIECE = 16 << 20
-#: seconds that a request may take for each row or token that it brings, beside the limit of all requests
+#: bytes of features in one message
+_FEATURE_BYTES = 16 << 20
+#: seconds that a request may take for each row or token in it, beside the timeout of all requests
 _PER_ROW = 0.1
+
+_Answer = TypeVar("_Answer", bound=msgspec.Struct)
 
 
 @dataclass
-class _Heard:
-    """What the daemon knows of a slot: tokens [0, tokens) and features of positions before `features`."""
+class _Sent:
+    """What has been sent about the text of a slot."""
 
+    #: its first tokens
     tokens: int = 0
+    #: the end of the positions whose features have been sent
     features: int = 0
 
 
 class RemoteDrafter:
-    """The drafter of a spec on a device of a daemon, which begins to load it. `wait_loaded` before anything else.
+    """The drafter of a spec on a device of a daemon, which begins to load it. Call `wait_loaded` first.
 
-    `ring` is on the host, None if the spec reads only tokens; `window` as --draft-swa; `keep`: whether it stays
+    `ring` is on the host, None for a drafter that reads only tokens; `window` as --draft-swa; `keep`: whether it stays
     loaded while no sequence runs; `facts` as for OnDemandDrafter.
     """
 
@@ -60,7 +66,7 @@ class RemoteDrafter:
         facts: dict[str, str | int],
     ) -> None:
         self.block = spec.block
-        self._device = device
+        self.device = device
         self._daemon = device.daemon
         self._spec = spec
         self._facts = facts
@@ -68,31 +74,26 @@ class RemoteDrafter:
         self._ring = ring
         self._window = None if ring is None else FeatureWindow(ring)
         self._keep = keep
-        self._heard: dict[int, _Heard] = {}
-        #: the daemon's life that has heard it
+        #: by slot
+        self._sent: dict[int, _Sent] = {}
+        #: the daemon's life that it was sent to
         self._generation = 0
-        self._numbers = 0
-        self._daemon.begin_draft(
-            LoadDraft(
-                path=str(target.file.paths[0].resolve()),
-                fingerprint=fingerprint(target.file),
-                draft=str(Path(spec.path).expanduser().resolve()) if spec.path else spec.kind,
-                draft_fingerprint=spec.digest(),
-                slots=target.slots,
-                context=target.context,
-                window=window,
-                keep=keep,
-            )
+        self._requests = 0
+        load = LoadDraft(
+            path=str(target.file.paths[0].resolve()),
+            fingerprint=fingerprint(target.file),
+            draft=str(Path(spec.path).expanduser().resolve()) if spec.path else spec.kind,
+            draft_fingerprint=spec.digest(),
+            slots=target.slots,
+            context=target.context,
+            window=window,
+            keep=keep,
         )
-
-    @property
-    def device(self) -> RemoteDevice:
-        """Where it is."""
-        return self._device
+        self._daemon.begin_load(load, DraftLoaded)
 
     def wait_loaded(self) -> None:
         """Raises LuceError if the daemon cannot load it."""
-        loaded, spec = self._daemon.draft_loaded(), self._spec
+        loaded, spec = self._daemon.wait_loaded(DraftLoaded), self._spec
         if loaded != DraftLoaded(spec.kind, spec.block, spec.layers):
             raise BackendError(f"{self._daemon.name}: the daemon sees another drafter than this process")
 
@@ -100,25 +101,24 @@ class RemoteDrafter:
         for span in spans:
             if self._window is not None:
                 self._window.observe(span)
-            if span.slot in self._heard:
-                heard = self._heard[span.slot]
-                heard.features = min(heard.features, span.position)
+            if span.slot in self._sent:
+                sent = self._sent[span.slot]
+                sent.features = min(sent.features, span.position)
 
     def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         if self._generation != self._daemon.generation:
             self._generation = self._daemon.generation
-            self._heard.clear()
-        with self._believed():
+            self._sent.clear()
+        with self._forget_on_error():
             *first, last = self._batches(asked)
             for parts in first:
-                self._tell(asked, parts, ())()
-            answer = self._tell(asked, last, asked)
+                self._send(asked, parts, ())()
+            answer = self._send(asked, last, asked)
 
         def wait() -> list[Proposal]:
-            with self._believed():
-                reply = answer()
-            assert isinstance(reply, Proposed)
-            found = zip(reply.tokens, reply.chances, reply.parents, strict=True)
+            with self._forget_on_error():
+                proposed = answer()
+            found = zip(proposed.tokens, proposed.probabilities, proposed.parents, strict=True)
             return [Proposal(*(part.tolist() for part in parts)) for parts in found]
 
         return wait
@@ -126,83 +126,89 @@ class RemoteDrafter:
     def forget(self, slot: int) -> None:
         if self._window is not None:
             self._window.forget(slot)
-        self._heard.pop(slot, None)
+        self._sent.pop(slot, None)
 
     def idle(self) -> None:
-        if self._keep or not self._heard:
+        if self._keep or not self._sent:
             return
-        self._heard.clear()
-        self._ask(Rest(), 0, Done)()
+        self._sent.clear()
+        self._ask(Idle(), 0, Done, lambda response: None)()
 
     def describe(self) -> dict[str, str | int]:
         try:
-            self._daemon.channel_now()
+            self._daemon.ready_channel()
             state = "ready"
         except ShardLostError as error:
             state = str(error)
-        return self._facts | {"block": self.block, "device": str(self._device.name), "daemon": state}
+        return self._facts | {"block": self.block, "device": str(self.device.name), "daemon": state}
 
     def close(self) -> None:
         self._daemon.close()
 
     def _batches(self, asked: Sequence[Draftable]) -> list[list[SlotPositions]]:
-        """The features that the daemon has yet to get, a message's at a time, the last one's perhaps none."""
+        """The features that have not been sent, in batches of one message each; the last batch may be empty."""
         if self._window is None or self._ring is None:
             return [[]]
-        owed = []
+        unsent = []
         for one in asked:
-            known, heard = self._window.positions(one.slot), self._heard.get(one.slot, _Heard())
-            owed.append((one.slot, range(max(known.start, heard.features), min(known.stop, len(one.tokens) - 1))))
-        return list(batches(owed, max(1, _PIECE // (2 * self._ring.rows.shape[1])))) or [[]]
+            known, sent = self._window.positions(one.slot), self._sent.get(one.slot, _Sent())
+            unsent.append((one.slot, range(max(known.start, sent.features), min(known.stop, len(one.tokens) - 1))))
+        return list(batches(unsent, max(1, _FEATURE_BYTES // (2 * self._ring.rows.shape[1])))) or [[]]
 
     @contextlib.contextmanager
-    def _believed(self) -> Iterator[None]:
-        """What fails inside leaves unknown what the daemon has made of it."""
+    def _forget_on_error(self) -> Iterator[None]:
+        """After an error it is unknown what the daemon has processed: everything will be sent again."""
         try:
             yield
         except BaseException:
-            self._heard.clear()
+            self._sent.clear()
             raise
 
-    def _tell(
+    def _send(
         self, asked: Sequence[Draftable], parts: Sequence[SlotPositions], wanted: Sequence[Draftable]
-    ) -> Callable[[], Reply]:
-        """Tell of parts, and of the texts of all that are wanted: what is returned waits for the proposals."""
+    ) -> Callable[[], Proposed]:
+        """Send features, and the texts that are wanted. The result waits for the proposals of these."""
         texts = {one.slot: one.tokens for one in asked}
-        places = {part.slot: part.positions for part in parts}
+        positions = {part.slot: part.positions for part in parts}
         none = np.empty(0, np.int32)
-        told = [
-            self._told(slot, texts[slot], places.get(slot, none))
-            for slot in dict.fromkeys([*places, *(one.slot for one in wanted)])
+        updates = [
+            self._update(slot, texts[slot], positions.get(slot, none))
+            for slot in dict.fromkeys([*positions, *(one.slot for one in wanted)])
         ]
         width = 0 if self._ring is None else self._ring.rows.shape[1]
         features = np.empty((0, width), np.uint16)
         if parts and self._ring is not None and self._window is not None:
             features = self._ring.rows[self._window.ring_rows(parts)]
-        message = Propose(tuple(told), features, tuple((one.slot, one.max_tokens, one.max_depth) for one in wanted))
-        rows = len(features) + sum(len(part.tokens) for part in told)
-        return self._ask(message, rows, Proposed, wanted)
+        limits = tuple((one.slot, one.max_tokens, one.max_depth) for one in wanted)
+        rows = len(features) + sum(len(update.tokens) for update in updates)
 
-    def _told(self, slot: int, text: Int32, positions: Int32) -> Told:
-        fresh = slot not in self._heard
-        heard = self._heard.setdefault(slot, _Heard())
-        at, heard.tokens = heard.tokens, len(text)
+        def check(response: Proposed) -> None:
+            check_proposals(response, wanted, self._vocab)
+
+        return self._ask(Propose(tuple(updates), features, limits), rows, Proposed, check)
+
+    def _update(self, slot: int, text: Int32, positions: Int32) -> TextUpdate:
+        fresh = slot not in self._sent
+        sent = self._sent.setdefault(slot, _Sent())
+        at, sent.tokens = sent.tokens, len(text)
         begin = int(positions[0]) if len(positions) else 0
         if len(positions):
-            heard.features = begin + len(positions)
-        return Told(slot, fresh, at, text[at:], begin, len(positions))
+            sent.features = begin + len(positions)
+        return TextUpdate(slot, fresh, at, text[at:], begin, len(positions))
 
     def _ask(
-        self, message: msgspec.Struct, rows: int, kind: type[Reply], wanted: Sequence[Draftable] = ()
-    ) -> Callable[[], Reply]:
-        """Send a message: what is returned waits for the answer, and checks it. Both raise DrafterUnavailableError if
-        there is no daemon, the second one what the daemon could not do."""
+        self, message: msgspec.Struct, rows: int, kind: type[_Answer], check: Callable[[_Answer], None]
+    ) -> Callable[[], _Answer]:
+        """Send a request. The result waits for the response, which has to pass the check.
+
+        Both raise DrafterUnavailableError if there is no daemon; the result raises the error that the daemon reports.
+        """
         try:
-            channel = self._daemon.channel_now()
+            channel = self._daemon.ready_channel()
         except ShardLostError as error:
             raise DrafterUnavailableError(str(error)) from None
-        self._numbers += 1
-        limit = self._daemon.limits.request
+        self._requests += 1
+        timeout = self._daemon.timeouts.request
 
         @contextlib.contextmanager
         def talking() -> Iterator[None]:
@@ -211,40 +217,39 @@ class RemoteDrafter:
             except ChannelError as error:
                 raise DrafterUnavailableError(str(self._daemon.lost(channel, error))) from None
 
-        def wait() -> Reply:
+        def wait() -> _Answer:
             with talking():
-                number, reply = channel.receive(timeout=limit + _PER_ROW * rows, limit=SMALL)
-                if number != self._numbers:
-                    raise GarbageError(f"it answered request {number} instead of {self._numbers}")
-                if isinstance(reply, Proposed):
-                    check(reply, wanted, self._vocab)
-                if not isinstance(reply, (kind, Failed)):
-                    raise GarbageError(f"it sent {type(reply).__name__} instead of {kind.__name__}")
-            if isinstance(reply, Failed):
-                raise failure(self._daemon.name, reply)
-            return reply
+                number, response = channel.receive(timeout=timeout + _PER_ROW * rows, limit=SMALL_FRAME)
+                if number != self._requests:
+                    raise ProtocolError(f"it responded to request {number} instead of {self._requests}")
+                if isinstance(response, kind):
+                    check(response)
+                    return response
+                if not isinstance(response, Failed):
+                    raise ProtocolError(f"it sent {type(response).__name__} instead of {kind.__name__}")
+            raise error_of(response, self._daemon.name)
 
         with talking():
-            channel.send(self._numbers, message, timeout=limit)
+            channel.send(self._requests, message, timeout=timeout)
         return wait
 
 
-def check(reply: Proposed, wanted: Sequence[Draftable], vocab: int) -> None:
-    """Raises GarbageError unless these are proposals for what is wanted."""
-    if not len(reply.tokens) == len(reply.chances) == len(reply.parents) == len(wanted):
-        raise GarbageError(f"it sent {len(reply.tokens)} proposals for {len(wanted)} texts")
-    for one, tokens, chances, parents in zip(wanted, reply.tokens, reply.chances, reply.parents, strict=True):
-        # The engine looks at whether parents make a tree.
+def check_proposals(response: Proposed, wanted: Sequence[Draftable], vocab: int) -> None:
+    """Raises ProtocolError unless the response has valid proposals for the texts that are wanted."""
+    if not len(response.tokens) == len(response.probabilities) == len(response.parents) == len(wanted):
+        raise ProtocolError(f"it sent {len(response.tokens)} proposals for {len(wanted)} texts")
+    proposals = zip(wanted, response.tokens, response.probabilities, response.parents, strict=True)
+    for one, tokens, probabilities, parents in proposals:
+        # The engine checks whether the parents form a tree.
         if parents.shape not in ((tokens.shape, (0,)) if one.max_depth else ((0,),)):
-            raise GarbageError(f"it proposed {tokens.shape} tokens with {parents.shape} parents")
-        if tokens.ndim != 1 or len(tokens) > one.max_tokens or chances.shape not in (tokens.shape, (0,)):
-            raise GarbageError(
-                f"it proposed {tokens.shape} tokens with {chances.shape} chances, {one.max_tokens} were asked"
-            )
-        if not _inside(tokens, vocab - 1) or not _inside(chances, 1):
-            raise GarbageError("it proposed what is no token, or with a chance that is none")
+            raise ProtocolError(f"it proposed {tokens.shape} tokens with {parents.shape} parents")
+        if tokens.ndim != 1 or len(tokens) > one.max_tokens or probabilities.shape not in (tokens.shape, (0,)):
+            shapes = f"{tokens.shape} tokens with {probabilities.shape} probabilities"
+            raise ProtocolError(f"it proposed {shapes}, at most {one.max_tokens} are wanted")
+        if not _inside(tokens, vocab - 1) or not _inside(probabilities, 1):
+            raise ProtocolError("it proposed an id outside the vocabulary, or a probability outside 0..1")
 
 
 def _inside(values: NDArray[np.int32] | NDArray[np.float64], most: float) -> bool:
-    """Whether all are numbers of 0 to `most`."""
+    """Whether all values are numbers in 0..most."""
     return bool(((values >= 0) & (values <= most)).all())

@@ -1,6 +1,6 @@
-"""Memory that two processes see: an anonymous memory file, mapped by both. Over a network, memory of each side's own.
+"""Shared memory: an anonymous memory file that two processes map. Over a network, each side has memory of its own.
 
-Nothing of it has a name: no file, nothing in /dev/shm. It is gone with the last mapping.
+The memory has no name, neither in a file system nor in /dev/shm, and goes with the last mapping.
 """
 
 from __future__ import annotations
@@ -17,54 +17,56 @@ from numpy.typing import NDArray
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime.device import Device
 
-_ALIGNED = 4096
+_PAGE_BYTES = 4096
 
 
-def arena_size(parts: Iterable[int]) -> int:
-    """Bytes of an arena that arrays of these sizes are taken from."""
-    return _ALIGNED + sum(map(room, parts))
+def arena_size(sizes: Iterable[int]) -> int:
+    """Bytes of an arena that has memory for arrays of these sizes."""
+    return _PAGE_BYTES + sum(map(aligned_size, sizes))
 
 
-def room(size: int) -> int:
+def aligned_size(size: int) -> int:
     """Bytes that an array of `size` bytes takes in an arena."""
-    return -(-size // _ALIGNED) * _ALIGNED
+    return -(-size // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class Arena:
-    """`memory`: uint8 [size] of the memory file that a descriptor names, which may be closed then, or of this process.
+    """`size` bytes of the memory file that the descriptor `fd` names, or without a descriptor of this process alone.
 
-    `fd`: descriptor of the memory file to hand to the peer; None in the peer, and over a network.
-
-    The first page is for two words, uint32 [1]: `given` counts the inputs that the server has given, `told` the outputs
-    that the daemon's GPUs have told.
+    The caller may close the descriptor afterwards. The first page has two flags. Raises OutOfMemoryError.
     """
 
     def __init__(self, size: int, fd: int | None) -> None:
-        size = max(size, _ALIGNED)
+        size = max(size, _PAGE_BYTES)
         try:
             self._map = mmap.mmap(-1 if fd is None else fd, size)
         except OSError as error:
             raise OutOfMemoryError(f"{size} bytes of shared memory: {error.strerror}") from error
+        #: the descriptor of the memory file to pass to the peer; None in the peer, and over a network
         self.fd: int | None = None
+        #: uint8 [size]
         self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        # Each in a cache line of its own.
-        self.given, self.told = (self.memory[at : at + 4].view(np.uint32) for at in (0, 64))
-        self._taken = _ALIGNED
+        # Each flag has a cache line of its own.
+        #: uint32 [1], the number of inputs that the server has made ready
+        self.input_flag: NDArray[np.uint32] = self.memory[0:4].view(np.uint32)
+        #: uint32 [1], the number of outputs that the daemon's GPUs have made ready
+        self.output_flag: NDArray[np.uint32] = self.memory[64:68].view(np.uint32)
+        self._used = _PAGE_BYTES
         self._unpin: dict[str, Callable[[], None]] = {}
 
-    def take(self, size: int) -> int:
-        """The place of `size` bytes that nobody else gets."""
-        at = self._taken
-        assert at + room(size) <= len(self.memory), "the arena is too small"
-        self._taken += room(size)
+    def allocate(self, size: int) -> int:
+        """Reserve `size` bytes. Returns their offset."""
+        at = self._used
+        assert at + aligned_size(size) <= len(self.memory), "the arena is too small"
+        self._used += aligned_size(size)
         return at
 
-    def place(self, array: NDArray[np.generic]) -> int:
-        """Where an array in the arena begins."""
+    def offset(self, array: NDArray[np.generic]) -> int:
+        """Where an array that lies in the arena begins."""
         return int(array.ctypes.data - self.memory.ctypes.data)
 
     def floats(self, at: int, rows: int, widths: Iterable[int]) -> tuple[NDArray[np.float32], ...]:
-        """Arrays float32 [rows, width] side by side from a place on."""
+        """Arrays float32 [rows, width], one after another from offset `at` on."""
         arrays = []
         for width in widths:
             size = 4 * rows * width
@@ -73,9 +75,9 @@ class Arena:
         return tuple(arrays)
 
     def pin(self, devices: Iterable[Device]) -> list[str]:
-        """Let the devices' copies reach the memory directly; once for all GPUs of a vendor.
+        """Pin the memory, so that copies of the devices access it directly; once for all GPUs of a vendor.
 
-        Returns why it could not be done: copies then stop the host, and are right all the same.
+        Returns the errors of vendors for which that failed. Their copies block the host, but are correct.
         """
         problems = []
         for device in devices:
@@ -98,14 +100,14 @@ class Arena:
 
 
 def shared_arena(size: int) -> Arena:
-    """An arena in a new memory file, which can neither shrink nor grow. Raises OutOfMemoryError."""
+    """An arena in a new memory file of fixed size. Raises OutOfMemoryError."""
     with contextlib.ExitStack() as failing:
         try:
             fd = os.memfd_create("luce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             failing.callback(os.close, fd)
-            # Pages that are taken when they are first used end the process, by SIGBUS, if there are none by then.
-            os.posix_fallocate(fd, 0, max(size, _ALIGNED))
-            # A peer that shrank it would turn the other side's accesses into SIGBUS.
+            # Without it, pages are allocated at their first access, which raises SIGBUS when memory has run out.
+            os.posix_fallocate(fd, 0, max(size, _PAGE_BYTES))
+            # If a peer shrank the file, accesses of the other side would raise SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:
             raise OutOfMemoryError(f"{size} bytes of shared memory: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""A daemon's process: how it is started, what it said last, how it ended."""
+"""A daemon as a child process: its start, its log lines, and the reason of its end."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from luce.errors import DeviceError
 
 _log = logging.getLogger(__name__)
 
-#: last lines of standard error that are kept for the reason of death
-_LINES = 20
-_SHOWN = 3
-#: seconds between asking a process to end, asking harder, and killing it
-_PATIENCE = 5.0
+#: last warnings of the process that are remembered, and that an error message shows
+_REMEMBERED, _SHOWN = 20, 3
+#: seconds that the process has to end by itself, then after SIGTERM, then after SIGKILL
+_END_TIMEOUT = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
 class Child:
-    """`python -m luce shard` with two sockets, its messages in the log under `name`.
+    """`python -m luce shard` with two sockets. Its log lines appear in this process's log under `name`.
 
-    The thread that makes it must live as long as the child, which is killed when that thread ends: this way none is
-    left over by a killed server. Raises DeviceError if the interpreter cannot be started.
+    The thread that makes the child must live as long as the child: the kernel kills the child when that thread ends, so
+    a killed server leaves no child behind. Raises DeviceError if the interpreter cannot be started.
     """
 
-    silent = ""
+    silence_hint = ""
 
     def __init__(self, name: str, interpreter: Path, variables: Mapping[str, str]) -> None:
         self.name = name
@@ -54,61 +53,61 @@ class Child:
                     stderr=subprocess.STDOUT,
                     pass_fds=fds,
                     env=child_environment({**_path(), **variables}),
-                    # Ctrl-C is for the server, which ends its daemons in order.
+                    # Ctrl-C must reach the server alone, which ends its daemons in order.
                     process_group=0,
                 )
             except OSError as error:
                 raise DeviceError(f"{name}: cannot run {interpreter}: {error.strerror}") from error
             failing.pop_all()
-        #: the server's ends; the caller closes them
-        self.requests, self.watch = (ours for ours, _ in pairs)
-        self._lines: deque[str] = deque(maxlen=_LINES)
+        #: the server's ends of the sockets; the caller closes them
+        self.requests, self.heartbeat = (ours for ours, _ in pairs)
+        self._lines: deque[str] = deque(maxlen=_REMEMBERED)
         self._reader = threading.Thread(target=self._read, name=f"luce-{name}-log", daemon=True)
         self._reader.start()
 
     @property
     def pid(self) -> int:
-        """The process."""
+        """The process id."""
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether it runs, or is stopped."""
+        """Whether the process has not ended; it may be stopped."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End it at once; the reason of its death is that it was killed."""
+        """End the process at once."""
         self._process.kill()
 
-    def end(self, patience: float = _PATIENCE) -> str:
-        """Wait for the end of a process that was asked to, and say how it came; ask harder when patience is over."""
+    def join(self, timeout: float = _END_TIMEOUT) -> str:
+        """Wait for the process to end, and return how it ended. Sends SIGTERM and SIGKILL after each `timeout`."""
         for harder in (self._process.terminate, self._process.kill, None):
             try:
-                self._process.wait(patience)
+                self._process.wait(timeout)
                 break
             except subprocess.TimeoutExpired:
                 if harder is None:
-                    # As while the kernel waits for a device that hangs.
-                    return self._with_words("it was killed and has not ended")
+                    # The kernel may wait for a device that hangs.
+                    return self._with_last_lines("it was killed and has not ended")
                 harder()
-        # The pipe stays open if the daemon has left a process of its own behind.
-        self._reader.join(_PATIENCE)
+        # The pipe stays open if a process that the daemon started is still running.
+        self._reader.join(_END_TIMEOUT)
         return self._reason()
 
     def _reason(self) -> str:
         status = self._process.returncode
         if status < 0:
             with contextlib.suppress(ValueError):
-                return self._with_words(f"it was ended by {signal.Signals(-status).name}")
-        return self._with_words(f"it ended with status {status}")
+                return self._with_last_lines(f"it was ended by {signal.Signals(-status).name}")
+        return self._with_last_lines(f"it ended with status {status}")
 
-    def _with_words(self, how: str) -> str:
-        words = [line for line in list(self._lines)[-_SHOWN:] if line]
-        return f"{how}; its last words: {' | '.join(words)}" if words else how
+    def _with_last_lines(self, how: str) -> str:
+        lines = [line for line in list(self._lines)[-_SHOWN:] if line]
+        return f"{how}; its last log lines: {' | '.join(lines)}" if lines else how
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
-            # A line without an end must not take all memory.
+            # Bounded, as an endless line would take all memory.
             while line := lines.readline(1 << 16):
                 level, text = log.split_priority(line.decode(errors="replace").rstrip())
                 if level >= logging.WARNING:
@@ -117,26 +116,26 @@ class Child:
 
 
 def interpreter_of(path: Path) -> Path:
-    """The Python of an interpreter's or a virtual environment's path."""
+    """The interpreter of a path, which may be that of a virtual environment."""
     return path / "bin" / "python" if path.is_dir() else path
 
 
 def _path() -> dict[str, str]:
-    """Variables by which another interpreter finds this very Luce, if it runs from its sources."""
+    """Variables with which another interpreter imports this Luce, if this one runs from its sources."""
     root = Path(luce.__file__).parents[1]
     return {"PYTHONPATH": str(root)} if (root / "kernels").is_dir() else {}
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, even while it is stopped.
+    """Let the kernel kill this process when the thread that started it ends, even while this process is stopped.
 
-    If that has happened already, the sockets have ended.
+    If that thread has ended already, the sockets are closed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def descriptors(text: str) -> Sequence[int]:
-    """The two descriptors that `--fds` names. Raises ValueError."""
-    requests, watch = (int(part) for part in text.split(","))
-    return requests, watch
+    """The descriptors in the value of `--fds`: requests, heartbeat. Raises ValueError."""
+    requests, heartbeat = (int(part) for part in text.split(","))
+    return requests, heartbeat

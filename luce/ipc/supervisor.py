@@ -1,7 +1,7 @@
-"""Keeps one daemon alive: starts it, lets it load its layers, asks it for signs of life, starts it anew when it dies.
+"""Keeps one daemon running: starts it, lets it load, watches its heartbeat, and restarts it when it dies.
 
-A thread of its own does all of that. The engine's thread only sends requests and waits for answers on the channel of a
-daemon that is ready; when that fails it says so (`lost`) and learns here why the daemon is gone.
+All of that happens on a thread of the supervisor. The engine's thread only sends requests and waits for responses on
+the channel of a daemon that is ready; when the channel fails, it calls `lost`, which returns why the daemon is gone.
 """
 
 from __future__ import annotations
@@ -10,214 +10,197 @@ import contextlib
 import logging
 import math
 import os
-import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from luce import __version__, log
-from luce.errors import (
-    BackendError,
-    DeviceError,
-    FormatError,
-    LuceError,
-    ModelError,
-    OutOfMemoryError,
-    ShardLostError,
-    UnsupportedError,
-    UsageError,
-)
+from luce.errors import BackendError, DeviceError, LuceError, ShardLostError
 from luce.ipc.arena import Arena
-from luce.ipc.channel import DTYPES, Channel, ChannelError, GarbageError, GoneError, LateError
-from luce.ipc.messages import (
-    DraftLoaded,
-    Failed,
-    Hello,
-    Load,
-    LoadDraft,
-    Loaded,
-    Open,
-    Ping,
-    Pong,
-    Reply,
+from luce.ipc.channel import (
+    DTYPES,
+    Channel,
+    ChannelError,
+    ChannelTimeoutError,
+    ConnectionClosedError,
+    ProtocolError,
 )
+from luce.ipc.heartbeat import Heartbeat
+from luce.ipc.lifecycle import Failed, Hello, Open, Pong, error_of
 from luce.runtime.device import Memory
 
 _log = logging.getLogger(__name__)
 
-#: seconds between signs of life, without any until the log says so, and until a daemon counts as lost
-_BEAT = 1.0
-_SUSPECT = 5.0
-_SILENCE = 15.0
-#: likewise before the first one: an interpreter may take long to import what it needs
-_FIRST = 60.0
-#: what a daemon reads of its layers between two lines of the log, and at least to have come further
-_SHARE, _FURTHER = 0.1, 1e-3
-#: lanes of a warp or a wavefront, and of the host
+#: share of its layers that a daemon loads between two lines of the log, and that counts as progress
+_LOG_EVERY, _PROGRESS = 0.1, 1e-3
+#: lanes of a warp or a wavefront, and of the CPU
 _LANES = (1, 32, 64)
-#: most letters of what a daemon says that it is at
-_KIND = 40
-#: seconds that a daemon gets to take what it is sent
-_SEND = 30.0
-#: restarts within a time, both at most so many; seconds before each
-_RESTARTS, _WITHIN = 5, 600.0
-_DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)
-#: seconds between later tries of a daemon that cannot even be started or connected to
-_AGAIN = 30.0
-#: how long `lost` waits to learn the reason: longer than a daemon gets to end
-_VERDICT = 20.0
+#: seconds that a daemon has to receive a message
+SEND_TIMEOUT = 30.0
+#: most restarts within RESTART_WINDOW seconds, and the seconds before each of them
+RESTARTS, RESTART_WINDOW = 5, 600.0
+RESTART_DELAYS = (0.0, 1.0, 2.0, 4.0, 8.0)
+#: seconds between later attempts, for a daemon that cannot even be started or connected to
+RETRY_INTERVAL = 30.0
+#: seconds that `lost` waits for the reason; longer than a daemon has to end
+_REASON_TIMEOUT = 20.0
 
-Answer = TypeVar("Answer", Hello, Loaded, DraftLoaded)
+Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 
 class Peer(Protocol):
-    """A daemon that has just been started or connected to."""
+    """A daemon that has just been started, or connected to."""
 
     requests: socket.socket
-    watch: socket.socket
-    #: what may be why, for the end of a message, if it never gives a sign of life
-    silent: str
+    heartbeat: socket.socket
+    #: the possible reason if it never sends a heartbeat, as the end of an error message
+    silence_hint: str
 
     def kill(self) -> None:
         """End it, or the connection to it, at once."""
 
-    def end(self) -> str:
-        """Wait for the end, which comes in bounded time once the sockets are shut down, and say how it came."""
+    def join(self) -> str:
+        """Wait for its end, which comes in bounded time once the sockets are shut down; return how it ended."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Seconds: for a daemon's start and for each layer that it reads; for a request, beside what it takes in proportion
-    to its rows."""
+class Timeouts:
+    """Timeouts of a daemon in seconds."""
 
+    #: for its start, and for each layer that it loads
     start: float
+    #: for a request, beside the time that its rows and bytes are allowed
     request: float
 
 
-class Supervisor:
-    """One daemon, called `name` in messages until it is known what it is to load.
+@dataclass(frozen=True)
+class _Loading:
+    """What each life of the daemon loads."""
 
-    `connect` gets what it is called, and runs in the supervisor's thread, for each life of the daemon. `shares`:
-    whether daemon and server have memory in common, which may turn out to be impossible; `required`: that this is an
-    error then. `wire`: what activations are in messages otherwise.
+    message: msgspec.Struct
+    response: type[msgspec.Struct]
+    #: a descriptor of the shared memory that goes with the message, if there is any
+    fd: int | None
+    #: how activations travel, for the log: shared, stream, or None if there are none
+    transport: str | None
+
+
+class Supervisor:
+    """One daemon. `name` is its name in messages, until the name of what it loads is known.
+
+    `connect` starts the daemon or connects to it, under that name: on the supervisor's thread, for each life of the
+    daemon. `responses` is the union of the messages that the daemon sends in response to requests.
     """
 
     def __init__(
-        self,
-        name: str,
-        connect: Callable[[str], Peer],
-        opening: Open,
-        limits: Limits,
-        *,
-        shares: bool = True,
-        required: bool = False,
-        wire: str = "f32",
+        self, name: str, connect: Callable[[str], Peer], opening: Open, timeouts: Timeouts, responses: Any
     ) -> None:
         self.name = name
-        self.limits = limits
-        self.shares = shares
-        self.required = required
-        self.wire = "f32" if shares else wire
+        self.timeouts = timeouts
         self._connect = connect
         self._opening = opening
+        self._responses = responses
         self._changed = threading.Condition()
         self._hello: Hello | None = None
-        #: and a descriptor of its shared memory, None over a network
-        self._load: tuple[Load | LoadDraft, int | None] | None = None
-        self._loaded: Loaded | DraftLoaded | None = None
-        self._channel: Channel[Reply] | None = None
-        self._peer: Peer | None = None
+        self._loading: _Loading | None = None
+        self._loaded: msgspec.Struct | None = None
+        #: the request channel of a daemon that is ready
+        self._channel: Channel[Any] | None = None
+        #: the daemon of this life
+        self.peer: Peer | None = None
         #: of this life, or of the last one
-        self._channels: tuple[Channel[Reply], Channel[Pong]] | None = None
-        #: bytes sent and received in the lives before
-        self._before = 0, 0
+        self._channels: tuple[Channel[Any], Channel[Pong]] | None = None
+        #: bytes sent and received in earlier lives
+        self._earlier_traffic = 0, 0
         self._ever_ready = False
         self._closing = False
-        #: why the daemon's last life ended, and that nobody is to wait for another one
+        #: why the daemon's last life ended
         self._error: LuceError | None = None
-        self._ended = False
-        #: why the daemon was lost when it was last ready: attempts to start it anew may have failed since
+        #: whether no further life is to be waited for
+        self._given_up = False
+        #: why the daemon's last life ended that was ready; attempts to restart it may have failed since
         self._loss: LuceError | None = None
-        #: what the engine saw of the daemon's death
+        #: the error that the engine saw when the daemon died
         self._suspicion: ChannelError | None = None
-        #: how often a daemon that was ready died
+        #: how many daemons that were ready have died
         self.generation = 0
-        #: share of its layers that the daemon has read, as far as is known, and as the log has it
-        self.read = self._told = 0.0
-        #: when it is to have come further than this share
+        #: share of its layers that the daemon has loaded, as known here, and as logged
+        self.progress = self._logged = 0.0
+        #: when the daemon has to have loaded more than this share
         self._deadline, self._reached = math.inf, 0.0
-        #: signs of this life
-        self._beat: _Heartbeat | None = None
+        #: of this life
+        self._heartbeat: Heartbeat | None = None
         self._thread = threading.Thread(target=self._main, name=f"luce-{name}", daemon=True)
         self._thread.start()
 
     def hello(self) -> Hello:
-        """What the daemon is. Waits for it. Raises LuceError if it did not start."""
+        """The daemon's version, process and devices. Waits for it. Raises LuceError if the daemon did not start."""
         with self._changed:
-            self._changed.wait_for(lambda: self._hello is not None or self._ended)
+            self._changed.wait_for(lambda: self._hello is not None or self._given_up)
             if self._hello is None:
                 raise self._error or DeviceError(f"{self.name}: closed")
             return self._hello
 
-    def begin_load(self, load: Load, arena: Arena, name: str) -> None:
-        """Let this life of the daemon, and all later ones, load layers, called `name`. The arena stays the caller's."""
-        with self._changed:
-            self.name = name
-            # One of its own: the caller closes the arena while a daemon may start anew.
-            self._load = load, None if arena.fd is None else os.dup(arena.fd)
-            self._changed.notify_all()
+    def begin_load(
+        self,
+        load: msgspec.Struct,
+        response: type[msgspec.Struct],
+        *,
+        arena: Arena | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Let this life of the daemon, and all later ones, load something. Returns at once.
 
-    def begin_draft(self, load: LoadDraft) -> None:
-        """Let this life of the daemon, and all later ones, load a drafter instead."""
-        with self._changed:
-            self._load = load, None
-            self._changed.notify_all()
-
-    def loaded(self, on_sign: Callable[[], None] = lambda: None) -> Loaded:
-        """What the daemon has loaded. Waits for it; `on_sign` is called meanwhile, when `read` may have changed.
-
-        Raises LuceError if it could not.
+        `response` is the type of the daemon's response to `load`. The arena stays the caller's. `name` is the daemon's
+        name in messages from now on.
         """
-        loaded = self._wait_loaded(on_sign)
-        assert isinstance(loaded, Loaded)
-        return loaded
-
-    def draft_loaded(self) -> DraftLoaded:
-        """The drafter that the daemon has loaded. Waits for it. Raises LuceError if it could not."""
-        loaded = self._wait_loaded()
-        assert isinstance(loaded, DraftLoaded)
-        return loaded
-
-    def _wait_loaded(self, on_sign: Callable[[], None] = lambda: None) -> Loaded | DraftLoaded:
+        # A descriptor of its own: the caller may close the arena while a daemon restarts.
+        fd = None if arena is None or arena.fd is None else os.dup(arena.fd)
+        transport = None if arena is None else "stream" if fd is None else "shared"
         with self._changed:
-            on_sign()
-            while self._loaded is None and not self._ended:
+            self.name = name or self.name
+            self._loading = _Loading(load, response, fd, transport)
+            self._changed.notify_all()
+
+    def wait_loaded(self, response: type[Answer], on_progress: Callable[[], None] = lambda: None) -> Answer:
+        """The response to the load message. `on_progress` is called when `progress` may have changed.
+
+        Raises LuceError if the daemon could not load.
+        """
+        with self._changed:
+            on_progress()
+            while self._loaded is None and not self._given_up:
                 self._changed.wait()
-                on_sign()
+                on_progress()
             if self._loaded is None:
                 raise self._error or DeviceError(f"{self.name}: closed")
+            assert isinstance(self._loaded, response)
             return self._loaded
 
-    def channel_now(self) -> Channel[Reply]:
-        """The way to a daemon that is ready now, for one thread alone. Raises ShardLostError saying why there is none,
-        without waiting."""
-        with self._changed:
-            if self._channel is None:
-                why = str(self._error or f"{self.name}: it is not there")
-                raise ShardLostError(why if self._ended else f"{why}; it is started anew")
-            return self._channel
+    def ready_channel(self) -> Channel[Any]:
+        """The request channel of a daemon that is ready, for one thread. Does not wait.
 
-    def channel(self, generation: int) -> Channel[Reply]:
-        """The way to a daemon that is ready, for the engine's thread alone; waits while one starts anew.
-
-        Raises ShardLostError if there is none to wait for, and if it is not the one of this generation.
+        Raises ShardLostError with the reason if the daemon is not ready.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._channel or self._ended or self.generation != generation)
+            if self._channel is None:
+                why = str(self._error or f"{self.name}: the daemon is not ready")
+                raise ShardLostError(why if self._given_up else f"{why}; restarting it")
+            return self._channel
+
+    def channel(self, generation: int) -> Channel[Any]:
+        """The request channel of a daemon that is ready, for the engine's thread. Waits while a daemon restarts.
+
+        Raises ShardLostError if the daemon is gone for good, and if a daemon of this generation has died.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._channel or self._given_up or self.generation != generation)
             if self.generation != generation:
                 raise ShardLostError(str(self._loss))
             if self._channel is None:
@@ -225,322 +208,232 @@ class Supervisor:
             return self._channel
 
     def ready(self) -> bool:
-        """Whether requests can be sent now. Any thread may ask."""
+        """Whether requests can be sent now. Any thread may call it."""
         return self._channel is not None
 
     def down(self) -> str:
-        """Why there is no daemon and nobody is to wait for one, otherwise empty. Any thread may ask."""
+        """Why the daemon is gone for good; empty while it runs or restarts. Any thread may call it."""
         with self._changed:
-            return str(self._error) if self._ended and not self._closing else ""
+            return str(self._error) if self._given_up and not self._closing else ""
 
     def memory(self) -> tuple[Memory, ...]:
-        """What each of the daemon's devices had left when it was last heard of; empty while it is not. Any thread may
-        ask."""
-        beat = self._beat
-        return () if beat is None else beat.memory
+        """Memory of each device at the last heartbeat; empty while there is no daemon. Any thread may call it."""
+        heartbeat = self._heartbeat
+        return () if heartbeat is None else heartbeat.memory
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes of requests and of answers, of all lives. Any thread may ask."""
+        """Bytes sent and received on the request channels of all lives. Any thread may call it."""
         with self._changed:
-            sent, received = self._before
+            sent, received = self._earlier_traffic
             if self._channels is not None:
                 sent, received = sent + self._channels[0].sent, received + self._channels[0].received
             return sent, received
 
     def loss(self) -> str:
-        """Why the daemon was lost when it was last ready."""
+        """Why the last daemon that was ready died."""
         with self._changed:
             return str(self._loss)
 
-    def lost(self, channel: Channel[Reply], suspicion: ChannelError) -> ShardLostError:
-        """The error for a daemon whose channel failed. It is ended, if it is not dead yet."""
+    def lost(self, channel: Channel[Any], suspicion: ChannelError) -> ShardLostError:
+        """The error for a daemon whose channel failed with `suspicion`. Ends the daemon if it still runs."""
         with self._changed:
             if self._channel is channel:
                 generation, self._suspicion = self.generation, suspicion
-                self._hang_up()
-                self._changed.wait_for(lambda: self.generation > generation or self._ended, _VERDICT)
+                self._shutdown_channels()
+                self._changed.wait_for(lambda: self.generation > generation or self._given_up, _REASON_TIMEOUT)
             return ShardLostError(str(self._loss or f"{self.name}: {suspicion}"))
 
     def close(self) -> None:
         """End the daemon and wait for its end, which comes in bounded time. Idempotent."""
         with self._changed:
             self._closing = True
-            self._hang_up()
+            self._shutdown_channels()
             self._changed.notify_all()
         self._thread.join()
         with self._changed:
-            _, fd = self._load or (None, None)
-            self._load = None
-            if fd is not None:
-                os.close(fd)
+            loading, self._loading = self._loading, None
+            if loading is not None and loading.fd is not None:
+                os.close(loading.fd)
 
-    def _hang_up(self) -> None:
-        """End both connections, which wakes whoever waits on them, here and in the daemon."""
+    def _shutdown_channels(self) -> None:
+        """End both connections, which wakes the threads that wait on them, here and in the daemon."""
         for channel in self._channels or ():
-            channel.end()
+            channel.shutdown()
 
-    # What follows runs on the supervisor's thread.
+    # The methods below run on the supervisor's thread.
 
     def _main(self) -> None:
         try:
-            self._keep()
+            self._keep_running()
         except Exception as error:
             _log.exception("the supervisor of %s stopped", self.name)
             with self._changed:
                 self._error = BackendError(f"{self.name}: {type(error).__name__}: {error}")
-                self._channel, self._ended = None, True
+                self._channel, self._given_up = None, True
                 self._changed.notify_all()
 
-    def _keep(self) -> None:
+    def _keep_running(self) -> None:
+        """One life of the daemon after another, until it is gone for good or this is closed."""
         deaths: deque[float] = deque()
         missed = 0
         while True:
             error = self._live()
             with self._changed:
-                was_ready, reached = self._channel is not None, self._peer is not None
-                self._channel = self._peer = self._suspicion = self._beat = None
+                was_ready, reached = self._channel is not None, self.peer is not None
+                self._channel = self.peer = self._suspicion = self._heartbeat = None
                 self.generation += was_ready
                 self._error = error
                 self._loss = error if was_ready else self._loss
                 now = time.monotonic()
-                while deaths and now - deaths[0] > _WITHIN:
+                while deaths and now - deaths[0] > RESTART_WINDOW:
                     deaths.popleft()
                 if reached:
                     deaths.append(now)
                 missed = 0 if reached else missed + 1
-                tries = len(deaths) + missed - 1
-                delay = _DELAYS[tries] if tries < _RESTARTS else _AGAIN
-                if self._closing or not self._ever_ready or (reached and tries >= _RESTARTS):
+                attempts = len(deaths) + missed - 1
+                delay = RESTART_DELAYS[attempts] if attempts < RESTARTS else RETRY_INTERVAL
+                if self._closing or not self._ever_ready or (reached and attempts >= RESTARTS):
                     if not self._closing:
                         _log.error("%s", error)
-                    self._ended = True
+                    self._given_up = True
                     self._changed.notify_all()
                     return
-                if tries < _RESTARTS:
-                    _log.warning("%s; starting it anew%s", error, f" in {delay:g} s" if delay else "")
-                elif not self._ended:
+                if attempts < RESTARTS:
+                    _log.warning("%s; restarting it%s", error, f" in {delay:g} s" if delay else "")
+                elif not self._given_up:
                     # Another machine may be switched on again.
-                    _log.error("%s; trying again every %g s", error, delay)
-                    self._ended = True
+                    _log.error("%s; retrying every %g s", error, delay)
+                    self._given_up = True
                 self._changed.notify_all()
                 if self._changed.wait_for(lambda: self._closing, delay):
-                    self._ended = True
+                    self._given_up = True
                     return
 
     def _live(self) -> LuceError:
-        """One life of the daemon, from its start to its end; why it ended."""
+        """One life of the daemon, from its start to its end. Returns why it ended."""
         try:
             peer = self._connect(self.name)
         except LuceError as error:
             return error
         suspicion: ChannelError | LuceError
-        channel: Channel[Reply] = Channel(peer.requests, Reply)
-        watch: Channel[Pong] = Channel(peer.watch, Pong)
-        beat = self._beat = _Heartbeat(lambda: self.name, watch, len(self._opening.devices), self._note_read)
-        with contextlib.closing(channel), contextlib.closing(watch):
+        channel: Channel[Any] = Channel(peer.requests, self._responses)
+        pongs: Channel[Pong] = Channel(peer.heartbeat, Pong)
+        heartbeat = Heartbeat(lambda: self.name, pongs, len(self._opening.devices), self._note_progress)
+        self._heartbeat = heartbeat
+        with contextlib.closing(channel), contextlib.closing(pongs):
             try:
                 with self._changed:
-                    self._before = self.traffic()
-                    self._peer, self._channels = peer, (channel, watch)
+                    self._earlier_traffic = self.traffic()
+                    self.peer, self._channels = peer, (channel, pongs)
                     if self._closing:
-                        self._hang_up()
-                self._start(channel, beat)
-                suspicion = self._attend(beat)
+                        self._shutdown_channels()
+                self._start(channel, heartbeat)
+                suspicion = _wait_for_loss(heartbeat)
             except (ChannelError, LuceError) as error:
                 suspicion = error
             with self._changed:
                 suspicion = self._suspicion or suspicion
-            gone = isinstance(suspicion, GoneError)
+            gone = isinstance(suspicion, ConnectionClosedError)
             if not gone:
                 peer.kill()
             # A daemon ends by itself when its connections do.
-            self._hang_up()
-            how = peer.end()
+            self._shutdown_channels()
+            end = peer.join()
         if isinstance(suspicion, LuceError):
             return suspicion
         kind = ShardLostError if self._ever_ready else DeviceError
-        why = f"{suspicion}{beat.last() or peer.silent}" if isinstance(suspicion, LateError) else suspicion
-        return kind(f"{self.name}: the daemon is lost: {how if gone else why}")
+        reason = str(suspicion)
+        if isinstance(suspicion, ChannelTimeoutError):
+            reason += heartbeat.last_activity() or peer.silence_hint
+        return kind(f"{self.name}: the daemon is lost: {end if gone else reason}")
 
-    def _start(self, channel: Channel[Reply], beat: _Heartbeat) -> None:
-        """Hello and load."""
+    def _start(self, channel: Channel[Any], heartbeat: Heartbeat) -> None:
+        """Open the devices, and load."""
         began = time.monotonic()
-        self.read = self._told = self._reached = 0.0
-        hello = self._ask(channel, beat, self._opening, Hello)
+        self.progress = self._logged = self._reached = 0.0
+        hello = self._ask(channel, heartbeat, self._opening, Hello)
         self._check(hello)
         with self._changed:
             self._hello = self._hello or hello
             self._changed.notify_all()
-        load, fd = self._given_load(beat)
-        loaded: Loaded | DraftLoaded
-        if isinstance(load, LoadDraft):
-            loaded = self._ask(channel, beat, load, DraftLoaded)
-        else:
-            loaded = self._ask(channel, beat, load, Loaded, fd)
+        loading = self._wait_for_load(heartbeat)
+        loaded = self._ask(channel, heartbeat, loading.message, loading.response, loading.fd)
         if self._loaded is not None and loaded != self._loaded:
-            raise BackendError(f"{self.name}: the daemon does not load what it loaded before")
-        seconds, way = time.monotonic() - began, None
-        if isinstance(load, Load):
-            way = "shared" if load.shared else "stream"
-        log.event(_log, "shard ready", shard=self.name, pid=hello.pid, transport=way, seconds=seconds)
+            raise BackendError(f"{self.name}: the restarted daemon has loaded something else than before")
+        seconds = time.monotonic() - began
+        log.event(_log, "shard ready", shard=self.name, pid=hello.pid, transport=loading.transport, seconds=seconds)
         with self._changed:
-            self.read = 1.0
-            self._loaded, self._channel, self._ever_ready, self._ended = loaded, channel, True, False
+            self.progress = 1.0
+            self._loaded, self._channel, self._ever_ready, self._given_up = loaded, channel, True, False
             self._changed.notify_all()
 
-    def _given_load(self, beat: _Heartbeat) -> tuple[Load | LoadDraft, int | None]:
-        """What is to be loaded, as soon as that is known."""
+    def _wait_for_load(self, heartbeat: Heartbeat) -> _Loading:
+        """What `begin_load` was given, once it has been called."""
         while True:
-            beat.ask()
+            heartbeat.ping()
             with self._changed:
-                self._changed.wait_for(lambda: self._load is not None or self._closing, beat.left())
-                if self._load is not None:
-                    return self._load
-            # Its end too: that of the connections, when this is closed.
-            beat.hear()
+                self._changed.wait_for(lambda: self._loading is not None or self._closing, heartbeat.due())
+                if self._loading is not None:
+                    return self._loading
+            # If this is closed, the connections have ended, and `receive` raises.
+            heartbeat.receive()
 
-    def _note_read(self, share: float) -> None:
-        """What the daemon has read of its layers by now."""
+    def _note_progress(self, share: float) -> None:
+        """The daemon has loaded this share of its layers."""
         with self._changed:
-            self.read = share
+            self.progress = share
             self._changed.notify_all()
-        if share >= self._reached + _FURTHER:
-            self._reached, self._deadline = share, time.monotonic() + self.limits.start
-        if share >= self._told + _SHARE:
-            self._told = share
+        if share >= self._reached + _PROGRESS:
+            self._reached, self._deadline = share, time.monotonic() + self.timeouts.start
+        if share >= self._logged + _LOG_EVERY:
+            self._logged = share
             log.event(_log, "shard loading", shard=self.name, percent=int(100 * share))
 
     def _check(self, hello: Hello) -> None:
+        """Raises DeviceError or ProtocolError unless the daemon opened the right devices with the same version."""
         if hello.luce != __version__:
             raise DeviceError(f"{self.name}: the daemon is Luce {hello.luce}, this is Luce {__version__}")
         if tuple(device.name for device in hello.devices) != self._opening.devices:
             raise DeviceError(f"{self.name}: the daemon opened other devices than it was asked to")
         for device in hello.devices:
             if device.kv_dtype not in DTYPES or device.lanes not in _LANES or min(device.free, device.total) < 0:
-                raise GarbageError(f"it described {device.name} as no device is")
+                raise ProtocolError(f"it sent invalid facts about {device.name}")
 
     def _ask(
         self,
-        channel: Channel[Reply],
-        beat: _Heartbeat,
-        request: Open | Load | LoadDraft,
-        answer: type[Answer],
+        channel: Channel[Any],
+        heartbeat: Heartbeat,
+        request: msgspec.Struct,
+        response: type[Answer],
         fd: int | None = None,
     ) -> Answer:
-        """The answer to a request, while the daemon gives signs of life and comes further."""
-        self._deadline = time.monotonic() + self.limits.start
-        channel.send(0, request, timeout=_SEND)
+        """Send a request and wait for the response, while the daemon sends heartbeats and makes progress."""
+        self._deadline = time.monotonic() + self.timeouts.start
+        channel.send(0, request, timeout=SEND_TIMEOUT)
         if fd is not None:
-            channel.send_descriptor(fd, timeout=_SEND)
+            channel.send_descriptor(fd, timeout=SEND_TIMEOUT)
         try:
-            while not beat.wait(channel):
+            while not heartbeat.wait(channel):
                 if time.monotonic() > self._deadline:
-                    what = "come further" if self._reached else "started"
-                    raise LateError(f"it has not {what} within {self.limits.start:g} s (--shard-start-timeout)")
-        except GoneError:
-            # What it said before it ended says why.
+                    missing = "made no progress" if self._reached else "not started"
+                    limit = f"{self.timeouts.start:g} s (--shard-start-timeout)"
+                    raise ChannelTimeoutError(f"it has {missing} within {limit}")
+        except ConnectionClosedError:
+            # The message that it sent before it ended has the reason.
             if not channel.ready():
                 raise
-        _, reply = channel.receive(timeout=_SEND)
-        if isinstance(reply, Failed):
-            raise failure(self.name, reply, starting=True)
-        if not isinstance(reply, answer):
-            raise GarbageError(f"it sent {type(reply).__name__} instead of {answer.__name__}")
-        return reply
-
-    def _attend(self, beat: _Heartbeat) -> ChannelError:
-        """Ask for signs of life until there are none."""
-        try:
-            while True:
-                beat.wait(None)
-        except ChannelError as error:
-            return error
+        _, received = channel.receive(timeout=SEND_TIMEOUT)
+        if isinstance(received, Failed):
+            raise error_of(received, self.name, starting=True)
+        if not isinstance(received, response):
+            raise ProtocolError(f"it sent {type(received).__name__} instead of {response.__name__}")
+        return received
 
 
-class _Heartbeat:
-    """Pings a daemon of so many devices and counts the silence.
-
-    `on_read` gets the share of its layers that it has read, when it grows.
-    """
-
-    def __init__(
-        self, name: Callable[[], str], watch: Channel[Pong], devices: int, on_read: Callable[[float], None]
-    ) -> None:
-        self._name = name
-        self._watch = watch
-        self._devices = devices
-        self._on_read = on_read
-        #: the last sign of life
-        self._sign: Pong | None = None
-        #: of each device, as it says; empty as long as it is not known
-        self.memory: tuple[Memory, ...] = ()
-        self._suspect = False
-        self._next = self._heard = time.monotonic()
-
-    def wait(self, other: Channel[Reply] | None) -> bool:
-        """Whether something has come on the other channel within a beat. Raises ChannelError if the daemon is lost."""
-        self.ask()
-        poller = select.poll()
-        for channel in (self._watch, other):
-            if channel is not None:
-                poller.register(channel.socket, select.POLLIN)
-        poller.poll(1000 * self.left())
-        self.hear()
-        return other is not None and other.ready()
-
-    def left(self) -> float:
-        """Seconds until it is to be asked again."""
-        return max(0.0, self._next - time.monotonic())
-
-    def ask(self) -> None:
-        """Ask, if it is time to. Raises ChannelError if the daemon is lost."""
-        now = time.monotonic()
-        silence, limit = now - self._heard, _FIRST if self._sign is None else _SILENCE
-        if silence > limit:
-            raise LateError(f"it has given no sign of life for {limit:g} s")
-        if silence > _SUSPECT and self._sign is not None and not self._suspect:
-            self._suspect = True
-            _log.warning("%s: no sign of life for %.1f s; it counts as lost after %g s", self._name(), silence, limit)
-        if now >= self._next:
-            self._next = now + _BEAT
-            self._watch.send(0, Ping(), timeout=_SILENCE)
-
-    def hear(self) -> None:
-        """Take a sign of life, if there is one. Raises ChannelError if the daemon is lost."""
-        if not self._watch.ready():
-            return
-        _, sign = self._watch.receive(timeout=_SILENCE)
-        real = sign.requests >= 0 and 0 <= sign.seconds < math.inf and 0 <= sign.read <= 1
-        real &= len(sign.memory) in (0, self._devices) and min(map(min, sign.memory), default=0) >= 0
-        if not real or len(sign.request) > _KIND or not sign.request.isprintable():
-            raise GarbageError("it sent a sign of life that is none")
-        before, self._sign, self._heard = self._sign, sign, time.monotonic()
-        self.memory = tuple(Memory(free, total) for free, total in sign.memory)
-        if self._suspect:
-            self._suspect = False
-            _log.warning("%s: gives signs of life again", self._name())
-        if sign.read > (0.0 if before is None else before.read):
-            self._on_read(sign.read)
-
-    def last(self) -> str:
-        """What the daemon was at when it gave its last sign of life, for the end of a message; empty without any."""
-        sign = self._sign
-        if sign is None:
-            return ""
-        ago = f"; {time.monotonic() - self._heard:.1f} s ago it "
-        if not sign.requests:
-            return f"{ago}waited for requests"
-        beside = f", {100 * sign.read:.0f} % of its layers read" if sign.request == Load.__name__ else ""
-        beside += f", {sign.requests - 1} more to answer" if sign.requests > 1 else ""
-        return f"{ago}was at {sign.request} for {sign.seconds:.1f} s{beside}"
-
-
-#: what a daemon may report of its start, and of a request
-_OF_STARTS = {kind.__name__: kind for kind in (UsageError, ModelError, FormatError, UnsupportedError)}
-_OF_REQUESTS: dict[str, type[LuceError]] = {kind.__name__: kind for kind in (DeviceError, OutOfMemoryError)}
-
-
-def failure(name: str, failed: Failed, *, starting: bool = False) -> LuceError:
-    """The error that a daemon reports, as this side raises it."""
-    kinds = {**_OF_REQUESTS, **_OF_STARTS} if starting else _OF_REQUESTS
-    return kinds.get(failed.error, BackendError)(f"{name}: {failed.message}")
+def _wait_for_loss(heartbeat: Heartbeat) -> ChannelError:
+    """Ping the daemon until it is lost. Returns the reason."""
+    try:
+        while True:
+            heartbeat.wait(None)
+    except ChannelError as error:
+        return error

@@ -1,17 +1,21 @@
-"""Shards in other processes: the engine's messages, the server's side and the daemon's side.
+"""Shards in daemons: their messages, the server's side and the daemon's side.
 
-Here: RemoteShard, which turns the verbs of a shard into messages; the daemon's session and the shards that it serves;
-the layout of the memory that both share. Not here: sockets, frames and the lives of processes (luce.ipc). luce.backend
-calls RemoteShard, `luce shard` runs the daemon; the package calls luce.ipc and luce.shard. The wire carries tensors and
-verbs; no model family is known here.
+Here: RemoteShard, which turns the verbs of a shard into requests; devices in daemons as the server sees them; the
+session of a daemon and the layers that it holds. Not here: sockets, frames and processes (luce.ipc), and drafters in
+daemons (luce.draft). luce.backend and luce.draft call it, and `luce shard` runs the daemon; it calls luce.ipc and
+luce.shard. Messages have tensors and verbs; nothing here knows a model family.
 
+    open              opens the devices that the settings name, here and in daemons
+    device            a device in another process
+    messages          the messages about layers
     shard             RemoteShard: the server's side of a shard
-    shard_groups      what its groups of verbs do: saved states, ranking, ends
-    rpc               requests and their answers, which come in the same order
-    saved_state       saved state that lies in a daemon's memory
+    shard_groups      its groups of verbs: saved states, page ranking, token table and head
+    rpc               requests and their responses, which arrive in the same order
+    saved_state       a saved state in a daemon's memory
     activation_codec  activations in messages: float32, float16, bfloat16
-    shared_layout     what lies where in the shared memory
-    daemon            the daemon's session: answers messages until the server is gone
-    daemon_shard      the layers that a daemon serves
-    validate          checks every request before it reaches a kernel
+    shared_layout     the layout of shared memory
+    daemon            a daemon's session: handles requests until the server is gone
+    service           what a session holds, layers or a drafter: dispatches requests to handlers
+    daemon_shard      the layers that a daemon holds
+    validate          checks requests before they reach a kernel
 """

@@ -1,7 +1,7 @@
-"""Activations in messages: as they lie in memory, or in 16 bits, half of what crosses a network.
+"""Activations in messages: float32 as in memory, or 16 bits, which halves the bytes on a network.
 
-float16 keeps 11 bits of a value and what is beyond 65504 becomes that; bfloat16 keeps 8 bits of any. Captured outputs
-are bfloat16 already and travel as they are.
+float16 keeps 11 significant bits of a value and limits it to +-65504; bfloat16 keeps 8 significant bits of any value.
+Captured outputs are bfloat16 already and are sent unchanged.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from luce.models.spec import ModelSpec
 from luce.ops.features import bfloat16
 from luce.shard.sizes import handed_widths
 
-#: how values may travel
-WIRES = ("f32", "f16", "bf16")
+#: types of activations in messages
+TYPES = ("f32", "f16", "bf16")
 _LARGEST = np.float32(np.finfo(np.float16).max)
 
 
 class ActivationCodec:
-    """What passes a boundary, in messages. `kind`: one of WIRES. Memory is uint8, laid out as Arena.floats does."""
+    """Encodes the activations at a boundary. `kind`: one of TYPES. Memory is uint8, laid out as by Arena.floats."""
 
     def __init__(self, kind: str, spec: ModelSpec, boundary: int) -> None:
         self._kind = kind
@@ -30,11 +30,11 @@ class ActivationCodec:
         self._rounded = 0 if kind == "f32" else sum(widths[: len(widths) - captured])
 
     def size(self, rows: int) -> int:
-        """Bytes of so many rows in a message."""
+        """Bytes of `rows` rows in a message."""
         return rows * (4 * self._columns - 2 * self._rounded)
 
     def pack(self, memory: NDArray[np.uint8], rows: int) -> NDArray[np.uint8]:
-        """What travels of the rows at the beginning of the memory."""
+        """Encode the rows at the beginning of the memory: uint8 [size(rows)]."""
         values, rest = self._parts(memory, rows)
         if not len(values):
             return rest
@@ -42,7 +42,7 @@ class ActivationCodec:
         return np.concatenate([halves.view(np.uint8), rest])
 
     def unpack(self, data: NDArray[np.uint8], memory: NDArray[np.uint8], rows: int) -> None:
-        """What has travelled, to the beginning of the memory. Raises BackendError unless it is of these rows."""
+        """Decode rows to the beginning of the memory. Raises BackendError if the data has another size."""
         if data.shape != (self.size(rows),):
             raise BackendError(f"an activation of {data.shape} bytes, expected {self.size(rows)}")
         values, rest = self._parts(memory, rows)
@@ -54,6 +54,6 @@ class ActivationCodec:
         rest[...] = data[end:]
 
     def _parts(self, memory: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-        """The values that are rounded, and what lies behind them."""
+        """The values that are rounded, and the bytes behind them."""
         begin, end = 4 * rows * self._rounded, 4 * rows * self._columns
         return memory[:begin].view(np.float32), memory[begin:end]

@@ -1,6 +1,6 @@
-"""The layers that a daemon serves, on the devices of its process.
+"""The layers that a daemon holds, on the devices of its process.
 
-Work is queued on the devices; `Work` says when it is done, and what the answer is then.
+Work is queued on the devices; luce.remote.service.Work says when it is done, and what the response is then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +22,39 @@ from numpy.typing import NDArray
 from luce import log
 from luce.errors import BackendError, DeviceError, ModelError
 from luce.gguf.fingerprint import fingerprint
-from luce.gguf.reader import open_gguf
+from luce.gguf.reader import GGUFFile, open_gguf
 from luce.ipc.arena import Arena
-from luce.ipc.messages import (
-    Announce,
-    Done,
-    Fetch,
-    Fetched,
-    Fill,
-    Forward,
-    Kind,
-    Load,
-    Loaded,
-    Part,
-    Project,
-    Rank,
-    Reply,
-    Restore,
-    Save,
-    Saved,
-    Seal,
-    Unseal,
-)
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.ops.kvtype import KVTypes
 from luce.remote.activation_codec import ActivationCodec
-from luce.remote.shared_layout import ANSWER, Answer, shared_size
+from luce.remote.messages import (
+    Accept,
+    Announce,
+    Done,
+    Drop,
+    Embed,
+    Fetch,
+    Forward,
+    Load,
+    Loaded,
+    LoadedLayers,
+    LoadState,
+    Project,
+    RankPages,
+    Restore,
+    Save,
+    Saved,
+    SavedTensor,
+    Tensors,
+    UpdateRanking,
+)
+from luce.remote.service import Service, Work
+from luce.remote.shared_layout import OUTPUT_BYTES, OutputLayout, shared_size
 from luce.remote.validate import check_pages, check_step, is_path, load_layers, within
 from luce.runtime.device import Array, Device, Event, Flag
 from luce.runtime.host import HostDevice, HostEvent
-from luce.runtime.step import MAX_CANDIDATES, Int32, Output, Step
+from luce.runtime.step import MAX_CANDIDATES, Step
 from luce.runtime.transfer import DEPTH, Link, Transfer
 from luce.shard.local import LocalShard
 from luce.shard.pipeline import Chain, Ran
@@ -62,21 +64,12 @@ from luce.shard.sizes import handed_on, handed_widths
 
 _log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Work:
-    """A Forward or Save whose work is queued: its answer follows when `event` has happened.
-
-    `patient`: threads of this process are still at it, which whoever looks for it all the time would slow down.
-    """
-
-    event: Event
-    answer: Callable[[], Reply]
-    patient: bool = False
+#: a page's index in its sequence is below this
+_MAX_ENTRY = 1 << 24
 
 
 class _Queued(Event):
-    """When a step is over that the chain's threads are to queue."""
+    """Done when the pipeline's threads have queued a step, and its work is done."""
 
     def __init__(self, ran: Future[Ran]) -> None:
         self._ran = ran
@@ -92,41 +85,61 @@ class _Queued(Event):
 
 
 class _Copied(Event):
-    """When what was put aside is there."""
+    """Done when the copies of a saved state are complete."""
 
-    def __init__(self, kept: JoinedSavedState) -> None:
-        self._kept = kept
+    def __init__(self, saved: JoinedSavedState) -> None:
+        self._saved = saved
 
     def done(self) -> bool:
-        return self._kept.ready()
+        return self._saved.ready()
 
     def wait(self) -> None:
-        self._kept.wait()
+        self._saved.wait()
 
     def seconds_since(self, start: Event) -> float:
         return 0.0
 
 
 @dataclass(frozen=True)
-class Announced:
-    """A step whose Forward is to come. Its work may be queued and wait for the input, or be what cannot be queued."""
+class _Announced:
+    """A step whose Forward follows."""
 
     message: Announce
+    #: the step's work, if it is queued already and waits for its input
     work: Work | None = None
+    #: why the step cannot run; the response to Forward
     problem: Exception | None = None
 
 
+@dataclass(frozen=True)
+class _AnnouncedStep(Step):
+    """A step on its way through the pipeline, with the message that announced it."""
+
+    #: keyword arguments of a subclass need defaults
+    message: Announce | None = None
+    #: when the input is ready
+    input_ready: Event | None = None
+
+    @classmethod
+    def of(cls, message: Announce, input_ready: Event) -> _AnnouncedStep:
+        """The step of a message."""
+        values = {field.name: getattr(message.step, field.name) for field in fields(Step)}
+        return cls(**values, message=message, input_ready=input_ready)
+
+
 class _SharedMemory(HostDevice):
-    """The arena as the place that activations come from."""
+    """The arena as the device that input activations come from."""
 
     remote = True
 
 
-class ServedModel:
-    """The layers that one Load names, on their devices. Raises LuceError for what a message cannot ask for.
+class ServedModel(Service):
+    """The layers of one Load message, on their devices. Its handlers raise LuceError for invalid requests.
 
-    `on_read` gets the share of the layers that are read, after each.
+    `on_progress` gets the share of the layers that are loaded, after each layer.
     """
+
+    holds = "layers"
 
     def __init__(
         self,
@@ -135,8 +148,23 @@ class ServedModel:
         devices: Sequence[Device],
         arena: Arena,
         opened: contextlib.ExitStack,
-        on_read: Callable[[float], None],
+        on_progress: Callable[[float], None],
     ) -> None:
+        super().__init__()
+        self.handlers = {
+            Announce: self.announce,
+            Forward: self.run,
+            Embed: self.embed,
+            Project: self.project,
+            Accept: self.accept,
+            UpdateRanking: self.update_ranking,
+            RankPages: self.rank,
+            Save: self.save,
+            Fetch: self.fetch,
+            Restore: self.restore,
+            Drop: self.drop,
+            LoadState: self.load_state,
+        }
         file = opened.enter_context(open_gguf(path))
         if fingerprint(file) != load.fingerprint:
             raise ModelError(f"{path}: the daemon's file is not the server's: their contents differ")
@@ -147,31 +175,43 @@ class ServedModel:
         self.load = load
         self.devices = devices
         self.arena = arena
-        self.takes = handed_widths(spec, layers[0].start)
-        self.gives = handed_widths(spec, layers[-1].stop)
-        #: how what is taken and given travels in messages
-        self._wires = (
-            ActivationCodec(load.wire, spec, layers[0].start),
-            ActivationCodec(load.wire, spec, layers[-1].stop),
-        )
+        boundaries = layers[0].start, layers[-1].stop
+        self.input_widths, self.output_widths = (handed_widths(spec, boundary) for boundary in boundaries)
+        self._input_codec, self._output_codec = (ActivationCodec(load.activations, spec, each) for each in boundaries)
         self._last = layers[-1].stop == len(spec.layers)
-        self.chain = Chain(peer=load.peer, enter=self._enter, leave=self._leave)
-        opened.callback(self.chain.close)
-        if load.arena != shared_size(load.rows, self.takes, self.gives):
+        if load.arena != shared_size(load.rows, self.input_widths, self.output_widths):
             raise BackendError(f"{load.arena} bytes of shared memory do not suit steps of {load.rows} rows")
         problems = arena.pin(devices)
         for problem in problems:
             _log.warning("shared memory is not pinned, copies are slower: %s", problem)
-        #: whether the devices wait for a step's input, and tell its output, by themselves
-        self.words = load.shared and not problems and all(device.uses_flags for device in devices) and self._try_words()
-        #: steps that are being queued, by their identity, and when their inputs are there
-        self._going: dict[int, tuple[Announce, Event]] = {}
-        read, count = itertools.count(1), sum(map(len, layers))
-        for number, (device, part, spare) in enumerate(zip(devices, layers, load.spare, strict=True)):
+        can_use_flags = load.shared and not problems and all(device.uses_flags for device in devices)
+        #: whether the devices wait for the input flag, and raise the output flag, without the host
+        self.uses_flags = can_use_flags and self._try_flags()
+        self.chain = Chain(peer=load.peer, enter=self._enter, leave=self._leave)
+        opened.callback(self.chain.close)
+        self._build(file, layers, on_progress)
+        self._input_link = None
+        if self.input_widths:
+            size = load.rows * sum(self.input_widths)
+            self._input_link = Link(_SharedMemory(), devices[0], size, peer=False, watch=lambda start, end: None)
+        self._output_copies = devices[-1].copy_stream()
+        #: output activations, until they have been copied
+        self._copying: deque[tuple[Activation, Event]] = deque()
+        self._seconds_reported = 0.0
+        #: by number
+        self._saved: dict[int, JoinedSavedState] = {}
+        self._announced: _Announced | None = None
+        #: what was announced before the request that is being handled
+        self._previous: _Announced | None = None
+
+    def _build(self, file: GGUFFile, layers: Sequence[range], on_progress: Callable[[float], None]) -> None:
+        """Load the layers, a range on each device, into the pipeline."""
+        load, done, count = self.load, itertools.count(1), sum(map(len, layers))
+        for number, (device, part, spare) in enumerate(zip(self.devices, layers, load.spare, strict=True)):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             shard = LocalShard(
                 file,
-                spec,
+                self.spec,
                 part,
                 device,
                 pages=load.pages,
@@ -179,266 +219,295 @@ class ServedModel:
                 kv=KVTypes(*load.kv),
                 verify=load.verify,
                 spare=spare,
-                pieces=len(devices) > 1,
-                places=self._places,
-                on_captured=self._hand_captured,
-                on_layer=lambda: on_read(next(read) / count),
+                pieces=len(self.devices) > 1,
+                places=self._output_arrays,
+                on_captured=self._copy_captured,
+                on_layer=lambda: on_progress(next(done) / count),
             )
-            # What a device raises names it.
+            # Errors of the device name it.
             self.chain.add(f"layers {part.start}..{part.stop - 1}", str(device.name), shard)
             if number:
-                self.chain.link(load.rows * handed_on(spec, part.start) // 4)
-        self._entry = None
-        if self.takes:
-            size = load.rows * sum(self.takes)
-            self._entry = Link(_SharedMemory(), devices[0], size, peer=False, watch=lambda start, end: None)
-        self._exit = devices[-1].copy_stream()
-        #: what was handed on, until the copies are done
-        self._sent: deque[tuple[Activation, Event]] = deque()
-        self._counted = 0.0
-        self._kept: dict[int, JoinedSavedState] = {}
+                self.chain.link(load.rows * handed_on(self.spec, part.start) // 4)
 
-    def loaded(self) -> Loaded:
-        """What lies on the devices, and the model's dimensions as this process sees them."""
-        parts = (part for shard in self.chain.shards for part in shard.info.devices)
-        shown = (Part(p.device, (p.layers.start, p.layers.stop), p.weights, p.state, p.unpacked) for p in parts)
-        return Loaded(tuple(shown), self.takes, self.gives, self.spec.vocab, self.words)
-
-    def _try_words(self) -> bool:
-        """Whether the devices do with words what they are asked to."""
+    def _try_flags(self) -> bool:
+        """Whether the devices succeed in waiting for a flag and in raising one."""
         try:
             for device in self.devices:
-                device.wait_for(Flag(self.arena.given, int(self.arena.given[0])))
-                device.set_flag(Flag(self.arena.told, int(self.arena.told[0])))
+                device.wait_for(Flag(self.arena.input_flag, int(self.arena.input_flag[0])))
+                device.set_flag(Flag(self.arena.output_flag, int(self.arena.output_flag[0])))
                 device.synchronize()
         except DeviceError as error:
-            _log.warning("the host tells GPUs when to go on, steps are slower: %s", error)
+            _log.warning("GPUs cannot use flags in shared memory, steps are slower: %s", error)
             return False
         return True
 
-    def announce(self, message: Announce) -> Announced:
-        """Do what can be done before the input is there. What goes wrong is the answer to Forward."""
+    def loaded(self) -> Loaded:
+        parts = (part for shard in self.chain.shards for part in shard.info.devices)
+        layers = (
+            LoadedLayers(part.device, (part.layers.start, part.layers.stop), part.weights, part.state, part.unpacked)
+            for part in parts
+        )
+        return Loaded(tuple(layers), self.input_widths, self.output_widths, self.spec.vocab, self.uses_flags)
+
+    @property
+    def announced(self) -> bool:
+        return self._announced is not None
+
+    @property
+    def frame_limit(self) -> int:
+        return sum(shard.info.state for shard in self.chain.shards) * 2
+
+    @property
+    def failed(self) -> bool:
+        return self.chain.failure is not None
+
+    def settle(self) -> None:
+        self.chain.settle()
+        self._copying.clear()
+        if self._input_link is not None:
+            with contextlib.suppress(DeviceError):
+                self._input_link.settle()
+
+    def abandon(self) -> None:
+        flag = None if self._announced is None else self._announced.message.input_flag
+        if flag is not None:
+            # Otherwise the device waits for ever, even if only a part of the step's work was queued.
+            Flag(self.arena.input_flag, flag).set()
+
+    def handle(self, message: Any) -> Any:
+        # A Drop may arrive between Announce and Forward; any other request ends what was announced.
+        if not isinstance(message, Drop):
+            self._previous, self._announced = self._announced, None
+        return super().handle(message)
+
+    def announce(self, message: Announce) -> None:
+        """Queue as much as possible before the input is ready. Errors become the response to Forward."""
         try:
             check_step(message.step, self.spec.vocab, self.load)
             self._check_places(message)
             work = None
-            if message.given is not None:
-                work = self.forward(message, Flag(self.arena.given, message.given))
+            if message.input_flag is not None:
+                work = self.forward(message, Flag(self.arena.input_flag, message.input_flag))
         except Exception as error:
-            return Announced(message, problem=error)
-        return Announced(message, work)
+            self._announced = _Announced(message, problem=error)
+        else:
+            self._announced = _Announced(message, work)
 
-    def run(self, announced: Announced, message: Forward) -> Work:
-        """The work of an announced step, queued now if it is not yet."""
+    def run(self, message: Forward) -> Work:
+        """The work of the announced step, queued now unless it has been queued already."""
+        announced = self._previous
+        if announced is None:
+            raise BackendError("no step was announced")
         if announced.problem is not None:
             raise announced.problem
-        if (message.data is None) != (self.load.shared or not self.takes):
-            raise BackendError("an activation came by the wrong way")
+        if (message.data is None) != (self.load.shared or not self.input_widths):
+            raise BackendError("the message has an activation that belongs in shared memory, or lacks one")
         if message.data is not None:
             memory = self.arena.memory[announced.message.source :]
-            self._wires[0].unpack(message.data, memory, announced.message.step.rows)
+            self._input_codec.unpack(message.data, memory, announced.message.step.rows)
         return announced.work or self.forward(announced.message, HostEvent())
 
     def _check_places(self, message: Announce) -> None:
         rows = message.step.rows
-        if rows > self.load.rows and (self.takes or self.gives):
-            raise BackendError(f"a step of {rows} rows, at most {self.load.rows} were agreed on")
-        for at, widths in ((message.source, self.takes), (message.target, self.gives)):
+        if rows > self.load.rows and (self.input_widths or self.output_widths):
+            raise BackendError(f"a step of {rows} rows, the load allows {self.load.rows}")
+        for at, widths in ((message.source, self.input_widths), (message.target, self.output_widths)):
             inside = 0 <= at <= len(self.arena.memory) - 4 * rows * sum(widths) and at % 4 == 0
             if not inside if widths else at != -1:
-                raise BackendError(f"place {at} is none for an activation of {rows} rows")
-        if message.given is not None and not (self.words and self.takes):
-            raise BackendError("there is no input that a device here could wait for")
-        inside = 0 <= message.answer <= len(self.arena.memory) - ANSWER and message.answer % 64 == 0
-        if message.told is not None and not (self.words and self._last and inside and len(message.step.output_rows)):
-            raise BackendError(f"place {message.answer} is none for an output, or there is none")
+                raise BackendError(f"offset {at} is not a place for an activation of {rows} rows")
+        if message.input_flag is not None and not (self.uses_flags and self.input_widths):
+            raise BackendError("no device here can wait for an input flag")
+        if message.output_flag is not None and not self._has_output_at(message):
+            raise BackendError(f"offset {message.output} is not a place for an Output, or the step has none")
 
-    def forward(self, message: Announce, there: Event) -> Work:
-        """Queue a step whose input is there when the event has happened."""
-        step, chain = message.step, self.chain
-        self._going[id(step)] = message, there
+    def _has_output_at(self, message: Announce) -> bool:
+        inside = 0 <= message.output <= len(self.arena.memory) - OUTPUT_BYTES and message.output % 64 == 0
+        return self.uses_flags and self._last and inside and len(message.step.output_rows) > 0
+
+    def forward(self, message: Announce, input_ready: Event) -> Work:
+        """Queue the announced step, whose input is there once `input_ready` is done."""
+        step, chain = _AnnouncedStep.of(message, input_ready), self.chain
         if len(self.devices) == 1 or (len(step.output_rows) and chain.idle and chain.failure is None):
-            # A thread takes tens of microseconds to wake.
+            # Without the pipeline's threads, as a thread takes tens of microseconds to wake up.
             result, over = chain.through(step)
             return Work(over, lambda: self._done(message, result))
         ran = chain.queue(step)
-        return Work(_Queued(ran), lambda: self._done(message, ran.result()[0]), patient=True)
+        return Work(_Queued(ran), lambda: self._done(message, ran.result()[0]), threaded=True)
 
     def _enter(self, step: Step) -> Transfer | None:
-        """What the first shard is handed, on its thread."""
-        message, there = self._going[id(step)]
-        if self._entry is None:
+        """The input of the first shard; on its thread."""
+        message, input_ready = _announcement(step)
+        if self._input_link is None:
             return None
-        return self._entry.send(self.arena.floats(message.source, step.rows, self.takes), there)
+        return self._input_link.send(self.arena.floats(message.source, step.rows, self.input_widths), input_ready)
 
-    def _places(self, step: Step) -> Sequence[NDArray[Any]] | None:
-        """Where the output goes, if it does not go with the answer."""
-        message, _ = self._going[id(step)]
-        if message.told is None:
+    def _output_arrays(self, step: Step) -> Sequence[NDArray[Any]] | None:
+        """Where the Output goes, unless it goes into the response."""
+        message, _ = _announcement(step)
+        if message.output_flag is None:
             return None
-        return Answer(step, self.spec.vocab, self.arena.memory[message.answer : message.answer + ANSWER]).parts
+        memory = self.arena.memory[message.output : message.output + OUTPUT_BYTES]
+        return OutputLayout(step, self.spec.vocab, memory).arrays
 
     def _leave(self, step: Step, result: Activation | Pending, end: Event) -> Event:
-        """Tell the output of a step, or hand on what others go on with; on the last shard's thread."""
-        message, _ = self._going.pop(id(step))
+        """Raise the output flag of a step, or copy the output activation to the arena; on the last shard's thread."""
+        message, _ = _announcement(step)
         last = self.devices[-1]
         if not isinstance(result, tuple):
-            if message.told is not None:
-                last.set_flag(Flag(self.arena.told, message.told))
-            # Behind the copies of what was captured.
+            if message.output_flag is not None:
+                last.set_flag(Flag(self.arena.output_flag, message.output_flag))
+            # After the copies of captured outputs.
             return last.record()
-        if len(self._sent) == DEPTH:
-            # Memory of what was handed on is used again from here on.
-            _, taken = self._sent.popleft()
-            last.wait_for(taken)
-        self._exit.wait_for(end)
-        for place, array in zip(self.arena.floats(message.target, step.rows, self.gives), result, strict=True):
-            self._exit.copy(place, array)
-        copied = self._exit.record()
-        self._sent.append((result, copied))
+        if len(self._copying) == DEPTH:
+            # From here on, the memory of the oldest output activation is used again.
+            _, copied = self._copying.popleft()
+            last.wait_for(copied)
+        self._output_copies.wait_for(end)
+        arrays = self.arena.floats(message.target, step.rows, self.output_widths)
+        for target, array in zip(arrays, result, strict=True):
+            self._output_copies.copy(target, array)
+        copied = self._output_copies.record()
+        self._copying.append((result, copied))
         return copied
 
     def _done(self, message: Announce, result: object) -> Done:
-        """The answer to a step that is over, of which the last shard has made this."""
-        output = result() if callable(result) and message.told is None else None
+        """The response to a step with this result of the last shard."""
+        output = result() if callable(result) and message.output_flag is None else None
         data = None
-        if self.gives and not self.load.shared:
-            data = self._wires[1].pack(self.arena.memory[message.target :], message.step.rows)
+        if self.output_widths and not self.load.shared:
+            data = self._output_codec.pack(self.arena.memory[message.target :], message.step.rows)
         return Done(self._seconds(), output, data)
 
-    def _hand_captured(self, step: Step, outputs: Sequence[Array]) -> None:
-        """What the last shard has captured goes where others hand on."""
-        self._exit.wait_for(self.devices[-1].record())
-        message, _ = self._going[id(step)]
-        for place, output in zip(self.arena.floats(message.target, step.rows, self.gives), outputs, strict=True):
-            self._exit.copy(place, output.view(np.float32))
-        # Memory of the outputs is used again by the next step, and the answer says that they are there.
-        self.devices[-1].wait_for(self._exit.record())
+    def _copy_captured(self, step: Step, outputs: Sequence[Array]) -> None:
+        """Copy the captured outputs of the last shard to the place of an output activation."""
+        message, _ = _announcement(step)
+        self._output_copies.wait_for(self.devices[-1].record())
+        arrays = self.arena.floats(message.target, step.rows, self.output_widths)
+        for target, output in zip(arrays, outputs, strict=True):
+            self._output_copies.copy(target, output.view(np.float32))
+        # The next step overwrites the outputs, and the response says that the copies are there.
+        self.devices[-1].wait_for(self._output_copies.record())
 
     def _seconds(self) -> float:
-        """What the devices have worked since the last answer."""
+        """What the devices have worked since the last response."""
         self.chain.look()
         total = self.chain.worked()
-        seconds, self._counted = total - self._counted, total
+        seconds, self._seconds_reported = total - self._seconds_reported, total
         return seconds
 
-    def embed(self, tokens: Int32) -> NDArray[np.float32]:
-        """Rows of the token table, [tokens, H]."""
+    def embed(self, message: Embed) -> Tensors:
+        """Look up rows of the token table."""
         self.chain.wait()
-        if tokens.ndim != 1 or not within(tokens, self.spec.vocab):
-            raise BackendError("tokens that do not exist")
-        rows: NDArray[np.float32] = self.devices[0].download(self.chain.shards[0].ends.embed(tokens))
-        return rows
+        if message.tokens.ndim != 1 or not within(message.tokens, self.spec.vocab):
+            raise BackendError("the tokens are not a list of ids in the vocabulary")
+        rows: NDArray[np.float32] = self.devices[0].download(self.chain.shards[0].ends.embed(message.tokens))
+        return Tensors({"rows": rows})
 
-    def project(self, message: Project) -> Output:
-        """The head's product with rows."""
+    def project(self, message: Project) -> Done:
+        """Multiply rows with the head."""
         self.chain.wait()
-        if (
-            message.hidden.ndim != 2
-            or message.hidden.shape[1] != self.spec.hidden
-            or not 0 <= message.top <= MAX_CANDIDATES
-        ):
-            raise BackendError(f"rows of shape {message.hidden.shape} and {message.top} candidates cannot be projected")
+        hidden, top = message.hidden, message.top
+        if hidden.ndim != 2 or hidden.shape[1] != self.spec.hidden or not 0 <= top <= MAX_CANDIDATES:
+            raise BackendError(f"rows of shape {hidden.shape} and {top} candidates cannot be projected")
         if not (0 <= message.scale < math.inf and 0 <= message.softcap < math.inf):
-            raise BackendError(f"no norms of logits times {message.scale}, capped at {message.softcap}")
+            raise BackendError(f"no norms of logits with scale {message.scale} and softcap {message.softcap}")
         shard, norms = self.chain.shards[-1], {"scale": message.scale, "softcap": message.softcap}
-        return shard.ends.project(message.hidden, top=message.top, logits=message.logits, **norms)()
+        return Done(output=shard.ends.project(hidden, top=top, logits=message.logits, **norms)())
 
-    def seal(self, message: Seal) -> None:
-        """Queue what keeps the moments of pages' keys."""
+    def update_ranking(self, message: UpdateRanking) -> Done:
+        """Add pages to the page ranking, or drop a slot from it."""
         self.chain.wait()
+        if not message.entries and not message.pages:
+            check_pages(self.load, message.slot)
+            for shard in self.chain.shards:
+                shard.ranking.drop(message.slot)
+            return Done()
         pages = [() if group.window is not None else message.pages for group in self.spec.page_groups]
         check_pages(self.load, message.slot, pages)
-        if len(message.entries) != len(message.pages) or not all(0 <= entry < 1 << 24 for entry in message.entries):
-            raise BackendError("pages of a sequence that cannot be")
+        entries = message.entries
+        if len(entries) != len(message.pages) or not all(0 <= entry < _MAX_ENTRY for entry in entries):
+            raise BackendError("the entries to rank do not fit the pages")
         for shard in self.chain.shards:
-            shard.ranking.add(message.slot, message.entries, message.pages)
+            shard.ranking.add(message.slot, entries, message.pages)
+        return Done()
 
-    def unseal(self, message: Unseal) -> None:
-        """Give up what was kept of a slot's pages."""
-        self.chain.wait()
-        check_pages(self.load, message.slot)
-        for shard in self.chain.shards:
-            shard.ranking.drop(message.slot)
-
-    def rank(self, message: Rank) -> NDArray[np.float64]:
-        """Shares of sealed pages, by layer."""
+    def rank(self, message: RankPages) -> Tensors:
+        """Estimate attention shares of ranked pages, by layer."""
         self.chain.wait()
         check_pages(self.load, message.slot)
         entries = message.entries
-        listed = entries.ndim == 1 and entries.size > 0 and entries[0] >= 0 and (np.diff(entries) > 0).all()
-        if message.position < 0 or not listed:
-            raise BackendError("these pages of a sequence cannot be ranked")
-        return np.concatenate(
-            [shard.ranking.rank(message.slot, message.position, entries) for shard in self.chain.shards]
-        )
+        ascending = entries.ndim == 1 and entries.size > 0 and entries[0] >= 0 and (np.diff(entries) > 0).all()
+        if message.position < 0 or not ascending:
+            raise BackendError("these entries cannot be ranked")
+        scores = [shard.ranking.rank(message.slot, message.position, entries) for shard in self.chain.shards]
+        return Tensors({"scores": np.concatenate(scores)})
 
-    def accept(self, slot: int, rows: Sequence[int]) -> None:
-        """These rows of a speculative span or a tree count."""
+    def accept(self, message: Accept) -> Done:
+        """Commit draft rows."""
         self.chain.wait()
-        check_pages(self.load, slot)
-        if not is_path(rows, self.load.verify):
-            raise BackendError(f"rows {rows} cannot be accepted, speculative spans have up to {self.load.verify}")
+        check_pages(self.load, message.slot)
+        if not is_path(message.rows, self.load.verify):
+            raise BackendError(f"rows {message.rows} cannot be accepted, the load allows {self.load.verify}")
         for shard in self.chain.shards:
-            shard.accept(slot, rows)
+            shard.accept(message.slot, message.rows)
+        return Done()
 
-    def save(self, number: int, message: Save) -> Work:
-        """Queue the copies; what they make is known by the number."""
+    def save(self, message: Save) -> Work:
+        """Queue the copies of a state."""
         self.chain.wait()
         check_pages(self.load, message.slot, message.pages)
         shards = self.chain.shards
         parts = [shard.state.save(message.slot, message.pages, held=message.held) for shard in shards]
-        kept = self._kept[number] = JoinedSavedState(parts)
-        return Work(_Copied(kept), lambda: _saved(kept))
+        saved = self._saved[message.saved] = JoinedSavedState(parts)
+        return Work(_Copied(saved), lambda: _description(saved))
 
-    def fetch(self, message: Fetch) -> Fetched:
-        """Some of what was put aside, once it is there."""
+    def fetch(self, message: Fetch) -> Tensors:
+        """Tensors of a saved state. Waits until they are copied."""
         found: dict[str, NDArray[np.generic]] = {}
-        for part in self._named(message.kept).parts:
+        for part in self._saved_state(message.saved).parts:
             assert isinstance(part, HostSavedState)
             part.wait()
             found |= part.rows(message.first, message.count, set(message.names) - part.mirrors)
-        return Fetched(found)
+        return Tensors(found)
 
-    def restore(self, message: Restore) -> None:
-        """What was put aside, back into pages and a slot."""
+    def restore(self, message: Restore) -> Done:
+        """Copy a saved state into a slot and pages."""
         self.chain.wait()
         check_pages(self.load, message.slot, message.pages)
-        for shard, part in zip(self.chain.shards, self._named(message.kept).parts, strict=True):
+        for shard, part in zip(self.chain.shards, self._saved_state(message.saved).parts, strict=True):
             shard.state.restore(message.slot, message.pages, part, message.first)
+        return Done()
 
-    def fill(self, message: Fill) -> None:
-        """The same from tensors that came with the message."""
+    def load_state(self, message: LoadState) -> Done:
+        """Copy tensors of the message into a slot and pages."""
         self.chain.wait()
         check_pages(self.load, message.slot, message.pages)
         for shard in self.chain.shards:
             shard.state.load(Piece(message.slot, message.pages, range(*message.layers), message.tensors))
+        return Done()
 
-    def drop(self, numbers: Sequence[int]) -> None:
-        """What these requests put aside is of no use any more."""
-        for number in numbers:
-            self._kept.pop(number, None)
+    def drop(self, message: Drop) -> None:
+        """Release saved states."""
+        for number in message.saved:
+            self._saved.pop(number, None)
 
-    def _named(self, number: int) -> JoinedSavedState:
-        if number not in self._kept:
-            raise BackendError(f"request {number} has put nothing aside")
-        return self._kept[number]
-
-    def settle(self) -> None:
-        """Wait until nothing runs, whether it fails or not."""
-        self.chain.settle()
-        self._sent.clear()
-        self._going.clear()
-        if self._entry is not None:
-            with contextlib.suppress(DeviceError):
-                self._entry.settle()
+    def _saved_state(self, number: int) -> JoinedSavedState:
+        if number not in self._saved:
+            raise BackendError(f"there is no saved state {number}")
+        return self._saved[number]
 
 
-def _saved(kept: JoinedSavedState) -> Saved:
-    kinds = {}
-    for part in kept.parts:
+def _announcement(step: Step) -> tuple[Announce, Event]:
+    """The message that announced a step, and when its input is ready."""
+    assert isinstance(step, _AnnouncedStep) and step.message is not None and step.input_ready is not None
+    return step.message, step.input_ready
+
+
+def _description(saved: JoinedSavedState) -> Saved:
+    tensors = {}
+    for part in saved.parts:
         assert isinstance(part, HostSavedState)
         for name, tensor in part.tensors.items():
             if name not in part.mirrors:
-                kinds[name] = Kind(tensor.dtype.str, tensor.shape, name in part.paged)
-    return Saved(kinds, kept.nbytes)
+                tensors[name] = SavedTensor(tensor.dtype.str, tensor.shape, name in part.paged)
+    return Saved(tensors, saved.nbytes)

@@ -1,200 +1,206 @@
-"""What a shard asks its daemon for, and the answers, which come in the same order."""
+"""The requests of a shard to its daemon, and the responses, which arrive in the same order."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
 
 from luce.errors import LuceError
-from luce.ipc.channel import Channel, ChannelError, GarbageError, LateError
-from luce.ipc.messages import Done, Drop, Failed, Reply
-from luce.ipc.supervisor import Supervisor, failure
+from luce.ipc.channel import SMALL_FRAME, Channel, ChannelError, ChannelTimeoutError, ProtocolError
+from luce.ipc.lifecycle import Failed, error_of
+from luce.ipc.supervisor import Supervisor
+from luce.remote.messages import Done, Drop, Response
 from luce.runtime.device import Event, Flag
 from luce.runtime.step import Output
 
-#: seconds that a request may take for each row, and for each byte, beside the limit of all requests
+#: seconds that a request may take for each row, and for each byte, beside the timeout of all requests
 PER_ROW = 0.1
 PER_BYTE = 1e-7
-#: answers that may be on their way while their output has been read already
-_BEHIND = 8
+#: most requests whose output has been read, but whose response has not been received
+_MAX_BEHIND = 8
+
+
+def check_done(response: Response) -> None:
+    """Raises ProtocolError unless the response is Done."""
+    if not isinstance(response, Done):
+        raise ProtocolError(f"it sent {type(response).__name__} instead of Done")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What to expect of the response to a request."""
+
+    #: gets the response; raises ProtocolError if it is not the right one
+    take: Callable[[Response], None] = check_done
+    #: seconds that it may take beside the timeout of all requests
+    seconds: float = 0.0
+    #: most bytes of its arrays
+    limit: int = SMALL_FRAME
+    #: seconds to poll for it without sleeping
+    spin: float = 0.0
 
 
 class Requests:
-    """The requests of one shard. For one thread. `before` is called before each.
+    """The requests of one shard, for one thread. `before` is called before each request that has a response.
 
-    `generation`: the daemon's life that they are for, which `lost` brings up to date. A daemon that is lost is the
-    answer to all of them: ShardLostError.
+    If the daemon is lost, all open requests fail with ShardLostError.
     """
 
     def __init__(self, daemon: Supervisor, before: Callable[[], None] = lambda: None) -> None:
+        #: the daemon's life that the requests go to; `lost` updates it
         self.generation = 0
-        #: numbers of what was put aside and is of no use any more; any thread may append to it
+        #: the numbers of saved states
+        self.saved_numbers = itertools.count(1)
+        #: numbers of saved states to release; any thread may append to it
         self.dropped: deque[int] = deque()
-        #: what was asked for last, unless the daemon was lost since
+        #: the last request, unless the daemon has been lost since
         self.newest: Request | None = None
-        #: seconds that threads have waited for answers, and for outputs that are told before; any thread may read it
+        #: seconds that threads have waited for responses and outputs; any thread may read it
         self.waited = 0.0
         self._daemon = daemon
         self._before = before
-        self._asked: deque[Request] = deque()
+        self._open: deque[Request] = deque()
         self._numbers = 0
 
-    def channel(self) -> Channel[Reply]:
-        """The way to the daemon. Raises ShardLostError."""
+    def channel(self) -> Channel[Response]:
+        """The channel to the daemon. Raises ShardLostError."""
         return self._daemon.channel(self.generation)
 
     def lost(self) -> str:
-        """Why all that the daemon kept has been lost since the last call; empty if it has not."""
+        """Why the daemon has been lost since the last call, and all state with it; empty if it has not."""
         known, self.generation = self.generation, self._daemon.generation
         return "" if known == self.generation else self._daemon.loss()
 
     def send(self, message: msgspec.Struct) -> None:
-        """A message that gets no answer."""
+        """Send a message that has no response."""
         self._send(self.channel(), message)
 
-    def ask(
-        self,
-        message: msgspec.Struct,
-        *,
-        seconds: float,
-        limit: int,
-        spin: float = 0.0,
-        take: Callable[[Reply], None],
-    ) -> Request:
-        """`take` gets the answer, and raises GarbageError if it is none.
-
-        `seconds` that it may take beside the limit of all requests; `limit` of the bytes behind its message; `spin`:
-        seconds to look for it without sleeping.
-        """
+    def ask(self, message: msgspec.Struct, expected: Expected | None = None) -> Request:
+        """Send a request. The default expects Done. Raises ShardLostError."""
         self._before()
         channel = self.channel()
         if self.dropped:
-            # Who keeps the last reference may be on any thread, and may go meanwhile.
+            # Any thread may hold the last reference to a saved state, and release it meanwhile.
             self._send(channel, Drop(tuple(self.dropped.popleft() for _ in range(len(self.dropped)))))
         self._send(channel, message)
-        request = Request(self, channel, self._numbers, self._daemon.limits.request + seconds, limit, spin, take)
-        self._asked.append(request)
+        request = Request(self, channel, self._numbers, expected or Expected(), self._daemon.timeouts.request)
+        self._open.append(request)
         self.newest = request
         return request
 
     def pump(self, request: Request, *, wait: bool) -> None:
-        """Receive answers until the one to a request, or all that are there without waiting."""
-        while not request.over and (wait or request.channel.ready()):
+        """Receive responses until that to `request`; without waiting only those that have arrived."""
+        while not request.is_over and (wait or request.channel.ready()):
             self._receive()
 
     def catch_up(self) -> None:
-        """Receive answers that are there; there may be some to requests whose output was read before."""
-        while self._asked and (self._asked[0].channel.ready() or len(self._asked) > _BEHIND):
-            head = self._asked[0]
+        """Receive the responses that have arrived. Those to requests whose output was read before may be among them."""
+        while self._open and (self._open[0].channel.ready() or len(self._open) > _MAX_BEHIND):
+            head = self._open[0]
             self._receive()
-            if head.error is not None and head.early:
+            if head.error is not None and head.output_was_early:
                 raise head.error
 
-    def lost_by(self, channel: Channel[Reply], why: ChannelError) -> NoReturn:
-        """The daemon's death is the answer to all that was asked."""
+    def lost_by(self, channel: Channel[Response], why: ChannelError) -> NoReturn:
+        """Let all open requests fail because the channel failed. Raises ShardLostError."""
         error = self._daemon.lost(channel, why)
-        for request in self._asked:
+        for request in self._open:
             request.error = error
-        self._asked.clear()
+        self._open.clear()
         self.newest = None
         raise error
 
-    def _send(self, channel: Channel[Reply], message: msgspec.Struct) -> None:
+    def _send(self, channel: Channel[Response], message: msgspec.Struct) -> None:
         self._numbers += 1
-        hear, seconds = self._hear if self._asked else None, self._daemon.limits.request
+        pending, seconds = self._receive_pending if self._open else None, self._daemon.timeouts.request
         try:
-            channel.send(self._numbers, message, timeout=seconds, hear=hear)
+            channel.send(self._numbers, message, timeout=seconds, receive_pending=pending)
         except ChannelError as error:
-            self.lost_by(channel, _within(seconds, error))
+            self.lost_by(channel, _with_limit(seconds, error))
 
-    def _hear(self) -> bool:
-        """An answer comes while something is sent. Whether there may be another one."""
+    def _receive_pending(self) -> bool:
+        """Receive a response that arrives during a send. Returns whether another one may arrive."""
         self._receive()
-        return bool(self._asked)
+        return bool(self._open)
 
     def _receive(self) -> None:
-        head = self._asked[0]
+        head = self._open[0]
         try:
-            number, reply = head.channel.receive(timeout=head.seconds, limit=head.limit, spin=head.spin)
+            expected = head.expected
+            number, response = head.channel.receive(timeout=head.timeout, limit=expected.limit, spin=expected.spin)
             if number != head.number:
-                raise GarbageError(f"it answered request {number} instead of {head.number}")
-            head.finish(reply, self._daemon.name)
-            self._asked.popleft()
+                raise ProtocolError(f"it responded to request {number} instead of {head.number}")
+            head.finish(response, self._daemon.name)
+            self._open.popleft()
         except ChannelError as error:
-            self.lost_by(head.channel, _within(head.seconds, error))
+            self.lost_by(head.channel, _with_limit(head.timeout, error))
 
 
 class Request(Event):
-    """Something that the daemon was asked for; the event is its answer, or the output that is told before it."""
+    """A request to the daemon. The event is its response, or its output if that arrives earlier in shared memory."""
 
     def __init__(
-        self,
-        requests: Requests,
-        channel: Channel[Reply],
-        number: int,
-        seconds: float,
-        limit: int,
-        spin: float,
-        take: Callable[[Reply], None],
+        self, requests: Requests, channel: Channel[Response], number: int, expected: Expected, timeout: float
     ) -> None:
         self._requests = requests
         self.channel = channel
         self.number = number
-        self.seconds = seconds
-        self.limit = limit
-        self.spin = spin
-        self._take = take
-        self._told: Flag | None = None
+        self.expected = expected
+        #: seconds, all told
+        self.timeout = timeout + expected.seconds
+        self._output_flag: Flag | None = None
         self._read: Callable[[], Output] | None = None
         self._work = 0.0
         self._output: Output | None = None
-        self._done = False
+        self._finished = False
         self.error: LuceError | None = None
 
     @property
-    def over(self) -> bool:
-        """Whether the answer has come, or will never come."""
-        return self._done or self.error is not None
+    def is_over(self) -> bool:
+        """Whether the response has arrived, or never will."""
+        return self._finished or self.error is not None
 
     @property
-    def read(self) -> bool:
-        """Whether nobody needs any more what lies in shared memory for it."""
+    def is_read(self) -> bool:
+        """Whether its part of the shared memory may be overwritten."""
         return self._output is not None or self.error is not None
 
     @property
-    def early(self) -> bool:
-        """Whether its output was read before the answer came."""
-        return self._output is not None and not self._done
+    def output_was_early(self) -> bool:
+        """Whether its output has been read, while its response has not arrived."""
+        return self._output is not None and not self._finished
 
-    def expect(self, told: Flag, read: Callable[[], Output]) -> None:
-        """The output can be read once the word tells it. `read` raises GarbageError."""
-        self._told, self._read = told, read
+    def expect_output(self, flag: Flag, read: Callable[[], Output]) -> None:
+        """The output can be read as soon as the flag is raised. `read` raises ProtocolError."""
+        self._output_flag, self._read = flag, read
 
-    def finish(self, reply: Reply, name: str) -> None:
-        """The answer. Raises GarbageError if it is none."""
-        if isinstance(reply, Failed):
-            self.error = failure(name, reply)
+    def finish(self, response: Response, name: str) -> None:
+        """Take the response of the daemon `name`. Raises ProtocolError if it is not the right one."""
+        if isinstance(response, Failed):
+            self.error = error_of(response, name)
             return
-        self._take(reply)
-        if isinstance(reply, Done):
-            self._work = reply.seconds
-            self._output = self._output or reply.output or (self._read() if self._read is not None else None)
-        # It may refer to whoever keeps this request.
-        self._take = _nothing
-        self._done = True
+        self.expected.take(response)
+        if isinstance(response, Done):
+            self._work = response.seconds
+            self._output = self._output or response.output or (self._read() if self._read is not None else None)
+        # `take` may refer to an object that refers to this request.
+        self.expected = Expected()
+        self._finished = True
 
     def output(self) -> Output:
-        """What the last shard returns; waits for it."""
+        """The output of the last shard. Waits for it."""
         self.wait()
         if self._output is None:
             assert self._read is not None
             try:
                 self._output = self._read()
-            except GarbageError as error:
+            except ProtocolError as error:
                 self._requests.lost_by(self.channel, error)
         return self._output
 
@@ -202,36 +208,34 @@ class Request(Event):
         self._requests.pump(self, wait=False)
         if self.error is not None:
             raise self.error
-        return self._done
+        return self._finished
 
     def wait(self) -> None:
         begin = time.monotonic()
         try:
-            if not self._is_told(begin):
+            if not self._has_output(begin):
                 self._requests.pump(self, wait=True)
         finally:
             self._requests.waited += time.monotonic() - begin
         if self.error is not None:
             raise self.error
 
-    def _is_told(self, begin: float) -> bool:
-        """Whether the output is there. Looks for it without sleeping, as long as the request is to be looked for."""
-        if self._told is None:
+    def _has_output(self, begin: float) -> bool:
+        """Whether the output is in shared memory. Polls for it without sleeping as long as `expected.spin` allows."""
+        if self._output_flag is None:
             return False
-        end = begin + self.spin
-        while not self._told.done() and not self.over and time.monotonic() < end:
+        end = begin + self.expected.spin
+        while not self._output_flag.done() and not self.is_over and time.monotonic() < end:
             self._requests.pump(self, wait=False)
-        return self._told.done()
+        return self._output_flag.done()
 
     def seconds_since(self, start: Event) -> float:
-        """The daemon's own measure: between the answers lies what it waited for as well."""
+        """What the daemon's devices worked. The time between two responses includes what the daemon waited for."""
         return self._work
 
 
-def _within(seconds: float, error: ChannelError) -> ChannelError:
-    """The error, with the limit if that is what it is about."""
-    return LateError(f"{error} within {seconds:.4g} s (--shard-timeout)") if isinstance(error, LateError) else error
-
-
-def _nothing(reply: Reply) -> None:
-    pass
+def _with_limit(seconds: float, error: ChannelError) -> ChannelError:
+    """The error, with the limit in its message if it is a timeout."""
+    if not isinstance(error, ChannelTimeoutError):
+        return error
+    return ChannelTimeoutError(f"{error} within {seconds:.4g} s (--shard-timeout)")

@@ -1,4 +1,4 @@
-"""A shard in another process: what the verbs of a shard become on the wire."""
+"""A shard in a daemon: its verbs become requests."""
 
 from __future__ import annotations
 
@@ -13,23 +13,16 @@ from luce.errors import BackendError, OutOfMemoryError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile
 from luce.ipc.arena import Arena, shared_arena
-from luce.ipc.channel import SMALL, GarbageError
-from luce.ipc.device import RemoteDevice
-from luce.ipc.messages import (
-    Accept,
-    Announce,
-    Done,
-    Forward,
-    Load,
-    Reply,
-)
+from luce.ipc.channel import SMALL_FRAME, ProtocolError
 from luce.ipc.supervisor import Supervisor
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.remote.activation_codec import ActivationCodec
-from luce.remote.rpc import PER_BYTE, PER_ROW, Request, Requests
-from luce.remote.shard_groups import RemoteEnds, RemoteRanking, RemoteState, check_done, check_ids, check_output
-from luce.remote.shared_layout import ANSWER, OUTPUTS, Answer, shared_size
+from luce.remote.device import RemoteDevice
+from luce.remote.messages import Accept, Announce, Done, Forward, Load, Loaded, Response
+from luce.remote.rpc import PER_BYTE, PER_ROW, Expected, Request, Requests
+from luce.remote.shard_groups import RemoteEnds, RemoteRanking, RemoteState, check_ids, check_output
+from luce.remote.shared_layout import OUTPUT_BUFFERS, OUTPUT_BYTES, OutputLayout, shared_size
 from luce.runtime.device import Device, Event, Flag
 from luce.runtime.host import HostEvent
 from luce.runtime.step import MAX_CANDIDATES, Output, Step
@@ -38,37 +31,39 @@ from luce.shard.sizes import handed_widths, mirrored
 
 _log = logging.getLogger(__name__)
 
-#: Seconds to look for the answer to a step of few rows without sleeping, if a GPU gives it: such a step is over by
-#: then, and a thread that waits in the driver for its own GPU does not sleep either.
-_SPIN, _SPUN_ROWS = 20e-3, 64
+#: Seconds to poll for the response to a step of up to _SPIN_ROWS rows without sleeping, if a GPU computes it. Such a
+#: step is done by then, and a thread that waits in the driver for its own GPU does not sleep either.
+_SPIN, _SPIN_ROWS = 20e-3, 64
 
 
 def daemon_state(
     shard: int | str, device: str, daemon: Supervisor, *, shared: tuple[int, int] | None = None
 ) -> DaemonState:
-    """What a daemon's supervisor tells of it. `shared`: bytes sent and received through memory that it may share."""
-    ways = {"stream": daemon.traffic()} | ({} if shared is None else {"shared": shared})
+    """The state of a daemon. `shared`: bytes sent and received through shared memory; None if it cannot have any."""
+    traffic = {"stream": daemon.traffic()} | ({} if shared is None else {"shared": shared})
     return DaemonState(
         shard,
         device,
         up=daemon.ready(),
         restarts=daemon.generation,
-        transport="shared" if shared is not None and daemon.shares else "stream",
+        transport="stream",
         words=False,
         moved={
-            (way, to): n for way, counts in ways.items() for to, n in zip(("sent", "received"), counts, strict=True)
+            (way, to): n for way, counts in traffic.items() for to, n in zip(("sent", "received"), counts, strict=True)
         },
         waited=None,
     )
 
 
 class RemoteShard:
-    """Layers of a file on the devices of one daemon, a range for each. It loads in the background: `wait_loaded`.
+    """Layers of a file on the devices of one daemon, a range for each. Loads in the background: see `wait_loaded`.
 
-    `name` stands in errors; `on_captured` as in LocalShard. `spare`: bytes of each device in which matrices may be kept
-    unpacked; `rows`: most rows of a step if something is handed over or on. Raises OutOfMemoryError for the shared
-    memory.
+    `name` is its name in messages; `on_captured` as for LocalShard. `spare`: bytes of each device in which unpacked
+    matrices may be kept; `rows`: most rows of a step, if activations cross a boundary. Raises OutOfMemoryError for the
+    shared memory.
     """
+
+    remote = True
 
     def __init__(
         self,
@@ -92,33 +87,39 @@ class RemoteShard:
         self._name = name
         self._daemon: Supervisor = devices[0].daemon
         self._vocab = spec.vocab
-        self._takes, self._gives = handed_widths(spec, self.layers.start), handed_widths(spec, self.layers.stop)
-        wire = self._daemon.wire
-        self._wires = ActivationCodec(wire, spec, self.layers.start), ActivationCodec(wire, spec, self.layers.stop)
         self._last = self.layers.stop == len(spec.layers)
         self._on_captured = on_captured
-        size = shared_size(rows, self._takes, self._gives)
         self._spin = 0.0 if all(device.host for device in devices) else _SPIN
-        self._arena = self._memory_of(size)
-        self._answer = self._arena.take(ANSWER)
-        self._outputs = [self._arena.take(4 * rows * sum(self._gives)) for _ in range(OUTPUTS)]
+        boundaries = self.layers.start, self.layers.stop
+        self._input_widths, self._output_widths = (handed_widths(spec, boundary) for boundary in boundaries)
+        activations = devices[0].transport.activations
+        self._input_codec, self._output_codec = (ActivationCodec(activations, spec, each) for each in boundaries)
+        size = shared_size(rows, self._input_widths, self._output_widths)
+        self._arena = self._make_arena(size)
+        self._shared = self._arena.fd is not None
+        self._output_at = self._arena.allocate(OUTPUT_BYTES)
+        self._output_buffers = [
+            self._arena.allocate(4 * rows * sum(self._output_widths)) for _ in range(OUTPUT_BUFFERS)
+        ]
         self._requests = Requests(self._daemon, before=self._release)
         self._announced: _Announced | None = None
-        #: whose output comes through shared memory, or came last
+        #: the last request whose Output comes through shared memory
         self._reader: Request | None = None
-        #: the last step whose captured outputs come with its answer
+        #: the last request whose captured outputs come with its response
         self._capturing: Request | None = None
-        self._words = False
-        self._forwards = 0
-        #: bytes of a row in shared memory, and of all that went through it, to the daemon and from it
-        self._handed_row, self._taken_row = 4 * sum(self._takes), 4 * sum(self._gives)
-        self._handed = self._taken = 0
+        #: whether the daemon's devices wait for the arena's flags, and raise them, without the host
+        self._uses_flags = False
+        #: how many steps have been announced: the values of the arena's flags
+        self._steps = 0
+        #: bytes that went through shared memory, to the daemon and from it
+        self._shared_sent = self._shared_received = 0
         for device in devices:
-            device.arena, device.moment = self._arena, self._moment
-        self._load = Load(
+            device.arena, device.last_event = self._arena, self._last_event
+        ranges = tuple((part.start, part.stop) for part in layers)
+        load = Load(
             path=str(file.paths[0].resolve()),
             fingerprint=fingerprint(file),
-            layers=tuple((part.start, part.stop) for part in layers),
+            layers=ranges,
             pages=tuple(pages),
             slots=slots,
             kv=(kv.k, kv.v),
@@ -129,104 +130,101 @@ class RemoteShard:
             rows=rows,
             peer=peer,
             arena=size,
-            shared=self._daemon.shares,
-            wire=wire,
+            shared=self._shared,
+            activations=activations,
         )
-        self._expected = tuple(
-            (str(device.name.local), (part.start, part.stop)) for device, part in zip(devices, layers, strict=True)
-        )
+        self._expected = tuple(zip((str(device.name.local) for device in devices), ranges, strict=True))
         parts = zip(devices, layers, strict=True)
         self.info = ShardInfo(tuple(DeviceInfo(str(device.name), part, 0, 0, 0) for device, part in parts))
         self.state = RemoteState(self._requests, self.layers, mirrored(spec, self.layers), self._copy_seconds)
         self.ranking = RemoteRanking(self._requests, sum(map(spec.ranks, self.layers)), self._copy_seconds)
         self.ends = RemoteEnds(self._requests, self.device, spec.hidden, spec.vocab)
-        self._daemon.begin_load(self._load, self._arena, name)
+        self._daemon.begin_load(load, Loaded, arena=self._arena, name=name)
 
-    def _memory_of(self, size: int) -> Arena:
-        if self._daemon.shares:
+    def _make_arena(self, size: int) -> Arena:
+        transport = self.device.transport
+        if transport.shared:
             try:
                 return shared_arena(size)
             except OutOfMemoryError as error:
-                if self._daemon.required:
+                if transport.required:
                     raise OutOfMemoryError(f"{self._name}: --shard-transport shared: {error}") from error
-                _log.warning("%s: activations go in messages, which is slower: %s", self._name, error)
-                self._daemon.shares = False
+                _log.warning("%s: activations are sent in messages, which is slower: %s", self._name, error)
         return Arena(size, None)
 
-    def wait_loaded(self, on_read: Callable[[], None] = lambda: None) -> None:
-        """`on_read` is called meanwhile, when `read` may have changed. Raises LuceError if the daemon cannot load."""
-        loaded = self._daemon.loaded(on_read)
+    def wait_loaded(self, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Wait for the daemon. `on_progress` is called when `progress` may have changed. Raises LuceError."""
+        loaded = self._daemon.wait_loaded(Loaded, on_progress)
         if tuple((part.device, part.layers) for part in loaded.parts) != self._expected:
             raise BackendError(f"{self._name}: the daemon has loaded other layers than it was asked to")
-        theirs, ours = (loaded.takes, loaded.gives, loaded.vocab), (self._takes, self._gives, self._vocab)
+        theirs = loaded.input_widths, loaded.output_widths, loaded.vocab
+        ours = self._input_widths, self._output_widths, self._vocab
         if theirs != ours:
             raise BackendError(f"{self._name}: the daemon sees a model of dimensions {theirs}, this process {ours}")
-        self._words = loaded.words and self._daemon.shares
+        self._uses_flags = loaded.flags and self._shared
+        parts = zip(self.info.devices, loaded.parts, strict=True)
         self.info = ShardInfo(
-            tuple(
-                DeviceInfo(mine.device, mine.layers, part.weights, part.state, part.unpacked)
-                for mine, part in zip(self.info.devices, loaded.parts, strict=True)
-            )
+            tuple(DeviceInfo(own.device, own.layers, part.weights, part.state, part.unpacked) for own, part in parts)
         )
 
     @property
-    def read(self) -> float:
-        """Share of its layers that the daemon has read, as far as is known. Any thread may ask."""
-        return self._daemon.read
+    def progress(self) -> float:
+        """Share of its layers that the daemon has loaded, as known here. Any thread may read it."""
+        return self._daemon.progress
 
     def pin(self, devices: Iterable[Device]) -> None:
-        """Let the copies of neighbouring devices reach the shared memory directly."""
+        """Pin the shared memory, so that copies of neighbouring devices access it directly."""
         for problem in self._arena.pin(devices):
             _log.warning("%s: shared memory is not pinned, copies are slower: %s", self._name, problem)
-
-    remote = True
 
     def lost(self) -> str:
         why = self._requests.lost()
         if why:
-            # Whatever the last daemon has left in the words, no step of the next one may take it for its own.
-            for word in (self._arena.given, self._arena.told):
-                if Flag(word, self._forwards).done():
-                    self._forwards = int(word[0])
+            # The last daemon may have left any value in a flag; no step of the next one may take it for its own.
+            for flag in (self._arena.input_flag, self._arena.output_flag):
+                if Flag(flag, self._steps).done():
+                    self._steps = int(flag[0])
         return why
 
     def down(self) -> str:
         return self._daemon.down()
 
     def daemon_state(self, number: int) -> DaemonState:
-        """What there is to tell of its daemon, as the shard of this number. Any thread may ask."""
-        state = daemon_state(number, self.info.device, self._daemon, shared=(self._handed, self._taken))
-        return replace(state, words=self._words, waited=self._requests.waited)
+        """The state of its daemon, as that of the shard of this number. Any thread may call it."""
+        shared = self._shared_sent, self._shared_received
+        state = daemon_state(number, self.info.device, self._daemon, shared=shared)
+        transport = "shared" if self._shared else "stream"
+        return replace(state, transport=transport, words=self._uses_flags, waited=self._requests.waited)
 
     def announce(self, step: Step, activation: Activation | None) -> None:
         self._release()
         self._requests.catch_up()
-        source = -1 if activation is None else self._arena.place(activation[0])
-        target = self._outputs[self._forwards % OUTPUTS] if self._gives else -1
-        self._forwards += 1
-        given = told = None
-        if self._words:
-            given = None if activation is None else Flag(self._arena.given, self._forwards)
-            told = Flag(self._arena.told, self._forwards) if self._answers(step) else None
-        values = (None if word is None else word.value for word in (given, told))
-        self._requests.send(Announce(step, source, target, next(values), self._answer, next(values)))
-        self._announced = _Announced(step, source, target, given, told)
+        source = -1 if activation is None else self._arena.offset(activation[0])
+        target = self._output_buffers[self._steps % OUTPUT_BUFFERS] if self._output_widths else -1
+        self._steps += 1
+        input_flag = output_flag = None
+        if self._uses_flags:
+            input_flag = None if activation is None else Flag(self._arena.input_flag, self._steps)
+            output_flag = Flag(self._arena.output_flag, self._steps) if self._can_share_output(step) else None
+        values = (None if flag is None else flag.value for flag in (input_flag, output_flag))
+        self._requests.send(Announce(step, source, target, next(values), self._output_at, next(values)))
+        self._announced = _Announced(step, source, target, input_flag, output_flag)
 
-    def _answers(self, step: Step) -> bool:
-        """Whether the output of a step can come through shared memory."""
-        if not self._last or not len(step.output_rows) or (self._reader is not None and not self._reader.read):
+    def _can_share_output(self, step: Step) -> bool:
+        """Whether the Output of a step can come through shared memory."""
+        if not self._last or not len(step.output_rows) or (self._reader is not None and not self._reader.is_read):
             return False
-        # What was captured is handed to a drafter in the order of the steps.
-        if self._capturing is not None and not self._capturing.over:
+        # A drafter gets captured outputs in the order of the steps.
+        if self._capturing is not None and not self._capturing.is_over:
             return False
         try:
-            Answer(step, self._vocab, self._memory())
+            OutputLayout(step, self._vocab, self._output_memory())
         except BackendError:
             return False
         return True
 
-    def _memory(self) -> NDArray[np.uint8]:
-        return self._arena.memory[self._answer : self._answer + ANSWER]
+    def _output_memory(self) -> NDArray[np.uint8]:
+        return self._arena.memory[self._output_at : self._output_at + OUTPUT_BYTES]
 
     def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
         if self._announced is None or self._announced.step is not step:
@@ -234,37 +232,37 @@ class RemoteShard:
         announced = self._announced
         assert announced is not None
         self._release()
-        target = announced.target
         data = None
-        if self._daemon.shares:
-            self._handed += step.rows * self._handed_row
-            self._taken += step.rows * self._taken_row
+        if self._shared:
+            self._shared_sent += 4 * step.rows * sum(self._input_widths)
+            self._shared_received += 4 * step.rows * sum(self._output_widths)
         elif activation is not None:
-            data = self._wires[0].pack(self._arena.memory[announced.source :], step.rows)
-        rows = len(step.output_rows)
-        request = self._requests.ask(
-            Forward(data),
+            data = self._input_codec.pack(self._arena.memory[announced.source :], step.rows)
+        expected = Expected(
+            take=lambda response: self._take(response, announced),
             seconds=PER_ROW * step.rows,
-            # Ids and whole logits, and as much again for what else an output may have.
-            limit=SMALL + 4 * (2 * rows * self._vocab + step.rows * sum(self._gives)),
-            spin=self._spin if step.rows <= _SPUN_ROWS else 0.0,
-            take=lambda done: self._take(done, step, announced),
+            # Ids and full logits, and as much again for other arrays of an Output.
+            limit=SMALL_FRAME + 4 * (2 * len(step.output_rows) * self._vocab + step.rows * sum(self._output_widths)),
+            spin=self._spin if step.rows <= _SPIN_ROWS else 0.0,
         )
-        if announced.told is not None:
-            answer = Answer(step, self._vocab, self._memory())
-            request.expect(announced.told, lambda: self._read(answer, step, announced))
-            self._taken += answer.size
+        request = self._requests.ask(Forward(data), expected)
+        if announced.output_flag is not None:
+            layout = OutputLayout(step, self._vocab, self._output_memory())
+            request.expect_output(announced.output_flag, lambda: self._read(layout, announced))
+            self._shared_received += layout.size
             self._reader = request
-        elif self._last and self._gives:
+        elif self._last and self._output_widths:
             self._capturing = request
-        return request.output if self._last else self._arena.floats(target, step.rows, self._gives)
+        if self._last:
+            return request.output
+        return self._arena.floats(announced.target, step.rows, self._output_widths)
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
-        # Else what is saved next might be of other rows than it says, and nobody would hear of it.
-        self._requests.ask(Accept(slot, tuple(rows)), seconds=0, limit=SMALL, take=check_done).wait()
+        # It waits: otherwise the state that is saved next might include other rows without an error.
+        self._requests.ask(Accept(slot, tuple(rows))).wait()
 
     def _copy_seconds(self) -> float:
-        """Seconds that copies of a sequence's state may take the daemon's devices."""
+        """Seconds that the daemon's devices may take to copy a sequence's state."""
         return PER_BYTE * self.info.state
 
     def close(self) -> None:
@@ -272,65 +270,65 @@ class RemoteShard:
         self._arena.close()
 
     def _release(self) -> None:
-        """Let work go on that waits for the input of an announced step, or would for ever if that has failed."""
-        if self._announced is not None and self._announced.given is not None:
-            self._announced.given.set()
+        """Raise the input flag of an announced step: its input is ready, or the step has failed."""
+        if self._announced is not None and self._announced.input_flag is not None:
+            self._announced.input_flag.set()
         self._announced = None
 
-    def _take(self, reply: Reply, step: Step, announced: _Announced) -> None:
-        """Check the answer to a Forward, and put what came with it where it belongs."""
-        check_done(reply)
-        assert isinstance(reply, Done)
-        apart = bool(self._gives) and not self._daemon.shares
-        brings = self._last and announced.told is None
-        if apart == (reply.data is None) or (reply.output is None) == brings:
-            raise GarbageError("it answered with something else than was asked for")
-        if reply.data is not None:
+    def _take(self, response: Response, announced: _Announced) -> None:
+        """Check the response to a Forward, and copy its activation to the arena."""
+        if not isinstance(response, Done):
+            raise ProtocolError(f"it sent {type(response).__name__} instead of Done")
+        needs_data = bool(self._output_widths) and not self._shared
+        needs_output = self._last and announced.output_flag is None
+        if needs_data == (response.data is None) or needs_output == (response.output is None):
+            raise ProtocolError("it sent another result of the step than it was asked for")
+        step = announced.step
+        if response.data is not None:
             try:
-                self._wires[1].unpack(reply.data, self._arena.memory[announced.target :], step.rows)
+                self._output_codec.unpack(response.data, self._arena.memory[announced.target :], step.rows)
             except BackendError as error:
-                raise GarbageError(f"it handed on {error}") from None
-        if announced.told is not None and not announced.told.done():
-            raise GarbageError("it is done without the output")
-        if reply.output is not None:
+                raise ProtocolError(f"it sent {error}") from None
+        if announced.output_flag is not None and not announced.output_flag.done():
+            raise ProtocolError("it has finished the step without raising the output flag")
+        if response.output is not None:
             if len(step.output_rows):
-                self._check_step(reply.output, step)
-            self._hand_captured(step, announced)
+                self._check_step_output(response.output, step)
+            self._hand_on_captured(announced)
 
-    def _read(self, answer: Answer, step: Step, announced: _Announced) -> Output:
-        """The output of a step that was told. Raises GarbageError if it is none."""
-        assert announced.told is not None
-        if announced.told.passed(self._forwards):
-            raise GarbageError("it told an output that nobody has asked for")
-        output = answer.output()
-        # Its shapes are this process's own.
-        check_ids(self._vocab, output)
-        self._hand_captured(step, announced)
+    def _read(self, layout: OutputLayout, announced: _Announced) -> Output:
+        """The Output of a step whose output flag is raised. Raises ProtocolError for ids outside the vocabulary."""
+        assert announced.output_flag is not None
+        if announced.output_flag.passed(self._steps):
+            raise ProtocolError("it raised the output flag beyond the last step")
+        output = layout.output()
+        # Its shapes do not come from the daemon.
+        check_ids(output, self._vocab)
+        self._hand_on_captured(announced)
         return output
 
-    def _hand_captured(self, step: Step, announced: _Announced) -> None:
-        if self._gives:
-            outputs = self._arena.floats(announced.target, step.rows, self._gives)
-            self._on_captured(step, [output.copy().view(np.uint16) for output in outputs])
+    def _hand_on_captured(self, announced: _Announced) -> None:
+        if self._output_widths:
+            outputs = self._arena.floats(announced.target, announced.step.rows, self._output_widths)
+            self._on_captured(announced.step, [output.copy().view(np.uint16) for output in outputs])
 
-    def _check_step(self, output: Output, step: Step) -> None:
-        """Raises GarbageError unless it is an output of the step."""
-        top = 0 if step.needs_candidates is None else int(np.count_nonzero(step.needs_candidates))
-        check_output(
-            self._vocab, output, len(step.output_rows), int(np.count_nonzero(step.needs_logits)), (top, MAX_CANDIDATES)
-        )
+    def _check_step_output(self, output: Output, step: Step) -> None:
+        """Raises ProtocolError unless the Output belongs to the step."""
+        full = int(np.count_nonzero(step.needs_logits))
+        rows = 0 if step.needs_candidates is None else int(np.count_nonzero(step.needs_candidates))
+        check_output(output, self._vocab, len(step.output_rows), full, (rows, MAX_CANDIDATES))
 
-    def _moment(self) -> Event:
-        """When all that has been asked for is done."""
+    def _last_event(self) -> Event:
+        """Done when all requests so far are done."""
         return self._requests.newest or HostEvent()
 
 
 @dataclass(frozen=True)
 class _Announced:
-    """A step whose Forward is to come, and what went with it, as in the message."""
+    """A step whose Forward follows, with the offsets and flags of its Announce."""
 
     step: Step
     source: int
     target: int
-    given: Flag | None
-    told: Flag | None
+    input_flag: Flag | None
+    output_flag: Flag | None

@@ -1,4 +1,4 @@
-"""What a server asks a daemon for is looked at before anything is done: kernels look at nothing twice."""
+"""Checks of requests in a daemon. Kernels do not check their arguments again."""
 
 from __future__ import annotations
 
@@ -11,81 +11,101 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.errors import BackendError
-from luce.ipc.messages import Load
 from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
-from luce.remote.activation_codec import WIRES
-from luce.runtime.step import PAGE, Span, Step
+from luce.remote.activation_codec import TYPES
+from luce.remote.messages import Load
+from luce.runtime.step import PAGE, PageView, Span, Step
+
+#: most rows of a span whose page view says which keys each row sees
+_SEEN_ROWS = 64
 
 
 def load_layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
-    """The layers of each device. Raises BackendError unless all that a load names exists, and its parts fit."""
+    """The layers of each device. Raises BackendError unless the load suits the model and the devices."""
     layers = [range(begin, end) for begin, end in load.layers]
-    tiled = all(before.stop == after.start for before, after in pairwise(layers))
-    if len(layers) != devices or not tiled or not all(layers) or layers[-1].stop > len(spec.layers):
+    contiguous = all(before.stop == after.start for before, after in pairwise(layers))
+    if len(layers) != devices or not contiguous or not all(layers) or layers[-1].stop > len(spec.layers):
         raise BackendError(f"layers {load.layers} for {devices} devices and a model of {len(spec.layers)} layers")
     if len(load.spare) != devices:
-        raise BackendError(f"spare memory of {len(load.spare)} devices, there are {devices}")
+        raise BackendError(f"spare memory of {len(load.spare)} devices, but there are {devices}")
     if (
         layers[0].start < 0
         or not 0 < load.slots <= 1 << 16
         or not 0 <= load.verify <= RECURRENT_ROWS
         or len(load.pages) != len(spec.page_groups)
+        or not all(0 < pages < 1 << 24 for pages in load.pages)
+        or not 0 < load.rows <= 1 << 20
     ):
-        raise BackendError("a load whose parts do not fit the model")
+        raise BackendError("the fields of the load do not fit the model")
     if sorted(set(load.captured)) != list(load.captured) or not set(load.captured) <= set(range(len(spec.layers))):
-        raise BackendError(f"layers {load.captured} cannot be captured of {len(spec.layers)}")
-    if load.wire not in WIRES or (load.shared and load.wire != "f32"):
-        raise BackendError(f"activations as {load.wire!r}")
-    if not all(0 < pages < 1 << 24 for pages in load.pages) or not 0 < load.rows <= 1 << 20:
-        raise BackendError("a load whose parts do not fit the model")
+        raise BackendError(f"layers {load.captured} of {len(spec.layers)} cannot be captured")
+    if load.activations not in TYPES or (load.shared and load.activations != "f32"):
+        raise BackendError(f"activations as {load.activations!r}")
     return layers
 
 
 def check_step(step: Step, vocab: int, load: Load) -> None:
-    """Raises BackendError unless all that a step refers to exists."""
+    """Raises BackendError unless the arrays of a step fit each other, and their tokens, rows and pages exist."""
+    if not (_arrays_fit(step, load) and _spans_fit(step, load)):
+        raise BackendError("the fields of the step do not fit each other")
+    inside = within(step.tokens, vocab) and within(step.output_rows, len(step.tokens))
+    inside = inside and bool((step.positions >= 0).all())
+    for view, pages in zip(step.views, load.pages, strict=True):
+        _check_view_shapes(view, step)
+        inside = inside and _is_inside(view, pages)
+    if not inside:
+        raise BackendError("the step refers to a token, a row or a page that does not exist")
+
+
+def _arrays_fit(step: Step, load: Load) -> bool:
+    """Whether the arrays of a step have the shapes that belong together."""
     rows = len(step.tokens)
-    shapes = [step.tokens.shape == step.positions.shape == (rows,), rows > 0, step.output_rows.ndim == 1]
-    shapes += [step.needs_candidates is None or step.needs_candidates.shape == step.output_rows.shape]
-    shapes += [step.needs_logits.shape == step.output_rows.shape, len(step.views) == len(load.pages)]
+    return (
+        step.tokens.shape == step.positions.shape == (rows,)
+        and rows > 0
+        and step.output_rows.ndim == 1
+        and (step.needs_candidates is None or step.needs_candidates.shape == step.output_rows.shape)
+        and step.needs_logits.shape == step.output_rows.shape
+        and len(step.views) == len(load.pages)
+    )
+
+
+def _spans_fit(step: Step, load: Load) -> bool:
+    """Whether the spans divide the rows of a step among them, and the branches of trees follow their roots."""
     at = 0
     root: Span | None = None
     for span in step.spans:
-        shapes += [span.start == at, span.rows > 0, span.position >= 0, 0 <= span.slot < load.slots]
-        shapes += [0 <= span.accepted <= load.verify, not span.speculative or span.rows <= load.verify]
-        shapes += [span.position > 0 or not (span.accepted or span.speculative)]
-        shapes += [not span.path or (len(span.path) == span.accepted and is_path(span.path, load.verify))]
-        root = root if span.ancestors else span
-        if span.ancestors:
-            shapes.append(root is not None and _hangs_on(span, root, load.verify))
+        if span.start != at or not _is_span(span, load):
+            return False
+        if not span.ancestors:
+            root = span
+        elif root is None or not _is_branch(span, root, load.verify):
+            return False
         at += span.rows
-    if not all(shapes) or at != rows:
-        raise BackendError("a step whose parts do not fit each other")
-    inside = [within(step.tokens, vocab), within(step.output_rows, rows), bool((step.positions >= 0).all())]
-    for view, pages in zip(step.views, load.pages, strict=True):
-        spans, width = len(step.spans), view.table.shape[-1] if view.table.ndim == 2 else -1
-        if view.table.shape != (spans, width) or view.first.shape != (spans, width):
-            raise BackendError(f"a page table of {view.table.shape} for {spans} spans")
-        if view.copies is not None:
-            if view.copies.ndim != 2 or view.copies.shape[1] != 2:
-                raise BackendError("a page table whose parts do not fit each other")
-            some = view.copies[:, 0] >= 0
-            inside += [within(view.copies[some], pages * PAGE), bool((view.copies[~some] == -1).all())]
-        seen = view.seen is None or (view.seen.shape == (rows, 2) and all(span.rows <= 64 for span in step.spans))
-        if view.count.shape != (spans,) or view.dest.shape != (rows,) or not seen:
-            raise BackendError("a page table whose parts do not fit each other")
-        inside += [within(view.table, pages), within(view.dest, pages * PAGE), within(view.count, width + 1)]
-    if not all(inside):
-        raise BackendError("a step refers to something that does not exist")
+    return at == len(step.tokens)
+
+
+def _is_span(span: Span, load: Load) -> bool:
+    """Whether the fields of a span fit each other and the load."""
+    return (
+        span.rows > 0
+        and span.position >= 0
+        and 0 <= span.slot < load.slots
+        and 0 <= span.accepted <= load.verify
+        and (not span.speculative or span.rows <= load.verify)
+        and (span.position > 0 or not (span.accepted or span.speculative))
+        and (not span.path or (len(span.path) == span.accepted and is_path(span.path, load.verify)))
+    )
 
 
 def is_path(rows: Sequence[int], most: int) -> bool:
-    """Whether rows of a tree can be accepted: the first one, and others in order, all below `most`."""
+    """Whether rows of a tree can be accepted: the first one, and later ones in ascending order, all below `most`."""
     return len(rows) > 0 and rows[0] == 0 and rows[-1] < most and all(a < b for a, b in pairwise(rows))
 
 
-def _hangs_on(span: Span, root: Span, most: int) -> bool:
-    """Whether a branch belongs to the tree that begins with another span."""
+def _is_branch(span: Span, root: Span, most: int) -> bool:
+    """Whether a span is a branch of the tree that begins with the span `root`."""
     rows, first = [row - root.start for row in span.ancestors], span.start - root.start
     same = (
         span.slot == root.slot and span.position == root.position + len(rows) and span.speculative and root.speculative
@@ -93,14 +113,37 @@ def _hangs_on(span: Span, root: Span, most: int) -> bool:
     return same and first + span.rows <= most and is_path([*rows, first], most)
 
 
+def _check_view_shapes(view: PageView, step: Step) -> None:
+    """Raises BackendError unless the arrays of a page view fit each other and the step."""
+    rows, spans = len(step.tokens), len(step.spans)
+    width = view.table.shape[-1] if view.table.ndim == 2 else -1
+    if view.table.shape != (spans, width) or view.first.shape != (spans, width):
+        raise BackendError(f"a page table of {view.table.shape} for {spans} spans")
+    copies = view.copies is None or (view.copies.ndim == 2 and view.copies.shape[1] == 2)
+    seen = view.seen is None or (view.seen.shape == (rows, 2) and all(span.rows <= _SEEN_ROWS for span in step.spans))
+    if view.count.shape != (spans,) or view.dest.shape != (rows,) or not copies or not seen:
+        raise BackendError("the arrays of the page table do not fit each other")
+
+
+def _is_inside(view: PageView, pages: int) -> bool:
+    """Whether the pages and rows that a page view refers to exist, in a group of so many pages."""
+    inside = within(view.table, pages) and within(view.dest, pages * PAGE)
+    inside = inside and within(view.count, view.table.shape[1] + 1)
+    if view.copies is None:
+        return inside
+    copied = view.copies[:, 0] >= 0
+    unused = bool((view.copies[~copied] == -1).all())
+    return inside and within(view.copies[copied], pages * PAGE) and unused
+
+
 def check_pages(load: Load, slot: int | None, pages: Sequence[Sequence[int]] | None = None) -> None:
-    """Raises BackendError unless the slot and the pages of each group exist. None: there is no need of them."""
+    """Raises BackendError unless the slot and the pages of each group exist. None: the request has none."""
     if slot is not None and not 0 <= slot < load.slots:
         raise BackendError(f"slot {slot} is outside 0..{load.slots - 1}")
     if pages is None:
         return
     if len(pages) != len(load.pages):
-        raise BackendError(f"pages of {len(pages)} groups, the model has {len(load.pages)}")
+        raise BackendError(f"pages of {len(pages)} groups, but the model has {len(load.pages)}")
     for own, count in zip(pages, load.pages, strict=True):
         if not all(0 <= page < count for page in own):
             raise BackendError(f"a page is outside 0..{count - 1}")
@@ -112,10 +155,10 @@ def within(values: NDArray[np.int32], end: int) -> bool:
 
 
 def check_descriptor(fd: int, size: int) -> None:
-    """Raises BackendError unless the memory of `fd` has `size` bytes for good.
+    """Raises BackendError unless the file of `fd` has `size` bytes and cannot shrink.
 
-    A file that shrinks would end this process when it looks at the memory.
+    An access beyond the end of a file that shrank would end this process.
     """
     seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     if os.fstat(fd).st_size < size or not seals & fcntl.F_SEAL_SHRINK:
-        raise BackendError("the shared memory is too small, or can become so")
+        raise BackendError("the shared memory is too small, or can shrink")

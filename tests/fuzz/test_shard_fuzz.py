@@ -21,10 +21,11 @@ from luce.errors import LuceError
 from luce.gguf.reader import open_gguf
 from luce.ipc import supervisor
 from luce.ipc.channel import Channel, checksum
-from luce.ipc.device import RemoteDevice
-from luce.ipc.messages import Done, Embedded, Failed, Fetched, Hello, Kind, Loaded, Open, Pong, Saved
-from luce.ipc.supervisor import Limits, Supervisor
+from luce.ipc.lifecycle import Failed, Hello, Open, Pong
+from luce.ipc.supervisor import Supervisor, Timeouts
 from luce.remote import daemon
+from luce.remote.device import RemoteDevice
+from luce.remote.messages import Done, Loaded, Response, Saved, SavedTensor, Tensors
 from luce.runtime.device import DeviceName
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Candidates, Output
@@ -35,13 +36,41 @@ REFERENCE = Reference("qwen35-a-Q8_0")
 PROMPT = REFERENCE.expected["prompt_17"]
 
 
+class SpoilingSocket(socket.socket):
+    """A socket that spoils the next bytes that it sends, once `spoil` is set."""
+
+    spoil = False
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        if not self.spoil:
+            return super().send(data, flags)
+        self.spoil = False
+        spoiled, chance = bytearray(data), Liar.random
+        for _ in range(chance.randrange(1, 5)):
+            spoiled[chance.randrange(min(len(spoiled), 400))] = chance.randrange(256)
+        if chance.randrange(4):
+            # So that the receiver gets beyond the checksum.
+            spoiled[28:32] = struct.pack("<I", checksum(spoiled[:28], spoiled[32:]))
+        if not chance.randrange(3):
+            del spoiled[chance.randrange(len(spoiled)) :]
+        self.settimeout(60)
+        try:
+            self.sendall(spoiled)
+        finally:
+            self.setblocking(False)
+        return len(data)
+
+
 class Liar(Channel[Any]):
     """A daemon's channel that spoils one of the frames it sends, `whole` frames after its start."""
 
     random: random.Random
     whole: int
 
-    def send(self, number: int, message: msgspec.Struct, *, timeout: float) -> None:
+    def __init__(self, sock: socket.socket, incoming: Any) -> None:
+        super().__init__(SpoilingSocket(fileno=sock.detach()), incoming)
+
+    def send(self, number: int, message: msgspec.Struct, *, timeout: float) -> None:  # type: ignore[override]
         if isinstance(message, Pong):
             super().send(number, message, timeout=timeout)
             return
@@ -51,25 +80,11 @@ class Liar(Channel[Any]):
         elif self.random.randrange(2):
             super().send(number, _other(message, self.random), timeout=timeout)
         elif self.random.randrange(4):
-            self._spoil = True
+            assert isinstance(self.socket, SpoilingSocket)
+            self.socket.spoil = True
             super().send(number, message, timeout=timeout)
         else:
             super().send(self.random.randrange(1 << 64), message, timeout=timeout)
-
-    _spoil = False
-
-    def _put(self, data: bytes | memoryview, deadline: float, hear: Any) -> Any:
-        spoiled = bytearray(data)
-        if self._spoil:
-            self._spoil = False
-            for _ in range(self.random.randrange(1, 5)):
-                spoiled[self.random.randrange(min(len(spoiled), 400))] = self.random.randrange(256)
-            if self.random.randrange(4):
-                # So that what is wrong is found behind the sum.
-                spoiled[28:32] = struct.pack("<I", checksum(spoiled[:28], spoiled[32:]))
-            if not self.random.randrange(3):
-                del spoiled[self.random.randrange(len(spoiled)) :]
-        return super()._put(bytes(spoiled), deadline, hear)
 
 
 def _other(message: msgspec.Struct, chance: random.Random) -> msgspec.Struct:
@@ -82,21 +97,21 @@ def _other(message: msgspec.Struct, chance: random.Random) -> msgspec.Struct:
     ids, logits = array(np.int32, some), array(np.float32, few, chance.choice([1, REFERENCE.spec.vocab]))
     top = chance.choice([None, Candidates(array(np.int32, few, 64), array(np.float32, few, some))])
     output = chance.choice([None, Output(ids, logits, top), Output(np.full(1, 1 << 30, np.int32), logits[:0], top)])
-    fetched = {} if not isinstance(message, Fetched) else dict(message.tensors)
+    fetched = {} if not isinstance(message, Tensors) else dict(message.tensors)
     for name in list(fetched)[: chance.randrange(3)]:
         fetched[chance.choice([name, "blk.99.k", "", "blk.0.k", "x" * 1000])] = array(np.float16, few, some, 3)
-    kinds = {} if not isinstance(message, Saved) else dict(message.kinds)
+    kinds = {} if not isinstance(message, Saved) else dict(message.tensors)
     for name in list(kinds)[: 1 + chance.randrange(3)]:
         shape = chance.choice([(-1, 2), (1 << 40, 1 << 40), (), (some, few), kinds[name].shape])
-        kind = Kind(chance.choice(["<f4", "frob", "|O8", ">f2", kinds[name].dtype]), shape, bool(few))
+        kind = SavedTensor(chance.choice(["<f4", "frob", "|O8", ">f2", kinds[name].dtype]), shape, bool(few))
         kinds[chance.choice([name, "blk.99.k", "", "blk.0.k"])] = kind
     return chance.choice(
         [
             Done(chance.choice([0.0, -1.0, float("nan"), 1e300]), output, array(np.uint8, some * 1000)),
             Done(0.0, output, None),
             Saved(kinds, chance.choice([0, -1, some, 1 << 70 >> 8, 1 << 30])),
-            Fetched(fetched),
-            Embedded(array(np.float32, few, some)),
+            Tensors(fetched),
+            Tensors({"rows": array(np.float32, few, some)}),
             Failed(
                 chance.choice(["BackendError", "Exception", "SystemExit", "LuceError", "MethodError", "\0"]),
                 "\n" * some,
@@ -114,15 +129,15 @@ class Thread:
 
     def __init__(self, name: str) -> None:
         self.requests, requests = socket.socketpair()
-        self.watch, watch = socket.socketpair()
-        arguments = {"shares": True, "silence": 60.0}
-        self._thread = threading.Thread(target=daemon.serve, args=(requests, watch), kwargs=arguments, daemon=True)
+        self.heartbeat, heartbeat = socket.socketpair()
+        arguments = {"can_share": True, "server_timeout": 60.0}
+        self._thread = threading.Thread(target=daemon.serve, args=(requests, heartbeat), kwargs=arguments, daemon=True)
         self._thread.start()
 
     def kill(self) -> None:
         pass
 
-    def end(self) -> str:
+    def join(self) -> str:
         self._thread.join(30)
         assert not self._thread.is_alive()
         return "it has lied"
@@ -141,19 +156,19 @@ def _logs() -> Iterator[None]:
 def lying(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Daemons of this process lie."""
     monkeypatch.setattr(daemon, "Channel", Liar)
-    monkeypatch.setattr(supervisor, "_RESTARTS", 0)
-    monkeypatch.setattr(supervisor, "_SEND", 3.0)
+    monkeypatch.setattr(supervisor, "RESTARTS", 0)
+    monkeypatch.setattr(supervisor, "SEND_TIMEOUT", 3.0)
     yield
 
 
-def converse(whole: int, seed: int, limits: Limits) -> str:
+def converse(whole: int, seed: int, limits: Timeouts) -> str:
     """Everything that a server does with a daemon, which lies after so many true frames; how it ended."""
     Liar.random, Liar.whole = random.Random(seed), whole
     name = DeviceName("cpu", 1)
     opening = Open(__version__, ("cpu:1",), "error", 0)
     with ExitStack() as stack:
         file = stack.enter_context(open_gguf(REFERENCE.path))
-        supervised = Supervisor("cpu:1", Thread, opening, limits)
+        supervised = Supervisor("cpu:1", Thread, opening, limits, Response)
         stack.callback(supervised.close)
         try:
             device = RemoteDevice(name, supervised)
@@ -179,9 +194,9 @@ def converse(whole: int, seed: int, limits: Limits) -> str:
 @pytest.mark.usefixtures("lying")
 @pytest.mark.parametrize("whole", range(1, 9))
 def test_no_lie_does_more_than_fail_requests(whole: int) -> None:
-    ends = [converse(whole, 100 * whole + seed, Limits(3, 1)) for seed in range(6)]
+    ends = [converse(whole, 1000 * whole + seed, Timeouts(3, 1)) for seed in range(6)]
     assert set(ends) - {"right"}, "no lie was noticed"
 
 
 def test_the_truth_is_believed() -> None:
-    assert converse(0, 0, Limits(60, 60)) == "right"
+    assert converse(0, 0, Timeouts(60, 60)) == "right"

@@ -18,11 +18,11 @@ import pytest
 import luce
 from luce.api import Model
 from luce.errors import ShardLostError
-from luce.ipc.messages import Forward
 from luce.kvcache import saver
 from luce.kvcache.disk import manifest as manifests
 from luce.kvcache.disk.part import PartReader
 from luce.remote import saved_state
+from luce.remote.messages import Forward
 from luce.remote.rpc import Requests
 from luce.remote.saved_state import RemoteSavedState
 from luce.remote.shard_groups import RemoteState
@@ -281,7 +281,7 @@ def test_a_daemon_that_ends_costs_the_request_and_not_the_snapshots(
     def deadly(one: Any, *given: Any, **more: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
-            os.kill(one._requests._daemon._peer.pid, signal.SIGKILL)
+            os.kill(one._requests._daemon.peer.pid, signal.SIGKILL)
         return called(one, *given, **more)
 
     monkeypatch.setattr(owner, verb, deadly)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
-from tests.support.daemons import HERE, devices, key_file, listener, with_words
+from tests.support.daemons import HERE, devices, key_file, listener, with_flags
 from tests.support.drive import Driver
 from tests.support.reference import Reference, references
 
@@ -49,21 +49,21 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, Path], ...]:
+def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, Path], ...]:
     """The interpreter of daemons whose devices wait for inputs, and tell outputs, by themselves."""
-    return (("", with_words(tmp_path_factory.mktemp("words") / "python")),)
+    return (("", with_flags(tmp_path_factory.mktemp("flags") / "python")),)
 
 
 @pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
 def test_daemons_change_nothing(
-    reference: Reference, make_driver: MakeDriver, key: Path, words: tuple[tuple[str, Path], ...]
+    reference: Reference, make_driver: MakeDriver, key: Path, flags: tuple[tuple[str, Path], ...]
 ) -> None:
     expected = results(make_driver(reference, LOCAL, piece=64), reference)
     with listener(reference.path, key) as (port, _):
         network = f"cpu:0,tcp://127.0.0.1:{port}/cpu:0,tcp://127.0.0.1:{port}/cpu:1"
         over_tcp = network, {"target_shard_ipc_bin": (), "shard_key_file": key}
-        by_words = "cpu:0,cpu:1,cpu:2", {"target_shard_ipc_bin": words}
-        for placement, settings in (*PLACEMENTS.values(), over_tcp, by_words):
+        by_flags = "cpu:0,cpu:1,cpu:2", {"target_shard_ipc_bin": flags}
+        for placement, settings in (*PLACEMENTS.values(), over_tcp, by_flags):
             with devices(placement, **settings) as opened:
                 driver = make_driver(reference, opened, piece=64)
                 found = results(driver, reference)

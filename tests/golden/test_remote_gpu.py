@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from luce.config.settings import Config
-from luce.ipc.open import open_placement
+from luce.remote.open import open_placement
 from luce.runtime.open import found
 from tests.golden.conftest import MakeDriver
 from tests.golden.test_remote import results

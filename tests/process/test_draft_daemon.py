@@ -76,7 +76,7 @@ def remote(model: Model) -> RemoteDrafter:
 
 def pid(model: Model) -> int:
     """The daemon."""
-    peer = remote(model)._daemon._peer
+    peer = remote(model)._daemon.peer
     assert peer is not None
     return int(peer.pid)  # type: ignore[attr-defined]
 
@@ -147,7 +147,7 @@ def test_replies_go_on_without_a_dead_daemon_and_are_drafted_again() -> None:
 def test_a_daemon_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = FIT.expected["prompt_17"].tolist()
     sampling: dict[str, Any] = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
-    monkeypatch.setattr("luce.ipc.supervisor._RESTARTS", 0)
+    monkeypatch.setattr("luce.ipc.supervisor.RESTARTS", 0)
     with loaded("dflash", **DAEMON) as model:
         first = [token.id for token in model.generate(prompt, **sampling)]
         os.kill(pid(model), signal.SIGKILL)
@@ -166,20 +166,20 @@ def bad(path: Path, text: str) -> Path:
 BAD = {
     # what the drafter is made to do, restarts, the state in the end, and whether something was guessed
     "lies": (
-        "session.DraftSession._propose = lambda self, message: session.Proposed(\n"
-        "    tuple(session.np.array([1 << 20], session.np.int32) for _ in message.asked),\n"
-        "    tuple(session.np.ones(1) for _ in message.asked),\n"
-        "    tuple(session.np.empty(0, session.np.int32) for _ in message.asked))\n",
-        "away: draft on cpu:0: the daemon is lost: it proposed what is no token",
+        "session.DraftSession.propose = lambda self, message: session.Proposed(\n"
+        "    tuple(session.np.array([1 << 20], session.np.int32) for _ in message.wanted),\n"
+        "    tuple(session.np.ones(1) for _ in message.wanted),\n"
+        "    tuple(session.np.empty(0, session.np.int32) for _ in message.wanted))\n",
+        "away: draft on cpu:0: the daemon is lost: it proposed an id outside the vocabulary",
         False,
     ),
     "another answer": (
-        "session.DraftSession._propose = lambda self, message: session.Done()\n",
+        "session.DraftSession.propose = lambda self, message: session.Done()\n",
         "away: draft on cpu:0: the daemon is lost: it sent Done instead of Proposed",
         False,
     ),
     "errors": (
-        "def fails(self, message): raise ValueError('no more')\nsession.DraftSession._propose = fails\n",
+        "def fails(self, message): raise ValueError('no more')\nsession.DraftSession.propose = fails\n",
         "given up: draft on cpu:0: ValueError: no more",
         False,
     ),
@@ -198,7 +198,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_replies_stay_what_they_are(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, state, guessed = BAD[case]
-    monkeypatch.setattr("luce.ipc.supervisor._RESTARTS", 0)
+    monkeypatch.setattr("luce.ipc.supervisor.RESTARTS", 0)
     expected = FIT.target.expected["greedy_17"][:16].tolist()
     with loaded("dflash", draft_ipc_bin=str(bad(tmp_path / "python", text))) as model:
         for _ in range(4):

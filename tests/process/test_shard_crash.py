@@ -21,9 +21,9 @@ from luce.api import Model
 from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import DeviceError, LuceError, OutOfMemoryError, ShardLostError
 from luce.gguf.reader import open_gguf
-from luce.ipc import supervisor
+from luce.ipc import heartbeat, supervisor
 from luce.ipc.child import Child
-from luce.ipc.supervisor import Limits
+from luce.ipc.supervisor import Timeouts
 from luce.remote.shard import RemoteShard
 from luce.runtime import driver
 from tests.support.daemons import HERE, children, devices, interpreter, nothing_left, state, within
@@ -59,7 +59,7 @@ def _nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_death_while_generating(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     # It is noticed by the end of its connection alone.
-    monkeypatch.setattr(supervisor, "_SILENCE", 1000.0)
+    monkeypatch.setattr(heartbeat, "LOST_AFTER", 1000.0)
     with load(parallel=2, shard_timeout=1000) as model:
         (pid,) = children()
         running = model.generate(PROMPT, max_tokens=1000, temperature=0, ignore_eos=True)
@@ -79,7 +79,7 @@ def test_death_while_generating(number: signal.Signals, monkeypatch: pytest.Monk
         assert children() != {pid} and len(children()) == 1
 
 
-#: a daemon that waits for words as GPUs do, counts them up at a step of one row, once, and may die of it
+#: a daemon that waits for flags as GPUs do, raises them too far at a step of one row, once, and may die of it
 COUNTS_UP = """
 from pathlib import Path
 from luce.remote import daemon_shard
@@ -90,13 +90,13 @@ todo = Path({todo!r})
 HostDevice.uses_flags = True
 inner = daemon_shard.ServedModel.forward
 
-def forward(self, message, there):
-    work = inner(self, message, there)
+def forward(self, message, input_ready):
+    work = inner(self, message, input_ready)
     if todo.exists() and message.step.rows == 1:
         dies = todo.read_text() == "dies"
         todo.unlink()
-        self.arena.given[0] += 1000
-        self.arena.told[0] += 1000
+        self.arena.input_flag[0] += 1000
+        self.arena.output_flag[0] += 1000
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
     return work
@@ -115,7 +115,7 @@ def test_what_a_lost_daemon_has_counted_is_not_believed(end: str, tmp_path: Path
         assert [daemon.words for daemon in model.daemons()] == [True]
         todo.write_text(end)
         # That which dies may be seen before it has.
-        seen = "it told an output that nobody has asked for"
+        seen = "it raised the output flag beyond the last step"
         with pytest.raises(ShardLostError, match=seen if end == "goes on" else f"{seen}|ended by SIGKILL"):
             reply(model)
         assert not todo.exists()
@@ -125,19 +125,19 @@ def test_what_a_lost_daemon_has_counted_is_not_believed(end: str, tmp_path: Path
 
 def test_a_daemon_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     # It is noticed by the limit of a request alone.
-    monkeypatch.setattr(supervisor, "_SILENCE", 1000.0)
+    monkeypatch.setattr(heartbeat, "LOST_AFTER", 1000.0)
     with load() as model:
         (pid,) = children()
         assert reply(model) == EXPECTED
         (shard,) = (shard for shard in model._backend.shards if isinstance(shard, RemoteShard))
-        patient = shard._daemon.limits
+        before = shard._daemon.timeouts
         os.kill(pid, signal.SIGSTOP)
-        shard._daemon.limits = Limits(patient.start, 0.5)
-        limit = r"it does not answer within [\d.]+ s \(--shard-timeout\)"
-        still = rf"^shard 1 \(cpu:1\): the daemon is lost: {limit}; \d+\.\d s ago it wa"
+        shard._daemon.timeouts = Timeouts(before.start, 0.5)
+        limit = r"it does not respond within [\d.]+ s \(--shard-timeout\)"
+        still = rf"^shard 1 \(cpu:1\): the daemon is lost: {limit}; at its last heartbeat, \d+\.\d s before, it "
         with pytest.raises(ShardLostError, match=still):
             reply(model)
-        shard._daemon.limits = patient
+        shard._daemon.timeouts = before
         assert reply(model) == EXPECTED
         assert children() != {pid} and len(children()) == 1
 
@@ -190,7 +190,7 @@ def test_one_of_three_daemons_dies() -> None:
 
 
 def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_RESTARTS", 1)
+    monkeypatch.setattr(supervisor, "RESTARTS", 1)
     with load() as model:
         (first,) = children()
         os.kill(first, signal.SIGKILL)
@@ -206,14 +206,14 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_counts_the_layers_of_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares, told, read = list[float](), list[float](), RemoteShard.read.fget
+    shares, told, read = list[float](), list[float](), RemoteShard.progress.fget
 
     def noted(shard: RemoteShard) -> float:
         assert read is not None
         told.append(read(shard))
         return told[-1]
 
-    monkeypatch.setattr(RemoteShard, "read", property(noted))
+    monkeypatch.setattr(RemoteShard, "progress", property(noted))
     with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1") as opened:
         LayerSplitBackend(file, REFERENCE.spec, opened, weights=(1, 1), on_progress=shares.append).close()
     half = len(REFERENCE.spec.layers) // 2
@@ -234,7 +234,7 @@ def test_without_memory_that_can_be_shared(
     with pytest.raises(OutOfMemoryError, match=rf"shard 1 \(cpu:1\): --shard-transport shared: {why}$"):
         load(shard_transport="shared")
     with load() as model:
-        assert re.search(rf"shard 1 \(cpu:1\): activations go in messages, which is slower: {why}", caplog.text)
+        assert re.search(rf"shard 1 \(cpu:1\): activations are sent in messages, which is slower: {why}", caplog.text)
         assert reply(model) == EXPECTED
 
 
@@ -246,8 +246,8 @@ def test_processes_end_in_any_order(order: tuple[int, ...], tmp_path: Path) -> N
     for at, number in enumerate(order):
         assert all(made[other].alive() for other in order[at:])
         made[number].requests.close()
-        made[number].watch.close()
-        assert made[number].end(60) == "it ended with status 0"
+        made[number].heartbeat.close()
+        assert made[number].join(60) == "it ended with status 0"
 
 
 def test_a_process_that_does_not_end_is_waited_for_in_bounded_time(
@@ -260,19 +260,19 @@ def test_a_process_that_does_not_end_is_waited_for_in_bounded_time(
 
     with monkeypatch.context() as patched:
         patched.setattr(subprocess.Popen, "wait", never)
-        assert child.end(0.01) == "it was killed and has not ended"
-    assert "SIG" in child.end()
+        assert child.join(0.01) == "it was killed and has not ended"
+    assert "SIG" in child.join()
     child.requests.close()
-    child.watch.close()
+    child.heartbeat.close()
 
 
 SOCKET = "s = socket.socket(fileno=int(sys.argv[-1].split(',')[0])); "
 #: what stands for the interpreter, and how the start fails
 STARTS = {
-    "exits": ("print('no such luck'); sys.exit(3)", "it ended with status 3; its last words: no such luck"),
+    "exits": ("print('no such luck'); sys.exit(3)", "it ended with status 3; its last log lines: no such luck"),
     "garbage": (
         SOCKET + "s.sendall(b'GET / HTTP/1.1, and so on and so on...'); s.recv(1 << 20)",
-        "it sent something that is no frame",
+        "it sent bytes that are not a frame",
     ),
     "truncated": (
         SOCKET + "s.sendall(b'LUC' + bytes(10)); s.close()",
@@ -298,7 +298,7 @@ def test_variables_of_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     variables = ["cpu:HSA_A=1,2", "hip:HSA_B=3", "cpu:HSA_C=cuda:4=5"]
     with pytest.raises(DeviceError) as caught:
         load(target_devices="cpu:0,cpu:1,hip:0", target_shard_ipc_bin=show, shard_env=variables)
-    assert str(caught.value).endswith("its last words: {'HSA_A': '1,2', 'HSA_C': 'cuda:4=5'}")
+    assert str(caught.value).endswith("its last log lines: {'HSA_A': '1,2', 'HSA_C': 'cuda:4=5'}")
 
 
 def test_an_interpreter_that_does_not_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import luce
 from luce.cli.main import main
 from luce.errors import DeviceError, ModelError, ShardLostError, UsageError
-from luce.ipc import channel, supervisor
+from luce.ipc import channel, heartbeat, supervisor
 from tests.support.daemons import key_file, listener, within
 from tests.support.reference import Reference
 
@@ -49,8 +49,8 @@ def test_one_server_after_another(keys: list[Path], tmp_path: Path) -> None:
 def test_a_server_beside_another_one(keys: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with listener(REFERENCE.path, keys[0]) as (port, _), load(port, keys[0]) as model:
         with monkeypatch.context() as patched:
-            patched.setattr(supervisor, "_FIRST", 1.0)
-            with pytest.raises(DeviceError, match=r"no sign of life for 1 s; it serves one server at a time, and perh"):
+            patched.setattr(heartbeat, "FIRST_WITHIN", 1.0)
+            with pytest.raises(DeviceError, match=r"no heartbeat for 1 s; it serves one server at a time, and may"):
                 load(port, keys[0])
         assert reply(model) == EXPECTED
 
@@ -72,13 +72,13 @@ def test_a_daemon_that_comes_back(keys: list[Path]) -> None:
 def test_a_daemon_that_is_long_away(
     keys: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "_RESTARTS", 2)
-    monkeypatch.setattr(supervisor, "_DELAYS", (0.0, 0.0))
-    monkeypatch.setattr(supervisor, "_AGAIN", 0.01)
+    monkeypatch.setattr(supervisor, "RESTARTS", 2)
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS", (0.0, 0.0))
+    monkeypatch.setattr(supervisor, "RETRY_INTERVAL", 0.01)
     with listener(REFERENCE.path, keys[0]) as (port, process):
         model = load(port, keys[0])
         with model:
-            for tries in (["starting it anew"] * 2, ["starting it anew"]):
+            for tries in (["restarting it"] * 2, ["restarting it"]):
                 process.kill()
                 process.wait()
                 assert within(60, lambda: "cannot connect" in model.down())
@@ -86,7 +86,7 @@ def test_a_daemon_that_is_long_away(
                     reply(model)
                 # The death and tries, and then once that these go on.
                 said = [r.getMessage() for r in caplog.records if r.name == supervisor.__name__ and r.levelno > 20]
-                assert [text.rpartition("; ")[2] for text in said] == [*tries, "trying again every 0.01 s"]
+                assert [text.rpartition("; ")[2] for text in said] == [*tries, "retrying every 0.01 s"]
                 caplog.clear()
                 with listener(REFERENCE.path, keys[0], port) as (_, process):
                     assert within(60, lambda: not model.down())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import socket
@@ -19,33 +20,28 @@ from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 from luce.ipc.arena import shared_arena
 from luce.ipc.channel import Channel
-from luce.ipc.messages import (
+from luce.ipc.lifecycle import Failed, Hello, Open, Ping, Pong
+from luce.remote import daemon
+from luce.remote.daemon import serve
+from luce.remote.messages import (
     Announce,
     Done,
     Drop,
     Embed,
-    Failed,
     Fetch,
-    Fetched,
-    Fill,
     Forward,
-    Hello,
     Load,
     Loaded,
-    Open,
-    Ping,
-    Pong,
+    LoadState,
     Project,
-    Rank,
-    Reply,
+    RankPages,
+    Response,
     Restore,
     Save,
     Saved,
-    Seal,
-    Unseal,
+    Tensors,
+    UpdateRanking,
 )
-from luce.remote import daemon
-from luce.remote.daemon import serve
 from luce.remote.shared_layout import shared_size
 from luce.runtime.device import Memory
 from luce.runtime.host import HostDevice
@@ -68,19 +64,19 @@ class Server:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        watch, their_watch = socket.socketpair()
-        self.watch: Channel[Pong] = Channel(watch, Pong)
-        self.channel: Channel[Reply] = Channel(ours, Reply)
+        heartbeat, their_heartbeat = socket.socketpair()
+        self.heartbeat: Channel[Pong] = Channel(heartbeat, Pong)
+        self.channel: Channel[Response] = Channel(ours, Response)
         self.number = 0
-        arguments = {"shares": True, "silence": 600.0}
-        self.thread = threading.Thread(target=serve, args=(theirs, their_watch), kwargs=arguments)
+        arguments = {"can_share": True, "server_timeout": 600.0}
+        self.thread = threading.Thread(target=serve, args=(theirs, their_heartbeat), kwargs=arguments)
         self.thread.start()
 
     def send(self, message: Any) -> None:
         self.number += 1
         self.channel.send(self.number, message, timeout=5)
 
-    def ask(self, message: Any, fd: int | None = None) -> Reply:
+    def ask(self, message: Any, fd: int | None = None) -> Response:
         self.send(message)
         if fd is not None:
             self.channel.send_descriptor(fd, timeout=5)
@@ -93,8 +89,8 @@ class Server:
 
     def sign(self) -> Pong:
         """A sign of life."""
-        self.watch.send(0, Ping(), timeout=5)
-        return self.watch.receive(timeout=60)[1]
+        self.heartbeat.send(0, Ping(), timeout=5)
+        return self.heartbeat.receive(timeout=60)[1]
 
     def refused(self, message: Any, why: str, error: str = "BackendError") -> None:
         reply = self.ask(message)
@@ -102,7 +98,7 @@ class Server:
 
     def close(self) -> None:
         self.channel.close()
-        self.watch.close()
+        self.heartbeat.close()
         self.thread.join(60)
         assert not self.thread.is_alive()
 
@@ -181,7 +177,7 @@ LOADS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no layers": ({"layers": ((1, 1),)}, "layers", "BackendError"),
     "holes": ({"layers": ((0, 1), (2, 3))}, "layers", "BackendError"),
     "slots": ({"slots": 0}, "do not fit", "BackendError"),
-    "wire": ({"wire": "f8"}, "activations as 'f8'", "BackendError"),
+    "activations": ({"activations": "f8"}, "activations as 'f8'", "BackendError"),
     "groups": ({"pages": (4, 4, 4)}, "do not fit", "BackendError"),
     "pages": ({"pages": (1 << 40,)}, "do not fit", "BackendError"),
     "arena": ({"arena": 1 << 45}, "shared memory", "OutOfMemoryError"),
@@ -249,7 +245,7 @@ def test_steps(server: Server) -> None:
 
     expected = output().output
     assert expected is not None
-    server.refused(Forward(), "not announced")
+    server.refused(Forward(), "no step was announced")
     for fields in STEPS.values():
         server.announce(replace(STEP, **fields), -1, -1)
         server.refused(Forward(), "")
@@ -260,26 +256,26 @@ def test_steps(server: Server) -> None:
     output()
     rows = np.zeros((2, REFERENCE.spec.hidden), np.float32)
     for message in (
-        Save(2, ((0,),), False),
-        Save(0, ((4,),), False),
-        Save(0, (), False),
-        Fill(0, ((0,),), (0, LAYERS), {}),
-        Fill(0, ((4,),), (0, LAYERS), {}),
+        Save(7, 2, ((0,),), False),
+        Save(7, 0, ((4,),), False),
+        Save(7, 0, (), False),
+        LoadState(0, ((0,),), (0, LAYERS), {}),
+        LoadState(0, ((4,),), (0, LAYERS), {}),
         Fetch(7, (), 0, None),
         Restore(7, 0, ((0,),), 0),
-        Seal(2, (0,), (0,)),
-        Seal(0, (0,), (4,)),
-        Seal(0, (-1,), (0,)),
-        Seal(0, (0, 1), (0,)),
-        Seal(0, (1 << 24,), (0,)),
-        Unseal(2),
-        Unseal(-1),
-        Rank(2, 0, np.array([0], np.int32)),
-        Rank(0, 0, np.array([0], np.int32)),
-        Rank(0, -1, np.array([0], np.int32)),
-        Rank(0, 0, np.array([-1], np.int32)),
-        Rank(0, 0, np.array([[0]], np.int32)),
-        Rank(0, 0, np.array([1, 0], np.int32)),
+        UpdateRanking(2, (0,), (0,)),
+        UpdateRanking(0, (0,), (4,)),
+        UpdateRanking(0, (-1,), (0,)),
+        UpdateRanking(0, (0, 1), (0,)),
+        UpdateRanking(0, (1 << 24,), (0,)),
+        UpdateRanking(2, (), ()),
+        UpdateRanking(-1, (), ()),
+        RankPages(2, 0, np.array([0], np.int32)),
+        RankPages(0, 0, np.array([0], np.int32)),
+        RankPages(0, -1, np.array([0], np.int32)),
+        RankPages(0, 0, np.array([-1], np.int32)),
+        RankPages(0, 0, np.array([[0]], np.int32)),
+        RankPages(0, 0, np.array([1, 0], np.int32)),
         Embed(np.array([0, REFERENCE.spec.vocab], np.int32)),
         Embed(np.array([-1], np.int32)),
         Embed(np.zeros((1, 1), np.int32)),
@@ -291,17 +287,16 @@ def test_steps(server: Server) -> None:
         Project(rows, 1, False, 1, float("nan")),
     ):
         server.refused(message, "")
-    saved = server.ask(Save(1, ((2,),), False))
-    assert isinstance(saved, Saved) and f"blk.{LAYERS - 1}.k" in saved.kinds
-    kept = server.number
-    fetched = server.ask(Fetch(kept, tuple(saved.kinds), 0, None))
-    assert isinstance(fetched, Fetched) and fetched.tensors.keys() == saved.kinds.keys()
+    saved = server.ask(Save(5, 1, ((2,),), False))
+    assert isinstance(saved, Saved) and f"blk.{LAYERS - 1}.k" in saved.tensors
+    fetched = server.ask(Fetch(5, tuple(saved.tensors), 0, None))
+    assert isinstance(fetched, Tensors) and fetched.tensors.keys() == saved.tensors.keys()
     assert sum(tensor.nbytes for tensor in fetched.tensors.values()) == saved.nbytes
-    assert isinstance(server.ask(Restore(kept, 1, ((3,),), 0)), Done)
-    server.refused(Restore(kept, 1, ((1, 3),), 0), "was saved as")
-    assert isinstance(server.ask(Fill(1, ((3,),), (0, LAYERS), fetched.tensors)), Done)
-    server.send(Drop((kept,)))
-    server.refused(Restore(kept, 1, ((3,),), 0), "put nothing aside")
+    assert isinstance(server.ask(Restore(5, 1, ((3,),), 0)), Done)
+    server.refused(Restore(5, 1, ((1, 3),), 0), "was saved as")
+    assert isinstance(server.ask(LoadState(1, ((3,),), (0, LAYERS), fetched.tensors)), Done)
+    server.send(Drop((5,)))
+    server.refused(Restore(5, 1, ((3,),), 0), "no saved state 5")
     again = output().output
     assert again is not None and (again.logits == expected.logits).all()
 
@@ -325,14 +320,15 @@ def test_a_shard_gets_the_step_as_it_was_sent(server: Server, monkeypatch: pytes
     )
     server.announce(sent, -1, -1)
     assert isinstance(server.ask(Forward()), Done)
-    assert len(seen) == 1 and same(seen[0], sent)
+    assert len(seen) == 1
+    assert all(same(getattr(seen[0], field.name), getattr(sent, field.name)) for field in dataclasses.fields(Step))
 
 
 #: layers on two devices of a daemon
 BOTH = changed(WHOLE, layers=((0, 2), (2, LAYERS)), spare=(0, 0))
 
 
-def prompts(server: Server, count: int) -> list[Reply]:
+def prompts(server: Server, count: int) -> list[Response]:
     """The answers to so many steps of which no output is wanted, sent one behind the other."""
     silent = replace(STEP, output_rows=STEP.output_rows[:0], needs_logits=STEP.needs_logits[:0])
     for _ in range(count):
@@ -391,8 +387,8 @@ def test_a_step_that_fails_takes_those_behind_it_along(
     assert all(isinstance(reply, Failed) and "out of order" in reply.message for reply in rest)
     server.announce(STEP, -1, -1)
     assert isinstance(server.ask(Forward()), Done)
-    saved = server.ask(Save(1, ((2,),), False))
-    assert isinstance(saved, Saved) and f"blk.{LAYERS - 1}.k" in saved.kinds
+    saved = server.ask(Save(5, 1, ((2,),), False))
+    assert isinstance(saved, Saved) and f"blk.{LAYERS - 1}.k" in saved.tensors
 
 
 def test_signs_of_life_tell_what_it_is_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,22 +421,22 @@ def test_signs_of_life_tell_what_it_is_at(server: Server, monkeypatch: pytest.Mo
     server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
     server.send(BOTH)
     # Each layer waits until it is allowed to be read.
-    assert within(60, lambda: server.sign().read > 0)
+    assert within(60, lambda: server.sign().loaded > 0)
     loading = at("Load", 1)
-    assert loading.read == 1 / LAYERS and loading.seconds > 0
+    assert loading.loaded == 1 / LAYERS and loading.seconds > 0
     go.set()
     assert isinstance(server.channel.receive(timeout=60)[1], Loaded)
-    assert at("", 0).read == 1.0
+    assert at("", 0).loaded == 1.0
     go.clear()
     silent = replace(STEP, output_rows=STEP.output_rows[:0], needs_logits=STEP.needs_logits[:0])
     for _ in range(3):
         server.announce(silent, -1, -1)
         server.send(Forward())
     queued = at("Forward", 3)
-    assert queued.seconds > 0 and queued.read == 1
+    assert queued.seconds > 0 and queued.loaded == 1
     go.set()
     assert all(isinstance(server.channel.receive(timeout=60)[1], Done) for _ in range(3))
-    assert at("", 0).read == 1.0
+    assert at("", 0).loaded == 1.0
 
 
 def test_signs_of_life_tell_what_devices_have_left(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

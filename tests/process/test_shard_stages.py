@@ -21,7 +21,7 @@ from luce.api import Model
 from luce.backend.layersplit import LayerSplitBackend
 from luce.errors import BackendError, DeviceError, LuceError, ModelError, OutOfMemoryError, ShardLostError
 from luce.gguf.reader import open_gguf
-from luce.ipc import supervisor
+from luce.ipc import heartbeat, supervisor
 from luce.ipc.channel import PROTOCOL
 from tests.support.daemons import HERE, children, devices, interpreter, nothing_left, state, within
 from tests.support.drive import Driver
@@ -75,16 +75,16 @@ lines = todo.read_text().splitlines()
 if lines[:1] == ["start: protocol"]:
     todo.write_text("\\n".join(lines[1:]))
     channel.PROTOCOL += 1
-session = daemon._Session.__init__
-def watched(self, channel, *rest):
+session = daemon.Session.__init__
+def watched(self, channel, *rest, **options):
     sockets.append(channel.socket)
-    session(self, channel, *rest)
-daemon._Session.__init__ = watched
-wrap("start", daemon._Session, "_open")
+    session(self, channel, *rest, **options)
+daemon.Session.__init__ = watched
+wrap("start", daemon.Session, "open")
 wrap("load", daemon_shard.ServedModel, "__init__")
 wrap("prefill", daemon_shard.ServedModel, "forward", lambda message, *_: message.step.rows > 1)
 wrap("decode", daemon_shard.ServedModel, "forward", lambda message, *_: message.step.rows == 1)
-for name in ("accept", "seal", "save", "restore", "fetch", "fill"):
+for name in ("accept", "update_ranking", "save", "restore", "fetch", "load_state"):
     wrap(name, daemon_shard.ServedModel, name)
 sys.exit(main(sys.argv[4:]))
 """
@@ -92,8 +92,8 @@ sys.exit(main(sys.argv[4:]))
 DEATHS = {
     "SIGKILL": "ended by SIGKILL",
     "SIGSEGV": "ended by SIGSEGV",
-    "SIGSTOP": "it has given no sign of life",
-    "garbage": "it sent something that is no frame",
+    "SIGSTOP": "it has sent no heartbeat",
+    "garbage": "it sent bytes that are not a frame",
     "truncated": "it ended with status 0",
 }
 #: what cannot be had, and what is said of it
@@ -146,17 +146,17 @@ def first() -> None:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon counts as silent as soon as it is stopped, and never otherwise; it is started anew at once."""
-    ask = supervisor._Heartbeat.ask
+    ping = heartbeat.Heartbeat.ping
 
-    def asked(self: supervisor._Heartbeat) -> None:
+    def pinged(self: heartbeat.Heartbeat) -> None:
         if any(state(pid) == "T" for pid in children()):
-            self._heard -= 1e6
-        ask(self)
+            self.heard_at -= 1e6
+        ping(self)
 
-    monkeypatch.setattr(supervisor._Heartbeat, "ask", asked)
-    monkeypatch.setattr(supervisor, "_SILENCE", 1e5)
-    monkeypatch.setattr(supervisor, "_RESTARTS", 100)
-    monkeypatch.setattr(supervisor, "_DELAYS", (0.0,) * 100)
+    monkeypatch.setattr(heartbeat.Heartbeat, "ping", pinged)
+    monkeypatch.setattr(heartbeat, "LOST_AFTER", 1e5)
+    monkeypatch.setattr(supervisor, "RESTARTS", 100)
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS", (0.0,) * 100)
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,7 @@ def test_death_beside_a_cache_on_disk(plan: Plan, death: str, tmp_path: Path) ->
         assert within(60, plan.done)
         assert reply(model) == EXPECTED
     with plan.load(**settings) as model:
-        plan.say(f"fill: {death}")
+        plan.say(f"load_state: {death}")
         with pytest.raises(ShardLostError, match=DEATHS[death]):
             reply(model)
         assert plan.done() and reply(model) == EXPECTED
@@ -247,7 +247,7 @@ def test_later_starts_that_go_wrong(plan: Plan, stage: str, caplog: pytest.LogCa
         # Waits for the last life.
         assert reply(model) == EXPECTED
         assert len(children()) == 1 and plan.done()
-        lines = [text for record in caplog.records if (text := record.getMessage()).endswith("; starting it anew")]
+        lines = [text for record in caplog.records if (text := record.getMessage()).endswith("; restarting it")]
         assert len(lines) == 1 + len(reasons)
         for line, reason in zip(lines, ("SIGKILL", *reasons.values()), strict=True):
             assert line.startswith("shard 1 (cpu:1): ") and re.search(reason, line), line
@@ -258,7 +258,7 @@ def test_another_program_or_file_after_a_death(
     plan: Plan, line: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has changed on the disk while the server ran: the server says so, and stays."""
-    monkeypatch.setattr(supervisor, "_RESTARTS", 2)
+    monkeypatch.setattr(supervisor, "RESTARTS", 2)
     with plan.load() as model:
         plan.say("decode: SIGKILL", line, line)
         with pytest.raises(ShardLostError, match="ended by SIGKILL"):
@@ -326,7 +326,7 @@ def test_no_memory_to_seal_pages(plan: Plan) -> None:
             (page,) = sequence.pages[backend.capacity.windows.index(None)][:1]
             entries = np.zeros(1, np.int32)
             for kind, why in MEMORY.items():
-                plan.say(f"seal: {kind}")
+                plan.say(f"update_ranking: {kind}")
                 # The answer comes behind steps that run: whoever asks for the page next hears of it.
                 backend.ranking.add(sequence.slot, [0], [page])
                 with pytest.raises(OutOfMemoryError, match=rf"^shard 1 \(cpu:1\): .*{why}"):

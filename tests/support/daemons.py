@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from luce.config.settings import Config
-from luce.ipc.device import RemoteDevice
-from luce.ipc.open import open_placement
+from luce.remote.device import RemoteDevice
+from luce.remote.open import open_placement
 from luce.runtime.device import Device
 
 HERE = Path(sys.executable)
@@ -61,8 +61,8 @@ def interpreter(path: Path, text: str) -> Path:
     return path
 
 
-def with_words(path: Path) -> Path:
-    """An interpreter whose CPU devices wait for the words of shared memory as GPUs do, and tell them."""
+def with_flags(path: Path) -> Path:
+    """An interpreter whose CPU devices wait for the flags in shared memory, and raise them, as GPUs do."""
     return interpreter(
         path,
         "from luce.cli.main import main\n"
@@ -94,7 +94,7 @@ def remote(opened: Sequence[Device], number: int) -> RemoteDevice:
 
 def pid_of(device: RemoteDevice) -> int:
     """The process that holds a device now: the child process that `remote` devices of its daemon share."""
-    peer = device.daemon._peer
+    peer = device.daemon.peer
     assert peer is not None
     return int(peer.pid)  # type: ignore[attr-defined]
 

@@ -120,6 +120,7 @@ SHARED_NAMES = {
     "errors": "the error tree, and its HTTP bodies",
     "features": "what a drafter reads of its target: the op and the layer",
     "fingerprint": "what tells files or models apart",
+    "messages": "what server and daemon send: about layers, about drafters",
     "moe": "a mixture of experts: the op and the layer",
     "open": "opens what the settings name: devices here, devices in daemons, drafters",
     "page_ranking": "how much attention pages get: the op, and the statistics of a shard",

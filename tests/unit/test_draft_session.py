@@ -14,14 +14,15 @@ import pytest
 from luce.config.settings import Config
 from luce.draft.daemon import DraftSession
 from luce.draft.drafter import Draftable
-from luce.draft.remote import check
+from luce.draft.messages import DraftLoaded, Idle, LoadDraft, Propose, Proposed, TextUpdate
+from luce.draft.remote import check_proposals
 from luce.engine.draft_tree import well_formed
 from luce.errors import BackendError, LuceError, ModelError, UsageError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
-from luce.ipc import open as opening
-from luce.ipc.channel import GarbageError
-from luce.ipc.messages import Done, DraftLoaded, Forward, LoadDraft, Propose, Proposed, Rest, Told
+from luce.ipc.channel import ProtocolError
+from luce.remote import open as opening
+from luce.remote.messages import Done, Forward
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.open import named
@@ -48,13 +49,17 @@ def session() -> Iterator[DraftSession]:
         yield DraftSession(load_of(), HostDevice(), None, None, stack)
 
 
-def told(slot: int = 0, at: int = 0, tokens: int = 5, begin: int = 0, rows: int = 4, fresh: bool = True) -> Told:
-    return Told(slot, fresh, at, np.arange(at, at + tokens, dtype=np.int32), begin, rows)
+def update(
+    slot: int = 0, at: int = 0, tokens: int = 5, begin: int = 0, rows: int = 4, fresh: bool = True
+) -> TextUpdate:
+    return TextUpdate(slot, fresh, at, np.arange(at, at + tokens, dtype=np.int32), begin, rows)
 
 
-def propose(*parts: Told, asked: tuple[tuple[int, int, int], ...] = ((0, 7, 0),), rows: int | None = None) -> Propose:
+def propose(
+    *parts: TextUpdate, wanted: tuple[tuple[int, int, int], ...] = ((0, 7, 0),), rows: int | None = None
+) -> Propose:
     count = sum(part.rows for part in parts) if rows is None else rows
-    return Propose(parts, np.full((max(0, count), WIDTH), 0x3F80, np.uint16), asked)
+    return Propose(parts, np.full((max(0, count), WIDTH), 0x3F80, np.uint16), wanted)
 
 
 def tokens(session: DraftSession, message: Propose) -> list[list[int]]:
@@ -65,61 +70,61 @@ def tokens(session: DraftSession, message: Propose) -> list[list[int]]:
 
 def test_a_text_told_in_parts_is_the_text(session: DraftSession) -> None:
     assert session.loaded() == DraftLoaded("dflash", 7, (0, 2, 5))
-    (whole,) = tokens(session, propose(told(1, tokens=9, rows=8), asked=((1, 7, 0),)))
+    (whole,) = tokens(session, propose(update(1, tokens=9, rows=8), wanted=((1, 7, 0),)))
     assert len(whole) == 7
-    session.handle(propose(told(), asked=()))
-    assert tokens(session, propose(told(at=5, tokens=4, begin=4, rows=4, fresh=False))) == [whole]
+    session.handle(propose(update(), wanted=()))
+    assert tokens(session, propose(update(at=5, tokens=4, begin=4, rows=4, fresh=False))) == [whole]
     # Rows that did not count are overwritten; a text begins anew.
-    session.handle(propose(told(at=9, tokens=3, begin=8, rows=3, fresh=False), asked=()))
-    session.handle(propose(told(tokens=7, rows=6), asked=()))
-    assert tokens(session, propose(told(at=7, tokens=2, begin=4, rows=4, fresh=False), asked=((0, 3, 0),))) == [
+    session.handle(propose(update(at=9, tokens=3, begin=8, rows=3, fresh=False), wanted=()))
+    session.handle(propose(update(tokens=7, rows=6), wanted=()))
+    assert tokens(session, propose(update(at=7, tokens=2, begin=4, rows=4, fresh=False), wanted=((0, 3, 0),))) == [
         whole[:3]
     ]
 
 
 def test_rows_that_are_missing_are_no_error(session: DraftSession) -> None:
-    assert tokens(session, propose(told(rows=0))) == [[]]
-    assert len(tokens(session, propose(told(at=5, tokens=1, begin=4, rows=1, fresh=False)))[0]) == 7
+    assert tokens(session, propose(update(rows=0))) == [[]]
+    assert len(tokens(session, propose(update(at=5, tokens=1, begin=4, rows=1, fresh=False)))[0]) == 7
 
 
 def test_memory_goes_and_comes_back() -> None:
     with ExitStack() as stack:
         session = DraftSession(load_of(keep=False), HostDevice(), None, None, stack)
-        assert session._ring is None or session._drafter.describe()["loaded"] == "no"
-        whole = tokens(session, propose(told()))
-        assert session._ring is not None
-        assert session.handle(Rest()) == Done() and session._ring is None
+        assert session.ring is None or session.drafter.describe()["loaded"] == "no"
+        whole = tokens(session, propose(update()))
+        assert session.ring is not None
+        assert session.handle(Idle()) == Done() and session.ring is None
         with pytest.raises(BackendError):
-            session.handle(propose(told(at=5, tokens=1, rows=0, fresh=False)))
-        assert tokens(session, propose(told())) == whole
+            session.handle(propose(update(at=5, tokens=1, rows=0, fresh=False)))
+        assert tokens(session, propose(update())) == whole
 
 
 BAD = {
-    "a slot that does not exist": propose(told(2), asked=()),
-    "a slot twice": propose(told(), told(), asked=()),
-    "features of nothing": propose(told(), rows=3),
-    "more rows than text": propose(told(rows=6), asked=()),
-    "fewer than no rows": propose(told(rows=-1), asked=(), rows=0),
-    "a position before the first": propose(told(begin=-1), asked=()),
-    "a text that is not known": propose(told(1, at=5, fresh=False), asked=()),
-    "a hole in the text": propose(told(at=1), asked=()),
-    "an id that is none": propose(Told(0, True, 0, np.array([VOCAB], np.int32), 0, 0), asked=()),
-    "no text": propose(told(tokens=0, rows=0), asked=()),
-    "a table of ids": propose(Told(0, True, 0, np.zeros((1, 2), np.int32), 0, 0), asked=()),
-    "an unknown text asked": propose(told(), asked=((1, 3, 0),)),
-    "asked twice": propose(told(), asked=((0, 3, 0), (0, 3, 0))),
-    "nothing asked": propose(told(), asked=((0, 0, 0),)),
-    "a tree of less than no depth": propose(told(), asked=((0, 3, -1),)),
+    "a slot that does not exist": propose(update(2), wanted=()),
+    "a slot twice": propose(update(), update(), wanted=()),
+    "features of nothing": propose(update(), rows=3),
+    "more rows than text": propose(update(rows=6), wanted=()),
+    "fewer than no rows": propose(update(rows=-1), wanted=(), rows=0),
+    "a position before the first": propose(update(begin=-1), wanted=()),
+    "a text that is not known": propose(update(1, at=5, fresh=False), wanted=()),
+    "a hole in the text": propose(update(at=1), wanted=()),
+    "an id that is none": propose(TextUpdate(0, True, 0, np.array([VOCAB], np.int32), 0, 0), wanted=()),
+    "no text": propose(update(tokens=0, rows=0), wanted=()),
+    "a table of ids": propose(TextUpdate(0, True, 0, np.zeros((1, 2), np.int32), 0, 0), wanted=()),
+    "an unknown text asked": propose(update(), wanted=((1, 3, 0),)),
+    "asked twice": propose(update(), wanted=((0, 3, 0), (0, 3, 0))),
+    "nothing asked": propose(update(), wanted=((0, 0, 0),)),
+    "a tree of less than no depth": propose(update(), wanted=((0, 3, -1),)),
     "another message": Forward(),
 }
 
 
 @pytest.mark.parametrize("message", BAD.values(), ids=BAD)
 def test_messages_that_are_refused(message: Any, session: DraftSession) -> None:
-    whole = tokens(session, propose(told()))
+    whole = tokens(session, propose(update()))
     with pytest.raises(BackendError):
         session.handle(message)
-    assert tokens(session, propose(told())) == whole
+    assert tokens(session, propose(update())) == whole
 
 
 @pytest.mark.parametrize(
@@ -149,19 +154,19 @@ def proposed(ids: Any, chances: Any, parents: Any = ()) -> Proposed:
 
 @pytest.mark.parametrize("reply", [proposed([], []), proposed([0, VOCAB - 1], [0.0, 1.0]), proposed([3], [])])
 def test_answers(reply: Proposed) -> None:
-    check(reply, ASKED, VOCAB)
-    check(reply, TREE, VOCAB)
+    check_proposals(reply, ASKED, VOCAB)
+    check_proposals(reply, TREE, VOCAB)
 
 
 def test_answers_that_are_trees() -> None:
-    check(proposed([3, 4], [1, 1], [-1, -1]), TREE, VOCAB)
+    check_proposals(proposed([3, 4], [1, 1], [-1, -1]), TREE, VOCAB)
     for parents in ([-1], [[-1, -1]], [-1, -1, -1]):
-        with pytest.raises(GarbageError, match="parents"):
-            check(proposed([3, 4], [1, 1], parents), TREE, VOCAB)
+        with pytest.raises(ProtocolError, match="parents"):
+            check_proposals(proposed([3, 4], [1, 1], parents), TREE, VOCAB)
 
 
 def test_a_tree_of_a_text(session: DraftSession) -> None:
-    reply = session.handle(propose(told(1, tokens=9, rows=8), asked=((1, 12, 3),)))
+    reply = session.handle(propose(update(1, tokens=9, rows=8), wanted=((1, 12, 3),)))
     assert isinstance(reply, Proposed)
     (found,), (parents,) = reply.tokens, reply.parents
     assert len(found) == len(parents) == 12 and well_formed(parents.tolist(), found.tolist(), 3)
@@ -183,8 +188,8 @@ def test_a_tree_of_a_text(session: DraftSession) -> None:
     ],
 )
 def test_answers_that_are_garbage(reply: Proposed) -> None:
-    with pytest.raises(GarbageError):
-        check(reply, ASKED, VOCAB)
+    with pytest.raises(ProtocolError):
+        check_proposals(reply, ASKED, VOCAB)
 
 
 #: --draft-ipc-bin, --target-shard-ipc-bin, devices of the model in daemons, vendor of CuPy here, device, interpreter
@@ -216,10 +221,10 @@ def test_the_interpreter_of_a_draft(
     targets: list[Device] = []
     for name in named(daemons):
         target = HostDevice()
-        target.name, target.shared = name, True
+        target.name, target.remote = name, True
         targets.append(target)
     (name,) = named([device])
-    found = opening._draft_interpreter(config, name, targets)
+    found = opening.draft_interpreter(config, name, targets)
     assert found == (None if expected is None else Path(expected))
 
 
@@ -228,6 +233,6 @@ def test_a_network_daemon_holds_one_thing() -> None:
     target = HostDevice()
     target.name = name
     with pytest.raises(UsageError, match="--draft-device tcp://far:1/cpu:0: this daemon holds layers"):
-        opening.open_draft_daemon(Config(), name, [target])
+        opening.open_draft_daemon(Config(), name, [target], Proposed)
     with pytest.raises(UsageError, match="require --shard-key-file"):
-        opening.open_draft_daemon(Config(), name, [])
+        opening.open_draft_daemon(Config(), name, [], Proposed)

@@ -18,8 +18,9 @@ import pytest
 from numpy.typing import NDArray
 
 from luce import __version__
-from luce.ipc.channel import PROTOCOL, Channel, GarbageError, GoneError, LateError
-from luce.ipc.messages import Announce, Done, Failed, Fetched, Fill, Kind, Ping, Reply, Request, Saved
+from luce.ipc.channel import PROTOCOL, Channel, ChannelTimeoutError, ConnectionClosedError, ProtocolError
+from luce.ipc.lifecycle import Failed, Ping
+from luce.remote.messages import Announce, Done, LoadState, Request, Response, Saved, SavedTensor, Tensors
 from luce.runtime.step import Candidates, Output, PageView, Span, Step
 from tests.support.values import same
 
@@ -28,7 +29,7 @@ Pair = tuple[Channel[Any], Channel[Any]]
 
 def connected() -> Pair:
     ours, theirs = socket.socketpair()
-    return Channel(ours, Request | Reply | Ping), Channel(theirs, Request | Reply | Ping)
+    return Channel(ours, Request | Response | Ping), Channel(theirs, Request | Response | Ping)
 
 
 @pytest.fixture
@@ -55,9 +56,9 @@ MESSAGES: list[msgspec.Struct] = [
     Done(0.0, Output(np.arange(1, dtype=np.int32), np.empty((0, 7), np.float32),
                      Candidates(np.arange(4, dtype=np.int32)[None], RNG.random((1, 4), np.float32)))),
     Done(0.0, None, RNG.integers(0, 256, 1 << 20, np.uint8)),
-    Saved({"blk.0.k": Kind("<f2", (64, 2, 32), True)}, 8192),
-    Fetched({f"blk.{n}.k": RNG.random((n, 64, 32)).astype(t) for n, t in enumerate(("f2", "f4", "u1"))}),
-    Fill(1, ((1, 2), ()), (0, 4), {"blk.0.v": np.zeros((0, 3), np.uint16)}),
+    Saved({"blk.0.k": SavedTensor("<f2", (64, 2, 32), True)}, 8192),
+    Tensors({f"blk.{n}.k": RNG.random((n, 64, 32)).astype(t) for n, t in enumerate(("f2", "f4", "u1"))}),
+    LoadState(1, ((1, 2), ()), (0, 4), {"blk.0.v": np.zeros((0, 3), np.uint16)}),
 ]  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def frame(
 
 
 def array(*fields: object) -> bytes:
-    return msgspec.msgpack.encode({"type": "Fetched", "tensors": {"x": fields}})
+    return msgspec.msgpack.encode({"type": "Tensors", "tensors": {"x": fields}})
 
 
 BAD: dict[str, bytes] = {
@@ -110,7 +111,7 @@ BAD: dict[str, bytes] = {
 def test_garbage(pair: Pair, name: str) -> None:
     ours, theirs = pair
     ours.socket.sendall(BAD[name])
-    with pytest.raises(GarbageError, match=r"^it "):
+    with pytest.raises(ProtocolError, match=r"^it "):
         theirs.receive(timeout=60)
 
 
@@ -118,7 +119,7 @@ def test_another_protocol_is_told_by_both_sides(pair: Pair) -> None:
     # Whatever such a peer means by the rest, and whatever it says next, this is what is said of it.
     ours, theirs = pair
     ours.socket.sendall(frame(b"?" * 100, magic=b"LUC" + bytes([PROTOCOL + 1])))
-    with pytest.raises(GarbageError) as caught:
+    with pytest.raises(ProtocolError) as caught:
         theirs.receive(timeout=60)
     this = f"this is Luce {__version__} with protocol {PROTOCOL}"
     assert str(caught.value) == f"it speaks protocol {PROTOCOL + 1}, {this}"
@@ -130,13 +131,13 @@ def test_another_protocol_is_told_by_both_sides(pair: Pair) -> None:
 def test_more_than_expected(pair: Pair) -> None:
     ours, theirs = pair
     ours.socket.sendall(frame(b"x", bytes(1001)))
-    with pytest.raises(GarbageError, match="more than expected"):
+    with pytest.raises(ProtocolError, match="more than the limit"):
         theirs.receive(timeout=60, limit=1000)
 
 
 def test_any_change_and_any_cut_of_a_frame_is_survived() -> None:
     whole = []
-    for message in (Announce(step(3), -1, 4096, 7), Fetched({"blk.0.k": np.arange(1000, dtype=np.float32)})):
+    for message in (Announce(step(3), -1, 4096, 7), Tensors({"blk.0.k": np.arange(1000, dtype=np.float32)})):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             Channel[Any](ours, Request).send(3, message, timeout=60)
@@ -153,31 +154,31 @@ def test_any_change_and_any_cut_of_a_frame_is_survived() -> None:
         with ours, theirs:
             ours.sendall(data)
             ours.shutdown(socket.SHUT_WR)
-            channel: Channel[Any] = Channel(theirs, Request | Reply)
+            channel: Channel[Any] = Channel(theirs, Request | Response)
             try:
                 channel.receive(timeout=60, limit=1 << 20)
-            except (GarbageError, GoneError):
+            except (ProtocolError, ConnectionClosedError):
                 continue
 
 
 def test_end_and_silence(pair: Pair) -> None:
     ours, theirs = pair
-    with pytest.raises(LateError):
+    with pytest.raises(ChannelTimeoutError):
         theirs.receive(timeout=0.05)
     ours.socket.sendall(frame(b"abc")[:10])
-    with pytest.raises(LateError):
+    with pytest.raises(ChannelTimeoutError):
         theirs.receive(timeout=0.05)
     ours.close()
     assert theirs.ready()
-    with pytest.raises(GoneError):
+    with pytest.raises(ConnectionClosedError):
         theirs.receive(timeout=60)
-    with pytest.raises(GoneError):
+    with pytest.raises(ConnectionClosedError):
         theirs.send(1, Ping(), timeout=60)
         theirs.send(1, Ping(), timeout=60)
 
 
 def test_a_peer_that_does_not_read(pair: Pair) -> None:
-    with pytest.raises(LateError):
+    with pytest.raises(ChannelTimeoutError):
         pair[0].send(1, Done(data=np.zeros(1 << 24, np.uint8)), timeout=0.1)
 
 
@@ -191,14 +192,14 @@ def test_a_descriptor(pair: Pair) -> None:
             copy.sendall(b"through")
             assert end.recv(10) == b"through"
     ours.socket.sendall(b"f")
-    with pytest.raises(GarbageError, match="descriptor"):
+    with pytest.raises(ProtocolError, match="file descriptor"):
         theirs.receive_descriptor(timeout=60)
 
 
 def test_only_arrays_and_messages_travel(pair: Pair) -> None:
     odd: NDArray[Any] = np.array([object()])
-    with pytest.raises((TypeError, NotImplementedError, GarbageError)):
-        pair[0].send(1, Fetched({"x": odd}), timeout=1)
+    with pytest.raises((TypeError, NotImplementedError, ProtocolError)):
+        pair[0].send(1, Tensors({"x": odd}), timeout=1)
         pair[1].receive(timeout=1)
 
 
@@ -221,10 +222,10 @@ def test_a_descriptor_outlives_the_wait_for_it(pair: Pair, monkeypatch: pytest.M
 
     poll = select.poll
     monkeypatch.setattr(select, "poll", Poll)
-    errors: list[GoneError] = []
+    errors: list[ConnectionClosedError] = []
 
     def receive() -> None:
-        with pytest.raises(GoneError) as caught:
+        with pytest.raises(ConnectionClosedError) as caught:
             ours.receive(timeout=None)
         errors.append(caught.value)
 
@@ -254,7 +255,7 @@ def test_a_connection_is_not_ended_by_another_ones_number(pair: Pair, monkeypatc
 
     monkeypatch.setattr(socket.socket, "shutdown", slow)
     number = ours.socket.fileno()
-    ender, closer = (threading.Thread(target=call, daemon=True) for call in (ours.end, ours.close))
+    ender, closer = (threading.Thread(target=call, daemon=True) for call in (ours.shutdown, ours.close))
     ender.start()
     assert ending.wait(60)
     closer.start()
@@ -265,7 +266,7 @@ def test_a_connection_is_not_ended_by_another_ones_number(pair: Pair, monkeypatc
     ender.join(60)
     closer.join(60)
     assert ours.socket.fileno() < 0
-    ours.end()
+    ours.shutdown()
 
 
 def test_threads_that_wait_on_closed_channels_hear_nothing_of_the_next_ones() -> None:
@@ -279,7 +280,7 @@ def test_threads_that_wait_on_closed_channels_hear_nothing_of_the_next_ones() ->
                 try:
                     while True:
                         heard.append(ours.receive(timeout=60)[0])
-                except GoneError:
+                except ConnectionClosedError:
                     pass
                 except BaseException as error:
                     failures.append(error)

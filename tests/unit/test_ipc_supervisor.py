@@ -16,13 +16,14 @@ import pytest
 
 from luce import __version__
 from luce.errors import DeviceError, ShardLostError
-from luce.ipc import supervisor
+from luce.ipc import heartbeat, supervisor
 from luce.ipc.arena import shared_arena
 from luce.ipc.channel import Channel, ChannelError
-from luce.ipc.device import RemoteDevice
-from luce.ipc.messages import Accept, DeviceFacts, Done, Hello, Load, Loaded, Open, Ping, Pong, Request
-from luce.ipc.supervisor import Limits, Supervisor
-from luce.remote.rpc import Requests
+from luce.ipc.lifecycle import DeviceFacts, Hello, Open, Ping, Pong
+from luce.ipc.supervisor import Supervisor, Timeouts
+from luce.remote.device import RemoteDevice
+from luce.remote.messages import Accept, Done, Load, Loaded, Request, Response
+from luce.remote.rpc import Expected, Requests
 from luce.runtime.device import DeviceName, Memory
 from tests.support.daemons import within
 
@@ -36,7 +37,7 @@ class Peer:
     It gives no sign of life unless `awake`.
     """
 
-    silent = ""
+    silence_hint = ""
     awake = threading.Event()
     awake.set()
     #: what it says then, and of its devices
@@ -48,11 +49,11 @@ class Peer:
 
     def __init__(self, live: Callable[[Channel[Request], int], None]) -> None:
         self.requests, theirs = socket.socketpair()
-        self.watch, their_watch = socket.socketpair()
+        self.heartbeat, their_heartbeat = socket.socketpair()
         self._live = live
         self.signs = 0
         self._channel: Channel[Request] = Channel(theirs, Request)
-        self._signs: Channel[Ping] = Channel(their_watch, Ping)
+        self._signs: Channel[Ping] = Channel(their_heartbeat, Ping)
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._serve, self._pong)]
         for thread in self._threads:
             thread.start()
@@ -64,7 +65,7 @@ class Peer:
             self._channel.receive(timeout=60)
             fd = self._channel.receive_descriptor(timeout=60)
             self.ready.wait(60)
-            self._channel.send(0, Loaded((), (), (), 1, words=False), timeout=60)
+            self._channel.send(0, Loaded((), (), (), 1, flags=False), timeout=60)
             try:
                 self._live(self._channel, fd)
             finally:
@@ -87,9 +88,9 @@ class Peer:
     def kill(self) -> None:
         """Its sockets end."""
 
-    def end(self) -> str:
+    def join(self) -> str:
         """As a process."""
-        self._signs.end()
+        self._signs.shutdown()
         for thread in self._threads:
             thread.join(60)
         return "it ended"
@@ -102,11 +103,11 @@ Watch = Callable[[Callable[[Channel[Request], int], None]], Supervisor]
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """Makes the supervisor of daemons that start at once, as often as it takes."""
     made: list[Supervisor] = []
-    monkeypatch.setattr(supervisor, "_RESTARTS", 1000)
-    monkeypatch.setattr(supervisor, "_DELAYS", (0.0,) * 1000)
+    monkeypatch.setattr(supervisor, "RESTARTS", 1000)
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS", (0.0,) * 1000)
 
     def one(live: Callable[[Channel[Request], int], None]) -> Supervisor:
-        made.append(Supervisor("shard", lambda name: Peer(live), OPEN, Limits(60.0, 60.0)))
+        made.append(Supervisor("shard", lambda name: Peer(live), OPEN, Timeouts(60.0, 60.0), Response))
         return made[-1]
 
     yield one
@@ -126,16 +127,16 @@ def test_no_life_answers_for_another(watch: Watch) -> None:
 
     daemon = watch(live)
     with_memory = shared_arena(1)
-    daemon.begin_load(LOAD, with_memory, "shard")
+    daemon.begin_load(LOAD, Loaded, arena=with_memory)
     with_memory.close()
     requests = Requests(daemon)
     for life in range(1, 61):
         requests.lost()
-        answered = requests.ask(Accept(0, tuple(range(life))), seconds=0, limit=0, take=lambda reply: None)
+        answered = requests.ask(Accept(0, tuple(range(life))), Expected(lambda response: None, limit=0))
         answered.wait()
         assert answered.seconds_since(answered) == life
         with pytest.raises(ShardLostError, match="it ended"):
-            requests.ask(Accept(0, tuple(range(life))), seconds=0, limit=0, take=lambda reply: None).wait()
+            requests.ask(Accept(0, tuple(range(life))), Expected(lambda response: None, limit=0)).wait()
 
 
 def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
@@ -148,14 +149,14 @@ def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
     before = set(os.listdir("/proc/self/fd"))
     daemon = watch(live)
     arena = shared_arena(3 << 12)
-    daemon.begin_load(LOAD, arena, "shard")
-    daemon.loaded()
+    daemon.begin_load(LOAD, Loaded, arena=arena)
+    daemon.wait_loaded(Loaded)
     arena.close()
     requests = Requests(daemon)
     for _ in range(3):
         requests.lost()
         with pytest.raises(ShardLostError):
-            requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None).wait()
+            requests.ask(Accept(0, (0,)), Expected(lambda response: None, limit=0)).wait()
     daemon.close()
     assert sizes[:3] == [3 << 12] * 3
     del arena
@@ -165,7 +166,7 @@ def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
 def loading(daemon: Supervisor) -> None:
     """Let it load layers."""
     arena = shared_arena(1)
-    daemon.begin_load(LOAD, arena, "shard")
+    daemon.begin_load(LOAD, Loaded, arena=arena)
     arena.close()
 
 
@@ -178,29 +179,29 @@ def test_what_is_read_of_layers(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="luce.ipc.supervisor")
-    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
     monkeypatch.setattr(Peer, "sign", Pong("Load", 1.0, 1, 0.25))
     monkeypatch.setattr(Peer, "ready", threading.Event())
     daemon, shares = watch(waits), []
 
     def seen() -> None:
-        shares.append(daemon.read)
-        if daemon.read == 0.25:
+        shares.append(daemon.progress)
+        if daemon.progress == 0.25:
             Peer.sign = Pong("Load", 2.0, 1, 0.26)
-        if daemon.read == 0.26:
+        if daemon.progress == 0.26:
             Peer.sign = Pong("Load", 3.0, 1, 0.5)
-        if daemon.read == 0.5:
+        if daemon.progress == 0.5:
             Peer.ready.set()
 
     loading(daemon)
-    daemon.loaded(seen)
+    daemon.wait_loaded(Loaded, seen)
     assert list(dict.fromkeys(share for share in shares if share)) in ([0.25, 0.26, 0.5], [0.25, 0.26, 0.5, 1.0])
-    assert daemon.read == 1.0
+    assert daemon.progress == 1.0
     lines = [record.fields for record in caplog.records if record.getMessage() == "shard loading"]  # type: ignore[attr-defined]
     assert lines == [{"shard": "shard", "percent": 25}, {"shard": "shard", "percent": 50}]
 
 
-@pytest.mark.parametrize(("shares", "error"), [((0.25, 0.5, 0.75), ""), ((0.25, 0.2505, 0.2509), "not come further")])
+@pytest.mark.parametrize(("shares", "error"), [((0.25, 0.5, 0.75), ""), ((0.25, 0.2505, 0.2509), "made no progress")])
 def test_a_start_may_last_as_long_as_layers_are_read(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, shares: tuple[float, ...], error: str
 ) -> None:
@@ -212,9 +213,9 @@ def test_a_start_may_last_as_long_as_layers_are_read(
             return time.monotonic() + later
 
     monkeypatch.setattr(supervisor, "time", Clock)
-    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
-    monkeypatch.setattr(supervisor, "_SILENCE", 1e6)
-    monkeypatch.setattr(supervisor, "_FIRST", 1e6)
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
+    monkeypatch.setattr(heartbeat, "LOST_AFTER", 1e6)
+    monkeypatch.setattr(heartbeat, "FIRST_WITHIN", 1e6)
     monkeypatch.setattr(Peer, "sign", Pong("Load", 1.0, 1, shares[0]))
     monkeypatch.setattr(Peer, "ready", threading.Event())
     monkeypatch.setattr(Peer, "kill", lambda peer: peer.ready.set())
@@ -222,9 +223,9 @@ def test_a_start_may_last_as_long_as_layers_are_read(
 
     def read() -> None:
         nonlocal later
-        if daemon.read == seen[-1] or daemon.read == 1:
+        if daemon.progress == seen[-1] or daemon.progress == 1:
             return
-        seen.append(daemon.read)
+        seen.append(daemon.progress)
         # Of 60 s.
         later += 40
         if len(seen) <= len(shares):
@@ -234,10 +235,10 @@ def test_a_start_may_last_as_long_as_layers_are_read(
 
     loading(daemon)
     if error:
-        with pytest.raises(DeviceError, match=rf"{error} within 60 s \(--shard-start-timeout\); .* at Load for"):
-            daemon.loaded(read)
+        with pytest.raises(DeviceError, match=rf"{error} within 60 s \(--shard-start-timeout\); .* on Load for"):
+            daemon.wait_loaded(Loaded, read)
     else:
-        daemon.loaded(read)
+        daemon.wait_loaded(Loaded, read)
         assert tuple(seen[1:]) == shares
 
 
@@ -246,8 +247,8 @@ def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch, lie: dict[str, A
     facts = {"host": True, "lanes": 1, "kv_dtype": "<f4", "free": 1, "total": 2, "facts": {}, **lie}
     monkeypatch.setattr(Peer, "devices", (DeviceFacts("cpu:0", **facts),))
     opening = Open(__version__, ("cpu:0",), "info", 0)
-    daemon = Supervisor("shard", lambda name: Peer(waits), opening, Limits(60.0, 60.0))
-    with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it described cpu:0 as no device is$"):
+    daemon = Supervisor("shard", lambda name: Peer(waits), opening, Timeouts(60.0, 60.0), Response)
+    with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it sent invalid facts about cpu:0$"):
         daemon.hello()
     daemon.close()
 
@@ -260,7 +261,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_devices_have_left(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
     two_devices(monkeypatch)
     daemon = watch(waits)
     first, second = (RemoteDevice(DeviceName("cpu", number), daemon, number) for number in (0, 1))
@@ -278,8 +279,8 @@ def test_what_devices_have_left(watch: Watch, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "sign",
     [
-        Pong(read=float("nan")),
-        Pong(read=1.5),
+        Pong(loaded=float("nan")),
+        Pong(loaded=1.5),
         Pong(requests=-1),
         Pong("Load", float("inf"), 1),
         Pong("Load", -1.0, 1),
@@ -295,11 +296,11 @@ def test_a_sign_of_life_that_is_none(watch: Watch, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Peer, "sign", sign)
     two_devices(monkeypatch)
     daemon = watch(waits)
-    with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it sent a sign of life that is none$"):
+    with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it sent a malformed heartbeat$"):
         # Its first answer may come before its first sign.
         loading(daemon)
         daemon.hello()
-        daemon.loaded()
+        daemon.wait_loaded(Loaded)
         assert within(60, lambda: daemon.generation > 0)
         raise DeviceError(daemon.loss())
 
@@ -307,9 +308,9 @@ def test_a_sign_of_life_that_is_none(watch: Watch, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("sign", "last"),
     [
-        (Pong(read=1.0), "waited for requests"),
-        (Pong("Forward", 61.96, 3, 1.0), "was at Forward for 62.0 s, 2 more to answer"),
-        (Pong("Load", 7.0, 1, 0.4), "was at Load for 7.0 s, 40 % of its layers read"),
+        (Pong(loaded=1.0), "waited for requests"),
+        (Pong("Forward", 61.96, 3, 1.0), "had worked on Forward for 62.0 s, 2 more requests waiting"),
+        (Pong("Load", 7.0, 1, 0.4), "had worked on Load for 7.0 s, 40 % of its layers loaded"),
     ],
     ids=str,
 )
@@ -317,22 +318,24 @@ def test_what_a_silent_daemon_was_at(watch: Watch, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Peer, "sign", sign)
     daemon = watch(waits)
     loading(daemon)
-    daemon.loaded()
-    peer = daemon._peer
+    daemon.wait_loaded(Loaded)
+    peer = daemon.peer
     assert isinstance(peer, Peer) and within(60, lambda: peer.signs > 1)
     monkeypatch.setattr(Peer, "awake", threading.Event())
-    monkeypatch.setattr(supervisor, "_SILENCE", 0.1)
+    monkeypatch.setattr(heartbeat, "LOST_AFTER", 0.1)
     assert within(60, lambda: daemon.generation > 0)
     Peer.awake.set()
-    silent = r"shard: the daemon is lost: it has given no sign of life for 0.1 s; \d+\.\d s ago it "
+    silent = (
+        r"shard: the daemon is lost: it has sent no heartbeat for 0.1 s; at its last heartbeat, \d+\.\d s before, it "
+    )
     assert re.fullmatch(silent + re.escape(last), daemon.loss())
 
 
 def test_a_silent_daemon_is_suspected_before_it_is_lost(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "_BEAT", 0.02)
-    monkeypatch.setattr(supervisor, "_SUSPECT", 0.2)
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
+    monkeypatch.setattr(heartbeat, "WARN_AFTER", 0.2)
 
     def live(channel: Channel[Request], fd: int) -> None:
         channel.send(channel.receive(timeout=60)[0], Done(), timeout=60)
@@ -343,14 +346,14 @@ def test_a_silent_daemon_is_suspected_before_it_is_lost(
 
     daemon = watch(live)
     loading(daemon)
-    daemon.loaded()
-    peer = daemon._peer
+    daemon.wait_loaded(Loaded)
+    peer = daemon.peer
     assert isinstance(peer, Peer) and within(60, lambda: peer.signs > 2)
     Peer.awake.clear()
     try:
-        assert logged("shard: no sign of life for ")
+        assert logged("shard: no heartbeat for ")
     finally:
         Peer.awake.set()
-    assert logged("shard: gives signs of life again")
+    assert logged("shard: the heartbeat is back")
     assert daemon.generation == 0
-    Requests(daemon).ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None).wait()
+    Requests(daemon).ask(Accept(0, (0,)), Expected(lambda response: None, limit=0)).wait()

@@ -18,7 +18,7 @@ import pytest
 
 from luce.errors import DeviceError
 from luce.ipc import tcp
-from luce.ipc.tcp import Connection, address, listening, sessions, spelled, tls
+from luce.ipc.tcp import Connection, accept_servers, format_address, listen, parse_address, tls_context
 from tests.support.daemons import key_file
 
 Listener = tuple[str, Iterator[tuple[socket.socket, socket.socket]]]
@@ -34,15 +34,15 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture
 def served(keys: list[Path]) -> Iterator[Listener]:
     """An address, and the servers that come there."""
-    with listening("127.0.0.1:0") as listener:
-        context = tls(keys[0], "--key-file", server=True)
-        with sessions(listener, context) as servers:
+    with listen("127.0.0.1:0") as listener:
+        context = tls_context(keys[0], "--key-file", server=True)
+        with accept_servers(listener, context) as servers:
             yield f"127.0.0.1:{listener.getsockname()[1]}", servers
     assert not any(thread.name == "luce-accept" for thread in threading.enumerate())
 
 
 def connected(where: str, key: Path) -> Connection:
-    return Connection("shard", where, tls(key, "--shard-key-file", server=False))
+    return Connection("shard", where, tls_context(key, "--shard-key-file", server=False))
 
 
 def met(ours: socket.socket, theirs: socket.socket) -> bool:
@@ -53,13 +53,13 @@ def met(ours: socket.socket, theirs: socket.socket) -> bool:
 
 @pytest.mark.parametrize(("text", "host"), [("[::1]:9000", "::1"), ("far.example:9000", "far.example")])
 def test_addresses(text: str, host: str) -> None:
-    assert address(text) == (host, 9000) and spelled(host, 9000) == text
+    assert parse_address(text) == (host, 9000) and format_address(host, 9000) == text
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True)])
 def test_a_key_for_everybody(keys: list[Path], mode: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     keys[1].chmod(mode)
-    tls(keys[1], "--shard-key-file", server=False)
+    tls_context(keys[1], "--shard-key-file", server=False)
     warning = f"--shard-key-file {keys[1]}: every user of this machine can read the key: chmod o= it"
     assert [record.getMessage() for record in caplog.records] == [warning] * warned
 
@@ -67,14 +67,14 @@ def test_a_key_for_everybody(keys: list[Path], mode: int, warned: bool, caplog: 
 def test_a_silent_stranger_keeps_nobody_waiting(
     served: Listener, keys: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp, "_PATIENCE", 1000.0)
+    monkeypatch.setattr(tcp, "HANDSHAKE_TIMEOUT", 1000.0)
     where, servers = served
     host, _, port = where.partition(":")
     with socket.create_connection((host, int(port))) as silent:
         ours = connected(where, keys[0])
-        requests, watch = next(servers)
-        with ours.requests, ours.watch, requests, watch:
-            assert met(ours.requests, requests) and met(ours.watch, watch)
+        requests, heartbeat = next(servers)
+        with ours.requests, ours.heartbeat, requests, heartbeat:
+            assert met(ours.requests, requests) and met(ours.heartbeat, heartbeat)
             silent.setblocking(False)
             with pytest.raises(BlockingIOError):
                 silent.recv(1)
@@ -82,21 +82,21 @@ def test_a_silent_stranger_keeps_nobody_waiting(
 
 def test_halves_of_two_servers_do_not_mix(served: Listener, keys: list[Path]) -> None:
     where, servers = served
-    context = tls(keys[0], "--shard-key-file", server=False)
+    context = tls_context(keys[0], "--shard-key-file", server=False)
     tokens = b"a" * 16, b"b" * 16
     # Each half arrives before the next one leaves, as the daemon's end of the handshake is over by then.
-    halves = [tcp._connect(where, context, role + token) for role in (b"W", b"R") for token in tokens]
+    halves = [tcp.connect(where, context, role + token) for role in (b"W", b"R") for token in tokens]
     for _ in tokens:
-        requests, watch = next(servers)
-        with requests, watch:
+        requests, heartbeat = next(servers)
+        with requests, heartbeat:
             (number,) = (n for n in range(2) if halves[2 + n].getsockname() == requests.getpeername())
-            assert met(halves[2 + number], requests) and met(halves[number], watch)
+            assert met(halves[2 + number], requests) and met(halves[number], heartbeat)
     for half in halves:
         half.close()
 
 
 def test_halves_without_another_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "_HALVES", 1)
+    monkeypatch.setattr(tcp, "MAX_UNPAIRED", 1)
     arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
     others = {}
     # Given here, as connections may arrive in another order than they were made in.
@@ -104,16 +104,16 @@ def test_halves_without_another_are_dropped(monkeypatch: pytest.MonkeyPatch) -> 
         ("alone", b"R", b"1"),
         ("older", b"R", b"2"),
         ("ours", b"R", b"3"),
-        ("watch", b"W", b"3"),
+        ("heartbeat", b"W", b"3"),
     ):
         others[name], sock = socket.socketpair()
-        arrivals.put(tcp._Arrival(role, token, cast("ssl.SSLSocket", sock)))
-    requests, watch = next(tcp._pairs(arrivals))
-    with requests, watch, contextlib.ExitStack() as opened:
+        arrivals.put(tcp.Arrival(role, token, cast("ssl.SSLSocket", sock)))
+    requests, heartbeat = next(tcp.pair_up(arrivals))
+    with requests, heartbeat, contextlib.ExitStack() as opened:
         for sock in others.values():
             opened.enter_context(sock)
         assert others["alone"].recv(1) == others["older"].recv(1) == b""
-        assert met(others["ours"], requests) and met(others["watch"], watch)
+        assert met(others["ours"], requests) and met(others["heartbeat"], heartbeat)
 
 
 def test_another_key_gets_nowhere(served: Listener, keys: list[Path]) -> None:
@@ -124,12 +124,12 @@ def test_another_key_gets_nowhere(served: Listener, keys: list[Path]) -> None:
         assert str(error).startswith(f"shard: cannot connect to {where}: ")
     else:
         # TLS 1.3 tells a client that it is refused only when it reads.
-        for sock in (stranger.requests, stranger.watch):
+        for sock in (stranger.requests, stranger.heartbeat):
             with sock, pytest.raises(OSError, match=r"certificate|alert|reset"):
                 sock.recv(1)
     ours = connected(where, keys[0])
-    requests, watch = next(servers)
-    with ours.requests, ours.watch, requests, watch:
+    requests, heartbeat = next(servers)
+    with ours.requests, ours.heartbeat, requests, heartbeat:
         assert met(ours.requests, requests)
 
 
@@ -148,17 +148,17 @@ class Short(socket.socket):
 def test_no_descriptor_for_a_connection(
     keys: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tcp, "_AGAIN", 0.01)
+    monkeypatch.setattr(tcp, "RETRY_INTERVAL", 0.01)
     caplog.set_level(logging.WARNING, logger="luce.ipc.tcp")
-    with listening("127.0.0.1:0") as plain, Short(fileno=plain.detach()) as listener:
-        with sessions(listener, tls(keys[0], "--key-file", server=True)) as servers:
+    with listen("127.0.0.1:0") as plain, Short(fileno=plain.detach()) as listener:
+        with accept_servers(listener, tls_context(keys[0], "--key-file", server=True)) as servers:
             ours = connected(f"127.0.0.1:{listener.getsockname()[1]}", keys[0])
-            requests, watch = next(servers)
-            with ours.requests, ours.watch, requests, watch:
+            requests, heartbeat = next(servers)
+            with ours.requests, ours.heartbeat, requests, heartbeat:
                 assert met(ours.requests, requests)
         assert not listener.left
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == ["no connection is accepted for now: Too many open files"]
+    assert lines == ["connections cannot be accepted at present: Too many open files"]
 
 
 def test_no_thread_for_a_connection(
@@ -179,6 +179,6 @@ def test_no_thread_for_a_connection(
         assert refused.recv(1) == b""
     assert "a connection from 127.0.0.1 is refused: can't start new thread" in caplog.text
     ours = connected(where, keys[0])
-    requests, watch = next(servers)
-    with ours.requests, ours.watch, requests, watch:
+    requests, heartbeat = next(servers)
+    with ours.requests, ours.heartbeat, requests, heartbeat:
         assert met(ours.requests, requests)

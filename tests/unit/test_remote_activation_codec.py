@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.errors import BackendError
-from luce.remote.activation_codec import WIRES, ActivationCodec
+from luce.remote.activation_codec import TYPES, ActivationCodec
 from luce.shard.sizes import handed_widths
 from tests.support.reference import Reference
 
@@ -44,7 +44,7 @@ def test_the_example_has_all_there_is() -> None:
     assert len(WIDTHS) > 4 and WIDTHS[-2:] == (SPEC.hidden // 2,) * 2
 
 
-@pytest.mark.parametrize("kind", WIRES)
+@pytest.mark.parametrize("kind", TYPES)
 def test_captured_outputs_stay_as_they_are(kind: str) -> None:
     source = memory()
     found = travelled(kind, source)
@@ -76,7 +76,7 @@ def test_what_no_half_holds() -> None:
     assert found[0] == np.inf and abs(found[1] / -1e30 - 1) < 2**-8 and np.isnan(found[2])
 
 
-@pytest.mark.parametrize("kind", WIRES)
+@pytest.mark.parametrize("kind", TYPES)
 def test_other_sizes_are_refused(kind: str) -> None:
     wire, target = ActivationCodec(kind, SPEC, BOUNDARY), memory()
     for size in (0, wire.size(ROWS) - 1, wire.size(ROWS + 1)):

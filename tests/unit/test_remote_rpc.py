@@ -16,11 +16,11 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.errors import ShardLostError
-from luce.ipc.channel import Channel, ChannelError, GarbageError
-from luce.ipc.messages import Accept, Done, Drop, Forward, Kind, Reply, Request, Save, Saved
-from luce.ipc.supervisor import Limits
-from luce.ipc.tcp import tls
-from luce.remote.rpc import Requests
+from luce.ipc.channel import Channel, ChannelError, ProtocolError
+from luce.ipc.supervisor import Timeouts
+from luce.ipc.tcp import tls_context
+from luce.remote.messages import Accept, Done, Drop, Forward, Request, Response, Save, Saved, SavedTensor
+from luce.remote.rpc import Expected, Requests
 from luce.remote.saved_state import RemoteSavedState
 from luce.remote.shard_groups import check_ids
 from luce.runtime.device import Event, Flag
@@ -32,18 +32,18 @@ class Daemon:
     """What Requests needs of a Supervisor. `peer` is the daemon's end."""
 
     name = "shard 1"
-    limits = Limits(60.0, 60.0)
+    timeouts = Timeouts(60.0, 60.0)
     generation = 0
 
     def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
-        self._channel: Channel[Reply] = Channel(ours, Reply)
+        self._channel: Channel[Response] = Channel(ours, Response)
         self.peer: Channel[Any] = Channel(theirs, Request)
 
-    def channel(self, generation: int) -> Channel[Reply]:
+    def channel(self, generation: int) -> Channel[Response]:
         """The server's end."""
         return self._channel
 
-    def lost(self, channel: Channel[Reply], why: ChannelError) -> ShardLostError:
+    def lost(self, channel: Channel[Response], why: ChannelError) -> ShardLostError:
         """The error for it."""
         return ShardLostError(str(why))
 
@@ -65,22 +65,22 @@ def test_what_is_kept_is_dropped_with_its_last_reference(daemon: Daemon) -> None
     requests = Requests(daemon)  # type: ignore[arg-type]
     gc.disable()
     try:
-        kept = RemoteSavedState(requests, range(4), Save(1, ((2,),), held=False), seconds=0)
-        number, _ = daemon.peer.receive(timeout=60)
-        daemon.peer.send(number, Saved({"blk.3.k": Kind("<f4", (64, 1, 2), paged=True)}, 512), timeout=60)
+        kept = RemoteSavedState(requests, range(4), Save(5, 1, ((2,),), held=False), seconds=0)
+        request, _ = daemon.peer.receive(timeout=60)
+        daemon.peer.send(request, Saved({"blk.3.k": SavedTensor("<f4", (64, 1, 2), paged=True)}, 512), timeout=60)
         assert kept.nbytes == 512 and not requests.dropped
         del kept
-        assert list(requests.dropped) == [number]
+        assert list(requests.dropped) == [5]
     finally:
         gc.enable()
-    requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None)
-    assert daemon.peer.receive(timeout=60)[1] == Drop((number,))
+    requests.ask(Accept(0, (0,)), Expected(lambda response: None, limit=0))
+    assert daemon.peer.receive(timeout=60)[1] == Drop((5,))
     assert not requests.dropped
 
 
 def test_a_lost_daemon_is_the_answer_to_all_that_was_asked(daemon: Daemon) -> None:
     requests = Requests(daemon)  # type: ignore[arg-type]
-    asked = [requests.ask(Accept(0, (0,)), seconds=0, limit=0, take=lambda reply: None) for _ in range(3)]
+    asked = [requests.ask(Accept(0, (0,)), Expected(lambda response: None, limit=0)) for _ in range(3)]
     number, _ = daemon.peer.receive(timeout=60)
     daemon.peer.send(number, Done(), timeout=60)
     asked[0].wait()
@@ -96,7 +96,7 @@ def over_tls(folder: Path) -> tuple[socket.socket, socket.socket]:
     """The two ends of a TLS connection, as to a network daemon."""
     key = key_file(folder / "key")
     ours, theirs = socket.socketpair()
-    contexts = [tls(key, "--key-file", server=server) for server in (False, True)]
+    contexts = [tls_context(key, "--key-file", server=server) for server in (False, True)]
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(contexts[1].wrap_socket, theirs, server_side=True)
         return contexts[0].wrap_socket(ours), accepted.result(60)
@@ -117,13 +117,13 @@ def test_large_messages_pass_each_other(secured: bool, tmp_path: Path) -> None:
             assert len(heard) == 3 or daemon.peer.ready(60)
             daemon.peer.send(number, Done(data=data[::-1]), timeout=60)
 
-    def take(reply: Reply) -> None:
-        assert isinstance(reply, Done) and np.array_equal(reply.data, data[::-1])  # type: ignore[arg-type]
+    def take(response: Response) -> None:
+        assert isinstance(response, Done) and np.array_equal(response.data, data[::-1])  # type: ignore[arg-type]
 
     peer = threading.Thread(target=serve)
     peer.start()
     requests = Requests(daemon)  # type: ignore[arg-type]
-    asked = [requests.ask(Forward(data), seconds=60, limit=1 << 24, take=take) for _ in range(3)]
+    asked = [requests.ask(Forward(data), Expected(take, 60, 1 << 24)) for _ in range(3)]
     for request in asked:
         request.wait()
     peer.join(60)
@@ -146,7 +146,7 @@ def test_every_answer_is_that_of_its_request(secured: bool, tmp_path: Path) -> N
         for _ in range(count):
             number, message = daemon.peer.receive(timeout=60)
             if isinstance(message, Drop):
-                dropped.extend(message.kept)
+                dropped.extend(message.saved)
                 number, message = daemon.peer.receive(timeout=60)
             daemon.peer.send(number, Done(seconds=number, data=message.data[::-1]), timeout=60)
 
@@ -155,22 +155,22 @@ def test_every_answer_is_that_of_its_request(secured: bool, tmp_path: Path) -> N
     requests = Requests(daemon)  # type: ignore[arg-type]
     got: list[NDArray[np.uint8]] = []
 
-    def take(reply: Reply) -> None:
-        assert isinstance(reply, Done) and reply.data is not None
-        got.append(reply.data)
+    def take(response: Response) -> None:
+        assert isinstance(response, Done) and response.data is not None
+        got.append(response.data)
 
     waiting: deque[Event] = deque()
     for number, each in enumerate(sent):
         if number % 7 == 3:
             requests.dropped.append(number)
-        waiting.append(requests.ask(Forward(each), seconds=60, limit=most, take=take))
+        waiting.append(requests.ask(Forward(each), Expected(take, 60, most)))
         if len(waiting) > number % 9:
             waiting.popleft().wait()
     for each in waiting:
         each.wait()
     peer.join(60)
     assert len(got) == count
-    assert all(np.array_equal(reply[::-1], each) for reply, each in zip(got, sent, strict=True))
+    assert all(np.array_equal(response[::-1], each) for response, each in zip(got, sent, strict=True))
     assert dropped == list(range(3, count, 7))
     whole = sum(sizes) + 2 * count * 32
     for channel in (daemon.channel(0), daemon.peer):
@@ -183,15 +183,15 @@ def test_there_are_no_other_tokens(count: int) -> None:
     def output(last: int) -> Output:
         return Output(np.array([8] * (count - 1) + [last], np.int32), np.empty((0, 9), np.float32))
 
-    check_ids(9, output(0))
-    check_ids(9, output(8))
+    check_ids(output(0), 9)
+    check_ids(output(8), 9)
     for wrong in (9, -1, np.iinfo(np.int32).min):
-        with pytest.raises(GarbageError, match=r"outside 0\.\.8"):
-            check_ids(9, output(wrong))
+        with pytest.raises(ProtocolError, match=r"outside 0\.\.8"):
+            check_ids(output(wrong), 9)
 
 
 @pytest.mark.parametrize("count", [0, 5, 1 << 31, (1 << 32) - 1, 1 << 40])
-def test_words_count_on_beyond_their_bits(count: int) -> None:
+def test_flags_count_beyond_32_bits(count: int) -> None:
     told = Flag(np.zeros(1, np.uint32), count)
     told.set()
     assert told.done() and not told.passed(count) and told.passed(count - 1)

@@ -10,7 +10,7 @@ import pytest
 
 from luce.engine import draft_tree
 from luce.errors import BackendError
-from luce.ipc.messages import Load
+from luce.remote.messages import Load
 from luce.remote.validate import check_step, is_path
 from luce.runtime.step import PAGE, PageView, Span, Step
 
@@ -29,7 +29,7 @@ LOAD = Load(
     peer=True,
     arena=0,
     shared=False,
-    wire="f32",
+    activations="f32",
 )
 
 

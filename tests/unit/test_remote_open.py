@@ -13,7 +13,7 @@ import luce
 from luce.config.resolve import resolve
 from luce.config.settings import Config
 from luce.errors import UsageError
-from luce.ipc import open as opening
+from luce.remote import open as opening
 from luce.runtime.open import named
 from tests.support.daemons import HERE
 from tests.support.drafts import DraftReference
@@ -94,7 +94,7 @@ def test_an_interpreter_that_is_not_there(settings: dict[str, str], setting: str
         given = {name: value.format(path) for name, value in settings.items()}
         with pytest.raises(UsageError) as caught:
             luce.load(FIT.target.path, target_devices="cpu:0,cpu:1", **given)
-        assert str(caught.value) == f"{setting.format(path)}: {program} is not there, or no program"
+        assert str(caught.value) == f"{setting.format(path)}: {program} does not exist, or is not executable"
         assert caught.value.exit_code == 2
 
 
@@ -109,7 +109,7 @@ def test_an_interpreter_that_is_not_there(settings: dict[str, str], setting: str
 )
 def test_variables_that_no_daemon_gets(settings: dict[str, Any], refused: str) -> None:
     config = resolve({"target_devices": "cpu:0,cpu:1", "shard_env": "hip:A=1,cpu:B=2", **settings}, env={})
-    with pytest.raises(UsageError, match=f"^--shard-env {refused}: there is no {refused} daemon to be started$"):
+    with pytest.raises(UsageError, match=f"^--shard-env {refused}: no {refused} daemon is started$"):
         opening.open_placement(config)
 
 

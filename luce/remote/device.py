@@ -1,8 +1,9 @@
-"""A device of another process, as the server sees it."""
+"""A device in another process, as the server sees it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import numpy as np
@@ -14,48 +15,64 @@ from luce.runtime.device import Array, Device, DeviceName, Event, Memory
 from luce.runtime.host import HostDevice, HostEvent
 
 
-class RemoteDevice(HostDevice):
-    """Stands for a device while layers are planned, and for the memory that its process shares while steps run.
+@dataclass(frozen=True)
+class Transport:
+    """How activations travel to and from a daemon."""
 
-    Arrays are NumPy arrays here; `zeros` takes them from the arena, once the shard has made one. Its work is what the
-    shard has asked the daemon for. Closing it ends the daemon. `number`: which of the daemon's devices it is. Waits for
-    the daemon, and raises LuceError if it did not start.
+    #: whether in shared memory, which may turn out to be impossible; otherwise in messages
+    shared: bool = True
+    #: whether it is an error if memory cannot be shared
+    required: bool = False
+    #: the type of activations in messages: one of luce.remote.activation_codec.TYPES
+    activations: str = "f32"
+
+
+class RemoteDevice(HostDevice):
+    """Stands for a device of a daemon while layers are planned, and for the arena while steps run.
+
+    Its arrays are NumPy arrays; `zeros` allocates them in the arena, once the shard has made one. Its work is what the
+    shard has requested of the daemon. Closing it ends the daemon. `number` says which of the daemon's devices it is.
+    Waits for the daemon; raises LuceError if that did not start.
     """
 
     remote = True
 
-    def __init__(self, name: DeviceName, daemon: Supervisor, number: int = 0) -> None:
+    def __init__(
+        self, name: DeviceName, daemon: Supervisor, number: int = 0, transport: Transport | None = None
+    ) -> None:
         super().__init__(name.index)
         facts = daemon.hello().devices[number]
         self.name = name
         self.daemon = daemon
+        self.transport = transport or Transport()
         self.host = facts.host
         self.lanes = facts.lanes
         self.kv_dtype = np.dtype(facts.kv_dtype)
         self._facts = facts
         self._number = number
+        #: the shard's
         self.arena: Arena | None = None
-        #: the moment when all that was asked for is done; the shard's
-        self.moment: Callable[[], Event] = HostEvent
+        #: returns the event after which everything requested so far is done; the shard's
+        self.last_event: Callable[[], Event] = HostEvent
 
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         assert self.arena is not None and isinstance(shape, int)
         size = shape * np.dtype(dtype).itemsize
-        at = self.arena.take(size)
+        at = self.arena.allocate(size)
         return self.arena.memory[at : at + size].view(dtype)
 
     def record(self, *, timing: bool = False) -> Event:
-        return self.moment()
+        return self.last_event()
 
     def synchronize(self) -> None:
-        self.moment().wait()
+        self.last_event().wait()
 
     def memory(self) -> Memory:
-        """As its process saw it last."""
+        """As the daemon reported it last."""
         return self.left() or Memory(self._facts.free, self._facts.total)
 
     def left(self) -> Memory | None:
-        """The same, None while the process is not there. Any thread may ask."""
+        """Memory at the last heartbeat, None while the daemon is not running. Any thread may call it."""
         seen = self.daemon.memory()
         return seen[self._number] if seen else None
 
