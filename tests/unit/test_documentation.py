@@ -1,4 +1,5 @@
-"""The guide and the README held against the code: flags, metrics, endpoints, error codes, exit codes, commands."""
+"""The guide and the README held against the code: flags, metrics, endpoints, error codes, exit codes, commands; and the
+messages of daemons in the internals."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import re
 import shlex
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from luce import errors
@@ -18,6 +20,7 @@ from luce.cli.chat import COMMANDS
 from luce.config.sampling import SAMPLERS
 from luce.config.settings import FIELDS, flag
 from luce.draft.ngram import NgramDrafter
+from luce.ipc import messages
 from luce.models.registry import FAMILIES
 from luce.ops.weight import KERNEL_TYPES
 from luce.server import schema
@@ -200,3 +203,11 @@ def test_families_and_types_are_in_the_guide() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(FAMILIES)
     named = set(re.findall(r"\b(?:I?Q\d\w*|B?F\d+)\b", text.partition("Tensor types:")[2].partition(" are used as")[0]))
     assert named == {kind.name for kind in KERNEL_TYPES}
+
+
+def test_messages_of_daemons_are_those_of_the_code() -> None:
+    text = (ROOT / "docs/internals/remote-shards.md").read_text()
+    table = text.partition("| message | answer |")[2].partition("\n\n")[0]
+    shown = {name for row in re.findall(r"^\| (\w+) \| (\w*) ?\|", table, re.MULTILINE) for name in row}
+    kinds = (kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct))
+    assert shown - {"", "any"} == {kind.__name__ for kind in kinds if kind.__struct_config__.tag}
