@@ -1,6 +1,6 @@
 """`luce chat MODEL`: a conversation at the terminal, or with the lines of a pipe.
 
-Replies go to standard output. What Luce says about them goes there too at a terminal, and to standard error otherwise.
+Replies go to standard output. Notes about them go there too at a terminal, else to standard error.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rich.table import Table
 
 from luce.api import Model
 from luce.assembly import open_model
-from luce.cli import conversation as disk
+from luce.cli import conversation as files
 from luce.cli import options
 from luce.cli.arguments import LOADED, add_model, add_settings, settings
 from luce.cli.conversation import Conversation, Message
-from luce.cli.markdown import MarkdownReply, RawReply, Reply, printable
+from luce.cli.markdown import MarkdownWriter, PlainWriter, ReplyWriter, printable
 from luce.cli.pull import fetch
-from luce.cli.repl import Input, Pipe, PrivateHistory, Terminal, Words, no_echo, open_history
+from luce.cli.repl import CommandCompleter, HistoryFile, Input, PipeInput, TerminalInput, no_echo, open_history
 from luce.cli.turn import Interrupt, Turn
 from luce.config import values
 from luce.config.directories import user_state_directory
@@ -34,7 +34,7 @@ from luce.config.settings import sampling_default
 from luce.engine.events import FinishReason
 from luce.errors import LuceError, UsageError
 
-#: files larger than this are read only after a question, and larger than that not at all
+#: /read asks before it reads files above the first size, and refuses files above the second
 _ASK_BYTES, _MOST_BYTES = 100 << 10, 16 << 20
 _SWITCHES = ("verbose", "wordwrap", "nohistory")
 _TOPICS = ("info", "parameters", "system", "template", "tokens", "devices")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talk until the user leaves. From a pipe, the exit status is that of the last error."""
+    """Run the conversation until the user leaves. From a pipe, the exit status is that of the last error."""
     config = settings(arguments)
     path = fetch(arguments.model)
     with Console(stderr=True).status(f"loading {path.name}"):
@@ -64,25 +64,25 @@ def run(arguments: argparse.Namespace) -> int:
 def talk(model: Model, *, system: str | None = None, plain: bool = False) -> int:
     """The conversation with a loaded model. Raises UsageError if it has no chat template."""
     if model.chat.template is None:
-        raise UsageError(f"{model.path}: no chat template in the file; give one with --chat-template, or use luce run")
+        raise UsageError(f"{model.path}: the file has no chat template; set --chat-template, or use luce run")
     plain = plain or environment("NO_COLOR") is not None
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         notes = Console(stderr=True, highlight=False, markup=False)
-        return Chat(model, Pipe(sys.stdin), notes, system=system, rendered=None, interactive=False).talk()
+        return Chat(model, PipeInput(sys.stdin), notes, system=system, rendered=None, interactive=False).talk()
     folder = user_state_directory()
     history = open_history(folder / "history")
-    terminal = Terminal(history=history, completer=_completer(), plain=plain)
+    terminal = TerminalInput(history=history, completer=_completer(), plain=plain)
     console = Console(highlight=False, markup=False, no_color=plain)
     chat = Chat(model, terminal, console, system=system, rendered=None if plain else console, interactive=True)
-    chat.history = history if isinstance(history, PrivateHistory) else None
+    chat.history = history if isinstance(history, HistoryFile) else None
     console.print(f"{printable(model.name)} · {model.context:,} tokens of context · /? for help, /bye to leave")
     return chat.talk()
 
 
 class Chat:
-    """One conversation, its settings, and the commands on it.
+    """One conversation, its settings, and its commands.
 
-    rendered: the terminal that gets replies as Markdown, None for raw text.
+    rendered: the terminal for replies as Markdown, None for plain text.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Chat:
         self.conversation = Conversation(system)
         self.options: dict[str, Any] = {}
         self.switches = {"verbose": False, "wordwrap": True, "nohistory": False}
-        self.history: PrivateHistory | None = None
+        self.history: HistoryFile | None = None
         self._source = source
         self._notes = notes
         self._rendered = rendered
@@ -108,7 +108,7 @@ class Chat:
         self._status = 0
 
     def talk(self) -> int:
-        """Read and answer until there is nothing more to read."""
+        """Read and answer until the input ends."""
         while True:
             try:
                 text = self._source.read()
@@ -121,10 +121,10 @@ class Chat:
                     raise
 
     def handle(self, text: str) -> bool:
-        """One message or command; False when it was the last."""
+        """Handle a message or command; False if it ends the conversation."""
         name, _, rest = text.partition(" ")
         try:
-            # A path such as /usr/bin begins a message, not a command.
+            # A message may begin with a path such as /usr/bin.
             if not name.startswith("/") or "/" in name[1:]:
                 self._send(text)
             elif name in _LEAVE:
@@ -132,7 +132,7 @@ class Chat:
             elif name in COMMANDS:
                 COMMANDS[name].run(self, rest.strip())
             else:
-                raise UsageError(f"{name}: no such command; /? lists them")
+                raise UsageError(f"{name}: unknown command; /? lists the commands")
         except LuceError as error:
             self._notes.print(f"luce: {printable(str(error))}", style="red")
             if not self._interactive:
@@ -152,16 +152,16 @@ class Chat:
             self._file = ""
 
     def _answer(self, before: list[Message], seed: int | None = None) -> bool:
-        """A reply to the last message. If there is none (stopped before its first token, or an error), the messages
-        are again those `before`, and the result is False or the error."""
-        reply: Reply = RawReply(sys.stdout)
+        """Generate a reply to the last message. Without a reply (stopped before its first token, or an error), restore
+        the messages `before` and return False or raise the error."""
+        reply: ReplyWriter = PlainWriter(sys.stdout)
         if self._rendered is not None and self.switches["wordwrap"]:
-            reply = MarkdownReply(self._rendered)
-        given = self.options if seed is None else {**self.options, "seed": seed}
+            reply = MarkdownWriter(self._rendered)
+        sampling = self.options if seed is None else {**self.options, "seed": seed}
         with Interrupt() as interrupt, no_echo() if self._interactive else contextlib.nullcontext():
             turn = Turn(self.model, reply, interrupt)
             try:
-                turn.run(self.conversation.for_template(), given)
+                turn.run(self.conversation.for_template(), sampling)
             except KeyboardInterrupt:
                 if not self._interactive:
                     raise
@@ -174,14 +174,14 @@ class Chat:
         return turn.answered
 
     def _after(self, turn: Turn, *, stopped: bool) -> None:
-        """The line below a reply: its speed, and why it ended if not by itself."""
+        """The line below a reply: its speed, and the reason if it was cut off."""
         finish = turn.finish
         if self._interactive or self.switches["verbose"]:
             self.note(turn.speed(self.model.context))
         if stopped:
             self.note("(stopped)")
         elif finish is not None and finish.reason is FinishReason.CONTEXT:
-            self.note("(the context is full: /undo or /clear makes room)")
+            self.note("(the context is full: use /undo or /clear)")
         elif finish is not None and finish.reason is FinishReason.LENGTH:
             self.note("(cut at max_tokens)")
         if self.switches["verbose"] and finish is not None:
@@ -213,7 +213,7 @@ class Chat:
         self.note("the conversation is empty")
 
     def regen(self, rest: str) -> None:
-        """Answer the last message once more."""
+        """Generate another reply to the last message."""
         seed = options.parse("seed", rest, "/regen") if rest else None
         if not self.conversation.messages:
             raise UsageError("/regen: there is no message yet")
@@ -341,13 +341,13 @@ class Chat:
         return SAMPLERS[name].unset if value is None else value
 
     def save(self, rest: str) -> None:
-        """Keep the conversation under a name."""
-        disk.write(disk.saved(rest, "/save"), self.conversation.json())
-        self.note(f"saved; /load {rest} brings it back")
+        """Save the conversation under a name."""
+        files.write(files.saved(rest, "/save"), self.conversation.json())
+        self.note(f"saved; /load {rest} continues it")
 
     def load(self, rest: str) -> None:
         """Continue a saved conversation."""
-        self.conversation = disk.read(disk.saved(rest, "/load"))
+        self.conversation = files.read(files.saved(rest, "/load"))
         count = len(self.conversation.messages)
         self.note(f"{count} messages" if count != 1 else "1 message")
 
@@ -359,7 +359,7 @@ class Chat:
         if path.exists() and not self._source.ask(f"{path} exists; replace it?"):
             return
         markdown = path.suffix == ".md"
-        disk.write(path, self.conversation.markdown().encode() if markdown else self.conversation.json())
+        files.write(path, self.conversation.markdown().encode() if markdown else self.conversation.json())
         self.note(f"wrote {path}")
 
     def read(self, rest: str) -> None:
@@ -368,7 +368,7 @@ class Chat:
         try:
             size = path.stat().st_size
             if size > _MOST_BYTES:
-                raise UsageError(f"/read {path}: {size:,} bytes are more than {_MOST_BYTES:,}")
+                raise UsageError(f"/read {path}: {size:,} bytes exceed the limit of {_MOST_BYTES:,}")
             if size > _ASK_BYTES and not self._source.ask(f"{path} has {size:,} bytes; read it?"):
                 return
             content = path.read_text(encoding="utf-8")
@@ -377,11 +377,11 @@ class Chat:
         except UnicodeDecodeError:
             raise UsageError(f"/read {path}: not a text file in UTF-8") from None
         self._file = f"{self._file}\n\n{content}".strip()
-        self.note(f"{path}, {size:,} bytes: goes in front of your next message")
+        self.note(f"{path}, {size:,} bytes: added in front of your next message")
 
 
 def _path(text: str, command: str) -> Path:
-    """The path behind a command. Raises UsageError."""
+    """The path argument of a command. Raises UsageError."""
     try:
         return values.path(text)
     except ValueError as error:
@@ -390,9 +390,10 @@ def _path(text: str, command: str) -> Path:
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the chat: what follows its name, its line in the help."""
+    """A command of the chat."""
 
     run: Callable[[Chat, str], None]
+    #: placeholders of its arguments in the help
     arguments: str
     help: str
 
@@ -410,9 +411,9 @@ COMMANDS = {
     "/set": Command(
         Chat.set, "[NAME [VALUE]]", "settings; also system, verbose, wordwrap, nohistory; VALUE may be default"
     ),
-    "/show": Command(Chat.show, "|".join(_TOPICS), "what is loaded, set and used"),
-    "/save": Command(Chat.save, "NAME", "keep the conversation"),
-    "/load": Command(Chat.load, "NAME", "continue a kept conversation"),
+    "/show": Command(Chat.show, "|".join(_TOPICS), "show the model, settings, template, token counts or devices"),
+    "/save": Command(Chat.save, "NAME", "save the conversation"),
+    "/load": Command(Chat.load, "NAME", "continue a saved conversation"),
     "/export": Command(Chat.export, "FILE.md|FILE.json", "write the conversation to a file"),
 }
 _LEAVE = dict.fromkeys(
@@ -427,13 +428,13 @@ _KEYS = {
 }
 
 
-def _completer() -> Words:
+def _completer() -> CommandCompleter:
     words: dict[str, Any] = dict.fromkeys((*COMMANDS, *_LEAVE), ())
     words["/set"] = (*options.NAMES, "system", *_SWITCHES)
     words["/show"] = _TOPICS
-    words["/load"] = words["/save"] = disk.saved_names
+    words["/load"] = words["/save"] = files.saved_names
     words["/read"] = words["/export"] = None
-    return Words(words)
+    return CommandCompleter(words)
 
 
 def _short(text: str) -> str:

@@ -1,6 +1,6 @@
-"""A conversation as data: its messages, undo, and its forms on disk (JSON to read back, Markdown to look at).
+"""A conversation as data: its messages, undo, and its files (JSON to load again, Markdown to read).
 
-Those with a name are in the user's directory.
+Saved conversations are in the user's state directory.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from luce.errors import UsageError
 
 
 class Message(msgspec.Struct, omit_defaults=True):
-    """One message. `stopped`: the user ended this reply before the model did."""
+    """One message."""
 
     role: Literal["user", "assistant"]
     content: str
+    #: the user ended this reply before the model did
     stopped: bool = False
 
 
 class Conversation(msgspec.Struct):
-    """A system message, if any, and the turns since."""
+    """A system message, if any, and the messages after it."""
 
     system: str | None = None
     messages: list[Message] = []
 
     def for_template(self) -> list[dict[str, str]]:
-        """The messages as a chat template takes them."""
+        """The messages for a chat template."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         return first + [{"role": message.role, "content": message.content} for message in self.messages]
 
@@ -45,12 +46,12 @@ class Conversation(msgspec.Struct):
             self.messages.pop()
 
     def drop_turn(self) -> str | None:
-        """Remove the last user message and its reply; the text of that message, None if there is none."""
+        """Remove the last user message and its reply. Returns the text of that message, None if there is none."""
         self.drop_reply()
         return self.messages.pop().content if self.messages else None
 
     def markdown(self) -> str:
-        """The conversation for reading."""
+        """The conversation as Markdown."""
         parts = [] if self.system is None else [f"## system\n\n{self.system}\n"]
         for message in self.messages:
             mark = " (stopped)" if message.stopped else ""
@@ -58,7 +59,7 @@ class Conversation(msgspec.Struct):
         return "\n".join(parts)
 
     def json(self) -> bytes:
-        """The conversation for `read`."""
+        """The conversation as JSON, for `read`."""
         return msgspec.json.format(msgspec.json.encode(self)) + b"\n"
 
 
@@ -73,7 +74,7 @@ def read(path: Path) -> Conversation:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file that only its owner reads: all of it or nothing. Raises UsageError naming the file."""
+    """Write a file atomically, readable by its owner only. Raises UsageError naming the file."""
     temporary: Any = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,12 +94,12 @@ def _chats() -> Path:
 
 
 def saved_names() -> list[str]:
-    """The names under which conversations are kept."""
+    """The names of saved conversations."""
     return sorted(path.stem for path in _chats().glob("*.json"))
 
 
 def saved(name: str, command: str) -> Path:
-    """The file of a conversation that is kept under a name. Raises UsageError naming the command."""
+    """The file of a saved conversation. Raises UsageError naming the command."""
     if not name or "/" in name or name.startswith("."):
         raise UsageError(f"{command}: expected a name without slashes, got {name!r}")
     return _chats() / f"{name}.json"

@@ -1,6 +1,6 @@
-"""`luce doctor`: what this machine offers to Luce, and what keeps a device from working.
+"""`luce doctor`: libraries, devices and limits of this machine, and the problems of each device.
 
-Every device is tried, not only listed: a GPU compiles all kernels and runs one, the CPU multiplies two matrices.
+Every device is tested, not only listed: a GPU compiles all kernels and runs one, the CPU multiplies two matrices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings, as JSON with `args.json`. 0 if at least one device works, else DeviceError's exit code."""
+    """Print the findings, as JSON with --json. Exit status 0 if at least one device works, else that of DeviceError."""
     console = Console()
     if args.json:
         report = examine()
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """All findings. Sizes are bytes, None means absent or unlimited."""
+    """All findings. Sizes are in bytes; None means absent or unlimited."""
     shm = Path("/dev/shm")
     space = shutil.disk_usage(shm) if shm.is_dir() else None
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -121,16 +121,16 @@ def _gpu(gpu: Found) -> dict[str, Any]:
 
 
 def _fill(device: GpuDevice) -> None:
-    """Run one kernel and look at what it wrote."""
+    """Run one kernel and check its result."""
     n = 1000
     out = device.zeros(n)
     device.launch("fill", "fill", (4,), (256,), (out, np.int64(n), np.float32(0.5)), defines={"TYPE": "float"})
     if not (device.download(out) == 0.5).all():
-        raise DeviceError(f"{device.name}: the kernel fill ran but wrote something else")
+        raise DeviceError(f"{device.name}: the kernel fill wrote a wrong result")
 
 
 def _captures(device: GpuDevice) -> bool:
-    """Whether launches can be captured and replayed; without it every step is queued launch by launch."""
+    """Whether the device captures and replays CUDA graphs; without them, every step queues each launch."""
     out = device.zeros(1000)
 
     def fill() -> tuple[Any, ...]:
@@ -168,7 +168,7 @@ def _host() -> dict[str, Any]:
         "free": memory.free,
         "total": memory.total,
         "works": works,
-        "problems": [] if works else [f"NumPy {np.__version__} multiplies matrices wrongly"],
+        "problems": [] if works else [f"NumPy {np.__version__} multiplies matrices incorrectly"],
     }
 
 
@@ -212,7 +212,9 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
         for problem in device["problems"]:
             console.print(problem, style="red", markup=False, highlight=False)
         if not device.get("graphs", True):
-            console.print(f"{device['device']} captures no graphs: steps are queued launch by launch", style="yellow")
+            console.print(
+                f"{device['device']} cannot capture CUDA graphs: every step queues each launch", style="yellow"
+            )
 
     shm, memlock = report["shm"], report["memlock"]
     space = "not mounted" if shm is None else f"{shm['free'] / _GIB:.1f} of {shm['total'] / _GIB:.1f} GiB free"

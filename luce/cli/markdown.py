@@ -1,7 +1,8 @@
-"""A reply on the terminal while it grows: as Markdown, finished blocks printed once and the open one redrawn, or raw.
+"""Writes a reply to the terminal while it is generated: plain, or as Markdown.
 
-The model's text is untrusted: control characters are taken out before anything else, so that it cannot move the cursor,
-change the title or write the clipboard.
+As Markdown, finished Markdown blocks are printed once and the open one is redrawn. The model's text is untrusted:
+control characters are removed before anything else, so that it cannot move the cursor, change the title or write the
+clipboard.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.syntax import Syntax
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _TAIL = re.compile(r"(?: |\x1b\[[0-9;]*m)+$")
-# Drawing may take this share of the time: with long open blocks it gets rarer, not slower.
+# Drawing takes at most this share of the time: long open blocks are drawn less often.
 _SHARE = 0.25
 _SECONDS = 0.03
 _FENCE = re.compile(r"\s*(?:```[^`\n]*\n|~~~)")
@@ -32,18 +33,18 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
-class Reply(Protocol):
-    """Where the text of one reply goes."""
+class ReplyWriter(Protocol):
+    """Writes the text of one reply."""
 
     def write(self, text: str) -> None:
         """Show more text."""
 
     def end(self) -> None:
-        """Show what is left and begin a new line."""
+        """Show the rest and begin a new line."""
 
 
-class RawReply:
-    """The text as it comes."""
+class PlainWriter:
+    """Writes the text unchanged, except for control characters."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -82,7 +83,7 @@ class _Blocks(Markdown):
         self.parsed = tokens
 
 
-# HTML stays visible as text (rich would drop it), and so does a link definition, which may come after its use.
+# HTML stays visible as text (rich would drop it), and so does a link definition, which may follow its use.
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("reference")
 
 
@@ -93,7 +94,7 @@ def blocks(text: str) -> Iterator[tuple[int, list[Token]]]:
     for token in _PARSER.parse(text):
         tokens.append(token)
         for child in token.children or ():
-            if child.type == "softbreak":  # models break lines where they mean it
+            if child.type == "softbreak":  # models mean their line breaks
                 child.type = "hardbreak"
         depth += token.nesting
         if depth == 0:
@@ -106,13 +107,12 @@ def _reset(tail: re.Match[str]) -> str:
     return "\x1b[0m" if "\x1b" in tail.group() else ""
 
 
-class MarkdownReply:
-    """Markdown on a terminal.
+class MarkdownWriter:
+    """Writes Markdown to a terminal.
 
-    What is open is at most a screen high: of a longer block the end is shown until the block is finished, as what has
-    left the screen cannot be redrawn. Only code scrolls away while it is open: its lines stay as they are.
-
-    `_shown` are the lines on the screen that may still change; the cursor is at the end of the last of them.
+    The open part is at most as high as the screen: only the end of a longer block is shown until the block is finished,
+    because lines that have scrolled off the screen cannot be redrawn. Only code scrolls while it is open: its lines do
+    not change.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -120,12 +120,13 @@ class MarkdownReply:
         self._clock = clock
         self._open = ""
         self._finished = False
+        #: lines on the screen that may still change; the cursor is at the end of the last one
         self._shown: list[str] = []
         self._width = console.width
         self._due = 0.0
 
     def write(self, text: str) -> None:
-        """Show more text, soon: not every token is drawn."""
+        """Add text. It is drawn soon: not every token causes a redraw."""
         self._open += printable(text)
         started = self._clock()
         if started >= self._due:
@@ -137,7 +138,7 @@ class MarkdownReply:
             self._due = started + max(_SECONDS, (self._clock() - started) / _SHARE)
 
     def end(self) -> None:
-        """Show what is left and begin a new line."""
+        """Show the rest and begin a new line."""
         lines = self._lines(self._open)
         self._open = ""
         self._draw(lines, [])
@@ -145,9 +146,9 @@ class MarkdownReply:
             self._emit("\n")
 
     def _take_finished(self) -> list[str]:
-        """Cut off the blocks that cannot change any more, and return their lines.
+        """Remove the blocks that can no longer change from the open text, and return their lines.
 
-        A block is finished when a later one begins on a whole line: `2` may still become the list item `2. b`.
+        A block is finished when a later one begins with a complete line: `2` may still become the list item `2. b`.
         """
         whole = self._open[: self._open.rfind("\n") + 1]
         starts = [first for first, _ in blocks(whole)]
@@ -160,7 +161,7 @@ class MarkdownReply:
         return lines
 
     def _lines(self, text: str) -> list[str]:
-        """The rendered lines of some blocks, an empty line before each but the reply's first."""
+        """The rendered lines of blocks, with an empty line before each but the first of the reply."""
         lines: list[str] = []
         for _, tokens in blocks(text):
             with self._console.capture() as capture:
@@ -169,30 +170,30 @@ class MarkdownReply:
             filled = [i for i, line in enumerate(rendered) if _STYLE.sub("", line).strip()] or [0]
             if lines or self._finished:
                 lines.append("")
-            # rich fills lines up with spaces, which would be copied with the text.
+            # rich pads lines with spaces, which a user would copy with the text.
             lines += [_TAIL.sub(_reset, line) for line in rendered[filled[0] : filled[-1] + 1]]
         return lines
 
     def _draw(self, finished: Sequence[str], window: list[str]) -> None:
-        """Print finished lines in the place of the open ones, and the new open ones below them."""
+        """Replace the open lines by finished lines and the new open lines below them."""
         lines = [*finished, *window]
         if not lines and not self._shown:
             return
         same = 0
         while same < min(len(lines), len(self._shown)) - 1 and lines[same] == self._shown[same]:
             same += 1
-        # A screen that got narrower has wrapped the lines that were drawn before.
+        # A screen that is narrower than before has wrapped the lines drawn before.
         width, height = self._console.size
         heights = [max(1, -(-cell_len(_STYLE.sub("", line)) // width)) for line in self._shown]
         if width != self._width and sum(heights) > height:
-            # Lines that have left the screen would break elsewhere now. Rather twice than not at all.
+            # Lines that scrolled off the screen would wrap elsewhere now: print them again rather than lose them.
             self._emit("\n")
             same, heights = 0, []
-        while (rows := sum(heights[same:])) > height:  # off the screen: it keeps the colours it has
+        while (rows := sum(heights[same:])) > height:  # off the screen: cannot be redrawn
             same += 1
         up = f"\x1b[{rows - 1}A" if rows > 1 else ""
-        # Erased first: after a line as wide as the screen, erasing would hit its last character. Between the two
-        # marks a terminal that knows them shows nothing half drawn.
+        # Erase first: after a line as wide as the screen, erasing would remove its last character. A terminal that
+        # knows the two marks shows nothing half drawn between them.
         self._emit(f"\x1b[?2026h\r{up}\x1b[J" + "\n".join(lines[same:]) + "\x1b[?2026l")
         self._shown = window
         self._width = width

@@ -1,4 +1,4 @@
-"""`luce pull MODEL`: download a model, or say where it is."""
+"""`luce pull MODEL`: download a model if needed, and print its path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the path of the file on standard output, progress on standard error."""
+    """Print the path of the model file on standard output, and progress on standard error."""
     path = fetch(arguments.model)
     if not path.exists():
         raise ModelError(f"{path}: no such file")
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def fetch(name: str) -> Path:
-    """The file of a model, downloaded first if it must be; a bar on standard error meanwhile."""
+    """The file of a model, downloaded first if needed, with a progress bar on standard error."""
     try:
         return resolve_model(name, download=False)
     except ModelError:

@@ -1,7 +1,7 @@
-"""Where a chat's messages come from: a terminal with line editing, or a pipe. Both read several lines as one message.
+"""Input of a chat: a terminal with line editing, or a pipe.
 
-A message of several lines is a block between triple quotes, or lines that end in a backslash; on a terminal also
-Alt+Enter and Ctrl+J begin a line, and a paste is one message.
+A message of several lines stands between triple quotes, or its lines end in a backslash. On a terminal, Alt+Enter and
+Ctrl+J also begin a line, and a paste is one message.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _TWICE_SECONDS = 1.0
 
 
 def in_block(text: str) -> bool:
-    """Whether a block in triple quotes has begun and not ended."""
+    """Whether the text has opening triple quotes and no closing ones."""
     return text.lstrip().startswith(_QUOTES) and text.count(_QUOTES) < 2
 
 
 def message(text: str) -> str:
-    """What was meant: the inside of a block in triple quotes, else the text without space around it."""
+    """The message in an input: the text between triple quotes, else the text without white space around it."""
     text = text.strip()
     if text.startswith(_QUOTES):
         return text.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")
@@ -44,20 +44,20 @@ def message(text: str) -> str:
 
 
 class Input(Protocol):
-    """Where messages come from."""
+    """A source of messages."""
 
     def read(self, default: str = "", *, editor: bool = False) -> str:
-        """The next message. `default` stands in the line already; `editor` opens it in the user's editor first.
+        """The next message. `default` is the initial text of the line; `editor` opens it in the user's editor first.
 
-        Raises EOFError when there is none any more.
+        Raises EOFError at the end of the input.
         """
 
     def ask(self, question: str) -> bool:
-        """A yes or no."""
+        """The answer to a yes-or-no question."""
 
 
-class Pipe:
-    """Messages from lines. Nobody is there to be asked, so the answer to every question is yes."""
+class PipeInput:
+    """Messages from the lines of a pipe. No user can answer, so the answer to every question is yes."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -82,8 +82,8 @@ class Pipe:
         return True
 
 
-class PrivateHistory(FileHistory):
-    """History in a file that only its owner reads; `enabled` says whether more is added."""
+class HistoryFile(FileHistory):
+    """History in a file, readable by its owner only. New messages are added while `enabled`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -100,17 +100,17 @@ class PrivateHistory(FileHistory):
 
 
 def open_history(path: Path) -> History:
-    """The history in a file, or one that ends with the process where no file can be written."""
+    """The history in a file, or in memory if the file cannot be written."""
     try:
-        return PrivateHistory(path)
+        return HistoryFile(path)
     except OSError:
         return InMemoryHistory()
 
 
-class Words(Completer):
+class CommandCompleter(Completer):
     """Completes commands and their first arguments.
 
-    commands: name with slash -> what may follow it: words, None for a path, or a function that lists words.
+    commands: name with slash -> its possible arguments: words, a function that lists words, or None for a path.
     """
 
     def __init__(self, commands: dict[str, Iterable[str] | Callable[[], Iterable[str]] | None]) -> None:
@@ -136,7 +136,7 @@ def _matching(start: str, words: Iterable[str]) -> Iterator[Completion]:
             yield Completion(word, start_position=-len(start))
 
 
-class Terminal:
+class TerminalInput:
     """Messages typed at a terminal."""
 
     def __init__(self, *, history: History, completer: Completer, plain: bool) -> None:
@@ -207,7 +207,7 @@ class Terminal:
             if event.current_buffer.text:
                 event.current_buffer.reset()
             else:
-                run_in_terminal(lambda: print("(once more to leave, or /bye)"))
+                run_in_terminal(lambda: print("(press again to leave, or /bye)"))
 
         return keys
 
@@ -218,7 +218,7 @@ def _open_editor() -> None:
 
 @contextlib.contextmanager
 def no_echo() -> Iterator[None]:
-    """Keys pressed meanwhile do not show on the terminal (they would move the cursor); the next prompt gets them."""
+    """Hide keys pressed meanwhile, which would move the cursor; the next prompt gets them."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     silent = list(before)

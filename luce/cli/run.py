@@ -37,32 +37,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate the reply; 130 when Ctrl-C ended it."""
-    config, given = _checked(arguments)
+    """Generate the reply. The exit status is 130 if Ctrl-C ended it."""
+    config, sampling = _checked(arguments)
     prompt = _prompt(arguments)
     with open_model(fetch(arguments.model), config) as model:
-        return _reply(model, prompt, arguments, given)
+        return _reply(model, prompt, arguments, sampling)
 
 
 def _checked(arguments: argparse.Namespace) -> tuple[Config, dict[str, Any]]:
     """The Config, and the keywords of Model.generate. Raises one UsageError that holds every problem."""
     problems: list[UsageError] = []
-    config, given = Config(), {}
+    config, sampling = Config(), {}
     try:
         config = settings(arguments)
     except UsageError as error:
         problems.append(error)
     try:
-        given = options.parse_pairs(arguments.option)
+        sampling = options.parse_pairs(arguments.option)
     except UsageError as error:
         problems.append(error)
     if arguments.max_tokens is not None:
         try:
-            given["max_tokens"] = options.parse("max_tokens", arguments.max_tokens, "--max-tokens")
+            sampling["max_tokens"] = options.parse("max_tokens", arguments.max_tokens, "--max-tokens")
         except UsageError as error:
             problems.append(error)
     options.raise_together(problems)
-    return config, given
+    return config, sampling
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -72,18 +72,18 @@ def _prompt(arguments: argparse.Namespace) -> str:
         if piped.strip():
             parts.append(piped)
     if not parts:
-        raise UsageError("PROMPT: give a prompt, or pipe one in", param="prompt")
+        raise UsageError("PROMPT: missing; give a prompt or pipe one in", param="prompt")
     return "\n\n".join(parts)
 
 
-def _reply(model: Model, prompt: str, arguments: argparse.Namespace, given: dict[str, Any]) -> int:
-    """Print the reply. A model without a chat template continues the prompt as it stands."""
+def _reply(model: Model, prompt: str, arguments: argparse.Namespace, sampling: dict[str, Any]) -> int:
+    """Print the reply. A model without a chat template continues the prompt unchanged."""
     ids: str | list[int] = prompt
     if model.chat.template is not None or arguments.system:
         messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
         ids = model.chat.prompt([*messages, {"role": "user", "content": prompt}])
     shown = printable if sys.stdout.isatty() else str
-    generation = model.generate(ids, **given)
+    generation = model.generate(ids, **sampling)
     for token in generation:
         if arguments.json:
             print(json.dumps({"event": "token", "id": token.id, "text": token.text}), flush=True)

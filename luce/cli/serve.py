@@ -1,7 +1,7 @@
-"""`luce serve`: listen, load the model, tell systemd, answer until a signal, and stop in order.
+"""`luce serve`: listen, load the model, notify systemd, answer until a signal, and stop in order.
 
-SIGTERM or SIGINT: new and waiting requests get 503, running ones have --drain-seconds, those left then end with their
-text so far (`length`, cause `shutdown`). A second signal skips the waiting. SIGHUP reads the key file again.
+SIGTERM or SIGINT: new and waiting requests get 503, running ones have --drain-seconds; then the rest end with the text
+that they have (`length`, cause `shutdown`). A second signal ends the wait. SIGHUP reads the key file again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from luce.server.state import Server
 _log = logging.getLogger("luce.serve")
 
 _STATUS_SECONDS = 5.0
-# How much longer systemd is asked to wait with each sign of life while loading.
+# Each status while loading asks systemd to wait this much longer.
 _EXTEND_USEC = 60_000_000
-#: what replies that were ended get to reach their clients
+#: time in which the ended replies can reach their clients
 _FLUSH_SECONDS = 5.0
 
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal; the exit status is 0 after an orderly stop. Raises LuceError if it cannot begin."""
+    """Serve until a signal; the exit status is 0 after an orderly stop. Raises LuceError if the server cannot start."""
     config = settings(arguments)
     writer = log.configure(config.log_level, as_json=config.log_json)
     try:
@@ -74,8 +74,8 @@ class _Service:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def main(self) -> None:
-        """Everything from the first answered request to the last."""
-        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        """Serve from the first request to the last."""
+        self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_stop)
@@ -88,7 +88,7 @@ class _Service:
             for sock in self._sockets:
                 log.event(_log, "listening", url=url(sock))
             if not server.keys.required and not is_loopback(self._config.host):
-                _log.warning("--host %s: other machines can use this server without a key", self._config.host)
+                _log.warning("--host %s: other machines can use this server without an API key", self._config.host)
             server.model = await self._load()
             if server.model is not None:
                 self._ready(server.model)
@@ -104,9 +104,9 @@ class _Service:
                 task.cancel()
 
     async def _load(self) -> Model | None:
-        """The model, loaded and tried; None if a signal came first."""
+        """The model, loaded and warmed up; None if a signal came first."""
         loaded: asyncio.Future[Model] = asyncio.get_running_loop().create_future()
-        # Not in the loop's executor: a load cannot be interrupted, and the process must be able to end without it.
+        # Not in the loop's executor: loading cannot be interrupted, and the process must be able to end during it.
         threading.Thread(target=self._load_thread, args=(loaded,), name="luce-load", daemon=True).start()
         stopped = asyncio.ensure_future(self._stop.wait())
         try:
@@ -121,14 +121,14 @@ class _Service:
         result: Any
         try:
             model = open_model(resolve_model(self._name), self._config, self._progress)
-            # The first token pays for what is built on first use; who waits for READY does not.
+            # The first token builds kernels and graphs; clients that wait for READY do not wait for that.
             start_token = model.tokenizer.bos_id or 0
             for _ in model.generate([start_token], max_tokens=1, temperature=0.0, ignore_eos=True):
                 pass
             settle, result = loaded.set_result, model
         except BaseException as error:
             settle, result = loaded.set_exception, error  # type: ignore[assignment]
-        # The loop is closed when a signal ended the process meanwhile.
+        # The loop is closed if a signal has ended the process meanwhile.
         with contextlib.suppress(RuntimeError):
             loaded.get_loop().call_soon_threadsafe(settle, result)
 
@@ -146,7 +146,7 @@ class _Service:
             self._spawn(self._watch(model))
 
     async def _watch(self, model: Model) -> None:
-        """Feed the watchdog while the loop runs its timers and the engine makes progress."""
+        """Notify the watchdog while the event loop runs and the engine makes progress."""
         while True:
             if model.engine.stats().stalled < self._notifier.watchdog:
                 self._notifier.send(WATCHDOG=1)
@@ -159,15 +159,15 @@ class _Service:
         log.event(_log, "draining", running=running)
         self._notifier.send(STOPPING=1, STATUS=f"draining {running} requests")
         model.engine.drain()
-        await self._unless_hurried(asyncio.to_thread(model.engine.wait_idle, self._config.drain_seconds))
+        await self._wait_unless_forced(asyncio.to_thread(model.engine.wait_idle, self._config.drain_seconds))
         model.engine.stop_running()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_SECONDS):
-                await self._unless_hurried(server.idle.wait())
+                await self._wait_unless_forced(server.idle.wait())
 
-    async def _unless_hurried(self, waiting: Awaitable[Any]) -> None:
-        """Wait for something or for the second signal."""
-        tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._hurry.wait())]
+    async def _wait_unless_forced(self, waiting: Awaitable[Any]) -> None:
+        """Wait for `waiting` or for the second signal."""
+        tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._stop_now.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -178,15 +178,15 @@ class _Service:
         self._notifier.reloading()
         try:
             await asyncio.to_thread(self._server.keys.reload)
-            _log.info("keys read again")
+            _log.info("API keys reloaded")
         except UsageError as error:
-            _log.error("the keys stay as they were: %s", error)
+            _log.error("API keys not reloaded: %s", error)
         if self._server.model is not None:
             self._notifier.send(READY=1)
 
     def _on_stop(self) -> None:
         if self._stop.is_set():
-            self._hurry.set()
+            self._stop_now.set()
         self._stop.set()
 
     def _spawn(self, work: Any) -> None:

@@ -1,4 +1,4 @@
-"""One reply at the terminal: it can be stopped at any moment, and tells how fast it came."""
+"""One reply at the terminal, which Ctrl+C can stop at any moment, and its speed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from luce.api import Generation, Model
-from luce.cli.markdown import Reply
+from luce.cli.markdown import ReplyWriter
 from luce.engine.events import Finished
 
 T = TypeVar("T")
 
 
 class Interrupt:
-    """Ctrl+C while a reply runs: breaks a wait at once, but never a drawing. `pressed` stays set."""
+    """Ctrl+C during a reply: interrupts a wait at once, but never the drawing. `pressed` stays set."""
 
     def __init__(self) -> None:
         self.pressed = False
@@ -30,7 +30,7 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def wait(self, function: Callable[[], T]) -> T:
-        """The function's result. Raises KeyboardInterrupt when the key is pressed meanwhile."""
+        """The function's result. Raises KeyboardInterrupt if the key is pressed meanwhile."""
         self._waiting = True
         try:
             return function()
@@ -45,23 +45,23 @@ class Interrupt:
 
 
 class Turn:
-    """What the model says next, drawn by `reply` as it comes."""
+    """The next reply of the model, written to `reply` as it is generated."""
 
-    def __init__(self, model: Model, reply: Reply, interrupt: Interrupt) -> None:
+    def __init__(self, model: Model, reply: ReplyWriter, interrupt: Interrupt) -> None:
         self._model = model
         self._reply = reply
         self._interrupt = interrupt
         self.pieces: list[str] = []
-        #: when the reply was asked for, then when each token came
+        #: monotonic times of the request and of each token
         self._times = [time.monotonic()]
-        #: tokens before it
+        #: tokens of the prompt
         self._prompt = 0
         self.finish: Finished | None = None
-        #: whether it is to be kept: whole, or stopped behind its first text
+        #: whether the conversation keeps the reply: it is complete, or has text and was stopped
         self.answered = False
 
     def run(self, messages: list[dict[str, str]], options: Mapping[str, Any]) -> None:
-        """Generate and draw. Raises LuceError, and KeyboardInterrupt if it was stopped in a wait."""
+        """Generate and draw. Raises LuceError, and KeyboardInterrupt if Ctrl+C interrupts a wait."""
         wait, model = self._interrupt.wait, self._model
         generation: Generation | None = None
         try:
@@ -88,7 +88,7 @@ class Turn:
 
 
 def speed(count: int, times: list[float], prompt: int, finish: Finished | None, *, context: int) -> str:
-    """The line after a reply. times: when it was asked for, then when each token came. prompt: tokens before it."""
+    """The line below a reply. times: monotonic, of the request and of each token. prompt: tokens of the prompt."""
     parts = [f"{count:,} tok"]
     if len(times) > 2:
         parts.append(f"{(len(times) - 2) / max(times[-1] - times[1], 1e-9):.1f} tok/s")

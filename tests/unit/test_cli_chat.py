@@ -142,7 +142,7 @@ def test_set_is_passed_on() -> None:
         ("/set colour", "luce: /set: expected one of temperature, "),
         ("/set verbose maybe", "luce: /set verbose: expected on or off, got 'maybe'\n"),
         ("/show x", "luce: /show: expected info or parameters or system or template or tokens or devices, got 'x'\n"),
-        ("/nonsense", "luce: /nonsense: no such command; /? lists them\n"),
+        ("/nonsense", "luce: /nonsense: unknown command; /? lists the commands\n"),
         ("/save", "luce: /save: expected a name without slashes, got ''\n"),
         ("/load ../x", "luce: /load: expected a name without slashes, got '../x'\n"),
         ("/export x.txt", "luce: /export: expected a file name that ends in .md or .json, got 'x.txt'\n"),
@@ -262,7 +262,7 @@ def test_read_refuses_bytes(tmp_path: Path) -> None:
 def test_homes_that_nobody_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     talk = Talk(ScriptedModel(), Keys("/read ~nobody-at-all/x", "/export ~nobody-at-all/x.md"))
-    expected = "expected a path, and ~nobody-at-all is no user's, got"
+    expected = "expected a path; there is no user ~nobody-at-all, got"
     assert talk.notes.splitlines() == [
         f"luce: /read: {expected} '~nobody-at-all/x'",
         f"luce: /export: {expected} '~nobody-at-all/x.md'",

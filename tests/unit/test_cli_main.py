@@ -93,7 +93,7 @@ def test_model_errors(verb: str, model: str, status: int, capsys: pytest.Capture
 
 def test_run_needs_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(MODEL)]) == 2
-    assert capsys.readouterr().err == "luce: PROMPT: give a prompt, or pipe one in\n"
+    assert capsys.readouterr().err == "luce: PROMPT: missing; give a prompt or pipe one in\n"
 
 
 def test_run_is_the_same_twice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

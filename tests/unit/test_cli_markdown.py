@@ -11,7 +11,7 @@ import pyte
 import pytest
 from rich.console import Console
 
-from luce.cli.markdown import MarkdownReply, RawReply, printable
+from luce.cli.markdown import MarkdownWriter, PlainWriter, printable
 
 TEXT = """# A heading
 
@@ -57,8 +57,8 @@ class Screen:
         )
         self.now = 0.0
 
-    def reply(self) -> MarkdownReply:
-        return MarkdownReply(self.console, clock=lambda: self.now)
+    def reply(self) -> MarkdownWriter:
+        return MarkdownWriter(self.console, clock=lambda: self.now)
 
     def lines(self) -> list[str]:
         """Everything, from the first line that scrolled off to the last that is not empty."""
@@ -215,7 +215,7 @@ def test_control_characters_are_taken_out() -> None:
     own = screen.sent.getvalue()
     assert "\x1b]" not in own and "\x9b" not in own and own.count("\x1b[2J") == 0
     raw = io.StringIO()
-    RawReply(raw).write(evil)
+    PlainWriter(raw).write(evil)
     assert raw.getvalue() == printable(evil)
 
 
@@ -231,7 +231,7 @@ def test_link_shows_where_it_goes() -> None:
 def test_raw_reply_ends_with_one_line_feed() -> None:
     for text in ("text", "text\n"):
         raw = io.StringIO()
-        reply = RawReply(raw)
+        reply = PlainWriter(raw)
         reply.write(text)
         reply.end()
         assert raw.getvalue() == "text\n"

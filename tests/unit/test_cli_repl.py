@@ -11,11 +11,11 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
 
-from luce.cli.repl import Pipe, PrivateHistory, Words, message, open_history
+from luce.cli.repl import CommandCompleter, HistoryFile, PipeInput, message, open_history
 
 
 def messages(text: str) -> list[str]:
-    pipe, found = Pipe(io.StringIO(text)), []
+    pipe, found = PipeInput(io.StringIO(text)), []
     while True:
         try:
             found.append(pipe.read())
@@ -48,18 +48,18 @@ def test_pasted_backslashes_stay() -> None:
 def test_history_is_private(tmp_path: Path) -> None:
     path = tmp_path / "state" / "history"
     history = open_history(path)
-    assert isinstance(history, PrivateHistory)
+    assert isinstance(history, HistoryFile)
     history.append_string("kept\nlines")
     history.enabled = False
     history.append_string("secret")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert list(PrivateHistory(path).load_history_strings()) == ["kept\nlines"]
+    assert list(HistoryFile(path).load_history_strings()) == ["kept\nlines"]
 
 
 def test_history_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
     path = tmp_path / "history"
     path.touch(0o644)
-    PrivateHistory(path)
+    HistoryFile(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -70,7 +70,7 @@ def test_history_without_a_place(tmp_path: Path) -> None:
 
 def test_completion(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    words = Words({"/set": ("seed", "system"), "/show": (), "/load": lambda: ["talk"], "/read": None})
+    words = CommandCompleter({"/set": ("seed", "system"), "/show": (), "/load": lambda: ["talk"], "/read": None})
 
     def complete(text: str) -> list[str]:
         document = Document(text)

@@ -72,7 +72,7 @@ def test_a_working_gpu_in_the_table() -> None:
     doctor.show(Console(file=text, width=200), report | {"shm": None, "memlock": None})
     for part in ("hip:0", "gfx90a", "64", "3.0 / 4.0 GiB", "64 KiB, 64 on request", "12 in 1.5 s", "yes", "unlimited"):
         assert part in text.getvalue()
-    assert "hip:0 captures no graphs: steps are queued launch by launch" in text.getvalue()
+    assert "hip:0 cannot capture CUDA graphs: every step queues each launch" in text.getvalue()
 
 
 def test_no_working_device_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
