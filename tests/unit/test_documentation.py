@@ -19,10 +19,12 @@ from luce.cli.arguments import settings
 from luce.cli.chat import COMMANDS
 from luce.config.sampling import SAMPLERS
 from luce.config.settings import FIELDS, flag
+from luce.draft import messages as draft_messages
 from luce.draft.ngram import NgramDrafter
-from luce.ipc import messages
+from luce.ipc import lifecycle
 from luce.models.registry import FAMILIES
 from luce.ops.weight import KERNEL_TYPES
+from luce.remote import messages
 from luce.server import schema
 from tests.support.http_server import running
 
@@ -207,7 +209,21 @@ def test_families_and_types_are_in_the_guide() -> None:
 
 def test_messages_of_daemons_are_those_of_the_code() -> None:
     text = (ROOT / "docs/internals/remote-shards.md").read_text()
-    table = text.partition("| message | answer |")[2].partition("\n\n")[0]
+    table = text.partition("| message | response |")[2].partition("\n\n")[0]
     shown = {name for row in re.findall(r"^\| (\w+) \| (\w*) ?\|", table, re.MULTILINE) for name in row}
-    kinds = (kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct))
+    values = [value for module in (lifecycle, messages, draft_messages) for value in vars(module).values()]
+    kinds = (kind for kind in values if isinstance(kind, type) and issubclass(kind, msgspec.Struct))
     assert shown - {"", "any"} == {kind.__name__ for kind in kinds if kind.__struct_config__.tag}
+
+
+def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
+    texts = [
+        node.value
+        for path in (ROOT / "luce").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for quoted in re.findall(r'\*\*"([^"]+)"|, "([^"]+)"\.\*\*', page("troubleshooting")):
+        # Names of devices and values are filled in.
+        for part in re.split(r"\.\.\.|\bcuda\b", "".join(quoted)):
+            assert any(part.strip() in text for text in texts), part
