@@ -31,6 +31,17 @@ from tests.support.http_server import running
 ROOT = Path(__file__).parents[2]
 GUIDE = sorted((ROOT / "docs/guide").glob("*.md"))
 FOR_USERS = [ROOT / "README.md", *GUIDE]
+#: pages about the tree as it is; the diary in docs/measurements has the names of its days
+PAGES = [
+    *(
+        p
+        for top in ("docs", "kernels", "luce", "models")
+        for p in (ROOT / top).rglob("*.md")
+        if p.parent.name != "measurements"
+    ),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
 #: flags of other programs, and of Luce's tools, that the guide shows
 FOREIGN = {"--type", "--now"}
 
@@ -205,6 +216,16 @@ def test_families_and_types_are_in_the_guide() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(FAMILIES)
     named = set(re.findall(r"\b(?:I?Q\d\w*|B?F\d+)\b", text.partition("Tensor types:")[2].partition(" are used as")[0]))
     assert named == {kind.name for kind in KERNEL_TYPES}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_paths_that_pages_name_exist(path: Path) -> None:
+    # X and NAME stand for a name that a change invents.
+    found = re.findall(
+        r"(?<![\w./~-])((?:luce|kernels|tests|tools|docs|models|systemd)/[\w./-]*\w/?)", path.read_text()
+    )
+    named = {name for name in found if not re.search(r"\bX\b|_X\b|NAME", name)}
+    assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
 def test_messages_of_daemons_are_those_of_the_code() -> None:
