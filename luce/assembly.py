@@ -40,7 +40,7 @@ from luce.runtime.device import Device
 from luce.runtime.host import host_memory
 from luce.runtime.open import named, open_device
 from luce.text.chat import ChatFormat
-from luce.text.retokenize import Bridge
+from luce.text.retokenize import Retokenizer
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 
@@ -232,7 +232,7 @@ def _scorer(
     own = [device for device in devices if not device.remote]
     device = own[-1] if own else opened.enter_context(contextlib.closing(open_device(named(["cpu:0"])[0])))
     ours = tokenizer()
-    return partial(Scorer, file, spec, device, None if theirs.alike(ours) else Bridge(ours, theirs))
+    return partial(Scorer, file, spec, device, None if theirs.alike(ours) else Retokenizer(ours, theirs))
 
 
 def _disk(directory: Path, file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier:
@@ -263,5 +263,5 @@ def _disk(directory: Path, file: GGUFFile, backend: LayerSplitBackend, chat: Cha
     disk = DiskTier(
         directory, budget=config.kv_cache_budget << 20, identify=identify, known=known, layers=backend.capacity.layers
     )
-    chat.memory.elsewhere = disk.reply_tokens
+    chat.memory.look_up = disk.reply_tokens
     return disk

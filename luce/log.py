@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from luce.config.environment import environment
 
-#: the request that the current task or thread works for; its id stands on every line
+#: id of the request that the current task or thread works for; every line of the log names it
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 _PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
@@ -30,7 +30,7 @@ def event(logger: logging.Logger, name: str, /, level: int = logging.INFO, **fie
 
 
 def split_priority(line: str) -> tuple[int, str]:
-    """Level and text of a line with `<6>` in front; warning for a line without, which nobody meant as a message."""
+    """Level and text of a line with a priority such as `<6>` in front; a line without one is a warning."""
     if len(line) > 2 and line[0] == "<" and line[2] == ">":
         for level, priority in _PRIORITY.items():
             if line[1] == str(priority):
@@ -41,16 +41,16 @@ def split_priority(line: str) -> tuple[int, str]:
 def configure(
     level: str, *, as_json: bool = False, journal: bool = False, stream: TextIO | None = None
 ) -> logging.handlers.QueueListener:
-    """Send the log of Luce and of its libraries to `stream` (stderr). `stop()` of the result writes what is left, and
-    ends that.
+    """Send the log of Luce and of its libraries to `stream` (stderr). `stop()` of the result writes the queued records
+    and ends the logging.
 
-    `journal`: with priorities, as for the journal, wherever the stream goes.
+    `journal`: write priorities as for the journal, even if `stream` is not connected to it.
     """
     stream = sys.stderr if stream is None else stream
     writer = logging.StreamHandler(stream)
-    writer.setFormatter(_JsonLines() if as_json else _Lines(journal=journal or _is_journal(stream)))
+    writer.setFormatter(_JsonFormatter() if as_json else _LineFormatter(journal=journal or _is_journal(stream)))
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-    sender = _Sender(records)
+    sender = _QueueSender(records)
     root = logging.getLogger()
     root.handlers[:] = [sender]
     root.setLevel(logging.WARNING)
@@ -61,30 +61,32 @@ def configure(
 
 
 class _Listener(logging.handlers.QueueListener):
-    def __init__(self, sender: _Sender, records: queue.SimpleQueue[logging.LogRecord], writer: logging.Handler) -> None:
+    def __init__(
+        self, sender: _QueueSender, records: queue.SimpleQueue[logging.LogRecord], writer: logging.Handler
+    ) -> None:
         super().__init__(records, writer)
         self._sender = sender
 
     def stop(self) -> None:
-        # What is logged from here on would stay in the queue for good, and with it what its records refer to.
+        # Later records would stay in the queue for ever, with the objects that they refer to.
         logging.getLogger().removeHandler(self._sender)
         super().stop()
 
 
-class _Sender(logging.handlers.QueueHandler):
+class _QueueSender(logging.handlers.QueueHandler):
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        # Here, not in the formatter: only the thread that logs knows whose request it works for.
+        # Here, not in the formatter: only the thread that logs knows its request.
         record.fields = _fields(record) | {"id": request_id.get()} if request_id.get() else _fields(record)
         return record
 
 
-class _Lines(logging.Formatter):
+class _LineFormatter(logging.Formatter):
     def __init__(self, *, journal: bool) -> None:
         super().__init__()
         self._journal = journal
 
     def format(self, record: logging.LogRecord) -> str:
-        words = [record.getMessage(), *(f"{key}={_word(value)}" for key, value in _fields(record).items())]
+        words = [record.getMessage(), *(f"{key}={_formatted(value)}" for key, value in _fields(record).items())]
         text = " ".join(words)
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
@@ -95,7 +97,7 @@ class _Lines(logging.Formatter):
         return "\n".join(lead + line for line in text.splitlines())
 
 
-class _JsonLines(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": round(record.created, 3),
@@ -113,13 +115,13 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return dict(fields)
 
 
-def _word(value: Any) -> str:
+def _formatted(value: Any) -> str:
     text = f"{value:.3f}" if isinstance(value, float) else str(value)
     return text if text.isprintable() and text and not set(text) & {" ", '"', "="} else json.dumps(text)
 
 
 def _is_journal(stream: TextIO) -> bool:
-    """Whether the stream is the one that systemd connected to the journal (`JOURNAL_STREAM` is `device:inode`)."""
+    """Whether systemd has connected the stream to the journal (`JOURNAL_STREAM` is `device:inode`)."""
     try:
         status = os.fstat(stream.fileno())
     except (OSError, ValueError):

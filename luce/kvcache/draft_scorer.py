@@ -28,7 +28,7 @@ _QUERIES, _SMOOTHED, _PIECE = 8, 13, 512
 
 #: Gets a text's tokens, and returns those that another vocabulary has for it, with the number of the token in which the
 #: middle of each lies.
-Bridge = Callable[[Int32], tuple[Int32, NDArray[np.int64]]]
+Retokenizer = Callable[[Int32], tuple[Int32, NDArray[np.int64]]]
 
 
 class Scorer:
@@ -37,7 +37,7 @@ class Scorer:
     Raises ModelError if it attends to nothing, or was made for texts shorter than the end of one.
     """
 
-    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, bridge: Bridge | None = None) -> None:
+    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, bridge: Retokenizer | None = None) -> None:
         self._bridge = bridge
         self._segment = min(_SEGMENT, spec.context_length - _TAIL)
         spec = replace(spec, ranked=True)

@@ -1,6 +1,14 @@
 """Text on both sides of the engine: strings to token ids and back, and conversations to prompts.
 
-Here: the tokenizer built from a GGUF file's metadata, ids to whole characters, stop strings, reasoning apart from
-content, the chat template and the prompt made with it. Not here: HTTP shapes (server) and choosing tokens (engine).
-Called by server, api and cli.
+Not here: request and response bodies (server) and choosing tokens (engine). Called by server, api, assembly and cli.
+
+    tokenizer         the tokenizer that a GGUF file's metadata describes
+    detokenizer       ids to whole characters
+    output            the text of a reply: stop strings, text that is held back
+    reasoning         separates reasoning from content in a reply
+    template          chat templates, rendered by a child process; template_process: that process
+    chat              conversations to prompts
+    boundaries        lengths at which prompts diverge
+    token_memory      the ids of the texts of earlier replies
+    retokenize        ids of one vocabulary to ids of another
 """

@@ -11,8 +11,8 @@ class Detokenizer:
     """Joins the bytes of tokens into text; control tokens are dropped.
 
     All pushes and the flush together give exactly `bytes.decode(errors="replace")` of all bytes. The space that
-    `Tokenizer.encode` puts before a text and after a special token is taken away again; with `continues` the ids carry
-    on an earlier text, so that a space at the start belongs to the text.
+    `Tokenizer.encode` puts before a text and after a special token is removed; with `continues` the ids continue an
+    earlier text, so that a space at the start belongs to the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, continues: bool = False) -> None:
@@ -31,5 +31,5 @@ class Detokenizer:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """U+FFFD for bytes that no longer become a character, else nothing."""
+        """U+FFFD for the bytes of an incomplete character, if there is one."""
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""The text of a reply as it becomes certain: whole characters only, and nothing of a stop string."""
+"""The text of a reply: whole characters only, and nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from luce.text.tokenizer import Tokenizer
 
 
 class ReplyText(TextOutput):
-    """One reply. Text is held back only while its tail is a proper prefix of a stop string.
+    """The text of one reply. Text is held back only while its tail is a proper prefix of a stop string.
 
-    The stop string that is complete first ends the reply (of several that end together the longest), and the text is
-    cut before it. That makes the result independent of how the text falls into tokens. `remember` gets the ids at the
-    end, and says which texts they are.
+    The stop string that is complete first ends the reply (the longest of several that end together), and the text is
+    cut before it. So the result does not depend on the division of the text into tokens. At the end, `remember` gets
+    the ids and returns their texts.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class ReplyText(TextOutput):
         return self._texts
 
     def push(self, token: int) -> str:
-        """Text that is certain after one more token; nothing once a stop string was reached."""
+        """The text that is final after one more token; empty once a stop string was reached."""
         self._ids.append(token)
         return self._release(self._detokenizer.push(token))
 
     def flush(self) -> str:
-        """What was held back; unfinished bytes become U+FFFD. Empty if a stop string was reached."""
+        """The text that was held back; incomplete characters become U+FFFD. Empty if a stop string was reached."""
         if self._remember is not None:
             self._texts = self._remember(self._ids)
         text = self._release(self._detokenizer.flush()) + self._held
@@ -61,6 +61,6 @@ class ReplyText(TextOutput):
             _, at, self._stopped = min(found)
             self._held = ""
             return text[:at]
-        kept = max((overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+        held = max((overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]

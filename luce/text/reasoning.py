@@ -1,4 +1,4 @@
-"""A reply cut into reasoning and content while it comes."""
+"""Separates reasoning from content in a reply while it is generated."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Literal, NamedTuple
 from luce.models.spec import Markers
 from luce.text.tokenizer import Tokenizer
 
-# Tokens at the end of a prompt among which a template's own marker is looked for.
+# Tokens at the end of a prompt in which a marker of the template is searched.
 _SUFFIX = 16
 
 
 class Delta(NamedTuple):
-    """A piece of a reply: what belongs to its content, and what to the reasoning before it."""
+    """New text of a reply."""
 
     content: str
+    #: it comes before `content`
     reasoning: str = ""
 
 
 class ReasoningSplitter:
-    """Reasoning is what stands between the markers at the start of a reply, or up to the closing one in a reply that
-    begins inside. White space around it belongs to neither part. Text is held back only while it may still be that, or
-    part of a marker; however the text is cut into pieces, the parts are the same.
+    """Reasoning is the text between the markers at the start of a reply, or up to the closing marker in a reply that
+    begins inside. White space around it belongs to neither part. Text is held back only while it may be such white
+    space or a part of a marker. The parts do not depend on the division of the text into pieces.
     """
 
     def __init__(self, markers: Markers, *, inside: bool = False) -> None:
@@ -33,11 +34,11 @@ class ReasoningSplitter:
 
     @property
     def inside(self) -> bool:
-        """Whether the next text belongs to the reasoning, as far as is known."""
+        """Whether the next text belongs to the reasoning, as far as the text so far tells."""
         return self._state == "reasoning"
 
     def push(self, text: str) -> Delta:
-        """What is certain after some more text."""
+        """The parts that are final after more text."""
         text, self._held = self._held + text, ""
         reasoning = ""
         if self._state == "start":
@@ -66,15 +67,15 @@ class ReasoningSplitter:
         return Delta(text, reasoning)
 
     def flush(self) -> Delta:
-        """What was held back at the end of the reply."""
+        """The text that was held back, at the end of the reply."""
         text, self._held = self._held, ""
         return Delta("", text.rstrip()) if self._state == "reasoning" else Delta(text)
 
 
 def reasoning_splitter(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningSplitter | None:
-    """The splitter of a reply to a prompt, whose template may have opened the reasoning already.
+    """The splitter of a reply to a prompt; the prompt may have opened the reasoning already.
 
-    None if the vocabulary lacks one of the markers: the file's template then has no such part.
+    None if the vocabulary lacks one of the markers: the template of such a file has no reasoning.
     """
     (opens, _), (closes, _) = (next(tokenizer.special.cut(text), (None, "")) for text in (markers.open, markers.close))
     if opens is None or closes is None:

@@ -1,4 +1,4 @@
-"""From one vocabulary to another, by way of the text."""
+"""Ids of one vocabulary to ids of another, through the text."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from numpy.typing import NDArray
 from luce.text.tokenizer import Tokenizer
 
 
-class Bridge:
-    """What another tokenizer makes of a text of which the tokens are known. Control tokens are no text."""
+class Retokenizer:
+    """Encodes the text of known ids with another tokenizer. Control tokens have no text."""
 
     def __init__(self, known: Tokenizer, other: Tokenizer) -> None:
         self._known = known
         self._other = other
 
     def __call__(self, ids: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The other's ids, int32 [n], and for each the index of the known token in which its middle lies, int64 [n]."""
+        """The other's ids, int32 [n], and for each the index of the known id that holds its middle, int64 [n]."""
         pieces = [self._known.token_bytes(int(token)) for token in ids]
         others = np.array(self._other.encode(b"".join(pieces).decode(errors="replace"), specials=False), np.int32)
         ends = np.cumsum([len(piece) for piece in pieces], dtype=np.float64)
         lengths = np.array([len(self._other.token_bytes(int(token))) for token in others], np.float64)
-        # Where a tokenizer composes characters the bytes differ, by little.
+        # A tokenizer that composes characters changes the number of bytes, but little.
         factor = ends[-1] / max(1.0, lengths.sum()) if len(ends) else 1.0
         middles = (np.cumsum(lengths) - lengths / 2) * factor
         return others, np.minimum(np.searchsorted(ends, middles, side="right"), max(0, len(ids) - 1))

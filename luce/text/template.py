@@ -20,22 +20,22 @@ from luce.errors import LuceError, ModelError, RequestError
 _SECONDS = 10.0
 # The child sees this interpreter's modules and nothing of the environment, which may hold keys.
 _CHILD = "import sys; sys.path[:] = sys.argv[1:]; from luce.text import template_process; template_process.main()"
-# Behind everything else on its path: an editable install may be found by a hook and not by the path.
+# Last on its path: a hook may find an editable install, which is not on the path then.
 _LUCE = str(Path(__file__).parents[2])
 
 
 class _ChildError(Exception):
-    """The child's answer is an error, or it ended; the text is for the user."""
+    """The child reports an error, or has ended; the text is for the user."""
 
 
 class ChatTemplate:
     """Renders conversations. Thread-safe: renders wait for each other.
 
-    One child process per template (why a process: luce/text/template_process.py) is started here, ends with `close` or
-    with this object, and is replaced after it was stopped. A render takes at most `seconds`, its result has at most
+    One child process per template (why a process: luce/text/template_process.py) starts here, ends with `close` or
+    with this object, and is replaced if it was stopped. A render takes at most `seconds`, its result has at most
     2**20 characters and 8 for each byte of the variables as JSON.
 
-    Raises `error`, which names `origin`, when the source has no valid syntax.
+    Raises `error`, which names `origin`, if the syntax of the source is invalid.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation. Blocks; `kwargs` are further variables, all JSON values.
 
-        Raises RequestError when the template refuses the conversation, fails, or exceeds a limit.
+        Raises RequestError if the template refuses the conversation, fails, or exceeds a limit.
         """
         variables = {
             "documents": None,
@@ -105,7 +105,7 @@ class ChatTemplate:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={"LD_LIBRARY_PATH": library_path} if library_path else {},
-            start_new_session=True,  # a terminal's Ctrl+C is not for the child
+            start_new_session=True,  # Ctrl+C at the terminal must not reach the child
         )
         self._end = weakref.finalize(self, _end, self._child)
         try:
@@ -119,26 +119,26 @@ class ChatTemplate:
         try:
             self._child.stdin.write(line.encode() + b"\n")
             self._child.stdin.flush()
-            answer = self._child.stdout.readline()
+            response = self._child.stdout.readline()
         except BrokenPipeError:
-            answer = b""
+            response = b""
         except BaseException:
-            # Interrupted between question and answer: the next question must not get this answer.
+            # Interrupted between request and response: the next request must not get this response.
             self._end()
             raise
-        if not answer.endswith(b"\n"):
+        if not response.endswith(b"\n"):
             self._end()
             if self._child.returncode == -signal.SIGALRM:
                 raise _ChildError(f"took longer than {self._seconds:g} s")
             raise _ChildError(f"its process ended with status {self._child.returncode}")
-        reply = json.loads(answer)
-        if "error" in reply:
-            raise _ChildError(reply["error"])
-        return str(reply["text"])
+        message = json.loads(response)
+        if "error" in message:
+            raise _ChildError(message["error"])
+        return str(message["text"])
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    # Waiting first would hang on a child that renders; a child without a question has nothing to lose.
+    # Not waiting first: a child that renders would not end. A child without a request loses nothing.
     child.kill()
     child.wait()
     for pipe in (child.stdin, child.stdout):

@@ -1,10 +1,10 @@
 """The child process that renders one chat template; started by luce.text.template, spoken to in lines of JSON.
 
-A template comes with a model from the internet. Jinja's sandbox keeps it from Python's inside, but not from `range`
-loops within loops, `10 ** 10 ** 10`, `'a' * 10 ** 10`, `'%99999999999d' % 1` or a filter that doubles a string, and a
-thread that runs such a thing can neither be stopped nor does it share the interpreter lock. So the operating system
-sets the limits here: an alarm whose default action ends the process, even within one long C call, and a bound on the
-address space, which turns too large results into MemoryError.
+A template comes with a model from the internet. Jinja's sandbox protects Python's internals, but does not prevent
+nested `range` loops, `10 ** 10 ** 10`, `'a' * 10 ** 10`, `'%99999999999d' % 1` or a filter that doubles a string, and a
+thread that runs such code can neither be stopped nor does it release the interpreter lock. So the operating system
+sets the limits: an alarm whose default action ends the process, even within one long C call, and a bound on the
+address space, which turns results that are too large into MemoryError.
 
 Lines in:   {"source": str, "seconds": float}                                    first, once
             {"variables": {...}, "now": ISO time, "seconds": float}
@@ -33,7 +33,7 @@ _LONGEST_MESSAGE = 1000
 
 
 class _Generation(ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the reply for training; here it is a scope and nothing else."""
+    """`{% generation %}...{% endgeneration %}` marks the reply for training; here it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -53,7 +53,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter without HTML escapes, and with the keys in their order."""
+    """Unlike Jinja's own filter, it escapes no HTML and keeps the order of keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -94,7 +94,7 @@ def _limit_memory(size: int) -> None:
 
 
 def main() -> None:
-    """Answer lines until the input ends."""
+    """Respond to lines until the input ends."""
     environment = _environment()
     template: jinja2.Template | None = None
     for line in sys.stdin.buffer:
@@ -109,7 +109,7 @@ def main() -> None:
                 reply = {"text": _render(template, request, _CHARACTERS + _CHARACTERS_PER_BYTE * len(line))}
             encoded = json.dumps(reply).encode()
         except Exception as error:
-            # Whatever a template can raise is an answer: nothing else runs in this process.
+            # Every exception of a template becomes a response: nothing else runs in this process.
             encoded = json.dumps({"error": _describe(error)}).encode()
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.buffer.write(encoded + b"\n")

@@ -1,7 +1,7 @@
-"""Remembers which tokens a text was made of, so that a reply comes back in the next prompt as it was generated.
+"""Remembers the ids of the texts of replies, so that the next prompt contains a reply as it was generated.
 
-A model may write a word with other tokens than the tokenizer would. The next turn of the conversation brings the reply
-as text; were it tokenised anew, the prompt would part from the cached one at the first such word.
+A model may write a word with other tokens than the tokenizer would. The next request of the conversation contains the
+reply as text; tokenised again, the prompt would diverge from the cached one at the first such word.
 """
 
 from __future__ import annotations
@@ -16,60 +16,58 @@ from luce.engine.events import Texts
 from luce.text.detokenizer import Detokenizer
 from luce.text.tokenizer import Tokenizer
 
-# Ids that are remembered, in all: 8 bytes each, beside the texts.
+# Most ids that are remembered: 8 bytes each, plus the texts.
 _MOST_IDS = 2_000_000
 
 
 class TokenMemory:
-    """Texts between special tokens, and their ids. Thread-safe.
-
-    elsewhere: the ids of texts of earlier runs by their digest, where these are known
-    """
+    """Texts between special tokens, and their ids. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.elsewhere: Callable[[str], Sequence[int] | None] = lambda digest: None
+        #: looks up the ids of a text of an earlier run by its digest
+        self.look_up: Callable[[str], Sequence[int] | None] = lambda digest: None
         self._lock = threading.Lock()
         self._known: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._size = 0
 
     def remember(self, ids: Sequence[int]) -> Texts:
-        """Take the texts between the special tokens of a sequence, those that are whole characters, and return them."""
+        """Remember the texts of whole characters between the special tokens of a sequence, and return them."""
         found, end = [], 0
         for special, run in groupby(ids, self._tokenizer.is_special):
             tokens = tuple(run)
             begin, end = end, end + len(tokens)
             text = "" if special else self._text(tokens)
             if text and "\ufffd" not in text:
-                self._learn(text, tokens)
+                self._add(text, tokens)
                 found.append((_digest(text), begin, end))
         return tuple(found)
 
     def forget(self) -> None:
-        """Know none of them any longer."""
+        """Forget all texts."""
         with self._lock:
             self._known.clear()
             self._size = 0
 
     def recall(self, text: str) -> tuple[int, ...] | None:
-        """The ids of a text, None if it is not known."""
+        """The ids of a text, None if it is unknown."""
         with self._lock:
             found = self._known.get(text)
             if found is not None:
                 self._known.move_to_end(text)
                 return found
-        tokens = tuple(self.elsewhere(_digest(text)) or ())
-        # Whoever keeps them may be wrong.
+        tokens = tuple(self.look_up(_digest(text)) or ())
+        # Stored ids may be wrong.
         if not tokens or self._text(tokens) != text:
             return None
-        self._learn(text, tokens)
+        self._add(text, tokens)
         return tokens
 
     def _text(self, tokens: Sequence[int]) -> str:
         decoder = Detokenizer(self._tokenizer)
         return "".join([decoder.push(token) for token in tokens]) + decoder.flush()
 
-    def _learn(self, text: str, tokens: tuple[int, ...]) -> None:
+    def _add(self, text: str, tokens: tuple[int, ...]) -> None:
         with self._lock:
             self._size += len(tokens) - len(self._known.pop(text, ()))
             self._known[text] = tokens

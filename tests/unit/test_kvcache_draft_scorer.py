@@ -17,7 +17,7 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE
-from luce.text.retokenize import Bridge
+from luce.text.retokenize import Retokenizer
 from luce.text.tokenizer import Tokenizer
 from tests.support.reference import Reference
 
@@ -72,7 +72,7 @@ def test_other_tokens_are_scored_where_their_text_is() -> None:
     with ExitStack() as stack:
         files = [stack.enter_context(open_gguf(reference.path)) for reference in (small, large)]
         theirs, ours = (Tokenizer(file.metadata, nfc=file is files[0]) for file in files)
-        bridge = Bridge(ours, theirs)
+        bridge = Retokenizer(ours, theirs)
         ids = np.array(ours.encode((ROOT / "LICENSE").read_text()[:700], specials=False), np.int32)
         others, places = bridge(ids)
         scorer = Scorer(files[0], small.spec, HostDevice(), bridge)

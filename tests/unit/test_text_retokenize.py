@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from luce.text.retokenize import Bridge
+from luce.text.retokenize import Retokenizer
 from luce.text.tokenizer import Tokenizer
 from tests.support.vocabulary import metadata, nfc
 
@@ -21,7 +21,7 @@ def tokenizer(name: str) -> Tokenizer:
 def test_tokens_lie_where_their_text_does(known: str, other: str) -> None:
     ours, theirs = tokenizer(known), tokenizer(other)
     ids = np.array(ours.encode(TEXT, specials=False), np.int32)
-    others, places = Bridge(ours, theirs)(ids)
+    others, places = Retokenizer(ours, theirs)(ids)
     text = b"".join(ours.token_bytes(int(i)) for i in ids)
     assert b"".join(theirs.token_bytes(int(i)) for i in others) == text
     assert others.dtype == np.int32 and len(others) == len(places) and (np.diff(places) >= 0).all()
@@ -36,7 +36,7 @@ def test_tokens_lie_where_their_text_does(known: str, other: str) -> None:
 def test_the_same_vocabulary_gives_the_same_tokens() -> None:
     one, other = tokenizer("qwen3-a"), tokenizer("qwen3-a")
     ids = np.array(one.encode(TEXT, specials=False), np.int32)
-    others, places = Bridge(one, other)(ids)
+    others, places = Retokenizer(one, other)(ids)
     assert others.tolist() == ids.tolist() and places.tolist() == list(range(len(ids)))
     assert one.alike(other) and not one.alike(tokenizer("gemma4-e"))
 
@@ -44,5 +44,5 @@ def test_the_same_vocabulary_gives_the_same_tokens() -> None:
 def test_no_text_has_no_tokens() -> None:
     one, other = tokenizer("qwen3-a"), tokenizer("gemma4-e")
     for ids in ([], [one.eos_id] * 3):
-        others, places = Bridge(one, other)(np.array(ids, np.int32))
+        others, places = Retokenizer(one, other)(np.array(ids, np.int32))
         assert len(others) == len(places) == 0

@@ -75,7 +75,7 @@ def test_what_earlier_runs_knew_is_asked_for_once() -> None:
         asked.append(wanted)
         return [A, B] if wanted == digest else None
 
-    memory.elsewhere = elsewhere
+    memory.look_up = elsewhere
     assert memory.recall("ab") == memory.recall("ab") == (A, B)
     assert memory.recall("ba") is memory.recall("\ud800") is None
     assert asked[0] == digest and len(asked) == len(set(asked)) == 3
@@ -83,5 +83,5 @@ def test_what_earlier_runs_knew_is_asked_for_once() -> None:
 
 def test_ids_of_another_text_are_not_believed() -> None:
     memory = TokenMemory(tokenizer())
-    memory.elsewhere = lambda digest: [A, A]
+    memory.look_up = lambda digest: [A, A]
     assert memory.recall("ab") is None and memory.recall("aa") == (A, A)
