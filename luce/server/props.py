@@ -73,7 +73,7 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             "kv_cache_v": config.cache_type_v,
             "chunk": model.chunk,
         },
-        "speculative": _speculative(stats.draft, paths=paths),
+        "speculative": speculative_props(stats.draft, paths=paths),
         **({} if stats.residency is None else {"kvflash": _paging(stats.residency)}),
     }
 
@@ -110,7 +110,7 @@ def _paging(stats: PagingStats) -> dict[str, Any]:
     }
 
 
-def _speculative(draft: DraftStats | None, *, paths: bool) -> dict[str, Any]:
+def speculative_props(draft: DraftStats | None, *, paths: bool) -> dict[str, Any]:
     """`enabled`: whether tokens are drafted. `state` names the reason if not; paths in it only for `paths`."""
     if draft is None:
         return {"enabled": False}

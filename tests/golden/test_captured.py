@@ -14,11 +14,11 @@ from luce.layers.features import FeatureRing
 from luce.remote.rpc import Requests
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
-from luce.runtime.step import Output
+from luce.runtime.step import Output, Step
 from luce.shard.local import LocalShard
-from luce.shard.shard import Pending
+from luce.shard.shard import Activation, Pending
 from tests.golden.conftest import MakeDriver
-from tests.support.daemons import devices, with_words
+from tests.support.daemons import devices, with_flags
 from tests.support.drive import Driver
 from tests.support.emulated import EmulatedDevice
 from tests.support.reference import Reference, errors, references
@@ -102,10 +102,13 @@ def test_placements_change_nothing(reference: Reference, make_driver: MakeDriver
 def test_captured_rows_are_there_when_a_step_is_said_to_be_queued(
     count: int, place: int, make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hosts, waited, fetched = [HostDevice(index) for index in range(count)], list[int](), LocalShard._fetched
+    hosts, waited, forward = [HostDevice(index) for index in range(count)], list[int](), LocalShard.forward
 
-    def noted(self: LocalShard, *arguments: Any) -> Pending:
-        pending = fetched(self, *arguments)
+    def noted(self: LocalShard, step: Step, activation: Activation | None) -> Activation | Pending:
+        result = forward(self, step, activation)
+        if isinstance(result, tuple) or not len(step.output_rows):
+            return result
+        pending = result
 
         def wait() -> Output:
             waited.append(len(found))
@@ -114,7 +117,7 @@ def test_captured_rows_are_there_when_a_step_is_said_to_be_queued(
         return wait
 
     found: list[object] = []
-    monkeypatch.setattr(LocalShard, "_fetched", noted)
+    monkeypatch.setattr(LocalShard, "forward", noted)
     _queued(make_driver, hosts, hosts[place], found)
     # Of the steps with a prompt alone, a reply beside one, whose output comes first, and a few rows.
     assert waited == [1, 1, 2, 3]
@@ -123,7 +126,7 @@ def test_captured_rows_are_there_when_a_step_is_said_to_be_queued(
 def test_captured_rows_of_a_daemon_are_there_when_a_step_is_said_to_be_queued(
     make_driver: MakeDriver, tmp_path: Path
 ) -> None:
-    with devices("cpu:0,cpu:1", target_shard_ipc_bin=(("", with_words(tmp_path / "python")),)) as (local, daemon):
+    with devices("cpu:0,cpu:1", target_shard_ipc_bin=(("", with_flags(tmp_path / "python")),)) as (local, daemon):
         _queued(make_driver, [local, daemon], local, [])
 
 
@@ -150,7 +153,7 @@ def test_daemons_change_nothing(name: str, make_driver: MakeDriver, tmp_path: Pa
     ring = make_ring(local[0], reference)
     expected = held(ring, *text(make_driver(reference, local, ring=ring, verify=16, piece=64), prompt))
     kinds: list[dict[str, Any]] = [{}, {"shard_transport": "stream"}]
-    kinds.append({"target_shard_ipc_bin": (("", with_words(tmp_path / "python")),)})
+    kinds.append({"target_shard_ipc_bin": (("", with_flags(tmp_path / "python")),)})
     for settings, between in itertools.product(kinds, (True, False)):
         with devices("cpu:0,cpu:1", **settings) as (here, daemon):
             ring = make_ring(here, reference)
@@ -180,11 +183,11 @@ def test_what_a_daemon_captures_is_there_with_the_output(
     send = Requests.send
 
     def noted(self: Requests, message: Any) -> None:
-        told.append(message.told is not None)
+        told.append(message.output_flag is not None)
         send(self, message)
 
     monkeypatch.setattr(Requests, "send", noted)
-    python = (("", with_words(tmp_path / "python")),)
+    python = (("", with_flags(tmp_path / "python")),)
     with devices("cpu:0,cpu:1", target_shard_ipc_bin=python) as (local, daemon):
         ring = make_ring(local, reference)
         driver = make_driver(reference, [local, daemon], ring=ring, verify=16, piece=16)

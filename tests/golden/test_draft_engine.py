@@ -1,83 +1,17 @@
-"""Drafters of every kind in the engine: replies are those of plain decoding, and drafting goes on where it should."""
+"""Drafters of every kind in the engine: replies are those of plain decoding, and drafting continues after failures."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from functools import cache
-from typing import Any
 
 import pytest
 
 import luce
-from luce.api import Model
 from luce.draft.dflash.drafter import DFlashDrafter
-from luce.engine.speculate import DraftStats
 from tests.support.daemons import within
-from tests.support.drafts import DraftReference
+from tests.support.draft_replies import FIT, KINDS, PLACES, SETTINGS, drafted, expected, replies
 from tests.support.guesses import loaded_drafter
-from tests.support.reference import Reference
-
-FIT = DraftReference("qwen35-a-draft-fit-F32")
-MTP = Reference("qwen35-b-Q4_K_M")
-#: target, --draft, and whether that is right now and then
-KINDS: dict[str, tuple[Reference, str, bool]] = {
-    "fitted": (FIT.target, str(FIT.path), True),
-    "random": (FIT.target, str(DraftReference("qwen35-a-draft-Q8_0").path), False),
-    "laguna-like": (FIT.target, str(DraftReference("qwen35-a-draft-var-F32").path), False),
-    "checkpoint": (FIT.target, str(DraftReference("qwen35-a-draft-hf").path), False),
-    "bfloat16": (MTP, str(DraftReference("qwen35-b-draft-BF16").path), False),
-    "mtp": (MTP, "mtp", False),
-    "model": (FIT.target, str(Reference("qwen35-a-Q8_0").path), True),
-}
-PLACES: dict[str, dict[str, Any]] = {
-    "one": {"target_devices": "cpu:0"},
-    "three": {"target_devices": "cpu:0,cpu:1,cpu:2"},
-    "elsewhere": {"target_devices": "cpu:0,cpu:1", "draft_device": "cpu:7"},
-    "request-scoped": {"target_devices": "cpu:0", "draft_residency": "request-scoped"},
-    "short context": {"target_devices": "cpu:0", "draft_ctx_max": 64},
-}
-
-
-def replies(model: Model, reference: Reference) -> list[list[int]]:
-    """Greedy and sampled replies to two prompts at once, and to the first one again."""
-    prompts = [reference.expected[f"prompt_{key}"].tolist() for key in ("17", "long")]
-    found = []
-    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
-        running = [model.generate(ids, max_tokens=24, ignore_eos=True, **sampling) for ids in prompts]
-        found += [[token.id for token in generation] for generation in running]
-        found.append([token.id for token in model.generate(prompts[0], max_tokens=9, ignore_eos=True, **sampling)])
-    return found
-
-
-def beside(model: Model, reference: Reference) -> list[list[int]]:
-    """Greedy and sampled replies to one prompt while another one is read, and to that. Which rows share a step is a
-    matter of time, and changes nothing: kernels of more rows than decoding has round otherwise."""
-    prompts = [reference.expected[f"prompt_{key}"].tolist() for key in ("17", "long")]
-    found = []
-    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
-        first = model.generate(prompts[0], max_tokens=48, ignore_eos=True, **sampling)
-        begun = [next(first).id]
-        second = model.generate(prompts[1], max_tokens=24, ignore_eos=True, **sampling)
-        found += [begun + [token.id for token in first], [token.id for token in second]]
-    return found
-
-
-def drafted(model: Model) -> DraftStats:
-    stats = model.engine.stats().draft
-    assert stats is not None
-    return stats
-
-
-SETTINGS = {"max_ctx": 512, "parallel": 2, "chunk": 32}
-
-
-@cache
-def expected(reference: Reference) -> list[list[int]]:
-    """What plain decoding gives."""
-    with luce.load(reference.path, target_devices="cpu:0", **SETTINGS) as model:
-        return replies(model, reference)
-
 
 CASES = [(kind, "one") for kind in KINDS] + [(kind, place) for kind in ("fitted", "mtp") for place in list(PLACES)[1:]]
 

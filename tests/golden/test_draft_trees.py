@@ -1,4 +1,4 @@
-"""DDTree in the engine: replies are those of plain decoding, on every placement, whatever a draft guesses."""
+"""DDTree in the engine: replies are those of plain decoding, on every placement, whatever a draft proposes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import luce
-from tests.golden.test_draft_engine import FIT, KINDS, PLACES, SETTINGS, beside, drafted, expected, replies
 from tests.support.daemons import HERE
+from tests.support.draft_replies import FIT, KINDS, PLACES, SETTINGS, beside, drafted, expected, replies
 
 DAEMON = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE)}
 REMOTE = {"target_devices": "cpu:0", "draft_device": "cpu:1", "draft_ipc_bin": str(HERE)}

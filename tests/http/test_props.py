@@ -156,7 +156,7 @@ async def test_paths_are_for_callers_with_a_key_or_on_this_machine(monkeypatch: 
     async with running(model={"undrafted": "scripted.gguf: No such file"}) as here:
         shown = (await here.get("/props"))[1]["speculative"]
         assert shown["state"] == "refused" and "scripted.gguf" not in str(shown)
-        assert "file" not in props._speculative(DraftStats({"file": "scripted.gguf"}, "on"), paths=False)
+        assert "file" not in props.speculative_props(DraftStats({"file": "scripted.gguf"}, "on"), paths=False)
     monkeypatch.undo()
     async with running(api_key=("k",)) as here:
         assert (await here.get("/props"))[0] == 401

@@ -17,26 +17,11 @@ from luce.layers.build import shard_tensors
 from luce.layers.weights import WeightLoader
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
-from luce.runtime.device import Device, DeviceName, Memory
+from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.emulated import EmulatedDevice
 from tests.support.reference import Reference, references
-
-GIB = 1 << 30
-
-
-class Sized(HostDevice):
-    """A host with a memory of its own, or what a plan asks of a GPU."""
-
-    def __init__(self, name: str, free: int) -> None:
-        kind, _, index = name.partition(":")
-        super().__init__(int(index))
-        self.host = kind == "cpu"
-        self.name = DeviceName(kind, int(index))  # type: ignore[arg-type]
-        self._free = free
-
-    def memory(self) -> Memory:
-        return Memory(self._free, self._free)
+from tests.support.sized_device import GIB, Sized
 
 
 def plan(reference: Reference, devices: Sequence[Device], **options: Any) -> tuple[ShardPlan, ...]:

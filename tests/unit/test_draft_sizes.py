@@ -26,7 +26,7 @@ from tests.support.daemons import HERE
 from tests.support.drafts import DraftReference
 from tests.support.guesses import loaded_drafter
 from tests.support.reference import Reference
-from tests.unit.test_backend_placement import GIB, Sized
+from tests.support.sized_device import GIB, Sized
 
 FIT = DraftReference("qwen35-a-draft-fit-F32")
 MTP = Reference("qwen35-b-Q4_K_M")
@@ -58,7 +58,7 @@ def test_sizes_are_those_of_the_load(reference: Reference, draft: str) -> None:
         assert stats is not None
         assert stats.facts.items() >= {f"{name}_bytes": size for name, size in sizes.items()}.items()
         # No size has the name of another fact.
-        assert props._speculative(stats, paths=True).items() >= stats.facts.items()
+        assert props.speculative_props(stats, paths=True).items() >= stats.facts.items()
         assert isinstance(drafter, DFlashDrafter | MTPDrafter | ModelDrafter)
         taken = drafter.weights, drafter.state
         ring = None if isinstance(drafter, ModelDrafter) else drafter.window.ring
@@ -114,8 +114,8 @@ def test_in_a_daemon() -> None:
         with open_gguf(FIT.target.path) as file:
             head = file.tensors["token_embd.weight" if FIT.target.spec.tied_head else "output.weight"]
             norm = file.tensors["output_norm.weight"]
-        ends = 4 * (head.rows * head.cols + norm.cols)
-        assert there.sizes == {**here.sizes, "head": ends}
+        size = 4 * (head.rows * head.cols + norm.cols)
+        assert there.sizes == {**here.sizes, "head": size}
         own, ring = there.claims()
         assert (own.bytes, ring.bytes) == (sum(there.sizes.values()), here.sizes["features"])
 

@@ -170,7 +170,7 @@ def test_what_cannot_be_captured_runs_without_a_graph(where: str, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert target._captured(work) is None
+    assert target.cuda_graph_of(work) is None
     assert current == ["own"]
 
 

@@ -137,7 +137,7 @@ def _attention_out(x: Tensor, o: Tensor, gate: Tensor, out: Tensor, dtype: torch
     return x + linear((o.float() * gate.float().sigmoid()).flatten(-2), out, dtype)
 
 
-def _captured(work: Callable[[], None]) -> Callable[[], None] | None:
+def cuda_graph_of(work: Callable[[], None]) -> Callable[[], None] | None:
     """What replays `work` from a CUDA graph; None if it cannot be captured. Capturing does not run it."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
@@ -300,7 +300,7 @@ class Target:
         for i in range(tokens):
             chosen[:, i] = latest
             if i == 3 and prompts.is_cuda and self.graphs:
-                run = _captured(advance) or advance
+                run = cuda_graph_of(advance) or advance
             if i + 1 < tokens:
                 run()
         return chosen
