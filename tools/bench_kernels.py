@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from luce.ops.attention import attention
+from luce.ops.attention_mma import AttentionInputs
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, gated_delta_net
 from luce.ops.matmul import matmul
 from luce.ops.matmul_prefill import BLAS_ROWS
@@ -200,7 +201,7 @@ def attend(device: Device) -> Iterator[Case]:
             q, at = normal(device, spans * rows, heads, d), up(positions)
             pool = up(rng.standard_normal((spans * count * PAGE, kv_heads, d), np.float32).astype(np.float16))
             calls = [
-                partial(attention, device, q, pool.copy(), pool.copy(), step, view, at, scale=d**-0.5, window=None)
+                partial(attention, device, AttentionInputs(q, pool.copy(), pool.copy(), step, view, at, d**-0.5, None))
                 for _ in range(copies(2 * pool.nbytes))
             ]
             seen = spans * rows * (2 * past + rows + 1) // 2

@@ -8,7 +8,7 @@ from luce.layers.rotary import Rotary
 from luce.layers.state import KVPool
 from luce.models.spec import Attention
 from luce.ops.attention import gated_attention
-from luce.ops.attention_mma import Gate
+from luce.ops.attention_mma import AttentionInputs, Gate
 from luce.ops.matmul import matmul, sole_int8_group
 from luce.ops.page_ranking import store_queries
 from luce.ops.qkv import Destination, HeadNorms, copy_rows, prepare_heads, prepare_keys, prepare_queries, write_kv
@@ -86,19 +86,10 @@ class AttentionLayer:
             prepare_queries(device, q, self._norms, rotation)
         if self.queries is not None:
             store_queries(device, q, step.spans, self.queries, self.state.k)
-        mixed = gated_attention(
-            device,
-            q,
-            self.state.k,
-            self.state.v,
-            step.spans,
-            view,
-            step.positions,
-            scale=spec.scale,
-            window=spec.window,
-            gate=gate,
-            int8_group=sole_int8_group(device, rows, self._out),
+        inputs = AttentionInputs(
+            q, self.state.k, self.state.v, step.spans, view, step.positions, spec.scale, spec.window
         )
+        mixed = gated_attention(device, inputs, gate, int8_group=sole_int8_group(device, rows, self._out))
         return matmul(device, mixed, self._out)
 
     def write_context(self, y: Array | Quantised, step: DeviceStep, rotary: Rotary | None = None) -> None:

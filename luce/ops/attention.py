@@ -17,109 +17,83 @@ from numpy.typing import NDArray
 
 from luce.ops import attention_mma
 from luce.ops.activation import sigmoid_gate, softplus_gate
-from luce.ops.attention_mma import Gate, Lookup
+from luce.ops.attention_mma import AttentionInputs, Gate
 from luce.ops.kvtype import dequantise
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.quantise import SECTION, Quantised, empty_quantised
 from luce.runtime.device import Array, Device
-from luce.runtime.step import PageView, SpanArrays
 
 # Head dimensions that kernels/attention.cu is compiled for, and pages in one of its splits. Another split length is
 # another order of the sums.
 _HEADS = (32, 64, 128, 256, 512)
 _SPLIT = 4
-# Splits go to blocks of their own, and through memory, only where tiles alone do not fill a GPU. Both ways give the
-# same bits.
-_ENOUGH_BLOCKS = 256
-_MIN_SPLITS = 3
-# float32 values of splits that wait to be folded: 64 MiB.
-_BUFFER = 1 << 24
+#: From so many blocks on, tiles alone fill a GPU, and each block takes all splits of its keys. With fewer blocks and at
+#: least MIN_SPLITS splits, each split gets a block of its own, and its results pass through memory. Both ways give the
+#: same bits.
+ENOUGH_BLOCKS = 256
+MIN_SPLITS = 3
+#: most float32 values of splits in memory at a time: 64 MiB
+BUFFER_VALUES = 1 << 24
 
 
-def attention(
-    device: Device,
-    q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    spans: SpanArrays,
-    view: PageView,
-    positions: Array,
-    *,
-    scale: float,
-    window: int | None,
-) -> Array:
-    """softmax(scale q k^T) v per head over the keys that a row sees, in float32.
-
-    q float32 [n, heads, d] (any row and head strides); query head h reads KV head h // (heads / kv_heads)
-    -> float32 [n, heads, d] contiguous. K and V of the step's own rows must already be in the pools.
-    """
-    return _attend(device, Lookup(q, k_pool, v_pool, spans, view, positions, scale, window))
+def attention(device: Device, inputs: AttentionInputs) -> Array:
+    """softmax(scale q k^T) v per head over the keys that a row sees, in float32: float32 [n, heads, d] contiguous."""
+    return _attend(device, inputs)
 
 
 def gated_attention(
-    device: Device,
-    q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    spans: SpanArrays,
-    view: PageView,
-    positions: Array,
-    *,
-    scale: float,
-    window: int | None,
-    gate: Gate | None,
-    int8_group: int,
+    device: Device, inputs: AttentionInputs, gate: Gate | None, *, int8_group: int
 ) -> Array | Quantised:
-    """attention, times a gate if there is one: float32 [n, heads * d].
+    """attention, times the gate if there is one: float32 [n, heads * d].
 
-    With a group for `int8_group`, of 0 < n <= 16 rows on a GPU: quantised, if one kernel can do that as well.
+    For 0 < n <= 16 rows on a GPU with a nonzero `int8_group`: quantised in such groups, if one kernel can do that too.
     """
-    n, heads, d = q.shape
-    lookup = Lookup(q, k_pool, v_pool, spans, view, positions, scale, window)
+    n, heads, d = inputs.q.shape
+    spans = inputs.spans
     short = not device.host and n > 0 and spans.longest <= FEW_ROWS
-    if short and (tiles := attention_mma.tiles(device, lookup)):
+    if short and (tiles := attention_mma.tiles(device, inputs)):
         rows = empty_quantised(device, n, heads * d, int8_group) if int8_group and d % SECTION == 0 else None
         out = rows or device.empty((n, heads * d))
-        attention_mma.launch(device, out, lookup, tiles, gate)
+        attention_mma.launch(device, out, inputs, tiles, gate)
         return out
-    mixed = _attend(device, lookup)
+    mixed = _attend(device, inputs)
     if gate is None:
         return mixed.reshape(n, heads * d)
     return (sigmoid_gate if gate.kind == "sigmoid" else softplus_gate)(device, mixed, gate.values)
 
 
-def _attend(device: Device, lookup: Lookup) -> Array:
-    out = device.empty(lookup.q.shape)
+def _attend(device: Device, inputs: AttentionInputs) -> Array:
+    out = device.empty(inputs.q.shape)
     if device.host:
-        _host(out, lookup)
-    elif tiles := attention_mma.tiles(device, lookup):
-        attention_mma.launch(device, out, lookup, tiles)
+        _host(out, inputs)
+    elif tiles := attention_mma.tiles(device, inputs):
+        attention_mma.launch(device, out, inputs, tiles)
     else:
-        _launch(device, out, lookup)
+        _launch(device, out, inputs)
     return out
 
 
-def _launch(device: Device, out: Array, lookup: Lookup) -> None:
-    spans, view = lookup.spans, lookup.view
-    (n, heads, d), kv_heads = lookup.q.shape, lookup.k_pool.shape[1]
+def _launch(device: Device, out: Array, inputs: AttentionInputs) -> None:
+    spans, view = inputs.spans, inputs.view
+    (n, heads, d), kv_heads = inputs.q.shape, inputs.k_pool.shape[1]
     if d % 8 or d > _HEADS[-1] or heads % kv_heads:
         raise ValueError(f"attention: no kernel for {heads} heads of {d} over {kv_heads} KV heads")
     group = heads // kv_heads
     head = next(size for size in _HEADS if size >= d)
     queries = 4 if spans.longest * group <= 4 else 16
-    defines = {"HEAD": head, "QUERIES": queries, "SPLIT": _SPLIT} | lookup.types
+    defines = {"HEAD": head, "QUERIES": queries, "SPLIT": _SPLIT} | inputs.types
     block = (256 if head == 512 else 128,)
     # Upper bounds that hold wherever spans begin, so that no length is read back from the device.
     tiles = n * group // queries + spans.count
     width = view.table.shape[1]
     splits = (width + 2 * _SPLIT - 2) // _SPLIT
     seen = () if view.seen is None else (view.seen,)
-    common = (*lookup.read, lookup.positions, *lookup.sizes, lookup.limit, *seen)
-    if splits < _MIN_SPLITS or tiles * kv_heads >= _ENOUGH_BLOCKS:
+    common = (*inputs.read, inputs.positions, *inputs.sizes, inputs.limit, *seen)
+    if splits < MIN_SPLITS or tiles * kv_heads >= ENOUGH_BLOCKS:
         device.launch("attention", "attention", (tiles, kv_heads), block, (out, *common), defines=defines)
         return
     # As many splits at a time as the values' buffer holds; folding goes on where it stopped.
-    batch = min(splits, max(1, _BUFFER // (n * heads * d)))
+    batch = min(splits, max(1, BUFFER_VALUES // (n * heads * d)))
     values = device.empty((n, heads, batch, d))
     state = device.empty((n, heads, batch, 2))
     total = device.empty((n, heads, 2))
@@ -133,9 +107,9 @@ def _launch(device: Device, out: Array, lookup: Lookup) -> None:
         device.launch("attention", "attention_fold", (n, heads), (head // 2,), (*args, *sizes), defines=defines)
 
 
-def _host(out: Array, lookup: Lookup) -> None:
-    q, k_pool, v_pool, spans, view = lookup.q, lookup.k_pool, lookup.v_pool, lookup.spans, lookup.view
-    positions, scale, window = lookup.positions, lookup.scale, lookup.window
+def _host(out: Array, inputs: AttentionInputs) -> None:
+    q, k_pool, v_pool, spans, view = inputs.q, inputs.k_pool, inputs.v_pool, inputs.spans, inputs.view
+    positions, scale, window = inputs.positions, inputs.scale, inputs.window
     (_, heads, d), kv_heads = q.shape, k_pool.shape[1]
     group = heads // kv_heads
     for (_, start, rows, position), resident in zip(spans.table.tolist(), view.resident, strict=True):

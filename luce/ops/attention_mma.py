@@ -33,24 +33,31 @@ _BUFFER = 1 << 25
 
 @dataclass(frozen=True)
 class Gate:
-    """values float32 [n, heads, d] or [n, heads, 1] (any row and head strides), whose `kind` each result is multiplied
-    by: sigmoid or softplus."""
+    """A factor of each result of attention."""
 
+    #: float32 [n, heads, d] or [n, heads, 1] (any row and head strides)
     values: Array
+    #: the function of the values that multiplies the results
     kind: Literal["sigmoid", "softplus"]
 
 
 @dataclass(frozen=True)
-class Lookup:
-    """Queries and what they look among: the arguments of luce.ops.attention.attention, where they are described."""
+class AttentionInputs:
+    """Queries, and the keys and values that they attend to."""
 
+    #: float32 [n, heads, d] (any row and head strides); query head h reads KV head h // (heads / kv_heads)
     q: Array
+    #: as luce.ops.attention lays pools out; the K of the step's own rows is in it already
     k_pool: Array
+    #: likewise for V
     v_pool: Array
     spans: SpanArrays
     view: PageView
+    #: int32 [n]: the position of each row
     positions: Array
+    #: factor of the products of queries and keys
     scale: float
+    #: positions back that a row sees, its own included; None: all
     window: int | None
 
     @property
@@ -105,13 +112,13 @@ class Tile:
         return -(-size // unit) * unit
 
 
-def tiles(device: Device, lookup: Lookup) -> list[Tile]:
+def tiles(device: Device, inputs: AttentionInputs) -> list[Tile]:
     """The tiles that the device has for it, small ones first; none if it takes the portable path."""
-    _, heads, d = lookup.q.shape
-    pools = lookup.k_pool, lookup.v_pool
+    _, heads, d = inputs.q.shape
+    pools = inputs.k_pool, inputs.v_pool
     products = {"BF16" if kernel_type(pool, d) == "BF16" else "F16" for pool in pools}
     head = next((size for size in _HEADS if size >= d), 0)
-    if head == 0 or d % 8 or heads % lookup.k_pool.shape[1] or not products <= device.products:
+    if head == 0 or d % 8 or heads % inputs.k_pool.shape[1] or not products <= device.products:
         return []
     grouped = "WGMMA" in device.products and head <= 256
     sizes = (16, 128) if grouped else (16, 32, 64, 128) if head == 256 else (16, 64)
@@ -119,16 +126,18 @@ def tiles(device: Device, lookup: Lookup) -> list[Tile]:
     return [tile for tile in found if tile.shared <= device.shared_limit]
 
 
-def launch(device: Device, out: Array | Quantised, lookup: Lookup, tiles: list[Tile], gate: Gate | None = None) -> None:
+def launch(
+    device: Device, out: Array | Quantised, inputs: AttentionInputs, tiles: list[Tile], gate: Gate | None = None
+) -> None:
     """As luce.ops.attention.attention, into `out`, by one of the device's `tiles`.
 
     If no span has more than FEW_ROWS rows, times a gate, and into quantised rows where there are at most 16.
     """
-    spans, view, limit, types = lookup.spans, lookup.view, lookup.limit, lookup.types
-    (n, heads, d), kv_heads = lookup.q.shape, lookup.k_pool.shape[1]
+    spans, view, limit, types = inputs.spans, inputs.view, inputs.limit, inputs.types
+    (n, heads, d), kv_heads = inputs.q.shape, inputs.k_pool.shape[1]
     group = heads // kv_heads
-    seen = () if view.seen is None else (lookup.positions, view.seen)
-    common = (*lookup.read, *lookup.sizes, limit, np.int32(FEW_ROWS), *seen)
+    seen = () if view.seen is None else (inputs.positions, view.seen)
+    common = (*inputs.read, *inputs.sizes, limit, np.int32(FEW_ROWS), *seen)
 
     def run(tile: Tile, kernel: str, blocks: tuple[int, ...], *args: object) -> None:
         size = {"HEAD": tile.head, "QUERIES": tile.queries}

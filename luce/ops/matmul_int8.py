@@ -96,23 +96,23 @@ def multiply_pair(device: Device, x: Quantised, first: WeightPart, second: Weigh
 
 def _part_shape(device: Device, x: Quantised, part: WeightPart, cols: int) -> Shape:
     limit = device.shared_limit if "BF16" in device.products else 0
-    return _shape(part.type, part.rows, cols, x.padded, device.lanes, limit)
+    return dense_shape(part.type, part.rows, cols, x.padded, device.lanes, limit)
 
 
 @lru_cache(1024)
-def _shape(type: GGMLQuantizationType, rows: int, cols: int, padded: int, lanes: int, limit: int) -> Shape:
+def dense_shape(type: GGMLQuantizationType, rows: int, cols: int, padded: int, lanes: int, limit: int) -> Shape:
     """The block of a dense product. `limit`: the shared memory that a block may have of a device with tensor cores that
     take bytes, 0 of others."""
     bits = _chain_bits(type, rows, cols)
     if not limit or padded < _TILE_ROWS or bits not in _TILE_BITS:
         return block_shape(type, cols, padded, 1, bits, lanes)
-    tiles = _tiles(type, rows, cols, padded, bits)
+    tiles = tiles_per_block(type, rows, cols, padded, bits)
     shape = _tile_shape(type, padded, bits, tiles, shared_x=tiles > 1 or type in _FLOAT_SCALES)
     # Two blocks of one tile a multiprocessor, or x is better left to the caches.
     return shape if shape.shared <= limit // (2 if tiles == 1 else 1) else _tile_shape(type, padded, bits, 1)
 
 
-def _tiles(type: GGMLQuantizationType, rows: int, cols: int, padded: int, bits: int) -> int:
+def tiles_per_block(type: GGMLQuantizationType, rows: int, cols: int, padded: int, bits: int) -> int:
     """How many tiles a block has: one, or three, which share x, where one tile after another would fetch x from
     beyond the first-level cache.
 

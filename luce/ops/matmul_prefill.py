@@ -24,9 +24,9 @@ from luce.runtime.device import Array, Device
 _T = GGMLQuantizationType
 #: rows from which unpacking the weights for a library pays: on an H200 both ways take as long at 100 to 140 rows
 BLAS_ROWS = 144
-# Bytes of the buffer of unpacked weights. A prompt of 8192 tokens of a 27B model took 901 ms with 128 MB, 893 with 256
-# and 881 with room for whole matrices, of 350 MB (no fp16 copies, H200); at 2048 rows, 64 MB cost 5%.
-_BUFFER = 256 << 20
+#: Bytes of the buffer of dequantised weights. A prompt of 8192 tokens of a 27B model took 901 ms with 128 MB, 893 with
+#: 256 and 881 with a buffer for whole matrices, of 350 MB (no fp16 copies, H200); at 2048 rows, 64 MB cost 5%.
+BUFFER_BYTES = 256 << 20
 # The library wants rows of whole 16 bytes.
 _BLAS_COLS = 8
 #: the constants of kernels/tile.h
@@ -77,7 +77,7 @@ def _multiply_packed(device: Device, x: Fp16Rows, parts: list[WeightPart], weigh
     """The results of parts in quant blocks by the BLAS library, from slices of their weights as fp16."""
     cols = weight.cols
     # Slices that begin at odd features cost the library its fast kernels: 8.5 ms instead of 1.2 (H200, 2048 rows).
-    most = max(1, _BUFFER // (2 * cols * TILE_FEATURES)) * TILE_FEATURES
+    most = max(1, BUFFER_BYTES // (2 * cols * TILE_FEATURES)) * TILE_FEATURES
     copy = weight.fp16
     size = min(most, sum(part.rows for part in parts))
     buffer = device.empty((size, cols), np.float16) if copy is None else copy

@@ -17,7 +17,7 @@ from luce.ops.weight import upload_weight
 from luce.runtime.device import Device
 from tests.golden.conftest import MakeDriver, make_driver
 from tests.support.emulated import EmulatedDevice
-from tests.support.op_checks_matmul import product_limit, rounds_to_halves
+from tests.support.op_checks_matmul import product_limit, rounds_to_fp16
 from tests.support.quant_blocks import decoded, random_tensor
 from tests.support.quantised import seen
 from tests.support.reference import Reference, errors
@@ -64,7 +64,7 @@ def test_matmul_by_tensor_cores(gpu: Device, twin: Device, format: str, rows: in
     results = [d.download(matmul(d, d.upload(x), upload_weight(d, [tensor]))) for d in (gpu, twin)]
     assert errors(*results).max() < 1e-10
     w, met = decoded(tensor), seen(gpu, format, x)
-    limit = product_limit(met, w, halves=rounds_to_halves(gpu, format, rows))
+    limit = product_limit(met, w, fp16=rounds_to_fp16(gpu, format, rows))
     for result in results:
         assert (np.abs(result - met @ w.astype(np.float64).T) <= limit).all()
 

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from luce.ops import attention as op
 from luce.ops.activation import sigmoid_gate, softplus_gate
-from luce.ops.attention_mma import Gate
+from luce.ops.attention_mma import AttentionInputs, Gate
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.qkv import Destination, write_kv
 from luce.ops.quantise import Quantised, quantise
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, PageView, SpanArrays
-from tests.support.quantised import same_bytes
+from tests.support.quantised import same_rows
 
 F32 = NDArray[np.float32]
 
@@ -110,6 +110,63 @@ class Chunk:
         return (self.position + self.seen.sum(axis=1) - 1).astype(np.int32)
 
 
+@dataclass
+class Pages:
+    """K and V of the chunks in scattered pages, on the host: Pages.scatter makes them."""
+
+    #: K and V
+    pools: list[NDArray[Any]]
+    #: of each chunk, its pages in order: number in the pools, number in the sequence
+    tables: list[list[tuple[int, int]]]
+    #: the row of the pools that each row of the step writes
+    dest: list[int]
+
+    @classmethod
+    def scatter(
+        cls, chunks: Sequence[Chunk], device: Device, kv: KVTypes, *, window: int | None, stale: float, seed: int
+    ) -> Pages:
+        """Rows before each chunk are written; pages that no chunk sees hold NaN, rows behind a sequence's end `stale`.
+
+        With a window, the pages before the window of a chunk's first row are left out.
+        """
+        _, kv_heads, d = chunks[0].history.k.shape
+        resident: list[list[int]] = []
+        for chunk in chunks:
+            last = (chunk.position + chunk.rows - 1) // PAGE
+            low = 0 if window is None else max(0, chunk.position - window + 1) // PAGE
+            resident.append([page for page in range(low, last + 1) if page not in chunk.missing])
+        total = sum(map(len, resident))
+        numbers = np.random.default_rng(seed).permutation(total + 3).tolist()
+        pools = [fill(((total + 3) * PAGE, kv_heads, n), np.nan, dtype) for dtype, n in kv.layout(device, d)]
+        pages = cls(pools, [], [])
+        for chunk, seen in zip(chunks, resident, strict=True):
+            own = [(numbers.pop(), page) for page in seen]
+            pages.tables.append(own)
+            for number, page in own:
+                for pool, type, rows in zip(pools, (kv.k, kv.v), (chunk.history.k, chunk.history.v), strict=True):
+                    past = rows[page * PAGE : min(chunk.position, (page + 1) * PAGE)]
+                    own_rows = pool[number * PAGE : (number + 1) * PAGE]
+                    own_rows[len(past) :] = fill(own_rows[len(past) :].shape, stale, pool.dtype)
+                    if len(past):
+                        own_rows[: len(past)] = past if type == "auto" else stored(past, type)
+            place = {page: number for number, page in own}
+            positions = range(chunk.position, chunk.position + chunk.rows)
+            pages.dest += [place[p // PAGE] * PAGE + p % PAGE for p in positions]
+        return pages
+
+    def view(self, device: Device, padding: int, seen: Array | None) -> PageView:
+        """The page table, `padding` pages wider than needed."""
+        width = max(map(len, self.tables)) + padding
+        shape = (len(self.tables), width)
+        table, first = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
+        for i, own in enumerate(self.tables):
+            table[i, : len(own)] = [number for number, _ in own]
+            first[i, : len(own)] = [page * PAGE for _, page in own]
+        counts = np.array([len(own) for own in self.tables], np.int32)
+        arrays = table, first, counts, np.array(self.dest, np.int32)
+        return PageView(*map(device.upload, arrays), seen)
+
+
 def run(
     device: Device,
     chunks: Sequence[Chunk],
@@ -121,43 +178,14 @@ def run(
     padding: int = 0,
     seed: int = 0,
     kv: KVTypes = AUTO,
-    attend: Callable[..., Array] = op.attention,
+    attend: Callable[[Device, AttentionInputs], Array] = op.attention,
 ) -> F32:
     """The step of all chunks: writes their rows into scattered pages, then attends. float32 [rows, heads, d].
 
     Pages that no chunk sees hold NaN; rows behind a sequence's end hold `stale`, or NaN in pools of integers. `drop`
     leaves out the pages that lie before the window of the chunk's first row, `padding` widens the page table.
     """
-    _, kv_heads, d = chunks[0].history.k.shape
-    rng = np.random.default_rng(seed)
-    tables: list[list[tuple[int, int]]] = []
-    resident: list[list[int]] = []
-    for chunk in chunks:
-        last = (chunk.position + chunk.rows - 1) // PAGE
-        low = max(0, chunk.position - window + 1) // PAGE if drop and window is not None else 0
-        resident.append([page for page in range(low, last + 1) if page not in chunk.missing])
-    total = sum(map(len, resident))
-    numbers = rng.permutation(total + 3).tolist()
-    pools = [fill(((total + 3) * PAGE, kv_heads, n), np.nan, dtype) for dtype, n in kv.layout(device, d)]
-    dest = []
-    for chunk, pages in zip(chunks, resident, strict=True):
-        own = [(numbers.pop(), page) for page in pages]
-        tables.append(own)
-        for number, page in own:
-            for pool, type, rows in zip(pools, (kv.k, kv.v), (chunk.history.k, chunk.history.v), strict=True):
-                past = rows[page * PAGE : min(chunk.position, (page + 1) * PAGE)]
-                own_rows = pool[number * PAGE : (number + 1) * PAGE]
-                own_rows[len(past) :] = fill(own_rows[len(past) :].shape, stale, pool.dtype)
-                if len(past):
-                    own_rows[: len(past)] = past if type == "auto" else stored(past, type)
-        place = {page: number for number, page in own}
-        dest += [place[p // PAGE] * PAGE + p % PAGE for p in range(chunk.position, chunk.position + chunk.rows)]
-    width = max(map(len, tables)) + padding
-    table, first = np.full((len(chunks), width), -1, np.int32), np.full((len(chunks), width), -1, np.int32)
-    for i, own in enumerate(tables):
-        table[i, : len(own)] = [number for number, _ in own]
-        first[i, : len(own)] = [page * PAGE for _, page in own]
-    counts = np.array([len(own) for own in tables], np.int32)
+    pages = Pages.scatter(chunks, device, kv, window=window if drop else None, stale=stale, seed=seed)
     starts = np.cumsum([0, *(chunk.rows for chunk in chunks)])
     spans = np.array([(9 - i, starts[i], c.rows, c.position) for i, c in enumerate(chunks)], np.int32)
     positions = np.concatenate([chunk.positions for chunk in chunks])
@@ -169,27 +197,16 @@ def run(
     def fresh(part: str) -> F32:
         return np.concatenate([getattr(c.history, part)[c.position : c.position + c.rows] for c in chunks])
 
-    k_pool, v_pool = map(device.upload, pools)
     up = device.upload
+    k_pool, v_pool = map(up, pages.pools)
     q, k, v = spread_out(device, fresh("q"), fresh("k"), fresh("v"))
-    write_kv(device, k, v, Destination(k_pool, v_pool, up(np.array(dest, np.int32))))
-    out = attend(
-        device,
-        q,
-        k_pool,
-        v_pool,
-        SpanArrays(
-            table=up(spans),
-            row_span=up(np.repeat(np.arange(len(chunks), dtype=np.int32), spans[:, 2])),
-            count=len(chunks),
-            longest=max(c.rows for c in chunks),
-        ),
-        PageView(up(table), up(first), up(counts), up(np.array(dest, np.int32)), seen),
-        up(positions),
-        scale=scale,
-        window=window,
+    view = pages.view(device, padding, seen)
+    write_kv(device, k, v, Destination(k_pool, v_pool, view.dest))
+    row_span = up(np.repeat(np.arange(len(chunks), dtype=np.int32), spans[:, 2]))
+    arrays = SpanArrays(table=up(spans), row_span=row_span, count=len(chunks), longest=max(c.rows for c in chunks))
+    result: F32 = device.download(
+        attend(device, AttentionInputs(q, k_pool, v_pool, arrays, view, up(positions), scale, window))
     )
-    result: F32 = device.download(out)
     assert result.dtype == np.float32
     return result
 
@@ -321,7 +338,7 @@ def check_shape(device: Device, heads: int, kv_heads: int, d: int, lengths: Sequ
 def check_gated(
     device: Device, heads: int, kv_heads: int, d: int, lengths: Sequence[tuple[int, int]], each: int
 ) -> None:
-    """Times a gate, and in bytes: the bits of attention, of the gate's own op and of quantise."""
+    """Times a gate, and as int8: the bits of attention, of the gate's own op and of quantise."""
     chunks = [
         Chunk(History.random(position + rows, heads, kv_heads, d, seed), position, rows)
         for seed, (position, rows) in enumerate(lengths)
@@ -334,8 +351,8 @@ def check_gated(
     kinds: list[Literal["sigmoid", "softplus"]] = ["softplus"] if each == 1 else ["sigmoid", "softplus"]
     for gate, int8_group in itertools.product((Gate(values, kind) for kind in kinds), (0, 32, 128)):
 
-        def attend(*args: Any, gate: Gate = gate, int8_group: int = int8_group, **named: Any) -> Array:
-            made[:] = [op.gated_attention(*args, gate=gate, int8_group=int8_group, **named)]
+        def attend(device: Device, inputs: AttentionInputs, gate: Gate = gate, group: int = int8_group) -> Array:
+            made[:] = [op.gated_attention(device, inputs, gate, int8_group=group)]
             return mixed
 
         run(device, chunks, scale=d**-0.5, window=None, attend=attend)
@@ -347,7 +364,7 @@ def same_output(device: Device, actual: Array | Quantised, expected: Array, grou
     """The bits of `expected`, float32 [n, cols], or of what quantise makes of it with a `group`."""
     assert isinstance(actual, Quantised) == bool(group)
     if isinstance(actual, Quantised):
-        same_bytes(device, actual, quantise(device, expected, group))
+        same_rows(device, actual, quantise(device, expected, group))
     else:
         same_bits(device.download(actual), device.download(expected))
 
@@ -427,14 +444,14 @@ def check_rows_alone(
     same_bits(mixed[7:10], whole[2:5])
     same_bits(mixed[11:12], whole[9:10])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(op, "_ENOUGH_BLOCKS", 0)
+        patch.setattr(op, "ENOUGH_BLOCKS", 0)
         same_bits(bits([Chunk(history, position, rows)]), whole)
         same_bits(bits([Chunk(history, position + 15, 1)]), whole[15:])
-        patch.setattr(op, "_ENOUGH_BLOCKS", 1 << 30)
-        patch.setattr(op, "_MIN_SPLITS", 0)
+        patch.setattr(op, "ENOUGH_BLOCKS", 1 << 30)
+        patch.setattr(op, "MIN_SPLITS", 0)
         same_bits(bits([Chunk(history, position, rows)]), whole)
         # Two splits of the one row at a time, then one of the many rows.
-        patch.setattr(op, "_BUFFER", 2 * heads * d)
+        patch.setattr(op, "BUFFER_VALUES", 2 * heads * d)
         same_bits(bits([Chunk(history, position + 15, 1)]), whole[15:])
         same_bits(bits([Chunk(history, position, rows)]), whole)
 

@@ -254,7 +254,7 @@ def check_formula(
         agree(State(after.memory[slot], after.past[slot]), state)
 
 
-def check_in_bytes(device: Device, lengths: Sequence[int], *, key_heads: int, heads: int, d: int) -> None:
+def check_quantised_output(device: Device, lengths: Sequence[int], *, key_heads: int, heads: int, d: int) -> None:
     """The bytes that quantise makes of the outputs, and the same states."""
     case = make_case(sum(lengths), key_heads=key_heads, heads=heads, d=d, slots=len(lengths))
     spans = spread_spans(len(lengths), lengths)

@@ -21,7 +21,7 @@ from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.quant_blocks import decoded, random_tensor
-from tests.support.quantised import quantised, same_bytes, seen, unpacked
+from tests.support.quantised import quantised, same_rows, seen, unpacked
 
 Matrix = NDArray[np.float32]
 
@@ -34,22 +34,22 @@ def _product(device: Device, x: Matrix, tensors: Sequence[RawTensor]) -> Matrix:
     return device.download(matmul(device, device.upload(x), upload_weight(device, tensors)))
 
 
-def product_limit(x: NDArray[np.floating], w: Matrix, *, halves: bool) -> NDArray[np.float64]:
+def product_limit(x: NDArray[np.floating], w: Matrix, *, fp16: bool) -> NDArray[np.float64]:
     """How far float32 sums of the products of the rows of x and w may be from those of float64.
 
-    With `halves` both factors are rounded to 11 bits, which errs by at most 2^-11 of each, on average half of that: a
+    With `fp16` both factors are rounded to 11 bits, which errs by at most 2^-11 of each, on average half of that: a
     sum's error has a standard deviation of about 0.6 * 2^-11 times the root of the sum of its squared terms. Weights
     below 2^-14 lose more.
     """
     x64, w64 = np.abs(x).astype(np.float64), np.abs(w).astype(np.float64)
     limit = (4 + np.sqrt(x.shape[1])) * 2.0**-24 * (x64 @ w64.T) + 1e-30
-    if halves:
+    if fp16:
         limit += 4 * 2.0**-11 * np.sqrt(x64**2 @ (w64**2).T) + 2.0**-25 * x64.sum(axis=1, keepdims=True)
     return limit
 
 
-def rounds_to_halves(device: Device, name: str, n: int) -> bool:
-    """Whether products of n rows with weights in this format are of halves."""
+def rounds_to_fp16(device: Device, name: str, n: int) -> bool:
+    """Whether products of n rows with weights in this format are of fp16."""
     return not device.host and n > FEW_ROWS and name != "F32"
 
 
@@ -58,7 +58,7 @@ def check_product(device: Device, name: str, rows: int, cols: int, n: int) -> No
     tensor = random_tensor(name, rows, cols, seed=rows * 31 + cols)
     x = _x(n, cols, seed=n)
     w = decoded(tensor).astype(np.float64)
-    limit = product_limit(x, w, halves=rounds_to_halves(device, name, n))
+    limit = product_limit(x, w, fp16=rounds_to_fp16(device, name, n))
     actual = _product(device, x, [tensor])
     assert actual.dtype == np.float32
     assert actual.shape == (n, rows)
@@ -83,9 +83,12 @@ def check_company(device: Device, name: str, rows: int, cols: int, counts: Seque
 @contextlib.contextmanager
 def tiles(count: int) -> Iterator[None]:
     """Blocks have that many tiles wherever kernels can."""
-    shape = matmul_int8._shape.__wrapped__
-    with mock.patch.object(matmul_int8, "_shape", shape), mock.patch.object(matmul_int8, "_tiles", lambda *_: count):
-        yield
+    matmul_int8.dense_shape.cache_clear()
+    try:
+        with mock.patch.object(matmul_int8, "tiles_per_block", lambda *_: count):
+            yield
+    finally:
+        matmul_int8.dense_shape.cache_clear()
 
 
 def check_parts(device: Device, n: int) -> None:
@@ -149,7 +152,7 @@ def check_infinities(device: Device, n: int) -> None:
 
 
 def check_range(device: Device, name: str, n: int) -> None:
-    """Rows far beyond the range of halves, above and below, are as exact as others; zeros stay zeros."""
+    """Rows far beyond the range of fp16, above and below, are as exact as others; zeros stay zeros."""
     cols = 512
     tensor = random_tensor(name, 11, cols, seed=21)
     w = decoded(tensor)
@@ -158,7 +161,7 @@ def check_range(device: Device, name: str, n: int) -> None:
     x = (_x(n, cols, seed=22) * 2.0 ** powers[:, None]).astype(np.float32)
     x[-1] = 0
     actual = _product(device, x, [tensor])
-    limit = product_limit(x, w, halves=True) + 2.0**-149
+    limit = product_limit(x, w, fp16=True) + 2.0**-149
     error = np.abs(actual - x.astype(np.float64) @ w.astype(np.float64).T)
     # Denormal x have fewer bits to begin with, and lose none; products below 2^-126 round to multiples of 2^-149.
     assert (error <= limit + cols * 2.0**-149).all()
@@ -176,7 +179,7 @@ def check_outliers(device: Device, n: int) -> None:
     x[:, 7] = 0
     w = decoded(tensor)
     error = np.abs(actual - x.astype(np.float64) @ w.astype(np.float64).T)
-    assert (error <= product_limit(x, w, halves=True)).all()
+    assert (error <= product_limit(x, w, fp16=True)).all()
 
 
 def check_same_everywhere(devices: Sequence[Device], name: str, rows: int, cols: int, n: int) -> None:
@@ -202,7 +205,7 @@ def check_quantise(device: Device, n: int, cols: int, group: int) -> None:
         assert not getattr(actual, name)[n:].any()
 
 
-def check_nan_in_bytes(device: Device, name: str) -> None:
+def check_nan_in_int8(device: Device, name: str) -> None:
     """An infinity or a NaN makes NaN of its own row's results, and of no other's."""
     tensor = random_tensor(name, 5, 256, seed=18)
     x = _x(4, 256, seed=19)
@@ -219,7 +222,7 @@ def check_quantised_gate(device: Device, activation: Activation, n: int, cols: i
     gate, up = both[:, 1 : 1 + cols], both[:, cols + 3 :]
     made = quantise_gated(device, gate, up, activation, group)
     again = quantise(device, gated_activation(device, gate, up, activation), group)
-    same_bytes(device, made, again)
+    same_rows(device, made, again)
 
 
 def check_slices(device: Device, n: int, features: int) -> None:
@@ -228,7 +231,7 @@ def check_slices(device: Device, n: int, features: int) -> None:
     names = {"Q4_K": 7, "F16": 1, "F32": 3, "Q8_0": 130, "Q6_K": 12}
     tensors = [random_tensor(name, rows, 512, seed) for seed, (name, rows) in enumerate(names.items())]
     x = _x(n, 512, seed=8)
-    with mock.patch.object(matmul_prefill, "_BUFFER", features * 512 * 2):
+    with mock.patch.object(matmul_prefill, "BUFFER_BYTES", features * 512 * 2):
         actual = _product(device, x, tensors)
         weight = upload_weight(device, tensors)
         assert fp16_bytes(device, weight) == 2 * weight.rows * weight.cols
@@ -240,12 +243,12 @@ def check_slices(device: Device, n: int, features: int) -> None:
     np.testing.assert_array_equal(kept, actual)
     w = np.concatenate([decoded(t) for t in tensors])
     error = np.abs(actual - x.astype(np.float64) @ w.astype(np.float64).T)
-    assert (error <= product_limit(x, w, halves=True)).all()
+    assert (error <= product_limit(x, w, fp16=True)).all()
     exact = slice(8, 11)
-    assert (error[:, exact] <= product_limit(x, w[exact], halves=False)).all()
+    assert (error[:, exact] <= product_limit(x, w[exact], fp16=False)).all()
 
 
-def check_halves(device: Device, shape: Sequence[int], *, slots: bool) -> None:
+def check_fp16_rows(device: Device, shape: Sequence[int], *, slots: bool) -> None:
     """The rounding and the scale that fp16.cu promises, for rows of all sizes; padding is zero."""
     *count, cols = shape
     rng = np.random.default_rng(cols)
@@ -275,8 +278,8 @@ def check_halves(device: Device, shape: Sequence[int], *, slots: bool) -> None:
     assert not values[:, cols:].any()
 
 
-def check_unpacked(device: Device, name: str, cols: int) -> None:
-    """Every format as halves: float32 values to nearest, infinities included."""
+def check_dequantised(device: Device, name: str, cols: int) -> None:
+    """Every format as fp16: float32 values to nearest, infinities included."""
     tensor = random_tensor(name, 3, cols, seed=2, wild=True)
     out = device.empty((3, cols), np.float16)
     args = (device.upload(tensor.raw), out, np.int32(cols))

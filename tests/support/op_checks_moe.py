@@ -13,7 +13,7 @@ from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Device
-from tests.support.op_checks_matmul import product_limit, rounds_to_halves
+from tests.support.op_checks_matmul import product_limit, rounds_to_fp16
 from tests.support.quant_blocks import decoded, random_tensor
 from tests.support.quantised import group_for, quantised, seen
 
@@ -170,7 +170,7 @@ def _expected(
     n, k = ids.shape
     cols = x.shape[-1]
     parts = [decoded(t).reshape(experts, -1, cols) for t in tensors]
-    halves = [rounds_to_halves(device, tensor.name, n) for tensor in tensors]
+    fp16 = [rounds_to_fp16(device, tensor.name, n) for tensor in tensors]
     rows = sum(part.shape[1] for part in parts)
     result, limit = np.empty((n, k, rows)), np.empty((n, k, rows))
     every = np.broadcast_to(x[:, None] if x.ndim == 2 else x, (n, k, cols)).astype(np.float64)
@@ -178,7 +178,7 @@ def _expected(
         own = ids == expert
         each = [part[expert] for part in parts]
         result[own] = np.concatenate([every[own] @ w.T.astype(np.float64) for w in each], axis=1)
-        limits = [product_limit(every[own], w, halves=half) for w, half in zip(each, halves, strict=True)]
+        limits = [product_limit(every[own], w, fp16=half) for w, half in zip(each, fp16, strict=True)]
         limit[own] = np.concatenate(limits, axis=1)
     return result, limit
 
@@ -267,7 +267,7 @@ def check_combine_order(device: Device) -> None:
         assert device.download(combine(device, device.upload(y[None, order]), ones)).tolist() == [[expected]]
 
 
-def check_block(device: Device, family: str, n: int) -> None:
+def check_layer(device: Device, family: str, n: int) -> None:
     """Router, gated experts and their sum against the model's formula in float64, with the experts it chose."""
     experts, k, hidden, inner = 16, 3, 64, 32
     tensors = _tensors([("Q8_0", inner), ("Q4_0", inner)], experts, hidden)
@@ -297,8 +297,8 @@ def check_block(device: Device, family: str, n: int) -> None:
         for expert, share in zip(chosen, asked["scale"] * w, strict=True):
             h = np.maximum(gate[expert] @ y[row], 0) * (up[expert] @ y[row])
             expected[row] += share * (last[expert] @ h)
-    # Measured with halves: 3e-4.
-    error = 1e-3 if rounds_to_halves(device, "Q8_0", n) else 3e-6
+    # Measured with fp16: 3e-4.
+    error = 1e-3 if rounds_to_fp16(device, "Q8_0", n) else 3e-6
     np.testing.assert_allclose(actual, expected, rtol=0, atol=error * np.abs(expected).max())
 
 
@@ -325,7 +325,7 @@ def check_far_expert(device: Device, n: int) -> None:
     ids = np.array([[experts - 1, 0]] * n, np.int32)
     actual = device.download(expert_matmul(device, device.upload(x), weight, experts, routed(device, ids, experts)))
     w = decoded(tensor).astype(np.float64)
-    limit = product_limit(x, w, halves=rounds_to_halves(device, "Q8_0", n))
+    limit = product_limit(x, w, fp16=rounds_to_fp16(device, "Q8_0", n))
     assert (np.abs(actual[:, 0] - x.astype(np.float64) @ w.T) <= limit).all()
     assert not actual[:, 1].any()
 

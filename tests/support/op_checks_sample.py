@@ -56,7 +56,7 @@ def check_argmax(device: Device, vocab: int) -> None:
     assert device.download(argmax(device, device.upload(wide)[:, 2 : 2 + vocab])).tolist() == expected
 
 
-def check_top(device: Device, vocab: int) -> None:
+def check_top_k(device: Device, vocab: int) -> None:
     """Every row's candidates in order, as rows of their own and as a slice of a wider matrix."""
     logits = rows_of_interest(vocab)
     found = unpack_candidates(device.download(top_k_keys(device, device.upload(logits))))

@@ -1,4 +1,4 @@
-"""What quantise.h makes of rows, by its definition in NumPy."""
+"""Rows as quantise.h quantises them, by its definition in NumPy."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from luce.ops.matmul import FEW_ROWS
 from luce.ops.quantise import Quantised
 from luce.runtime.device import Device
 
-BYTES = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+INT8 = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 SECTION = 128
 
 
-def goes_in_bytes(device: Device, name: str, n: int) -> bool:
-    """Whether products of n rows with weights in this format are of bytes."""
-    return not device.host and 0 < n <= FEW_ROWS and name in BYTES
+def goes_in_int8(device: Device, name: str, n: int) -> bool:
+    """Whether products of n rows with weights in this format are of int8."""
+    return not device.host and 0 < n <= FEW_ROWS and name in INT8
 
 
 def group_for(name: str) -> int:
@@ -26,21 +26,24 @@ def group_for(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """values int8 [n, blocks, 32] of whole sections, their sums int32 [n, blocks], scales float32 [n, blocks]."""
+class Int8Rows:
+    """Quantised rows of whole sections."""
 
+    #: int8 [n, blocks, 32]
     values: NDArray[np.int8]
+    #: of the values: int32 [n, blocks]
     sums: NDArray[np.int32]
+    #: float32 [n, blocks]
     scales: NDArray[np.float32]
 
     def floats(self, cols: int) -> NDArray[np.float64]:
-        """What the first `cols` columns stand for: [n, cols]."""
+        """The values of the first `cols` columns times their scales: [n, cols]."""
         products = self.values * self.scales[..., None].astype(np.float64)
         return products.reshape(len(products), -1)[:, :cols]
 
 
-def quantised(x: NDArray[np.floating], group: int) -> Bytes:
-    """The bytes of x [n, cols], whose last section zeros make whole."""
+def quantised(x: NDArray[np.floating], group: int) -> Int8Rows:
+    """x [n, cols], its last section filled up with zeros, as int8."""
     n, cols = x.shape
     groups = np.pad(np.asarray(x, np.float32), ((0, 0), (0, -cols % SECTION))).reshape(n, -1, group)
     most = np.abs(groups).max(axis=2)
@@ -49,59 +52,59 @@ def quantised(x: NDArray[np.floating], group: int) -> Bytes:
         values = np.where(factor[..., None] > 0, np.rint(groups * factor[..., None]), 0).astype(np.int8)
     values = values.reshape(n, -1, 32)
     scales = np.where(most <= 1e-30, np.float32(0), most / np.float32(127))
-    return Bytes(values, values.sum(axis=2, dtype=np.int32), np.repeat(scales, group // 32, axis=1))
+    return Int8Rows(values, values.sum(axis=2, dtype=np.int32), np.repeat(scales, group // 32, axis=1))
 
 
-def unpacked(device: Device, rows: Quantised) -> Bytes:
-    """All rows that there is room for, out of the order that quantise.h gives; sums wherever they are must agree."""
-    data, room = device.download(rows.data), rows.padded
-    sections, eights = len(data), room // 8 if room in (8, 16) else 0
-    packed, scales = data[:, : room * SECTION].copy().view(np.int8), data[:, room * SECTION :].copy()
+def unpacked(device: Device, rows: Quantised) -> Int8Rows:
+    """All rows, padded ones too, out of the order of quantise.h; all copies of the sums must agree."""
+    data, padded = device.download(rows.data), rows.padded
+    sections, eights = len(data), padded // 8 if padded in (8, 16) else 0
+    packed, scales = data[:, : padded * SECTION].copy().view(np.int8), data[:, padded * SECTION :].copy()
     if eights:
         # [section, pair, row, w, block, i, column] to [row, section, pair, block, i, w, column]
-        values = packed.reshape(sections, 2, room, 4, 2, 2, 4).transpose(2, 0, 1, 4, 5, 3, 6).reshape(room, -1, 32)
+        values = packed.reshape(sections, 2, padded, 4, 2, 2, 4).transpose(2, 0, 1, 4, 5, 3, 6).reshape(padded, -1, 32)
     else:
-        values = packed.reshape(sections, 2, room, 64).transpose(2, 0, 1, 3).reshape(room, -1, 32)
+        values = packed.reshape(sections, 2, padded, 64).transpose(2, 0, 1, 3).reshape(padded, -1, 32)
     sums = values.sum(axis=2, dtype=np.int32)
     if rows.group == 32:
         floats = scales.view(np.float32)
         if eights:
             floats = floats.reshape(sections, 4, 4, eights, 2).transpose(3, 2, 4, 0, 1)
         else:
-            floats = floats.reshape(sections, room, 4).swapaxes(0, 1)
-        return Bytes(values, sums, floats.reshape(room, -1))
+            floats = floats.reshape(sections, padded, 4).swapaxes(0, 1)
+        return Int8Rows(values, sums, floats.reshape(padded, -1))
     if eights:
-        own = scales[:, : room * 8].reshape(sections, room, 2, 4)
-        halves = scales[:, room * 8 : room * 24].copy().view(np.float16).reshape(sections, 8, 4, eights, 2)
-        floats = scales[:, room * 24 :].copy().view(np.float32).reshape(sections, 4, eights, 2)
-        floats = floats.transpose(2, 1, 3, 0).reshape(room, sections)
+        own = scales[:, : padded * 8].reshape(sections, padded, 2, 4)
+        halves = scales[:, padded * 8 : padded * 24].copy().view(np.float16).reshape(sections, 8, 4, eights, 2)
+        floats = scales[:, padded * 24 :].copy().view(np.float32).reshape(sections, 4, eights, 2)
+        floats = floats.transpose(2, 1, 3, 0).reshape(padded, sections)
     else:
-        own = scales.reshape(sections, room, 4, 4)[:, :, :2]
-        tails = scales.reshape(sections, room, 16)[..., 8:].copy().view(np.float32)
+        own = scales.reshape(sections, padded, 4, 4)[:, :, :2]
+        tails = scales.reshape(sections, padded, 16)[..., 8:].copy().view(np.float32)
         assert not tails[..., 1].any()
         floats = tails[..., 0].T
     low, high = (np.swapaxes(part, 0, 1).astype(np.int32) for part in (own[:, :, 0], own[:, :, 1].view(np.int8)))
     assert (low < 32).all()
-    found = (32 * high + low).reshape(room, -1)
+    found = (32 * high + low).reshape(padded, -1)
     np.testing.assert_array_equal(found, sums)
     if eights:
-        again = halves.astype(np.int32).transpose(3, 1, 0, 2, 4).reshape(room, sections, 4, 2)
+        again = halves.astype(np.int32).transpose(3, 1, 0, 2, 4).reshape(padded, sections, 4, 2)
         np.testing.assert_array_equal(again, np.stack((32 * high, low), axis=-1))
-    return Bytes(values, found, np.repeat(floats, 4, axis=1))
+    return Int8Rows(values, found, np.repeat(floats, 4, axis=1))
 
 
-def same_bytes(device: Device, one: Quantised, other: Quantised) -> None:
-    """Both have room for as many rows, and the same bits in all of them."""
+def same_rows(device: Device, one: Quantised, other: Quantised) -> None:
+    """Both have as many rows, padded ones too, and the same bits in all of them."""
     assert (one.shape, one.group, one.padded) == (other.shape, other.group, other.padded)
     np.testing.assert_array_equal(device.download(one.data), device.download(other.data))
 
 
 def seen(device: Device, name: str, x: NDArray[np.floating]) -> NDArray[np.float64]:
-    """The rows [n, cols] as their products with weights in this format see them."""
+    """The rows [n, cols] as products with weights in this format round them."""
     if name == "BF16" and "BF16" in device.products and 0 < len(x) <= FEW_ROWS and x.shape[1] % 32 == 0:
         high = brain(np.asarray(x, np.float32))
         return high.astype(np.float64) + brain((x - high).astype(np.float32))
-    if not goes_in_bytes(device, name, len(x)):
+    if not goes_in_int8(device, name, len(x)):
         return x.astype(np.float64)
     return quantised(x, group_for(name)).floats(x.shape[1])
 

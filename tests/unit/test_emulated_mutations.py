@@ -21,10 +21,10 @@ from luce.runtime.device import Device
 from tests.support import (
     op_checks_attention,
     op_checks_deltanet,
-    op_checks_heads,
     op_checks_matmul,
     op_checks_moe,
     op_checks_norm,
+    op_checks_qkv,
     op_checks_sample,
 )
 from tests.support.emulated import KERNELS, EmulatedDevice
@@ -98,23 +98,23 @@ def _matmul_vec(device: Device) -> None:
     op_checks_matmul.check_product(device, "F32", rows=9, cols=71, n=3)
 
 
-def _heads(device: Device) -> None:
-    op_checks_heads.check_prepared(device, 2, 3, 1, 200, 70, normed="qk")
+def _qkv(device: Device) -> None:
+    op_checks_qkv.check_prepared(device, 2, 3, 1, 200, 70, normed="qk")
 
 
-def _dot_s8(device: Device) -> None:
+def _dot_int8(device: Device) -> None:
     device.products = frozenset()
     for n in (1, 3):
         op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4352, n=n)
 
 
-def _mma_s8(device: Device) -> None:
+def _mma_int8(device: Device) -> None:
     op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4608, n=3)
     with op_checks_matmul.tiles(3):
         op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4608, n=3)
 
 
-def _moe_s8(device: Device) -> None:
+def _moe_int8(device: Device) -> None:
     # So many slots that they take turns.
     op_checks_moe.check_expert_mlp(device, ("Q8_0", "Q8_0"), 1, 16, experts=20, inner=64, cols=64, shared="gated")
 
@@ -153,19 +153,19 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "attention_wgmma.h": _attention_wgmma,
     "deltanet.cu": _deltanet,
     "deltanet_chunk.cu": _deltanet_chunk,
-    "qkv.cu": _heads,
+    "qkv.cu": _qkv,
     "matmul_tile.cu": _matmul_tile,
     "dot.h": _matmul_vec,
-    "dot_int8.h": _dot_s8,
+    "dot_int8.h": _dot_int8,
     "matmul_vec.cu": _matmul_vec,
-    "mma_int8.h": _mma_s8,
+    "mma_int8.h": _mma_int8,
     "moe.cu": _moe,
     "moe_matmul.cu": _moe_matmul,
-    "moe_int8.cu": _moe_s8,
+    "moe_int8.cu": _moe_int8,
     "norm.cu": _norm,
     "reduce.h": _reduce,
-    "fp16.cu": lambda device: op_checks_matmul.check_halves(device, (3, 2100), slots=False),
-    "argmax_logsumexp.cu": lambda device: op_checks_sample.check_likeliest(device, 9000, 1.0, 0.0),
+    "fp16.cu": lambda device: op_checks_matmul.check_fp16_rows(device, (3, 2100), slots=False),
+    "argmax_logsumexp.cu": lambda device: op_checks_sample.check_argmax_logsumexp(device, 9000, 1.0, 0.0),
     "tile.h": _matmul_tile,
     "sample.cu": lambda device: op_checks_sample.check_argmax(device, 9000),
 }

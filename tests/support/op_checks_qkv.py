@@ -81,8 +81,8 @@ def check_prepared(
     np.testing.assert_array_equal(not_kept[3][dest], k.astype(device.kv_dtype))
 
 
-def check_blocks(device: Device, k: str, v: str) -> None:
-    """Pools of blocks hold what write_kv makes of the same rows."""
+def check_quantised_pools(device: Device, k: str, v: str) -> None:
+    """Pools of quant blocks hold the bytes that write_kv makes of the same rows."""
     rng = np.random.default_rng(8)
     parts = tuple(rng.standard_normal((3, h, 64)).astype(np.float32) for h in (4, 2, 2))
     angles, dest = rng.uniform(0, 6, (3, 16)), np.array([70, 3, 9], np.int32)

@@ -1,0 +1,269 @@
+"""The mixture-of-experts ops and kernels/moe.cu, moe_matmul.cu and moe_int8.cu; how expert weights are placed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from luce.ops.matmul import FEW_ROWS
+from luce.ops.moe import expert_matmul, route
+from luce.ops.weight import upload_experts
+from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
+from tests.support import op_checks_moe as checks
+from tests.support.devices import emulated_only, on_devices
+from tests.support.quant_blocks import FORMATS, block_cols, decoded, random_tensor
+
+HOST = HostDevice()
+# The other formats differ in quants.h alone, and the op tests of matmul try all of them.
+FEW_FORMATS = ("F32", "F16", "Q4_0", "Q8_0", "Q4_K", "Q6_K")
+Parts = list[tuple[str, int]]
+
+families = pytest.mark.parametrize("family", checks.FAMILIES)
+
+
+@families
+@on_devices(
+    "experts, top_k, rows",
+    host=[(*sizes, 5) for sizes in [(4, 1), (4, 4), (128, 8), (256, 8), (512, 16)]],
+    emulated=[(*sizes, 5) for sizes in [(4, 1), (4, 4), (33, 3), (128, 8), (256, 8), (512, 16)]],
+    gpu=[(*sizes, 600) for sizes in [(4, 1), (4, 4), (33, 3), (128, 8), (256, 8), (512, 16)]],
+)
+def test_route(device: Device, experts: int, top_k: int, rows: int, family: str) -> None:
+    checks.check_random_routes(device, experts, top_k, family, rows)
+
+
+@on_devices("top_k", host=[], emulated=range(1, 9), gpu=[])
+def test_route_to_one_to_eight(device: Device, top_k: int) -> None:
+    checks.check_random_routes(device, 64, top_k, "qwen35moe", rows=2)
+
+
+@families
+@on_devices("experts, top_k", [(5, 3), (256, 8)])
+def test_ties_go_to_the_lowest_number(device: Device, experts: int, top_k: int, family: str) -> None:
+    checks.check_ties(device, experts, top_k, family)
+
+
+@on_devices("experts", host=[40], emulated=[70], gpu=[70])
+def test_nan_is_chosen_last(device: Device, experts: int) -> None:
+    checks.check_nan(device, experts, 4)
+
+
+@on_devices("experts, top_k, rows", host=[(64, 4, 5)], emulated=[(100, 4, 4)], gpu=[(256, 8, 40)])
+def test_a_row_is_routed_alone(device: Device, experts: int, top_k: int, rows: int) -> None:
+    checks.check_route_company(device, experts, top_k, "all", rows=rows)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(513, 1), (64, 17), (4, 5), (4, 0)])
+def test_route_has_limits(experts: int, top_k: int) -> None:
+    rest: dict[str, Any] = {"bias": None, "normalise": True, "scale": 1.0, "expert_scale": None}
+    with pytest.raises(ValueError, match=f"route: {top_k} of {experts} experts"):
+        route(HOST, np.zeros((1, experts), np.float32), top_k=top_k, gating="softmax", **rest)
+
+
+@on_devices(
+    "parts, n, k, experts, cols, per_slot",
+    host=[
+        ([("Q4_K", 5), ("F32", 7)], n, 3, 6, 256, per_slot)
+        for n, per_slot in itertools.product([1, 9, 40], [False, True])
+    ],
+    emulated=[
+        *(
+            ([(name, 11)], n, 2, 5, max(96, block_cols(name)), False)
+            for name, n in itertools.product(FEW_FORMATS, [2, FEW_ROWS + 1])
+        ),
+        # Gate and up of two tensors.
+        *(
+            ([("Q4_K", 9), ("F16", 130)], n, 3, 6, 256, per_slot)
+            for n, per_slot in itertools.product([3, FEW_ROWS + 4], [False, True])
+        ),
+    ],
+    gpu=[
+        *(
+            ([(name, 133)], n, 4, 12, 768, False)
+            for name, n in itertools.product(FORMATS, [1, FEW_ROWS, FEW_ROWS + 1, 300])
+        ),
+        # Shapes of a model.
+        *(([("Q4_K", 256), ("Q6_K", 256)], n, 8, 64, 2048, False) for n in (1, 16, 512)),
+        *(([("Q4_K", 1024)], n, 8, 64, 512, True) for n in (1, 16, 512)),
+    ],
+)
+def test_product(device: Device, parts: Parts, n: int, k: int, experts: int, cols: int, per_slot: bool) -> None:
+    ids = checks.random_ids(n, k, experts)
+    checks.check_product(device, parts, ids, experts=experts, cols=cols, per_slot=per_slot)
+
+
+@on_devices(
+    "parts, n, cols",
+    host=[],
+    emulated=[([("F32", 3)], *case) for case in itertools.product([1, FEW_ROWS, FEW_ROWS + 1], [1, 3, 71])],
+    gpu=[
+        ([("F32", 3), ("F16", 5)], *case) for case in itertools.product([1, FEW_ROWS, FEW_ROWS + 1], [1, 3, 71, 1027])
+    ],
+)
+def test_columns_of_any_number(device: Device, parts: Parts, n: int, cols: int) -> None:
+    checks.check_product(device, parts, checks.random_ids(n, 2, 4), experts=4, cols=cols)
+
+
+@on_devices(
+    "n, k, rows, cols",
+    host=[],
+    emulated=[(*sizes, 4, 32) for sizes in [(17, 1), (32, 1), (33, 1), (100, 1), (70, 3)]],
+    gpu=[(*sizes, 140, 512) for sizes in [(17, 1), (32, 1), (33, 1), (1000, 1), (70, 3)]],
+)
+def test_the_same_experts_for_all_rows(device: Device, n: int, k: int, rows: int, cols: int) -> None:
+    ids = np.tile(np.array([[5, 0, 3]], np.int32)[:, :k], (n, 1))
+    checks.check_product(device, [("Q8_0", rows)], ids, experts=7, cols=cols)
+
+
+def test_product_of_one_tensor_and_one_expert_for_all() -> None:
+    checks.check_product(HOST, [("Q8_0", 75)], np.full((20, 1), 3, np.int32), experts=4, cols=64)
+
+
+@on_devices(
+    "n, k, experts, rows, cols",
+    host=[],
+    emulated=[(50, 4, 4, 2, 32), (50, 7, 40, 2, 32), (50, 8, 256, 2, 32)],
+    gpu=[(n, 8, 256, 20, 256) for n in (1, 5, 17, 2048)],
+)
+def test_many_experts(device: Device, n: int, k: int, experts: int, rows: int, cols: int) -> None:
+    checks.check_product(device, [("Q8_0", rows)], checks.random_ids(n, k, experts), experts=experts, cols=cols)
+
+
+@on_devices(
+    "name, counts, experts, k, cols",
+    host=[("Q4_0", [1, 3, 8], 5, 2, 96)],
+    emulated=[("Q4_K", range(1, FEW_ROWS + 1), 5, 2, 512)],
+    gpu=[(name, range(1, FEW_ROWS + 1), 20, 8, 1280) for name in FORMATS],
+)
+def test_few_rows_do_not_depend_on_their_neighbours(
+    device: Device, name: str, counts: Sequence[int], experts: int, k: int, cols: int
+) -> None:
+    checks.check_product_company(device, name, counts, experts=experts, k=k, cols=cols)
+
+
+@on_devices(
+    "name, counts, experts, k, cols",
+    host=[],
+    emulated=[("Q8_0", [17, 32, 65], 4, 2, 96)],
+    gpu=[("Q4_K", [17, 32, 65, 400], 20, 8, 1280)],
+)
+def test_many_rows_do_not_depend_on_their_neighbours(
+    device: Device, name: str, counts: Sequence[int], experts: int, k: int, cols: int
+) -> None:
+    checks.check_product_company(device, name, counts, experts=experts, k=k, cols=cols)
+
+
+@on_devices("n, cols", itertools.product([3, 18], [24, 37]), host=[(3, 24), (20, 24)])
+def test_strides(device: Device, n: int, cols: int) -> None:
+    checks.check_strides(device, n, cols=cols)
+
+
+@on_devices("n", [3, 19], host=[])
+def test_infinities(device: Device, n: int) -> None:
+    checks.check_infinities(device, n)
+
+
+@on_devices(
+    "n, k, rows",
+    host=[(5, 8, 33)],
+    emulated=[(1, 1, 1), (3, 8, 257), (5, 4, 600)],
+    gpu=[(1, 1, 1), (3, 8, 257), (600, 8, 2816)],
+)
+def test_combine(device: Device, n: int, k: int, rows: int) -> None:
+    checks.check_combine(device, n, k, rows)
+
+
+@on_devices()
+def test_combine_adds_the_slots_in_order(device: Device) -> None:
+    checks.check_combine_order(device)
+
+
+@on_devices(
+    "family, n",
+    host=[(family, 6) for family in checks.FAMILIES],
+    emulated=itertools.product(["qwen35moe", "gemma4", "laguna"], [2, 20]),
+    gpu=itertools.product(["qwen35moe", "gemma4", "laguna"], [2, 20, 200]),
+)
+def test_layer(device: Device, family: str, n: int) -> None:
+    checks.check_layer(device, family, n)
+
+
+@on_devices()
+def test_empty(device: Device) -> None:
+    checks.check_empty(device)
+
+
+@on_devices("n", host=[], emulated=[], gpu=[1, 17])
+def test_weights_beyond_two_gigabytes(device: Device, n: int) -> None:
+    checks.check_far_expert(device, n)
+
+
+TYPES = [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("Q5_K", "Q8_0"), ("Q8_0", "Q8_0"), ("Q4_0", "Q4_0")]
+
+
+@on_devices(
+    "types, n, k, experts, inner, cols, shared",
+    host=[],
+    emulated=[
+        (("Q4_K", "Q6_K"), 2, 3, 9, 256, 256, "gated"),
+        (("Q4_K", "Q4_K"), 1, 2, 9, 512, 512, ""),
+        (("Q8_0", "Q8_0"), 3, 2, 9, 96, 160, "plain"),
+        (("Q4_0", "Q8_0"), 1, 8, 9, 32, 64, "gated"),
+        (("Q5_K", "Q5_K"), 1, 1, 9, 256, 256, "plain"),
+    ],
+    gpu=[
+        (types, n, 8, 20, 512, 1280, shared)
+        for types, (n, shared) in itertools.product(TYPES, [(1, "gated"), (5, "plain"), (16, "")])
+    ],
+)
+def test_expert_mlp(
+    device: Device, types: tuple[str, str], n: int, k: int, experts: int, inner: int, cols: int, shared: str
+) -> None:
+    checks.check_expert_mlp(device, types, n, k, experts=experts, inner=inner, cols=cols, shared=shared)
+
+
+@on_devices(
+    "types, n, k, experts, inner, cols, shared",
+    host=[],
+    emulated=[(("Q8_0", "Q4_0"), 2, 2, 4, 64, 128, "")],
+    gpu=[(("Q4_K", "Q6_K"), 3, 4, 9, 768, 512, "gated")],
+)
+def test_experts_with_gates_and_ups_in_one_tensor(
+    device: Device, types: tuple[str, str], n: int, k: int, experts: int, inner: int, cols: int, shared: str
+) -> None:
+    sizes = {"experts": experts, "inner": inner, "cols": cols}
+    checks.check_expert_mlp(device, types, n, k, **sizes, shared=shared, together=True)
+
+
+def test_shapes_must_agree() -> None:
+    weight = upload_experts(HOST, [random_tensor("F32", 12, 8, 0)], 4)
+    x, routing = np.zeros((2, 8), np.float32), checks.routed(HOST, np.zeros((2, 3), np.int32), 4)
+    with pytest.raises(ValueError, match="x has 9 features, the weight 8"):
+        expert_matmul(HOST, np.zeros((2, 9), np.float32), weight, 4, routing)
+    with pytest.raises(ValueError, match=r"x is for \[2, 2\] rows and slots, ids for \[2, 3\]"):
+        expert_matmul(HOST, np.zeros((2, 2, 8), np.float32), weight, 4, routing)
+    with pytest.raises(ValueError, match="12 rows of weights are not of 5 experts"):
+        expert_matmul(HOST, x, weight, 5, routing)
+
+
+@pytest.mark.parametrize(("gate_rows", "up_rows"), [(2, 4), (200, 100)])
+def test_host_weights_are_stacked_expert_by_expert(gate_rows: int, up_rows: int) -> None:
+    gate, up = random_tensor("Q4_K", 3 * gate_rows, 256, 1), random_tensor("F16", 3 * up_rows, 256, 2)
+    weight = upload_experts(HOST, [gate, up], 3)
+    assert (weight.rows, weight.cols) == (3 * (gate_rows + up_rows), 256)
+    parts = [decoded(gate).reshape(3, gate_rows, 256), decoded(up).reshape(3, up_rows, 256)]
+    np.testing.assert_array_equal(weight.matrix, np.concatenate(parts, axis=1))
+
+
+@emulated_only
+def test_kernel_weights_stay_as_the_file_holds_them(device: Device) -> None:
+    tensors = [random_tensor("Q6_K", 3 * 2, 256, 5), random_tensor("Q8_0", 3 * 4, 256, 6)]
+    weight = upload_experts(device, tensors, 3)
+    assert [(p.first // 3, p.rows // 3) for p in weight.parts] == [(0, 2), (2, 4)]
+    for part, tensor in zip(weight.parts, tensors, strict=True):
+        np.testing.assert_array_equal(device.download(part.data), tensor.raw)

@@ -1,0 +1,66 @@
+"""The root mean square norms and kernels/norm.cu against float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from luce.ops.norm import rms_norm
+from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
+from tests.support import op_checks_norm as checks
+from tests.support.devices import on_devices
+
+
+@on_devices(
+    "n, d",
+    host=[(1, 1), (3, 63), (8, 5120)],
+    emulated=[(1, 1), (3, 63), (4, 257), (2, 1000)],
+    gpu=[(1, 1), (3, 63), (17, 1000), (1, 5120), (513, 5120), (70000, 64), (5, 17408)],
+)
+def test_rms_norm(device: Device, n: int, d: int) -> None:
+    checks.check_rms_norm(device, n, d)
+    checks.check_add_rms_norm(device, n, d)
+
+
+@on_devices("d", host=[], emulated=[4099, 8300, 8301], gpu=[])
+def test_rms_norm_of_a_row_for_the_largest_block(device: Device, d: int) -> None:
+    checks.check_rms_norm(device, 2, d)
+    checks.check_add_rms_norm(device, 2, d)
+
+
+@on_devices(
+    "n, heads, d",
+    host=[(1, 1, 16), (3, 5, 48), (4, 24, 256)],
+    emulated=[(1, 1, 16), (3, 5, 48), (2, 3, 130)],
+    gpu=[(1, 1, 16), (3, 5, 48), (16, 24, 256), (300, 48, 128), (9, 7, 512)],
+)
+def test_head_norms(device: Device, n: int, heads: int, d: int) -> None:
+    checks.check_head_rms_norm(device, n, heads, d)
+
+
+@on_devices(host=[], emulated=[])
+def test_agrees_with_the_reference(device: Device) -> None:
+    host, x, weight = HostDevice(), checks.rows(33, 5120), checks.vector(5120)
+    actual = device.download(rms_norm(device, device.upload(x), device.upload(weight), checks.EPS))
+    np.testing.assert_allclose(actual, rms_norm(host, x, weight, checks.EPS), rtol=3e-6)
+
+
+@on_devices("d, heads", host=[], emulated=[(300, 3)], gpu=[(300, 3), (5120, 40), (17408, 128)])
+def test_rows_do_not_depend_on_their_neighbours(device: Device, d: int, heads: int) -> None:
+    checks.check_rows_alone(device, d, heads)
+
+
+@on_devices()
+def test_no_rows(device: Device) -> None:
+    checks.check_no_rows(device)
+
+
+SHAPES = [(1, 32), (3, 992), (9, 64), (2, 8704)]
+QUANTISED = [(*shape, adding, group) for shape, adding, group in itertools.product(SHAPES, (False, True), (32, 128))]
+
+
+@on_devices("n, d, adding, group", QUANTISED, host=[])
+def test_quantised_norm(device: Device, n: int, d: int, adding: bool, group: int) -> None:
+    checks.check_quantised_norm(device, n, d, adding=adding, group=group)
