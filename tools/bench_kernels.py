@@ -32,7 +32,7 @@ from rich.table import Table
 
 from luce.ops.attention import attention
 from luce.ops.attention_mma import AttentionInputs
-from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, gated_delta_net
+from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, RecurrentState, gated_delta_net
 from luce.ops.matmul import matmul
 from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.ops.moe import expert_matmul, route
@@ -159,7 +159,7 @@ def deltanet(device: Device) -> Iterator[Case]:
         decay, dt_bias, norm = (normal(device, size) for size in (heads, heads, d))
         weights = DeltaWeights(normal(device, channels, taps), -abs(decay), dt_bias, norm, 1e-6, key_heads)
         plain = [(spans, rows, 0) for spans, rows in ((1, 1), (1, 4), (1, 16), (16, 1), (64, 1))]
-        # Rows that are accepted of the speculative span before such a one.
+        # Rows accepted of the speculative span before.
         verify = [(1, 4, 4), (1, 16, 1), (1, 16, 8), (1, 16, 16)]
         for spans, rows, accepted in (*plain, *verify, (1, 512, 0), (1, 2048, 0), (1, 8192, 0)):
             x = normal(device, spans * rows, channels + heads * (d + 2))
@@ -169,16 +169,16 @@ def deltanet(device: Device) -> Iterator[Case]:
             step = SpanArrays(device.upload(table), device.upload(row_span), spans, rows, pending)
             size = 8 * spans * heads * d * (d + 3 * (taps - 1))
             memory, past = normal(device, spans, heads, d, d), normal(device, spans, heads, taps - 1, 3, d)
-            kept = normal(device, spans, heads, RECURRENT_ROWS, 5, d), normal(device, spans, heads, RECURRENT_ROWS)
+            drafted = normal(device, spans, heads, RECURRENT_ROWS, 5, d), normal(device, spans, heads, RECURRENT_ROWS)
             calls = [
-                partial(gated_delta_net, device, x, weights, memory.copy(), past.copy(), *kept, step)
+                partial(gated_delta_net, device, x, weights, RecurrentState(memory.copy(), past.copy(), *drafted), step)
                 for _ in range(copies(size + x.nbytes))
             ]
             # Three products with the state per row, and one each with the chunk's rows and with their inverse.
             flops = 2 * spans * rows * heads * d * (3 * d + 2 * 64) if rows > RECURRENT_ROWS else 0
             moved = size + x.nbytes + 4 * spans * rows * heads * d
-            behind = f" behind {accepted} accepted" if accepted else ""
-            yield Case(f"{heads} heads, {spans} x {rows} rows{behind}", calls, moved, flops)
+            accepting = f" after {accepted} accepted" if accepted else ""
+            yield Case(f"{heads} heads, {spans} x {rows} rows{accepting}", calls, moved, flops)
 
 
 @family

@@ -35,5 +35,4 @@ class DeltaNetLayer:
         self._mix(self._device.empty((0, self.input_weight.rows)), spans, int8_group=0)
 
     def _mix(self, x: Array, spans: SpanArrays, *, int8_group: int) -> Array | Quantised:
-        states = self.state.memory, self.state.past, self.state.speculative_rows, self.state.speculative_decays
-        return gated_delta_net(self._device, x, self._weights, *states, spans, int8_group=int8_group)
+        return gated_delta_net(self._device, x, self._weights, self.state, spans, int8_group=int8_group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.models.spec import Attention, GatedDeltaNet
+from luce.ops.deltanet import RecurrentState
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE
@@ -38,17 +39,8 @@ class KVPool:
 
 
 @dataclass(frozen=True)
-class DeltaState:
-    """The recurrent states of a DeltaNet layer. See luce.ops.deltanet."""
-
-    #: float32 [slots, value_heads, d_v, d_k]
-    memory: Array
-    #: float32 [slots, value_heads, K-1, 3, d]: the earlier inputs of the convolution, for the q, k and v that a value
-    #: head reads
-    past: Array
-    #: float32 [slots, value_heads, verify, 5, d] and [slots, value_heads, verify]: the rows of a speculative span
-    speculative_rows: Array
-    speculative_decays: Array
+class DeltaState(RecurrentState):
+    """The recurrent states of a DeltaNet layer."""
 
     @classmethod
     def allocate(cls, device: Device, spec: GatedDeltaNet, slots: int, verify: int = 0) -> DeltaState:

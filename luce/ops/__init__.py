@@ -1,7 +1,22 @@
-"""Operations on device arrays: one file per kernel topic with checks, launch shape and NumPy reference.
+"""Operations on device arrays: one module per topic, with the checks, the kernel launches and the NumPy reference.
 
-An op takes the device first. On a host device it runs its NumPy reference; elsewhere it launches kernels of the same
-topic (`ops/norm.py` and `kernels/norm.cu`). Matrices are [rows, features] with unit stride along the features; the row
-stride may be larger, so that a slice of a fused product can be passed without a copy. Rows are independent: no op's
-sum for one row depends on how many rows there are, except where a docstring says so.
+Not here: the kernels (kernels/X.cu for ops/X.py), weights' names and the order of ops (luce.layers). Called by
+luce.layers, luce.shard and luce.draft.
+
+An op takes the device first. On the NumPy device it runs its reference; elsewhere it launches kernels. Matrices are
+[rows, features] with unit stride along the features; the row stride may be larger, so that callers can pass a slice of
+a fused product without a copy. Rows are independent: the sums of one row do not depend on the number of rows, except
+where a docstring says so.
+
+weight              weight matrices on a device
+matmul              products; matmul_int8 and matmul_bf16 for few rows, matmul_prefill with fp16 for many
+quantise            rows of activations as int8
+moe, moe_int8       mixture of experts
+attention           attention over KV pages; attention_mma on tensor cores, kvtype for the types of K and V
+qkv, rope           query, key and value heads before attention; rotary angles
+deltanet            gated DeltaNet
+norm, activation    RMS norms; gates and the residual addition
+embedding, sample   token embedding; argmax and candidates
+features            hidden states that drafters read
+page_ranking        statistics by which KVFlash ranks pages
 """

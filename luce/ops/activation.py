@@ -8,7 +8,7 @@ from luce.models.spec import Activation
 from luce.runtime.device import Array, Device
 
 _THREADS = 256
-# Elements of a row that a block of the gates takes (EACH of kernels/activation.cu per thread).
+# Elements of a row for each block of the gates (per thread, EACH of kernels/activation.cu).
 _GATED = 4 * _THREADS
 _KERNEL: dict[Activation, str] = {"silu": "gated_silu", "gelu": "gated_gelu"}
 

@@ -1,13 +1,13 @@
 """Attention over KV pages.
 
-A pool is [pages * PAGE, kv_heads, n]: head_dim numbers or the bytes of their blocks (luce.ops.kvtype). A span reads the
-pages of its PageView in order; key j of page i stands at place first[i] + j and is visible to a row at position p iff
-p - window < first[i] + j <= p. Page order is position order, so the sum's order does not depend on where pages lie or
-how many rows there are.
+A pool is [pages * PAGE, kv_heads, n]: head_dim numbers, or the bytes of their quant blocks (luce.ops.kvtype). A span
+reads the pages of its PageView in order. Key j of page i has the position first[i] + j, and a row at position p sees it
+iff p - window < first[i] + j <= p. Pages are in the order of positions, so the order of the sums depends neither on the
+places of the pages nor on the number of rows.
 
-Where the view says which rows of a span are seen, that rule holds for keys before the span only, the position of a row
-is what `positions` say, and its place is the span's position + its number in the span: blocks whose rows see each other
-both ways are such spans.
+If the view has `seen`, which lists the rows of its span that each row sees, that rule holds only for keys before the
+span. Row r of the span then has the position `positions[r]`, and its key is entry `span position + r` of the sequence.
+Draft trees and draft blocks, whose rows see each other both ways, are such spans.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from luce.ops.matmul import FEW_ROWS
 from luce.ops.quantise import SECTION, Quantised, empty_quantised
 from luce.runtime.device import Array, Device
 
-# Head dimensions that kernels/attention.cu is compiled for, and pages in one of its splits. Another split length is
-# another order of the sums.
+# Head dimensions that kernels/attention.cu is compiled for, and pages of one of its splits. Another split length
+# changes the order of the sums.
 _HEADS = (32, 64, 128, 256, 512)
 _SPLIT = 4
 #: From so many blocks on, tiles alone fill a GPU, and each block takes all splits of its keys. With fewer blocks and at
@@ -83,7 +83,7 @@ def _launch(device: Device, out: Array, inputs: AttentionInputs) -> None:
     queries = 4 if spans.longest * group <= 4 else 16
     defines = {"HEAD": head, "QUERIES": queries, "SPLIT": _SPLIT} | inputs.types
     block = (256 if head == 512 else 128,)
-    # Upper bounds that hold wherever spans begin, so that no length is read back from the device.
+    # Upper bounds that hold wherever spans begin, so that the host reads no length back from the device.
     tiles = n * group // queries + spans.count
     width = view.table.shape[1]
     splits = (width + 2 * _SPLIT - 2) // _SPLIT
@@ -92,7 +92,7 @@ def _launch(device: Device, out: Array, inputs: AttentionInputs) -> None:
     if splits < MIN_SPLITS or tiles * kv_heads >= ENOUGH_BLOCKS:
         device.launch("attention", "attention", (tiles, kv_heads), block, (out, *common), defines=defines)
         return
-    # As many splits at a time as the values' buffer holds; folding goes on where it stopped.
+    # The buffer bounds the splits of a launch; each fold continues the one before.
     batch = min(splits, max(1, BUFFER_VALUES // (n * heads * d)))
     values = device.empty((n, heads, batch, d))
     state = device.empty((n, heads, batch, 2))
@@ -115,7 +115,7 @@ def _host(out: Array, inputs: AttentionInputs) -> None:
     for (_, start, rows, position), resident in zip(spans.table.tolist(), view.resident, strict=True):
         at, keys, values = resident.positions, k_pool[resident.rows], v_pool[resident.rows]
         if at is None:
-            # Every page is there: keys beyond the last row are simply cut off.
+            # All pages are resident: cut the keys off after the last row.
             keys, values = keys[: position + rows], values[: position + rows]
         keys, values = dequantise(keys, d), dequantise(values, d)
         if view.seen is not None:
@@ -151,11 +151,11 @@ def _host(out: Array, inputs: AttentionInputs) -> None:
 
 
 def _host_row(q: Array, keys: Array, values: Array, scale: float, out: Array) -> None:
-    """One row by itself, so that its bits do not depend on its neighbours: q and out [heads, d], keys and values
-    [n, kv_heads, d], all that it sees."""
+    """One row alone, so that its bits do not depend on its neighbours: q and out [heads, d]; keys and values
+    [n, kv_heads, d] are those that the row sees."""
     (heads, d), kv_heads = q.shape, keys.shape[1]
     query = (q * np.float32(scale)).reshape(kv_heads, heads // kv_heads, d)
-    # OpenBLAS takes a tall matrix times a narrow one at twice the speed of its transpose (650 keys: 36, 73 us).
+    # OpenBLAS multiplies a tall matrix by a narrow one twice as fast as the transposed product (650 keys: 36, 73 us).
     scores = np.ascontiguousarray(np.matmul(keys.transpose(1, 0, 2), query.transpose(0, 2, 1)).transpose(0, 2, 1))
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
@@ -166,7 +166,7 @@ def _host_row(q: Array, keys: Array, values: Array, scale: float, out: Array) ->
 
 
 def _sees(seen: Array, at: NDArray[np.int32], own: int, position: int, window: int | None) -> NDArray[np.intp]:
-    """Of keys that stand at `at`, those that a row at `position` of a span at `own` sees: seen int32 [2], its bits."""
+    """Indices of the keys that a row sees: keys at `at`, row at `position`, span at `own`; seen int32 [2], its bits."""
     bits = np.unpackbits(np.ascontiguousarray(seen).view(np.uint8), bitorder="little").astype(np.bool_)
     past = at < own if window is None else (at < own) & (at > position - window)
     place = at - own

@@ -1,11 +1,11 @@
 """Attention over KV pages by products of 16-bit tiles: the launches of kernels/attention_mma.cu.
 
-Queries and softmax weights are rounded to fp16 (to bfloat16 beside K or V of that type), sums are float32. Spans of
-at most FEW_ROWS rows are split over blocks, whose sums `attention_fold` adds; longer ones take their pages one after
-the other. So a row's bits depend on which of the two its span is, and on nothing else that its step holds.
+Queries and softmax weights are rounded to fp16 (to bfloat16 if K or V have that type), sums are float32. Spans of at
+most FEW_ROWS rows are split over blocks, and `attention_fold` adds the blocks' sums; longer spans read their pages in
+sequence. A row's bits depend on which of the two its span is, and on nothing else in its step.
 
 Launch shapes depend on the number of rows and spans, on `longest` and on head sizes. Lengths, positions, pages and the
-spans' places may change under a captured graph.
+places of spans may change between replays of a captured graph.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from luce.runtime.step import PAGE, PageView, SpanArrays
 _HEADS = (64, 128, 256, 512)
 _SPLITS = 64
 _FOLD_THREADS = 256
-# Beyond any position, and small enough to be added to one.
+# More than any position, and small enough to be added to one without overflow.
 _NO_WINDOW = 2**30
-# float32 values of splits that wait to be folded: 128 MiB.
+# Most float32 values of splits in memory at a time: 128 MiB.
 _BUFFER = 1 << 25
 
 
@@ -62,14 +62,14 @@ class AttentionInputs:
 
     @property
     def types(self) -> dict[str, int | str]:
-        """The defines that every attention kernel takes."""
+        """The defines of every attention kernel."""
         d = self.q.shape[2]
         types: dict[str, int | str] = {"KTYPE": kernel_type(self.k_pool, d), "VTYPE": kernel_type(self.v_pool, d)}
         return types if self.view.seen is None else types | {"SEEN": 1}
 
     @property
     def read(self) -> tuple[object, ...]:
-        """The arguments that every attention kernel begins its inputs with."""
+        """The first input arguments of every attention kernel."""
         q, view = self.q, self.view
         strides = np.int64(q.strides[0] // 4), np.int64(q.strides[1] // 4)
         pages = view.table, view.first, view.count, np.int32(view.table.shape[1])
@@ -77,22 +77,24 @@ class AttentionInputs:
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """Query heads, KV heads, values of a head, scale."""
+        """Query heads, KV heads, values of a head and scale, as kernel arguments."""
         _, heads, d = self.q.shape
         return np.int32(heads), np.int32(self.k_pool.shape[1]), np.int32(d), np.float32(self.scale)
 
     @property
     def limit(self) -> np.int32:
-        """The window as the kernels take it."""
+        """The window as a kernel argument."""
         return np.int32(_NO_WINDOW if self.window is None else self.window)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A block's queries, for heads of up to `head` values. `grouped`: multiplied by four waves together (wgmma)."""
+    """The queries of a thread block."""
 
+    #: most values of a head
     head: int
     queries: int
+    #: whether four waves multiply together (wgmma)
     grouped: bool
 
     @property
@@ -113,7 +115,7 @@ class Tile:
 
 
 def tiles(device: Device, inputs: AttentionInputs) -> list[Tile]:
-    """The tiles that the device has for it, small ones first; none if it takes the portable path."""
+    """The device's tiles for these inputs, small ones first; none if the portable path has to serve."""
     _, heads, d = inputs.q.shape
     pools = inputs.k_pool, inputs.v_pool
     products = {"BF16" if kernel_type(pool, d) == "BF16" else "F16" for pool in pools}
@@ -129,9 +131,9 @@ def tiles(device: Device, inputs: AttentionInputs) -> list[Tile]:
 def launch(
     device: Device, out: Array | Quantised, inputs: AttentionInputs, tiles: list[Tile], gate: Gate | None = None
 ) -> None:
-    """As luce.ops.attention.attention, into `out`, by one of the device's `tiles`.
+    """luce.ops.attention.attention into `out`, by one of the device's `tiles`.
 
-    If no span has more than FEW_ROWS rows, times a gate, and into quantised rows where there are at most 16.
+    If no span has more than FEW_ROWS rows, it can multiply by a gate, and write quantised rows for at most 16 rows.
     """
     spans, view, limit, types = inputs.spans, inputs.view, inputs.limit, inputs.types
     (n, heads, d), kv_heads = inputs.q.shape, inputs.k_pool.shape[1]

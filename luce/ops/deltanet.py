@@ -1,8 +1,8 @@
 """Gated DeltaNet between its two products: causal convolution, gated delta rule, gated output norm.
 
 Formulas: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv 2412.06464), sections 3.1 and 3.3, with the layouts of
-GGUF files: value head h reads key head h mod key_heads. States live in slots; a span at position 0 starts from zeros
-and does not read its slot, so a slot needs no clearing between sequences.
+GGUF files: value head h reads key head h mod key_heads. Each slot holds the recurrent state of a sequence; a span at
+position 0 starts from zeros and does not read its slot, so no slot has to be cleared between sequences.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from luce.runtime.step import SpanArrays
 
 #: rows of a chunk of the chunked form
 CHUNK = 64
-#: Spans of up to so many rows go row by row, so that verifying several tokens gives the bits of single steps.
+#: Spans of up to so many rows are computed row by row, so that verifying several tokens gives the bits of single steps.
 RECURRENT_ROWS = 16
 
-# Sizes that the kernels have as well.
+# The constants of deltanet.cu and deltanet_chunk.cu.
 _STEP_COLUMNS, _STEP_ELEMENTS = 4, 8
 _CONV_THREADS, _CONV_ROWS = 128, 16
 _PREPARE_THREADS = 256
@@ -35,43 +35,55 @@ _HOST_ROWS = 32
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """conv float32 [channels, K] over all q, k and v heads (tap K-1 meets the row itself); decay (`ssm_a`, negative)
-    and dt_bias float32 [value_heads]; norm float32 [d] of the output, with its epsilon."""
+    """The weights of a layer besides its two products."""
 
+    #: float32 [channels, K] over all q, k and v heads; tap K-1 multiplies the row itself
     conv: Array
+    #: float32 [value_heads], negative: the tensor `ssm_a`
     decay: Array
+    #: float32 [value_heads]
     dt_bias: Array
+    #: float32 [d] of the output
     norm: Array
     eps: float
     key_heads: int
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """The recurrent states of a layer's slots, and the speculative rows that may follow them."""
+
+    #: float32 [slots, value_heads, d_v, d_k]: the state S, transposed
+    memory: Array
+    #: float32 [slots, value_heads, K-1, 3, d]: the last inputs of the convolution, for the q, k and v that a value head
+    #: reads
+    past: Array
+    #: float32 [slots, value_heads, most, 5, d]: of each speculative row its inputs, key and u
+    speculative_rows: Array
+    #: float32 [slots, value_heads, most]: of each speculative row e^g
+    speculative_decays: Array
 
 
 def gated_delta_net(
     device: Device,
     x: Array,
     weights: DeltaWeights,
-    memory: Array,
-    past: Array,
-    kept: Array,
-    fades: Array,
+    state: RecurrentState,
     spans: SpanArrays,
     *,
     int8_group: int = 0,
 ) -> Array | Quantised:
-    """What the layer does with its input projections, over each span; the slots get the states after its last row.
+    """The layer between its input and its output product, over each span: float32 [n, value_heads d].
 
     x float32 [n, channels + value_heads d + 2 value_heads] (any row stride): q, k and v of all heads, the output gate
-    z, alpha, beta. memory float32 [slots, value_heads, d_v, d_k], the state S transposed; past float32
-    [slots, value_heads, K-1, 3, d], the last inputs of the convolution: each value head has those of the q, k and v
-    that it reads. Both are updated. -> float32 [n, value_heads d]; with a group for `int8_group`, of n <= 16 rows on
-    a GPU: quantised, if one kernel can do that as well.
+    z, alpha, beta. `state.memory` and `state.past` get the states after the last row of each span. With a nonzero
+    `int8_group`, for n <= 16 rows on a GPU: quantised in such groups, if one kernel can do that too.
 
-    A speculative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past as they were before it. To kept
-    float32 [slots, value_heads, most, 5, d] go its rows' inputs, the keys that the device makes of them and the u, to
-    fades float32 [slots, value_heads, most] the e^g. A span that accepts rows takes memory and past through them first,
-    to the same bits as a span of these rows; one without rows of its own does only that. In a tree a row's state is its
-    parent's: the rows that a branch is behind are done again for it, from the state before the tree, to the same bits,
-    so that no state of a row has to be kept.
+    A speculative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past unchanged; its rows go to
+    `speculative_rows` and `speculative_decays`. A later span that accepts some of them first takes memory and past
+    through these rows, to the same bits as a span of these rows; a span without own rows does only that. In a draft
+    tree a row continues the state of its parent: each branch computes the rows above it again, from the state before
+    the tree, to the same bits, so that no state per row has to be stored.
 
         q, k, v <- silu(causal convolution of each channel)
         q <- q / sqrt(sum q^2 + 1e-6) / sqrt(d),  k <- k / sqrt(sum k^2 + 1e-6)
@@ -79,62 +91,86 @@ def gated_delta_net(
         S <- e^g S;  u = b (v - S^T k);  S <- S + k u^T;  o = S^T q
         out = o / sqrt(mean(o^2) + eps) * norm * silu(z)
 
-    The kernels take the d and K that luce.models.spec names. A span's result depends on the span alone. Spans of more
-    than RECURRENT_ROWS rows go in chunks.
+    The kernels support the d and K that luce.models.spec names. The result of a span depends on that span alone. Spans
+    of more than RECURRENT_ROWS rows are computed in chunks.
     """
     if device.host:
-        return _host(x, weights, memory, past, kept, fades, spans)
-    n, heads, d = len(x), memory.shape[1], memory.shape[2]
+        return _host(x, weights, state, spans)
+    n, heads, d = len(x), state.memory.shape[1], state.memory.shape[2]
     rows = empty_quantised(device, n, heads * d, int8_group) if int8_group and d % SECTION == 0 else None
     out = None if rows is not None else device.empty((n, heads * d))
     if not spans.count:
         return out
-    count, longest, table, pending = spans.count, spans.longest, spans.table, spans.pending
-    stride, key_heads, value_heads = np.int64(x.strides[0] // 4), np.int32(weights.key_heads), np.int32(heads)
-    taps, most, eps = np.int32(weights.conv.shape[1]), np.int32(kept.shape[2]), np.float32(weights.eps)
-    rates = (weights.decay, weights.dt_bias)
-    defines = {"HEAD": d}
-    # Each form passes over the spans that are the other one's, but the rows that long ones accept.
-    if longest <= RECURRENT_ROWS or count > 1 or pending is not None:
-        # A pointer that is not followed.
-        states = (past, memory, kept, fades, table, table if pending is None else pending)
-        steps = (x, weights.conv, *rates, weights.norm, *states)
-        to = (out, stride, key_heads, taps, most, eps, np.int32(n), *as_arguments(rows))
-        threads = d // _STEP_COLUMNS * (d // _STEP_ELEMENTS)
-        if spans.branches is not None:
-            # All spans of a slot begin with its state, so rows are accepted before one of them does.
-            for kernel in ("delta_accept", "delta_branches"):
-                tree = (*steps, spans.branches, *to)
-                device.launch("deltanet", kernel, (heads, count), (threads,), tree, defines=defines)
-        else:
-            kernel = "delta_verify" if pending is not None else "delta_step" if longest == 1 else "delta_steps"
-            device.launch("deltanet", kernel, (heads, count), (threads,), (*steps, *to), defines=defines)
-    if longest > RECURRENT_ROWS:
-        vectors = 2 * weights.key_heads + heads
-        c = device.empty((n, vectors * d))
-        args = (x, weights.conv, past, table, c, stride, key_heads, value_heads, taps)
-        grid = (-(-vectors // (_CONV_THREADS // device.lanes)), -(-longest // _CONV_ROWS), count)
-        device.launch("deltanet_chunk", "delta_vectors", grid, (_CONV_THREADS,), args, defines=defines)
-
-        scalars = device.empty((n, heads, 4))
-        solve, mix = device.empty((n, heads, CHUNK)), device.empty((n, heads, CHUNK))
-        prepare = (c, x, *rates, table, scalars, solve, mix, stride, value_heads)
-        grid = (-(-longest // CHUNK), weights.key_heads, count)
-        device.launch("deltanet_chunk", "delta_prepare", grid, (_PREPARE_THREADS,), prepare, defines=defines)
-
-        chunks = (c, memory, table, scalars, solve, mix, out, key_heads)
-        grid = (d // _CHUNK_COLUMNS, heads, count)
-        device.launch("deltanet_chunk", "delta_chunks", grid, (_CHUNK_THREADS,), chunks, defines=defines)
-
-        output = (out, x, weights.norm, table, stride, key_heads, value_heads, eps)
-        grid = (-(-longest // _OUTPUT_ROWS), -(-heads // (_OUTPUT_THREADS // device.lanes)), count)
-        device.launch("deltanet_chunk", "delta_output", grid, (_OUTPUT_THREADS,), output, defines=defines)
+    # Each form skips the spans of the other one, except for the speculative rows that long spans accept.
+    if spans.longest <= RECURRENT_ROWS or spans.count > 1 or spans.pending is not None:
+        _launch_recurrent(device, x, weights, state, spans, out if rows is None else rows)
+    if spans.longest > RECURRENT_ROWS:
+        _launch_chunks(device, x, weights, state, spans, out)
     return out if rows is None else rows
 
 
-def _host(
-    x: Array, weights: DeltaWeights, memory: Array, past: Array, kept: Array, fades: Array, spans: SpanArrays
-) -> Array:
+def _launch_recurrent(
+    device: Device,
+    x: Array,
+    weights: DeltaWeights,
+    state: RecurrentState,
+    spans: SpanArrays,
+    out: Array | Quantised | None,
+) -> None:
+    """The spans of up to RECURRENT_ROWS rows, and all rows that spans accept."""
+    rows = out if isinstance(out, Quantised) else None
+    heads, d = state.memory.shape[1], state.memory.shape[2]
+    taps, most = np.int32(weights.conv.shape[1]), np.int32(state.speculative_rows.shape[2])
+    table, pending = spans.table, spans.pending
+    # Without pending rows, a pointer that the kernel does not dereference.
+    accepting = table if pending is None else pending
+    states = (state.past, state.memory, state.speculative_rows, state.speculative_decays, table, accepting)
+    steps = (x, weights.conv, weights.decay, weights.dt_bias, weights.norm, *states)
+    sizes = (np.int64(x.strides[0] // 4), np.int32(weights.key_heads), taps, most, np.float32(weights.eps))
+    to = (None if rows is not None else out, *sizes, np.int32(len(x)), *as_arguments(rows))
+    grid, block, defines = (heads, spans.count), (d // _STEP_COLUMNS * (d // _STEP_ELEMENTS),), {"HEAD": d}
+    if spans.branches is not None:
+        # All spans of a slot begin with its state, so rows are accepted before any span begins.
+        for kernel in ("delta_accept", "delta_branches"):
+            device.launch("deltanet", kernel, grid, block, (*steps, spans.branches, *to), defines=defines)
+    else:
+        kernel = "delta_verify" if pending is not None else "delta_step" if spans.longest == 1 else "delta_steps"
+        device.launch("deltanet", kernel, grid, block, (*steps, *to), defines=defines)
+
+
+def _launch_chunks(
+    device: Device, x: Array, weights: DeltaWeights, state: RecurrentState, spans: SpanArrays, out: Array
+) -> None:
+    """The spans of more than RECURRENT_ROWS rows, CHUNK rows at a time."""
+    n, heads, d = len(x), state.memory.shape[1], state.memory.shape[2]
+    count, longest, table = spans.count, spans.longest, spans.table
+    stride, key_heads, value_heads = np.int64(x.strides[0] // 4), np.int32(weights.key_heads), np.int32(heads)
+    defines = {"HEAD": d}
+    vectors = 2 * weights.key_heads + heads
+    c = device.empty((n, vectors * d))
+    taps = np.int32(weights.conv.shape[1])
+    args = (x, weights.conv, state.past, table, c, stride, key_heads, value_heads, taps)
+    grid = (-(-vectors // (_CONV_THREADS // device.lanes)), -(-longest // _CONV_ROWS), count)
+    device.launch("deltanet_chunk", "delta_vectors", grid, (_CONV_THREADS,), args, defines=defines)
+
+    scalars = device.empty((n, heads, 4))
+    solve, mix = device.empty((n, heads, CHUNK)), device.empty((n, heads, CHUNK))
+    prepare = (c, x, weights.decay, weights.dt_bias, table, scalars, solve, mix, stride, value_heads)
+    grid = (-(-longest // CHUNK), weights.key_heads, count)
+    device.launch("deltanet_chunk", "delta_prepare", grid, (_PREPARE_THREADS,), prepare, defines=defines)
+
+    chunks = (c, state.memory, table, scalars, solve, mix, out, key_heads)
+    grid = (d // _CHUNK_COLUMNS, heads, count)
+    device.launch("deltanet_chunk", "delta_chunks", grid, (_CHUNK_THREADS,), chunks, defines=defines)
+
+    output = (out, x, weights.norm, table, stride, key_heads, value_heads, np.float32(weights.eps))
+    grid = (-(-longest // _OUTPUT_ROWS), -(-heads // (_OUTPUT_THREADS // device.lanes)), count)
+    device.launch("deltanet_chunk", "delta_output", grid, (_OUTPUT_THREADS,), output, defines=defines)
+
+
+def _host(x: Array, weights: DeltaWeights, state: RecurrentState, spans: SpanArrays) -> Array:
+    memory, past = state.memory, state.past
+    drafted, decays = state.speculative_rows, state.speculative_decays
     n, heads, d = len(x), memory.shape[1], memory.shape[2]
     key_heads, channels, before = weights.key_heads, len(weights.conv), weights.conv.shape[1] - 1
     z, alpha, beta = np.split(x[:, channels:], (heads * d, heads * (d + 1)), axis=1)
@@ -145,10 +181,10 @@ def _host(
         paths = [(own[0, 1 : 1 + own[0, 0]].tolist(), own[1, 1 : 1 + own[1, 0]].tolist()) for own in spans.branches]
     for (slot, *_), (path, _) in zip(table, paths, strict=True):
         if path:
-            rows, s = kept[slot][:, path], memory[slot].swapaxes(1, 2)
+            rows, s = drafted[slot][:, path], memory[slot].swapaxes(1, 2)
             past[slot] = np.concatenate((past[slot], rows[:, :, :3]), axis=1)[:, len(path) :]
             for row, at in enumerate(path):
-                s *= fades[slot, :, at, None, None]
+                s *= decays[slot, :, at, None, None]
                 s += rows[:, row, 3, :, None] * rows[:, row, 4, None, :]
     c = np.empty((n, channels), np.float32)
     g = weights.decay * host_softplus(alpha + weights.dt_bias)
@@ -159,27 +195,27 @@ def _host(
         inputs = np.concatenate((inputs, x[behind, :channels]))[len(behind) :]
         after = _convolve(x[own, :channels], weights, inputs, c[own])
         if speculative:
-            own_kept = _in_tree(start, rows, behind)
-            kept[slot, :, own_kept, :3] = _of_heads(x[own, :channels], key_heads, heads)
+            own_rows = _in_tree(start, rows, behind)
+            drafted[slot, :, own_rows, :3] = _of_heads(x[own, :channels], key_heads, heads)
         else:
             past[slot] = _of_heads(after, key_heads, heads)
     q, k, v = _vectors(c, key_heads, d)
     out = np.empty((n, heads, d), np.float32)
     for (slot, start, rows, position), (_, speculative), (_, behind) in zip(table, pending, paths, strict=True):
-        state = memory[slot].copy() if speculative else memory[slot]
-        s = state.swapaxes(1, 2)
+        own_memory = memory[slot].copy() if speculative else memory[slot]
+        s = own_memory.swapaxes(1, 2)
         if not position:
             s[...] = 0
         own = slice(start, start + rows)
         if rows <= RECURRENT_ROWS:
             if behind:
-                given = q[behind], k[behind], v[behind], g[behind], b[behind]
-                _recurrent(*given, s, np.empty_like(v[behind]), None)
-            keep = None
+                parents = q[behind], k[behind], v[behind], g[behind], b[behind]
+                _recurrent(*parents, s, np.empty_like(v[behind]), None)
+            store = None
             if speculative:
-                own_kept = _in_tree(start, rows, behind)
-                keep = kept[slot, :, own_kept], fades[slot, :, own_kept]
-            _recurrent(q[own], k[own], v[own], g[own], b[own], s, out[own], keep)
+                own_rows = _in_tree(start, rows, behind)
+                store = drafted[slot, :, own_rows], decays[slot, :, own_rows]
+            _recurrent(q[own], k[own], v[own], g[own], b[own], s, out[own], store)
             continue
         for at in range(start, start + rows, CHUNK):
             own = slice(at, min(at + CHUNK, start + rows))
@@ -194,13 +230,13 @@ def _host(
 
 
 def _in_tree(start: int, rows: int, behind: Sequence[int]) -> slice:
-    """The numbers of a speculative span's rows among the rows that its slot keeps."""
+    """The places of a speculative span's rows among the speculative rows of its slot."""
     first = start - behind[0] if behind else 0
     return slice(first, first + rows)
 
 
 def _inputs(past: Array, key_heads: int) -> Array:
-    """The inputs [rows, channels] of which heads have [value_heads, rows, 3, d]."""
+    """Inputs of all channels [rows, channels] from those of the heads [value_heads, rows, 3, d]."""
     rows = past.shape[1]
     parts = (past[:key_heads, :, 0], past[:key_heads, :, 1], past[:, :, 2])
     return np.concatenate([part.swapaxes(0, 1).reshape(rows, -1) for part in parts], axis=1)
@@ -225,12 +261,12 @@ def _vectors(c: Array, key_heads: int, d: int) -> tuple[Array, Array, Array]:
 
 
 def _convolve(x: Array, weights: DeltaWeights, before: Array, out: Array) -> Array:
-    """silu of the convolution of rows x behind the K-1 rows `before` into out; the last K-1 of all these rows."""
-    kept = len(before)
+    """out = silu of the convolution of rows x after the K-1 rows `before`; returns the last K-1 of all these rows."""
+    count = len(before)
     for at in range(0, len(x), _HOST_ROWS):
         own = slice(at, min(at + _HOST_ROWS, len(x)))
         window = np.concatenate((before, x[own]))
-        before = window[len(window) - kept :]
+        before = window[len(window) - count :]
         _conv_silu(window, weights.conv, out[own])
     return before
 
@@ -249,11 +285,11 @@ def _unit(x: Array) -> Array:
 
 
 def _recurrent(
-    q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: Array, keep: tuple[Array, Array] | None
+    q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: Array, store: tuple[Array, Array] | None
 ) -> None:
     """All heads by rows: q, k [rows, key_heads, d]; v, out [rows, heads, d]; g, b [rows, heads]; s [heads, d, d].
 
-    `keep`: kept and fades of the slot, to be filled.
+    `store`: the slot's speculative rows and decays, for these rows.
     """
     repeat = (s.shape[0] // q.shape[1], 1)
     for t in range(len(q)):
@@ -263,14 +299,14 @@ def _recurrent(
         u = b[t][:, None] * (v[t] - np.matmul(key[:, None, :], s)[:, 0])
         s += key[:, :, None] * u[:, None, :]
         out[t] = np.matmul(query[:, None, :], s)[:, 0]
-        if keep is not None:
-            keep[0][:, t, 3], keep[0][:, t, 4], keep[1][:, t] = key, u, fade
+        if store is not None:
+            store[0][:, t, 3], store[0][:, t, 4], store[1][:, t] = key, u, fade
 
 
 def _chunk(q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: Array) -> None:
     """One head of one chunk: q, k, v, out [rows, d]; g, b [rows]; s [d, d]."""
-    # In float64: after rows of strong decay the sums are in the hundreds, where float32 loses the differences between
-    # later rows. Exponents are of differences only, never e^-total.
+    # In float64: after rows of strong decay the sums reach hundreds, where float32 loses the differences between
+    # later rows. exp sees differences only, never -total.
     total = np.cumsum(g, dtype=np.float64)
     between = np.tril(np.exp(np.minimum(total[:, None] - total, 0).astype(np.float32)))
     fade = np.exp(total).astype(np.float32)[:, None]
@@ -279,6 +315,6 @@ def _chunk(q: Array, k: Array, v: Array, g: Array, b: Array, s: Array, out: Arra
     np.fill_diagonal(a, 1)
     fresh = np.linalg.solve(a, b * (v - fade * (k @ s)))
     out[...] = fade * (q @ s) + ((q @ k.T) * between) @ fresh
-    left = np.exp(total[-1] - total).astype(np.float32)[:, None] * k
+    fading = np.exp(total[-1] - total).astype(np.float32)[:, None] * k
     s *= fade[-1]
-    s += left.T @ fresh
+    s += fading.T @ fresh

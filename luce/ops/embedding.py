@@ -14,8 +14,8 @@ _THREADS = (256,)
 def embed(device: Device, table: Weight, tokens: Array) -> Array:
     """Rows `tokens` (int32 [n], each in [0, table.rows)) of the table, dequantised: float32 [n, cols].
 
-    The values are those of gguf.quants.dequantize, bit for bit. The table is a weight of one part, on the host either a
-    matrix or raw blocks.
+    The values equal those of gguf.quants.dequantize, bit for bit. The table is a weight of one part; on the host it is
+    a matrix or raw quant blocks.
     """
     (part,) = table.parts
     if device.host:

@@ -1,4 +1,4 @@
-"""Hidden states that a drafter reads: rounded to bfloat16 (uint16 arrays) where they are made, put in their places."""
+"""Hidden states that a drafter reads (features): rounded to bfloat16 (uint16 arrays), and stored in a ring of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _THREADS = 256
 
 def capture(device: Device, x: Array, delta: Array | None, out: Array) -> None:
     """out = x + delta, to nearest, ties to even: x, delta float32 [n, hidden] contiguous, out uint16 [n, hidden] (any
-    row stride). What is not a number stays none."""
+    row stride). NaN stays NaN."""
     if device.host:
         out[...] = bfloat16(x if delta is None else x + delta)
         return
@@ -26,10 +26,10 @@ def capture(device: Device, x: Array, delta: Array | None, out: Array) -> None:
 
 def put_rows(device: Device, rows: Array, ring: Array, first: int, dest: Array) -> None:
     """ring[dest[r], first : first + width] = rows[r] where dest[r] >= 0: rows uint16 [n, width] and ring uint16
-    [m, columns], both contiguous; width, columns and `first` even; dest int32 [n], its places all different."""
+    [m, columns], both contiguous; width, columns and `first` even; dest int32 [n] without duplicates."""
     if device.host:
-        kept = dest >= 0
-        ring[dest[kept], first : first + rows.shape[1]] = rows[kept]
+        used = dest >= 0
+        ring[dest[used], first : first + rows.shape[1]] = rows[used]
         return
     n, width = rows.shape
     if n:

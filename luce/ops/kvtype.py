@@ -1,7 +1,8 @@
-"""Types of K and V in the page pools: 16-bit floats, or GGUF blocks of 32 values along a head.
+"""Types of K and V in the page pools: 16-bit floats, or GGUF quant blocks of 32 values along a head.
 
-A pool is [rows, kv_heads, n]. f32 and f16 are arrays of these, bf16 is uint16, all with n = head_dim; q8_0 and q4_0 are
-uint8 with the head's blocks side by side, n = head_dim / 32 times 34 or 18. So an array tells its type.
+A pool is [rows, kv_heads, n]. f32 and f16 pools have these dtypes, bf16 has uint16, all with n = head_dim; q8_0 and
+q4_0 have uint8 with a head's quant blocks side by side, n = head_dim / 32 times 34 or 18. So dtype and shape determine
+the type.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _NUMBERS = {"f16": np.dtype(np.float16), "bf16": np.dtype(np.uint16)}
 
 @dataclass(frozen=True)
 class KVTypes:
-    """Of K and of V: auto (the device's own: f16 on GPUs, f32 on the host), f16, bf16, q8_0 or q4_0."""
+    """The types of K and V: auto (the device's default: f16 on GPUs, f32 on the host), f16, bf16, q8_0 or q4_0."""
 
     k: str = "auto"
     v: str = "auto"
 
     def layout(self, device: Device, head_dim: int) -> tuple[tuple[np.dtype[np.generic], int], ...]:
-        """(dtype, n) of K's and of V's pool. Raises UsageError if blocks of 32 do not divide the head."""
+        """(dtype, n) of K's and of V's pool. Raises UsageError if the head size is no multiple of 32."""
         return tuple(_layout(device, head_dim, type, part) for type, part in ((self.k, "k"), (self.v, "v")))
 
 
-#: the device's own
+#: the device's default types
 AUTO = KVTypes()
 
 
@@ -64,7 +65,7 @@ def pool_type(pool: Array, head_dim: int) -> GGMLQuantizationType:
 
 
 def kernel_type(pool: Array, head_dim: int) -> str:
-    """The pool's type as kernels/kv.h calls it. Raises ValueError for float32, which only the host has."""
+    """The pool's type by its name in kernels/kv.h. Raises ValueError for float32, which only the host has."""
     type = pool_type(pool, head_dim)
     if type == _T.F32:
         raise ValueError("no kernel for pools of float32")
@@ -72,10 +73,10 @@ def kernel_type(pool: Array, head_dim: int) -> str:
 
 
 def quantise(rows: Array, pool: Array) -> Array:
-    """Rows float32 [n, kv_heads, head_dim] as a pool on the host takes them: [n, kv_heads, pool's n]."""
+    """Rows float32 [n, kv_heads, head_dim] in the type of a pool on the host: [n, kv_heads, pool's n]."""
     if pool.dtype.kind == "f":
         return rows
-    # The reciprocal of a vanishing scale overflows; the values are zeros all the same.
+    # The reciprocal of a tiny scale overflows; the values are zeros all the same.
     with np.errstate(over="ignore", invalid="ignore"):
         stored = gguf.quants.quantize(np.ascontiguousarray(rows), pool_type(pool, rows.shape[-1]))
     return stored.view(pool.dtype)

@@ -1,15 +1,17 @@
-"""Products with weight matrices: y = x W^T. Which way a product goes is decided here and in expert_matmul (moe.py):
+"""Products with weight matrices: y = x W^T.
 
-| rows of x         | weights in              | way                                                             |
-|-------------------|-------------------------|-----------------------------------------------------------------|
-| any, on the host  | any                     | float32, by NumPy                                               |
-| 1 .. FEW_ROWS     | Q4_0 Q8_0 Q4_K Q5_K Q6_K | x quantised to bytes, integer products (matmul_int8.py)        |
-| 1 .. FEW_ROWS     | BF16, on GPUs with such products | 16 bits of x in tiles (matmul_bf16.py)                 |
-| 1 .. FEW_ROWS     | the other formats       | float32 (kernels/matmul_vec.cu)                                 |
-| more              | any                     | x and weights as fp16, F32 weights as they are (matmul_prefill.py) |
+This module and expert_matmul (moe.py) choose the way of each product:
 
-Of up to FEW_ROWS rows (decoding, verification) a kernel reads each weight block once and serves all rows; the order of
-the sums is the same for every such row count, so that a row has the same bits in all of them.
+| rows of x         | types of the weights     | way                                                                |
+|-------------------|--------------------------|--------------------------------------------------------------------|
+| any, on the host  | any                      | float32, by NumPy                                                  |
+| 1 .. FEW_ROWS     | Q4_0 Q8_0 Q4_K Q5_K Q6_K | x quantised to int8, integer products (matmul_int8.py)             |
+| 1 .. FEW_ROWS     | BF16, with such products in hardware | x as pairs of bfloat16, in tiles (matmul_bf16.py)      |
+| 1 .. FEW_ROWS     | the other types          | float32 (kernels/matmul_vec.cu)                                    |
+| more              | any                      | x and weights as fp16, F32 weights in float32 (matmul_prefill.py)  |
+
+For up to FEW_ROWS rows (decoding, verification) a kernel reads each quant block of the weights once for all rows. The
+order of the sums is the same for every such number of rows, so a row has the same bits in all of them.
 """
 
 from __future__ import annotations
@@ -27,18 +29,17 @@ from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
-#: rows up to which a row of the product has the same bits, however many there are
+#: up to so many rows, the bits of a row do not depend on the number of rows
 FEW_ROWS = 16
-# The constant of matmul_vec.cu.
+# The constant of kernels/matmul_vec.cu.
 _WAVES = 4
 
 
 def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
     """x float32 [n, cols] (any row stride) times weight [rows, cols] transposed: float32 [n, rows].
 
-    Rows that are Quantised already need no float32 if all of the weight takes bytes in their groups. Sums are
-    accumulated in float32.
-    Raises ValueError if the inner dimensions differ.
+    Quantised rows need no float32 values if all parts of the weight multiply int8 in the rows' groups. Sums are
+    accumulated in float32. Raises ValueError if the inner dimensions differ.
     """
     if x.shape[1] != weight.cols:
         raise ValueError(f"matmul: x has {x.shape[1]} features, the weight {weight.cols}")
@@ -53,15 +54,15 @@ def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
 
 
 def int8_group(device: Device, rows: int, weight: Weight) -> int:
-    """In which groups (see Quantised) a product of `rows` rows with any part of the weight wants them quantised: the
-    first such part's; 0 if none does."""
+    """The group (see Quantised) in which `rows` rows are quantised for the first part of the weight that multiplies
+    int8; 0 if no part does."""
     if device.host or not 0 < rows <= FEW_ROWS:
         return 0
     return next((group_for(part.type) for part in weight.parts if part.type in INT8_TYPES), 0)
 
 
 def sole_int8_group(device: Device, rows: int, weight: Weight) -> int:
-    """In which groups a product of `rows` rows with the weight wants them quantised, and in no others nor as floats."""
+    """The group in which `rows` rows are quantised for all parts of the weight; 0 if parts differ or read floats."""
     group = int8_group(device, rows, weight)
     alone = all(part.type in INT8_TYPES and group_for(part.type) == group for part in weight.parts)
     return group if alone else 0
@@ -72,15 +73,15 @@ def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> No
     floats = x.x if isinstance(x, Quantised) else x
     split: Split | None = None
     joined = None
-    for part, behind in itertools.zip_longest(weight.parts, weight.parts[1:]):
+    for part, following in itertools.zip_longest(weight.parts, weight.parts[1:]):
         if part is joined:
             continue
         if part.type in INT8_TYPES:
             group = group_for(part.type)
             own = quantised[group] = quantised.get(group) or quantise(device, floats, group)
-            if behind is not None and pairs(device, own, part, behind, weight.cols):
-                multiply_pair(device, own, part, behind, weight.cols, out)
-                joined = behind
+            if following is not None and pairs(device, own, part, following, weight.cols):
+                multiply_pair(device, own, part, following, weight.cols, out)
+                joined = following
             else:
                 multiply(device, own, part, weight.cols, out)
         elif part.type == GGMLQuantizationType.BF16 and takes_tiles(device, part, weight.cols):

@@ -1,8 +1,8 @@
 """Products of up to 16 rows with bfloat16 weights by tiles (kernels/matmul_bf16.cu).
 
 Each value of x becomes two bfloat16 numbers, which hold 16 of its 24 bits: a product errs by 2^-18 of its factors'
-size, far less than what weights were rounded by. By float32 products of single values 16 rows of 5120 columns with 3.4
-GB of weights take 7.1 ms on an H200, six times as long as reading these takes.
+size, far less than the rounding of the weights. With float32 products of single values, 16 rows of 5120 columns and 3.4
+GB of weights take 7.1 ms on an H200, six times as long as reading the weights.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ _STEP, _THREADS, _SPLIT_THREADS = 32, 256, 256
 
 @dataclass(frozen=True)
 class Split:
-    """values uint16 [steps, padded / 8, 32 lanes, high or low, 8]: `count` rows of x, and zeros up to `padded`."""
+    """Rows of x as pairs of bfloat16."""
 
     count: int
+    #: the rows of the kernel's tiles; those from `count` on are zeros
     padded: int
+    #: uint16 [steps, padded / 8, 32 lanes, high or low, 8]
     values: Array
 
 
 def takes_tiles(device: Device, part: WeightPart, cols: int) -> bool:
-    """Whether a bfloat16 part goes this way, however many rows it meets."""
+    """Whether a bfloat16 part is multiplied in tiles, whatever the number of rows."""
     return "BF16" in device.products and cols % _STEP == 0
 
 
@@ -46,8 +48,8 @@ def split_rows(device: Device, x: Array) -> Split:
 
 
 def multiply_bf16(device: Device, x: Split, part: WeightPart, cols: int, out: Array) -> None:
-    """The part's columns of out float32 [n, features]."""
-    # More tiles a block read x less often, fewer keep more of a large GPU busy.
+    """Write the part's columns of out float32 [n, features]."""
+    # With more tiles per block, x is read less often; with fewer, more of a large GPU is busy.
     tiles = 4 if part.rows >= 8192 else 2 if part.rows >= 4096 else 1
     sizes = (x.count, part.rows, cols, out.strides[0] // 4, part.first)
     args = (part.data, x.values, out, *map(np.int32, sizes))

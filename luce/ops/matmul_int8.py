@@ -1,8 +1,8 @@
-"""Integer products of few quantised rows with weights in block formats (kernels/dot_int8.h).
+"""Integer products of few quantised rows with weights in quant blocks (kernels/dot_int8.h).
 
-Weights stay as the file has them and become signed bytes as they are multiplied; x is quantised (quantise.py). The sum
-of a group's products is exact, and all other sums have an order that the columns alone decide: a row has the same bits
-for any number of rows, alone or among others, on every device with kernels.
+Weights stay as in the file; kernels convert them to int8 as they multiply. x is quantised (quantise.py). The sum of a
+group's products is exact, and the columns alone determine the order of all other sums: a row has the same bits for any
+number of rows, alone or among others, on every device with kernels.
 """
 
 from __future__ import annotations
@@ -19,41 +19,44 @@ from luce.ops.weight import WeightPart
 from luce.runtime.device import Array, Device
 
 _T = GGMLQuantizationType
-#: what kernels/quants_int8.h reads
+#: the types that kernels/quants_int8.h reads
 INT8_TYPES = frozenset({_T.Q4_0, _T.Q8_0, _T.Q4_K, _T.Q5_K, _T.Q6_K})
-# Those of them that have a float for every 32 weights; the others' scales are integers.
+# The types with a float scale for every 32 weights; the others' scales are integers.
 _FLOAT_SCALES = frozenset({_T.Q4_0, _T.Q8_0})
 # The constants of dot_int8.h and mma_int8.h: rows of a tile, threads of a worker, columns of a unit, units in flight.
 _TILE, _WORKER, _UNIT_COLS, _STAGES = 16, 32, 256, 2
 _PARTIAL_PAD = 4
-# Rows of a weight that take fewer blocks than GPUs of today have multiprocessors.
+# A weight of so few rows makes fewer blocks than large GPUs have multiprocessors.
 _FEW_FEATURES = 1024
-# Rows of x from which on they meet tensor cores, and log2 of the chains that kernels for these come with.
+# From so many rows of x on, tensor cores multiply; log2 of the chains that their kernels are built with.
 _TILE_ROWS, _TILE_BITS = 8, (2, 3)
 _ROWS = (1, 16)
-#: what every supported GPU gives a block
+#: bytes of shared memory that a block can have on every supported GPU
 MOST_SHARED = 65536
 
 
 def group_for(type: GGMLQuantizationType) -> int:
-    """How many columns of x share a scale where it meets a type in INT8_TYPES: as many as have exact sums."""
+    """How many columns of x share a scale for products with a type in INT8_TYPES: as many as have exact sums."""
     return BLOCK if type in _FLOAT_SCALES else SECTION
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a block goes about its tiles of weight rows: log2 of the chains per row, threads, bytes of shared memory, and
-    what the kernel is built with besides."""
+    """The shape of a thread block for its tiles of weight rows."""
 
+    #: log2 of the chains: partial sums of a row that run side by side
     chain_bits: int
     threads: int
+    #: bytes of shared memory
     shared: int
+    #: tiles of weight rows per block
     tiles: int = 1
+    #: further defines of the kernel
     defines: Mapping[str, int | str] = field(default_factory=dict)
 
 
 def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Array) -> None:
-    """One part's columns of out [n, rows] = x W^T: x of n <= 16 rows in the type's group, which is in INT8_TYPES."""
+    """Write one part's columns of out [n, rows] = x W^T: x of n <= 16 rows in the group of its type in INT8_TYPES."""
     shape = _part_shape(device, x, part, cols)
     sizes = (x.count, part.rows, cols, shape.chain_bits, out.strides[0] // 4, part.first)
     device.launch(
@@ -67,12 +70,12 @@ def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Arr
     )
 
 
-#: formats of two parts that kernels/matmul_int8_pair.cu takes
+# Types of two parts that kernels/matmul_int8_pair.cu multiplies.
 _PAIRS = frozenset({(_T.Q5_K, _T.Q4_K), (_T.Q4_K, _T.Q6_K)})
 
 
 def pairs(device: Device, x: Quantised, first: WeightPart, second: WeightPart, cols: int) -> bool:
-    """Whether multiply_pair takes these parts: formats that there is a kernel for, as many chains, one tile a block."""
+    """Whether multiply_pair takes these parts: a kernel has both types, with as many chains and one tile a block."""
     if (first.type, second.type) not in _PAIRS:
         return False
     one, other = (_part_shape(device, x, part, cols) for part in (first, second))
@@ -80,7 +83,7 @@ def pairs(device: Device, x: Quantised, first: WeightPart, second: WeightPart, c
 
 
 def multiply_pair(device: Device, x: Quantised, first: WeightPart, second: WeightPart, cols: int, out: Array) -> None:
-    """Two parts' columns, in one launch: blocks of the second fill what the first leaves of the multiprocessors."""
+    """Write two parts' columns in one launch: the second's blocks use multiprocessors that the first leaves idle."""
     one, other = (_part_shape(device, x, part, cols) for part in (first, second))
     sizes = (x.count, first.rows, second.rows, cols, one.chain_bits, out.strides[0] // 4, first.first, second.first)
     device.launch(
@@ -101,38 +104,38 @@ def _part_shape(device: Device, x: Quantised, part: WeightPart, cols: int) -> Sh
 
 @lru_cache(1024)
 def dense_shape(type: GGMLQuantizationType, rows: int, cols: int, padded: int, lanes: int, limit: int) -> Shape:
-    """The block of a dense product. `limit`: the shared memory that a block may have of a device with tensor cores that
-    take bytes, 0 of others."""
+    """The thread block of a dense product. `limit`: the shared memory of a block on a device whose tensor cores
+    multiply int8, 0 on other devices."""
     bits = _chain_bits(type, rows, cols)
     if not limit or padded < _TILE_ROWS or bits not in _TILE_BITS:
         return block_shape(type, cols, padded, 1, bits, lanes)
     tiles = tiles_per_block(type, rows, cols, padded, bits)
     shape = _tile_shape(type, padded, bits, tiles, shared_x=tiles > 1 or type in _FLOAT_SCALES)
-    # Two blocks of one tile a multiprocessor, or x is better left to the caches.
+    # If two blocks of one tile do not fit a multiprocessor, x is better left to the caches.
     return shape if shape.shared <= limit // (2 if tiles == 1 else 1) else _tile_shape(type, padded, bits, 1)
 
 
 def tiles_per_block(type: GGMLQuantizationType, rows: int, cols: int, padded: int, bits: int) -> int:
-    """How many tiles a block has: one, or three, which share x, where one tile after another would fetch x from
-    beyond the first-level cache.
+    """Tiles of weight rows per block: one, or three that share x if single tiles would fetch x from beyond the
+    first-level cache.
 
-    A block of three takes all of a multiprocessor, of which an H200 has 132: not more of them, nor much fewer. Trials
-    there with 16 rows, us with one tile and with three: Q4_K 5120 x 17408 25.9 and 23.1, 5120 x 6144 10.0 and 9.5, Q5_K
-    5120 x 17408 29.2 and 27.3, but Q4_K 34816 x 5120 36.5 and 40.5. 8 rows do better with one (17.3 and 19.8, 7.7 and
-    8.4, Q5_K 21.6 and 23.7).
+    A block of three takes a whole multiprocessor, of which an H200 has 132: there may not be more blocks than that, nor
+    much fewer. Trials there with 16 rows, us with one tile and with three: Q4_K 5120 x 17408 25.9 and 23.1, 5120 x 6144
+    10.0 and 9.5, Q5_K 5120 x 17408 29.2 and 27.3, but Q4_K 34816 x 5120 36.5 and 40.5. 8 rows do better with one (17.3
+    and 19.8, 7.7 and 8.4, Q5_K 21.6 and 23.7).
     """
     long = type in (_T.Q4_K, _T.Q5_K) and padded == 16 and bits == 3 and cols >= 6144
     return 3 if long and 2 * _TILE * 132 < rows <= 3 * _TILE * 132 else 1
 
 
 def _tile_shape(type: GGMLQuantizationType, padded: int, bits: int, tiles: int, shared_x: bool = False) -> Shape:
-    """The block of tile_sums (kernels/mma_int8.h), with x in shared memory or out of the caches.
+    """The thread block of tile_sums (kernels/mma_int8.h), with x in shared memory or read through the caches.
 
-    Formats with a scale for 32 weights have no registers in which x could wait. Trials on an H200, us out of the caches
+    Types with a scale for 32 weights leave no registers in which x could wait. Trials on an H200, us through the caches
     and in shared memory: 16 rows Q8_0 34816 x 5120 104.4 and 72.4, 5120 x 17408 80.6 and 39.9, 6144 x 5120 25.1 and
     17.9, Q4_0 34816 x 5120 54.7 and 51.9, 5120 x 17408 59.1 and 34.0; 8 rows 82.9 and 61.8, 67.1 and 34.0, 23.4 and
-    16.7, 47.3 and 41.0, 32.3 and 25.2. Others do better out of the caches: 16 rows Q4_K 36.7 and 43.3, Q6_K 38.9 and
-    53.9.
+    16.7, 47.3 and 41.0, 32.3 and 25.2. Other types do better through the caches: 16 rows Q4_K 36.7 and 43.3, Q6_K 38.9
+    and 53.9.
     """
     chains = 1 << bits
     run, _ = _run(type, chains)
@@ -143,7 +146,7 @@ def _tile_shape(type: GGMLQuantizationType, padded: int, bits: int, tiles: int, 
 
 
 def _run(type: GGMLQuantizationType, chains: int) -> tuple[int, bool]:
-    """Bytes that a row's next units, one for each chain, take in shared memory, and whether they begin at any place."""
+    """Bytes in shared memory of a row's next units, one per chain, and whether they can begin at any offset."""
     elements, size = GGML_QUANT_SIZES[type]
     odd = size % 16 != 0
     return -(-(chains * (_UNIT_COLS // elements) * size + (18 if odd else 0)) // 16) * 16, odd
@@ -151,11 +154,11 @@ def _run(type: GGMLQuantizationType, chains: int) -> tuple[int, bool]:
 
 @lru_cache(1024)
 def _chain_bits(type: GGMLQuantizationType, rows: int, cols: int) -> int:
-    """log2 of the chains of a dense product's rows: from the weight alone.
+    """log2 of the chains of a dense product's rows, from the weight alone.
 
-    Eight chains read faster than four (H200, Q4_K 5120 x 17408: 17.3 us and 19.7) unless a tenth or more of them idles
-    in the last of their steps, or there is one step only (Q5_K 10240 x 5120, 20 units: 15.8 us and 12.3). Where so few
-    rows leave most of a GPU idle, fewer steps are all that counts.
+    Eight chains read faster than four (H200, Q4_K 5120 x 17408: 17.3 us and 19.7), unless a tenth or more of them are
+    idle in the last step, or there is only one step (Q5_K 10240 x 5120, 20 units: 15.8 us and 12.3). If few rows leave
+    most of a GPU idle, only the number of steps counts.
     """
     units = -(-cols // _UNIT_COLS)
     steps = -(-units // 8)
@@ -164,7 +167,7 @@ def _chain_bits(type: GGMLQuantizationType, rows: int, cols: int) -> int:
 
 
 def most_chains(type: GGMLQuantizationType, cols: int, tiles: int, bits: int) -> int:
-    """log2 of the chains of `tiles` tiles: `bits`, or less where there are fewer units, or not enough shared memory."""
+    """log2 of the chains of `tiles` tiles: `bits`, or less if there are fewer units or too little shared memory."""
     bits = min(bits, (-(-cols // _UNIT_COLS)).bit_length() - 1)
     while bits and max(block_shape(type, cols, padded, tiles, bits, 32).shared for padded in _ROWS) > MOST_SHARED:
         bits -= 1
@@ -174,12 +177,12 @@ def most_chains(type: GGMLQuantizationType, cols: int, tiles: int, bits: int) ->
 def block_shape(
     type: GGMLQuantizationType, cols: int, padded: int, tiles: int, bits: int, lanes: int, stages: int = _STAGES
 ) -> Shape:
-    """The block of block_sums for `tiles` tiles, 1 << bits chains and up to `stages` units of each in flight."""
+    """The thread block of block_sums for `tiles` tiles, 1 << bits chains and up to `stages` units of each in flight."""
     chains = 1 << bits
     run, odd = _run(type, chains)
     if not odd:
         run = -(-(run - 16) // 32) * 32 + 16
     if cols <= chains * _UNIT_COLS:
-        stages = 1  # one step fills no other
+        stages = 1  # a single step fills no second stage
     shared = max(stages * _TILE * tiles * run, 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
     return Shape(bits, -(-_WORKER * tiles * chains // lanes) * lanes, shared)

@@ -22,17 +22,18 @@ from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
 _T = GGMLQuantizationType
-#: rows from which unpacking the weights for a library pays: on an H200 both ways take as long at 100 to 140 rows
+#: from so many rows on, dequantising the weights for a BLAS library pays: on an H200 both ways break even at 100 to
+#: 140 rows
 BLAS_ROWS = 144
 #: Bytes of the buffer of dequantised weights. A prompt of 8192 tokens of a 27B model took 901 ms with 128 MB, 893 with
 #: 256 and 881 with a buffer for whole matrices, of 350 MB (no fp16 copies, H200); at 2048 rows, 64 MB cost 5%.
 BUFFER_BYTES = 256 << 20
-# The library wants rows of whole 16 bytes.
+# The library needs rows in multiples of 16 bytes.
 _BLAS_COLS = 8
 #: the constants of kernels/tile.h
 TILE_ROWS, TILE_FEATURES, TILE_THREADS = 64, 128, 128
-# A matrix of few features is cut along its columns into parts for as many blocks as keep a large GPU busy, but not into
-# parts so short that adding them up counts.
+# A matrix of few features is split along its columns (split-K) into enough blocks to keep a large GPU busy, but not
+# into parts so short that adding them up takes time.
 _BLOCKS, _PART_SLICES = 528, 4
 # Threads that add the parts of a row.
 _ADD_THREADS = 256
@@ -69,14 +70,14 @@ def _multiply(device: Device, x: Fp16Rows, weight: Array, out: Array) -> None:
 
 
 def _columns(array: Array, begin: int, end: int) -> Array:
-    """array[:, begin:end], itself where that is all of it: CuPy takes microseconds for a view."""
+    """array[:, begin:end], or the array itself if that is all of it: CuPy takes microseconds for a view."""
     return array if not begin and end == array.shape[1] else array[:, begin:end]
 
 
 def _multiply_packed(device: Device, x: Fp16Rows, parts: list[WeightPart], weight: Weight, out: Array) -> None:
     """The results of parts in quant blocks by the BLAS library, from slices of their weights as fp16."""
     cols = weight.cols
-    # Slices that begin at odd features cost the library its fast kernels: 8.5 ms instead of 1.2 (H200, 2048 rows).
+    # With slices that begin at odd features, the library uses slow kernels: 8.5 ms instead of 1.2 (H200, 2048 rows).
     most = max(1, BUFFER_BYTES // (2 * cols * TILE_FEATURES)) * TILE_FEATURES
     copy = weight.fp16
     size = min(most, sum(part.rows for part in parts))
@@ -131,7 +132,7 @@ def _tiles(device: Device, x: Array, scale: Array | None, part: WeightPart, cols
         "matmul_tile",
         (-(-n // TILE_ROWS), features, parts),
         (TILE_THREADS,),
-        # Without a scale, a pointer that is not followed.
+        # Without a scale, a pointer that the kernel does not dereference.
         (part.data, x, to if scale is None else scale, to, *(np.int32(size) for size in sizes)),
         defines={"QTYPE": part.type.name},
     )

@@ -1,10 +1,11 @@
-"""Mixture of experts: which experts a row goes to, products with their weights, and the weighted sum of what they give.
+"""Mixture of experts: routing, products with experts' weights, and the weighted sum of their results.
 
-A row has k slots, one per chosen expert. As in matmul, few rows and many rows take different kernels: up to FEW_ROWS
-rows one launch reads each pair's expert in place; more rows are sorted by expert on the device and rounded to fp16
-(matmul_prefill.py), so that an expert's weights are read once per tile of its rows. A result's bits depend neither on
-the other rows nor on who shares its expert, except that they change between FEW_ROWS and FEW_ROWS + 1 rows; on the host
-they may once an expert has more than FEW_ROWS rows. Nothing waits for the device: grids come from shapes alone.
+A row has k slots, one per chosen expert. As in matmul, few rows and many rows use different kernels. Up to FEW_ROWS
+rows, one launch computes each pair of a row and a slot by itself. More rows are sorted by expert on the device and
+rounded to fp16 (matmul_prefill.py), so that each tile of rows reads an expert's weights once. The bits of a result
+depend neither on other rows nor on the rows that share its expert, except that they change between FEW_ROWS and
+FEW_ROWS + 1 rows; on the host they may change once an expert has more than FEW_ROWS rows. Nothing waits for the device:
+shapes alone determine the grids.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from luce.ops.matmul_prefill import TILE_FEATURES, TILE_ROWS, TILE_THREADS
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
-#: most experts that `route` chooses from, and most that it chooses
+#: most experts of a layer
 MAX_EXPERTS = 512
+#: most experts chosen for a row
 MAX_CHOSEN = 16
 # The constants of moe.cu and moe_matmul.cu.
 _GROUP_THREADS = 256
@@ -33,20 +35,23 @@ _COMBINE_THREADS = 256
 
 @dataclass(frozen=True)
 class Groups:
-    """The pairs of a row and a slot by expert: order int32 [pairs] holds row * k + slot; tiles int32 [tiles, 3] an
-    expert, a first place in `order`, and how many pairs from there on share a tile, or 0."""
+    """Pairs of a row and a slot, sorted by expert."""
 
+    #: int32 [pairs]: row * k + slot
     order: Array
+    #: int32 [tiles, 3]: an expert, the first place in `order`, and the number of pairs in the tile, 0 if it is unused
     tiles: Array
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of each row, best score first: ids int32 [n, k], all different in a row; weights float32 [n, k].
-    `groups` of more than FEW_ROWS rows on a GPU."""
+    """The experts of each row, best score first."""
 
+    #: int32 [n, k], without duplicates in a row
     ids: Array
+    #: float32 [n, k]
     weights: Array
+    #: for more than FEW_ROWS rows on a GPU
     groups: Groups | None
 
 
@@ -63,9 +68,9 @@ def route(
 ) -> Routing:
     """Choose `top_k` experts for each row of logits float32 [n, experts] (any row stride).
 
-    p is the softmax over all experts or the sigmoid of each, in float32. The chosen ones have the largest p + bias
-    (float32 [experts], None: 0), the lowest number on ties, NaN last. A weight is p without the bias, divided by the
-    sum over the chosen if `normalise`, times `scale`, times expert_scale[id] (float32 [experts], None: 1).
+    p is the softmax over all experts or the sigmoid of each, in float32. The experts with the largest p + bias (float32
+    [experts], None: 0) are chosen; on ties the lowest number, NaN last. A weight is p without the bias, divided by the
+    sum over the chosen experts if `normalise`, times `scale`, times expert_scale[id] (float32 [experts], None: 1).
     Raises ValueError for more than MAX_EXPERTS experts, or a top_k beyond MAX_CHOSEN or the number of experts.
     """
     n, experts = logits.shape
@@ -79,7 +84,7 @@ def route(
     if n:
         args = (
             logits,
-            # A pointer that is not followed.
+            # Without bias or scales, pointers that the kernel does not dereference.
             logits if bias is None else bias,
             logits if expert_scale is None else expert_scale,
             ids,
@@ -98,12 +103,12 @@ def route(
 
 
 def group(device: Device, ids: Array, experts: int) -> Groups | None:
-    """The pairs of ids int32 [n, k], each in [0, experts), by expert; None where they are not wanted."""
+    """The pairs of ids int32 [n, k], each in [0, experts), by expert; None for few rows and on the host."""
     n, k = ids.shape
     if device.host or n <= FEW_ROWS:
         return None
     pairs = n * k
-    # The most tiles that pairs can fall into: each expert that has any leaves at most one tile partly filled.
+    # Upper bound of the tiles: each expert with pairs leaves at most one tile partly filled.
     tiles = (pairs + (TILE_ROWS - 1) * min(experts, pairs)) // TILE_ROWS
     groups = Groups(device.empty(pairs, np.int32), device.empty((tiles, 3), np.int32))
     args = (ids, groups.order, groups.tiles, np.int32(pairs), np.int32(TILE_ROWS), np.int32(tiles))
@@ -164,7 +169,7 @@ def _few(device: Device, x: Array, weight: Weight, experts: int, ids: Array, out
         device.launch("moe_matmul", "expert_vec", grid, (_WAVES * device.lanes,), args, defines=defines)
 
 
-# As in matmul: a decode step launches the same few shapes over and over.
+# As in matmul: a decode step launches the same few shapes repeatedly.
 @lru_cache(4096)
 def _plan(
     pairs: int,
@@ -187,7 +192,7 @@ def _many(device: Device, x: Array, weight: Weight, experts: int, groups: Groups
     fp16: Fp16Rows | None = None
     for part in weight.parts:
         if part.type == GGMLQuantizationType.F32:
-            # These weights meet x as it is; in the scale's place stands a pointer that is not followed.
+            # These weights multiply x in float32. The kernel does not dereference the scale.
             values, scale = x.reshape(-1, weight.cols), out
         else:
             fp16 = fp16 or to_fp16(device, x)
@@ -233,7 +238,7 @@ def _host_route(
 
 
 def _host_product(device: Device, x: Array, weight: Weight, ids: Array, out: Array) -> None:
-    """One product per expert over its pairs: few with one gemv each, which keeps their bits their own."""
+    """One product per expert over its pairs; up to FEW_ROWS pairs by one gemv each, so their bits are independent."""
     k, rows = out.shape[1:]
     results = out.reshape(-1, rows)
     flat = ids.reshape(-1)

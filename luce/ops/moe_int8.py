@@ -1,9 +1,9 @@
-"""Experts on few quantised rows: gates, ups and activation in one kernel, the rest and the weighted sum in another.
+"""Experts for few quantised rows: one kernel for gates, ups and activation, another for downs and the weighted sum.
 
-Between them the results of the first are quantised: its blocks have a quarter of the columns of a scale.
+Between the two, quantise.cu quantises the inner rows, as a block of the first has a quarter of the columns of a scale.
 
-Each pair of a row and a slot is computed by itself, as matmul_int8.py does it: a row's bits do not depend on the
-others. An expert that all rows take can join as one more slot.
+As in matmul_int8.py, each pair of a row and a slot is computed by itself: the bits of a row do not depend on other
+rows. An expert that all rows share can join as one more slot.
 """
 
 from __future__ import annotations
@@ -29,22 +29,26 @@ _DOWN_THREADS = 640
 # Types of which three stages of expert_gated_int8 fit into MOST_SHARED: each has few and short steps (H200, a step of
 # 35B A3B in Q4_K: 1.935 ms, and 1.960 with two).
 _SMALL_UNITS = frozenset({GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_K})
-# Slots that a block of several rows' downs takes at once: more wait for each other (H200, 16 rows, Q4_K: 35.4 us, and
-# 62.7 with all nine). A single row's, with nothing else to do meanwhile, takes them all (5.3 us, and 6.8 with three).
+# Slots that a block computes at once for the downs of several rows: more would wait for each other (H200, 16 rows,
+# Q4_K: 35.4 us, and 62.7 with all nine). For a single row a block computes all slots (5.3 us, and 6.8 with three).
 _DOWN_SLOTS = 3
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """`experts` gated MLPs: gates and ups of `inner` rows, `expert_rows` apart, and downs [experts * rows, inner]."""
+    """The weights of `experts` gated MLPs, as the kernels read them."""
 
     experts: int
+    #: `inner` rows for each expert, `expert_rows` apart
     gates: Array
+    #: likewise
     ups: Array
     expert_rows: int
     inner: int
+    #: of gates and ups
     type: GGMLQuantizationType
     cols: int
+    #: [experts * rows, inner]
     downs: WeightPart
 
     def joins(self, other: ExpertWeights) -> bool:
@@ -54,9 +58,9 @@ class ExpertWeights:
 
 
 def expert_weights(gate_up: Weight, down: Weight, experts: int) -> ExpertWeights | None:
-    """What the kernels want to know of weights as upload_experts (with one expert: upload_weight) places them.
+    """The weights that upload_experts (for one expert: upload_weight) placed, as the kernels read them.
 
-    None if they do not take them: a type without bytes, gates and ups of different types, broken blocks.
+    None if the kernels cannot: a type that is not in INT8_TYPES, gates and ups of different types, partial blocks.
     """
     types = {part.type for part in gate_up.parts}
     inner = gate_up.rows // experts // 2
@@ -83,12 +87,12 @@ def expert_mlp(
     shared: ExpertWeights | None,
     shared_gate: Array | None,
 ) -> Array:
-    """Sum over the slots s of weights[r, s] * mlp(ids[r, s])(x[r]), plus mlp(shared)(x[r]), which is multiplied with
-    sigmoid(shared_gate[r]) where that is given: float32 [n, rows].
+    """Sum over the slots s of weights[r, s] * mlp(ids[r, s])(x[r]), plus mlp(shared)(x[r]), which is multiplied by
+    sigmoid(shared_gate[r]) if there is a gate: float32 [n, rows].
 
-    x of n <= 16 rows in the group of the gates' type; ids int32 [n, k]; weights float32 [n, k]; shared, if any, joins
-    the chosen; shared_gate float32 [n, 1] (any row stride). With r fixed, sums run over the slots in order, the shared
-    expert last.
+    x of n <= 16 rows in the group of the gates' type; ids int32 [n, k]; weights float32 [n, k]; `shared`, if any, joins
+    the chosen experts; shared_gate float32 [n, 1] (any row stride). Sums of a row run over the slots in order, the
+    shared expert last.
     """
     n, k = ids.shape
     gated = _gated(device, x, ids, chosen, activation, shared)
@@ -109,7 +113,7 @@ def expert_mlp(
         stride,
         shape.shared,
     )
-    other = down if shared is None else shared.downs  # without one a pointer that is not followed, as `gate`
+    other = down if shared is None else shared.downs  # without one, the kernel does not dereference it, nor `gate`
     device.launch(
         "moe_int8",
         "expert_down_int8",
@@ -135,7 +139,7 @@ def _gated(
     slots = k if shared is None else k + 1
     shape = _gated_shape(chosen.type, chosen.cols, device.lanes)
     out = device.empty((n * slots, chosen.inner))
-    other = chosen if shared is None else shared  # without one pointers that are not followed
+    other = chosen if shared is None else shared  # without one, the kernel does not dereference these
     sizes = (
         x.padded,
         chosen.experts,
@@ -169,7 +173,7 @@ def _gated_shape(type: GGMLQuantizationType, cols: int, lanes: int) -> Shape:
 
 @lru_cache(256)
 def _down_shape(type: GGMLQuantizationType, cols: int, slots: int, at_once: int, lanes: int) -> tuple[Shape, int]:
-    """The block of expert_down_int8, and how many of `at_once` slots fit. Chains come from type and columns alone."""
+    """The thread block of expert_down_int8, and how many of `at_once` slots fit. Type and columns give the chains."""
     bits = most_chains(type, cols, 1, _BITS)
     at_once = min(at_once, slots)
     while True:

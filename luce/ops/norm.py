@@ -1,4 +1,4 @@
-"""Root mean square norms over the last dimension (spec: rms(x) = x / sqrt(mean(x^2) + eps)), in float32."""
+"""Root mean square norms over the last dimension, rms(x) = x / sqrt(mean(x^2) + eps), in float32."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ def quantised_rms_norm(
 ) -> Quantised:
     """add_rms_norm, or rms_norm without a delta, of 0 < n <= 16 rows on a GPU: quantised, and as float32 in `x`.
 
-    d is a multiple of 32. The bytes are those of quantise.
+    d is a multiple of 32. The quantised rows equal those of `quantise`.
     """
     n, d = x.shape
-    bytes = empty_quantised(device, n, d, group)
-    return replace(bytes, x=_norm(device, x, delta, weight, eps, bytes))
+    quantised = empty_quantised(device, n, d, group)
+    return replace(quantised, x=_norm(device, x, delta, weight, eps, quantised))
 
 
-def _norm(device: Device, x: Array, delta: Array | None, weight: Array, eps: float, bytes: Quantised | None) -> Array:
+def _norm(
+    device: Device, x: Array, delta: Array | None, weight: Array, eps: float, quantised: Quantised | None
+) -> Array:
     n, d = x.shape
     out = device.empty((n, d))
     if n:
         added = () if delta is None else (delta, np.int64(delta.strides[0] // 4))
-        to, *room_and_kind = as_arguments(bytes)
-        # Without bytes a pointer that is not followed.
-        sizes = (np.int32(n), np.int32(d), np.float32(eps), *room_and_kind)
+        to, *rows_and_kind = as_arguments(quantised)
+        # Without quantised rows, a pointer that the kernel does not dereference.
+        sizes = (np.int32(n), np.int32(d), np.float32(eps), *rows_and_kind)
         args = (out, x, np.int64(x.strides[0] // 4), *added, weight, *sizes, out if to is None else to)
         device.launch(
             "norm",
             "rms_norm" if delta is None else "add_rms_norm",
-            (bytes.padded if bytes else n,),
+            (quantised.padded if quantised else n,),
             (_threads(d),),
             args,
         )
@@ -71,7 +73,7 @@ def head_rms_norm(device: Device, x: Array, weight: Array, eps: float) -> None:
 
 
 def _threads(d: int) -> int:
-    # From the row's length alone, as the order of its sum depends on it: 8 elements each (HELD of kernels/norm.cu).
+    # Determined by the row's length alone, as the order of its sum is: 8 elements per thread (HELD of kernels/norm.cu).
     return min(1024, -(-d // (8 * 64)) * 64)
 
 

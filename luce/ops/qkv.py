@@ -1,5 +1,5 @@
-"""Query, key and value heads between their product and attention: norms, rotation, and the writing of keys and values
-into the page pools (luce.ops.attention says what these are).
+"""Query, key and value heads between their product and attention: norms, rotary embedding, and writing keys and values
+to the page pools (luce.ops.attention).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from luce.runtime.device import Array, Device
 
 # As in kernels/qkv.cu.
 _WAVES, _MOST = 4, 512
-# Bytes that a thread copies of a row, if they divide it.
+# Bytes of a row that a thread copies: the first that divides the row.
 _COPY_UNITS, _COPY_THREADS = (16, 4, 2), 256
 
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Weights float32 [d] of the norms of query, key and value heads, each where there is one."""
+    """Weights float32 [d] of the norms of query, key and value heads; None without such a norm."""
 
     query: Array | None = None
     key: Array | None = None
@@ -32,20 +32,21 @@ class HeadNorms:
 class Rotation:
     """Rotary embedding (Su et al., arXiv 2104.09864) of a head's first 2 * half elements.
 
-    table float32 [n, half, 2] of luce.ops.rope.rope_table. Pair i is (x[i], x[i + half]), or (x[2i], x[2i + 1]) if
-    adjacent.
+    Pair i is (x[i], x[i + half]), or (x[2i], x[2i + 1]) if adjacent.
     """
 
+    #: float32 [n, half, 2] of luce.ops.rope.rope_table
     table: Array
     adjacent: bool
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Row dest[r], int32 [n], of the pools takes row r's keys and values."""
+    """The places in the pools for new keys and values."""
 
     k_pool: Array
     v_pool: Array
+    #: int32 [n]: row r's keys and values go to row dest[r] of the pools
     dest: Array
 
 
@@ -64,9 +65,10 @@ def prepare_queries(device: Device, q: Array, norms: HeadNorms, rotation: Rotati
 def prepare_heads(
     device: Device, q: Array, k: Array, v: Array, norms: HeadNorms, rotation: Rotation, to: Destination, *, keep: bool
 ) -> None:
-    """prepare_queries, k likewise, v without a rotation; then k and v are written to the pools.
+    """prepare_queries, likewise for k, and for v without rotation; then write k and v to the pools.
 
-    k, v float32 [n, kv_heads, d] (any row and head strides); what is in place of them then is theirs with `keep` only.
+    k, v float32 [n, kv_heads, d] (any row and head strides). With `keep` they hold the results afterwards; otherwise
+    their content is undefined.
     """
     if device.host:
         _host(device, q, norms.query, norms.eps, rotation)
@@ -78,7 +80,7 @@ def prepare_heads(
 
 
 def prepare_keys(device: Device, k: Array, v: Array, norms: HeadNorms, rotation: Rotation, to: Destination) -> None:
-    """prepare_heads of rows without queries; k and v may hold anything then."""
+    """prepare_heads for rows without queries. Afterwards the content of k and v is undefined."""
     if device.host:
         _host(device, k, norms.key, norms.eps, rotation)
         _host(device, v, norms.value, norms.eps, None)
@@ -88,9 +90,9 @@ def prepare_keys(device: Device, k: Array, v: Array, norms: HeadNorms, rotation:
 
 
 def write_kv(device: Device, k: Array, v: Array, to: Destination) -> None:
-    """Store rows: k, v float32 [n, kv_heads, d] (any row and head strides).
+    """Write rows to the pools: k, v float32 [n, kv_heads, d] (any row and head strides).
 
-    Values are finite, and rounded to the pools' types as the gguf package does it.
+    Values are finite; they are rounded to the pools' types as by the gguf package.
     """
     if device.host:
         to.k_pool[to.dest] = quantise(k, to.k_pool)
@@ -100,7 +102,7 @@ def write_kv(device: Device, k: Array, v: Array, to: Destination) -> None:
 
 
 def copy_rows(device: Device, to: Destination, copies: Array | None) -> None:
-    """Copy rows of both pools: copies int32 [m, 2], from where to where, -1 for none; no place is read and written."""
+    """Copy rows of both pools: copies int32 [m, 2] of (source, target), -1 for none. No source is a target."""
     if copies is None:
         return
     if device.host:

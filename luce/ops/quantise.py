@@ -1,4 +1,4 @@
-"""Rows of activations as signed bytes with scales, for integer products (kernels/dot_int8.h)."""
+"""Rows of activations as int8 with scales, for integer products (kernels/dot_int8.h)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from luce.models.spec import Activation
 from luce.runtime.device import Array, Device
 
-#: the columns that may share a scale: a section, or a block, whole ones of which a row has
+#: Columns that share a scale: a section (the last one padded with zeros), or a quant block.
 SECTION, BLOCK = 128, 32
 # Columns that a block of kernels/quantise.cu takes, and its threads.
 _THREADS = 128
@@ -18,20 +18,17 @@ _COLUMNS = 4 * _THREADS
 
 @dataclass(frozen=True)
 class Quantised:
-    """Rows to be multiplied: `count` rows of `cols` columns, as kernels/quantise.h has them.
-
-    group  how many columns share a scale, their largest magnitude / 127: SECTION or BLOCK
-    data   uint8 [sections, section_bytes]: rounded quotients of columns and scales, the scales, sums of quotients
-    x      float32 [count, cols] the rows as they were, for products that take them so; None if there is none
-
-    Rows beyond `count` are zeros, up to `padded`, the rows that kernels want.
-    """
+    """`count` rows of `cols` columns as int8, in the layout of kernels/quantise.h."""
 
     count: int
     cols: int
+    #: columns that share a scale, their largest magnitude / 127: SECTION or BLOCK
     group: int
+    #: the rows that kernels are built for; those from `count` on are zeros
     padded: int
+    #: uint8 [sections, section_bytes]: rounded quotients of columns and scales, the scales, sums of quotients
     data: Array
+    #: float32 [count, cols]: the rows before rounding, for products that need them; None without such products
     x: Array | None
 
     @property
@@ -41,7 +38,7 @@ class Quantised:
 
 
 def padded_rows(count: int) -> int:
-    """The rows that kernels for up to 16 rows come in (the variants of kernels/matmul_int8.cu)."""
+    """The rows of the kernel variant for `count` <= 16 rows (kernels/matmul_int8.cu)."""
     return count if count <= 2 else 8 if count <= 8 else 16
 
 
@@ -60,7 +57,7 @@ def empty_quantised(
 
 
 def as_arguments(rows: Quantised | None) -> tuple[Array | None, np.int32, np.int32]:
-    """Bytes, room and whether they are wide, as kernels take them that write bytes or floats; no room means floats."""
+    """Arguments of kernels that write int8 or floats: data, padded rows (0: floats), whether sections share scales."""
     if rows is None:
         return None, np.int32(0), np.int32(0)
     return rows.data, np.int32(rows.padded), np.int32(rows.group == SECTION)
@@ -69,8 +66,8 @@ def as_arguments(rows: Quantised | None) -> tuple[Array | None, np.int32, np.int
 def quantise(device: Device, x: Array, group: int, *, padded: int | None = None) -> Quantised:
     """x float32 [n, cols] with n > 0 (any row stride) on a GPU; cols is a multiple of 32.
 
-    With room for `padded` rows, or as many as products of n <= 16 rows want. An infinity or a NaN makes NaN of every
-    product with its group, one whose magnitudes are below 1e-30 is zeros.
+    `padded` defaults to the rows of the kernels for n <= 16 rows. An infinity or a NaN makes every product with its
+    group NaN; a group whose magnitudes are below 1e-30 becomes zeros.
     """
     n, cols = x.shape
     rows = empty_quantised(device, n, cols, group, padded=padded, x=x)
@@ -80,7 +77,7 @@ def quantise(device: Device, x: Array, group: int, *, padded: int | None = None)
 
 
 def quantise_gated(device: Device, gate: Array, up: Array, activation: Activation, group: int) -> Quantised:
-    """gated_activation of 0 < n <= 16 rows on a GPU, in bytes only: those that quantise makes of it.
+    """gated_activation of 0 < n <= 16 rows on a GPU as int8 only, equal to `quantise` of its result.
 
     gate and up float32 [n, cols] (any row stride); cols is a multiple of 32.
     """

@@ -1,4 +1,4 @@
-"""Angles of the rotary position embedding (Su et al., arXiv 2104.09864), once per step; luce.ops.qkv rotates."""
+"""Angles of the rotary position embedding (Su et al., arXiv 2104.09864), once per step; luce.ops.qkv applies them."""
 
 from __future__ import annotations
 

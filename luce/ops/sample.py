@@ -1,4 +1,4 @@
-"""Choosing tokens on the device: the best one of a row, and the best few, which most samplers need no more than."""
+"""Choosing tokens on the device: the best of each row, and the few best candidates, which suffice for most samplers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from luce.runtime.device import Array, Device
 from luce.runtime.step import MAX_CANDIDATES, Candidates, Int32
 
-# Columns that one block searches: a vocabulary of 248320 becomes 61 blocks, enough to draw on the whole memory's rate.
+# Columns per block: a vocabulary of 248320 becomes 61 blocks, enough for the full rate of the memory.
 _PART = 4096
 _THREADS = (256,)
-# A part of kernels/top_k.cu.
+# PART of kernels/top_k.cu.
 _TOP_K_PART = 4096
 
 
 def argmax(device: Device, logits: Array) -> Array:
     """Index of the largest logit of each row, the lowest index on ties: float32 [m, vocab] -> int32 [m].
 
-    NaN is less than every number; a row of nothing but NaN gives 0. `logits` may have any row stride.
+    NaN is less than every number; a row of NaN alone gives 0. `logits` may have any row stride.
     """
     if device.host:
         return _host(logits)
@@ -42,7 +42,7 @@ def top_k_keys(device: Device, logits: Array) -> Array:
     """The MAX_CANDIDATES largest logits of each row, float32 [m, vocab] (any row stride), as keys uint64 [m,
     min(MAX_CANDIDATES, vocab)].
 
-    In order: the larger logit, then the lower index; NaN comes before all. `unpack_candidates` reads the keys.
+    Ordered by the larger logit, then the lower index; NaN comes first. `unpack_candidates` reads the keys.
     """
     m, vocab = logits.shape
     count = min(MAX_CANDIDATES, vocab)
@@ -71,8 +71,8 @@ def top_k_keys(device: Device, logits: Array) -> Array:
 def argmax_logsumexp(device: Device, logits: Array, scale: float, softcap: float) -> Array:
     """Each row's largest logit and log sum exp f(logits): float32 [m, vocab] (any row stride) -> int32 [3, m].
 
-    The index as `argmax` has it; the bits of the logit and of the norm, which are float32. f(x) = scale x, and then
-    softcap tanh(f / softcap) if there is one; scale > 0. Sums are of float32 on GPUs.
+    The index equals that of `argmax`; the bits of logit and norm are those of float32. f(x) = scale x, and then softcap
+    tanh(f / softcap) unless softcap is 0; scale > 0. GPUs sum in float32.
     """
     m, vocab = logits.shape
     if device.host:
@@ -145,10 +145,10 @@ def _keys(values: NDArray[np.float32], ids: NDArray[np.intp]) -> NDArray[np.uint
 def largest(values: NDArray[np.float32], k: int) -> NDArray[np.intp]:
     """Indices of the k largest of float32 [n], 0 < k <= n, largest first, the lower index first among equals.
 
-    Entries fall into classes by index modulo `width`. The k-th largest of the classes' maxima is not above the k-th
-    largest value, so all k lie in the classes whose maximum reaches it (and in the rest behind the last full round).
-    With sqrt(n / k) entries to a class, neither their number nor what is looked at again is large: 40 of 248320 take
-    0.1 ms, where np.argpartition takes 5.7 ms.
+    Entries fall into classes by index modulo `width`. The k-th largest of the classes' maxima is at most the k-th
+    largest value, so all k lie in the classes whose maximum reaches it (and in the rest after the last full round).
+    With sqrt(n / k) entries per class, both the classes and the entries of the second pass are few: 40 of 248320 take
+    0.1 ms, np.argpartition takes 5.7 ms.
     """
     n = len(values)
     rounds = max(1, math.isqrt(n // k))

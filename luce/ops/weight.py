@@ -1,4 +1,4 @@
-"""Weight matrices as devices hold them: raw GGUF blocks on a GPU, float32 on the host."""
+"""Weight matrices in device memory: raw quant blocks of the GGUF file on a GPU, float32 on the host."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from luce.gguf.reader import TensorInfo
 from luce.runtime.device import Array, Device
 
 _T = GGMLQuantizationType
-#: what kernels/quants.h unpacks
+#: the types that kernels/quants.h dequantises
 KERNEL_TYPES = frozenset(
     {_T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, _T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K}
     | {_T.IQ4_NL, _T.IQ4_XS}
 )
-# Elements converted at a time, so that the float32 copy stays small beside the matrix.
+# Elements converted at a time, so that the float32 copy is small compared with the matrix.
 _CONVERT = 1 << 24
 
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A matrix as the file holds it: raw uint8 [rows, row_bytes], `cols` elements a row."""
+    """A matrix as in the file."""
 
     name: str
+    #: uint8 [rows, row_bytes]
     raw: NDArray[np.uint8]
     type: GGMLQuantizationType
+    #: elements of a row
     cols: int
 
     @property
@@ -42,8 +44,9 @@ class RawTensor:
 
 @dataclass(frozen=True)
 class WeightPart:
-    """`rows` output features from `first` on; data: uint8 [rows, row_bytes], or float32 [rows, cols] on the host."""
+    """`rows` output features of a weight from `first` on, of one type."""
 
+    #: uint8 [rows, row_bytes], or float32 [rows, cols] on the host
     data: Array
     type: GGMLQuantizationType
     first: int
@@ -83,10 +86,10 @@ class Weight:
 
 
 def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
-    """Place tensors of equal `cols`, stacked along the rows, on a device. On the host they are dequantised, once.
+    """Upload tensors of equal `cols`, stacked along the rows. On the host they are dequantised once.
 
-    Elsewhere they stay as the file holds them, neighbours of one type as one part. Types without a kernel (the IQ types
-    that index a grid, and other rare ones) become F16 here: correct to its 11 bits, at 2 bytes an element.
+    On other devices they stay as in the file, and adjacent tensors of one type become one part. Types without a kernel
+    (the IQ types that index a grid, and other rare ones) become F16: correct to 11 bits, at 2 bytes an element.
     """
     cols = tensors[0].cols
     rows = sum(t.rows for t in tensors)
@@ -106,7 +109,7 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
         if len(same) == 1:
             data = _load(device, same[0])
         else:
-            # One part, and so one launch for each product.
+            # One part needs one launch per product.
             data = device.empty((count, _row_bytes(type, cols)), np.uint8)
             at = 0
             for t in same:
@@ -117,7 +120,7 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
 
 
 def _load(device: Device, t: RawTensor, to: Array | None = None) -> Array:
-    return device.load(np.ascontiguousarray(t.raw) if t.type in KERNEL_TYPES else _half(t), to)
+    return device.load(np.ascontiguousarray(t.raw) if t.type in KERNEL_TYPES else _as_fp16(t), to)
 
 
 def _row_bytes(type: GGMLQuantizationType, cols: int) -> int:
@@ -126,11 +129,11 @@ def _row_bytes(type: GGMLQuantizationType, cols: int) -> int:
 
 
 def upload_experts(device: Device, tensors: Sequence[RawTensor], experts: int) -> Weight:
-    """Place tensors that each hold the matrices of all experts, one after another: [experts * own rows, cols].
+    """Upload tensors that each hold the matrices of all experts in sequence: [experts * own rows, cols].
 
-    Weight.rows counts the rows of all experts and all tensors. Each part is one tensor whole; divided by `experts`, its
-    `first` and `rows` are those of its share of one expert's results. On the host there is one part, float32 [experts,
-    rows of one, cols], in which the rows of all tensors follow each other: one product serves an expert.
+    Weight.rows counts the rows of all experts and all tensors. Each part is one tensor; divided by `experts`, its
+    `first` and `rows` are those within the results of one expert. On the host there is one part, float32 [experts, rows
+    of one, cols], in which the rows of all tensors follow each other: one product serves an expert.
     """
     cols = tensors[0].cols
     if not device.host:
@@ -154,15 +157,15 @@ def upload_experts(device: Device, tensors: Sequence[RawTensor], experts: int) -
 
 
 def stored_bytes(info: TensorInfo) -> int:
-    """Bytes of a matrix on a GPU: as the file holds it, or as F16 where there is no kernel for its type."""
+    """Bytes of a matrix on a GPU: as in the file, or as F16 if no kernel reads its type."""
     return info.nbytes if info.type in KERNEL_TYPES else 2 * info.rows * info.cols
 
 
-def _half(t: RawTensor) -> NDArray[np.uint8]:
+def _as_fp16(t: RawTensor) -> NDArray[np.uint8]:
     """The tensor as F16: uint8 [rows, 2 cols]."""
-    half = np.empty((t.rows, t.cols), np.float16)
+    values = np.empty((t.rows, t.cols), np.float16)
     step = max(1, _CONVERT // t.cols)
     with np.errstate(over="ignore"):
         for at in range(0, t.rows, step):
-            half[at : at + step] = dequantize(t.raw[at : at + step], t.type)
-    return half.view(np.uint8)
+            values[at : at + step] = dequantize(t.raw[at : at + step], t.type)
+    return values.view(np.uint8)

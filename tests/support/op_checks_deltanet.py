@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.engine.draft_tree import spans as spans_of_tree
-from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, gated_delta_net
+from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, RecurrentState, gated_delta_net
 from luce.runtime.device import Device
 from luce.runtime.step import Span, SpanArrays, branches_of
 from tests.support.op_checks_attention import same_output
@@ -18,8 +18,8 @@ from tests.support.op_checks_attention import same_output
 Floats = NDArray[np.floating[Any]]
 #: slot, start, rows, position, and where anything is pending: accepted, speculative
 SpanRow = tuple[int, ...]
-#: rows that there is room for in speculative spans
-KEPT = 16
+#: most rows of a speculative span
+MOST = 16
 #: What a token multiplies the state by: a trained model's range; all of it; nearly none; either, row by row.
 Decay = Literal["model", "none", "strong", "mixed"]
 
@@ -60,13 +60,13 @@ def spread_spans(slots: int, lengths: Sequence[int]) -> list[SpanRow]:
 
 @dataclass(frozen=True)
 class State:
-    """What slots hold: memory [slots, heads, d_v, d_k], past [slots, heads, taps - 1, 3, d]."""
+    """The states of slots, as in luce.ops.deltanet.RecurrentState."""
 
     memory: Floats
     past: Floats
-    #: what speculative spans left: [slots, heads, KEPT, 5, d] and [slots, heads, KEPT], None: NaN
-    kept: Floats | None = None
-    fades: Floats | None = None
+    #: of earlier speculative spans; None: NaN
+    speculative_rows: Floats | None = None
+    speculative_decays: Floats | None = None
 
     def __getitem__(self, own: slice) -> State:
         return State(self.memory[own], self.past[own])
@@ -197,9 +197,10 @@ def queue(
     state = state or case.state
     wide = np.concatenate((case.m, case.z, case.alpha, case.beta, case.beta[:, :1]), axis=1)
     slots, heads, _, _, d = state.past.shape
-    kept = np.full((slots, heads, KEPT, 5, d), np.nan, np.float32) if state.kept is None else state.kept
-    fades = np.full((slots, heads, KEPT), np.nan, np.float32) if state.fades is None else state.fades
-    arrays = [device.upload(array.copy()) for array in (state.memory, state.past, kept, fades)]
+    rows, decays = state.speculative_rows, state.speculative_decays
+    rows = np.full((slots, heads, MOST, 5, d), np.nan, np.float32) if rows is None else rows
+    decays = np.full((slots, heads, MOST), np.nan, np.float32) if decays is None else decays
+    arrays = [device.upload(array.copy()) for array in (state.memory, state.past, rows, decays)]
     weights = DeltaWeights(
         conv=device.upload(case.conv),
         decay=device.upload(case.decay),
@@ -209,7 +210,7 @@ def queue(
         key_heads=case.key_heads,
     )
     x = device.upload(wide)[:, :-1]
-    out = gated_delta_net(device, x, weights, *arrays, span_arrays(device, spans), **named)
+    out = gated_delta_net(device, x, weights, RecurrentState(*arrays), span_arrays(device, spans), **named)
     return out, State(*(device.download(array) for array in arrays))
 
 
