@@ -145,7 +145,7 @@ class Thread:
 
 @pytest.fixture(autouse=True)
 def _logs() -> Iterator[None]:
-    """What daemons of this process log does not count for later tests."""
+    """Restores the log level, which daemons of this process change."""
     logger = logging.getLogger("luce")
     level = logger.level
     yield
@@ -162,7 +162,7 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def converse(whole: int, seed: int, limits: Timeouts) -> str:
-    """Everything that a server does with a daemon, which lies after so many true frames; how it ended."""
+    """Everything that a server does with a daemon that lies after `whole` true frames; returns how it ended."""
     Liar.random, Liar.whole = random.Random(seed), whole
     name = DeviceName("cpu", 1)
     opening = Open(__version__, ("cpu:1",), "error", 0)

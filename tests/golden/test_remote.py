@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from luce.runtime.host import HostDevice
 from tests.golden.conftest import MakeDriver
 from tests.support.daemons import HERE, devices, key_file, listener, with_flags
-from tests.support.drive import Driver
+from tests.support.placements import placement_results
 from tests.support.reference import Reference, references
 
 #: devices, and settings that put them into daemons
@@ -24,24 +23,6 @@ PLACEMENTS: dict[str, tuple[str, dict[str, object]]] = {
 LOCAL = [HostDevice(0), HostDevice(1)]
 
 
-def results(driver: Driver, reference: Reference) -> NDArray[np.float32]:
-    """A prompt in two steps, of which the first has several pieces; rows beside another sequence; two restores."""
-    prompt = reference.expected["prompt_long"]
-    sequence, other, again = driver.start(), driver.start(), driver.start()
-    driver.feed((sequence, prompt[:5]), wanted=False)
-    parts = [driver.feed((sequence, part))[0] for part in (prompt[5:140], prompt[140:-2])]
-    driver.feed((other, prompt[:9]))
-    parts += [driver.feed((other, prompt[:1]), (sequence, token))[1] for token in prompt[-2:, None]]
-    kept, saved = driver.keep(sequence), driver.save(sequence)
-    parts.append(driver.feed((sequence, prompt[:1]))[0])
-    for back in (lambda: driver.restore(again, saved), lambda: driver.resume(again, kept)):
-        again.length = 0
-        driver.feed((again, prompt[::-1]))
-        back()
-        parts.append(driver.feed((again, prompt[:1]))[0])
-    return np.concatenate(parts)
-
-
 @pytest.fixture(scope="module")
 def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The key file of daemons over TCP."""
@@ -50,7 +31,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, Path], ...]:
-    """The interpreter of daemons whose devices wait for inputs, and tell outputs, by themselves."""
+    """The interpreter of daemons whose devices wait for the input flag and raise the output flag."""
     return (("", with_flags(tmp_path_factory.mktemp("flags") / "python")),)
 
 
@@ -58,7 +39,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, Path], .
 def test_daemons_change_nothing(
     reference: Reference, make_driver: MakeDriver, key: Path, flags: tuple[tuple[str, Path], ...]
 ) -> None:
-    expected = results(make_driver(reference, LOCAL, piece=64), reference)
+    expected = placement_results(make_driver(reference, LOCAL, piece=64), reference)
     with listener(reference.path, key) as (port, _):
         network = f"cpu:0,tcp://127.0.0.1:{port}/cpu:0,tcp://127.0.0.1:{port}/cpu:1"
         over_tcp = network, {"target_shard_ipc_bin": (), "shard_key_file": key}
@@ -66,38 +47,38 @@ def test_daemons_change_nothing(
         for placement, settings in (*PLACEMENTS.values(), over_tcp, by_flags):
             with devices(placement, **settings) as opened:
                 driver = make_driver(reference, opened, piece=64)
-                found = results(driver, reference)
+                found = placement_results(driver, reference)
                 driver.backend.close()
             assert (found == expected).all()
 
 
 def test_a_daemon_between_two_local_devices(make_driver: MakeDriver) -> None:
     reference = Reference("gemma4-e-Q4_0")
-    expected = results(make_driver(reference, LOCAL, piece=64), reference)
+    expected = placement_results(make_driver(reference, LOCAL, piece=64), reference)
     with devices("cpu:0,cpu:1") as opened:
         driver = make_driver(reference, [*opened, HostDevice(2)], piece=64)
-        assert (results(driver, reference) == expected).all()
+        assert (placement_results(driver, reference) == expected).all()
         driver.backend.close()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_activations_in_messages(placement: str, make_driver: MakeDriver) -> None:
     reference = Reference("gemma4-e-Q4_0")
-    expected = results(make_driver(reference, LOCAL, piece=64), reference)
+    expected = placement_results(make_driver(reference, LOCAL, piece=64), reference)
     names, settings = PLACEMENTS[placement]
     with devices(names, **settings, shard_transport="stream") as opened:
         driver = make_driver(reference, opened, piece=64)
-        assert (results(driver, reference) == expected).all()
+        assert (placement_results(driver, reference) == expected).all()
         driver.backend.close()
 
 
 @pytest.mark.parametrize(("kind", "most"), [("f16", 0.005), ("bf16", 0.03)])
 def test_activations_in_16_bits(kind: str, most: float, make_driver: MakeDriver) -> None:
     reference = Reference("gemma4-e-Q4_0")
-    expected = results(make_driver(reference, LOCAL, piece=64), reference)
+    expected = placement_results(make_driver(reference, LOCAL, piece=64), reference)
     names, settings = PLACEMENTS["three daemons"]
     with devices(names, **settings, shard_transport="stream", shard_activations=kind) as opened:
         driver = make_driver(reference, opened, piece=64)
-        error = np.abs(results(driver, reference) - expected).max() / np.abs(expected).max()
+        error = np.abs(placement_results(driver, reference) - expected).max() / np.abs(expected).max()
         driver.backend.close()
     assert 0 < error < most

@@ -8,8 +8,8 @@ from luce.config.settings import Config
 from luce.remote.open import open_placement
 from luce.runtime.open import found
 from tests.golden.conftest import MakeDriver
-from tests.golden.test_remote import results
 from tests.support.daemons import HERE, devices, within
+from tests.support.placements import placement_results
 from tests.support.reference import Reference, references
 
 pytestmark = pytest.mark.gpu
@@ -34,14 +34,14 @@ def test_daemons_change_nothing(reference: Reference, placement: tuple[str, str]
     names, kinds = (text.replace("G", gpus[0].kind) for text in placement)
     here = open_placement(Config(target_devices=tuple(names.split(","))))
     driver = make_driver(reference, here, piece=64)
-    expected = results(driver, reference)
+    expected = placement_results(driver, reference)
     driver.backend.close()
     for device in here:
         device.close()
     interpreters = tuple((kind, HERE) for kind in kinds.split(","))
     with devices(names, target_shard_ipc_bin=interpreters, isolate_shards=True, shard_start_timeout=300.0) as there:
         driver = make_driver(reference, there, piece=64)
-        assert (results(driver, reference) == expected).all()
+        assert (placement_results(driver, reference) == expected).all()
         left = driver.backend.memory
         assert within(60, lambda: set(left()) == {str(device.name) for device in there})
         assert all(0 < memory.free <= memory.total for memory in left().values())

@@ -1,4 +1,4 @@
-"""Drafters in daemons: the replies and the guesses of a drafter in this process, whatever becomes of the daemon."""
+"""Drafters in daemons give the replies and the proposals of a drafter in this process, even if the daemon dies."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def drafted(model: Model) -> DraftStats:
     return stats
 
 
-def guesses(model: Model, reference: Reference) -> list[tuple[int, list[int]]]:
-    """What is proposed while a prompt is continued alone: length of the text, tokens."""
+def proposals(model: Model, reference: Reference) -> list[tuple[int, list[int]]]:
+    """The proposals during one reply: length of the text, tokens."""
     prompt = reference.expected["prompt_long"].tolist()
     with recorded(model) as found:
         list(model.generate(prompt, max_tokens=40, temperature=0, ignore_eos=True))
@@ -62,9 +62,9 @@ def guesses(model: Model, reference: Reference) -> list[tuple[int, list[int]]]:
 
 @cache
 def local(kind: str) -> tuple[list[tuple[int, list[int]]], list[list[int]]]:
-    """Guesses and replies with the drafter in this process."""
+    """Proposals and replies with the drafter in this process."""
     with loaded(kind) as model:
-        return guesses(model, KINDS[kind][0]), replies(model, KINDS[kind][0])
+        return proposals(model, KINDS[kind][0]), replies(model, KINDS[kind][0])
 
 
 def remote(model: Model) -> RemoteDrafter:
@@ -76,7 +76,7 @@ def remote(model: Model) -> RemoteDrafter:
 
 def pid(model: Model) -> int:
     """The daemon."""
-    peer = remote(model)._daemon.peer
+    peer = remote(model).device.daemon.peer
     assert peer is not None
     return int(peer.pid)  # type: ignore[attr-defined]
 
@@ -105,9 +105,9 @@ PLACES: dict[str, dict[str, Any]] = {
     ("kind", "place"),
     [*((kind, "by interpreter") for kind in KINDS), *(("dflash", place) for place in list(PLACES)[1:])],
 )
-def test_guesses_are_those_of_a_local_drafter(kind: str, place: str) -> None:
+def test_proposals_are_those_of_a_local_drafter(kind: str, place: str) -> None:
     with loaded(kind, **PLACES[place]) as model:
-        assert (guesses(model, KINDS[kind][0]), replies(model, KINDS[kind][0])) == local(kind)
+        assert (proposals(model, KINDS[kind][0]), replies(model, KINDS[kind][0])) == local(kind)
         stats = drafted(model)
     assert stats.state == "on" and stats.facts["daemon"] == "ready"
     assert stats.facts["device"] == PLACES[place].get("draft_device", "cpu:0")
@@ -119,7 +119,7 @@ def test_over_a_network(tmp_path: Path) -> None:
     with listener(FIT.target.path, key, draft=FIT.path) as (port, _):
         device = f"tcp://127.0.0.1:{port}/cpu:0"
         with loaded("dflash", draft_device=device, shard_key_file=str(key)) as model:
-            assert (guesses(model, FIT.target), replies(model, FIT.target)) == local("dflash")
+            assert (proposals(model, FIT.target), replies(model, FIT.target)) == local("dflash")
             stats = drafted(model)
             assert within(60, lambda: set(model.memory()) == {"cpu:0", device})
             (state,) = model.daemons()
@@ -158,13 +158,13 @@ def test_a_daemon_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def bad(path: Path, text: str) -> Path:
-    """An interpreter whose daemons hold drafters that `text` has changed: `session` is luce.draft.daemon."""
+    """An interpreter whose daemons run the code `text` first, in which `session` is luce.draft.daemon."""
     start = "import luce.draft.daemon as session\nfrom luce.errors import OutOfMemoryError\n"
     return interpreter(path, start + text + "from luce.cli.main import main\nsys.exit(main(sys.argv[4:]))\n")
 
 
 BAD = {
-    # what the drafter is made to do, restarts, the state in the end, and whether something was guessed
+    # code that changes the drafter, the state in the end, and whether tokens were proposed
     "lies": (
         "session.DraftSession.propose = lambda self, message: session.Proposed(\n"
         "    tuple(session.np.array([1 << 20], session.np.int32) for _ in message.wanted),\n"
@@ -196,8 +196,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_replies_stay_what_they_are(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, state, guessed = BAD[case]
+def test_bad_drafters_change_no_reply(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, state, proposed = BAD[case]
     monkeypatch.setattr("luce.ipc.supervisor.RESTARTS", 0)
     expected = FIT.target.expected["greedy_17"][:16].tolist()
     with loaded("dflash", draft_ipc_bin=str(bad(tmp_path / "python", text))) as model:
@@ -206,7 +206,7 @@ def test_replies_stay_what_they_are(case: str, tmp_path: Path, monkeypatch: pyte
             assert [t.id for t in model.generate(prompt, max_tokens=16, temperature=0, ignore_eos=True)] == expected
         assert model.engine.wait_idle(30)
         stats = drafted(model)
-    assert stats.state.startswith(state) and (stats.proposed > 0) == guessed
+    assert stats.state.startswith(state) and (stats.proposed > 0) == proposed
 
 
 def test_replies_go_on_without_a_daemon_that_does_not_start(tmp_path: Path) -> None:

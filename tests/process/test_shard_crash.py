@@ -46,7 +46,7 @@ def reply(model: Model) -> list[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def first() -> None:
-    """The first daemon of a process makes what stays."""
+    """The first daemon of a process opens files and threads that stay open."""
     load().close()
 
 
@@ -58,7 +58,7 @@ def _nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_death_while_generating(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    # It is noticed by the end of its connection alone.
+    # Only the end of the connection can show it.
     monkeypatch.setattr(heartbeat, "LOST_AFTER", 1000.0)
     with load(parallel=2, shard_timeout=1000) as model:
         (pid,) = children()
@@ -107,37 +107,45 @@ sys.exit(main(sys.argv[4:]))
 
 
 @pytest.mark.parametrize("end", ["dies", "goes on"])
-def test_what_a_lost_daemon_has_counted_is_not_believed(end: str, tmp_path: Path) -> None:
+def test_flags_that_a_lost_daemon_raised_are_not_believed(end: str, tmp_path: Path) -> None:
     todo = tmp_path / "todo"
     python = interpreter(tmp_path / "python", COUNTS_UP.format(todo=str(todo)))
     with load(target_shard_ipc_bin=python) as model:
         assert reply(model) == EXPECTED
         assert [daemon.words for daemon in model.daemons()] == [True]
         todo.write_text(end)
-        # That which dies may be seen before it has.
+        # The flag may be seen before the daemon has died.
         seen = "it raised the output flag beyond the last step"
         with pytest.raises(ShardLostError, match=seen if end == "goes on" else f"{seen}|ended by SIGKILL"):
             reply(model)
         assert not todo.exists()
-        # Memory of the first life is that of the second one.
+        # Both lives of the daemon share the same memory.
         assert reply(model) == EXPECTED
 
 
-def test_a_daemon_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    # It is noticed by the limit of a request alone.
+def test_a_stopped_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Only the timeout of a request can show it.
     monkeypatch.setattr(heartbeat, "LOST_AFTER", 1000.0)
+    shards: list[RemoteShard] = []
+    wait_loaded = RemoteShard.wait_loaded
+
+    def noted(shard: RemoteShard, *arguments: Any) -> None:
+        shards.append(shard)
+        wait_loaded(shard, *arguments)
+
+    monkeypatch.setattr(RemoteShard, "wait_loaded", noted)
     with load() as model:
         (pid,) = children()
         assert reply(model) == EXPECTED
-        (shard,) = (shard for shard in model._backend.shards if isinstance(shard, RemoteShard))
-        before = shard._daemon.timeouts
+        daemon = shards[0].device.daemon
+        before = daemon.timeouts
         os.kill(pid, signal.SIGSTOP)
-        shard._daemon.timeouts = Timeouts(before.start, 0.5)
+        daemon.timeouts = Timeouts(before.start, 0.5)
         limit = r"it does not respond within [\d.]+ s \(--shard-timeout\)"
         still = rf"^shard 1 \(cpu:1\): the daemon is lost: {limit}; at its last heartbeat, \d+\.\d s before, it "
         with pytest.raises(ShardLostError, match=still):
             reply(model)
-        shard._daemon.timeouts = before
+        daemon.timeouts = before
         assert reply(model) == EXPECTED
         assert children() != {pid} and len(children()) == 1
 
@@ -240,7 +248,7 @@ def test_without_memory_that_can_be_shared(
 
 @pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
 def test_processes_end_in_any_order(order: tuple[int, ...], tmp_path: Path) -> None:
-    """None has the others' sockets, which would keep them from their ends."""
+    """No process has the sockets of another one, which would stay open then."""
     program = interpreter(tmp_path / "python", "os.read(int(sys.argv[-1].split(',')[0]), 1)\n")
     made = [Child(f"shard {number}", program, {}) for number in range(3)]
     for at, number in enumerate(order):
@@ -250,9 +258,7 @@ def test_processes_end_in_any_order(order: tuple[int, ...], tmp_path: Path) -> N
         assert made[number].join(60) == "it ended with status 0"
 
 
-def test_a_process_that_does_not_end_is_waited_for_in_bounded_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_wait_for_a_process_that_does_not_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = Child("shard", interpreter(tmp_path / "python", "time.sleep(1000)"), {})
 
     def never(self: object, timeout: float) -> None:
@@ -267,7 +273,7 @@ def test_a_process_that_does_not_end_is_waited_for_in_bounded_time(
 
 
 SOCKET = "s = socket.socket(fileno=int(sys.argv[-1].split(',')[0])); "
-#: what stands for the interpreter, and how the start fails
+#: the program that replaces the interpreter, and how the start fails
 STARTS = {
     "exits": ("print('no such luck'); sys.exit(3)", "it ended with status 3; its last log lines: no such luck"),
     "garbage": (
@@ -316,7 +322,7 @@ def test_a_device_that_the_daemon_does_not_have() -> None:
 
 
 def test_a_hip_daemon_without_a_gpu() -> None:
-    """The daemon loads the vendor's library, if there is one, and says what is missing beyond it."""
+    """The daemon loads the vendor's library, if there is one, and says what else is missing."""
     found = driver.load("hip")
     if found is not None and found.count():
         pytest.skip("there is an AMD GPU")

@@ -1,4 +1,4 @@
-"""Daemons over TCP: the same tokens, the daemon's own file, and nobody without the key."""
+"""Daemons over TCP give the same tokens, read their own file, and refuse peers without the key."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_one_server_after_another(keys: list[Path], tmp_path: Path) -> None:
                 assert model.placement[2]["device"] == f"tcp://127.0.0.1:{port}/cpu:1"
 
 
-def test_a_server_beside_another_one(keys: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_server_at_the_same_time(keys: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with listener(REFERENCE.path, keys[0]) as (port, _), load(port, keys[0]) as model:
         with monkeypatch.context() as patched:
             patched.setattr(heartbeat, "FIRST_WITHIN", 1.0)
@@ -69,7 +69,7 @@ def test_a_daemon_that_comes_back(keys: list[Path]) -> None:
                 assert reply(model) == EXPECTED
 
 
-def test_a_daemon_that_is_long_away(
+def test_a_daemon_that_stays_away(
     keys: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTARTS", 2)
@@ -84,7 +84,7 @@ def test_a_daemon_that_is_long_away(
                 assert within(60, lambda: "cannot connect" in model.down())
                 with pytest.raises(ShardLostError, match=r"^shard 1 \(tcp://127.0.0.1:.*cannot connect"):
                     reply(model)
-                # The death and tries, and then once that these go on.
+                # The death and each attempt, and then once that the attempts go on.
                 said = [r.getMessage() for r in caplog.records if r.name == supervisor.__name__ and r.levelno > 20]
                 assert [text.rpartition("; ")[2] for text in said] == [*tries, "retrying every 0.01 s"]
                 caplog.clear()
@@ -120,7 +120,7 @@ def test_another_key(keys: list[Path]) -> None:
     with listener(REFERENCE.path, keys[0]) as (port, _):
         with pytest.raises(DeviceError, match=r"^tcp://127.0.0.1:\d+/cpu:0,.*: "):
             load(port, keys[1])
-        # What is no TLS does not keep others out.
+        # A connection without TLS does not keep others out.
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with load(port, keys[0]) as model:

@@ -1,4 +1,4 @@
-"""What a daemon answers to requests that cannot be done: it says why, and goes on."""
+"""A daemon's responses: it refuses invalid requests with a reason, and goes on."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Server:
     def announce(self, step: Step, source: int, target: int) -> None:
         self.channel.send(0, Announce(step, source, target), timeout=5)
 
-    def sign(self) -> Pong:
-        """A sign of life."""
+    def pong(self) -> Pong:
+        """A heartbeat."""
         self.heartbeat.send(0, Ping(), timeout=5)
         return self.heartbeat.receive(timeout=60)[1]
 
@@ -329,7 +329,7 @@ BOTH = changed(WHOLE, layers=((0, 2), (2, LAYERS)), spare=(0, 0))
 
 
 def prompts(server: Server, count: int) -> list[Response]:
-    """The answers to so many steps of which no output is wanted, sent one behind the other."""
+    """The responses to `count` steps without an output, which are sent without waiting."""
     silent = replace(STEP, output_rows=STEP.output_rows[:0], needs_logits=STEP.needs_logits[:0])
     for _ in range(count):
         server.announce(silent, -1, -1)
@@ -356,7 +356,7 @@ def test_devices_of_a_daemon_work_side_by_side(server: Server, monkeypatch: pyte
     assert isinstance(expected, Done) and expected.output is not None
     monkeypatch.setattr(LocalShard, "forward", watched)
     assert all(isinstance(reply, Done) for reply in prompts(server, 3)) and steps == {0: 3, 2: 3}
-    # What follows waits for the threads.
+    # Later requests wait for the threads.
     server.announce(STEP, -1, -1)
     again = server.ask(Forward())
     assert isinstance(again, Done) and same(again.output, expected.output)
@@ -365,9 +365,7 @@ def test_devices_of_a_daemon_work_side_by_side(server: Server, monkeypatch: pyte
 @pytest.mark.parametrize(
     "error", [DeviceError("out of order"), MemoryError("out of order"), ValueError("out of order")]
 )
-def test_a_step_that_fails_takes_those_behind_it_along(
-    server: Server, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_steps_behind_a_failed_step_fail_too(server: Server, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     forward, at, go = LocalShard.forward, itertools.count(1), threading.Event()
 
     def watched(self: LocalShard, step: Step, handed: Activation | None) -> Activation | Pending:
@@ -391,7 +389,7 @@ def test_a_step_that_fails_takes_those_behind_it_along(
     assert isinstance(saved, Saved) and f"blk.{LAYERS - 1}.k" in saved.tensors
 
 
-def test_signs_of_life_tell_what_it_is_at(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_say_what_the_daemon_does(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     build, forward, go = LocalShard.__init__, LocalShard.forward, threading.Event()
 
     def read(self: LocalShard, *arguments: Any, on_layer: Callable[[], None], **options: Any) -> None:
@@ -405,23 +403,23 @@ def test_signs_of_life_tell_what_it_is_at(server: Server, monkeypatch: pytest.Mo
         go.wait(60)
         return forward(self, step, handed)
 
-    signs: list[Pong] = []
+    pongs: list[Pong] = []
 
     def at(request: str, requests: int) -> Pong:
         def told() -> bool:
-            signs.append(server.sign())
-            return (signs[-1].request, signs[-1].requests) == (request, requests)
+            pongs.append(server.pong())
+            return (pongs[-1].request, pongs[-1].requests) == (request, requests)
 
         assert within(60, told)
-        return signs[-1]
+        return pongs[-1]
 
     monkeypatch.setattr(LocalShard, "__init__", read)
     monkeypatch.setattr(LocalShard, "forward", stopped)
-    assert server.sign() == Pong()
+    assert server.pong() == Pong()
     server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
     server.send(BOTH)
     # Each layer waits until it is allowed to be read.
-    assert within(60, lambda: server.sign().loaded > 0)
+    assert within(60, lambda: server.pong().loaded > 0)
     loading = at("Load", 1)
     assert loading.loaded == 1 / LAYERS and loading.seconds > 0
     go.set()
@@ -439,7 +437,7 @@ def test_signs_of_life_tell_what_it_is_at(server: Server, monkeypatch: pytest.Mo
     assert at("", 0).loaded == 1.0
 
 
-def test_signs_of_life_tell_what_devices_have_left(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_have_the_free_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, begun, go = LocalShard.forward, threading.Event(), threading.Event()
     free, threads = [100], set[threading.Thread]()
 
@@ -455,16 +453,16 @@ def test_signs_of_life_tell_what_devices_have_left(server: Server, monkeypatch: 
         return forward(self, step, handed)
 
     def told(*memory: tuple[int, int]) -> bool:
-        return within(60, lambda: server.sign().memory == memory)
+        return within(60, lambda: server.pong().memory == memory)
 
     monkeypatch.setattr(HostDevice, "memory", memory)
     monkeypatch.setattr(LocalShard, "forward", stopped)
     for module in (daemon, memory_watch):
         monkeypatch.setattr(module, "BEAT", 0.01)
-    assert server.sign().memory == ()
+    assert server.pong().memory == ()
     server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
     assert told((100, 1000), (100, 1001))
-    # Also while nobody asks for anything, and when a device cannot say.
+    # Also while there is no request, and when a device raises an error.
     for free[0], expected in ((90, ((90, 1000), (90, 1001))), (0, ()), (80, ((80, 1000), (80, 1001)))):
         assert told(*expected)
     server.ask(BOTH)
@@ -472,8 +470,8 @@ def test_signs_of_life_tell_what_devices_have_left(server: Server, monkeypatch: 
     server.send(Forward())
     assert begun.wait(60)
     free[0] = 70
-    # Others drive the devices now.
-    assert all(server.sign().memory == ((80, 1000), (80, 1001)) for _ in range(20))
+    # Other threads drive the devices now.
+    assert all(server.pong().memory == ((80, 1000), (80, 1001)) for _ in range(20))
     go.set()
     assert isinstance(server.channel.receive(timeout=60)[1], Done)
     assert told((70, 1000), (70, 1001))

@@ -1,4 +1,4 @@
-"""Daemons that go wrong while they load, read a prompt, decode or save: what is said of it, and that all goes on."""
+"""Daemons that fail while they load, read a prompt, decode or save: the error says why, and the next request works."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REFERENCE = Reference("qwen35-a-Q8_0")
 PROMPT = REFERENCE.expected["prompt_17"].tolist()
 EXPECTED = REFERENCE.expected["greedy_17"][:6].tolist()
 
-#: `luce shard` that goes wrong as a file says, of which it takes the first line when it comes to that stage
+#: `luce shard` that fails as a file says: at each stage it looks at the first line, and takes it if it is about it
 GOES_WRONG = """
 from pathlib import Path
 import numpy as np
@@ -88,7 +88,7 @@ for name in ("accept", "update_ranking", "save", "restore", "fetch", "load_state
     wrap(name, daemon_shard.ServedModel, name)
 sys.exit(main(sys.argv[4:]))
 """
-#: what happens, and what is said of it
+#: how a daemon dies, and the error
 DEATHS = {
     "SIGKILL": "ended by SIGKILL",
     "SIGSEGV": "ended by SIGSEGV",
@@ -96,7 +96,7 @@ DEATHS = {
     "garbage": "it sent bytes that are not a frame",
     "truncated": "it ended with status 0",
 }
-#: what cannot be had, and what is said of it
+#: which memory runs out, and the error
 MEMORY = {
     "memory": r"cpu:1: 281474976710656 bytes asked, \d+ bytes free",
     "host memory": r"host memory: Unable to allocate .*; \d+ bytes free",
@@ -110,28 +110,28 @@ FILES = {"file": "the daemon's file is not the server's: their contents differ"}
 
 @dataclass
 class Plan:
-    """A daemon's interpreter, and what its processes are to do."""
+    """A daemon's interpreter, and how its processes fail."""
 
     program: Path
     todo: Path
 
     def say(self, *lines: str) -> None:
-        """What goes wrong from now on, each once, in this order: `stage: misdeed`."""
+        """The failures from now on, each once, in this order: `stage: misdeed`."""
         self.todo.write_text("\n".join(lines))
 
     def load(self, **settings: Any) -> Model:
-        """A model whose second device is in a daemon that goes wrong."""
+        """A model whose second device is in a daemon that fails."""
         settings = {"max_ctx": 1024, "chunk": 16, **settings}
         return luce.load(REFERENCE.path, target_devices="cpu:0,cpu:1", target_shard_ipc_bin=self.program, **settings)
 
     def done(self) -> bool:
-        """Whether all of it has happened."""
+        """Whether all failures have happened."""
         return not self.todo.read_text()
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    """Nothing goes wrong yet."""
+    """Nothing fails yet."""
     todo = tmp_path / "todo"
     todo.write_text("")
     return Plan(interpreter(tmp_path / "python", GOES_WRONG.format(todo=str(todo))), todo)
@@ -139,13 +139,13 @@ def plan(tmp_path: Path) -> Plan:
 
 @pytest.fixture(scope="module", autouse=True)
 def first() -> None:
-    """The first daemon of a process makes what stays."""
+    """The first daemon of a process opens files and threads that stay open."""
     luce.load(REFERENCE.path, target_devices="cpu:0,cpu:1", target_shard_ipc_bin=HERE).close()
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon counts as silent as soon as it is stopped, and never otherwise; it is started anew at once."""
+    """A daemon counts as silent as soon as it is stopped, and never otherwise; it is restarted at once."""
     ping = heartbeat.Heartbeat.ping
 
     def pinged(self: heartbeat.Heartbeat) -> None:
@@ -166,7 +166,7 @@ def _nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def reply(model: Model, turned: int = 0) -> list[int]:
-    """To the prompt; `turned`: to another one of its tokens, of which nothing is kept."""
+    """The reply to the prompt, or to the prompt with `turned` tokens moved to its end, which no cache has."""
     prompt = PROMPT[turned:] + PROMPT[:turned]
     return [token.id for token in model.generate(prompt, max_tokens=6, temperature=0, ignore_eos=True)]
 
@@ -192,7 +192,7 @@ def test_death_beside_a_cache_on_disk(plan: Plan, death: str, tmp_path: Path) ->
     settings = {"kv_cache_dir": str(tmp_path / "cache"), "kv_cache_min_tokens": 1}
     with plan.load(**settings) as model:
         plan.say(f"fetch: {death}")
-        # What is kept is written while a reply is generated, or after.
+        # The saved state is written to disk during the reply, or after it.
         with contextlib.suppress(ShardLostError):
             reply(model, 1)
         assert within(60, plan.done)
@@ -210,7 +210,7 @@ def test_death_in_a_start(plan: Plan, stage: str, death: str) -> None:
     plan.say(f"{stage}: {death}")
     with pytest.raises(DeviceError) as caught:
         plan.load()
-    # What it is to load is known by then, or not yet.
+    # The name of the shard is known once it is to load.
     named = "cpu:1: " if stage == "start" else "shard 1 (cpu:1): "
     assert str(caught.value).startswith(f"{named}the daemon is lost: ") and DEATHS[death] in str(caught.value)
 
@@ -235,7 +235,7 @@ def test_what_refuses_a_start(plan: Plan, line: str, error: type[LuceError], why
 
 @pytest.mark.parametrize("stage", ["start", "load"])
 def test_later_starts_that_go_wrong(plan: Plan, stage: str, caplog: pytest.LogCaptureFixture) -> None:
-    """One life after another, until one is as it should be."""
+    """Restarts fail in each way, until one succeeds."""
     caplog.set_level(logging.WARNING, logger="luce.ipc.supervisor")
     reasons = {**DEATHS, **MEMORY, **(VERSIONS if stage == "start" else FILES)}
     with plan.load() as model:
@@ -244,7 +244,7 @@ def test_later_starts_that_go_wrong(plan: Plan, stage: str, caplog: pytest.LogCa
         plan.say(*(f"{stage}: {misdeed}" for misdeed in reasons))
         os.kill(first, signal.SIGKILL)
         assert within(60, lambda: first not in children())
-        # Waits for the last life.
+        # Waits for the last restart.
         assert reply(model) == EXPECTED
         assert len(children()) == 1 and plan.done()
         lines = [text for record in caplog.records if (text := record.getMessage()).endswith("; restarting it")]
@@ -257,7 +257,7 @@ def test_later_starts_that_go_wrong(plan: Plan, stage: str, caplog: pytest.LogCa
 def test_another_program_or_file_after_a_death(
     plan: Plan, line: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has changed on the disk while the server ran: the server says so, and stays."""
+    """Program or file have changed on disk while the server ran: the server says so, and goes on running."""
     monkeypatch.setattr(supervisor, "RESTARTS", 2)
     with plan.load() as model:
         plan.say("decode: SIGKILL", line, line)
@@ -287,7 +287,7 @@ def test_no_memory_in_a_save(plan: Plan, caplog: pytest.LogCaptureFixture) -> No
         before = children()
         for turned, (kind, why) in enumerate(MEMORY.items(), 1):
             plan.say(f"save: {kind}")
-            # The reply is worth more than its cached prefix.
+            # The reply goes on without a cached prefix.
             assert len(reply(model, turned)) == 6
             assert re.search(rf"a prefix could not be kept: shard 1 \(cpu:1\): .*{why}", caplog.text)
             caplog.clear()
@@ -295,7 +295,7 @@ def test_no_memory_in_a_save(plan: Plan, caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_no_memory_to_accept_rows(plan: Plan) -> None:
-    """The states are behind other rows in one process than in the other: no reply goes on from there."""
+    """The processes have accepted different rows: no reply continues from their states."""
     interpreters = {"target_shard_ipc_bin": (("", plan.program),)}
     with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1", **interpreters) as opened:
         backend = LayerSplitBackend(file, REFERENCE.spec, opened, slots=2, context=128, verify=4)
@@ -315,7 +315,7 @@ def test_no_memory_to_accept_rows(plan: Plan) -> None:
                 driver.end(sequence)
 
 
-def test_no_memory_to_seal_pages(plan: Plan) -> None:
+def test_no_memory_to_rank_pages(plan: Plan) -> None:
     interpreters = {"target_shard_ipc_bin": (("", plan.program),)}
     with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1", **interpreters) as opened:
         backend = LayerSplitBackend(file, REFERENCE.spec, opened, slots=2, context=128, ranked=True)
@@ -327,7 +327,7 @@ def test_no_memory_to_seal_pages(plan: Plan) -> None:
             entries = np.zeros(1, np.int32)
             for kind, why in MEMORY.items():
                 plan.say(f"update_ranking: {kind}")
-                # The answer comes behind steps that run: whoever asks for the page next hears of it.
+                # The response comes after the steps that are queued, so the next `rank` raises the error.
                 backend.ranking.add(sequence.slot, [0], [page])
                 with pytest.raises(OutOfMemoryError, match=rf"^shard 1 \(cpu:1\): .*{why}"):
                     backend.ranking.rank(sequence.slot, 69, entries)

@@ -1,4 +1,4 @@
-"""Devices in daemons of this machine's Python, and looks at what they leave behind."""
+"""Devices in daemons that run this interpreter, and checks for what daemons leave behind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def listener(
 
 
 def interpreter(path: Path, text: str) -> Path:
-    """A program that stands for a daemon's interpreter: Python code, with the daemon's command in sys.argv[3:]."""
+    """A program that replaces a daemon's interpreter: Python code, with the daemon's command in sys.argv[3:]."""
     path.write_text(f"#!{sys.executable}\nimport os, signal, socket, sys, time\n{text}")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
@@ -93,7 +93,7 @@ def remote(opened: Sequence[Device], number: int) -> RemoteDevice:
 
 
 def pid_of(device: RemoteDevice) -> int:
-    """The process that holds a device now: the child process that `remote` devices of its daemon share."""
+    """The child process that holds a device now."""
     peer = device.daemon.peer
     assert peer is not None
     return int(peer.pid)  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ def _counts(pid: int) -> bool:
 
 
 def state(pid: int) -> str:
-    """What a process is at: T stopped, Z dead and not waited for, or gone."""
+    """The state of a process: T stopped, Z dead and not waited for, or gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -127,25 +127,25 @@ def state(pid: int) -> str:
 
 
 def descriptors() -> list[str]:
-    """What this process has open."""
+    """The open files of this process."""
     names = []
     for name in os.listdir("/proc/self/fd"):
         try:
             names.append(os.readlink(f"/proc/self/fd/{name}"))
         except OSError:
-            # The descriptor of this very look.
+            # The descriptor of the listing itself.
             continue
     return sorted(names)
 
 
 @contextmanager
 def nothing_left(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No daemon, no descriptor and no thread outlives what is done inside."""
+    """No daemon, descriptor or thread that begins inside remains afterwards."""
     gc.collect()
-    # What earlier tests have left may go meanwhile.
+    # Descriptors of earlier tests may be closed meanwhile.
     before, threads = Counter(descriptors()), set(threading.enumerate())
     yield
-    # Records hold errors, errors hold frames, and frames hold the memory that was shared.
+    # Log records refer to errors, errors to stack frames, and these to the shared memory.
     caplog.get_records("call").clear()
     gc.collect()
     assert not children()

@@ -1,4 +1,4 @@
-"""A drafter in a daemon: what it is told, what it refuses, and what the server refuses of its answers."""
+"""A drafter in a daemon: text updates, refused requests, and responses that the server refuses."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def tokens(session: DraftSession, message: Propose) -> list[list[int]]:
     return [ids.tolist() for ids in reply.tokens]
 
 
-def test_a_text_told_in_parts_is_the_text(session: DraftSession) -> None:
+def test_a_text_in_several_updates(session: DraftSession) -> None:
     assert session.loaded() == DraftLoaded("dflash", 7, (0, 2, 5))
     (whole,) = tokens(session, propose(update(1, tokens=9, rows=8), wanted=((1, 7, 0),)))
     assert len(whole) == 7
     session.handle(propose(update(), wanted=()))
     assert tokens(session, propose(update(at=5, tokens=4, begin=4, rows=4, fresh=False))) == [whole]
-    # Rows that did not count are overwritten; a text begins anew.
+    # Rows that were not accepted are overwritten; another text begins in the slot.
     session.handle(propose(update(at=9, tokens=3, begin=8, rows=3, fresh=False), wanted=()))
     session.handle(propose(update(tokens=7, rows=6), wanted=()))
     assert tokens(session, propose(update(at=7, tokens=2, begin=4, rows=4, fresh=False), wanted=((0, 3, 0),))) == [
@@ -108,12 +108,12 @@ BAD = {
     "a position before the first": propose(update(begin=-1), wanted=()),
     "a text that is not known": propose(update(1, at=5, fresh=False), wanted=()),
     "a hole in the text": propose(update(at=1), wanted=()),
-    "an id that is none": propose(TextUpdate(0, True, 0, np.array([VOCAB], np.int32), 0, 0), wanted=()),
+    "an id outside the vocabulary": propose(TextUpdate(0, True, 0, np.array([VOCAB], np.int32), 0, 0), wanted=()),
     "no text": propose(update(tokens=0, rows=0), wanted=()),
     "a table of ids": propose(TextUpdate(0, True, 0, np.zeros((1, 2), np.int32), 0, 0), wanted=()),
-    "an unknown text asked": propose(update(), wanted=((1, 3, 0),)),
-    "asked twice": propose(update(), wanted=((0, 3, 0), (0, 3, 0))),
-    "nothing asked": propose(update(), wanted=((0, 0, 0),)),
+    "an unknown text wanted": propose(update(), wanted=((1, 3, 0),)),
+    "wanted twice": propose(update(), wanted=((0, 3, 0), (0, 3, 0))),
+    "no tokens wanted": propose(update(), wanted=((0, 0, 0),)),
     "a tree of less than no depth": propose(update(), wanted=((0, 3, -1),)),
     "another message": Forward(),
 }
@@ -144,21 +144,21 @@ def test_loads_that_are_refused(fields: dict[str, Any], error: type[LuceError], 
         DraftSession(load_of(**fields), HostDevice(), None, None, stack)
 
 
-ASKED = [Draftable(0, np.arange(5, dtype=np.int32), 2)]
+WANTED = [Draftable(0, np.arange(5, dtype=np.int32), 2)]
 TREE = [Draftable(0, np.arange(5, dtype=np.int32), 2, 1)]
 
 
-def proposed(ids: Any, chances: Any, parents: Any = ()) -> Proposed:
-    return Proposed((np.array(ids, np.int32),), (np.array(chances, np.float64),), (np.array(parents, np.int32),))
+def proposed(ids: Any, probabilities: Any, parents: Any = ()) -> Proposed:
+    return Proposed((np.array(ids, np.int32),), (np.array(probabilities, np.float64),), (np.array(parents, np.int32),))
 
 
 @pytest.mark.parametrize("reply", [proposed([], []), proposed([0, VOCAB - 1], [0.0, 1.0]), proposed([3], [])])
-def test_answers(reply: Proposed) -> None:
-    check_proposals(reply, ASKED, VOCAB)
+def test_responses(reply: Proposed) -> None:
+    check_proposals(reply, WANTED, VOCAB)
     check_proposals(reply, TREE, VOCAB)
 
 
-def test_answers_that_are_trees() -> None:
+def test_responses_with_trees() -> None:
     check_proposals(proposed([3, 4], [1, 1], [-1, -1]), TREE, VOCAB)
     for parents in ([-1], [[-1, -1]], [-1, -1, -1]):
         with pytest.raises(ProtocolError, match="parents"):
@@ -187,9 +187,9 @@ def test_a_tree_of_a_text(session: DraftSession) -> None:
         proposed([1], [float("nan")]),
     ],
 )
-def test_answers_that_are_garbage(reply: Proposed) -> None:
+def test_invalid_responses(reply: Proposed) -> None:
     with pytest.raises(ProtocolError):
-        check_proposals(reply, ASKED, VOCAB)
+        check_proposals(reply, WANTED, VOCAB)
 
 
 #: --draft-ipc-bin, --target-shard-ipc-bin, devices of the model in daemons, vendor of CuPy here, device, interpreter

@@ -1,4 +1,4 @@
-"""Frames: arrays come out as they went in, and nothing that a peer sends does more than end the channel."""
+"""Frames: arrays arrive unchanged, and whatever a peer sends can only end the channel."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_garbage(pair: Pair, name: str) -> None:
         theirs.receive(timeout=60)
 
 
-def test_another_protocol_is_told_by_both_sides(pair: Pair) -> None:
-    # Whatever such a peer means by the rest, and whatever it says next, this is what is said of it.
+def test_both_sides_name_another_protocol(pair: Pair) -> None:
+    # The error does not depend on the rest of the frame, nor on what follows.
     ours, theirs = pair
     ours.socket.sendall(frame(b"?" * 100, magic=b"LUC" + bytes([PROTOCOL + 1])))
     with pytest.raises(ProtocolError) as caught:
@@ -243,7 +243,9 @@ def test_a_descriptor_outlives_the_wait_for_it(pair: Pair, monkeypatch: pytest.M
     assert errors and ours.socket.fileno() < 0
 
 
-def test_a_connection_is_not_ended_by_another_ones_number(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_does_not_end_another_connection_with_the_same_number(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, _ = pair
     ending, go = threading.Event(), threading.Event()
     shutdown = socket.socket.shutdown
@@ -269,7 +271,7 @@ def test_a_connection_is_not_ended_by_another_ones_number(pair: Pair, monkeypatc
     ours.shutdown()
 
 
-def test_threads_that_wait_on_closed_channels_hear_nothing_of_the_next_ones() -> None:
+def test_threads_that_wait_on_closed_channels_receive_nothing_of_the_next_ones() -> None:
     failures: list[object] = []
 
     def live(number: int) -> None:

@@ -1,4 +1,4 @@
-"""A supervisor and its daemon's lives, where the daemon is a thread of this test."""
+"""A supervisor and its daemon's lives; the daemon is a thread of this test."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ LOAD = Load("", "", (), (), 1, ("auto", "auto"), 0, (), False, (), 1, True, 0, T
 class Peer:
     """A daemon. `live` gets its channel when layers are loaded, and the descriptor that came with them.
 
-    It gives no sign of life unless `awake`.
+    It sends heartbeats while `awake` is set.
     """
 
     silence_hint = ""
     awake = threading.Event()
     awake.set()
-    #: what it says then, and of its devices
-    sign = Pong()
+    #: its heartbeat, and its devices
+    pong = Pong()
     devices: tuple[DeviceFacts, ...] = ()
-    #: whether it has loaded what it is to load
+    #: set when it has loaded
     ready = threading.Event()
     ready.set()
 
@@ -51,9 +51,9 @@ class Peer:
         self.requests, theirs = socket.socketpair()
         self.heartbeat, their_heartbeat = socket.socketpair()
         self._live = live
-        self.signs = 0
+        self.pongs = 0
         self._channel: Channel[Request] = Channel(theirs, Request)
-        self._signs: Channel[Ping] = Channel(their_heartbeat, Ping)
+        self._pings: Channel[Ping] = Channel(their_heartbeat, Ping)
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._serve, self._pong)]
         for thread in self._threads:
             thread.start()
@@ -78,19 +78,19 @@ class Peer:
     def _pong(self) -> None:
         try:
             while True:
-                self._signs.receive(timeout=60)
+                self._pings.receive(timeout=60)
                 self.awake.wait(60)
-                self._signs.send(0, self.sign, timeout=60)
-                self.signs += 1
+                self._pings.send(0, self.pong, timeout=60)
+                self.pongs += 1
         except ChannelError:
-            self._signs.close()
+            self._pings.close()
 
     def kill(self) -> None:
         """Its sockets end."""
 
     def join(self) -> str:
         """As a process."""
-        self._signs.shutdown()
+        self._pings.shutdown()
         for thread in self._threads:
             thread.join(60)
         return "it ended"
@@ -101,7 +101,7 @@ Watch = Callable[[Callable[[Channel[Request], int], None]], Supervisor]
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    """Makes the supervisor of daemons that start at once, as often as it takes."""
+    """Makes supervisors whose daemons restart at once, any number of times."""
     made: list[Supervisor] = []
     monkeypatch.setattr(supervisor, "RESTARTS", 1000)
     monkeypatch.setattr(supervisor, "RESTART_DELAYS", (0.0,) * 1000)
@@ -115,8 +115,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         each.close()
 
 
-def test_no_life_answers_for_another(watch: Watch) -> None:
-    # The next life's sockets get the numbers of the last ones, on which the engine may still wait.
+def test_no_life_responds_to_requests_of_another(watch: Watch) -> None:
+    # The sockets of the next life get the numbers of the last ones, on which the engine may still wait.
     lives = 0
 
     def live(channel: Channel[Request], fd: int) -> None:
@@ -164,32 +164,30 @@ def test_a_later_life_gets_the_memory_of_a_closed_arena(watch: Watch) -> None:
 
 
 def loading(daemon: Supervisor) -> None:
-    """Let it load layers."""
+    """Let the daemon load layers."""
     arena = shared_arena(1)
     daemon.begin_load(LOAD, Loaded, arena=arena)
     arena.close()
 
 
 def waits(channel: Channel[Request], fd: int) -> None:
-    """A life without work."""
+    """A life without requests."""
     channel.receive(timeout=60)
 
 
-def test_what_is_read_of_layers(
-    watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_progress_of_loading(watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="luce.ipc.supervisor")
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
-    monkeypatch.setattr(Peer, "sign", Pong("Load", 1.0, 1, 0.25))
+    monkeypatch.setattr(Peer, "pong", Pong("Load", 1.0, 1, 0.25))
     monkeypatch.setattr(Peer, "ready", threading.Event())
     daemon, shares = watch(waits), []
 
     def seen() -> None:
         shares.append(daemon.progress)
         if daemon.progress == 0.25:
-            Peer.sign = Pong("Load", 2.0, 1, 0.26)
+            Peer.pong = Pong("Load", 2.0, 1, 0.26)
         if daemon.progress == 0.26:
-            Peer.sign = Pong("Load", 3.0, 1, 0.5)
+            Peer.pong = Pong("Load", 3.0, 1, 0.5)
         if daemon.progress == 0.5:
             Peer.ready.set()
 
@@ -202,7 +200,7 @@ def test_what_is_read_of_layers(
 
 
 @pytest.mark.parametrize(("shares", "error"), [((0.25, 0.5, 0.75), ""), ((0.25, 0.2505, 0.2509), "made no progress")])
-def test_a_start_may_last_as_long_as_layers_are_read(
+def test_a_start_may_take_any_time_while_it_makes_progress(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, shares: tuple[float, ...], error: str
 ) -> None:
     later = 0.0
@@ -216,7 +214,7 @@ def test_a_start_may_last_as_long_as_layers_are_read(
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
     monkeypatch.setattr(heartbeat, "LOST_AFTER", 1e6)
     monkeypatch.setattr(heartbeat, "FIRST_WITHIN", 1e6)
-    monkeypatch.setattr(Peer, "sign", Pong("Load", 1.0, 1, shares[0]))
+    monkeypatch.setattr(Peer, "pong", Pong("Load", 1.0, 1, shares[0]))
     monkeypatch.setattr(Peer, "ready", threading.Event())
     monkeypatch.setattr(Peer, "kill", lambda peer: peer.ready.set())
     daemon, seen = watch(waits), [0.0]
@@ -229,7 +227,7 @@ def test_a_start_may_last_as_long_as_layers_are_read(
         # Of 60 s.
         later += 40
         if len(seen) <= len(shares):
-            Peer.sign = Pong("Load", 1.0, 1, shares[len(seen) - 1])
+            Peer.pong = Pong("Load", 1.0, 1, shares[len(seen) - 1])
         elif not error:
             Peer.ready.set()
 
@@ -243,7 +241,7 @@ def test_a_start_may_last_as_long_as_layers_are_read(
 
 
 @pytest.mark.parametrize("lie", [{"kv_dtype": "frob"}, {"kv_dtype": "|O"}, {"lanes": 0}, {"free": -1}], ids=str)
-def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch, lie: dict[str, Any]) -> None:
+def test_invalid_facts_about_a_device(monkeypatch: pytest.MonkeyPatch, lie: dict[str, Any]) -> None:
     facts = {"host": True, "lanes": 1, "kv_dtype": "<f4", "free": 1, "total": 2, "facts": {}, **lie}
     monkeypatch.setattr(Peer, "devices", (DeviceFacts("cpu:0", **facts),))
     opening = Open(__version__, ("cpu:0",), "info", 0)
@@ -254,30 +252,30 @@ def test_a_device_that_is_none(monkeypatch: pytest.MonkeyPatch, lie: dict[str, A
 
 
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let daemons have two."""
+    """Let daemons have two devices."""
     names = "cpu:0", "cpu:1"
     monkeypatch.setattr(Peer, "devices", tuple(DeviceFacts(name, True, 1, "<f4", 1, 2, {}) for name in names))
     monkeypatch.setattr(sys.modules[__name__], "OPEN", Open(__version__, names, "info", 0))
 
 
-def test_what_devices_have_left(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_devices(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
     two_devices(monkeypatch)
     daemon = watch(waits)
     first, second = (RemoteDevice(DeviceName("cpu", number), daemon, number) for number in (0, 1))
-    # Before it tells it in signs of life, as it was when it started.
+    # Before the first heartbeat with memory, that of the start.
     assert first.left() is None and first.memory() == Memory(1, 2)
-    monkeypatch.setattr(Peer, "sign", Pong(memory=((3, 4), (5, 6))))
+    monkeypatch.setattr(Peer, "pong", Pong(memory=((3, 4), (5, 6))))
     assert within(60, lambda: first.left() is not None)
     assert first.left() == first.memory() == Memory(3, 4) and second.left() == Memory(5, 6)
-    monkeypatch.setattr(Peer, "sign", Pong(memory=((7, 8), (5, 6))))
+    monkeypatch.setattr(Peer, "pong", Pong(memory=((7, 8), (5, 6))))
     assert within(60, lambda: first.left() == Memory(7, 8))
     daemon.close()
     assert first.left() is None
 
 
 @pytest.mark.parametrize(
-    "sign",
+    "pong",
     [
         Pong(loaded=float("nan")),
         Pong(loaded=1.5),
@@ -292,12 +290,12 @@ def test_what_devices_have_left(watch: Watch, monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=str,
 )
-def test_a_sign_of_life_that_is_none(watch: Watch, monkeypatch: pytest.MonkeyPatch, sign: Pong) -> None:
-    monkeypatch.setattr(Peer, "sign", sign)
+def test_malformed_heartbeats(watch: Watch, monkeypatch: pytest.MonkeyPatch, pong: Pong) -> None:
+    monkeypatch.setattr(Peer, "pong", pong)
     two_devices(monkeypatch)
     daemon = watch(waits)
     with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it sent a malformed heartbeat$"):
-        # Its first answer may come before its first sign.
+        # Its first response may come before its first heartbeat.
         loading(daemon)
         daemon.hello()
         daemon.wait_loaded(Loaded)
@@ -306,7 +304,7 @@ def test_a_sign_of_life_that_is_none(watch: Watch, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("sign", "last"),
+    ("pong", "last"),
     [
         (Pong(loaded=1.0), "waited for requests"),
         (Pong("Forward", 61.96, 3, 1.0), "had worked on Forward for 62.0 s, 2 more requests waiting"),
@@ -314,13 +312,15 @@ def test_a_sign_of_life_that_is_none(watch: Watch, monkeypatch: pytest.MonkeyPat
     ],
     ids=str,
 )
-def test_what_a_silent_daemon_was_at(watch: Watch, monkeypatch: pytest.MonkeyPatch, sign: Pong, last: str) -> None:
-    monkeypatch.setattr(Peer, "sign", sign)
+def test_the_last_activity_of_a_silent_daemon(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, pong: Pong, last: str
+) -> None:
+    monkeypatch.setattr(Peer, "pong", pong)
     daemon = watch(waits)
     loading(daemon)
     daemon.wait_loaded(Loaded)
     peer = daemon.peer
-    assert isinstance(peer, Peer) and within(60, lambda: peer.signs > 1)
+    assert isinstance(peer, Peer) and within(60, lambda: peer.pongs > 1)
     monkeypatch.setattr(Peer, "awake", threading.Event())
     monkeypatch.setattr(heartbeat, "LOST_AFTER", 0.1)
     assert within(60, lambda: daemon.generation > 0)
@@ -331,7 +331,7 @@ def test_what_a_silent_daemon_was_at(watch: Watch, monkeypatch: pytest.MonkeyPat
     assert re.fullmatch(silent + re.escape(last), daemon.loss())
 
 
-def test_a_silent_daemon_is_suspected_before_it_is_lost(
+def test_the_log_warns_before_a_silent_daemon_is_lost(
     watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.02)
@@ -348,7 +348,7 @@ def test_a_silent_daemon_is_suspected_before_it_is_lost(
     loading(daemon)
     daemon.wait_loaded(Loaded)
     peer = daemon.peer
-    assert isinstance(peer, Peer) and within(60, lambda: peer.signs > 2)
+    assert isinstance(peer, Peer) and within(60, lambda: peer.pongs > 2)
     Peer.awake.clear()
     try:
         assert logged("shard: no heartbeat for ")

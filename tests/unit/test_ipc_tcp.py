@@ -1,4 +1,4 @@
-"""Who gets as far as a first message, and that nobody else keeps others from it."""
+"""Only peers with the key connect, and others do not delay them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def served(keys: list[Path]) -> Iterator[Listener]:
-    """An address, and the servers that come there."""
+    """An address, and the servers that connect to it."""
     with listen("127.0.0.1:0") as listener:
         context = tls_context(keys[0], "--key-file", server=True)
         with accept_servers(listener, context) as servers:
@@ -57,16 +57,16 @@ def test_addresses(text: str, host: str) -> None:
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True)])
-def test_a_key_for_everybody(keys: list[Path], mode: int, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_that_everybody_can_read(
+    keys: list[Path], mode: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     keys[1].chmod(mode)
     tls_context(keys[1], "--shard-key-file", server=False)
     warning = f"--shard-key-file {keys[1]}: every user of this machine can read the key: chmod o= it"
     assert [record.getMessage() for record in caplog.records] == [warning] * warned
 
 
-def test_a_silent_stranger_keeps_nobody_waiting(
-    served: Listener, keys: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_peer_delays_nobody(served: Listener, keys: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "HANDSHAKE_TIMEOUT", 1000.0)
     where, servers = served
     host, _, port = where.partition(":")
@@ -80,26 +80,26 @@ def test_a_silent_stranger_keeps_nobody_waiting(
                 silent.recv(1)
 
 
-def test_halves_of_two_servers_do_not_mix(served: Listener, keys: list[Path]) -> None:
+def test_connections_of_two_servers_do_not_mix(served: Listener, keys: list[Path]) -> None:
     where, servers = served
     context = tls_context(keys[0], "--shard-key-file", server=False)
     tokens = b"a" * 16, b"b" * 16
-    # Each half arrives before the next one leaves, as the daemon's end of the handshake is over by then.
-    halves = [tcp.connect(where, context, role + token) for role in (b"W", b"R") for token in tokens]
+    # Each connection arrives before the next one begins: the daemon's end of the handshake is over by then.
+    connections = [tcp.connect(where, context, role + token) for role in (b"W", b"R") for token in tokens]
     for _ in tokens:
         requests, heartbeat = next(servers)
         with requests, heartbeat:
-            (number,) = (n for n in range(2) if halves[2 + n].getsockname() == requests.getpeername())
-            assert met(halves[2 + number], requests) and met(halves[number], heartbeat)
-    for half in halves:
-        half.close()
+            (number,) = (n for n in range(2) if connections[2 + n].getsockname() == requests.getpeername())
+            assert met(connections[2 + number], requests) and met(connections[number], heartbeat)
+    for connection in connections:
+        connection.close()
 
 
-def test_halves_without_another_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpaired_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "MAX_UNPAIRED", 1)
     arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
     others = {}
-    # Given here, as connections may arrive in another order than they were made in.
+    # Real connections may arrive in another order than they were made in.
     for name, role, token in (
         ("alone", b"R", b"1"),
         ("older", b"R", b"2"),
@@ -123,7 +123,7 @@ def test_another_key_gets_nowhere(served: Listener, keys: list[Path]) -> None:
     except DeviceError as error:
         assert str(error).startswith(f"shard: cannot connect to {where}: ")
     else:
-        # TLS 1.3 tells a client that it is refused only when it reads.
+        # With TLS 1.3 a client learns only when it reads that it is refused.
         for sock in (stranger.requests, stranger.heartbeat):
             with sock, pytest.raises(OSError, match=r"certificate|alert|reset"):
                 sock.recv(1)
@@ -134,7 +134,7 @@ def test_another_key_gets_nowhere(served: Listener, keys: list[Path]) -> None:
 
 
 class Short(socket.socket):
-    """A listening socket for whose connections there is no descriptor at first."""
+    """A listening socket that first fails to accept for lack of descriptors."""
 
     left = 3
 

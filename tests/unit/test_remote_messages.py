@@ -1,4 +1,4 @@
-"""Every field of a step and of an output crosses the wire, those too that somebody adds tomorrow."""
+"""Every field of a step and of an output survives the messages, also fields that are added later."""
 
 from __future__ import annotations
 

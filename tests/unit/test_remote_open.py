@@ -1,4 +1,4 @@
-"""Which devices go to daemons, with which interpreter, and which share one."""
+"""Which devices are in daemons, with which interpreter, and which devices share a daemon."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_where_devices_go(
     ("devices", "given", "why"),
     [("cuda:0", {"": "p"}, "two or more devices"), ("cuda:0,cuda:1", {"hip": "h"}, "no hip device is named")],
 )
-def test_interpreters_without_a_use(devices: str, given: dict[str, str], why: str) -> None:
+def test_interpreters_that_no_device_uses(devices: str, given: dict[str, str], why: str) -> None:
     with pytest.raises(UsageError, match=f"^--target-shard-ipc-bin.*{why}"):
         places(devices, given)
 
@@ -73,7 +73,7 @@ def test_interpreters_without_a_use(devices: str, given: dict[str, str], why: st
 @pytest.mark.parametrize(
     "settings", [{}, {"target_shard_ipc_bin": (("", Path("/none")),)}, {"shard_transport": "stream"}], ids=str
 )
-def test_16_bits_where_nothing_travels_are_refused(settings: dict[str, Any]) -> None:
+def test_16_bits_without_messages_are_refused(settings: dict[str, Any]) -> None:
     config = Config(target_devices=("cpu:0", "cpu:1"), shard_activations="bf16", **settings)
     with pytest.raises(UsageError, match="--shard-activations bf16: activations travel in messages only") as caught:
         opening.open_placement(config)
@@ -107,7 +107,7 @@ def test_an_interpreter_that_is_not_there(settings: dict[str, str], setting: str
         ({"draft": "x", "draft_ipc_bin": HERE, "draft_device": "hip:0"}, "cpu"),
     ],
 )
-def test_variables_that_no_daemon_gets(settings: dict[str, Any], refused: str) -> None:
+def test_variables_for_a_backend_without_a_daemon(settings: dict[str, Any], refused: str) -> None:
     config = resolve({"target_devices": "cpu:0,cpu:1", "shard_env": "hip:A=1,cpu:B=2", **settings}, env={})
     with pytest.raises(UsageError, match=f"^--shard-env {refused}: no {refused} daemon is started$"):
         opening.open_placement(config)

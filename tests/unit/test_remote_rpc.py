@@ -29,7 +29,7 @@ from tests.support.daemons import key_file
 
 
 class Daemon:
-    """What Requests needs of a Supervisor. `peer` is the daemon's end."""
+    """The part of a Supervisor that Requests uses. `peer` is the daemon's end."""
 
     name = "shard 1"
     timeouts = Timeouts(60.0, 60.0)
@@ -61,15 +61,15 @@ def daemon() -> Iterator[Daemon]:
     made.close()
 
 
-def test_what_is_kept_is_dropped_with_its_last_reference(daemon: Daemon) -> None:
+def test_a_saved_state_is_dropped_with_its_last_reference(daemon: Daemon) -> None:
     requests = Requests(daemon)  # type: ignore[arg-type]
     gc.disable()
     try:
-        kept = RemoteSavedState(requests, range(4), Save(5, 1, ((2,),), held=False), seconds=0)
+        saved = RemoteSavedState(requests, range(4), Save(5, 1, ((2,),), held=False), seconds=0)
         request, _ = daemon.peer.receive(timeout=60)
         daemon.peer.send(request, Saved({"blk.3.k": SavedTensor("<f4", (64, 1, 2), paged=True)}, 512), timeout=60)
-        assert kept.nbytes == 512 and not requests.dropped
-        del kept
+        assert saved.nbytes == 512 and not requests.dropped
+        del saved
         assert list(requests.dropped) == [5]
     finally:
         gc.enable()
@@ -78,7 +78,7 @@ def test_what_is_kept_is_dropped_with_its_last_reference(daemon: Daemon) -> None
     assert not requests.dropped
 
 
-def test_a_lost_daemon_is_the_answer_to_all_that_was_asked(daemon: Daemon) -> None:
+def test_all_open_requests_of_a_lost_daemon_fail(daemon: Daemon) -> None:
     requests = Requests(daemon)  # type: ignore[arg-type]
     asked = [requests.ask(Accept(0, (0,)), Expected(lambda response: None, limit=0)) for _ in range(3)]
     number, _ = daemon.peer.receive(timeout=60)
@@ -104,17 +104,17 @@ def over_tls(folder: Path) -> tuple[socket.socket, socket.socket]:
 
 @pytest.mark.parametrize("secured", [False, True])
 def test_large_messages_pass_each_other(secured: bool, tmp_path: Path) -> None:
-    """A daemon that sends an answer reads no request meanwhile: if the server did likewise, neither would go on."""
+    """A daemon that sends a response does not read meanwhile. If the server did the same, both would wait for ever."""
     daemon = Daemon(*(over_tls(tmp_path) if secured else socket.socketpair()))
     data = np.arange(1 << 23, dtype=np.uint8)
-    heard: list[object] = []
+    received: list[object] = []
 
     def serve() -> None:
         for _ in range(3):
             number, message = daemon.peer.receive(timeout=60, limit=1 << 24)
-            heard.append(message.data)
+            received.append(message.data)
             # The next request is on its way by now.
-            assert len(heard) == 3 or daemon.peer.ready(60)
+            assert len(received) == 3 or daemon.peer.ready(60)
             daemon.peer.send(number, Done(data=data[::-1]), timeout=60)
 
     def take(response: Response) -> None:
@@ -127,13 +127,13 @@ def test_large_messages_pass_each_other(secured: bool, tmp_path: Path) -> None:
     for request in asked:
         request.wait()
     peer.join(60)
-    assert len(heard) == 3 and all(np.array_equal(each, data) for each in heard)  # type: ignore[arg-type]
+    assert len(received) == 3 and all(np.array_equal(each, data) for each in received)  # type: ignore[arg-type]
     daemon.close()
 
 
 @pytest.mark.parametrize("secured", [False, True])
-def test_every_answer_is_that_of_its_request(secured: bool, tmp_path: Path) -> None:
-    """Many requests of any size, several on the way at a time, some with a message before that gets no answer."""
+def test_every_response_is_that_of_its_request(secured: bool, tmp_path: Path) -> None:
+    """Many requests of any size, several at a time, some of them behind a message without a response."""
     daemon = Daemon(*(over_tls(tmp_path) if secured else socket.socketpair()))
     count, most = 20000, 1 << 14
     rng = np.random.default_rng(0)
@@ -179,7 +179,7 @@ def test_every_answer_is_that_of_its_request(secured: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("count", [1, 100])
-def test_there_are_no_other_tokens(count: int) -> None:
+def test_ids_outside_the_vocabulary(count: int) -> None:
     def output(last: int) -> Output:
         return Output(np.array([8] * (count - 1) + [last], np.int32), np.empty((0, 9), np.float32))
 

@@ -1,4 +1,4 @@
-"""What a daemon refuses of trees: kernels look at nothing twice."""
+"""A daemon refuses invalid steps; kernels do not check them again."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_tree() -> None:
         {"view": {"copies": np.array([[-2, -1]], np.int32)}},
     ],
 )
-def test_what_is_no_tree(changes: dict[str, Any]) -> None:
+def test_invalid_trees(changes: dict[str, Any]) -> None:
     with pytest.raises(BackendError):
         check_step(step(**changes), 10, LOAD)
 
@@ -82,3 +82,109 @@ def test_what_is_no_tree(changes: dict[str, Any]) -> None:
 def test_paths() -> None:
     assert is_path((0,), 1) and is_path((0, 2, 7), 8)
     assert not any(is_path(rows, 8) for rows in ((), (1,), (0, 8), (0, 3, 3), (0, 3, 2), (-1, 0)))
+
+
+def plain(span: Span, rows: int, **changes: Any) -> Step:
+    """A step of one span on page 3, which is not checked yet."""
+    ones, wanted = np.ones((1, 1), np.int32), np.array([rows - 1], np.int32)
+    dest = np.arange(3 * PAGE, 3 * PAGE + rows, dtype=np.int32)
+    view = PageView(3 * ones, 0 * ones, np.ones(1, np.int32), dest)
+    made = Step(
+        tokens=np.arange(rows, dtype=np.int32),
+        positions=np.arange(rows, dtype=np.int32),
+        spans=(span,),
+        views=(replace(view, **changes.pop("view", {})),),
+        output_rows=wanted,
+        needs_logits=np.ones(1, np.bool_),
+    )
+    return replace(made, **changes)
+
+
+def ints(*values: Any) -> Any:
+    return np.array(values, np.int32)
+
+
+NONE = ints()
+MISFIT, TABLE, MISSING = "fields of the step do not fit", "page table", "does not exist"
+SPAN = Span(1, 0, 3, 64)
+
+
+@pytest.mark.parametrize("span", [SPAN, Span(0, 0, 3, 0), Span(1, 0, 3, 7, 2), Span(1, 0, 3, 7, speculative=True)])
+def test_a_span(span: Span) -> None:
+    check_step(plain(span, 3), 70, LOAD)
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        replace(SPAN, start=1),
+        replace(SPAN, rows=2),
+        replace(SPAN, rows=0),
+        replace(SPAN, rows=-3),
+        replace(SPAN, position=-1),
+        replace(SPAN, slot=2),
+        replace(SPAN, slot=-1),
+        replace(SPAN, accepted=9),
+        replace(SPAN, accepted=-1),
+        replace(SPAN, position=0, accepted=1),
+        replace(SPAN, position=0, speculative=True),
+        replace(SPAN, ancestors=(0,)),
+    ],
+    ids=str,
+)
+def test_invalid_spans(span: Span) -> None:
+    with pytest.raises(BackendError, match=MISFIT):
+        check_step(plain(span, 3), 70, LOAD)
+
+
+def test_more_speculative_rows_than_the_load_allows() -> None:
+    check_step(plain(replace(SPAN, rows=8, speculative=True), 8), 70, LOAD)
+    with pytest.raises(BackendError, match=MISFIT):
+        check_step(plain(replace(SPAN, rows=9, speculative=True), 9), 70, LOAD)
+
+
+def test_a_span_without_rows_beside_another() -> None:
+    empty = plain(SPAN, 3, spans=(SPAN, replace(SPAN, slot=0, start=3, rows=0)))
+    with pytest.raises(BackendError, match=MISFIT):
+        check_step(empty, 70, LOAD)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"tokens": NONE, "positions": NONE, "spans": ()}, MISFIT),
+        ({"tokens": ints([0, 1, 2])}, MISFIT),
+        ({"positions": ints(0, 1)}, MISFIT),
+        ({"output_rows": ints([2]), "needs_logits": np.ones((1, 1), np.bool_)}, MISFIT),
+        ({"needs_logits": np.ones(2, np.bool_)}, MISFIT),
+        ({"needs_candidates": np.ones(2, np.bool_)}, MISFIT),
+        ({"views": ()}, MISFIT),
+        ({"view": {"table": ints([3], [3])}}, TABLE),
+        ({"view": {"table": ints(3)}}, TABLE),
+        ({"view": {"first": ints([0, 0])}}, TABLE),
+        ({"view": {"count": ints(1, 1)}}, TABLE),
+        ({"view": {"dest": ints(0, 1)}}, TABLE),
+        ({"view": {"seen": np.zeros((3, 1), np.int32)}}, TABLE),
+        ({"tokens": ints(0, 1, 70)}, MISSING),
+        ({"tokens": ints(0, 1, -1)}, MISSING),
+        ({"positions": ints(0, 1, -1)}, MISSING),
+        ({"output_rows": ints(3)}, MISSING),
+        ({"view": {"table": ints([9])}}, MISSING),
+        ({"view": {"count": ints(2)}}, MISSING),
+        ({"view": {"dest": ints(0, 1, 9 * PAGE)}}, MISSING),
+    ],
+    ids=str,
+)
+def test_invalid_arrays(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(BackendError, match=why):
+        check_step(plain(SPAN, 3, **changes), 70, LOAD)
+
+
+@pytest.mark.parametrize("rows", [64, 65])
+def test_seen_rows_of_a_long_span(rows: int) -> None:
+    step = plain(replace(SPAN, rows=rows), rows, view={"seen": np.zeros((rows, 2), np.int32)})
+    if rows == 64:
+        check_step(step, 70, LOAD)
+        return
+    with pytest.raises(BackendError, match=TABLE):
+        check_step(step, 70, LOAD)
