@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +18,8 @@ from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.settings import Config, sampling_default
 from luce.draft.drafter import Drafter
 from luce.draft.feature_tail import FeatureTails
-from luce.engine.admission import Ticket
+from luce.engine.admission import SequenceHandle
+from luce.engine.engine_options import EngineOptions
 from luce.engine.events import Event, Failed, Finished, Progress, PromptLogits, Token, Tokens
 from luce.engine.loop import Engine
 from luce.errors import UsageError
@@ -44,13 +46,13 @@ class Generation(Iterator[Token]):
     """
 
     def __init__(
-        self, submit: Callable[[Callable[[Event], None]], Ticket], progress: Callable[[int, int], None] | None
+        self, submit: Callable[[Callable[[Event], None]], SequenceHandle], progress: Callable[[int, int], None] | None
     ) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._ready: list[Token] = []
         self._progress = progress
         self.finish: Finished | None = None
-        self._ticket = submit(self._events.put)
+        self._handle = submit(self._events.put)
 
     def __next__(self) -> Token:
         while not self._ready:
@@ -71,41 +73,45 @@ class Generation(Iterator[Token]):
 
     def close(self) -> None:
         """Cancel what is left of the reply. Idempotent."""
-        self._ticket.cancel()
+        self._handle.cancel()
 
     def __del__(self) -> None:
-        if hasattr(self, "_ticket"):
-            self._ticket.cancel()
+        if hasattr(self, "_handle"):
+            self._handle.cancel()
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Everything that luce.assembly opens for a model."""
+
+    file: GGUFFile
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    #: conversations to ids, if the file has a chat template
+    chat: ChatFormat
+    backend: LayerSplitBackend
+    disk: DiskTier | None = None
+    kvflash: KVFlash | None = None
+    drafter: Drafter | None = None
+    feature_tails: FeatureTails | None = None
+    #: the device of a drafter in a daemon
+    draft_device: RemoteDevice | None = None
+    #: why there is no drafter although one is wanted; empty otherwise
+    no_drafter_reason: str = ""
 
 
 class Model:
-    """A loaded model. Thread-safe; `close` it, or use it as a context manager.
+    """A loaded model. Thread-safe; `close` it, or use it as a context manager."""
 
-    tokenizer, chat (conversations to ids, if the file has a chat template), engine, spec, config: the parts.
-    """
-
-    def __init__(
-        self,
-        file: GGUFFile,
-        spec: ModelSpec,
-        tokenizer: Tokenizer,
-        chat: ChatFormat,
-        backend: LayerSplitBackend,
-        config: Config,
-        opened: contextlib.ExitStack,
-        disk: DiskTier | None = None,
-        drafter: Drafter | None = None,
-        tails: FeatureTails | None = None,
-        kvflash: KVFlash | None = None,
-        undrafted: str = "",
-        draft_device: RemoteDevice | None = None,
-    ) -> None:
+    def __init__(self, parts: ModelParts, config: Config, resources: contextlib.ExitStack) -> None:
+        """`resources` are released by `close`."""
+        backend, file = parts.backend, parts.file
         self._backend = backend
-        self._draft_device = draft_device
-        self._opened = opened
-        self.spec = spec
-        self.tokenizer = tokenizer
-        self.chat = chat
+        self._draft_device = parts.draft_device
+        self._resources = resources
+        self.spec = parts.spec
+        self.tokenizer = parts.tokenizer
+        self.chat = parts.chat
         self.config = config
         self.path = file.paths[0]
         self.context = backend.capacity.context
@@ -116,22 +122,16 @@ class Model:
         self.fingerprint = _fingerprint(file)
         self.engine = Engine(
             backend,
-            eos=tokenizer.eos_ids,
-            max_queue=config.max_queue,
-            chunk=backend.chunk,
-            max_queue_seconds=config.max_queue_seconds,
-            timeout=config.timeout,
-            cache_bytes=config.cache_ram << 20,
-            cache_interval=config.cache_interval,
-            disk=disk,
-            disk_tokens=config.kv_cache_min_tokens,
-            flush_seconds=config.kv_cache_flush_timeout,
-            drafter=drafter,
-            verify_width=config.verify_width,
-            tree=config.ddtree_budget if config.ddtree else None,
-            tails=tails,
-            kvflash=kvflash,
-            undrafted=undrafted,
+            EngineOptions.of(
+                config,
+                eos=parts.tokenizer.eos_ids,
+                chunk=backend.chunk,
+                no_drafter_reason=parts.no_drafter_reason,
+            ),
+            disk=parts.disk,
+            kvflash=parts.kvflash,
+            drafter=parts.drafter,
+            feature_tails=parts.feature_tails,
         )
 
     @property
@@ -191,7 +191,7 @@ class Model:
         rows: list[NDArray[np.float32]] = []
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         params = SamplingParams(max_tokens=0, prompt_logits=True)
-        ticket = self.engine.submit(ids, params, output=self.reply_text(), on_event=events.put)
+        handle = self.engine.submit(ids, params, output=self.reply_text(), on_event=events.put)
         try:
             while not isinstance(event := events.get(), Finished):
                 if isinstance(event, PromptLogits):
@@ -199,7 +199,7 @@ class Model:
                 elif isinstance(event, Failed):
                     raise event.error
         finally:
-            ticket.cancel()
+            handle.cancel()
         return np.concatenate(rows)
 
     def generate(
@@ -263,7 +263,7 @@ class Model:
     def close(self) -> None:
         """Stop generating, release devices and file. Idempotent."""
         self.engine.close()
-        self._opened.close()
+        self._resources.close()
 
     def __enter__(self) -> Model:
         return self

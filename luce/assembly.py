@@ -12,7 +12,7 @@ from typing import Any
 
 import threadpoolctl
 
-from luce.api import Model
+from luce.api import Model, ModelParts
 from luce.backend.kvflash_size import Wanted, tail_pages
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import Claim, served_chunk, served_context
@@ -129,10 +129,22 @@ def _open_model(path: Path, config: Config, on_progress: Callable[[float], None]
         tails = None if prepared is None else prepared.tails
         disk = None if directory is None else _disk(directory, file, backend, chat, config)
         kvflash = open_kvflash(opened, backend, devices, config, lambda: tokenizer)
-        held = contextlib.ExitStack()
-        far = drafter.device if isinstance(drafter, RemoteDrafter) else None
-        model = Model(file, spec, tokenizer, chat, backend, config, held, disk, drafter, tails, kvflash, undrafted, far)
-        held.enter_context(opened.pop_all())
+        resources = contextlib.ExitStack()
+        parts = ModelParts(
+            file=file,
+            spec=spec,
+            tokenizer=tokenizer,
+            chat=chat,
+            backend=backend,
+            disk=disk,
+            kvflash=kvflash,
+            drafter=drafter,
+            feature_tails=tails,
+            draft_device=drafter.device if isinstance(drafter, RemoteDrafter) else None,
+            no_drafter_reason=undrafted,
+        )
+        model = Model(parts, config, resources)
+        resources.enter_context(opened.pop_all())
         return model
 
 

@@ -45,6 +45,7 @@ from luce.config.sampling import SamplingParams
 from luce.config.settings import Config
 from luce.draft.drafter import Draftable, Drafter, PendingProposals, Proposal
 from luce.draft.open import open_drafter
+from luce.engine.engine_options import EngineOptions
 from luce.engine.events import Event, Failed, Tokens
 from luce.engine.loop import Engine
 from luce.errors import LuceError, UsageError
@@ -156,7 +157,7 @@ def acceptance(target: str, prompts: dict[str, list[str]], tokens: int, count: i
             "state": stats.state,
             "devices": [part["device"] for part in model.placement],
             "tokens": tokens,
-            "accept_rate": stats.accept_rate,
+            "acceptance_rate": stats.acceptance_rate,
             "tasks": tasks,
         }
 
@@ -213,7 +214,8 @@ def timed(
 ) -> dict[str, Any]:
     """Medians over up to `steps` steps of one sequence behind a prompt, each of `width` rows."""
     lent = None if drafter is None else Lent(drafter)
-    engine = Engine(backend, eos=frozenset(), max_queue=1, chunk=backend.chunk, drafter=lent, verify_width=width)
+    options = EngineOptions(eos=frozenset(), max_queue=1, chunk=backend.chunk, verify_width=width)
+    engine = Engine(backend, options, drafter=lent)
     try:
         # The last steps of a reply have fewer rows.
         events = replied(engine, prompt, _FIRST + steps + width)

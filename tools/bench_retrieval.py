@@ -79,9 +79,9 @@ def main() -> None:
             started = time.perf_counter()
             found = [right for right, _ in recalled(model, asked)]
             seconds = time.perf_counter() - started
-            residency = model.engine.stats().residency
+            paging = model.engine.stats().paging
         marks = "".join(".X"[right] for right in found)
-        print(f"{policy or 'no pool'}: {sum(found)} of {len(found)}, by depth {marks}, {seconds:.1f} s; {residency}")
+        print(f"{policy or 'no pool'}: {sum(found)} of {len(found)}, by depth {marks}, {seconds:.1f} s; {paging}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import numpy as np
 
 from luce.backend.backend import Backend
 from luce.bench.cost import Rows
-from luce.engine.scheduler import Sequence as Text
+from luce.engine.sequence import PagingLimits, rows_to_boundary
 from luce.kvcache.page_table import PageTables
 from luce.kvcache.paging import QUESTION, KVFlash, Pager
 from luce.kvcache.prefix_tree import Residency, Segment
@@ -141,15 +141,15 @@ class Stepper:
         begin = self._position[slot]
         end = begin + rows
         self._texts[slot, begin:end] = self._random.integers(0, self._backend.capacity.vocab, rows, np.int32)
-        text = Text(self._texts[slot, :end], room=0, done=begin)
+        prompt, limits, at = self._texts[slot, :end], PagingLimits(), begin
         if self._pager is not None and end > self._pager.size:
-            text.block, text.question = self._pager.block, QUESTION
-            self._pager.begin(slot, text.prompt, begin)
-        while text.prompt_left:
+            limits = PagingLimits(prompt_multiple=self._pager.block, query_rows=QUESTION)
+            self._pager.begin(slot, prompt, begin)
+        while at < end:
             self._page(slot, end)
-            at, count = text.done, min(text.stretch, self._chunk)
-            text.done += count
-            self._forward([slot], text.prompt[at : text.done], count, wanted=int(text.done == end))
+            count = min(rows_to_boundary(at, end, limits), self._chunk)
+            self._forward([slot], prompt[at : at + count], count, wanted=int(at + count == end))
+            at += count
 
     def verify(self, slot: int, rows: int) -> None:
         """Rows of one sequence whose next tokens are all wanted; the sequence does not advance."""

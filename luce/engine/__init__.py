@@ -1,17 +1,23 @@
 """Sequences and steps: which rows run next, and which token follows.
 
-Here: the scheduler, the engine thread, sampling, speculative decoding, replies. Not here: pages (luce.kvcache), text
-(luce.text implements TextOutput), HTTP, and where layers run. luce.api and luce.server call it; it calls luce.kvcache,
-luce.draft, and luce.backend through the Backend protocol.
+Here: the scheduler, the engine's thread, sampling, speculative decoding, replies. Not here: pages (luce.kvcache), text
+(luce.text implements TextOutput), HTTP, and the devices that layers run on. luce.api and luce.server call it; it calls
+luce.kvcache, luce.draft, and luce.backend through the Backend protocol.
 
-    events        SamplingParams, the events of a reply, TextOutput
-    scheduler     pure: waiting and running sequences in, steps out
-    draft_tree    pure: draft trees as rows of a step, and the pages that their branches see
-    sampling      logits to a token; log probabilities
-    speculate     asks the drafter, shares out rows to verify, counts what was accepted
-    draft_budget  how many draft rows pay: measured step times and acceptance rates
-    checkpoints   where a sequence resumes from the prefix cache, and which checkpoints of it are saved
-    reply         a reply as it grows: choosing tokens, judging whether one is the last, scores, timings
-    admission     what other threads ask for: who is admitted, who waits, commands between two steps
-    loop          Engine: the thread that joins these with a backend and with those who wait for replies
+    engine_options   EngineOptions, and EngineStats: the numbers of an engine
+    events           the events of a reply, TextOutput
+    sequence         Sequence: a prompt and its reply, with the state that each part of the engine writes
+    scheduler        pure: waiting and running sequences in, steps out
+    draft_tree       pure: draft trees as rows of a step, and the pages of their branches
+    sampling         logits to a token; log probabilities
+    speculate        asks the drafter, chooses the draft rows to verify, counts the accepted ones
+    draft_budget     pure: how many draft rows pay, by measured step times and acceptance rates
+    checkpoints      where a sequence resumes from the prefix cache, and which checkpoints of it are saved
+    sequence_paging  swaps the pages of long sequences before their steps
+    reply            a reply while it grows: tokens, finish reason, prompt scores, times
+    admission        who may wait and run, and commands of other threads
+    parts            the collaborators of an engine, and how they are wired
+    delivery         events to the sinks of replies, and the end of replies
+    commit           a step's output to tokens of replies
+    loop             Engine: the thread that joins these
 """

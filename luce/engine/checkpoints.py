@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
 from luce.engine.events import Texts
-from luce.engine.scheduler import Sequence
+from luce.engine.sequence import Sequence
 from luce.engine.speculate import Speculator
 from luce.errors import LuceError
 from luce.kvcache.disk.manifest import ReplyTokens
@@ -59,38 +59,38 @@ class Checkpoints:
     def resume(self, sequence: Sequence) -> Hit | None:
         """Let a sequence that has a slot begin where the cache leaves off; None if that is at its beginning."""
         # Scores are wanted at every position.
-        if sequence.scored or sequence.shared == 0:
+        if sequence.scores_prompt or sequence.cache.max_tokens == 0:
             return None
         assert sequence.slot is not None
-        hit = self._cache.resume(sequence.prompt, sequence.slot, sequence.shared)
+        hit = self._cache.resume(sequence.prompt, sequence.slot, sequence.cache.max_tokens)
         if self._cache.exact and hit.length < hit.known < len(sequence.prompt):
             # Prompts part here that are alike up to here: the next one of this kind can be resumed where they do.
-            sequence.cuts = tuple(sorted({*sequence.cuts, hit.known}))
+            sequence.cache.lengths = tuple(sorted({*sequence.cache.lengths, hit.known}))
         if not hit.length:
             return None
-        sequence.done = hit.length
         if hit.point is not None:
             self._newest[sequence] = hit.point
             if self._speculator is not None:
-                self._speculator.resumed(sequence.slot, hit.length, hit.point.features)
+                self._speculator.resume(sequence.slot, hit.length, hit.point.features)
         return hit
 
     def reading(self, sequence: Sequence) -> None:
         """Some of the prompt is read, and some is left."""
-        if sequence.done not in sequence.cuts:
+        if sequence.computed not in sequence.cache.lengths:
             return
-        left = sequence.prompt_left
-        last = sequence.done == sequence.cuts[-1] and left <= _OPENING and self._cache.exact and sequence.kept
+        state = sequence.cache
+        last = sequence.computed == state.lengths[-1] and sequence.prompt_remaining <= _OPENING
+        last = last and self._cache.exact and state.saves_logits
         point = self._keep(sequence, passing=False, offer=None if last else Offer())
         if last and point is not None:
             self._last[sequence] = point
 
-    def read(self, sequence: Sequence, logits: NDArray[np.float32] | None, *, bounded: bool) -> None:
-        """The prompt is read; `logits` of its last row, which are copied. `bounded`: it was kept at a boundary."""
+    def read(self, sequence: Sequence, logits: NDArray[np.float32] | None) -> None:
+        """The prompt is read; `logits` of its last row, which are copied."""
         if logits is not None:
             logits = logits.copy()
         # A state is large: of the prompt's end the disk gets the logits only, if there is a point a few tokens before.
-        alone = not (self._cache.exact and bounded)
+        alone = not (self._cache.exact and sequence.cache.has_boundary)
         self._keep(sequence, logits, offer=Offer() if alone else None)
         last = self._last.pop(sequence, None)
         if last is not None:
@@ -100,8 +100,8 @@ class Checkpoints:
     def finished(self, sequence: Sequence, texts: Texts) -> None:
         """The reply ends in order; `texts` of it as in TextOutput."""
         recall: ReplyTokens | None = None
-        if texts and sequence.reply and not sequence.prompt_left:
-            recall = ReplyTokens(texts, tuple(sequence.tokens[sequence.done :].tolist()))
+        if texts and sequence.reply and not sequence.prompt_remaining:
+            recall = ReplyTokens(texts, tuple(sequence.tokens[sequence.computed :].tolist()))
         self._keep(sequence, offer=Offer(recall))
 
     def ended(self, sequence: Sequence) -> None:
@@ -120,19 +120,20 @@ class Checkpoints:
         offer: Offer | None,
     ) -> Checkpoint | None:
         """Let later sequences begin where this one is; as PrefixCache.keep."""
-        if sequence.slot is None or not sequence.done:
+        if sequence.slot is None or not sequence.computed:
             return None
-        if sequence.shared is not None and sequence.done > sequence.shared:
+        if sequence.cache.max_tokens is not None and sequence.computed > sequence.cache.max_tokens:
             return None
-        if sequence.accepted and self._backend.capacity.recurrent:
+        state = sequence.schedule
+        if state.accepted and self._backend.capacity.recurrent:
             try:
-                self._backend.accept(sequence.slot, sequence.path or range(sequence.accepted))
+                self._backend.accept(sequence.slot, state.path or range(state.accepted))
             except LuceError as error:
                 _log.warning("a prefix could not be kept: %s", error)
                 return None
-            sequence.accepted, sequence.path = 0, ()
-        ids = sequence.tokens[: sequence.done]
-        tail = None if self._speculator is None else self._speculator.tail(sequence.slot, sequence.done)
+            state.accept_applied()
+        ids = sequence.tokens[: sequence.computed]
+        tail = None if self._speculator is None else self._speculator.feature_tail(sequence.slot, sequence.computed)
         after = self._newest.get(sequence)
         kept = self._cache.keep(sequence.slot, ids, logits, tail, passing=passing, after=after, offer=offer)
         if kept is not None:

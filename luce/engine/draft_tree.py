@@ -1,9 +1,10 @@
-"""Trees of guesses as rows of a step: chains of rows side by side, each behind rows of earlier ones. Pure.
+"""Draft trees as rows of a step: chains of rows side by side, each of which goes on after rows of earlier chains. Pure.
 
 A row must have the bits that it has in plain decoding, where the rows before it lie side by side in pages. So each
-branch of a tree is a span of its own, at its own depth, and sees pages of its own from the root's on: what of them lies
-before the branch is copied there, layer by layer, when the step's keys and values are written. When a path is accepted
-that ends on a branch, its pages take the place of the sequence's. luce.runtime.step says what a step's spans are then.
+branch of a tree is a span of its own, at its own depth, and has pages of its own from the root's page on. The rows
+before the branch that lie in these pages are copied there, layer by layer, when the step's keys and values are written.
+When a path that ends on a branch is accepted, the branch's pages replace those of the sequence. luce.runtime.step
+describes the spans of such a step.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from luce.draft.drafter import Proposal
 from luce.kvcache.page_table import PageTable
 from luce.runtime.step import PAGE, Int32, PageView, Span
 
-# Copies of a step come in multiples of so many, so that steps have few shapes.
-_COPIES = 256
+# The number of copies in a step is padded to a multiple of this, so that steps have few shapes.
+_COPY_MULTIPLE = 256
 
 
 def depth_first(parents: Sequence[int]) -> list[int]:
-    """The order in which each row comes behind its parent, or its parent's other descendants, the first child first.
+    """The nodes of a tree in depth-first order, where a node's first child comes first.
 
-    parents[i] is the parent of node i, one before it, or -1.
+    parents[i] is the parent of node i: an earlier node, or -1 for the root.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
@@ -39,7 +40,7 @@ def depth_first(parents: Sequence[int]) -> list[int]:
 
 
 def well_formed(parents: Sequence[int], tokens: Sequence[int], depth: int) -> bool:
-    """Whether parents come before children, siblings have different tokens, and none is more than `depth` deep."""
+    """Whether parents come before children, siblings have different tokens, and no node is more than `depth` deep."""
     depths: list[int] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
@@ -48,19 +49,21 @@ def well_formed(parents: Sequence[int], tokens: Sequence[int], depth: int) -> bo
     return max(depths, default=0) <= depth and len(set(zip(parents, tokens, strict=False))) == len(parents)
 
 
-def in_rows(proposal: Proposal, count: int) -> tuple[Proposal, tuple[int, ...]]:
-    """The first `count` tokens of a tree in the order of rows, and the row of each one's parent: () if that is the one
-    before it."""
+def in_row_order(proposal: Proposal, count: int) -> tuple[Proposal, tuple[int, ...]]:
+    """The first `count` tokens of a tree in the order of rows, and the row of each token's parent.
+
+    The parents are () if each token follows the one before it.
+    """
     order = depth_first(proposal.parents[:count])
     rows = {-1: 0} | {node: row for row, node in enumerate(order, 1)}
     tokens = [proposal.tokens[node] for node in order]
-    chances = [proposal.probabilities[node] for node in order] if proposal.probabilities else ()
+    probabilities = [proposal.probabilities[node] for node in order] if proposal.probabilities else ()
     parents = tuple(rows[proposal.parents[node]] for node in order)
-    return Proposal(tokens, chances), parents if parents != tuple(range(count)) else ()
+    return Proposal(tokens, probabilities), parents if parents != tuple(range(count)) else ()
 
 
-def whole(spans: Sequence[Span]) -> list[Span]:
-    """A step's spans with each tree as one, of all of its rows, which has `ancestors` of its last branch."""
+def merge_branches(spans: Sequence[Span]) -> list[Span]:
+    """A step's spans with each tree as one span of all its rows, which has the `ancestors` of the last branch."""
     found: list[Span] = []
     for span in spans:
         if span.ancestors:
@@ -72,16 +75,16 @@ def whole(spans: Sequence[Span]) -> list[Span]:
 
 @dataclass(frozen=True)
 class Branch:
-    """Rows [first, last] of a tree, each the child of the one before it; `ancestors`: the rows from the root to the
-    parent of the first one."""
+    """Rows [first, last] of a tree, each the child of the one before it."""
 
     first: int
     last: int
+    #: the rows from the root to the parent of the first row
     ancestors: tuple[int, ...] = ()
 
     @property
     def depth(self) -> int:
-        """Rows between the root and the first one, the root's included."""
+        """Number of ancestors of the first row."""
         return len(self.ancestors)
 
 
@@ -99,13 +102,13 @@ def branches(parents: Sequence[int]) -> tuple[Branch, ...]:
     return tuple(found)
 
 
-def depth(parents: Sequence[int]) -> int:
+def tree_depth(parents: Sequence[int]) -> int:
     """Rows of the longest path of a tree."""
     return max(branch.depth + branch.last - branch.first + 1 for branch in branches(parents))
 
 
-def spans(parents: Sequence[int], root: Span) -> list[Span]:
-    """The spans of a tree; `root` has the place and the position of the root, and what was accepted before it."""
+def tree_spans(parents: Sequence[int], root: Span) -> list[Span]:
+    """The spans of a tree; `root` has the root's slot, row and position, and the rows accepted before it."""
     first, *others = branches(parents)
     made = [replace(root, rows=first.last + 1, speculative=True)]
     for branch in others:
@@ -116,25 +119,25 @@ def spans(parents: Sequence[int], root: Span) -> list[Span]:
     return made
 
 
-#: pages of the spare ones that a branch has: by the branch's first row of the step, the page of each table entry
-Taken = dict[int, dict[int, int]]
+#: pages that branches have for themselves: by the branch's first row of the step the page of each table entry
+BranchPages = dict[int, dict[int, int]]
 
 
-def own_pages(view: PageView, group: PageTable, spans: Sequence[Span]) -> tuple[PageView, Taken]:
-    """A view in which each branch among a step's spans has pages of its own, and these."""
+def with_branch_pages(view: PageView, group: PageTable, spans: Sequence[Span]) -> tuple[PageView, BranchPages]:
+    """A view in which each branch among a step's spans has pages of its own, and these pages."""
     table, count, dest = view.table.copy(), view.count.copy(), view.dest.copy()
     copies: list[tuple[Int32, Int32]] = []
-    taken: Taken = {}
+    own: BranchPages = {}
     spare = iter(group.branch_pages)
     for index, span in enumerate(spans):
         if not span.ancestors:
             continue
         root = span.position - len(span.ancestors)
         entries = range(root // PAGE, (span.position + span.rows - 1) // PAGE + 1)
-        pages = taken[span.start] = {entry: next(spare) for entry in entries}
-        # Where the positions from the first of these pages on lie, up to the branch, and are to lie.
+        pages = own[span.start] = {entry: next(spare) for entry in entries}
+        # The positions from the first of these pages to the branch: where they lie (old), and where they go (new).
         before = np.arange(entries.start * PAGE, root, dtype=np.int32)
-        # The pages from the root's on are there, whatever is missing before them.
+        # The pages from the root's on are resident, whichever pages before them are not.
         low = int(np.searchsorted(view.first[index, : count[index]], entries.start * PAGE)) - entries.start
         old = np.concatenate([table[index, before // PAGE + low] * PAGE + before % PAGE, dest[list(span.ancestors)]])
         for entry, page in pages.items():
@@ -145,11 +148,11 @@ def own_pages(view: PageView, group: PageTable, spans: Sequence[Span]) -> tuple[
         copies.append((old, new[: len(old)]))
         dest[span.start : span.start + span.rows] = new[len(old) :]
     pairs = np.stack([np.concatenate(side) for side in zip(*copies, strict=True)], axis=1)
-    padded = np.full((-(-len(pairs) // _COPIES) * _COPIES, 2), -1, np.int32)
+    padded = np.full((-(-len(pairs) // _COPY_MULTIPLE) * _COPY_MULTIPLE, 2), -1, np.int32)
     padded[: len(pairs)] = pairs
-    return replace(view, table=table, count=count, dest=dest, copies=padded), taken
+    return replace(view, table=table, count=count, dest=dest, copies=padded), own
 
 
-def moved(path: Sequence[int]) -> bool:
-    """Whether the rows of a path are not the first ones."""
+def is_moved(path: Sequence[int]) -> bool:
+    """Whether the rows of an accepted path are not the first rows of its span."""
     return list(path) != list(range(len(path)))

@@ -1,4 +1,4 @@
-"""A reply as it grows: which token comes next, whether it is the last, and what to report of both."""
+"""Reply: a reply while it grows. Chooses tokens, finds the finish reason, scores the prompt, measures times."""
 
 from __future__ import annotations
 
@@ -9,43 +9,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.config.sampling import SamplingParams
-from luce.engine.admission import Ticket
+from luce.engine.admission import SequenceHandle
 from luce.engine.events import EventSink, FinishReason, PromptLogits, PromptScores, TextOutput, Timings, Token
 from luce.engine.sampling import Sampler, needs_logits, score
-from luce.engine.scheduler import Sequence, StepShare
+from luce.engine.scheduler import ScheduledSequence
+from luce.engine.sequence import Sequence
 from luce.runtime.step import Int32, Output
 
 
 @dataclass(frozen=True)
-class Row:
-    """What a step, or the prefix cache, gives for the next token: the likeliest, and all logits or the best ones."""
+class OutputRow:
+    """What the next token is chosen from: one row of a step's output, or logits from the prefix cache."""
 
+    #: the token with the largest logit
     token: int
+    #: float32 [vocab]
     logits: NDArray[np.float32] | None = None
-    top: tuple[Int32, NDArray[np.float32]] | None = None
+    #: ids int32 [t] and logits float32 [t] of the row's largest logits, descending
+    candidates: tuple[Int32, NDArray[np.float32]] | None = None
 
 
-def rows_of(part: StepShare, output: Output) -> list[Row]:
-    """The wanted rows of a sequence's share of a step."""
-    ids, logits, top = output.ids[part.ids].tolist(), output.logits[part.logits], None
-    if output.candidates is not None and part.top.stop > part.top.start:
-        top = list(zip(output.candidates.ids[part.top], output.candidates.logits[part.top], strict=True))
+def output_rows(scheduled: ScheduledSequence, output: Output) -> list[OutputRow]:
+    """A sequence's rows of a step's output."""
+    own = scheduled.candidates
+    ids, logits, candidates = output.ids[scheduled.ids].tolist(), output.logits[scheduled.logits], None
+    if output.candidates is not None and own.stop > own.start:
+        candidates = list(zip(output.candidates.ids[own], output.candidates.logits[own], strict=True))
     return [
-        Row(token, logits[row] if len(logits) else None, None if top is None else top[row])
+        OutputRow(token, logits[row] if len(logits) else None, None if candidates is None else candidates[row])
         for row, token in enumerate(ids)
     ]
 
 
 class Reply:
-    """What is known of a sequence beside its rows.
-
-    eos: ids that end it unless `params` says otherwise; vocab: ids are below it; bounded: whether its prompt has a
-    boundary to be kept at. `submitted`, `started` (it got a slot), `read` (its prompt was): on time.monotonic's clock.
+    """A sequence with its sampler, its text and its sink. `eos` ids end it unless `params` ignores them; ids are below
+    `vocab`. Times are on time.monotonic's clock.
     """
 
     def __init__(
         self,
-        ticket: Ticket,
+        handle: SequenceHandle,
         sequence: Sequence,
         params: SamplingParams,
         output: TextOutput,
@@ -53,10 +56,9 @@ class Reply:
         *,
         eos: frozenset[int],
         vocab: int,
-        bounded: bool,
-        submitted: float,
+        submitted_at: float,
     ) -> None:
-        self.ticket = ticket
+        self.handle = handle
         self.sequence = sequence
         self.params = params
         self.output = output
@@ -66,17 +68,20 @@ class Reply:
         ends = frozenset(i for i in params.stop_token_ids | self._eos if 0 <= i < vocab)
         self._sampler = Sampler(params, sequence.prompt, seed=self.seed, ends=ends) if needs_logits(params) else None
         self._scores: list[Token] = []
-        self.bounded = bounded
-        self.submitted = submitted
-        self.started: float | None = None
-        self.read: float | None = None
-        #: positions that came from the prefix cache, and from where in it
-        self.cached, self.tier = 0, "none"
-        #: tokens that were proposed and verified, and those of them in the reply
+        self._submitted_at = submitted_at
+        #: when the sequence got a slot
+        self.started_at: float | None = None
+        #: when its prompt was computed
+        self.prompt_done_at: float | None = None
+        #: positions that the prefix cache restored
+        self.cached_tokens = 0
+        #: the tier that they came from: ram, disk, or none
+        self.cache_tier = "none"
+        #: draft tokens that were verified, and draft tokens that are in the reply
         self.drafted = self.accepted = 0
 
-    def choose(self, row: Row) -> Token:
-        """The next token, as yet without text: the likeliest, or what the sampler makes of the row."""
+    def choose(self, row: OutputRow) -> Token:
+        """Choose the next token and append it: the one with the largest logit, or the sampler's. It has no text yet."""
         token = row.token
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
@@ -84,16 +89,16 @@ class Reply:
             if row.logits is not None:
                 token = self._sampler.choose(row.logits)
             else:
-                assert row.top is not None
-                token = self._sampler.choose_among(*row.top)
+                assert row.candidates is not None
+                token = self._sampler.choose_among(*row.candidates)
             self._sampler.push(token)
             if self.params.logprobs is not None and row.logits is not None:
                 logprob, top = score(row.logits, token, self.params.logprobs)
         self.sequence.reply.append(token)
         return Token(token, "", logprob, top)
 
-    def judge(self, token: int) -> tuple[FinishReason | None, str, str | int | None]:
-        """Whether the newest token ends the reply: (reason, text that is certain now, what stopped it)."""
+    def finish_reason(self, token: int) -> tuple[FinishReason | None, str, str | int | None]:
+        """Push the newest token to the text: (reason or None, text that is certain now, stop string or stop token)."""
         params, sequence = self.params, self.sequence
         if token in self._eos:
             return FinishReason.EOS, "", None
@@ -102,39 +107,39 @@ class Reply:
         text = self.output.push(token)
         if self.output.stopped is not None:
             return FinishReason.STOP, text, self.output.stopped
-        if len(sequence.reply) < sequence.room:
+        if len(sequence.reply) < sequence.max_new_tokens:
             return None, text, None
         return FinishReason.LENGTH if len(sequence.reply) == params.max_tokens else FinishReason.CONTEXT, text, None
 
-    def score_prompt(self, part: StepShare, output: Output) -> None:
-        """Report the logits of prompt rows, and score the tokens behind them, as far as somebody asked."""
-        logits = output.logits[part.logits]
+    def score_prompt(self, scheduled: ScheduledSequence, output: Output) -> None:
+        """Report the logits of prompt rows, and score the token after each, if `params` asks for it."""
+        position, logits = scheduled.position, output.logits[scheduled.logits]
         if self.params.prompt_logits:
-            self.on_event(PromptLogits(part.position, logits))
+            self.on_event(PromptLogits(position, logits))
         if self.params.prompt_logprobs is None:
             return
-        following = self.sequence.prompt[part.position + 1 : part.position + 1 + part.rows].tolist()
+        following = self.sequence.prompt[position + 1 : position + 1 + scheduled.rows].tolist()
         for row, token in zip(logits, following, strict=False):
             logprob, top = score(row, token, self.params.prompt_logprobs)
             self._scores.append(Token(token, "", logprob, top))
 
     def report_scores(self) -> None:
-        """Report the scores of the prompt, which is read, if somebody asked."""
+        """Report the scores of the whole prompt, if `params` asks for them."""
         if self.params.prompt_logprobs is not None:
             self.on_event(PromptScores(tuple(self._scores)))
 
     def timings(self, now: float) -> Timings:
-        """Seconds and token counts until now."""
-        started = now if self.started is None else self.started
-        read = now if self.read is None else self.read
+        """Seconds and token counts until `now`."""
+        started = now if self.started_at is None else self.started_at
+        prompt_done = now if self.prompt_done_at is None else self.prompt_done_at
         return Timings(
-            queued=started - self.submitted,
-            prompt=read - started,
-            predicted=now - read,
-            prompt_tokens=min(self.sequence.done, len(self.sequence.prompt)),
+            queued=started - self._submitted_at,
+            prompt=prompt_done - started,
+            predicted=now - prompt_done,
+            prompt_tokens=min(self.sequence.computed, len(self.sequence.prompt)),
             predicted_tokens=len(self.sequence.reply),
-            cached_tokens=self.cached,
-            cache_tier=self.tier,
+            cached_tokens=self.cached_tokens,
+            cache_tier=self.cache_tier,
             drafted=self.drafted,
             accepted=self.accepted,
         )

@@ -60,7 +60,7 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, prompt: NDArray[np.int32], *, seed: int, ends: frozenset[int]) -> None:
-        self._params = params
+        self.params = params
         self._seed = seed % 2**64
         self._history = _Window(prompt, params.repeat_last_n) if params.repetition_penalty != 1 else None
         self._counts = _Counts() if params.frequency_penalty or params.presence_penalty else None
@@ -79,7 +79,7 @@ class Sampler:
         Raises BackendError if the logits hold NaN or +inf, RequestError if `logit_bias` bans every token.
         """
         values = self.adjust(logits)
-        temperature = self._params.temperature
+        temperature = self.params.temperature
         best = int(values.argmax())
         top = float(values[best])
         if not math.isfinite(top):
@@ -94,7 +94,7 @@ class Sampler:
         """The same from a row's candidates alone, where `needs_candidates` holds."""
         if not math.isfinite(logits[0]):
             raise BackendError(f"position {self._position}: the logits are not finite")
-        return int(self._draw_from(ids[: self._params.top_k], logits[: self._params.top_k], self._uniform()))
+        return int(self._draw_from(ids[: self.params.top_k], logits[: self.params.top_k], self._uniform()))
 
     def push(self, token: int) -> None:
         """The reply has one more token."""
@@ -107,7 +107,7 @@ class Sampler:
 
     def adjust(self, logits: Logits) -> Logits:
         """Logits after bias, penalties and bans: float32 [vocab], `logits` itself if nothing applies."""
-        params = self._params
+        params = self.params
         early = self._count < params.min_tokens and len(self._ends) > 0
         if not (params.logit_bias or self._history or self._counts or early):
             return logits
@@ -132,7 +132,7 @@ class Sampler:
         return values
 
     def _draw(self, values: Logits, top: float, temperature: float) -> int:
-        params, uniform = self._params, self._uniform()
+        params, uniform = self.params, self._uniform()
         with np.errstate(over="ignore"):
             if 0 < params.top_k < len(values):
                 ids = largest(values, params.top_k)
@@ -155,7 +155,7 @@ class Sampler:
 
     def _draw_from(self, ids: NDArray[Any], values: Logits, uniform: float) -> Any:
         """One of `ids`, whose logits descend."""
-        params = self._params
+        params = self.params
         with np.errstate(over="ignore"):
             mass = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
         mass = mass[: _kept(mass, float(mass.sum()), params.top_p, params.min_p)]

@@ -1,11 +1,11 @@
 """Which rows run next. Pure: sequences and step results in, steps out; no clock, no I/O, no threads.
 
-Every step holds the next row of all sequences that decode, with the rows of what was proposed to follow it, and behind
-these up to `chunk` rows of one prompt, and FEW_ROWS rows of others that have no more left. Each prompt is read in the
-pieces that it would be read in alone, as products of other numbers of rows round otherwise, and they take turns: a long
-one slows the others down, but neither stops replies nor keeps a short one waiting for its end. Sequences wait first in,
-first out within a session, and the sessions take turns. The one whose turn it is waits until a slot and its pages are
-free, and all others behind it, so that a large one gets its turn too.
+Every step holds the next row of each sequence that decodes, with the rows of its draft tokens. Behind these it holds up
+to `chunk` rows of one prompt, and up to FEW_ROWS rows of prompts that have no more rows to read. A prompt is always cut
+into the rows that it would be cut into alone, because products of other numbers of rows round otherwise. Prompts take
+turns: a long prompt slows other sequences down, but it neither stops replies nor keeps a short prompt waiting for its
+end. Sequences wait first in, first out within a session, and sessions take turns. The first sequence of the queue waits
+until a slot and its pages are free, and all others wait behind it, so that a large sequence gets its turn too.
 """
 
 from __future__ import annotations
@@ -13,145 +13,83 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
 
-import numpy as np
-
-from luce.engine import draft_tree
-from luce.engine.draft_tree import Taken, moved
+from luce.engine.draft_tree import BranchPages, branches, is_moved, tree_depth, tree_spans, with_branch_pages
+from luce.engine.sequence import Draft, Sequence
 from luce.errors import LuceError
 from luce.kvcache.page_table import PageTables
 from luce.ops.matmul import FEW_ROWS
-from luce.runtime.step import Int32, PageView, Span, Step
+from luce.runtime.step import PageView, Span, Step
 
-
-@dataclass(eq=False)
-class Sequence:
-    """One prompt and its reply.
-
-    prompt    int32 [n], n > 0
-    room      most tokens of the reply, 0 if only the prompt is to be read
-    session   waits in turn with other sessions
-    full      whether choosing a token needs whole logits
-    top       whether it needs the best candidates
-    scored    whether whole logits are wanted at every prompt position
-    kept      whether whole logits are wanted behind the prompt, to be kept for later
-    shared    how many of the first tokens the prefix cache may find and keep, None for all
-    cuts      positions, ascending, that a step ends at while the prompt is read
-    proposal  tokens that may follow the reply's last one, to be verified in the next step
-    parents   of a proposal that is a tree: the row of each token's parent, row 0 being that of the reply's last token,
-              so that rows come in depth-first order; empty if each token follows the one before it
-    ahead     most of them, None if there is no limit
-    block     no step crosses a multiple of so many rows while the prompt is read, 0 if any may
-    question  the prompt's last rows that no step reads together with those before them
-    deadline, queue_deadline  in the caller's time: when it is `expired`, and `overdue` if it still waits then
-
-    What the scheduler keeps: `done` positions are in the cache, of which the last `accepted` are rows of a speculative
-    span that recurrent states have not been taken through, the rows `path` of it if these are not its first ones;
-    `slot` is None while it waits; `served` is the number of the last turn in which its prompt got on, and `due` of the
-    first one since then for which there was no room.
-    """
-
-    prompt: Int32
-    room: int
-    session: str = ""
-    full: bool = False
-    top: bool = False
-    scored: bool = False
-    kept: bool = False
-    shared: int | None = None
-    cuts: tuple[int, ...] = ()
-    deadline: float = inf
-    queue_deadline: float = inf
-    reply: list[int] = field(default_factory=list)
-    proposal: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-    ahead: int | None = None
-    block: int = 0
-    question: int = 0
-    done: int = 0
-    accepted: int = 0
-    path: tuple[int, ...] = ()
-    slot: int | None = None
-    served: int = -1
-    due: float = inf
-
-    @property
-    def tokens(self) -> Int32:
-        """Prompt and reply: int32 [n]."""
-        return np.concatenate([self.prompt, np.array(self.reply, np.int32)])
-
-    @property
-    def prompt_left(self) -> int:
-        """Prompt rows that are not in the cache yet."""
-        return max(0, len(self.prompt) - self.done)
-
-    @property
-    def stretch(self) -> int:
-        """Of these, the rows up to the next place where a step has to end."""
-        left = self.prompt_left
-        ends = [left, next((cut - self.done for cut in self.cuts if cut > self.done), left)]
-        if left > self.question:
-            ends.append(left - self.question)
-        if self.block:
-            ends.append(self.block - self.done % self.block)
-        return min(ends)
+_NO_DRAFT = Draft()
 
 
 @dataclass(frozen=True)
-class StepShare:
-    """A sequence's share of a step: rows from `position` on; `ids`, `logits` and `top` are its rows of the Output.
+class ScheduledSequence:
+    """The rows of one sequence in a step.
 
-    Behind the row of the reply's last token come those of `proposal`: they count as far as Scheduler.accept says.
-    `parents` as in Sequence. `taken`: of each page group, the pages that branches have for themselves, by the branch's
-    first row of this part.
+    Behind the row of the reply's last token come the rows of `draft`. They count as far as Scheduler.accept says.
     """
 
     sequence: Sequence
+    #: position of the first row
     position: int
     rows: int
+    #: the sequence's rows of Output.ids, Output.logits and Output.candidates
     ids: slice
     logits: slice
-    top: slice
-    proposal: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-    taken: tuple[Taken, ...] = ()
+    candidates: slice
+    draft: Draft = _NO_DRAFT
+    #: of each page group the pages that branches of a draft tree have for themselves, by the branch's first row
+    branch_pages: tuple[BranchPages, ...] = ()
 
     def child(self, row: int, token: int) -> int | None:
-        """The row of a token that was proposed behind a row; None if it was not."""
-        if not self.parents:
-            return row + 1 if row < len(self.proposal) and self.proposal[row] == token else None
-        children = (child for child, parent in enumerate(self.parents, 1) if parent == row)
-        return next((child for child in children if self.proposal[child - 1] == token), None)
+        """The row of a draft token that follows a row; None if the draft has no such token."""
+        tokens, parents = self.draft.tokens, self.draft.parents
+        if not parents:
+            return row + 1 if row < len(tokens) and tokens[row] == token else None
+        children = (child for child, parent in enumerate(parents, 1) if parent == row)
+        return next((child for child in children if tokens[child - 1] == token), None)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A step, and whose rows it holds; `failed` had to have some, but there were no pages for them."""
+class ScheduledStep:
+    """A step and the sequences whose rows it holds."""
 
     step: Step
-    parts: tuple[StepShare, ...]
+    sequences: tuple[ScheduledSequence, ...]
+    #: sequences whose rows the step lacks because no pages were free for them
     failed: tuple[tuple[Sequence, LuceError], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Rows that a sequence gets in the next step."""
+
+    sequence: Sequence
+    rows: int
+    draft: Draft = _NO_DRAFT
 
 
 class Scheduler:
     """Waiting and running sequences.
 
-    chunk   most rows of a prompt in a step
-    scored  of prompt rows, most with whole logits: they bound the memory that prompt scoring takes
+    `chunk`: most rows of a prompt in a step. `max_scored_rows`: most prompt rows of a step that need whole logits; it
+    bounds the memory that prompt scoring takes.
     """
 
-    def __init__(self, pages: PageTables, *, slots: int, chunk: int, scored: int) -> None:
+    def __init__(self, pages: PageTables, *, slots: int, chunk: int, max_scored_rows: int) -> None:
         self._pages = pages
         self._chunk = chunk
-        self._scored = min(scored, chunk)
+        self._max_scored_rows = min(max_scored_rows, chunk)
         self._free_slots = set(range(slots))
         self._waiting: OrderedDict[str, deque[Sequence]] = OrderedDict()
         self._running: dict[Sequence, None] = {}
         self._turns = 0
-        # Never later than the first deadline of any sequence, so that most looks at the time are one comparison.
-        self._soonest = inf
+        # Never later than the first deadline of any sequence, so that most checks of the time are one comparison.
+        self._next_deadline = inf
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -164,12 +102,12 @@ class Scheduler:
         return tuple(s for queue in self._waiting.values() for s in queue)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait. Its prompt and room together fit into `PageTables.longest`."""
+        """Queue a sequence. Its prompt and max_new_tokens together fit into `PageTables.longest`."""
         self._waiting.setdefault(sequence.session, deque()).append(sequence)
-        self._soonest = min(self._soonest, sequence.deadline, sequence.queue_deadline)
+        self._next_deadline = min(self._next_deadline, sequence.deadline, sequence.queue_deadline)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence ends, for whatever reason, between two steps: its slot and pages are free at once."""
+        """End a sequence, for any reason, between two steps: its slot and pages are free at once."""
         if sequence.slot is None:
             queue = self._waiting[sequence.session]
             queue.remove(sequence)
@@ -180,24 +118,24 @@ class Scheduler:
         self._pages.release(sequence.slot)
         self._free_slots.add(sequence.slot)
 
-    def late(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
-        """(expired, overdue): sequences past their deadline, and waiting ones past their queue deadline only."""
-        if now < self._soonest:
+    def expired(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
+        """Sequences past their deadline, and waiting sequences that are past their queue deadline only."""
+        if now < self._next_deadline:
             return [], []
         everyone = [*self._running, *self.waiting]
         expired = [s for s in everyone if s.deadline <= now]
         overdue = [s for s in everyone if s.slot is None and s.queue_deadline <= now < s.deadline]
-        self._soonest = min(
+        self._next_deadline = min(
             (min(s.deadline, inf if s.slot is not None else s.queue_deadline) for s in everyone), default=inf
         )
         return expired, overdue
 
     def admit(self) -> Iterator[Sequence]:
-        """Give slots to sequences that wait, in turn, and yield them."""
+        """Give slots to waiting sequences, in turn, and yield these sequences."""
         while self._waiting and self._free_slots:
             session, queue = next(iter(self._waiting.items()))
             sequence, slot = queue[0], min(self._free_slots)
-            if not self._pages.reserve(slot, len(sequence.prompt) + sequence.room):
+            if not self._pages.reserve(slot, len(sequence.prompt) + sequence.max_new_tokens):
                 return
             queue.popleft()
             if queue:
@@ -205,154 +143,185 @@ class Scheduler:
             else:
                 del self._waiting[session]
             self._free_slots.remove(slot)
-            sequence.slot = slot
+            sequence.schedule.slot = slot
             self._running[sequence] = None
             yield sequence
 
-    def plan(self) -> Plan | None:
-        """The next step, None if nothing runs. If it runs, `advance` must be told before the next plan.
+    def resume(self, sequence: Sequence, length: int) -> None:
+        """Note that the first `length` positions of an admitted sequence were restored from the prefix cache."""
+        sequence.schedule.computed = length
 
-        A sequence whose prompt is read needs a token of its reply that is not in the cache yet.
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, None if nothing runs. If the step runs, `advance` is called before the next `schedule`.
+
+        A sequence whose prompt is read needs a token of its reply that is not computed yet.
         """
         if not self._running:
             return None
-        if any(s.parents for s in self._running):
-            self._trim()
-        shares = [(s, 1 + len(s.proposal)) for s in self._running if not s.prompt_left]
-        prompts = [s for s in self._running if s.prompt_left]
+        chains_only = self._lacks_branch_pages()
+        shares = []
+        for sequence in self._running:
+            if not sequence.prompt_remaining:
+                draft = _first_chain(sequence.draft) if chains_only else sequence.draft
+                shares.append(_Share(sequence, 1 + len(draft.tokens), draft))
+        prompts = [s for s in self._running if s.prompt_remaining]
         if prompts:
-            shares += self._share(prompts)
+            shares += self._choose_prompts(prompts)
         return self._build(shares)
 
-    def filled(self, plan: Plan) -> Plan | None:
-        """The newest plan with the tokens that its sequences propose now; None if there are more or fewer of them than
-        there were then, or they are a tree."""
-        parts, row = [], 0
-        for part in plan.parts:
-            proposal = part.sequence.proposal
-            if len(proposal) != len(part.proposal) or part.sequence.parents:
+    def with_drafts(self, scheduled: ScheduledStep) -> ScheduledStep | None:
+        """The newest step with the tokens that its sequences' drafts have by now.
+
+        None if a draft has more or fewer tokens than when the step was scheduled, or is a tree.
+        """
+        sequences, row = [], 0
+        for one in scheduled.sequences:
+            draft = one.sequence.draft
+            if len(draft.tokens) != len(one.draft.tokens) or draft.parents:
                 return None
-            plan.step.tokens[row + 1 : row + 1 + len(proposal)] = proposal
-            parts.append(replace(part, proposal=proposal))
-            row += part.rows
-        return replace(plan, parts=tuple(parts))
+            scheduled.step.tokens[row + 1 : row + 1 + len(draft.tokens)] = draft.tokens
+            sequences.append(replace(one, draft=draft))
+            row += one.rows
+        return replace(scheduled, sequences=tuple(sequences))
 
-    def advance(self, plan: Plan) -> None:
-        """The step ran: its rows are in the cache, but for those of proposals until they are accepted."""
-        for part in plan.parts:
-            part.sequence.accepted, part.sequence.path = 0, ()
-            part.sequence.done += 0 if part.proposal else part.rows
+    def advance(self, scheduled: ScheduledStep) -> None:
+        """Note that a step ran: its rows are computed. Rows of drafts count when they are accepted."""
+        for one in scheduled.sequences:
+            state = one.sequence.schedule
+            state.accept_applied()
+            state.computed += 0 if one.draft.tokens else one.rows
 
-    def accept(self, part: StepShare, path: Many[int]) -> None:
-        """These rows of a part with a proposal count: the first one, and each the child of the one before it."""
-        sequence = part.sequence
-        sequence.done += len(path)
-        sequence.accepted = len(path)
-        sequence.path = tuple(path) if moved(path) else ()
-        branch = max((row for row in part.taken[0] if row <= path[-1]), default=0) if part.taken else 0
+    def accept(self, scheduled: ScheduledSequence, path: Many[int]) -> None:
+        """Accept these rows of a sequence with a draft: the first row, and then each a child of the one before it."""
+        sequence = scheduled.sequence
+        state = sequence.schedule
+        state.computed += len(path)
+        state.accepted = len(path)
+        state.path = tuple(path) if is_moved(path) else ()
+        pages = scheduled.branch_pages
+        branch = max((row for row in pages[0] if row <= path[-1]), default=0) if pages else 0
         if branch:
             assert sequence.slot is not None
-            for group, taken in zip(self._pages.groups, part.taken, strict=True):
-                for entry, page in taken[branch].items():
+            for group, own in zip(self._pages.groups, pages, strict=True):
+                for entry, page in own[branch].items():
                     group.exchange(sequence.slot, entry, page)
 
-    def _share(self, prompts: list[Sequence]) -> list[tuple[Sequence, int]]:
-        """Of each prompt the rows that come next if it is read alone, or none in this step; few rows come first."""
-        few, many, scored = min(FEW_ROWS, self._chunk), self._chunk, self._scored
+    def _choose_prompts(self, prompts: list[Sequence]) -> list[_Share]:
+        """The prompts that the next step reads rows of: each gets the rows that it would get alone, or none.
+
+        Prompts of few rows come first.
+        """
+        few, many, scored = min(FEW_ROWS, self._chunk), self._chunk, self._max_scored_rows
         shares = []
-        for sequence in sorted(prompts, key=lambda s: (s.due, s.served)):
-            rows = min(sequence.stretch, self._scored if sequence.scored else self._chunk)
-            room = few if rows <= FEW_ROWS else many
-            if rows > (min(room, scored) if sequence.scored else room):
-                sequence.due = min(sequence.due, self._turns)
+        for sequence in sorted(prompts, key=lambda s: (s.schedule.skipped_turn, s.schedule.last_turn)):
+            state = sequence.schedule
+            rows = min(sequence.prompt_rows, self._max_scored_rows if sequence.scores_prompt else self._chunk)
+            free = few if rows <= FEW_ROWS else many
+            if rows > (min(free, scored) if sequence.scores_prompt else free):
+                state.skipped_turn = min(state.skipped_turn, self._turns)
                 continue
-            shares.append((sequence, rows))
+            shares.append(_Share(sequence, rows))
             few, many = (few - rows, many) if rows <= FEW_ROWS else (few, 0)
-            scored -= rows * sequence.scored
-            sequence.served, sequence.due = self._turns, inf
+            scored -= rows * sequence.scores_prompt
+            state.last_turn, state.skipped_turn = self._turns, inf
             self._turns += 1
-        return sorted(shares, key=lambda share: share[1] > FEW_ROWS)
+        return sorted(shares, key=lambda share: share.rows > FEW_ROWS)
 
-    def _trim(self) -> None:
-        """Where pages for branches are missing, trees keep their first chain."""
+    def _lacks_branch_pages(self) -> bool:
+        """Whether the branches of the draft trees need more pages of their own than there are."""
+        if not any(s.draft.parents for s in self._running):
+            return False
         # A branch begins and ends in two pages at most.
-        if 2 * sum(len(s.proposal) for s in self._running) > self._pages.refill():
-            for sequence in self._running:
-                if sequence.parents:
-                    sequence.proposal = sequence.proposal[: draft_tree.branches(sequence.parents)[0].last]
-                    sequence.parents = ()
+        return 2 * sum(len(s.draft.tokens) for s in self._running) > self._pages.refill()
 
-    def _hold(
-        self, shares: list[tuple[Sequence, int]]
-    ) -> tuple[list[tuple[Sequence, int]], list[tuple[Sequence, LuceError]]]:
-        """The shares whose pages are there now, and what failed."""
-        held, failed = [], []
-        for sequence, rows in shares:
+    def _extend_pages(self, shares: list[_Share]) -> tuple[list[_Share], list[tuple[Sequence, LuceError]]]:
+        """The shares whose pages are there now, and the sequences that no pages were free for."""
+        extended, failed = [], []
+        for share in shares:
+            sequence = share.sequence
             assert sequence.slot is not None
             try:
-                depth = draft_tree.depth(sequence.parents) if sequence.parents else rows
-                self._pages.extend(sequence.slot, sequence.done, depth)
+                depth = tree_depth(share.draft.parents) if share.draft.parents else share.rows
+                self._pages.extend(sequence.slot, sequence.computed, depth)
             except LuceError as error:
                 failed.append((sequence, error))
             else:
-                held.append((sequence, rows))
-        return held, failed
+                extended.append(share)
+        return extended, failed
 
-    def _build(self, shares: list[tuple[Sequence, int]]) -> Plan:
-        shares, failed = self._hold(shares)
+    def _build(self, shares: list[_Share]) -> ScheduledStep:
+        shares, failed = self._extend_pages(shares)
         tokens: list[int] = []
         spans: list[Span] = []
-        parts: list[StepShare] = []
-        wanted: list[int] = []
-        full: list[bool] = []
-        top: list[bool] = []
-        start = logits = tops = 0
-        for sequence, n in shares:
-            slot, position, end = sequence.slot, sequence.done, start + n
-            assert slot is not None
-            if n == 1:
-                # One row is the common case, and twice as fast without slices.
-                tokens.append(int(sequence.prompt[position]) if sequence.prompt_left else sequence.reply[-1])
-            elif sequence.prompt_left:
-                tokens += sequence.prompt[position : position + n].tolist()
-            else:
-                tokens += [sequence.reply[-1], *sequence.proposal]
-            proposal = () if sequence.prompt_left else sequence.proposal
-            parents = sequence.parents if proposal else ()
-            if sequence.scored and sequence.prompt_left:
-                asked, whole, best = n, True, False
-            elif proposal:
-                asked, whole, best = n, sequence.full, sequence.top
-            else:
-                asked = int(sequence.room > 0 and n >= sequence.prompt_left)
-                whole = sequence.full or (sequence.kept and sequence.prompt_left > 0)
-                best = sequence.top
-            ids = slice(len(wanted), len(wanted) + asked)
-            wanted += range(end - asked, end)
-            full += [whole] * asked
-            top += [best] * asked
-            rows_of = slice(logits, logits + asked * whole), slice(tops, tops + asked * best)
-            parts.append(StepShare(sequence, position, n, ids, *rows_of, proposal, parents))
-            logits += asked * whole
-            tops += asked * best
-            span = Span(slot, start, n, position, sequence.accepted, bool(proposal), sequence.path)
-            spans += draft_tree.spans(parents, span) if parents else [span]
-            start = end
-        step = Step.of_spans(spans, tokens, self._pages.views, wanted, needs_logits=full, needs_candidates=top)
-        if len(spans) > len(parts):
-            views, parts = self._with_branches(step.views, parts, spans)
+        scheduled: list[ScheduledSequence] = []
+        output_rows: list[int] = []
+        needs_logits: list[bool] = []
+        needs_candidates: list[bool] = []
+        start = logits = candidates = 0
+        for share in shares:
+            sequence, state, rows = share.sequence, share.sequence.schedule, share.rows
+            assert state.slot is not None
+            tokens += _tokens(share)
+            outputs, whole, best = _outputs(share)
+            ids = slice(len(output_rows), len(output_rows) + outputs)
+            output_rows += range(start + rows - outputs, start + rows)
+            needs_logits += [whole] * outputs
+            needs_candidates += [best] * outputs
+            own = slice(logits, logits + outputs * whole), slice(candidates, candidates + outputs * best)
+            scheduled.append(ScheduledSequence(sequence, state.computed, rows, ids, *own, share.draft))
+            logits, candidates = own[0].stop, own[1].stop
+            speculative = bool(share.draft.tokens)
+            span = Span(state.slot, start, rows, state.computed, state.accepted, speculative, state.path)
+            spans += tree_spans(share.draft.parents, span) if share.draft.parents else [span]
+            start += rows
+        step = Step.of_spans(
+            spans,
+            tokens,
+            self._pages.views,
+            output_rows,
+            needs_logits=needs_logits,
+            needs_candidates=needs_candidates,
+        )
+        if len(spans) > len(scheduled):
+            views, scheduled = self._separate_branches(step, scheduled)
             step = replace(step, views=views)
-        return Plan(step, tuple(parts), tuple(failed))
+        return ScheduledStep(step, tuple(scheduled), tuple(failed))
 
-    def _with_branches(
-        self, views: tuple[PageView, ...], parts: list[StepShare], spans: list[Span]
-    ) -> tuple[tuple[PageView, ...], list[StepShare]]:
-        """The views and parts of a step in which branches of trees have pages for themselves."""
-        made = [draft_tree.own_pages(view, group, spans) for view, group in zip(views, self._pages.groups, strict=True)]
+    def _separate_branches(
+        self, step: Step, scheduled: list[ScheduledSequence]
+    ) -> tuple[tuple[PageView, ...], list[ScheduledSequence]]:
+        """The views and sequences of a step in which branches of draft trees have pages of their own."""
+        groups = zip(step.views, self._pages.groups, strict=True)
+        made = [with_branch_pages(view, group, step.spans) for view, group in groups]
         found, start = [], 0
-        for part in parts:
-            rows = range(start, start + part.rows)
-            taken = tuple({row - start: pages for row, pages in own.items() if row in rows} for _, own in made)
-            found.append(replace(part, taken=taken if taken[0] else ()) if part.parents else part)
-            start += part.rows
+        for one in scheduled:
+            rows = range(start, start + one.rows)
+            pages = tuple({row - start: own for row, own in group.items() if row in rows} for _, group in made)
+            found.append(replace(one, branch_pages=pages if pages[0] else ()) if one.draft.parents else one)
+            start += one.rows
         return tuple(view for view, _ in made), found
+
+
+def _first_chain(draft: Draft) -> Draft:
+    """A tree's first branch; a draft that is no tree as it is."""
+    return Draft(draft.tokens[: branches(draft.parents)[0].last]) if draft.parents else draft
+
+
+def _tokens(share: _Share) -> list[int]:
+    """The tokens of a share's rows."""
+    sequence, position = share.sequence, share.sequence.computed
+    if not sequence.prompt_remaining:
+        return [sequence.reply[-1], *share.draft.tokens]
+    tokens: list[int] = sequence.prompt[position : position + share.rows].tolist()
+    return tokens
+
+
+def _outputs(share: _Share) -> tuple[int, bool, bool]:
+    """How many of a share's last rows are output rows, and whether they need whole logits, or candidates."""
+    sequence, prompt = share.sequence, share.sequence.prompt_remaining
+    if sequence.scores_prompt and prompt:
+        return share.rows, True, False
+    if share.draft.tokens:
+        return share.rows, sequence.needs_logits, sequence.needs_candidates
+    outputs = int(sequence.max_new_tokens > 0 and share.rows >= prompt)
+    return outputs, sequence.needs_logits or (sequence.cache.saves_logits and prompt > 0), sequence.needs_candidates

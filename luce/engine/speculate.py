@@ -1,11 +1,12 @@
-"""Speculative decoding: what a drafter proposes is verified, several rows of a sequence in one step.
+"""Speculative decoding: a step verifies several draft tokens of a sequence at once.
 
-Row 0 of a verification is the seed, which the target chose itself; row i + 1 holds the i-th proposed token. Each row's
-next token is chosen as it would be without a draft, and rows count as long as the token chosen behind one is the token
-of the next: so the reply is the one that plain decoding gives, sampled or not, and only its pace depends on guesses.
+Row 0 of a verification is the seed: the reply's last token, which the target chose itself. Row i + 1 holds draft token
+i. Each row's next token is chosen as it would be without a draft. A draft row is accepted if its token is the one that
+was chosen after its parent row. So the reply is the one that plain decoding gives, sampled or not; drafts change only
+its pace.
 
-How many rows are worth it is a matter of measured times and of how often guesses were right: `choose_rows` makes
-tokens per second as many as it can. A drafter that costs more than it gains is asked ever more rarely.
+Measured step times and acceptance rates decide how many draft rows pay: `choose_draft_rows` makes tokens per second as
+many as it can. A drafter that costs more than it gains is asked ever more rarely.
 """
 
 from __future__ import annotations
@@ -21,37 +22,44 @@ import numpy as np
 
 from luce.draft.drafter import Draftable, Drafter, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.feature_tail import FeatureTail, FeatureTails
-from luce.engine.draft_budget import Rates, StepSeconds, choose_rows
-from luce.engine.draft_tree import in_rows, well_formed, whole
-from luce.engine.scheduler import Plan, Sequence, StepShare
+from luce.engine.draft_budget import AcceptanceRates, StepTimes, choose_draft_rows
+from luce.engine.draft_tree import in_row_order, merge_branches, well_formed
+from luce.engine.scheduler import ScheduledSequence, ScheduledStep
+from luce.engine.sequence import Draft, Sequence
 from luce.errors import LuceError
 from luce.runtime.step import Int32
 
 _log = logging.getLogger(__name__)
 
-_Given = TypeVar("_Given")
+_Result = TypeVar("_Result")
 
-# A drafter that fails so often in a row is given up.
-_FAILURES = 3
-# Weight of the newest outcome in the rates of a sequence, and in those that new sequences begin with.
-_NEWEST, _NEWEST_OF_ALL = 0.1, 0.02
-# Rows of steps that are chosen between, beside all that could be verified: each number needs kernels and graphs of its
-# own, and products take up to the next of these at about the same price.
-_SIZES = (2, 4, 8, 16)
-# Steps without drafting after one that lost more than a trifle: doubled each time, from the first to the last.
-_TRIFLE, _SHORTEST_REST, _LONGEST_REST = 0.02, 4, 64
+# The drafter is disabled after this many failures in a row.
+_MAX_FAILURES = 3
+# Weight of the newest outcome in the acceptance rates of a sequence, and in those that new sequences begin with.
+_SEQUENCE_WEIGHT, _GLOBAL_WEIGHT = 0.1, 0.02
+# Rows of steps to choose between, beside all rows that could be verified: each number of rows needs kernels and graphs
+# of its own, and products take up to the next of these numbers at about the same price.
+_STEP_SIZES = (2, 4, 8, 16)
+# A step that lost more than this share of its time to drafting is followed by steps without drafting: the first number
+# of them at first, doubled each time up to the second.
+_TOLERATED_LOSS, _MIN_PAUSE, _MAX_PAUSE = 0.02, 4, 64
 
 
 @dataclass(frozen=True)
 class DraftStats:
-    """Counters since the start. steps: verifications of a sequence; proposed: rows behind their seeds; accepted: of
-    these, the rows that counted; seconds: what drafting took. `state`: on, or why not; `facts` of the drafter."""
+    """Counters since the start, and the drafter's state."""
 
+    #: facts of the drafter: which one, its files, devices and limits
     facts: dict[str, str | int]
+    #: "on", or why sequences are not drafted for
     state: str
+    #: verifications of a sequence
     steps: int = 0
+    #: draft rows that were verified
     proposed: int = 0
+    #: draft rows that were accepted
     accepted: int = 0
+    #: seconds that the proposals took
     seconds: float = 0.0
 
     @property
@@ -60,8 +68,8 @@ class DraftStats:
         return self.state == "on"
 
     @property
-    def accept_rate(self) -> float:
-        """Share of the proposed rows that counted."""
+    def acceptance_rate(self) -> float:
+        """Accepted share of the verified draft rows."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     @property
@@ -71,20 +79,22 @@ class DraftStats:
 
 
 @dataclass
-class _Drafted:
-    """What is known of a sequence: its text for the drafter, its rates, its newest proposal."""
+class _DraftedSequence:
+    """What the speculator knows of a sequence."""
 
-    rates: Rates
+    rates: AcceptanceRates
+    #: prompt and reply, in memory that grows by doubling; `length` tokens are in use
     text: Int32
     length: int = 0
+    #: the newest proposal
     proposal: Proposal = field(default_factory=Proposal)
-    #: tokens of it that were verified
+    #: tokens of it that are verified
     rows: int = 0
-    #: whether the drafter failed while it ran
+    #: whether the drafter failed while the sequence ran
     off: bool = False
 
     def tokens(self, sequence: Sequence) -> Int32:
-        """Prompt and reply, in memory that grows by doubling."""
+        """Prompt and reply: int32 [n], not to be written to."""
         prompt = len(sequence.prompt)
         end = prompt + len(sequence.reply)
         if end > len(self.text):
@@ -98,22 +108,28 @@ class _Drafted:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Proposals that were begun at a time: for which texts, how many rows they may have, and of how many sequences."""
+class _Request:
+    """Proposals that the drafter was asked for."""
 
     texts: tuple[tuple[Sequence, Draftable], ...]
-    begun: PendingProposals
+    pending: PendingProposals
+    #: when it was asked
     started: float
-    room: int
+    #: most draft rows of the step
+    budget: int
+    #: sequences that decode
     plain: int
 
 
 class Speculator:
-    """Asks a drafter, which it closes, for the sequences of an engine; all but `stats` on the engine's thread.
+    """Asks a drafter for the sequences of an engine, and closes it. All but `stats` on the engine's thread.
 
-    vocab: proposed ids are below it. rows: most rows of a step that verifies; verify: most of a sequence, the seed's
-    included; width: so many of each sequence whatever it gains, 0 to choose; tree: most tokens of a tree that the
-    drafter is asked for, None if it is asked for chains; tails: what of the drafter's ring is kept with prefixes.
+    vocab            ids of draft tokens are below it
+    max_step_rows    most rows of a step that verifies
+    max_verify_rows  most rows of a sequence, the seed's included
+    verify_width     rows of each sequence, whatever they gain; 0: the speculator chooses
+    tree_tokens      most tokens of the draft trees that the drafter is asked for; None: it is asked for chains
+    feature_tails    the part of the drafter's feature ring that is saved with checkpoints
     """
 
     def __init__(
@@ -121,253 +137,265 @@ class Speculator:
         drafter: Drafter,
         *,
         vocab: int,
-        rows: int,
-        verify: int,
-        width: int = 0,
-        tree: int | None = None,
-        tails: FeatureTails | None = None,
+        max_step_rows: int,
+        max_verify_rows: int,
+        verify_width: int = 0,
+        tree_tokens: int | None = None,
+        feature_tails: FeatureTails | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._drafter = drafter
+        self.drafter = drafter
         self._vocab = vocab
-        self._rows = rows
-        self._verify = min(verify, width or verify)
-        self._fixed = width > 0
-        self._tree = tree
-        self._tails = tails
+        self._max_step_rows = max_step_rows
+        self._max_verify_rows = min(max_verify_rows, verify_width or max_verify_rows)
+        self._fixed = verify_width > 0
+        self._tree_tokens = tree_tokens
+        self._feature_tails = feature_tails
         self._clock = clock
-        self._sequences: dict[Sequence, _Drafted] = {}
-        self._asked: _Asked | None = None
-        self._rates = Rates()
-        self._seconds = StepSeconds()
-        self._drafting = StepSeconds()
-        self._rest = self._resting = 0
+        self._sequences: dict[Sequence, _DraftedSequence] = {}
+        self._request: _Request | None = None
+        self._rates = AcceptanceRates()
+        self._step_times = StepTimes()
+        self._draft_times = StepTimes()
+        #: length of the last pause, and steps of it that are still to come
+        self._pause = self._pause_steps = 0
         self._failures = 0
-        self._trouble = ""
+        #: why the drafter does not answer; empty while it does
+        self._error = ""
         #: whether the drafter has answered since it failed
         self._answered = False
         self._idle = True
         self._steps = self._proposed = self._accepted = 0
-        self._spent = 0.0
+        self._seconds = 0.0
 
     def stats(self) -> DraftStats:
-        """Numbers for people. Any thread may ask."""
-        given_up, away = self._failures >= _FAILURES, not self._failures
-        kind = "given up" if given_up else "away" if away else "failed"
-        state = f"{kind}: {self._trouble}" if self._trouble else "on"
-        facts = self._drafter.describe()
-        return DraftStats(facts, state, self._steps, self._proposed, self._accepted, self._spent)
+        """Counters and state. Any thread may ask."""
+        disabled, unavailable = self._failures >= _MAX_FAILURES, not self._failures
+        kind = "disabled" if disabled else "unavailable" if unavailable else "failed"
+        state = f"{kind}: {self._error}" if self._error else "on"
+        facts = self.drafter.describe()
+        return DraftStats(facts, state, self._steps, self._proposed, self._accepted, self._seconds)
 
-    def ask(self, running: Many[Sequence]) -> None:
-        """Begin proposals for those of the sequences that decode, for the next step. `take` comes before it; until then
-        their proposals are of as many tokens as is likely, whatever these are."""
-        decoding = [s for s in running if not s.prompt_left]
+    def propose(self, running: Many[Sequence]) -> None:
+        """Begin proposals for the next step, for those of the sequences that decode. `receive` waits for them.
+
+        Until then their drafts have as many tokens as is likely, and these tokens mean nothing.
+        """
+        decoding = [s for s in running if not s.prompt_remaining]
         for sequence in running:
-            sequence.proposal = sequence.parents = ()
+            sequence.draft = Draft()
             if sequence not in self._sequences:
-                self._sequences[sequence] = _Drafted(Rates(self._rates), np.empty(0, np.int32))
-                self._rest = self._resting = 0
-        room = self._rows - len(decoding)
-        if room <= 0 or self._failures >= _FAILURES:
+                self._sequences[sequence] = _DraftedSequence(AcceptanceRates(self._rates), np.empty(0, np.int32))
+                self._pause = self._pause_steps = 0
+        budget = self._max_step_rows - len(decoding)
+        if budget <= 0 or self._failures >= _MAX_FAILURES:
             return
-        if not self._fixed and not self._seconds.known(len(decoding)):
-            # What steps take without drafting is measured first.
+        if not self._fixed and not self._step_times.measured(len(decoding)):
+            # Steps without drafts are measured first.
             return
-        if self._resting:
-            self._resting -= 1
+        if self._pause_steps:
+            self._pause_steps -= 1
             return
-        asked = [one for s in decoding if (one := self._draftable(s, room)) is not None]
-        if not asked:
+        texts = [text for s in decoding if (text := self._draftable(s, budget)) is not None]
+        if not texts:
             return
         self._idle = False
         started = self._clock()
-        begun = self._attempt(lambda: self._drafter.propose([one for _, one in asked]))
-        if begun is not None:
-            self._asked = _Asked(tuple(asked), begun, started, room, len(decoding))
-            if self._tree is None:
-                likely = [
-                    one.max_tokens if self._fixed else min(one.max_tokens, self._sequences[s].rows) for s, one in asked
-                ]
-                for (sequence, _), count in zip(asked, fair_shares(room, likely), strict=True):
-                    sequence.proposal = (0,) * count
+        pending = self._attempt(lambda: self.drafter.propose([draftable for _, draftable in texts]))
+        if pending is not None:
+            self._request = _Request(tuple(texts), pending, started, budget, len(decoding))
+            if self._tree_tokens is None:
+                self._guess_lengths(texts, budget)
 
     @property
-    def asking(self) -> bool:
-        """Whether proposals were begun that `take` waits for."""
-        return self._asked is not None
+    def pending(self) -> bool:
+        """Whether proposals were begun that `receive` waits for."""
+        return self._request is not None
 
-    def take(self) -> None:
-        """Wait for the proposals that were begun, and give the sequences those that pay."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+    def receive(self) -> None:
+        """Wait for the proposals that were begun, and give the sequences the drafts that pay."""
+        request, self._request = self._request, None
+        if request is None:
             return
-        for sequence, _ in asked.texts:
-            sequence.proposal = ()
+        for sequence, _ in request.texts:
+            sequence.draft = Draft()
         proposals = self._attempt(
-            lambda: [self._checked(p, one) for p, (_, one) in zip(asked.begun(), asked.texts, strict=True)]
+            lambda: [self._checked(p, one) for p, (_, one) in zip(request.pending(), request.texts, strict=True)]
         )
-        taken = self._clock() - asked.started
-        self._spent += taken
-        self._drafting.add(len(asked.texts), taken)
+        seconds = self._clock() - request.started
+        self._seconds += seconds
+        self._draft_times.add(len(request.texts), seconds)
         if proposals is None:
             return
         self._answered = True
-        # Some may have ended since.
-        left = [(s, p) for (s, _), p in zip(asked.texts, proposals, strict=True) if s in self._sequences]
-        self._share([s for s, _ in left], [p for _, p in left], asked.room, asked.plain)
+        # Some sequences may have ended since.
+        alive = [(s, p) for (s, _), p in zip(request.texts, proposals, strict=True) if s in self._sequences]
+        self._choose(alive, request.budget, request.plain)
 
-    def observe(self, plan: Plan) -> None:
-        """A step is queued: what it leaves of its rows comes before all that the drafter asks its device for now."""
-        spans = whole(plan.step.spans)
-        if self._tails is not None:
-            self._tails.observe(spans)
-        if self._failures < _FAILURES and not all(self._sequences[part.sequence].off for part in plan.parts):
+    def observe(self, scheduled: ScheduledStep) -> None:
+        """A step is queued: its features are written before anything that the drafter asks its device for now."""
+        spans = merge_branches(scheduled.step.spans)
+        if self._feature_tails is not None:
+            self._feature_tails.observe(spans)
+        if self._failures < _MAX_FAILURES and not all(self._sequences[s.sequence].off for s in scheduled.sequences):
             try:
-                self._drafter.observe(spans)
+                self.drafter.observe(spans)
             except Exception as error:
-                self._failed(error)
+                self._note_failure(error)
                 return
             if self._answered:
-                self._failures, self._trouble = 0, ""
+                self._failures, self._error = 0, ""
 
-    def ran(self, plan: Plan, seconds: float) -> None:
-        """A step ran, and took so long."""
-        if all(part.position >= len(part.sequence.prompt) for part in plan.parts):
-            self._seconds.add(plan.step.rows, seconds)
+    def record_step(self, scheduled: ScheduledStep, seconds: float) -> None:
+        """Record what a step took."""
+        if all(one.position >= len(one.sequence.prompt) for one in scheduled.sequences):
+            self._step_times.add(scheduled.step.rows, seconds)
 
-    def tail(self, slot: int, end: int) -> FeatureTail | None:
-        """What is to be kept with the first `end` positions of a slot's sequence, all of which are computed."""
-        return None if self._tails is None else self._tails.save(slot, end)
+    def feature_tail(self, slot: int, end: int) -> FeatureTail | None:
+        """The features to save with the first `end` positions of a slot's sequence, all of which are computed."""
+        return None if self._feature_tails is None else self._feature_tails.save(slot, end)
 
-    def resumed(self, slot: int, end: int, tail: FeatureTail | None) -> None:
-        """A sequence begins behind `end` positions that were kept, with this tail."""
-        span = None if self._tails is None or tail is None else self._tails.restore(slot, end, tail)
-        if span is None and self._tails is not None:
-            _log.debug("drafting begins anew: of %d tokens there is nothing that the draft reads", end)
-        if span is not None and self._failures < _FAILURES:
+    def resume(self, slot: int, end: int, tail: FeatureTail | None) -> None:
+        """A sequence begins with `end` restored positions and this feature tail."""
+        span = None if self._feature_tails is None or tail is None else self._feature_tails.restore(slot, end, tail)
+        if span is None and self._feature_tails is not None:
+            _log.debug("the checkpoint of %d tokens has no features for the draft: drafting begins anew", end)
+        if span is not None and self._failures < _MAX_FAILURES:
             spans = [span]
-            self._tell(lambda: self._drafter.observe(spans))
+            self._notify(lambda: self.drafter.observe(spans))
 
-    def verified(self, sequence: Sequence, part: StepShare, right: Many[int], *, over: bool) -> None:
-        """Of a part's proposal the tokens of these rows are in the reply; `over`: the reply ends there."""
+    def record_verification(
+        self, sequence: Sequence, scheduled: ScheduledSequence, accepted: Many[int], *, ended: bool
+    ) -> None:
+        """Record that these draft rows were accepted. `ended`: the reply ends there."""
+        draft = scheduled.draft
         self._steps += 1
-        self._proposed += len(part.proposal)
-        self._accepted += len(right)
+        self._proposed += len(draft.tokens)
+        self._accepted += len(accepted)
         known = self._sequences[sequence]
-        parents = part.parents or range(len(part.proposal))
-        # Nobody knows what would have followed the reply's end.
-        looked_at = [0, *right][:-1] if over else [0, *right]
-        outcomes = [(row - 1, row in right) for row, parent in enumerate(parents, 1) if parent in looked_at]
-        known.rates.learn(known.proposal, outcomes, _NEWEST)
-        self._rates.learn(known.proposal, outcomes, _NEWEST_OF_ALL)
+        parents = draft.parents or range(len(draft.tokens))
+        # Where the reply ends, no token was chosen that the children of the last row could be compared with.
+        compared = [0, *accepted][:-1] if ended else [0, *accepted]
+        outcomes = [(row - 1, row in accepted) for row, parent in enumerate(parents, 1) if parent in compared]
+        known.rates.update(known.proposal, outcomes, _SEQUENCE_WEIGHT)
+        self._rates.update(known.proposal, outcomes, _GLOBAL_WEIGHT)
 
-    def ended(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Sequence) -> None:
         """A sequence that had a slot has ended."""
         self._sequences.pop(sequence, None)
         slot = sequence.slot
         if slot is not None:
-            if self._tails is not None:
-                self._tails.forget(slot)
-            self._tell(lambda: self._drafter.forget(slot))
+            if self._feature_tails is not None:
+                self._feature_tails.forget(slot)
+            self._notify(lambda: self.drafter.forget(slot))
 
     def idle(self) -> None:
-        """Nothing runs or waits."""
+        """No sequence runs or waits."""
         if not self._idle:
             self._idle = True
-            self._tell(self._drafter.idle)
+            self._notify(self.drafter.idle)
 
     def close(self) -> None:
         """Idempotent."""
-        self._tell(self._drafter.close)
+        self._notify(self.drafter.close)
 
-    def _tell(self, tell: Callable[[], None]) -> None:
+    def _guess_lengths(self, texts: Many[tuple[Sequence, Draftable]], budget: int) -> None:
+        """Give drafts as many tokens as they will probably have, so that the step can be planned meanwhile."""
+        likely = [one.max_tokens if self._fixed else min(one.max_tokens, self._sequences[s].rows) for s, one in texts]
+        for (sequence, _), count in zip(texts, fair_shares(budget, likely), strict=True):
+            sequence.draft = Draft((0,) * count)
+
+    def _notify(self, call: Callable[[], None]) -> None:
         try:
-            tell()
+            call()
         except DrafterUnavailableError as error:
-            self._away(error)
+            self._note_unavailable(error)
         except Exception as error:
-            self._failed(error)
+            self._note_failure(error)
 
-    def _draftable(self, sequence: Sequence, room: int) -> tuple[Sequence, Draftable] | None:
-        """A sequence with the rows that could be verified behind its seed, if there are any."""
+    def _draftable(self, sequence: Sequence, budget: int) -> tuple[Sequence, Draftable] | None:
+        """A sequence with the draft rows that could be verified after its seed, None if there are none."""
         known = self._sequences[sequence]
-        # Each row gives a token, and the last one needs no row behind it.
-        depth = min(self._drafter.block, sequence.room - len(sequence.reply) - 1)
-        if sequence.ahead is not None:
-            # Behind the last of these rows pages may be ranked by its query, and a tree's rows at one position
-            # overwrite each other's (luce.ops.page_ranking).
-            depth = min(depth, sequence.ahead - (self._tree is not None))
-        most = min(depth if self._tree is None else self._tree, self._verify - 1, room)
-        if known.off or min(depth, most) <= 0:
+        # Each row gives a token, and the last token needs no row after it.
+        depth = min(self.drafter.block, sequence.max_new_tokens - len(sequence.reply) - 1)
+        tree = self._tree_tokens
+        if sequence.paging.max_draft is not None:
+            # The query of the last of these rows may rank pages, and a tree's rows at one position overwrite each
+            # other's queries (luce.ops.rank).
+            depth = min(depth, sequence.paging.max_draft - (tree is not None))
+        tokens = min(depth if tree is None else tree, self._max_verify_rows - 1, budget)
+        if known.off or min(depth, tokens) <= 0:
             return None
-        tokens = known.tokens(sequence)
-        return sequence, Draftable(sequence.slot or 0, tokens, most, 0 if self._tree is None else depth)
+        text = known.tokens(sequence)
+        return sequence, Draftable(sequence.slot or 0, text, tokens, 0 if tree is None else depth)
 
-    def _attempt(self, ask: Callable[[], _Given]) -> _Given | None:
-        """What the drafter gives, None if it fails."""
+    def _attempt(self, call: Callable[[], _Result]) -> _Result | None:
+        """What the drafter returns, None if it fails."""
         try:
-            return ask()
+            return call()
         except DrafterUnavailableError as error:
-            self._away(error)
+            self._note_unavailable(error)
         except Exception as error:
-            self._failed(error)
+            self._note_failure(error)
         return None
 
-    def _checked(self, proposal: Proposal, asked: Draftable) -> Proposal:
-        """What there is of a proposal up to the first id that is none."""
-        tokens = [int(token) for token in proposal.tokens[: asked.max_tokens]]
+    def _checked(self, proposal: Proposal, draftable: Draftable) -> Proposal:
+        """A proposal up to its first id outside the vocabulary. Raises ValueError if it is no tree."""
+        tokens = [int(token) for token in proposal.tokens[: draftable.max_tokens]]
         count = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab), len(tokens))
-        chances = proposal.probabilities[:count] if len(proposal.probabilities) >= count else ()
+        probabilities = proposal.probabilities[:count] if len(proposal.probabilities) >= count else ()
         parents = tuple(proposal.parents[:count])
-        if parents and not well_formed(parents, tokens, asked.max_depth):
-            raise ValueError(f"tokens {tokens} behind {list(parents)} are no tree of depth {asked.max_depth}")
-        return Proposal(tokens[:count], chances, parents)
+        if parents and not well_formed(parents, tokens, draftable.max_depth):
+            depth = draftable.max_depth
+            raise ValueError(f"tokens {tokens} with parents {list(parents)} are no tree of depth {depth}")
+        return Proposal(tokens[:count], probabilities, parents)
 
-    def _share(self, asked: Many[Sequence], proposals: Many[Proposal], room: int, plain: int) -> None:
-        """Choose the rows to verify."""
+    def _choose(self, proposals: Many[tuple[Sequence, Proposal]], budget: int, plain: int) -> None:
+        """Choose the draft rows to verify."""
         if self._fixed:
-            counts = fair_shares(room, [len(proposal.tokens) for proposal in proposals])
+            counts = fair_shares(budget, [len(proposal.tokens) for _, proposal in proposals])
         else:
-            reaches = [self._sequences[s].rates.reaches(p) for s, p in zip(asked, proposals, strict=True)]
-            drafting = self._drafting(len(asked))
-            counts, gain = choose_rows(reaches, room, plain, self._seconds, drafting, _SIZES)
-            self._rest = 0 if gain > 1 - _TRIFLE else min(max(2 * self._rest, _SHORTEST_REST), _LONGEST_REST)
-            self._resting = self._rest
-        for sequence, proposal, count in zip(asked, proposals, counts, strict=True):
+            probabilities = [self._sequences[s].rates.probabilities(p) for s, p in proposals]
+            seconds = self._draft_times(len(proposals))
+            counts, gain = choose_draft_rows(probabilities, budget, plain, self._step_times, seconds, _STEP_SIZES)
+            pause = min(max(2 * self._pause, _MIN_PAUSE), _MAX_PAUSE)
+            self._pause = self._pause_steps = 0 if gain > 1 - _TOLERATED_LOSS else pause
+        for (sequence, proposal), count in zip(proposals, counts, strict=True):
             known = self._sequences[sequence]
             known.rows = count
             if not count:
-                known.rates.forget(proposal)
-            known.proposal, sequence.parents = in_rows(proposal, count) if proposal.parents else (proposal, ())
-            sequence.proposal = tuple(known.proposal.tokens[:count])
+                known.rates.decay(proposal)
+            known.proposal, parents = in_row_order(proposal, count) if proposal.parents else (proposal, ())
+            sequence.draft = Draft(tuple(known.proposal.tokens[:count]), parents)
 
-    def _away(self, error: DrafterUnavailableError) -> None:
-        """The next step asks again."""
-        if not self._trouble:
+    def _note_unavailable(self, error: DrafterUnavailableError) -> None:
+        """Go on without drafts; the next step asks the drafter again."""
+        if not self._error:
             _log.warning("replies go on without drafting: %s", error)
-        self._trouble = str(error)
+        self._error = str(error)
         self._answered = False
 
-    def _failed(self, error: Exception) -> None:
-        """The sequences that run go on without drafting."""
+    def _note_failure(self, error: Exception) -> None:
+        """Let the sequences that run go on without drafts."""
         self._failures += 1
         self._answered = False
-        self._trouble = str(error) if isinstance(error, LuceError) else f"{type(error).__name__}: {error}"
-        rest = "no more drafting" if self._failures >= _FAILURES else "replies that run go on without drafting"
-        _log.warning("the drafter failed: %s; %s", self._trouble, rest, exc_info=not isinstance(error, LuceError))
+        self._error = str(error) if isinstance(error, LuceError) else f"{type(error).__name__}: {error}"
+        disabled = self._failures >= _MAX_FAILURES
+        consequence = "drafting is disabled" if disabled else "replies that run go on without drafting"
+        _log.warning("the drafter failed: %s; %s", self._error, consequence, exc_info=not isinstance(error, LuceError))
         for sequence, known in self._sequences.items():
             known.off = True
-            sequence.proposal = sequence.parents = ()
+            sequence.draft = Draft()
 
 
 def fair_shares(budget: int, demands: Many[int]) -> list[int]:
     """Split `budget` rows so that the smallest share is as large as it can be; none exceeds its demand.
 
-    Demands that are equal differ by at most one row, the earlier ones getting more.
+    Equal demands get shares that differ by at most one row, the earlier ones the larger shares.
     """
     shares = [0] * len(demands)
-    left = budget
+    remaining = budget
     for place, index in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
-        shares[index] = min(demands[index], -(-left // (len(demands) - place)))
-        left -= shares[index]
+        shares[index] = min(demands[index], -(-remaining // (len(demands) - place)))
+        remaining -= shares[index]
     return shares

@@ -29,11 +29,11 @@ async def purge(request: web.Request) -> web.Response:
 
 def _forget(model: Model) -> int:
     model.chat.memory.forget()
-    return model.engine.forget()
+    return model.engine.clear_cache()
 
 
 def _listing(model: Model) -> dict[str, Any]:
-    entries = model.engine.cached()
+    entries = model.engine.cached_prefixes()
     stats = dataclasses.asdict(model.engine.stats().cache)
     disk = stats.pop("disk")
     return {

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from luce.api import Model
-from luce.engine.loop import EngineStats
+from luce.engine.engine_options import EngineStats
 from luce.engine.speculate import DraftStats
 from luce.kvcache.disk.stats import DiskStats
 from luce.kvcache.paging import PagingStats
@@ -80,7 +80,7 @@ class _EngineCollector(Collector):
         stats = self._stats()
         if stats is None:
             return
-        yield GaugeMetricFamily("luce_queued_sequences", "Sequences that wait for a slot.", stats.queued)
+        yield GaugeMetricFamily("luce_queued_sequences", "Sequences that wait for a slot.", stats.waiting)
         slots = GaugeMetricFamily("luce_slots", "Slots for sequences, by state.", labels=["state"])
         slots.add_metric(["busy"], stats.running)
         slots.add_metric(["idle"], stats.slots - stats.running)
@@ -103,8 +103,8 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("luce_steps", "Steps (forward passes).", stats.steps)
         if stats.draft is not None:
             yield from _draft_metrics(stats.draft)
-        if stats.residency is not None:
-            yield from _paging_metrics(stats.residency)
+        if stats.paging is not None:
+            yield from _paging_metrics(stats.paging)
         yield GaugeMetricFamily(
             "luce_stalled_seconds", "Seconds without progress while there is work to do.", stats.stalled
         )

@@ -74,7 +74,7 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             "chunk": model.chunk,
         },
         "speculative": speculative_props(stats.draft, paths=paths),
-        **({} if stats.residency is None else {"kvflash": _paging(stats.residency)}),
+        **({} if stats.paging is None else {"kvflash": _paging(stats.paging)}),
     }
 
 
@@ -121,6 +121,6 @@ def speculative_props(draft: DraftStats | None, *, paths: bool) -> dict[str, Any
         "steps": draft.steps,
         "draft_n": draft.proposed,
         "draft_n_accepted": draft.accepted,
-        "acceptance_rate": round(draft.accept_rate, 4),
+        "acceptance_rate": round(draft.acceptance_rate, 4),
         "tokens_per_step": round(draft.tokens_per_step, 3),
     }

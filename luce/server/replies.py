@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from luce.api import Model
-from luce.engine.admission import Ticket
+from luce.engine.admission import SequenceHandle
 from luce.engine.events import Event, Failed, Finished, Started, Tokens
 from luce.errors import LuceError, QueueFullError
 from luce.server.metrics import Metrics
@@ -36,7 +36,7 @@ class Replies:
         # Longest prompt first: if one does not fit the context, the request is refused before anything runs.
         order = sorted(range(job.choices), key=lambda choice: -len(job.prompts[choice // job.n]))
         self._waiting = deque(order)
-        self._running: dict[int, Ticket] = {}
+        self._running: dict[int, SequenceHandle] = {}
         self._stage: dict[int, str] = {}
         self._submitted: dict[int, float] = {}
         self._last_token: dict[int, float] = {}
@@ -58,8 +58,8 @@ class Replies:
         """Cancel the sequences that still run. Idempotent."""
         self._closed = True
         self._waiting.clear()
-        for choice, ticket in self._running.items():
-            ticket.cancel()
+        for choice, handle in self._running.items():
+            handle.cancel()
             self._metrics.cancelled.labels(self._stage[choice]).inc()
         self._running.clear()
 
@@ -90,7 +90,7 @@ class Replies:
             session=job.session,
             timeout=job.timeout,
             boundaries=job.boundaries[choice // job.n],
-            shared=job.shared,
+            max_cached_tokens=job.shared,
         )
         self._stage[choice] = "queued"
         self._submitted[choice] = time.monotonic()

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from luce.api import Model
 from luce.config.settings import Config
-from luce.engine.loop import EngineStats
+from luce.engine.engine_options import EngineStats
 from luce.errors import UnavailableError
 from luce.server.auth import Cors, HostCheck, Keys
 from luce.server.metrics import Metrics

@@ -11,14 +11,13 @@ from luce.backend.layersplit import LayerSplitBackend
 from luce.draft.dflash.drafter import DFlashDrafter
 from luce.draft.dflash.model import DFlashModel
 from luce.draft.target_head import LoadedHead, TargetHead
-from luce.engine.loop import Engine
 from luce.gguf.reader import open_gguf
 from luce.layers.features import FeatureRing
 from luce.runtime.step import Int32
 from tests.support.capturing import SharingDevice
 from tests.support.drafts import Drafting, DraftReference, bfloat16, open_draft, spec_of
 from tests.support.emulated import EmulatedDevice
-from tests.support.replies import submit
+from tests.support.replies import make_engine, submit
 
 
 # Masks both ways, a window, gates and norms; bfloat16 weights; weights that meet bytes.
@@ -69,7 +68,7 @@ def test_a_reply_by_graphs_that_share_their_memory() -> None:
         model.remember = noted  # type: ignore[method-assign]
         end = LoadedHead(target, reference.target.spec, device)
         drafter = DFlashDrafter(model, ring, TargetHead(device, end, end))
-        engine = Engine(backend, eos=frozenset(), max_queue=1, chunk=32, drafter=drafter, verify_width=4)
+        engine = make_engine(backend, chunk=32, drafter=drafter, verify_width=4)
         try:
             reply, _ = submit(engine, reference.expected["prompt_17"].tolist(), max_tokens=18)
             reply.finished()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import luce
-from luce.engine.loop import EngineStats
+from luce.engine.engine_options import EngineStats
 from tests.support.daemons import HERE
 from tests.support.drafts import DraftReference
 from tests.support.reference import Reference

@@ -19,7 +19,7 @@ from luce.backend.kvflash_size import Wanted
 from luce.backend.layersplit import LayerSplitBackend
 from luce.draft.drafter import Drafter
 from luce.draft.open import PreparedDrafter
-from luce.engine.loop import Engine, EngineStats
+from luce.engine.engine_options import EngineStats
 from luce.gguf.reader import open_gguf
 from luce.kvcache.paging import KVFlash, PagingStats
 from luce.runtime.host import HostDevice
@@ -30,6 +30,7 @@ from tests.support.daemons import HERE
 from tests.support.drafters import BranchingDrafter, ScriptedDrafter
 from tests.support.paging import Asked, Hashed
 from tests.support.reference import Reference
+from tests.support.replies import make_engine
 
 CONTEXT, CHUNK, SLOTS = 2048, 128, 2
 #: one file of each kind of layers
@@ -75,10 +76,8 @@ def prompt(reference: Reference, length: int, at: int = 0) -> list[int]:
 def replies(backend: Any, prompts: Sequence[Sequence[int]], drafter: Drafter | None = None) -> list[list[int]]:
     """Of an engine in which several sequences run at a time."""
     how = KVFlash(Hashed(), 4, 16, 1 << 30)
-    engine = Engine(
+    engine = make_engine(
         backend,
-        eos=frozenset(),
-        max_queue=4,
         chunk=CHUNK,
         drafter=drafter,
         verify_width=4 if drafter else 0,
@@ -87,7 +86,7 @@ def replies(backend: Any, prompts: Sequence[Sequence[int]], drafter: Drafter | N
     try:
         asked = [Asked(engine, ids, 60, logprobs=0) for ids in prompts]
         found = [sequence.reply() for sequence in asked]
-        stats, draft = engine.stats().residency, engine.stats().draft
+        stats, draft = engine.stats().paging, engine.stats().draft
         assert stats is not None and stats.swapped_out > 10 and stats.swapped_in > 1
         assert draft is None or 10 < draft.accepted < draft.proposed
     finally:
@@ -138,7 +137,7 @@ def ask(model: luce.Model, ids: Sequence[int], n: int) -> list[int]:
 
 
 def residency(model: luce.Model) -> PagingStats:
-    stats = model.engine.stats().residency
+    stats = model.engine.stats().paging
     assert stats is not None
     return stats
 
@@ -214,7 +213,7 @@ def test_trees_change_nothing(policy: str, name: str, monkeypatch: pytest.Monkey
             return [[t.id for t in generation if t.id >= 0] for generation in running], model.engine.stats()
 
     expected, stats = replies()
-    assert stats.residency is not None and stats.residency.rescored > 10
+    assert stats.paging is not None and stats.paging.rescored > 10
     texts = [[*ids, *reply] for ids, reply in zip(prompts, expected, strict=True)]
 
     def follow(text: Sequence[int], count: int) -> Sequence[int]:
@@ -296,5 +295,5 @@ def test_the_size_that_auto_finds(caplog: pytest.LogCaptureFixture) -> None:
     assert "; at most 700)" in caplog.text
     caplog.clear()
     with load(Reference("qwen35-a-F32").path, kvflash="512", max_ctx=500) as model:
-        assert model.engine.stats().residency is None
+        assert model.engine.stats().paging is None
     assert "no pool, as the smallest has 512 tokens and the context 500" in caplog.text

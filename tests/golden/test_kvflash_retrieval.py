@@ -38,7 +38,7 @@ def by_queries() -> list[tuple[bool, list[int]]]:
     """What comes back with qk, on one device."""
     with opened("qk") as model:
         found = list(recalled(model, list(cases(model, CONTEXT, DEPTHS))))
-        residency = model.engine.stats().residency
+        residency = model.engine.stats().paging
         assert residency is not None and residency.policy == "qk" and residency.max_resident_pages * 64 == POOL
         assert residency.rescores == len(DEPTHS) and residency.swapped_in > 0 and residency.lost_pages == 0
         return found
@@ -85,7 +85,7 @@ def test_replies_at_all_depths_are_the_same(by_queries: list[tuple[bool, list[in
 def test_a_drafter_brings_back_what_is_asked_for() -> None:
     with opened("drafter", kvflash_drafter=str(TINY / "drafter.gguf")) as model:
         found = [right for right, _ in recalled(model, some(model))]
-        residency = model.engine.stats().residency
+        residency = model.engine.stats().paging
     assert residency is not None and residency.policy == "drafter" and residency.rescores > 0
     assert all(found)
 

@@ -69,8 +69,8 @@ async def test_in_the_queue(stream: bool) -> None:
         async with connected(here, request()):
             await here.until(lambda: here.model.engine.stats().running == 1)
             async with connected(here, request(stream=stream)):
-                await here.until(lambda: here.model.engine.stats().queued == 1)
-            await here.until(lambda: here.model.engine.stats().queued == 0)
+                await here.until(lambda: here.model.engine.stats().waiting == 1)
+            await here.until(lambda: here.model.engine.stats().waiting == 0)
             _, text, _ = await here.get("/metrics")
             assert 'luce_cancelled_sequences_total{stage="queued"} 1.0' in text
             assert here.model.engine.stats().running == 1  # the other one goes on

@@ -87,8 +87,8 @@ async def test_what_drafts() -> None:
         assert shown.pop("tokens_per_step") == pytest.approx(1 + accepted / steps, abs=1e-3)
         assert shown == {"kind": "ngram", "block": 7, "longest": 4, "shortest": 2, "enabled": True, "state": "on"}
     for model, state in (
-        ({"drafter": Broken(block=7)}, "given up: cpu:0: 9 bytes asked"),
-        ({"undrafted": "draft.gguf: No such file"}, "refused: draft.gguf: No such file"),
+        ({"drafter": Broken(block=7)}, "disabled: cpu:0: 9 bytes asked"),
+        ({"no_drafter_reason": "draft.gguf: No such file"}, "refused: draft.gguf: No such file"),
     ):
         async with running(verify_width=8, model=model) as here:
             for _ in range(4):
@@ -153,7 +153,7 @@ async def test_paths_are_for_callers_with_a_key_or_on_this_machine(monkeypatch: 
         monkeypatch.setattr(props, "is_loopback", lambda host: False)
         _, body, _ = await here.get("/props")
         assert "model_path" not in body and "scripted.gguf" not in str(body)
-    async with running(model={"undrafted": "scripted.gguf: No such file"}) as here:
+    async with running(model={"no_drafter_reason": "scripted.gguf: No such file"}) as here:
         shown = (await here.get("/props"))[1]["speculative"]
         assert shown["state"] == "refused" and "scripted.gguf" not in str(shown)
         assert "file" not in props.speculative_props(DraftStats({"file": "scripted.gguf"}, "on"), paths=False)

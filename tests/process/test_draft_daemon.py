@@ -154,7 +154,7 @@ def test_a_daemon_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(4):
             assert [token.id for token in model.generate(prompt, **sampling)] == first
         stats = drafted(model)
-    assert stats.state.startswith("away: draft on cpu:0: the daemon is lost") and "SIGKILL" in stats.state
+    assert stats.state.startswith("unavailable: draft on cpu:0: the daemon is lost") and "SIGKILL" in stats.state
 
 
 def bad(path: Path, text: str) -> Path:
@@ -170,17 +170,17 @@ BAD = {
         "    tuple(session.np.array([1 << 20], session.np.int32) for _ in message.wanted),\n"
         "    tuple(session.np.ones(1) for _ in message.wanted),\n"
         "    tuple(session.np.empty(0, session.np.int32) for _ in message.wanted))\n",
-        "away: draft on cpu:0: the daemon is lost: it proposed an id outside the vocabulary",
+        "unavailable: draft on cpu:0: the daemon is lost: it proposed an id outside the vocabulary",
         False,
     ),
     "another answer": (
         "session.DraftSession.propose = lambda self, message: session.Done()\n",
-        "away: draft on cpu:0: the daemon is lost: it sent Done instead of Proposed",
+        "unavailable: draft on cpu:0: the daemon is lost: it sent Done instead of Proposed",
         False,
     ),
     "errors": (
         "def fails(self, message): raise ValueError('no more')\nsession.DraftSession.propose = fails\n",
-        "given up: draft on cpu:0: ValueError: no more",
+        "disabled: draft on cpu:0: ValueError: no more",
         False,
     ),
     "no memory at first": (

@@ -71,7 +71,7 @@ class Driver:
         root = sequence.length
         step = self.step((sequence, ids))
         sequence.length = root
-        spans = draft_tree.spans(parents, step.spans[0])
+        spans = draft_tree.tree_spans(parents, step.spans[0])
         positions = np.concatenate([np.arange(s.position, s.position + s.rows, dtype=np.int32) for s in spans])
         sequence.branches = {}
         views = []

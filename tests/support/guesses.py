@@ -13,9 +13,9 @@ from luce.draft.on_demand import OnDemandDrafter
 
 def drafter_of(model: Model) -> Drafter:
     """The drafter."""
-    speculator = model.engine._speculator
+    speculator = model.engine.parts.speculator
     assert speculator is not None
-    return speculator._drafter
+    return speculator.drafter
 
 
 def loaded_drafter(model: Model) -> Any:

@@ -79,7 +79,7 @@ class Running:
     async def quiet(self) -> None:
         """Wait until nothing runs or waits, then check that nothing was left behind."""
         await self.until(lambda: self.server.active == 0)
-        await self.until(lambda: not self.model.engine.stats().running and not self.model.engine.stats().queued)
+        await self.until(lambda: not self.model.engine.stats().running and not self.model.engine.stats().waiting)
         assert self.model.engine.stats().pages_used == 0
 
 

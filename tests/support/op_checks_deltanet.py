@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.engine.draft_tree import spans as spans_of_tree
+from luce.engine.draft_tree import tree_spans
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, RecurrentState, gated_delta_net
 from luce.runtime.device import Device
 from luce.runtime.step import Span, SpanArrays, branches_of
@@ -317,7 +317,7 @@ def check_tree(
     of each kind. parents[i] is the parent of row i + 1. Beside it a slot with a chain."""
     count = len(parents) + 1
     case = make_case(count + 3 + 2, key_heads=1, heads=heads, d=d, taps=taps, slots=2)
-    tree = spans_of_tree(parents, Span(1, 2, count, 7))
+    tree = tree_spans(parents, Span(1, 2, count, 7))
     beside = Span(0, 0, 2, 4)
     rows = case.rows(slice(0, 2 + count))
     out, state = run_spans(device, rows, [beside, *tree])
@@ -337,7 +337,7 @@ def check_tree(
     # The last one is of another slot, and begins anew.
     for then in (
         [Span(1, 0, 5, 7 + len(path))],
-        spans_of_tree((0, 1, 0, 3), Span(1, 0, 5, 7 + len(path))),
+        tree_spans((0, 1, 0, 3), Span(1, 0, 5, 7 + len(path))),
         [Span(0, 0, 5, 0)],
     ):
         first, *others = then if then[0].slot else [Span(1, 0, 0, 7 + len(path)), *then]

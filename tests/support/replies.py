@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from luce.config.sampling import SamplingParams
-from luce.engine.admission import Ticket
+from luce.engine.admission import SequenceHandle
+from luce.engine.engine_options import EngineOptions
 from luce.engine.events import Event, Failed, Finished, Tokens
 from luce.engine.loop import Engine
 from luce.errors import LuceError
@@ -108,14 +109,21 @@ class Gate:
         self._allowed.release()
 
 
+def make_engine(backend: Any, **options: Any) -> Engine:
+    """An engine: `options` are fields of EngineOptions and parameters of Engine."""
+    parts = {name: options.pop(name) for name in ("disk", "kvflash", "drafter", "feature_tails") if name in options}
+    settings = {"eos": frozenset(), "max_queue": 64, "chunk": backend.chunk} | options
+    return Engine(backend, EngineOptions(**settings), **parts)
+
+
 @contextmanager
 def engine(backend: ScriptedBackend, **options: Any) -> Iterator[Engine]:
-    made = Engine(backend, **({"eos": frozenset({EOS}), "max_queue": 64, "chunk": backend.chunk} | options))
+    made = make_engine(backend, **({"eos": frozenset({EOS})} | options))
     try:
         yield made
         assert made.wait_idle(PATIENCE)
         stats = made.stats()
-        assert (stats.queued, stats.running, stats.pages_used, stats.stalled) == (0, 0, 0, 0)
+        assert (stats.waiting, stats.running, stats.pages_used, stats.stalled) == (0, 0, 0, 0)
     finally:
         if isinstance(backend.hook, Gate):
             backend.hook.open.set()
@@ -132,9 +140,9 @@ def submit(
     session: str = "",
     timeout: float = 0,
     **params: Any,
-) -> tuple[Reply, Ticket]:
+) -> tuple[Reply, SequenceHandle]:
     reply = Reply(on=on)
-    ticket = made.submit(
+    handle = made.submit(
         prompt,
         SamplingParams(**({"max_tokens": 6} | params)),
         output=output or Letters(),
@@ -142,4 +150,4 @@ def submit(
         session=session,
         timeout=timeout,
     )
-    return reply, ticket
+    return reply, handle

@@ -11,6 +11,7 @@ from typing import Any
 from luce.backend.kvflash_size import Wanted
 from luce.config.settings import Config
 from luce.draft.drafter import Drafter
+from luce.engine.engine_options import EngineOptions
 from luce.engine.loop import Engine
 from luce.kvcache.paging import Age, KVFlash
 from luce.models.spec import CHATML, Dialect, Markers, ModelSpec
@@ -103,8 +104,8 @@ def saying(text: str | Sequence[int], *, marker: str = "<|im_start|>assistant\n"
 
 
 class ScriptedModel:
-    """The attributes of luce.api.Model that the server uses. `backend` is for tests to look at; `drafter`, `undrafted`
-    as for Engine."""
+    """The attributes of luce.api.Model that the server uses. `backend` is for tests to look at; `drafter`,
+    `no_drafter_reason` as for Engine."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class ScriptedModel:
         add_bos: bool = False,
         context: int = 512,
         drafter: Drafter | None = None,
-        undrafted: str = "",
+        no_drafter_reason: str = "",
         **backend: Any,
     ) -> None:
         self.config = config
@@ -147,17 +148,9 @@ class ScriptedModel:
         self.shard_daemons: tuple[DaemonState, ...] = ()
         self.engine = Engine(
             self.backend,
-            eos=self.tokenizer.eos_ids,
-            max_queue=config.max_queue,
-            chunk=self.chunk,
-            max_queue_seconds=config.max_queue_seconds,
-            timeout=config.timeout,
-            cache_bytes=config.cache_ram << 20,
-            cache_interval=config.cache_interval,
+            EngineOptions.of(config, eos=self.tokenizer.eos_ids, chunk=self.chunk, no_drafter_reason=no_drafter_reason),
             kvflash=None if pool is None else KVFlash(Age(), 4, config.kvflash_tau, config.kvflash_host_mb << 20),
             drafter=drafter,
-            verify_width=config.verify_width,
-            undrafted=undrafted,
         )
 
     def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = (), *, kept: bool = True) -> ReplyText:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce.backend.microbatch import cut, largest_piece, separate
-from luce.engine.draft_tree import spans as spans_of_tree
-from luce.engine.scheduler import Scheduler, Sequence
+from luce.engine.draft_tree import tree_spans
+from luce.engine.scheduler import Scheduler
+from luce.engine.sequence import Sequence
 from luce.kvcache.page_table import PageTables
 from luce.runtime.step import PAGE, Output, Span, Step
 from tests.support.scripted_backend import ScriptedBackend
@@ -35,7 +36,7 @@ def sizes(step: Step, rows: int) -> list[int]:
 
 def tree_of(slot: int, start: int, rows: int) -> list[Span]:
     """A root with as many branches as there are other rows."""
-    return spans_of_tree((0,) * (rows - 1), Span(slot, start, rows, 70))
+    return tree_spans((0,) * (rows - 1), Span(slot, start, rows, 70))
 
 
 def parts_of(*spans: Span) -> list[int]:
@@ -112,7 +113,7 @@ def test_trees_stay_together(before: int) -> None:
     trees = [
         span
         for slot, start in ((1, before), (3, before + 10))
-        for span in spans_of_tree((0, 1, 2, 1, 4, 5, 0, 7, 8), Span(slot, start, 10, 70))
+        for span in tree_spans((0, 1, 2, 1, 4, 5, 0, 7, 8), Span(slot, start, 10, 70))
     ]
     step = replace(prompt, spans=(prompt.spans[0], *trees, prompt.spans[2]))
     pieces = cut(step, 60)
@@ -165,31 +166,31 @@ def test_pieces_give_the_replies_of_whole_steps(
     chunk, rows = 512, pages * PAGE
     backend = ScriptedBackend(slots=4, chunk=chunk, context=CONTEXT, windows=(None, window))
     own = PageTables(backend.capacity.pages, backend.capacity.windows, slots=4, context=CONTEXT, chunk=chunk)
-    scheduler = Scheduler(own, slots=4, chunk=chunk, scored=chunk)
+    scheduler = Scheduler(own, slots=4, chunk=chunk, max_scored_rows=chunk)
     sequences = [
-        Sequence(prompt=((np.arange(n) * (i + 3)) % 97).astype(np.int32), room=room, full=full)
+        Sequence(prompt=((np.arange(n) * (i + 3)) % 97).astype(np.int32), max_new_tokens=room, needs_logits=full)
         for i, (n, room, full) in enumerate(prompts)
     ]
     for sequence in sequences:
         scheduler.add(sequence)
     list(scheduler.admit())
-    while (plan := scheduler.plan()) is not None:
+    while (plan := scheduler.schedule()) is not None:
         parts = separate(plan.step)
-        replying = sum(part.rows for part in plan.parts if part.position >= len(part.sequence.prompt))
+        replying = sum(part.rows for part in plan.sequences if part.position >= len(part.sequence.prompt))
         if plan.step.rows > 16 and replying:
             # And with them prompts of which few rows are left.
             assert replying <= parts[0].rows <= 16
         outputs = [backend.forward(piece) for part in parts for piece in cut(part, rows)]
         output = Output(*(np.concatenate([getattr(o, part) for o in outputs]) for part in ("ids", "logits")))
         scheduler.advance(plan)
-        for part in plan.parts:
+        for part in plan.sequences:
             one = part.sequence
-            if not one.prompt_left:
+            if not one.prompt_remaining:
                 (token,) = output.ids[part.ids]
-                if one.full:
+                if one.needs_logits:
                     assert output.logits[part.logits].argmax() == token
                 one.reply.append(int(token))
-                if len(one.reply) == one.room:
+                if len(one.reply) == one.max_new_tokens:
                     scheduler.remove(one)
     for sequence in sequences:
-        assert sequence.reply == backend.reply(sequence.prompt.tolist(), sequence.room)
+        assert sequence.reply == backend.reply(sequence.prompt.tolist(), sequence.max_new_tokens)

@@ -7,10 +7,10 @@ import pytest
 
 from luce.bench.cost import Rows
 from luce.bench.measure import Kind, Stepper, Workload
-from luce.engine.loop import Engine
 from luce.kvcache.paging import KVFlash
 from luce.runtime.step import PAGE, Output, Step
 from tests.support.paging import Asked, Hashed
+from tests.support.replies import make_engine
 from tests.support.scripted_backend import ScriptedBackend
 
 CHUNK = 16
@@ -75,11 +75,11 @@ def test_pages_come_and_go_as_in_the_engine() -> None:
     assert backend.broken is None
     again = ScriptedBackend(**sizes)  # type: ignore[arg-type]
     how = KVFlash(Hashed(), 4, 16, 1 << 30)
-    engine = Engine(again, eos=frozenset(), max_queue=4, chunk=again.chunk, kvflash=how)
+    engine = make_engine(again, kvflash=how)
     try:
         for seen in backend.state.seen:
             assert Asked(engine, seen[:depth], 100).reply() == seen[depth:]
-        stats = engine.stats().residency
+        stats = engine.stats().paging
     finally:
         engine.close()
     pager = stepper._pager

@@ -18,6 +18,7 @@ from luce.engine.events import Event, Failed, Finished, Progress, Tokens
 from luce.engine.loop import Engine
 from luce.errors import DeviceError
 from luce.runtime.step import PAGE
+from tests.support.replies import make_engine
 from tests.support.scripted_backend import ScriptedBackend
 
 CONTEXT, CHUNK = 512, 32
@@ -48,7 +49,9 @@ class Rig:
     ) -> queue.SimpleQueue[Event]:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         asked = SamplingParams(max_tokens=n, **params)
-        self.engine.submit(prompt, asked, output=Silent(), on_event=events.put, boundaries=boundaries, shared=shared)
+        self.engine.submit(
+            prompt, asked, output=Silent(), on_event=events.put, boundaries=boundaries, max_cached_tokens=shared
+        )
         return events
 
     def ask(
@@ -72,7 +75,7 @@ def finish(events: queue.SimpleQueue[Event]) -> tuple[list[int], int]:
 def rig(cache: int = 1 << 20, interval: int = 8192, **backend: Any) -> Iterator[Rig]:
     scripted = ScriptedBackend(context=CONTEXT, chunk=CHUNK, **{"slots": 1, **backend})
     scripted.resumes = not scripted.capacity.recurrent
-    engine = Engine(scripted, eos=frozenset(), max_queue=64, chunk=CHUNK, cache_bytes=cache, cache_interval=interval)
+    engine = make_engine(scripted, cache_bytes=cache, checkpoint_interval=interval)
     try:
         yield Rig(engine, scripted)
     finally:
@@ -247,7 +250,7 @@ def test_what_is_not_to_be_shared_is_neither_kept_nor_found(kind: dict[str, Any]
         expected = r.backend.reply(prompt, 5)
         for _ in range(2):
             assert r.ask(prompt, 5, [70, 150], shared=0) == (expected, 0)
-            assert not r.engine.cached() and not r.engine.stats().pages_used
+            assert not r.engine.cached_prefixes() and not r.engine.stats().pages_used
         # What others keep is not for it.
         assert [r.ask(prompt, 5, [70, 150], shared=shared)[1] for shared in (None, 0, None)] == [0, 0, 200]
 
@@ -257,7 +260,7 @@ def test_a_first_part_is_shared_alone(kind: dict[str, Any]) -> None:
     prompt, other = ids(200), [*ids(100), *ids(100, seed=1)]
     with rig(**kind) as r:
         assert r.ask(prompt, 5, [70, 150], shared=90) == (r.backend.reply(prompt, 5), 0)
-        assert max(entry.tokens for entry in r.engine.cached()) == 90
+        assert max(entry.tokens for entry in r.engine.cached_prefixes()) == 90
         # To the token, also for others, and not a token more of what others keep.
         fewer = 70 if kind else PAGE
         for asked, shared, known in ((prompt, 90, 90), (other, None, 90), (prompt, 70, fewer), (other, 90, 90)):

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from luce.config.sampling import SamplingParams
 from luce.engine.events import Event, Finished, Progress
-from luce.engine.loop import Engine
 from luce.errors import BackendError
 from luce.kvcache import saver
 from luce.kvcache.disk import part, store
@@ -37,6 +36,7 @@ from luce.kvcache.disk.tier import DiskTier
 from luce.runtime.step import PAGE
 from tests.support import snapshots
 from tests.support.daemons import within
+from tests.support.replies import make_engine
 from tests.support.scripted_backend import ScriptedBackend
 from tests.unit.test_engine_cache import EXACT, FREE, Rig, Silent, finish, ids
 
@@ -61,15 +61,12 @@ def rig(
     scripted.resumes = not scripted.capacity.recurrent
     identify = identify or (lambda: model)
     disk = DiskTier(directory, budget=budget, identify=identify, known=known, layers=scripted.capacity.layers)
-    engine = Engine(
+    engine = make_engine(
         scripted,
-        eos=frozenset(),
-        max_queue=64,
-        chunk=32,
         cache_bytes=1 << 22,
-        cache_interval=interval,
+        checkpoint_interval=interval,
         disk=disk,
-        disk_tokens=1,
+        min_disk_tokens=1,
         flush_seconds=flush,
     )
     try:
@@ -440,7 +437,7 @@ def test_another_layout_is_a_miss_and_stays(tmp_path: Path, caplog: pytest.LogCa
         assert r.ask(ids(100), 3) == (expected, 0)
         assert "blk.0.k" in caplog.text
         assert tier(r).stats.refused == 1 and not tier(r).stats.damaged
-        assert "blk.0.k" in next(entry.unusable for entry in r.engine.cached() if entry.unusable)
+        assert "blk.0.k" in next(entry.unusable for entry in r.engine.cached_prefixes() if entry.unusable)
     assert set(files(tmp_path)) >= set(before)
 
 
@@ -593,9 +590,9 @@ def test_what_cannot_be_removed_is_not_used_and_said(
         assert r.engine.cache is not None
         with monkeypatch.context() as patched:
             patched.setattr(store.os, "rename", failing(errno.EROFS))
-            r.engine.forget()
+            r.engine.clear_cache()
             assert within(60, lambda: not tier(r).waiting)
-            assert all(entry.unusable for entry in r.engine.cached())
+            assert all(entry.unusable for entry in r.engine.cached_prefixes())
             assert r.ask(ids(100), 3)[1] == 0
     assert "could not be removed and stay unused until the next start: [Errno 30]" in caplog.text
 

@@ -58,7 +58,7 @@ def test_the_first_tokens_of_a_tree_in_rows(data: st.DataObject) -> None:
     nodes = data.draw(parents_of())
     count = data.draw(st.integers(0, len(nodes)))
     tokens = data.draw(st.permutations(range(100, 100 + len(nodes))))
-    proposal, parents = draft_tree.in_rows(Proposal(tokens, [t / 200 for t in tokens], nodes), count)
+    proposal, parents = draft_tree.in_row_order(Proposal(tokens, [t / 200 for t in tokens], nodes), count)
     texts = {tuple(tokens[n] for n in path) for path in ([n, *above(n, nodes)][::-1] for n in range(count))}
     rows = parents or tuple(range(count))
     assert texts == {tuple(proposal.tokens[row - 1] for row in path_to(row, rows)[1:]) for row in range(1, count + 1)}
@@ -105,13 +105,13 @@ def test_branches_have_pages_for_themselves(data: st.DataObject) -> None:
     entries = range(root // PAGE) if bound else range(0)
     gone = data.draw(st.lists(st.sampled_from(entries), unique=True)) if entries else []
     group.leave(1, gone)
-    spans = draft_tree.spans(parents, Span(1, 0, len(parents) + 1, root))
+    spans = draft_tree.tree_spans(parents, Span(1, 0, len(parents) + 1, root))
     group.extend(1, root, max(span.position + span.rows for span in spans) - root)
     slots = np.ones(len(spans), np.int32)
     positions = np.concatenate([np.arange(s.position, s.position + s.rows) for s in spans]).astype(np.int32)
     view = group.view(slots, np.ones(len(positions), np.int32), positions)
     if len(spans) > 1:
-        view, taken = draft_tree.own_pages(view, group, spans)
+        view, taken = draft_tree.with_branch_pages(view, group, spans)
     for row, dest in enumerate(view.dest):
         pool[dest] = positions[row], 1 + row
     assert len(set(view.dest.tolist())) == len(view.dest)
@@ -163,7 +163,7 @@ def branching(backend: ScriptedBackend, wrong: Callable[[int], bool] = never, **
     return BranchingDrafter(backend.reply, vocab=backend.capacity.vocab, wrong=wrong, **options)
 
 
-TREES: dict[str, Any] = {"tree": 15, "eos": frozenset()}
+TREES: dict[str, Any] = {"tree_tokens": 15, "eos": frozenset()}
 
 
 @pytest.mark.parametrize("width", [0, 3, 8, 16])
@@ -237,7 +237,7 @@ def test_sampled_replies_are_those_of_plain_decoding(params: dict[str, Any]) -> 
         return [*plain.ids, *range(20)][at : at + count]
 
     drafter = BranchingDrafter(known, vocab=backend.capacity.vocab, wrong=sometimes(0.1, 2))
-    with engine(backend, drafter=drafter, verify_width=16, tree=15) as made:
+    with engine(backend, drafter=drafter, verify_width=16, tree_tokens=15) as made:
         reply, _ = submit(made, PROMPT, **({"max_tokens": 50} | params))
         reply.finished()
         steps, _, accepted = drafted(made)
@@ -250,7 +250,7 @@ def test_an_end_inside_a_tree(at: int) -> None:
     text = [30 + i for i in range(20)]
     text[at] = EOS
     backend = ScriptedBackend(script=after(PROMPT, text), recurrent=True, branch_pages=30)
-    with engine(backend, drafter=branching(backend), verify_width=16, tree=15) as made:
+    with engine(backend, drafter=branching(backend), verify_width=16, tree_tokens=15) as made:
         reply, _ = submit(made, PROMPT, max_tokens=18)
         assert reply.finished().reason is FinishReason.EOS
         timings = reply.finished().timings

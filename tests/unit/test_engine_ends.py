@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.engine.admission import Ticket
+from luce.engine.admission import SequenceHandle
 from luce.engine.events import Event, Failed, Finished, FinishReason, Progress, Started, Tokens
-from luce.engine.loop import Engine
 from luce.errors import BackendError, DeviceError, QueueFullError, RequestError, ShardLostError, UnavailableError
 from luce.runtime.step import Step
-from tests.support.replies import PATIENCE, Gate, Letters, Reply, engine, submit
+from tests.support.replies import PATIENCE, Gate, Letters, Reply, engine, make_engine, submit
 from tests.support.scripted_backend import ScriptedBackend
 
 
@@ -50,7 +49,7 @@ def test_cancellation(stage: str) -> None:
         neighbour.finished()
         assert made.wait_idle(PATIENCE)
         ticket.cancel()
-        assert not made._intake._inbox
+        assert not made.parts.admission.commands
         assert made.stats().cancelled == 1
     assert neighbour.ids == backend.reply([50, 51], 100)
     if stage == "queued":
@@ -58,7 +57,7 @@ def test_cancellation(stage: str) -> None:
 
 
 def test_a_sequence_cancels_itself_from_its_sink() -> None:
-    box: list[Ticket] = []
+    box: list[SequenceHandle] = []
     with engine(ScriptedBackend()) as made:
         held = threading.Event()
 
@@ -244,13 +243,13 @@ def test_drain_and_stop() -> None:
 def test_close_ends_what_runs_and_what_waits() -> None:
     gate = Gate()
     backend = ScriptedBackend(slots=1, hook=gate)
-    made = Engine(backend, eos=frozenset(), max_queue=4, chunk=64)
+    made = make_engine(backend, chunk=64)
     runs, ticket = submit(made, max_tokens=None)
     gate.wait()
     waits, _ = submit(made)
     closing = threading.Thread(target=made.close, daemon=True)
     closing.start()
-    while not made._intake.closing:
+    while not made.parts.admission.closing:
         time.sleep(0.001)
     gate.let()
     closing.join(PATIENCE)
@@ -269,7 +268,7 @@ def test_close_ends_what_runs_and_what_waits() -> None:
 
 
 def test_a_sink_may_close_the_engine() -> None:
-    made = Engine(ScriptedBackend(), eos=frozenset(), max_queue=4, chunk=64)
+    made = make_engine(ScriptedBackend(), chunk=64)
     reply, _ = submit(made, max_tokens=None, on=lambda event: made.close() if isinstance(event, Tokens) else None)
     assert reply.finished().reason is FinishReason.SHUTDOWN
     assert len(reply.ids) == 1
@@ -278,11 +277,11 @@ def test_a_sink_may_close_the_engine() -> None:
 
 def test_a_defect_of_the_engine_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    made = Engine(ScriptedBackend(slots=1, hook=gate), eos=frozenset(), max_queue=4, chunk=64)
+    made = make_engine(ScriptedBackend(slots=1, hook=gate))
     runs, _ = submit(made)
     waits, _ = submit(made)
     gate.wait()
-    monkeypatch.setattr(made._scheduler, "plan", lambda: 1 / 0)
+    monkeypatch.setattr(made.parts.scheduler, "schedule", lambda: 1 / 0)
     gate.open.set()
     for reply in (runs, waits):
         assert isinstance(reply.failed(), BackendError)
@@ -296,7 +295,7 @@ def test_a_defect_of_the_engine_leaves_nobody_waiting(monkeypatch: pytest.Monkey
 def test_a_cancel_from_a_destructor_inside_the_lock() -> None:
     with engine(ScriptedBackend()) as made:
         reply, ticket = submit(made, max_tokens=None, ignore_eos=True)
-        with made._intake._lock:
+        with made.parts.admission.lock:
             ticket.cancel()
         assert reply.finished().reason in (FinishReason.CANCELLED, FinishReason.CONTEXT)
 
@@ -342,10 +341,10 @@ def test_any_clients_get_one_last_event_each(clients: list[Client], failures: se
     replies: list[Reply] = []
     with engine(backend, eos=frozenset()) as made:
         for client in clients:
-            tickets: list[Ticket] = []
+            tickets: list[SequenceHandle] = []
             count = 0
 
-            def watch(event: Event, client: Client = client, tickets: list[Ticket] = tickets) -> None:
+            def watch(event: Event, client: Client = client, tickets: list[SequenceHandle] = tickets) -> None:
                 nonlocal count
                 count += 1
                 if client.patience is not None and count % 9 == client.patience:

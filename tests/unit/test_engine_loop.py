@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from luce.engine.admission import Admission
 from luce.engine.events import FinishReason, Progress, PromptLogits, PromptScores, Tokens
-from luce.engine.loop import Engine
 from luce.errors import ContextError, QueueFullError, RequestError
 from tests.support.replies import EOS, PATIENCE, STOP, Gate, Letters, engine, submit
 from tests.support.scripted_backend import ScriptedBackend, after
@@ -200,7 +201,7 @@ def test_statistics() -> None:
         time.sleep(0.01)
         stats = made.stats()
         assert stats.stalled > 0
-        assert (stats.slots, stats.queued + stats.running) == (2, 3)
+        assert (stats.slots, stats.waiting + stats.running) == (2, 3)
         assert stats.pages_total == sum(backend.capacity.pages)
         assert stats.pages_used > 0
         gate.open.set()
@@ -214,14 +215,14 @@ def test_statistics() -> None:
 
 def test_an_idle_engine_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = 0
-    turn = Engine._turn
+    wait = Admission.wait_for_work
 
-    def counted(self: Engine) -> bool:
+    def counted(self: Admission, more: Callable[[], bool]) -> None:
         nonlocal rounds
         rounds += 1
-        return turn(self)
+        wait(self, more)
 
-    monkeypatch.setattr(Engine, "_turn", counted)
+    monkeypatch.setattr(Admission, "wait_for_work", counted)
     with engine(ScriptedBackend()) as made:
         submit(made)[0].finished()
         assert made.wait_idle(PATIENCE)

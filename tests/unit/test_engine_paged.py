@@ -26,6 +26,7 @@ from luce.kvcache.prefix_tree import Residency
 from luce.runtime.step import PAGE
 from tests.support.drafters import BranchingDrafter, sometimes
 from tests.support.paging import Asked, Hashed
+from tests.support.replies import make_engine
 from tests.support.scripted_backend import ScriptedBackend
 
 BOUND, CONTEXT, VOCAB = 9, 48 * PAGE, 7
@@ -42,7 +43,7 @@ def running(
         vocab=VOCAB, context=CONTEXT, slots=slots, chunk=chunk, **({"bound": BOUND, "recurrent": True} | scripted)
     )
     how = KVFlash(policy or Hashed(), 4, tau, options.pop("budget", 1 << 40))
-    engine = Engine(backend, eos=frozenset(), max_queue=64, chunk=chunk, kvflash=how, **options)
+    engine = make_engine(backend, chunk=chunk, kvflash=how, **options)
     try:
         yield engine, backend
         assert backend.broken is None, backend.broken
@@ -51,7 +52,7 @@ def running(
 
 
 def residency(engine: Engine) -> PagingStats:
-    stats = engine.stats().residency
+    stats = engine.stats().paging
     assert stats is not None
     return stats
 
@@ -132,7 +133,7 @@ def test_trees_change_nothing(policy: type[Age], windows: tuple[int | None, ...]
         return next(whole[len(text) :][:count] for whole in texts if whole[: len(text)] == list(text))
 
     drafter = BranchingDrafter(follow, vocab=VOCAB, wrong=sometimes(0.1, 1))
-    trees = {"drafter": drafter, "verify_width": 8, "tree": 15, "branch_pages": 30}
+    trees = {"drafter": drafter, "verify_width": 8, "tree_tokens": 15, "branch_pages": 30}
     with running(policy(), windows=windows, cache_bytes=1 << 30, **trees) as (engine, backend):
         for _ in range(2):
             sequences = [Asked(engine, prompt, 200) for prompt in asked]
@@ -203,7 +204,7 @@ def disk(directory: Path, policy: Policy, windows: tuple[int | None, ...]) -> It
     """An engine that starts anew over a directory; all is written when it ends."""
     model, layers = Fingerprint("0123456789abcdef", {}), LAYERS[: len(windows) + 1]
     tier = DiskTier(directory, budget=0, identify=lambda: model, known=True, layers=layers)
-    options = {"cache_bytes": 1 << 30, "disk": tier, "disk_tokens": 1}
+    options = {"cache_bytes": 1 << 30, "disk": tier, "min_disk_tokens": 1}
     with running(policy, windows=windows, **options) as (engine, backend):
         assert backend.capacity.layers == LAYERS[: len(windows) + 1]
         yield engine

@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.engine.scheduler import Plan, Scheduler, Sequence
+from luce.engine.scheduler import ScheduledStep, Scheduler
+from luce.engine.sequence import CacheState, Draft, Sequence
 from luce.kvcache.page_table import PageTables
 from tests.support.scripted_backend import ScriptedBackend
 
 SLOTS, CHUNK, CONTEXT = 3, 32, 512
 
 
-def sequence(prompt: int | Many[int], room: int = 4, **more: object) -> Sequence:
+def sequence(prompt: int | Many[int], max_new_tokens: int = 4, **more: object) -> Sequence:
     ids = list(range(prompt)) if isinstance(prompt, int) else prompt
-    return Sequence(prompt=np.array([i % 97 for i in ids], np.int32), room=room, **more)  # type: ignore[arg-type]
+    return Sequence(prompt=np.array([i % 97 for i in ids], np.int32), max_new_tokens=max_new_tokens, **more)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Drive:
 
     slots: int = SLOTS
     chunk: int = CHUNK
-    scored: int = CHUNK
+    max_scored_rows: int = CHUNK
     windows: tuple[int | None, ...] = (None,)
     totals: tuple[int, ...] | None = None
     ended: list[Sequence] = field(default_factory=list)
@@ -41,27 +42,27 @@ class Drive:
         self.pages = PageTables(
             self.backend.capacity.pages, self.windows, slots=self.slots, context=CONTEXT, chunk=self.chunk
         )
-        self.scheduler = Scheduler(self.pages, slots=self.slots, chunk=self.chunk, scored=self.scored)
+        self.scheduler = Scheduler(self.pages, slots=self.slots, chunk=self.chunk, max_scored_rows=self.max_scored_rows)
 
-    def step(self) -> Plan | None:
+    def step(self) -> ScheduledStep | None:
         for _ in self.scheduler.admit():
             pass
-        plan = self.scheduler.plan()
+        plan = self.scheduler.schedule()
         if plan is None:
             return None
         if self.fail:
             self.fail = False
-            for part in plan.parts:
+            for part in plan.sequences:
                 self.scheduler.remove(part.sequence)
             return plan
         output = self.backend.forward(plan.step)
         assert len(output.logits) == plan.step.needs_logits.sum()
         self.scheduler.advance(plan)
-        for part in plan.parts:
+        for part in plan.sequences:
             one = part.sequence
-            if not one.prompt_left and one.room:
+            if not one.prompt_remaining and one.max_new_tokens:
                 one.reply.append(int(output.ids[part.ids][-1]))
-            if not one.prompt_left and len(one.reply) == one.room:
+            if not one.prompt_remaining and len(one.reply) == one.max_new_tokens:
                 self.end(one)
         return plan
 
@@ -74,14 +75,14 @@ class Drive:
             pass
 
 
-def rows(plan: Plan | None) -> dict[Sequence, int]:
+def rows(plan: ScheduledStep | None) -> dict[Sequence, int]:
     assert plan is not None
-    return {part.sequence: part.rows for part in plan.parts}
+    return {part.sequence: part.rows for part in plan.sequences}
 
 
 def test_replies_go_on_beside_a_long_prompt() -> None:
     drive = Drive()
-    short, long = sequence(3, room=10), sequence(300, room=1)
+    short, long = sequence(3, max_new_tokens=10), sequence(300, max_new_tokens=1)
     drive.scheduler.add(short)
     drive.step()
     drive.scheduler.add(long)
@@ -92,14 +93,14 @@ def test_replies_go_on_beside_a_long_prompt() -> None:
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
     drive = Drive()
-    long, short = sequence(400, room=1), sequence(10, room=1)
+    long, short = sequence(400, max_new_tokens=1), sequence(10, max_new_tokens=1)
     drive.scheduler.add(long)
     drive.step()
     drive.scheduler.add(short)
     assert rows(drive.step()) == {short: 10, long: CHUNK}
     assert drive.ended == [short]
     # One that has not few rows takes turns with it.
-    other = sequence(20, room=1)
+    other = sequence(20, max_new_tokens=1)
     drive.scheduler.add(other)
     assert rows(drive.step()) == {other: 20}
     assert rows(drive.step()) == {long: CHUNK}
@@ -109,20 +110,20 @@ def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
 @pytest.mark.parametrize("length", [10, 20])
 def test_a_long_prompt_is_not_stuck_behind_short_ones(length: int) -> None:
     drive = Drive(slots=8)
-    long = sequence(5 * CHUNK, room=1)
+    long = sequence(5 * CHUNK, max_new_tokens=1)
     drive.scheduler.add(long)
     # More come than there is room for: of all that wait, none gets two turns before another one.
     for _ in range(5 * 8):
         for _ in range(2):
-            drive.scheduler.add(sequence(length, room=0))
+            drive.scheduler.add(sequence(length, max_new_tokens=0))
         drive.step()
     assert long in drive.ended
 
 
 def test_a_step_has_one_prompt_of_many_rows() -> None:
     drive = Drive(slots=6)
-    first, second = sequence(18, room=0), sequence(CHUNK, room=0)
-    few = [sequence(n, room=0) for n in (6, 5, 6, 16)]
+    first, second = sequence(18, max_new_tokens=0), sequence(CHUNK, max_new_tokens=0)
+    few = [sequence(n, max_new_tokens=0) for n in (6, 5, 6, 16)]
     for one in (first, second, *few):
         drive.scheduler.add(one)
     assert list(rows(drive.step())) == [few[0], few[1], first]
@@ -132,12 +133,12 @@ def test_a_step_has_one_prompt_of_many_rows() -> None:
 
 def test_prompts_for_which_there_is_no_room_take_turns() -> None:
     drive = Drive(chunk=2)
-    all_three = [sequence(6, room=1) for _ in range(3)]
+    all_three = [sequence(6, max_new_tokens=1) for _ in range(3)]
     for one in all_three:
         drive.scheduler.add(one)
     for _ in range(3):
         drive.step()
-    assert [one.done for one in all_three] == [2, 2, 2]
+    assert [one.computed for one in all_three] == [2, 2, 2]
 
 
 @given(
@@ -147,13 +148,13 @@ def test_prompts_for_which_there_is_no_room_take_turns() -> None:
 )
 def test_company_does_not_change_a_prompts_pieces(lengths: list[tuple[int, bool]], chunk: int, scored: int) -> None:
     def pieces(prompts: list[tuple[int, bool]]) -> list[list[int]]:
-        drive = Drive(chunk=chunk, scored=scored)
-        sequences = [sequence(n, room=0 if whole else 3, scored=whole) for n, whole in prompts]
+        drive = Drive(chunk=chunk, max_scored_rows=scored)
+        sequences = [sequence(n, max_new_tokens=0 if whole else 3, scores_prompt=whole) for n, whole in prompts]
         for one in sequences:
             drive.scheduler.add(one)
         found: list[list[int]] = [[] for _ in prompts]
         while plan := drive.step():
-            for part in plan.parts:
+            for part in plan.sequences:
                 if part.position < len(part.sequence.prompt):
                     found[sequences.index(part.sequence)].append(part.rows)
         return found
@@ -164,44 +165,44 @@ def test_company_does_not_change_a_prompts_pieces(lengths: list[tuple[int, bool]
 def test_prompt_rows_of_a_step_are_at_most_a_chunk() -> None:
     drive = Drive()
     for _ in range(SLOTS):
-        drive.scheduler.add(sequence(100, room=2))
+        drive.scheduler.add(sequence(100, max_new_tokens=2))
     while plan := drive.step():
-        read = [p.rows for p in plan.parts if p.position < 100]
+        read = [p.rows for p in plan.sequences if p.position < 100]
         assert sum(n for n in read if n > 16) <= CHUNK and sum(n for n in read if n <= 16) <= 16
 
 
 def test_a_plan_is_filled_with_what_is_proposed_later() -> None:
     drive = Drive()
-    drafted, plain = sequence(70, room=30), sequence(3, room=30)
+    drafted, plain = sequence(70, max_new_tokens=30), sequence(3, max_new_tokens=30)
     drive.scheduler.add(drafted)
     drive.scheduler.add(plain)
     while min(len(drafted.reply), len(plain.reply)) < 2:
         drive.step()
-    drafted.proposal = (0, 0, 0)
-    early = drive.scheduler.plan()
+    drafted.draft = Draft((0, 0, 0))
+    early = drive.scheduler.schedule()
     assert early is not None
-    drafted.proposal = (5, 6, 7)
-    late, filled = drive.scheduler.plan(), drive.scheduler.filled(early)
+    drafted.draft = Draft((5, 6, 7))
+    late, filled = drive.scheduler.schedule(), drive.scheduler.with_drafts(early)
     assert late is not None and filled is not None
     # Nothing but the tokens of proposals could be different.
-    assert filled.parts == late.parts and filled.step.spans == late.step.spans
+    assert filled.sequences == late.sequences and filled.step.spans == late.step.spans
     for name in ("tokens", "positions", "output_rows", "needs_logits", "needs_candidates"):
         np.testing.assert_array_equal(getattr(filled.step, name), getattr(late.step, name))
     for own, other in zip(filled.step.views, late.step.views, strict=True):
         for name in ("table", "first", "count", "dest"):
             np.testing.assert_array_equal(getattr(own, name), getattr(other, name))
-    for proposal, parents in (((5, 6), ()), ((), ()), ((5, 6, 7), (0, 0, 1))):
-        drafted.proposal, drafted.parents = proposal, parents
-        assert drive.scheduler.filled(early) is None
-    drafted.proposal = drafted.parents = ()
+    for tokens, parents in (((5, 6), ()), ((), ()), ((5, 6, 7), (0, 0, 1))):
+        drafted.draft = Draft(tokens, parents)
+        assert drive.scheduler.with_drafts(early) is None
+    drafted.draft = Draft()
     drive.run()
 
 
 def test_sessions_take_turns_and_are_first_in_first_out() -> None:
     drive = Drive(slots=1)
-    a = [sequence(2, room=1, session="a") for _ in range(3)]
-    b = [sequence(2, room=1, session="b") for _ in range(2)]
-    c = [sequence(2, room=1, session="c")]
+    a = [sequence(2, max_new_tokens=1, session="a") for _ in range(3)]
+    b = [sequence(2, max_new_tokens=1, session="b") for _ in range(2)]
+    c = [sequence(2, max_new_tokens=1, session="c")]
     for one in [*a, *b, *c]:
         drive.scheduler.add(one)
     assert drive.scheduler.waiting == (*a, *b, *c)
@@ -212,8 +213,8 @@ def test_sessions_take_turns_and_are_first_in_first_out() -> None:
 def test_a_large_sequence_gets_its_turn_where_pages_are_scarce() -> None:
     # 8 pages: two of 3 pages run, the one of 8 waits for both, and the small one behind it does not overtake.
     drive = Drive(totals=(8,))
-    first, second = sequence(64 * 2, room=64), sequence(64 * 2, room=40)
-    large, small = sequence(64 * 7, room=10), sequence(5, room=2)
+    first, second = sequence(64 * 2, max_new_tokens=64), sequence(64 * 2, max_new_tokens=40)
+    large, small = sequence(64 * 7, max_new_tokens=10), sequence(5, max_new_tokens=2)
     for one in (first, second, large, small):
         drive.scheduler.add(one)
     drive.step()
@@ -242,8 +243,8 @@ def test_a_sequence_ends_in_every_stage_and_leaves_nothing() -> None:
 
 def test_what_is_wanted_of_a_step() -> None:
     drive = Drive(slots=4)
-    plain, sampled = sequence(3), sequence(5, full=True)
-    silent, partial = sequence(4, room=0), sequence(60, cuts=(CHUNK - 12,))
+    plain, sampled = sequence(3), sequence(5, needs_logits=True)
+    silent, partial = sequence(4, max_new_tokens=0), sequence(60, cache=CacheState(lengths=(CHUNK - 12,)))
     for one in (plain, sampled, silent, partial):
         drive.scheduler.add(one)
     plan = drive.step()
@@ -251,7 +252,7 @@ def test_what_is_wanted_of_a_step() -> None:
     assert rows(plan) == {plain: 3, sampled: 5, silent: 4, partial: CHUNK - 12}
     assert plan.step.output_rows.tolist() == [2, 7]
     assert plan.step.needs_logits.tolist() == [False, True]
-    parts = {p.sequence: (p.ids, p.logits) for p in plan.parts}
+    parts = {p.sequence: (p.ids, p.logits) for p in plan.sequences}
     assert parts[plain] == (slice(0, 1), slice(0, 0))
     assert parts[sampled] == (slice(1, 2), slice(0, 1))
     assert parts[silent] == (slice(2, 2), slice(1, 1))
@@ -260,8 +261,11 @@ def test_what_is_wanted_of_a_step() -> None:
 
 
 def test_scored_prompts_want_all_rows_in_bounded_pieces() -> None:
-    drive = Drive(scored=8)
-    scored, other = sequence(20, room=0, scored=True), sequence(40, room=1, cuts=(CHUNK - 8,))
+    drive = Drive(max_scored_rows=8)
+    scored, other = (
+        sequence(20, max_new_tokens=0, scores_prompt=True),
+        sequence(40, max_new_tokens=1, cache=CacheState(lengths=(CHUNK - 8,))),
+    )
     drive.scheduler.add(scored)
     drive.scheduler.add(other)
     plan = drive.step()
@@ -274,8 +278,8 @@ def test_scored_prompts_want_all_rows_in_bounded_pieces() -> None:
 
 
 def test_more_scored_prompts_than_their_bound_take_turns() -> None:
-    drive = Drive(scored=2)
-    three = [sequence(4, room=0, scored=True) for _ in range(3)]
+    drive = Drive(max_scored_rows=2)
+    three = [sequence(4, max_new_tokens=0, scores_prompt=True) for _ in range(3)]
     for one in three:
         drive.scheduler.add(one)
     while plan := drive.step():
@@ -291,20 +295,20 @@ def test_deadlines() -> None:
     for one in (runs, waits, lost):
         drive.scheduler.add(one)
     drive.step()
-    assert drive.scheduler.late(0.5) == ([], [])
+    assert drive.scheduler.expired(0.5) == ([], [])
     # Past both deadlines counts as expired; a sequence that runs is not overdue.
-    assert drive.scheduler.late(2.0) == ([lost], [])
+    assert drive.scheduler.expired(2.0) == ([lost], [])
     drive.scheduler.remove(lost)
-    assert drive.scheduler.late(4.0) == ([], [waits])
+    assert drive.scheduler.expired(4.0) == ([], [waits])
     drive.scheduler.remove(waits)
-    assert drive.scheduler.late(4.9) == ([], [])
-    assert drive.scheduler.late(5.0) == ([runs], [])
+    assert drive.scheduler.expired(4.9) == ([], [])
+    assert drive.scheduler.expired(5.0) == ([runs], [])
 
 
 @pytest.mark.parametrize("window", [1, 40, 64, 70])
 def test_a_window_slides_over_a_long_reply(window: int) -> None:
     drive = Drive(windows=(None, window))
-    one = sequence(30, room=300)
+    one = sequence(30, max_new_tokens=300)
     drive.scheduler.add(one)
     drive.run()
     assert one.reply == drive.backend.reply(one.prompt.tolist(), 300)
@@ -316,7 +320,7 @@ class Arrival:
 
     at: int
     prompt: list[int]
-    room: int
+    max_new_tokens: int
     session: str
     scored: bool
     cancel: int | None
@@ -327,7 +331,7 @@ arrivals = st.lists(
         Arrival,
         at=st.integers(0, 20),
         prompt=st.lists(st.integers(0, 96), min_size=1, max_size=150),
-        room=st.integers(0, 12),
+        max_new_tokens=st.integers(0, 12),
         session=st.sampled_from(["", "a", "b"]),
         scored=st.booleans(),
         cancel=st.none() | st.integers(0, 15),
@@ -342,7 +346,7 @@ arrivals = st.lists(
 def test_any_arrivals_leave_nothing_and_do_not_change_replies(
     windows: tuple[int | None, ...], arrivals: list[Arrival], failures: set[int], scarce: bool
 ) -> None:
-    drive = Drive(windows=windows, scored=10, totals=tuple(5 for _ in windows) if scarce else None)
+    drive = Drive(windows=windows, max_scored_rows=10, totals=tuple(5 for _ in windows) if scarce else None)
     came: dict[Sequence, Arrival] = {}
     cancelled: set[Sequence] = set()
     lost: set[Sequence] = set()
@@ -350,7 +354,12 @@ def test_any_arrivals_leave_nothing_and_do_not_change_replies(
     while len(came) < len(arrivals) or drive.scheduler.running or drive.scheduler.waiting:
         for arrival in arrivals:
             if arrival.at == number:
-                one = sequence(arrival.prompt, room=arrival.room, session=arrival.session, scored=arrival.scored)
+                one = sequence(
+                    arrival.prompt,
+                    max_new_tokens=arrival.max_new_tokens,
+                    session=arrival.session,
+                    scores_prompt=arrival.scored,
+                )
                 came[one] = arrival
                 drive.scheduler.add(one)
         for one, arrival in came.items():
@@ -361,7 +370,7 @@ def test_any_arrivals_leave_nothing_and_do_not_change_replies(
         drive.fail = failing = number in failures
         plan = drive.step()
         if failing and plan is not None:
-            lost |= {part.sequence for part in plan.parts}
+            lost |= {part.sequence for part in plan.sequences}
         number += 1
         assert number < 2000
     assert drive.backend.broken is None
@@ -371,9 +380,9 @@ def test_any_arrivals_leave_nothing_and_do_not_change_replies(
     for one in [*drive.ended, *cancelled]:
         assert one.reply == drive.backend.reply(one.prompt.tolist(), len(one.reply))
     for one in drive.ended:
-        assert len(one.reply) == one.room
+        assert len(one.reply) == one.max_new_tokens
     # All slots and all pages can be had again.
     assert drive.scheduler.waiting == ()
     for _ in range(SLOTS):
-        drive.scheduler.add(sequence(60, room=4))
+        drive.scheduler.add(sequence(60, max_new_tokens=4))
     assert len(list(drive.scheduler.admit())) == SLOTS

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from luce.draft.drafter import Draftable, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.ngram import NgramDrafter
-from luce.engine.draft_budget import StepSeconds, choose_rows
+from luce.engine.draft_budget import StepTimes, choose_draft_rows
 from luce.engine.events import Event, Finished, FinishReason, Tokens
 from luce.engine.loop import Engine
-from luce.engine.scheduler import Plan, Scheduler, Sequence
+from luce.engine.scheduler import ScheduledStep, Scheduler
+from luce.engine.sequence import Sequence
 from luce.engine.speculate import Speculator, fair_shares
 from luce.errors import BackendError, DeviceError
 from luce.kvcache.page_table import PageTables
@@ -238,7 +239,7 @@ def test_a_drafter_that_fails_ends_drafting_only(where: str, error: Exception) -
         for reply in replies:
             reply.finished()
         last = made.stats().draft
-        assert last is not None and last.state.startswith("given up") and last.steps == stats.steps
+        assert last is not None and last.state.startswith("disabled") and last.steps == stats.steps
     assert [reply.ids for reply in (first, second, *replies)] == [backend.reply(PROMPT, 20)] * 11
 
 
@@ -309,19 +310,19 @@ def test_tokens_are_told_of_while_the_next_ones_are_drafted() -> None:
 @pytest.mark.parametrize("width", [0, 8])
 def test_steps_are_planned_while_the_next_tokens_are_drafted(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
-    plan, filled = Scheduler.plan, Scheduler.filled
+    schedule, with_drafts = Scheduler.schedule, Scheduler.with_drafts
 
-    def planned(self: Scheduler) -> Plan | None:
-        heard.append("plan")
-        return plan(self)
+    def scheduled(self: Scheduler) -> ScheduledStep | None:
+        heard.append("schedule")
+        return schedule(self)
 
-    def fitted(self: Scheduler, early: Plan) -> Plan | None:
-        found = filled(self, early)
+    def filled(self: Scheduler, early: ScheduledStep) -> ScheduledStep | None:
+        found = with_drafts(self, early)
         heard.append("other number" if found is None else "filled")
         return found
 
-    monkeypatch.setattr(Scheduler, "plan", planned)
-    monkeypatch.setattr(Scheduler, "filled", fitted)
+    monkeypatch.setattr(Scheduler, "schedule", scheduled)
+    monkeypatch.setattr(Scheduler, "with_drafts", filled)
     backend = ScriptedBackend(recurrent=True)
     drafter = oracle(backend, sometimes(0.2, 3), hook=heard.append)
     with engine(backend, eos=frozenset(), drafter=drafter, verify_width=width) as made:
@@ -331,10 +332,10 @@ def test_steps_are_planned_while_the_next_tokens_are_drafted(width: int, monkeyp
             assert reply.ids == backend.reply(PROMPT, n)
     drafts = " ".join(heard).split("propose ")[1:]
     good, again = (
-        [d for d in drafts if d.startswith(f"plan wait {what} obs")] for what in ("filled", "other number plan")
+        [d for d in drafts if d.startswith(f"schedule wait {what} obs")] for what in ("filled", "other number schedule")
     )
-    # Prompts share a step in turns, which a plan counts: it is made once.
-    assert good and all(d.startswith("wait plan obs") for d in drafts if d not in good and d not in again)
+    # Prompts take turns, which each scheduled step counts: it is scheduled once.
+    assert good and all(d.startswith("wait schedule obs") for d in drafts if d not in good and d not in again)
     if width:
         # Prompts come first, and where a reply ends there may be fewer rows than were asked for.
         assert len(good) > 0.8 * len(drafts)
@@ -401,23 +402,25 @@ class Timed:
         backend = ScriptedBackend(vocab=97)
         drafter = oracle(backend, wrong, chances=chances, hook=lambda what: self.pass_time(what, drafting))
         self.drafter = drafter
-        made = Speculator(drafter, vocab=97, rows=16, verify=16, clock=lambda: self.now)
-        scheduler = Scheduler(PageTables([99], [None], slots=1, context=4096, chunk=16), slots=1, chunk=16, scored=1)
-        sequence = Sequence(prompt=np.array(PROMPT, np.int32), room=400)
+        made = Speculator(drafter, vocab=97, max_step_rows=16, max_verify_rows=16, clock=lambda: self.now)
+        scheduler = Scheduler(
+            PageTables([99], [None], slots=1, context=4096, chunk=16), slots=1, chunk=16, max_scored_rows=1
+        )
+        sequence = Sequence(prompt=np.array(PROMPT, np.int32), max_new_tokens=400)
         scheduler.add(sequence)
         list(scheduler.admit())
         expected = backend.reply(PROMPT, 400)
         while len(sequence.reply) < 400:
-            made.ask(scheduler.running)
-            made.take()
-            plan = scheduler.plan()
+            made.propose(scheduler.running)
+            made.receive()
+            plan = scheduler.schedule()
             assert plan is not None
-            (part,) = plan.parts
+            (part,) = plan.sequences
             scheduler.advance(plan)
             made.observe(plan)
-            made.ran(plan, self.seconds(plan.step.rows))
+            made.record_step(plan, self.seconds(plan.step.rows))
             right = 0
-            for token in part.proposal:
+            for token in part.draft.tokens:
                 if token != expected[len(sequence.reply) + right]:
                     break
                 right += 1
@@ -425,9 +428,9 @@ class Timed:
                 self.rows.append(part.rows)
             at = len(sequence.reply)
             sequence.reply += expected[at : at + right + 1]
-            if part.proposal:
+            if part.draft.tokens:
                 scheduler.accept(part, range(right + 1))
-                made.verified(sequence, part, range(1, right + 1), over=False)
+                made.record_verification(sequence, part, range(1, right + 1), ended=False)
 
     def pass_time(self, what: str, drafting: float) -> None:
         self.now += drafting if what == "propose" else 0.0
@@ -463,19 +466,19 @@ def test_rows_are_chosen_by_what_they_gain() -> None:
     linear: Callable[[int], float] = lambda rows: float(rows)  # noqa: E731
     # Rows that cost nothing are all worth it, rows that cost a step each never are.
     any_size = range(99)
-    assert choose_rows([[0.9, 0.5, 0.1]], 9, 1, flat, 0.0, any_size) == ([3], 2.5)
-    assert choose_rows([[0.9, 0.5, 0.1]], 9, 1, linear, 0.0, any_size) == ([0], 1.0)
+    assert choose_draft_rows([[0.9, 0.5, 0.1]], 9, 1, flat, 0.0, any_size) == ([3], 2.5)
+    assert choose_draft_rows([[0.9, 0.5, 0.1]], 9, 1, linear, 0.0, any_size) == ([0], 1.0)
     # The likeliest rows of all sequences, as many as there is room for.
-    assert choose_rows([[0.9, 0.5, 0.1], [0.7, 0.6]], 3, 2, flat, 0.0, any_size)[0] == [1, 2]
+    assert choose_draft_rows([[0.9, 0.5, 0.1], [0.7, 0.6]], 3, 2, flat, 0.0, any_size)[0] == [1, 2]
     # Drafting is paid whatever is verified: here it makes up for what it cost, here not.
-    assert choose_rows([[0.9, 0.8]], 2, 1, flat, 0.5, any_size) == ([2], pytest.approx(1.8))
-    counts, gain = choose_rows([[0.1]], 1, 1, flat, 0.5, any_size)
+    assert choose_draft_rows([[0.9, 0.8]], 2, 1, flat, 0.5, any_size) == ([2], pytest.approx(1.8))
+    counts, gain = choose_draft_rows([[0.1]], 1, 1, flat, 0.5, any_size)
     assert counts == [1] and gain < 1
     # A step that becomes dear after three rows, of which there may be two or four.
     dear: Callable[[int], float] = lambda rows: 1.0 if rows <= 3 else 3.5  # noqa: E731
-    assert choose_rows([[0.9] * 5], 5, 1, dear, 0.0, any_size)[0] == [2]
-    assert choose_rows([[0.9] * 5], 5, 1, dear, 0.0, (2, 4))[0] == [1]
-    assert choose_rows([[0.9] * 2], 5, 1, dear, 0.0, ())[0] == [2]
+    assert choose_draft_rows([[0.9] * 5], 5, 1, dear, 0.0, any_size)[0] == [2]
+    assert choose_draft_rows([[0.9] * 5], 5, 1, dear, 0.0, (2, 4))[0] == [1]
+    assert choose_draft_rows([[0.9] * 2], 5, 1, dear, 0.0, ())[0] == [2]
 
 
 @given(
@@ -487,7 +490,7 @@ def test_the_choice_is_the_best_of_all(reaches: list[list[float]], sizes: Many[i
         return 1 + 0.07 * rows + 0.5 * (rows > 6)
 
     room, plain = 7, len(reaches)
-    counts, _ = choose_rows(reaches, room, plain, seconds, 0.3, sizes)
+    counts, _ = choose_draft_rows(reaches, room, plain, seconds, 0.3, sizes)
     allowed = {plain, *sizes, plain + min(room, sum(map(len, reaches)))}
 
     def rate(chosen: Many[int]) -> float:
@@ -500,13 +503,13 @@ def test_the_choice_is_the_best_of_all(reaches: list[list[float]], sizes: Many[i
 
 
 def test_times_of_rows_that_were_not_tried_lie_between_those_that_were() -> None:
-    seconds = StepSeconds()
+    seconds = StepTimes()
     assert seconds(3) == 0.0
     # The first steps of a kind build kernels and capture graphs.
     for measured in (3.0, 0.5, 0.010):
-        assert not seconds.known(1)
+        assert not seconds.measured(1)
         seconds.add(1, measured)
-    assert seconds.known(1) and seconds(16) == 0.010
+    assert seconds.measured(1) and seconds(16) == 0.010
     for measured in (3.0, 0.5, 0.018):
         seconds.add(9, measured)
     assert seconds(5) == pytest.approx(0.014) and seconds(16) == 0.018

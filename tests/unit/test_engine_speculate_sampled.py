@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from luce.config.sampling import SamplingParams
 from luce.draft.drafter import Draftable, Proposal
-from luce.engine.loop import Engine
+from luce.engine.commit import Committer
 from luce.engine.sampling import Sampler
 from tests.support.drafters import ScriptedDrafter
 from tests.support.replies import engine, submit
@@ -134,7 +134,7 @@ def draw(
     """Replies by different seeds, four at once, and how many tokens a verification gave."""
     backend = Markov(vocab=VOCAB, recurrent=recurrent, branch_pages=30 * tree)
     drafter = (Bushes if tree else ScriptedDrafter)(guesses, vocab=VOCAB, chances=True)
-    options = {"verify_width": width, "tree": 15 if tree else None}
+    options = {"verify_width": width, "tree_tokens": 15 if tree else None}
     with engine(backend, eos=frozenset(), drafter=drafter, **options) as made:
         running = [
             submit(made, PROMPT, max_tokens=tokens, ignore_eos=True, seed=seed, **sampling)[0]
@@ -180,21 +180,21 @@ def doubted(token: int, guessed: int, again: Callable[[], int], random: np.rando
 
 @pytest.mark.parametrize("mutation", [redrawn, believed, doubted])
 def test_acceptance_that_is_biased_is_seen(mutation: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    extend, choose = Engine._extend, Sampler.choose
+    extend, choose = Committer.extend, Sampler.choose
     random, rows, nothing = np.random.default_rng(1), list[int](), np.zeros(1, np.int32)
 
-    def extended(self: Engine, run: Any, found: Any, part: Any = None) -> None:
-        rows[:] = () if part is None else part.proposal
-        extend(self, run, found, part)
+    def extended(self: Committer, reply: Any, found: Any, scheduled: Any = None) -> None:
+        rows[:] = () if scheduled is None else scheduled.draft.tokens
+        extend(self, reply, found, scheduled)
 
     def chosen(self: Sampler, logits: NDArray[np.float32]) -> int:
         def again() -> int:
-            return choose(Sampler(self._params, nothing, seed=int(random.integers(2**60)), ends=frozenset()), logits)
+            return choose(Sampler(self.params, nothing, seed=int(random.integers(2**60)), ends=frozenset()), logits)
 
         token = choose(self, logits)
         return mutation(token, rows.pop(0), again, random) if rows else token
 
-    monkeypatch.setattr(Engine, "_extend", extended)
+    monkeypatch.setattr(Committer, "extend", extended)
     monkeypatch.setattr(Sampler, "choose", chosen)
     found, _ = draw(PARAMS["temperature"], width=4)
     assert deviation(SamplingParams(temperature=1.0), found) > 6

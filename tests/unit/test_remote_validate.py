@@ -35,7 +35,7 @@ LOAD = Load(
 
 def step(**changes: Any) -> Step:
     """A tree of five rows: 0-1-2, and 3-4 behind 1."""
-    spans = draft_tree.spans((0, 1, 1, 3), Span(1, 0, 5, 7, 2, path=(0, 3)))
+    spans = draft_tree.tree_spans((0, 1, 1, 3), Span(1, 0, 5, 7, 2, path=(0, 3)))
     ones = np.zeros((2, 1), np.int32)
     copies = np.array([[1, 70], [-1, -1]], np.int32)
     view = PageView(ones, ones, np.ones(2, np.int32), np.arange(5, dtype=np.int32), copies=copies)

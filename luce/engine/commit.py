@@ -1,0 +1,121 @@
+"""A step's output becomes tokens of replies. On the engine's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Many
+
+from luce.engine.delivery import Delivery
+from luce.engine.events import FinishReason, Progress, Token, Tokens
+from luce.engine.parts import EngineParts
+from luce.engine.reply import OutputRow, Reply, output_rows
+from luce.engine.scheduler import ScheduledSequence, ScheduledStep
+from luce.runtime.step import Output
+
+
+class Committer:
+    """Gives each sequence its rows of a step's output: tokens are chosen, drafts accepted, prompts scored."""
+
+    def __init__(self, parts: EngineParts, delivery: Delivery) -> None:
+        self._parts = parts
+        self._delivery = delivery
+        #: counters since the start
+        self.prompt_tokens = self.predicted_tokens = 0
+
+    def commit(self, scheduled: ScheduledStep, output: Output, now: float) -> None:
+        """Commit the output of a step that ended `now`, on time.monotonic's clock."""
+        for one in scheduled.sequences:
+            reply = self._delivery[one.sequence]
+            try:
+                self._commit(reply, one, output, now)
+            except Exception as error:
+                self._delivery.fail_reply(reply, error)
+
+    def resume(self, reply: Reply) -> None:
+        """Let a sequence that has a slot begin with what the prefix cache has of its prompt."""
+        sequence, checkpoints = reply.sequence, self._parts.checkpoints
+        # A sink that failed has ended the sequence.
+        hit = None if checkpoints is None or reply.handle.ended else checkpoints.resume(sequence)
+        if hit is None:
+            return
+        self._parts.scheduler.resume(sequence, hit.length)
+        reply.cached_tokens, reply.cache_tier = hit.length, hit.tier
+        try:
+            reply.on_event(Progress(sequence.computed, len(sequence.prompt), reply.cached_tokens))
+            if hit.logits is not None:
+                self._begin(reply, OutputRow(int(hit.logits.argmax()), hit.logits), time.monotonic())
+        except Exception as error:
+            self._delivery.fail_reply(reply, error)
+
+    def _commit(self, reply: Reply, scheduled: ScheduledSequence, output: Output, now: float) -> None:
+        sequence, checkpoints = reply.sequence, self._parts.checkpoints
+        total = len(sequence.prompt)
+        rows = output_rows(scheduled, output)
+        if scheduled.position >= total:
+            self.extend(reply, rows, scheduled)
+            return
+        self.prompt_tokens += scheduled.rows
+        # Where the logits behind the prompt were cached, the reply has begun before the prompt's last rows are read.
+        begun = bool(sequence.reply)
+        if not begun:
+            reply.on_event(Progress(sequence.computed, total, reply.cached_tokens))
+        if sequence.scores_prompt:
+            reply.score_prompt(scheduled, output)
+        if sequence.prompt_remaining:
+            if checkpoints is not None:
+                checkpoints.reading(sequence)
+            return
+        reply.report_scores()
+        row = rows[-1] if rows else OutputRow(-1)
+        if checkpoints is not None:
+            checkpoints.read(sequence, row.logits)
+        if not begun:
+            self._begin(reply, row, now)
+
+    def _begin(self, reply: Reply, row: OutputRow, now: float) -> None:
+        """Begin the reply: `row` is the output of the prompt's last row."""
+        reply.prompt_done_at = now
+        computed, cache = reply.sequence.computed - reply.cached_tokens, self._parts.cache
+        if cache is not None and computed and reply.started_at is not None:
+            cache.note_read(computed, now - reply.started_at)
+        if reply.sequence.max_new_tokens:
+            self.extend(reply, [row])
+        else:
+            self._delivery.finish(reply, FinishReason.LENGTH)
+
+    def extend(self, reply: Reply, rows: Many[OutputRow], scheduled: ScheduledSequence | None = None) -> None:
+        """Append the tokens chosen from the first row and from each draft row that is accepted."""
+        tokens: list[Token] = []
+        path, reason, stop = [0], None, None
+        while True:
+            token = reply.choose(rows[path[-1]])
+            self.predicted_tokens += 1
+            reason, text, stop = reply.finish_reason(token.id)
+            # dataclasses.replace takes three times as long, and the drafter waits for as many tokens as were accepted.
+            tokens.append(Token(token.id, text, token.logprob, token.top))
+            child = None if scheduled is None else scheduled.child(path[-1], token.id)
+            if reason is not None or child is None:
+                break
+            path.append(child)
+        if scheduled is not None and scheduled.draft.tokens:
+            # The reply's last token may be a draft token as well, whatever ended the reply.
+            accepted = path[1:] if child is None else [*path[1:], child]
+            self._accept(reply, scheduled, path, accepted, ended=reason is not None)
+        self._delivery.later(reply, lambda: reply.on_event(Tokens(tuple(tokens))))
+        if reason is not None:
+            self._delivery.finish(reply, reason, stop)
+
+    def _accept(
+        self, reply: Reply, scheduled: ScheduledSequence, path: Many[int], accepted: Many[int], *, ended: bool
+    ) -> None:
+        """Accept the rows of `path`; `accepted` are the draft rows whose tokens are in the reply."""
+        parts, sequence = self._parts, reply.sequence
+        assert sequence.slot is not None
+        parts.scheduler.accept(scheduled, path)
+        if sequence.schedule.path:
+            parts.backend.move_features(sequence.slot, scheduled.position, sequence.schedule.path)
+        reply.drafted += len(scheduled.draft.tokens)
+        reply.accepted += len(accepted)
+        speculator = parts.speculator
+        assert speculator is not None
+        self._delivery.later(reply, lambda: speculator.record_verification(sequence, scheduled, accepted, ended=ended))

@@ -1,0 +1,133 @@
+"""Events on their way to the sinks of replies, and the end of replies. On the engine's thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from luce.engine.admission import SequenceHandle
+from luce.engine.events import Event, Failed, Finished, FinishReason
+from luce.engine.parts import EngineParts
+from luce.engine.reply import Reply
+from luce.engine.sequence import Sequence
+from luce.errors import BackendError, LuceError
+
+_log = logging.getLogger(__name__)
+
+
+class Delivery:
+    """The replies whose last event is not delivered yet.
+
+    Events that a step produced are delivered later, while the next step's drafts are made (`later`, `flush`).
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._replies: dict[Sequence, Reply] = {}
+        self._by_handle: dict[SequenceHandle, Reply] = {}
+        self._pending: list[tuple[Reply, Callable[[], None]]] = []
+
+    def __len__(self) -> int:
+        return len(self._replies)
+
+    def __iter__(self) -> Iterator[Reply]:
+        return iter(list(self._replies.values()))
+
+    def __getitem__(self, sequence: Sequence) -> Reply:
+        return self._replies[sequence]
+
+    def add(self, reply: Reply) -> None:
+        """Take a new reply."""
+        self._replies[reply.sequence] = self._by_handle[reply.handle] = reply
+
+    def find(self, handle: SequenceHandle) -> Reply | None:
+        """The reply of a handle; None if it has ended."""
+        return self._by_handle.get(handle)
+
+    def later(self, reply: Reply, deliver: Callable[[], None]) -> None:
+        """Have `flush` call `deliver`, unless the reply has ended by then."""
+        self._pending.append((reply, deliver))
+
+    def flush(self) -> None:
+        """Deliver the events of the last step."""
+        pending, self._pending = self._pending, []
+        for reply, deliver in pending:
+            if reply.handle.ended:
+                continue
+            try:
+                deliver()
+            except Exception as error:
+                self.fail_reply(reply, error)
+
+    def emit(self, reply: Reply, event: Event) -> None:
+        """Deliver an event at once."""
+        try:
+            reply.on_event(event)
+        except Exception as error:
+            _log.exception("an event sink failed")
+            self.fail(reply, _reply_error(error))
+
+    def finish(self, reply: Reply, reason: FinishReason, stop: str | int | None = None) -> None:
+        """End a reply in order, unless it has ended."""
+        self.flush()
+        if reply.handle.ended:
+            return
+        try:
+            text = reply.output.flush()
+        except Exception as error:
+            _log.exception("a reply failed")
+            self.fail(reply, _reply_error(error))
+            return
+        checkpoints = self._parts.checkpoints
+        if checkpoints is not None and not reply.handle.ended:
+            checkpoints.finished(reply.sequence, reply.output.texts)
+        self._end(reply, Finished(reason, text, reply.timings(time.monotonic()), reply.seed, stop))
+
+    def fail(self, reply: Reply, error: LuceError) -> None:
+        """End a reply with an error, unless it has ended."""
+        self._end(reply, Failed(error))
+
+    def fail_step(self, reply: Reply, error: Exception) -> None:
+        """End a reply with the error of a step, as a BackendError."""
+        self.fail(reply, _backend_error(error))
+
+    def fail_reply(self, reply: Reply, error: Exception) -> None:
+        """End a reply with the exception that its own handling raised. Called in an `except` block."""
+        if not isinstance(error, LuceError):
+            _log.exception("a reply failed")
+        self.fail(reply, _reply_error(error))
+
+    def _end(self, reply: Reply, event: Finished | Failed) -> None:
+        """Deliver the last event. Slot and pages are free before the sink sees it."""
+        self.flush()
+        parts, sequence, handle = self._parts, reply.sequence, reply.handle
+        if handle.ended:
+            return
+        handle.ended = True
+        del self._replies[sequence], self._by_handle[handle]
+        if parts.checkpoints is not None:
+            parts.checkpoints.ended(sequence)
+        if parts.speculator is not None:
+            parts.speculator.forget(sequence)
+        if parts.paging is not None and sequence.slot is not None:
+            parts.paging.release(sequence.slot)
+        parts.scheduler.remove(sequence)
+        parts.admission.note_ended(None if reply.started_at is None else time.monotonic() - reply.started_at)
+        try:
+            reply.on_event(event)
+        except Exception:
+            _log.exception("an event sink failed")
+        parts.admission.note_delivered()
+
+
+def _backend_error(error: Exception) -> BackendError:
+    if isinstance(error, BackendError):
+        return error
+    wrapped = BackendError(str(error) if isinstance(error, LuceError) else f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _reply_error(error: Exception) -> LuceError:
+    return error if isinstance(error, LuceError) else LuceError(f"the reply failed: {type(error).__name__}: {error}")

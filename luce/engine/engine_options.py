@@ -1,0 +1,79 @@
+"""EngineOptions: the settings of an engine; EngineStats: its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from luce.config.settings import Config
+from luce.engine.speculate import DraftStats
+from luce.kvcache.paging import PagingStats
+from luce.kvcache.prefix_cache import CacheStats
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Settings of an engine."""
+
+    #: ids that end a reply
+    eos: frozenset[int]
+    #: most sequences that wait beyond those that have a slot
+    max_queue: int
+    #: most rows of a prompt in a step
+    chunk: int
+    #: longest wait of a sequence; 0 without a limit
+    max_queue_seconds: float = 0
+    #: longest life of a sequence, in seconds; 0 without a limit
+    timeout: float = 0
+    #: host memory of the prefix cache; 0 for no cache
+    cache_bytes: int = 0
+    #: tokens between checkpoints of a long prompt, where the model needs checkpoints
+    checkpoint_interval: int = 8192
+    #: fewest tokens of a checkpoint that is written to the disk tier
+    min_disk_tokens: int = 512
+    #: most seconds that closing the engine waits for the disk tier
+    flush_seconds: float = 30
+    #: rows of a sequence that are verified at once; 0 for as many as pay
+    verify_width: int = 0
+    #: most tokens of the draft trees that the drafter is asked for; None: it is asked for chains
+    tree_tokens: int | None = None
+    #: why there is no drafter although one is wanted; empty otherwise
+    no_drafter_reason: str = ""
+
+    @classmethod
+    def of(cls, config: Config, *, eos: frozenset[int], chunk: int, no_drafter_reason: str = "") -> EngineOptions:
+        """The options that a Config asks for."""
+        return cls(
+            eos=eos,
+            max_queue=config.max_queue,
+            chunk=chunk,
+            max_queue_seconds=config.max_queue_seconds,
+            timeout=config.timeout,
+            cache_bytes=config.cache_ram << 20,
+            checkpoint_interval=config.cache_interval,
+            min_disk_tokens=config.kv_cache_min_tokens,
+            flush_seconds=config.kv_cache_flush_timeout,
+            verify_width=config.verify_width,
+            tree_tokens=config.ddtree_budget if config.ddtree else None,
+            no_drafter_reason=no_drafter_reason,
+        )
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Numbers at one moment. Pages are of all page groups together; counters are since the start."""
+
+    waiting: int
+    running: int
+    slots: int
+    pages_used: int
+    pages_total: int
+    prompt_tokens: int
+    predicted_tokens: int
+    cancelled: int
+    steps: int
+    #: seconds since the last step ended, or since there is work again; 0 while no sequence is unfinished. It goes on
+    #: growing if a defect ended the engine's thread
+    stalled: float
+    cache: CacheStats
+    draft: DraftStats | None = None
+    paging: PagingStats | None = None

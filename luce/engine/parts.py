@@ -1,0 +1,89 @@
+"""What an engine is made of: the objects that work on its thread, and how they are wired."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from luce.backend.backend import Backend
+from luce.draft.drafter import Drafter
+from luce.draft.feature_tail import FeatureTails
+from luce.engine.admission import Admission
+from luce.engine.checkpoints import Checkpoints
+from luce.engine.engine_options import EngineOptions
+from luce.engine.scheduler import Scheduler
+from luce.engine.sequence_paging import SequencePaging
+from luce.engine.speculate import Speculator
+from luce.kvcache.disk.tier import DiskTier
+from luce.kvcache.page_table import PageTables
+from luce.kvcache.paging import KVFlash, Pager
+from luce.kvcache.prefix_cache import PrefixCache
+from luce.ops.matmul import FEW_ROWS
+
+# Most bytes of logits that prompt scoring takes in one step.
+_SCORED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The collaborators of an engine's thread."""
+
+    backend: Backend
+    admission: Admission
+    pages: PageTables
+    scheduler: Scheduler
+    #: None where every sequence fits into its pages on the devices
+    pager: Pager | None
+    paging: SequencePaging | None
+    cache: PrefixCache | None
+    checkpoints: Checkpoints | None
+    speculator: Speculator | None
+
+    @classmethod
+    def build(
+        cls,
+        backend: Backend,
+        options: EngineOptions,
+        *,
+        disk: DiskTier | None,
+        kvflash: KVFlash | None,
+        drafter: Drafter | None,
+        feature_tails: FeatureTails | None,
+    ) -> EngineParts:
+        """The parts of an engine on a backend; parameters as those of Engine."""
+        pages = PageTables.over(backend, options.chunk)
+        pager = None if kvflash is None else Pager.over(backend, pages.groups, kvflash, options.chunk)
+        cache = None
+        if options.cache_bytes:
+            cache = PrefixCache(backend, pages.groups, options.cache_bytes, disk, options.min_disk_tokens, pager)
+            for group in pages.groups:
+                group.reclaim = cache.memory.reclaim
+        speculator = None
+        if drafter is not None:
+            speculator = Speculator(
+                drafter,
+                vocab=backend.capacity.vocab,
+                # More rows, of all sequences together, would have other bits (luce.ops.matmul).
+                max_step_rows=FEW_ROWS,
+                max_verify_rows=min(backend.capacity.verify_rows, options.chunk),
+                verify_width=options.verify_width,
+                tree_tokens=options.tree_tokens,
+                feature_tails=feature_tails,
+            )
+        checkpoints = None
+        if cache is not None:
+            checkpoints = Checkpoints(cache, backend, speculator, options.checkpoint_interval)
+        admission = Admission(slots=backend.capacity.slots, max_queue=options.max_queue)
+        if disk is not None:
+            disk.wake = admission.wake
+        scored = max(1, _SCORED_BYTES // (4 * backend.capacity.vocab))
+        return cls(
+            backend=backend,
+            admission=admission,
+            pages=pages,
+            scheduler=Scheduler(pages, slots=backend.capacity.slots, chunk=options.chunk, max_scored_rows=scored),
+            pager=pager,
+            paging=None if pager is None else SequencePaging(pager),
+            cache=cache,
+            checkpoints=checkpoints,
+            speculator=speculator,
+        )

@@ -1,0 +1,141 @@
+"""Sequence: one prompt and its reply, with the state that each part of the engine writes.
+
+Each state has one writer: the scheduler, the speculator, the paging of long sequences, the prefix cache. Everybody may
+read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from luce.runtime.step import Int32
+
+
+@dataclass
+class ScheduleState:
+    """How far a sequence is. Written by the scheduler."""
+
+    #: the sequence's place in every shard; None while it waits
+    slot: int | None = None
+    #: positions whose keys, values and recurrent states are computed
+    computed: int = 0
+    #: the last of these positions that are rows of a speculative span whose inputs the recurrent states lack
+    accepted: int = 0
+    #: the rows of that span that were accepted, if they are not its first ones
+    path: tuple[int, ...] = ()
+    #: number of the last turn in which a step took rows of the prompt
+    last_turn: int = -1
+    #: number of the first turn since then in which the step had no rows to spare for the prompt
+    skipped_turn: float = inf
+
+    def accept_applied(self) -> None:
+        """Note that the backend has taken the recurrent states through the accepted rows."""
+        self.accepted, self.path = 0, ()
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may follow the reply's last token; the next step verifies them."""
+
+    tokens: tuple[int, ...] = ()
+    #: of a draft tree the row of each token's parent, where row 0 is the reply's last token and rows are in depth-first
+    #: order; empty if each token follows the one before it
+    parents: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PagingLimits:
+    """What the paging of a long sequence demands of its steps. Written by luce.engine.sequence_paging."""
+
+    #: most draft tokens of the next step; None without a limit
+    max_draft: int | None = None
+    #: no step crosses a multiple of so many positions while the prompt is read; 0 without a limit
+    prompt_multiple: int = 0
+    #: the prompt's last rows, which no step reads together with those before them
+    query_rows: int = 0
+
+
+@dataclass
+class CacheState:
+    """What the prefix cache does for a sequence. Written by luce.engine.checkpoints."""
+
+    #: how many of the prompt's first tokens the cache may restore and save; None: all of them, and the reply
+    max_tokens: int | None = None
+    #: lengths, ascending, at which a step ends while the prompt is read, so that a checkpoint can be taken there
+    lengths: tuple[int, ...] = ()
+    #: whether the cache saves the logits behind the prompt
+    saves_logits: bool = False
+    #: whether prompts often diverge somewhere inside the prompt, so that a checkpoint is taken there
+    has_boundary: bool = False
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One prompt and its reply."""
+
+    #: int32 [n], n > 0
+    prompt: Int32
+    #: most tokens of the reply; 0 if only the prompt is read
+    max_new_tokens: int
+    #: sessions take turns in the queue
+    session: str = ""
+    #: whether choosing a token needs the whole row of logits
+    needs_logits: bool = False
+    #: whether choosing a token needs the row's candidates
+    needs_candidates: bool = False
+    #: whether every prompt position needs its whole logits
+    scores_prompt: bool = False
+    #: the caller's time at which the sequence ends
+    deadline: float = inf
+    #: the caller's time at which the sequence ends if it still waits for a slot
+    queue_deadline: float = inf
+    #: the reply's tokens. Written by luce.engine.reply
+    reply: list[int] = field(default_factory=list)
+    schedule: ScheduleState = field(default_factory=ScheduleState)
+    #: written by the speculator
+    draft: Draft = Draft()
+    paging: PagingLimits = PagingLimits()
+    cache: CacheState = field(default_factory=CacheState)
+
+    @property
+    def slot(self) -> int | None:
+        """The sequence's place in every shard; None while it waits."""
+        return self.schedule.slot
+
+    @property
+    def computed(self) -> int:
+        """Positions whose keys, values and recurrent states are computed."""
+        return self.schedule.computed
+
+    @property
+    def tokens(self) -> Int32:
+        """Prompt and reply: int32 [n]."""
+        return np.concatenate([self.prompt, np.array(self.reply, np.int32)])
+
+    @property
+    def prompt_remaining(self) -> int:
+        """Prompt rows that are not computed yet."""
+        return max(0, len(self.prompt) - self.schedule.computed)
+
+    @property
+    def prompt_rows(self) -> int:
+        """Prompt rows up to the next position at which a step has to end."""
+        return rows_to_boundary(self.computed, len(self.prompt), self.paging, self.cache.lengths)
+
+
+def rows_to_boundary(position: int, end: int, paging: PagingLimits, lengths: Many[int] = ()) -> int:
+    """Rows from `position` to the next place where a step that reads a prompt of `end` tokens has to end.
+
+    Those places are the checkpoints' `lengths`, ascending, the bounds of `paging`, and the prompt's end.
+    """
+    rows = end - position
+    bounds = [rows, next((length - position for length in lengths if length > position), rows)]
+    if rows > paging.query_rows:
+        bounds.append(rows - paging.query_rows)
+    if paging.prompt_multiple:
+        bounds.append(paging.prompt_multiple - position % paging.prompt_multiple)
+    return min(bounds)

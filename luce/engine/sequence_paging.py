@@ -1,0 +1,32 @@
+"""Swaps the pages of long sequences before their steps (KVFlash), and limits these steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from luce.engine.sequence import PagingLimits, Sequence
+from luce.kvcache.paging import QUESTION, Pager
+
+
+class SequencePaging:
+    """Asks the pager for the pages of each sequence."""
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+
+    def prepare(self, sequence: Sequence) -> None:
+        """Swap in the pages that matter for the next step of a running sequence. Raises LuceError."""
+        pager, slot, computed = self._pager, sequence.slot, sequence.computed
+        assert slot is not None
+        if sequence.prompt_remaining and not sequence.paging.prompt_multiple and len(sequence.prompt) > pager.size:
+            sequence.paging = PagingLimits(prompt_multiple=pager.block, query_rows=QUESTION)
+            pager.begin(slot, sequence.prompt, computed)
+        elif pager.due(slot, computed):
+            pager.rescore(slot, computed, sequence.tokens)
+        max_draft = pager.ahead(slot, computed)
+        if max_draft != sequence.paging.max_draft:
+            sequence.paging = replace(sequence.paging, max_draft=max_draft)
+
+    def release(self, slot: int) -> None:
+        """The sequence in a slot has ended."""
+        self._pager.release(slot)
