@@ -143,14 +143,7 @@ class _Service:
         log.event(_log, "ready", model=model.name, context=model.context)
         self._notifier.send(READY=1, STATUS=f"serving {model.name}")
         if self._notifier.watchdog:
-            self._spawn(self._watch(model))
-
-    async def _watch(self, model: Model) -> None:
-        """Notify the watchdog while the event loop runs and the engine makes progress."""
-        while True:
-            if model.engine.stats().stalled < self._notifier.watchdog:
-                self._notifier.send(WATCHDOG=1)
-            await asyncio.sleep(self._notifier.watchdog / 2)
+            self._spawn(self._notifier.feed_watchdog(lambda: model.engine.stats().stalled))
 
     async def _drain(self, model: Model) -> None:
         server = self._server

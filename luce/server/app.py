@@ -32,7 +32,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log = logging.getLogger("luce.http")
 
-_KEEPALIVE_SECONDS = 75.0
+#: time that a connection may be idle, or its headers incomplete
+KEEPALIVE_SECONDS = 75.0
 _HEADER_BYTES = 64 << 10
 #: time that running handlers have when the server ends
 _SHUTDOWN_SECONDS = 2.0
@@ -82,13 +83,15 @@ def _served(app: web.Application) -> set[str]:
     return {f"{route.method} {route.resource.canonical}" for route in routes if route.resource is not None}
 
 
-async def start(server: Server, sockets: Iterable[socket.socket]) -> web.AppRunner:
+async def start(
+    server: Server, sockets: Iterable[socket.socket], *, keepalive: float = KEEPALIVE_SECONDS
+) -> web.AppRunner:
     """Answer on listening sockets. `await runner.cleanup()` stops."""
     runner = web.AppRunner(
         create_app(server),
         handler_cancellation=True,  # a client that disconnects cancels its handler, which cancels its sequences
         access_log=None,
-        keepalive_timeout=_KEEPALIVE_SECONDS,
+        keepalive_timeout=keepalive,
         max_line_size=_HEADER_BYTES,
         max_field_size=_HEADER_BYTES,
         shutdown_timeout=_SHUTDOWN_SECONDS,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 
 from luce.config.environment import environment
 
@@ -52,6 +54,16 @@ class Notifier:
     def reloading(self) -> None:
         """A reload begins; `send(READY=1)` ends it."""
         self.send(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)
+
+    async def feed_watchdog(self, stalled: Callable[[], float]) -> None:
+        """Notify the watchdog while the event loop runs and the engine makes progress; ends by cancellation.
+
+        `stalled`: seconds without progress.
+        """
+        while True:
+            if stalled() < self.watchdog:
+                self.send(WATCHDOG=1)
+            await asyncio.sleep(self.watchdog / 2)
 
     def close(self) -> None:
         """Release the socket."""

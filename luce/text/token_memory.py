@@ -16,15 +16,16 @@ from luce.engine.events import Texts
 from luce.text.detokenizer import Detokenizer
 from luce.text.tokenizer import Tokenizer
 
-# Most ids that are remembered: 8 bytes each, plus the texts.
-_MOST_IDS = 2_000_000
+#: most ids that are remembered: 8 bytes each, plus the texts
+CAPACITY = 2_000_000
 
 
 class TokenMemory:
     """Texts between special tokens, and their ids. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, capacity: int = CAPACITY) -> None:
         self._tokenizer = tokenizer
+        self._capacity = capacity
         #: looks up the ids of a text of an earlier run by its digest
         self.look_up: Callable[[str], Sequence[int] | None] = lambda digest: None
         self._lock = threading.Lock()
@@ -71,7 +72,7 @@ class TokenMemory:
         with self._lock:
             self._size += len(tokens) - len(self._known.pop(text, ()))
             self._known[text] = tokens
-            while self._size > _MOST_IDS:
+            while self._size > self._capacity:
                 self._size -= len(self._known.popitem(last=False)[1])
 
 

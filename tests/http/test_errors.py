@@ -15,7 +15,7 @@ import pytest
 from luce.errors import DeviceError
 from luce.runtime.device import Memory
 from luce.runtime.step import Step
-from luce.server import app, state
+from luce.server import state
 from luce.shard.shard import DaemonState
 from luce.shard.timing import BOUNDS, Durations, ShardTimes
 from luce.text.chat import ChatFormat
@@ -462,9 +462,8 @@ async def test_metrics_count_what_happened() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/comp", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\nGET /l"])
-async def test_a_head_that_does_not_come_ends_the_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_KEEPALIVE_SECONDS", 0.2)
-    async with running() as here:
+async def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
+    async with running(keepalive=0.2) as here:
         reader, writer = await asyncio.open_connection("127.0.0.1", here.port)
         writer.write(sent)
         await asyncio.wait_for(reader.read(), 20)  # returns when the server closes

@@ -15,7 +15,7 @@ import aiohttp
 
 from luce.api import Model
 from luce.config.settings import Config
-from luce.server.app import start
+from luce.server.app import KEEPALIVE_SECONDS, start
 from luce.server.state import Server
 from tests.support.scripted_model import ScriptedModel
 
@@ -85,14 +85,19 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(
-    *, loaded: bool = True, sock: socket.socket | None = None, model: dict[str, Any] | None = None, **settings: Any
+    *,
+    loaded: bool = True,
+    sock: socket.socket | None = None,
+    model: dict[str, Any] | None = None,
+    keepalive: float = KEEPALIVE_SECONDS,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
     """A server with these settings and these arguments for the ScriptedModel; `loaded` False: no model yet."""
     config = Config(**settings)
     server = await asyncio.to_thread(Server, config)
     sock = sock or socket.create_server(("127.0.0.1", 0))
     sock.setblocking(False)
-    runner = await start(server, [sock])
+    runner = await start(server, [sock], keepalive=keepalive)
     scripted = await asyncio.to_thread(lambda: ScriptedModel(config, **(model or {})))
     if loaded:
         server.model = cast(Model, scripted)

@@ -1,4 +1,4 @@
-"""A Model for the command line: it says what it is told to, and remembers what it was asked.
+"""A Model for the command line: it gives scripted replies and records its prompts.
 
 `python -m tests.support.scripted_chat [--plain]` is a chat with it, for tests with a pseudo-terminal.
 """
@@ -19,7 +19,7 @@ from luce.config.settings import Config
 from luce.engine.events import Finished, FinishReason, Timings, Token
 from luce.errors import LuceError
 
-#: a piece of a reply at which the model says nothing more, for ever
+#: a piece of a reply after which the model generates nothing more and does not end
 HANG = object()
 
 
@@ -61,7 +61,7 @@ class ScriptedGeneration(Iterator[Token]):
 
 
 class ScriptedModel:
-    """`replies` are taken in turn: each a text, or its pieces. `prompts` and `options` are what it was asked."""
+    """Gives `replies` in order: each a text, or its pieces. Records `prompts` and `options`."""
 
     def __init__(self, *replies: str | Sequence[Any], pause: float = 0.0, config: Config | None = None) -> None:
         self._replies = list(replies)
@@ -90,8 +90,19 @@ class ScriptedModel:
         return self.generations[-1]
 
 
+class LoadedModel(ScriptedModel):
+    """As `open_model` returns it."""
+
+    def __enter__(self) -> LoadedModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 class Echo(ScriptedModel):
-    """Answers with the last message; `hang` never ends after one word, `silent` never begins, `slow` goes on and on."""
+    """Replies with the last message; to `hang` with one word and no end, to `silent` with nothing, to `slow` with many
+    words."""
 
     def generate(self, ids: Sequence[int], **options: Any) -> ScriptedGeneration:
         last = json.loads(bytes(ids))[-1]["content"]

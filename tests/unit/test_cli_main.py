@@ -20,7 +20,7 @@ from luce.cli import run as run_verb
 from luce.cli.main import VERBS, main
 from luce.runtime.device import Memory
 from luce.runtime.host import HostDevice
-from tests.support.scripted_chat import HANG, ScriptedModel
+from tests.support.scripted_chat import LoadedModel, ScriptedModel
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests/reference/qwen3-a-MIX.gguf"
@@ -107,20 +107,10 @@ def test_run_is_the_same_twice(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert (end["event"], end["reason"], end["predicted_tokens"]) == ("end", "length", 4)
 
 
-class Loaded(ScriptedModel):
-    """In the place of a model that was loaded."""
-
-    def __enter__(self) -> Loaded:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def install(*replies: Any) -> Loaded:
-        model = Loaded(*replies)
+    def install(*replies: Any) -> LoadedModel:
+        model = LoadedModel(*replies)
         monkeypatch.setattr(run_verb, "open_model", lambda path, config: model)
         return model
 
@@ -169,11 +159,11 @@ def test_run_ends_with_130_on_ctrl_c() -> None:
     code = (
         # A parent in the background may have left SIGINT ignored.
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from tests.unit.test_cli_main import HANG, Loaded, run_verb, main\n"
-        "run_verb.open_model = lambda path, config: Loaded(['begun', HANG])\n"
+        "from luce.cli import run as run_verb\nfrom luce.cli.main import main\n"
+        "from tests.support.scripted_chat import HANG, LoadedModel\n"
+        "run_verb.open_model = lambda path, config: LoadedModel(['begun', HANG])\n"
         "sys.exit(main(['run', 'x.gguf', 'hi']))"
     )
-    assert HANG is not None
     command = [sys.executable, "-c", code]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as child:  # type: ignore[call-overload]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from luce.text import token_memory
 from luce.text.token_memory import TokenMemory
 from luce.text.tokenizer import Tokenizer
 from tests.support.scripted_model import END, START, THINK, THOUGHT, metadata
@@ -45,9 +42,8 @@ def test_a_text_that_is_no_whole_characters_is_not() -> None:
     assert memory.recall("\ufffd") is None
 
 
-def test_the_oldest_texts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_memory, "_MOST_IDS", 10)
-    memory = TokenMemory(tokenizer())
+def test_the_oldest_texts_are_forgotten() -> None:
+    memory = TokenMemory(tokenizer(), capacity=10)
     for text in (b"xxxx", b"yyyy"):
         memory.remember(list(text))
     assert memory.recall("xxxx") is not None

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from typing import Any, cast
+from typing import Any
 
-from luce.api import Model
-from luce.cli.serve import _Service
 from luce.config.sampling import SamplingParams
 from luce.config.settings import Config
 from luce.server.sdnotify import Notifier
 from tests.support.scripted_model import ScriptedModel
 
 
-class Manager:
-    """Stands in for the Notifier."""
-
-    watchdog = 0.1
+class CountingNotifier(Notifier):
+    """Counts the notifications of the watchdog instead of sending them."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.watchdog = 0.1
         self.fed = 0
 
     def send(self, **states: Any) -> None:
@@ -30,9 +28,8 @@ class Manager:
 async def test_a_step_that_hangs_starves_the_watchdog() -> None:
     gate = threading.Event()
     model = await asyncio.to_thread(ScriptedModel, Config(), hook=lambda step: gate.wait() and None)
-    manager = Manager()
-    service = _Service(Config(), "m", cast(Notifier, manager), [])
-    watch = asyncio.create_task(service._watch(cast(Model, model)))
+    manager = CountingNotifier()
+    watch = asyncio.create_task(manager.feed_watchdog(lambda: model.engine.stats().stalled))
 
     async def until(condition: Any) -> None:
         while not condition():
