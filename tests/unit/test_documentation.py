@@ -41,6 +41,7 @@ PAGES = [
     ),
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / ".ci/run",
 ]
 #: flags of other programs, and of Luce's tools, that the guide shows
 FOREIGN = {"--type", "--now"}
