@@ -181,10 +181,10 @@ class Model:
         decoder = Detokenizer(self.tokenizer)
         return "".join([decoder.push(int(i)) for i in ids]) + decoder.flush()
 
-    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = (), *, kept: bool = True) -> ReplyText:
-        """The text of one reply to a prompt, cut at the first of the stop strings. `kept`: whether its tokens are
+    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = (), *, remember: bool = True) -> ReplyText:
+        """The text of one reply to a prompt, cut at the first of the stop strings. `remember`: whether its ids are
         remembered for later prompts."""
-        return ReplyText(self.tokenizer, stops, (lambda reply: self.chat.remember(prompt, reply)) if kept else None)
+        return ReplyText(self.tokenizer, stops, (lambda reply: self.chat.remember(prompt, reply)) if remember else None)
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits at every position: float32 [n, vocab]. Raises ContextError if ids are longer than the context."""

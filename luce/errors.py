@@ -2,7 +2,7 @@
 
     LuceError
     ├── UsageError             a flag, a configuration key, a command line  exit 2
-    ├── ModelError             a GGUF file or what it describes             exit 3
+    ├── ModelError             a GGUF file or the model in it               exit 3
     │   ├── FormatError        the bytes are not a valid GGUF file
     │   └── UnsupportedError   valid, but Luce cannot run it; or it does not fit
     ├── DeviceError            driver, device, memory, kernel               exit 4

@@ -34,7 +34,7 @@ class Sampler:
     aliases: tuple[str, ...] = ()
     #: placeholder of the value in `--help`
     metavar: str = ""
-    #: what `/set` shows where the value is None
+    #: shown by `/set` if the value is None
     unset: str = ""
 
     def parse(self, text: str) -> Any:
@@ -94,7 +94,7 @@ class SamplingParams:
     repeat_last_n: int = _row(256, int, 0, _MOST, aliases=("rep_window",))
     frequency_penalty: float = _row(0.0, float, -2, 2)
     presence_penalty: float = _row(0.0, float, -2, 2)
-    #: token id to what is added to its logit
+    #: token id to the number that is added to its logit
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = _row(None, int, -(2**63), 2**63 - 1, unset="random")
     #: 0 ends the sequence after its prompt; endpoints with a reply ask for 1 at least

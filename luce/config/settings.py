@@ -259,7 +259,7 @@ class Config(_Sampling):
     draft: str = _setting(
         "",
         path_or_name,
-        "what drafts tokens for speculative decoding, which does not change replies. PATH: a DFlash draft (GGUF file, "
+        "drafter for speculative decoding, which does not change replies. PATH: a DFlash draft (GGUF file, "
         "or directory of safetensors) or a small model with the same vocabulary. mtp: the multi-token-prediction "
         "layer in the model's own file. ngram: the tokens that followed the last time that the text ended in the same "
         "way",

@@ -1,4 +1,4 @@
-"""Texts to values, whatever their origin. Each parser raises ValueError that says what it expects."""
+"""Parsers of values from any origin. Each raises ValueError that names the expected form."""
 
 from __future__ import annotations
 

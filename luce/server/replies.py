@@ -85,7 +85,7 @@ class Replies:
         self._running[choice] = self._model.engine.submit(
             prompt,
             params,
-            output=self._model.reply_text(job.stops, prompt, kept=job.shared is None),
+            output=self._model.reply_text(job.stops, prompt, remember=job.shared is None),
             on_event=self._sink(choice),
             session=job.session,
             timeout=job.timeout,

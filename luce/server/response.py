@@ -95,7 +95,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def opening(self, index: int) -> Json | None:
-        """The first chunk of a reply, sent as soon as it is admitted; None if there is none."""
+        """The first chunk of a reply, sent as soon as it is admitted; None: no such chunk."""
 
     @abstractmethod
     def _chunk_choice(self, index: int, delta: Delta | None) -> Json:

@@ -1,7 +1,7 @@
 """Lengths at which prompts diverge: those of one conversation, or of many with the same beginning.
 
 A boundary is a number of tokens: up to and with the marker that starts a message, before the name of its role. So it
-does not depend on the role, and what a template makes of an earlier reply comes after it.
+does not depend on the role, and text that a template derives from an earlier reply comes after it.
 """
 
 from __future__ import annotations

@@ -136,15 +136,15 @@ class ChatFormat:
         kwargs: Mapping[str, Any],
     ) -> tuple[str, dict[int, str]]:
         assert self.template is not None
-        given = {**kwargs, "messages": messages, "tools": tools}
+        variables = {**kwargs, "messages": messages, "tools": tools}
         try:
-            marks = self._marks(list(_strings(given)), self.template.source)
+            marks = self._marks(list(_strings(variables)), self.template.source)
             if marks:
-                given = {name: self._masked(value, marks) for name, value in given.items()}
+                variables = {name: self._masked(value, marks) for name, value in variables.items()}
         except RecursionError:
             raise RequestError("messages or tools are nested too deeply") from None
-        rendered = given.pop("messages")
-        text = self.template.render(rendered, **given, add_generation_prompt=add_generation_prompt)
+        masked = variables.pop("messages")
+        text = self.template.render(masked, **variables, add_generation_prompt=add_generation_prompt)
         return text, {ord(mark): control for control, mark in marks.items()}
 
     def _marks(self, strings: Sequence[str], source: str) -> dict[str, str]:

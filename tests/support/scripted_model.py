@@ -153,8 +153,8 @@ class ScriptedModel:
             drafter=drafter,
         )
 
-    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = (), *, kept: bool = True) -> ReplyText:
-        return ReplyText(self.tokenizer, stops, (lambda reply: self.chat.remember(prompt, reply)) if kept else None)
+    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = (), *, remember: bool = True) -> ReplyText:
+        return ReplyText(self.tokenizer, stops, (lambda reply: self.chat.remember(prompt, reply)) if remember else None)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         decoder = Detokenizer(self.tokenizer)
