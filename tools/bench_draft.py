@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""What a drafter gains: how many tokens a step gives, and what such a step takes.
+"""Measures a drafter: tokens per step, and the time of a step.
 
-    tools/bench_draft.py acceptance TARGET --draft DRAFT    by task, on models/tiny/prompts.json or --prompts FILE
-    tools/bench_draft.py steps TARGET --draft DRAFT         by rows that are verified, beside a plain step
+    tools/bench_draft.py acceptance TARGET --draft DRAFT    by task, with models/tiny/prompts.json or --prompts FILE
+    tools/bench_draft.py steps TARGET --draft DRAFT         by rows of a verification, and a plain step
     tools/bench_draft.py make TARGET OUT                    writes a DFlash draft of the published size, random weights
 
 TARGET, and DRAFT as --draft takes it. Further flags are those of `luce serve`: --target-devices cuda:0,cuda:1,
 --target-shard-ipc-bin PYTHON, --draft-device, ... Results are one JSON object with --json.
 
-acceptance  greedy replies, one at a time, all rows verified that the drafter proposes. A step is a forward of the
-            target behind the prompt: tokens by steps is what drafting is worth before time counts. The histogram says
-            how many steps gave 1, 2, ... tokens.
-steps       from one token to the next as the engine has it, with everything between: drafting, verifying, taking back
-            rows that were wrong. Medians of one sequence. A plain step is of the target without a drafter. `draft` is
-            the part from asking the drafter to its answer, `messages` those sent to daemons in a step. `pays from`: the
-            tokens that a step has to give to be as fast as plain steps.
+acceptance  greedy replies, one at a time; all proposed rows are verified. A step is a forward of the target behind the
+            prompt: tokens per step is the gain of drafting if all steps took the same time. The histogram counts the
+            steps that committed 1, 2, ... tokens.
+steps       time from one token to the next in the engine, with drafting, verification and the rewind of rejected rows.
+            Medians of one sequence. A plain step is a step of the target without a drafter. `draft` is the time from
+            the call of the drafter to its proposals, `messages` counts messages to daemons in a step. `pays from`: the
+            tokens that a step must commit to be as fast as plain steps.
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ from luce.models.registry import read_spec
 from luce.remote.open import open_placement
 
 PROMPTS = Path(__file__).resolve().parents[1] / "models" / "tiny" / "prompts.json"
-# Steps that are not timed: they build kernels, capture graphs and measure for the engine.
+# First steps, which are not timed: they build kernels, capture graphs and measure for the engine.
 _FIRST = 8
-#: longest wait for a reply, in seconds
-_PATIENCE = 600
+#: seconds to wait for a reply at most
+_REPLY_TIMEOUT = 600
 
 
 @dataclasses.dataclass
 class Accepted:
-    """What the steps of some replies gave. `histogram`: how many steps gave so many tokens."""
+    """The tokens committed by the steps of some replies."""
 
     replies: int = 0
+    #: number of steps by the number of tokens that they committed
     histogram: Counter[int] = dataclasses.field(default_factory=Counter)
 
     @property
@@ -88,7 +89,7 @@ class Accepted:
 
 
 class _Silent:
-    """No text."""
+    """Takes a reply without making text of it."""
 
     stopped = None
     texts = ()
@@ -101,12 +102,12 @@ class _Silent:
 
 
 def replied(engine: Engine, prompt: Sequence[int], tokens: int) -> list[tuple[float, int, Tokens]]:
-    """The steps of a greedy reply: when each ended, messages sent to daemons so far, and its tokens."""
+    """The steps of a greedy reply: the time at its end, the messages sent to daemons so far, and its tokens."""
     events: list[tuple[float, int, Event]] = []
     sent, send = [0], Channel.send
 
     def counted(self: Any, number: int, message: Any, *arguments: Any, **options: Any) -> None:
-        # Signs of life are sent by the clock, not by the step.
+        # Heartbeats depend on the clock, not on steps.
         sent[0] += not isinstance(message, Ping)
         send(self, number, message, *arguments, **options)
 
@@ -118,8 +119,8 @@ def replied(engine: Engine, prompt: Sequence[int], tokens: int) -> list[tuple[fl
             output=_Silent(),
             on_event=lambda event: events.append((time.perf_counter(), sent[0], event)),
         )
-        if not engine.wait_idle(_PATIENCE):
-            raise TimeoutError("a reply takes too long")
+        if not engine.wait_idle(_REPLY_TIMEOUT):
+            raise TimeoutError(f"a reply takes longer than {_REPLY_TIMEOUT} s")
     finally:
         Channel.send = send  # type: ignore[method-assign]
     *_, last = events
@@ -139,12 +140,13 @@ def accepted(model: luce.Model, prompts: Sequence[Sequence[int]], tokens: int) -
 
 
 def acceptance(target: str, prompts: dict[str, list[str]], tokens: int, count: int, **fields: Any) -> dict[str, Any]:
-    """Load a pair and report what its steps give, by task; of `count` prompts of each, evenly spread (0: of all)."""
+    """Load a target with its drafter and report the tokens of its steps by task, for `count` prompts of each task,
+    evenly spread (0: all)."""
     settings = {"parallel": 1, "verify_width": 16, "cache_ram": 0, **fields}
     with luce.load(target, **settings) as model:
         drafter = model.engine.stats().draft
         if drafter is not None and not drafter.on:
-            raise LuceError(f"nothing is drafted: {drafter.state}")
+            raise LuceError(f"drafting is off: {drafter.state}")
         tasks = {}
         for task, texts in prompts.items():
             chosen = texts[:: max(1, len(texts) // count)][:count] if count else texts
@@ -162,8 +164,8 @@ def acceptance(target: str, prompts: dict[str, list[str]], tokens: int, count: i
         }
 
 
-class Lent:
-    """A drafter that outlives the engines it is given to, and notes how long it was asked."""
+class TimedDrafter:
+    """A drafter that outlives its engines, and records the time of its proposals."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -173,7 +175,7 @@ class Lent:
         return getattr(self._drafter, name)
 
     def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
-        """What the drafter proposes."""
+        """The drafter's proposals."""
         at = time.perf_counter()
         begun = self._drafter.propose(asked)
 
@@ -185,12 +187,12 @@ class Lent:
         return wait
 
     def close(self) -> None:
-        """The engine is done with it."""
+        """The drafter stays open."""
 
 
 @contextlib.contextmanager
 def opened(target: str, **fields: Any) -> Iterator[tuple[LayerSplitBackend, Drafter | None]]:
-    """A target and what --draft names."""
+    """A target and the drafter of --draft."""
     config: Config = resolve({"parallel": 1, **fields})
     with ExitStack() as stack:
         file = stack.enter_context(open_gguf(Path(target)))
@@ -212,38 +214,38 @@ def opened(target: str, **fields: Any) -> Iterator[tuple[LayerSplitBackend, Draf
 def timed(
     backend: LayerSplitBackend, drafter: Drafter | None, width: int, prompt: Sequence[int], steps: int
 ) -> dict[str, Any]:
-    """Medians over up to `steps` steps of one sequence behind a prompt, each of `width` rows."""
-    lent = None if drafter is None else Lent(drafter)
+    """Medians over up to `steps` steps of one sequence behind a prompt, with `width` rows each."""
+    timed_drafter = None if drafter is None else TimedDrafter(drafter)
     options = EngineOptions(eos=frozenset(), max_queue=1, chunk=backend.chunk, verify_width=width)
-    engine = Engine(backend, options, drafter=lent)
+    engine = Engine(backend, options, drafter=timed_drafter)
     try:
         # The last steps of a reply have fewer rows.
         events = replied(engine, prompt, _FIRST + steps + width)
         stats = engine.stats().draft
     finally:
         engine.close()
-    given = [len(event.tokens) for _, _, event in events]
-    whole = sum(sum(given[i:]) >= width for i in range(len(given)))
+    counts = [len(event.tokens) for _, _, event in events]
+    whole = sum(sum(counts[i:]) >= width for i in range(len(counts)))
     at, messages = (np.array([event[i] for event in events[min(_FIRST, whole // 2) : whole]]) for i in (0, 1))
     if len(at) < 2:
-        raise LuceError(f"{width} rows: a reply of {sum(given)} tokens is too short to measure steps in")
+        raise LuceError(f"{width} rows: a reply of {sum(counts)} tokens is too short to measure steps")
     result = {
         "rows": width,
         "steps": len(at) - 1,
         "step": float(np.median(np.diff(at))),
         "messages": float(np.median(np.diff(messages))),
     }
-    if lent is not None:
+    if timed_drafter is not None:
         assert stats is not None
         if stats.state != "on" or not stats.steps:
-            raise LuceError(f"nothing was drafted: {stats.state}")
-        result["draft"] = statistics.median(lent.seconds)
+            raise LuceError(f"no tokens were drafted: {stats.state}")
+        result["draft"] = statistics.median(timed_drafter.seconds)
         result["tokens_per_step"] = stats.tokens_per_step
     return result
 
 
 def step_times(target: str, rows: Sequence[int], depth: int, steps: int, **fields: Any) -> dict[str, Any]:
-    """Load a target alone and then with its drafter, and report what steps take behind `depth` tokens."""
+    """Load a target without and then with its drafter, and report the time of steps behind `depth` tokens."""
     fields = {"max_ctx": depth + 2 * _FIRST + steps + 64, **fields}
     report: dict[str, Any] = {"target": Path(target).name, "draft": fields["draft"], "depth": depth}
     with opened(target, **{**fields, "draft": ""}) as (backend, _):
@@ -262,8 +264,8 @@ def step_times(target: str, rows: Sequence[int], depth: int, steps: int, **field
 
 
 def make(target: Path, out: Path, kind: Type, layers: int, heads: Sequence[int], block: int) -> None:
-    """Write a draft as they are published for a target, but of random weights: windows of 2048 in all layers but the
-    last, up to five captures spread as the paper's code does, blocks repeated from a few thousand random ones."""
+    """Write a draft of the published size for a target with random weights: windows of 2048 in all layers but the last,
+    up to five captures spread as in the paper's code, quant blocks repeated from a few thousand random ones."""
     with open_gguf(target) as file:
         spec = read_spec(Source(str(target), file.metadata, file.tensors))
         ffn = next(
@@ -329,11 +331,11 @@ def make(target: Path, out: Path, kind: Type, layers: int, heads: Sequence[int],
 
 
 def show(report: dict[str, Any]) -> None:
-    """A report as lines."""
+    """Print a report."""
     print(f"{report['target']} with {report['draft']} on {', '.join(report['devices'])}")
     for task, found in report.get("tasks", {}).items():
         shares = " ".join(f"{count}:{steps}" for count, steps in found["histogram"].items())
-        print(f"{task:12}{found['tokens_per_step']:7.3f} tokens a step in {found['steps']} steps; {shares}")
+        print(f"{task:12}{found['tokens_per_step']:7.3f} tokens per step in {found['steps']} steps; {shares}")
     if "plain" in report:
         plain = report["plain"]
         print(f"plain step {1e3 * plain['step']:8.3f} ms, {plain['messages']:g} messages")
@@ -348,12 +350,12 @@ def show(report: dict[str, Any]) -> None:
 def _settings(flags: Sequence[str]) -> dict[str, str]:
     """`--max-ctx 4096` as fields of a Config."""
     if len(flags) % 2 or not all(flag.startswith("--") for flag in flags[::2]):
-        raise SystemExit(f"bench_draft: expected pairs of a flag and its value, got {' '.join(flags)}")
+        raise SystemExit(f"bench_draft: expected flags with one value each, got {' '.join(flags)}")
     return {flag[2:].replace("-", "_"): value for flag, value in zip(flags[::2], flags[1::2], strict=True)}
 
 
 def _prompts(path: Path) -> dict[str, list[str]]:
-    """Texts by task. Raises UsageError if a file has none."""
+    """Texts by task. Raises UsageError if the file is not such a list."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -379,7 +381,7 @@ def main() -> int:
         verb.add_argument("--json", action="store_true")
     both["acceptance"].add_argument("--prompts", type=Path, default=PROMPTS, help="JSON: a list of texts by task")
     both["acceptance"].add_argument("--count", type=int, default=0, help="prompts of each task, 0 for all")
-    both["acceptance"].add_argument("-n", "--tokens", type=int, default=256, help="of a reply at most")
+    both["acceptance"].add_argument("-n", "--tokens", type=int, default=256, help="most tokens of a reply")
     both["steps"].add_argument("--rows", type=_numbers, default=[2, 4, 8, 16])
     both["steps"].add_argument("-d", "--depth", type=int, default=600, help="tokens of the prompt")
     both["steps"].add_argument("-n", "--steps", type=int, default=64)
@@ -388,7 +390,7 @@ def main() -> int:
     maker.add_argument("out", type=Path)
     maker.add_argument("--type", choices=["bf16", "q8_0"], default="q8_0")
     maker.add_argument("--layers", type=int, default=5)
-    maker.add_argument("--heads", type=_numbers, default=[32, 8, 128], help="of queries, of keys, and their size")
+    maker.add_argument("--heads", type=_numbers, default=[32, 8, 128], help="query heads, key heads, and their size")
     maker.add_argument("--block", type=int, default=16)
     options, flags = parser.parse_known_args()
     if options.verb == "make" and len(options.heads) != 3:

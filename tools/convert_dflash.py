@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Write a DFlash draft, published as config.json beside safetensors, as one GGUF file.
+"""Write a DFlash draft, published as config.json and safetensors, as one GGUF file.
 
-tools/convert_dflash.py CHECKPOINT OUTPUT.gguf                matrices stay as they are stored (BF16, F16 or F32)
-tools/convert_dflash.py CHECKPOINT OUTPUT.gguf --type q8_0    or are quantised
+tools/convert_dflash.py CHECKPOINT OUTPUT.gguf                keeps the types of matrices (BF16, F16 or F32)
+tools/convert_dflash.py CHECKPOINT OUTPUT.gguf --type q8_0    or quantises them
 
-Norms become F32. What the draft computes by is written as keys: windows, which layers slide, the causal flag, mask id,
-captured layers. A draft of a variant that Luce does not run is refused by the key or tensor that says so.
+Norms become F32. The keys that the draft depends on are written: windows, sliding layers, the causal flag, mask id,
+captured layers. A draft of an unsupported variant is refused; the message names the key or tensor.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ TYPES = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0, or the exit code of the error that stands on stderr."""
+    """Returns 0, or the exit code of the error on stderr."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path, help="directory with config.json, or a safetensors file beside one")
+    parser.add_argument("checkpoint", type=Path, help="directory with config.json, or a safetensors file in it")
     parser.add_argument("output", type=Path, help="GGUF file to write")
     parser.add_argument("--type", choices=TYPES, default="keep", help="type of the matrices (default: as stored)")
     given = parser.parse_args(arguments)
@@ -93,7 +93,7 @@ def _write(file: GGUFFile, spec: DFlashSpec, path: Path, type: GGMLQuantizationT
 
 
 def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
-    """A key under the GGUF type that files use for values of its Python type: uint32, int32 below 0, float32."""
+    """Write a key with the GGUF type that files use for its Python type: uint32, int32 below 0, float32."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -109,13 +109,13 @@ def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
 def _as(
     raw: NDArray[np.uint8], stored: GGMLQuantizationType, wanted: GGMLQuantizationType | None
 ) -> tuple[NDArray[np.uint8], GGMLQuantizationType]:
-    """A tensor's bytes, uint8 [rows, row_bytes], in another type; rows that its blocks do not divide become F16."""
+    """A tensor's bytes, uint8 [rows, row_bytes], in another type; F16 if the type's blocks do not divide a row."""
     if wanted is None or wanted == stored:
         return np.ascontiguousarray(raw), stored
     floats = dequantize(raw, stored)
     if floats.shape[1] % block_size(wanted)[0]:
         wanted = GGMLQuantizationType.F16
-    # gguf's quantiser gives floats for F32 and F16, bytes for the others.
+    # gguf's quantiser returns floats for F32 and F16, bytes for other types.
     return np.ascontiguousarray(gguf.quants.quantize(floats, wanted)).view(np.uint8), wanted
 
 

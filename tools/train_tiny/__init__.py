@@ -3,5 +3,5 @@
     python -m tools.train_tiny STAGE --help
 
 Needs PyTorch, tokenizers and gguf; nothing in `luce` imports it. Stages, in order: corpus, target, drafter, draft,
-export, evaluate. models/tiny/README.md says what was run and what came out.
+export, evaluate. models/tiny/README.md records the runs and their results.
 """

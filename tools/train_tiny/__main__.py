@@ -18,8 +18,7 @@ from .layers import no_compile
 
 
 def _retry(stage: Callable[[train.Setup, float], Mapping[str, Tensor]], setup: train.Setup, seconds: float) -> Any:
-    """The stage's weights. If it fails it is tried again in what is left of its time, uncompiled, then with half the
-    rows."""
+    """The stage's weights. A failed stage runs again in the rest of its time, uncompiled, then with half the rows."""
     end = time.monotonic() + seconds
     plans = [
         setup,
@@ -38,18 +37,28 @@ def _retry(stage: Callable[[train.Setup, float], Mapping[str, Tensor]], setup: t
 
 
 def _evaluated(evaluation: Callable[[], None]) -> None:
-    """Evaluate. If that fails, training goes on."""
+    """Evaluate; training continues if that fails."""
     try:
         evaluation()
     except Exception:
         traceback.print_exc()
 
 
+def _weights(folder: Path, device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """The weights of the models that a folder holds, by the model's name; .pt files come before .gguf files."""
+    return {
+        name: {n: w.to(device) for n, w in read(path).items()}
+        for name in export.WRITERS
+        for suffix, read in ((".gguf", export.read), (".pt", train.load))
+        if (path := (folder / name).with_suffix(suffix)).is_file()
+    }
+
+
 def _train(options: argparse.Namespace) -> None:
     begun = time.monotonic()
 
-    def say(what: str) -> None:
-        print(f"== {time.monotonic() - begun:.1f} s: {what}", flush=True)
+    def say(message: str) -> None:
+        print(f"== {time.monotonic() - begun:.1f} s: {message}", flush=True)
 
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
@@ -62,13 +71,7 @@ def _train(options: argparse.Namespace) -> None:
     setup = replace(setup, compile=train.compiler(device) if options.compile else no_compile)
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: {n: w.to(device) for n, w in read(path).items()}
-        for name in export.WRITERS
-        for suffix, read in ((".gguf", export.read), (".pt", train.load))
-        if (path := ((options.start or out) / name).with_suffix(suffix)).is_file()
-    }
-
+    weights = _weights(options.start or out, device)
     if device.type == "cuda" and (options.draft or options.drafter) and "target" in weights:
         target.Target.graphs = target.graphs_work(weights["target"], setup.dtype)
         say(f"CUDA graphs: {target.Target.graphs}")
@@ -94,9 +97,11 @@ def _train(options: argparse.Namespace) -> None:
         start_draft = weights.get("draft") or draft.fresh()
 
         def run_draft(plan: train.Setup, seconds: float) -> Mapping[str, Tensor]:
-            base, path = weights["target"], out / "draft.pt"
+            base, path, end = weights["target"], out / "draft.pt", time.monotonic() + seconds
             sizes = {"sequences": options.sequences, "tokens": options.generated}
-            return train.draft(base, start_draft, feed, corpus, plan, seconds, path, **sizes)
+            texts = train.draft_texts(base, feed, corpus, plan, seconds, **sizes)
+            left = max(1.0, end - time.monotonic())
+            return train.draft(base, start_draft, texts, corpus, plan, left, path)
 
         weights["draft"] = _retry(run_draft, setup, options.draft)
         model = draft.Draft(setup.dtype, data.token_id(corpus.tokenizer, data.MASK))
@@ -127,17 +132,17 @@ def main() -> None:
     stages = parser.add_subparsers(dest="stage", required=True)
     fetch = stages.add_parser("fetch", help="download and unpack the Debian packages")
     fetch.add_argument("packages", type=Path)
-    corpus = stages.add_parser("corpus", help="make the tokenizer and the corpus file; prints what went in")
+    corpus = stages.add_parser("corpus", help="make the tokenizer and the corpus file; prints a table of the files")
     corpus.add_argument("packages", type=Path)
     corpus.add_argument("out", type=Path)
     corpus.add_argument("--tokenizer", type=Path, metavar="GGUF", help="keep the tokenizer of this exported file")
-    run = stages.add_parser("train", help="train what has seconds given, and evaluate it")
+    run = stages.add_parser("train", help="train the models that have SECONDS, and evaluate them")
     run.add_argument("corpus", type=Path)
     run.add_argument("out", type=Path, help="where target.pt, drafter.pt and draft.pt are written")
     run.add_argument(
         "--start",
         type=Path,
-        help="folder of .pt or .gguf files to go on from; the draft learns from the target there; default: OUT",
+        help="folder of .pt or .gguf files to start from; the draft learns from the target there; default: OUT",
     )
     for name in ("target", "drafter", "draft"):
         run.add_argument(f"--{name}", type=float, default=0.0, metavar="SECONDS")
@@ -158,12 +163,14 @@ def main() -> None:
         "weights", type=Path, help="folder with target.pt, drafter.pt, draft.pt; missing ones are left out"
     )
     write.add_argument("out", type=Path)
-    expect = stages.add_parser("expected", help="write what PyTorch's float32 makes of the exported files, for tests")
+    expect = stages.add_parser(
+        "expected", help="write the outputs of PyTorch in float32 for the exported files, for tests"
+    )
     expect.add_argument("corpus", type=Path)
     expect.add_argument("out", type=Path, help="folder of the GGUF files; expected.json is put beside them")
     ask = stages.add_parser("prompts", help="write prompts by task for tools/bench_draft.py")
     ask.add_argument("out", type=Path)
-    ask.add_argument("--corpus", type=Path, help="of what is held out of it; default: Luce's own files")
+    ask.add_argument("--corpus", type=Path, help="take its held-out files; default: Luce's own files")
     ask.add_argument("--count", type=int, default=200)
     options = parser.parse_args()
     if options.stage == "fetch":

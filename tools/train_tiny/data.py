@@ -1,7 +1,7 @@
-"""Text and code out of Debian packages, the tokenizer, and both as one compressed file.
+"""Text and code from Debian packages, the tokenizer, and both as one compressed file.
 
-Every package below is under licences that allow redistribution of what is made from it; only files with the given
-suffixes are read (so a GPL `debian/` directory or a bundled C library of another licence is not).
+Every package below has licences that allow redistribution of derived works. Only files with the given suffixes are
+read, so a GPL `debian/` directory or a bundled C library of another licence is not.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SPLIT = (
 
 @dataclass(frozen=True)
 class Package:
-    """A Debian package: which of its files are read, under what licence, and how many MB at most."""
+    """A Debian package: the suffixes of the files to read, their licence, and the most MB to read."""
 
     name: str
     licence: str
@@ -94,7 +94,7 @@ PACKAGES = (
     Package("postgresql-doc-15", "PostgreSQL", (".html",), 8),
     Package("golang-1.19-src", "BSD-3-Clause", (".go",), 10),
 )
-# One file in this many is held out, chosen by its path.
+# One file in this many is held out, chosen by a hash of its path.
 _HELD_OUT = 50
 
 
@@ -127,7 +127,7 @@ def _plain(text: str) -> str:
 
 
 def _good(text: str) -> bool:
-    """Whether a file is prose or code a reader would recognise: no tables of numbers, no minified or binary text."""
+    """Whether a file is readable prose or code: no tables of numbers, no minified or binary text."""
     if not 400 <= len(text) <= 200_000:
         return False
     lines = text.count("\n") + 1
@@ -172,7 +172,7 @@ def documents(folder: Path) -> Iterator[tuple[Package, str, str]]:
 
 
 def held_out(path: str) -> bool:
-    """Whether the file of this path is kept out of training."""
+    """Whether the file of this path is held out of training."""
     return hashlib.sha256(b"held out" + path.encode()).digest()[0] % _HELD_OUT == 0
 
 
@@ -207,7 +207,7 @@ def train_tokenizer(texts: Iterator[str]) -> tokenizers.Tokenizer:
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of an exported file: what is to be trained on with its target needs the very same."""
+    """The tokenizer of an exported file, for models that are trained for its target."""
     fields = gguf.GGUFReader(path).fields
     texts, merges = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges"))
     words = {text: i for i, text in enumerate(texts) if text not in SPECIALS}
@@ -232,8 +232,8 @@ class Corpus:
 
 
 def build(packages: Path, out: Path, bpe: tokenizers.Tokenizer | None = None) -> str:
-    """Write the corpus file, with this tokenizer or one trained on a quarter of the files; returns a table of what went
-    in, in markdown."""
+    """Write the corpus file, with this tokenizer or one trained on a quarter of the files. Returns a table of the files
+    in markdown."""
     documents_ = list(documents(packages))
     if bpe is None:
         bpe = train_tokenizer(text for i, (_, _, text) in enumerate(documents_) if i % 4 == 0)
@@ -277,7 +277,7 @@ def build(packages: Path, out: Path, bpe: tokenizers.Tokenizer | None = None) ->
 
 
 def load(path: Path) -> Corpus:
-    """Read what `build` wrote."""
+    """Read a file that `build` wrote."""
     with np.load(io.BytesIO(lzma.decompress(path.read_bytes()))) as arrays:
         text = bytes(arrays["tokenizer"]).decode()
         return Corpus(tokenizers.Tokenizer.from_str(text), arrays["train"], arrays["code"], arrays["text"])

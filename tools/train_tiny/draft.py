@@ -1,4 +1,4 @@
-"""The DFlash draft (arXiv 2602.06036) of the target: fills a block of masks in one pass, from the target's own hidden
+"""The DFlash draft (arXiv 2602.06036) of the target: computes a block of tokens in one pass, from the target's hidden
 states of the text so far, with the target's embedding and head."""
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import target
-from .drafter import attention_block, project
+from .drafter import attention_layer, project
 from .layers import Weights, attend, feed_forward, linear, matrix, no_compile, rms
 
 HIDDEN, LAYERS, FFN = target.HIDDEN, 4, 768
 HEADS, KV_HEADS, HEAD = 4, 2, 64
 ROPE_BASE = 1e6
 BLOCK = 16
-#: tokens that it was trained with, and sees at most
+#: positions that it is trained with, and most that it sees
 CONTEXT = 1792
-#: Layers whose outputs are captured: the later ones know more of the next tokens; not the last, which references norm.
+#: Layers whose outputs are captured: later ones predict the next tokens better; the last is left out, since reference
+#: implementations apply the final norm to it.
 CAPTURE = (1, 3, 4, 5, 6)
-# Loss weight of row k = 1.. is exp(-(k - 1) / _GAMMA): a block is worth what comes before its first wrong token.
+# Loss weight of row k = 1.. is exp(-(k - 1) / _GAMMA): only the tokens before the first wrong one of a block count.
 _GAMMA = 7.0
 
 
@@ -33,8 +34,8 @@ def fresh() -> dict[str, Tensor]:
         "output_norm.weight": torch.ones(HIDDEN),
     }
     for layer in range(LAYERS):
-        block = attention_block(HIDDEN, FFN, HEADS, KV_HEADS, HEAD, (2 * LAYERS) ** -0.5)
-        weights |= {f"blk.{layer}.{name}": w for name, w in block.items()}
+        layer_weights = attention_layer(HIDDEN, FFN, HEADS, KV_HEADS, HEAD, (2 * LAYERS) ** -0.5)
+        weights |= {f"blk.{layer}.{name}": w for name, w in layer_weights.items()}
     return weights
 
 
@@ -77,7 +78,7 @@ class Draft:
     def __init__(self, dtype: torch.dtype, mask_id: int, compile: Any = no_compile) -> None:
         self.dtype = dtype
         self.mask_id = mask_id
-        # The one function whose shape does not depend on the text's length, and the one with the most to fuse.
+        # Only the shape of this function does not depend on the text's length, and it has the most to fuse.
         self._ffn = compile(feed_forward)
 
     def __call__(self, w: Weights, base: Weights, captured: Tensor, seeds: Tensor, anchors: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ class Draft:
     ) -> list[tuple[int, int]]:
         """(tokens before it, tokens committed by it) of each step of greedy runs of `budget` tokens after `prompt`.
 
-        ids [batch, >= prompt + budget + BLOCK] is the target's greedy text, so verifying is comparing with it.
+        ids [batch, >= prompt + budget + BLOCK] is the target's greedy text, so a comparison with it verifies.
         """
         at = torch.full((len(ids),), prompt, device=ids.device)
         steps: list[tuple[int, int]] = []

@@ -18,7 +18,7 @@ HEADS, KV_HEADS, HEAD = 4, 2, 64
 ROPE_BASE = 1e6
 
 
-def attention_block(hidden: int, ffn: int, heads: int, kv_heads: int, head: int, out: float) -> dict[str, Tensor]:
+def attention_layer(hidden: int, ffn: int, heads: int, kv_heads: int, head: int, out: float) -> dict[str, Tensor]:
     """Fresh weights of one Qwen3 layer, by the part of their GGUF names after `blk.N.`."""
     return {
         "attn_norm.weight": torch.ones(hidden),
@@ -39,8 +39,8 @@ def fresh() -> dict[str, Tensor]:
     """Initial weights by GGUF name. The embedding is also the head."""
     weights = {"token_embd.weight": torch.randn(VOCAB, HIDDEN) * 0.05, "output_norm.weight": torch.ones(HIDDEN)}
     for layer in range(LAYERS):
-        block = attention_block(HIDDEN, FFN, HEADS, KV_HEADS, HEAD, (2 * LAYERS) ** -0.5)
-        weights |= {f"blk.{layer}.{name}": w for name, w in block.items()}
+        layer_weights = attention_layer(HIDDEN, FFN, HEADS, KV_HEADS, HEAD, (2 * LAYERS) ** -0.5)
+        weights |= {f"blk.{layer}.{name}": w for name, w in layer_weights.items()}
     return weights
 
 

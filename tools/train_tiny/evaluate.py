@@ -1,4 +1,4 @@
-"""What the trained family can do: loss on held-out files, passkeys by length and depth, accepted tokens by task."""
+"""Evaluates the trained models: loss on held-out files, passkeys by length and depth, accepted tokens by task."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def passkeys(
 
 
 def task_prompts(corpus: Corpus, setup: Setup, count: int) -> dict[str, Tensor]:
-    """Prompts by kind, none of them trained on."""
+    """Prompts by kind, from held-out files."""
     tasks = Tasks(corpus, 7, filler=corpus.code)
     device = setup.device
     long = 64 * max(4, min(32, setup.length // 64 - 8))
@@ -97,7 +97,7 @@ def task_prompts(corpus: Corpus, setup: Setup, count: int) -> dict[str, Tensor]:
 def acceptance(
     base: Weights, model: draft_model.Draft, w: Weights, corpus: Corpus, setup: Setup, *, count: int, budget: int = 128
 ) -> None:
-    """Print, by task, the tokens committed per step and how often each number of them was."""
+    """Print, by task, the tokens committed per step and the share of steps with each number of them."""
     teacher = target_model.Target(setup.dtype)
     for kind, prompts in task_prompts(corpus, setup, count).items():
         run = continuations(base, teacher, prompts, budget + 64, batch=max(8, 256 * 512 // prompts.shape[1]))
@@ -126,7 +126,7 @@ def chained(
     count: int,
     budget: int = 128,
 ) -> None:
-    """Print the tokens committed per step by task when the drafter, token by token, drafts as many as a block holds."""
+    """Print the tokens committed per step by task when the drafter proposes a block's length, token by token."""
     teacher = target_model.Target(setup.dtype)
     for kind, prompts in task_prompts(corpus, setup, count).items():
         text = torch.cat([prompts, teacher.generate(base, prompts, budget)], 1)
@@ -185,7 +185,7 @@ def expected(folder: Path, corpus: Corpus, tokens: int = 64) -> None:
         }
         if "draft" in files:
             padded = torch.tensor([ids + [0] * (-len(ids) % 64)])
-            # Rounded, as drafts get them.
+            # Rounded, as drafts read them.
             states = (
                 torch.cat(model(base, padded, capture=draft_model.CAPTURE)[1], -1)[:, : len(ids)].bfloat16().float()
             )

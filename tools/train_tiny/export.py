@@ -1,4 +1,4 @@
-"""The trained weights as GGUF files, quantised, laid out as published files of these families are."""
+"""The trained weights as GGUF files, quantised, with the layout of published files of these families."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _arrays(weights: Mapping[str, Tensor]) -> dict[str, Floats]:
 
 
 def _described(path: Path, architecture: str, name: str, sizes: ModuleType, matrices: Type) -> gguf.GGUFWriter:
-    """A file with what all three have: `sizes` is the module of the model."""
+    """A file with the keys that all three models share; `sizes` is the model's module."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_type("model")
     writer.add_name(name)

@@ -1,5 +1,5 @@
-"""What the three models share. Weights are plain dicts from GGUF tensor name to float32 tensor [out, in]; products run
-in `dtype`, norms, gates and the residual stream in float32."""
+"""Functions that the three models share. Weights are plain dicts from GGUF tensor name to float32 tensor [out, in];
+products run in `dtype`, norms, gates and the residual stream in float32."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, mask: Tensor | N
 
 
 def matrix(rows: int, cols: int, scale: float = 1.0) -> Tensor:
-    """A fresh matrix [rows, cols] whose products keep their input's size, times `scale`."""
+    """A fresh matrix [rows, cols] whose products have the size of their input, times `scale`."""
     return torch.randn(rows, cols) * (scale / math.sqrt(cols))
 
 
@@ -67,5 +67,5 @@ def token_loss(x: Tensor, head: Tensor, labels: Tensor, weight: Tensor, dtype: t
 
 
 def no_compile(function: Any) -> Any:
-    """The identity: what `compile` is where torch.compile is not to be used."""
+    """The identity, in place of torch.compile."""
     return function

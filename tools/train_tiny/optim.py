@@ -14,7 +14,7 @@ _STEPS = 5
 
 
 class Clock:
-    """Fraction of a stage's time that has passed; `factor` is the learning rate's: warm-up, plateau, linear decay."""
+    """The share of a stage's time that has passed, and the learning rate's factor: warm-up, plateau, linear decay."""
 
     def __init__(self, seconds: float, *, warm: float = 0.02, decay: float = 0.55) -> None:
         self._start = time.monotonic()
@@ -24,12 +24,12 @@ class Clock:
 
     @property
     def progress(self) -> float:
-        """0 at the start, 1 when the time is over."""
+        """0 at the start, 1 at the end."""
         return (time.monotonic() - self._start) / self._seconds
 
     @property
     def factor(self) -> float:
-        """What the peak learning rate is multiplied by now."""
+        """The current factor of the peak learning rate."""
         done = self.progress
         return max(0.0, min(1.0, done / self._warm + 0.01, (1.0 - done) / self._decay))
 
@@ -81,7 +81,7 @@ class Optimiser:
 
     @torch.no_grad()
     def step(self, factor: float) -> Tensor:
-        """One step at `factor` times the peak rate; gradients are clipped to norm 1 and dropped. Returns their norm."""
+        """One step at `factor` times the peak rate. Clips the gradients to norm 1 and drops them; returns the norm."""
         norm = torch.nn.utils.clip_grad_norm_(self._all, 1.0)
         rate = self._lr * factor
         for group, momentum in zip(self._groups, self._momenta, strict=True):

@@ -24,7 +24,7 @@ CONTEXT = 4608
 
 
 def full(layer: int) -> bool:
-    """Whether a layer is one of full attention."""
+    """Whether a layer has full attention."""
     return (layer + 1) % INTERVAL == 0
 
 
@@ -37,7 +37,7 @@ def fresh() -> dict[str, Tensor]:
         "output.weight": matrix(VOCAB, HIDDEN, 0.5),
     }
     for layer in range(LAYERS):
-        block = {
+        layer_weights = {
             "attn_norm.weight": torch.ones(HIDDEN),
             "post_attention_norm.weight": torch.ones(HIDDEN),
             "ffn_gate.weight": matrix(FFN, HIDDEN),
@@ -45,7 +45,7 @@ def fresh() -> dict[str, Tensor]:
             "ffn_down.weight": matrix(HIDDEN, FFN, out),
         }
         if full(layer):
-            block |= {
+            layer_weights |= {
                 "attn_q.weight": matrix(2 * HEADS * HEAD, HIDDEN),
                 "attn_k.weight": matrix(KV_HEADS * HEAD, HIDDEN),
                 "attn_v.weight": matrix(KV_HEADS * HEAD, HIDDEN),
@@ -55,7 +55,7 @@ def fresh() -> dict[str, Tensor]:
             }
         else:
             step = torch.exp(torch.empty(VALUE_HEADS).uniform_(-6.9, -2.3))
-            block |= {
+            layer_weights |= {
                 "attn_qkv.weight": matrix(CHANNELS, HIDDEN),
                 "attn_gate.weight": matrix(VALUE_HEADS * STATE, HIDDEN),
                 "ssm_alpha.weight": matrix(VALUE_HEADS, HIDDEN, 0.1),
@@ -67,7 +67,7 @@ def fresh() -> dict[str, Tensor]:
                 "ssm_norm.weight": torch.ones(STATE),
                 "ssm_out.weight": matrix(HIDDEN, VALUE_HEADS * STATE, out),
             }
-        weights |= {f"blk.{layer}.{name}": w for name, w in block.items()}
+        weights |= {f"blk.{layer}.{name}": w for name, w in layer_weights.items()}
     return weights
 
 
@@ -76,7 +76,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _mix(c: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v [..., VALUE_HEADS, STATE], log decay and beta [..., VALUE_HEADS] out of the convolved channels."""
+    """q, k, v [..., VALUE_HEADS, STATE], log decay and beta [..., VALUE_HEADS] from the convolved channels."""
     q, k, v = c.split([KEY_HEADS * STATE, KEY_HEADS * STATE, VALUE_HEADS * STATE], -1)
     q, k = (_unit(x.unflatten(-1, (KEY_HEADS, STATE))) for x in (q, k))
     # value head h reads key head h mod KEY_HEADS
@@ -138,14 +138,14 @@ def _attention_out(x: Tensor, o: Tensor, gate: Tensor, out: Tensor, dtype: torch
 
 
 def cuda_graph_of(work: Callable[[], None]) -> Callable[[], None] | None:
-    """What replays `work` from a CUDA graph; None if it cannot be captured. Capturing does not run it."""
+    """Replays `work` from a CUDA graph; None if it cannot be captured. Capture does not run it."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             work()
     except RuntimeError as error:
         print("no CUDA graph:", error, flush=True)
-        # A capture whose end fails leaves its own stream as the current one.
+        # A capture that fails at its end leaves its own stream as the current one.
         torch.cuda.set_stream(stream)
         torch.cuda.synchronize()
         return None
@@ -155,23 +155,23 @@ def cuda_graph_of(work: Callable[[], None]) -> Callable[[], None] | None:
 
 @dataclass
 class State:
-    """What decoding continues from, all of it changed in place so that a CUDA graph can be replayed.
+    """The state of decoding by layer, changed in place so that a CUDA graph can be replayed."""
 
-    `position` int64 [1] of the next token; keys, values [sequences, KV_HEADS, room, HEAD] of the full layers; memory
-    [sequences, VALUE_HEADS, STATE, STATE] and past [sequences, TAPS - 1, CHANNELS] of the others, float32.
-    """
-
+    #: int64 [1], of the next token
     position: Tensor
+    #: of layers with full attention, [sequences, KV_HEADS, length, HEAD]
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
+    #: of the others, float32 [sequences, VALUE_HEADS, STATE, STATE]
     memory: dict[int, Tensor]
+    #: of the others, float32 [sequences, TAPS - 1, CHANNELS]
     past: dict[int, Tensor]
 
 
 class Target:
     """The forward pass, for training (`compile` is torch.compile or the identity) and for greedy generation."""
 
-    #: whether generation may be replayed from CUDA graphs
+    #: generation may be replayed from CUDA graphs
     graphs = True
 
     def __init__(self, dtype: torch.dtype, compile: Any = no_compile) -> None:
@@ -200,7 +200,7 @@ class Target:
         self, w: Weights, ids: Tensor, *, capture: tuple[int, ...] = (), state: State | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """Token ids [batch, T] (T a multiple of 64) -> the last layer's output [batch, T, HIDDEN], float32, before the
-        final norm, and the outputs of the layers in `capture`. Fills `state` if there is one."""
+        final norm, and the outputs of the layers in `capture`. Writes `state` if it is given."""
         x = F.embedding(ids, w["token_embd.weight"])
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
         captured = []
@@ -231,8 +231,8 @@ class Target:
         """Logits, float32, of hidden states before the final norm."""
         return linear(rms(x, w["output_norm.weight"]), w["output.weight"], self.dtype).float()
 
-    def empty(self, sequences: int, room: int, device: torch.device) -> State:
-        """A state that __call__ fills."""
+    def empty(self, sequences: int, length: int, device: torch.device) -> State:
+        """A state for __call__ to write."""
 
         def zeros(attention: bool, *shape: int, dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
             layers = [layer for layer in range(LAYERS) if full(layer) == attention]
@@ -240,14 +240,14 @@ class Target:
 
         return State(
             torch.zeros(1, dtype=torch.int64, device=device),
-            zeros(True, KV_HEADS, room, HEAD, dtype=self.dtype),
-            zeros(True, KV_HEADS, room, HEAD, dtype=self.dtype),
+            zeros(True, KV_HEADS, length, HEAD, dtype=self.dtype),
+            zeros(True, KV_HEADS, length, HEAD, dtype=self.dtype),
             zeros(False, VALUE_HEADS, STATE, STATE),
             zeros(False, TAPS - 1, CHANNELS),
         )
 
     def step(self, w: Weights, ids: Tensor, state: State) -> Tensor:
-        """One token for each sequence, ids [batch] -> its last hidden state [batch, 1, HIDDEN]; `state` moves on."""
+        """One token for each sequence, ids [batch] -> its last hidden state [batch, 1, HIDDEN]; advances `state`."""
         x = F.embedding(ids[:, None], w["token_embd.weight"])
         for layer in range(LAYERS):
             if full(layer):
@@ -286,7 +286,7 @@ class Target:
     @torch.no_grad()
     def generate(self, w: Weights, prompts: Tensor, tokens: int) -> Tensor:
         """Greedy continuations [batch, tokens] of prompts [batch, T] (T a multiple of 64). On CUDA the steps after the
-        first three are replayed from a graph: launching 300 kernels takes longer than running them."""
+        first three are replayed from a graph: the launch of 300 kernels takes longer than their work."""
         state = self.empty(len(prompts), prompts.shape[1] + tokens, prompts.device)
         x, _ = self(w, prompts, state=state)
         latest = self.head(w, x[:, -1:])[:, 0].argmax(-1)

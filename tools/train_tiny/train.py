@@ -1,4 +1,4 @@
-"""The training stages. Each ends when its seconds are over, with its weights saved."""
+"""The training stages. Each ends after its seconds, with its weights saved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from .tasks import Rows, Tasks
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and how large: `rows` sequences of `length` tokens a step, `tasks` of them made up."""
+    """Device and sizes: `rows` sequences of `length` tokens a step, `tasks` of them generated."""
 
     device: torch.device
     compile: Callable[[Any], Any]
@@ -38,12 +38,12 @@ class Setup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that products run in."""
+        """The type of matrix products."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
 
 def compiler(device: torch.device, seconds: float = 150.0) -> Callable[[Any], Any]:
-    """torch.compile if a small function compiles in time and gives what it gives uncompiled, else the identity."""
+    """torch.compile if a small function compiles in time and gives the same values as uncompiled, else the identity."""
     if device.type != "cuda":
         return no_compile
     result: list[bool] = []
@@ -77,7 +77,7 @@ def _make(job: tuple[int, int, int]) -> Rows:
 
 
 class Feed:
-    """Rows of corpus and tasks. Tasks are made by other processes from the start on; rows come back in random order."""
+    """Rows of corpus and tasks. Other processes make tasks from the start on; rows come in random order."""
 
     def __init__(self, corpus: Corpus, setup: Setup, seed: int, *, batches: int = 1500) -> None:
         _shared[:] = [corpus]
@@ -92,7 +92,7 @@ class Feed:
         self._train = torch.from_numpy(corpus.train.astype(np.int16))
 
     def start(self) -> None:
-        """After this the device may be used: the processes that must not see it exist."""
+        """Called before the device is used: the other processes, which must not see it, exist now."""
         self._train = self._train.to(self._setup.device)
 
         def collect() -> None:
@@ -121,7 +121,7 @@ class Feed:
         return self._sent(ids), self._sent(weight)
 
     def _sent(self, values: NDArray[Any]) -> Tensor:
-        """On the device, without waiting for what runs there."""
+        """On the device, without waiting for work that runs there."""
         tensor = torch.from_numpy(values)
         if self._setup.device.type == "cuda":
             tensor = tensor.pin_memory()
@@ -140,7 +140,7 @@ def save(path: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 def load(path: Path) -> dict[str, Tensor]:
-    """What `save` wrote, as float32."""
+    """The weights that `save` wrote, as float32."""
     return {name: w.float() for name, w in torch.load(path, weights_only=True).items()}
 
 
@@ -203,12 +203,15 @@ def language(
 
 @dataclass(frozen=True)
 class Run:
-    """Greedy text of the target: ids [n, prompt + generated], and captured states [n, prompt + generated, N * HIDDEN],
-    bfloat16. Blocks are drafted from `first` on."""
+    """Greedy text of the target."""
 
+    #: [n, prompt + generated]
     ids: Tensor
+    #: the target's captured states, bfloat16 [n, prompt + generated, N * HIDDEN]
     captured: Tensor
+    #: length of the prompts
     prompt: int
+    #: blocks are drafted from this position on
     first: int
 
 
@@ -265,28 +268,20 @@ def copies(corpus: Corpus, count: int, length: int, seed: int) -> Tensor:
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def draft(
-    base: Weights,
-    weights: Mapping[str, Tensor],
-    feed: Feed,
-    corpus: Corpus,
-    setup: Setup,
-    seconds: float,
-    out: Path,
-    *,
-    sequences: int,
-    tokens: int = 128,
-    lr: float = 3e-3,
-) -> dict[str, Tensor]:
-    """Train the draft on the target's own greedy continuations, as many of `sequences` as are made in 0.4 of the time,
-    of `tokens` tokens each, and save it. They are short: soon a target this small only repeats itself."""
+def draft_texts(
+    base: Weights, feed: Feed, corpus: Corpus, setup: Setup, seconds: float, *, sequences: int, tokens: int = 128
+) -> list[Run]:
+    """The target's own greedy continuations, of `tokens` tokens each: as many of `sequences` as 0.4 of the time allows.
+
+    They are short, since a target this small soon only repeats itself.
+    """
     base = {name: w.to(setup.device, torch.float32) for name, w in base.items()}
     teacher = target_model.Target(setup.dtype)
     started = time.monotonic()
     short, middle, long = 128, 320, max(64, min(draft_model.CONTEXT, setup.length // 64 * 64) - tokens)
     copied = copies(corpus, sequences // 8, 256, torch.initial_seed() % 2**32).to(setup.device)
-    # What is begun, sequences at a time, tokens of the beginning that are drafted too, and the share of the time. All
-    # lengths divide as many drafted rows, so that these are compiled for once.
+    # Prompts, sequences in a batch, tokens of the prompt that are drafted too, and the share of the time. All lengths
+    # divide the same number of drafted rows, so that the draft is compiled once.
     begun = (
         (prompts(feed, sequences // 2, short), 4096, short // 2, 0.2),
         (prompts(feed, sequences // 4, middle), 4096, short // 2, 0.1),
@@ -297,9 +292,25 @@ def draft(
         continuations(base, teacher, ids, tokens, batch=batch, before=before, seconds=share * seconds)
         for ids, batch, before, share in begun
     ]
-    turns = (0, 1, 0, 2, 0, 1, 0, 3)
     made = ", ".join(str(len(run.ids)) for run in runs)
     print(f"draft: {made} continuations took {time.monotonic() - started:.1f} s", flush=True)
+    return runs
+
+
+def draft(
+    base: Weights,
+    weights: Mapping[str, Tensor],
+    runs: Sequence[Run],
+    corpus: Corpus,
+    setup: Setup,
+    seconds: float,
+    out: Path,
+    *,
+    lr: float = 3e-3,
+) -> dict[str, Tensor]:
+    """Train the draft on the texts of draft_texts, and save it."""
+    base = {name: w.to(setup.device, torch.float32) for name, w in base.items()}
+    order = (0, 1, 0, 2, 0, 1, 0, 3)
     model = draft_model.Draft(setup.dtype, token_id(corpus.tokenizer, MASK), setup.compile)
     w = trainable(weights, setup.device)
     optimiser = Optimiser(w, lr=lr)
@@ -307,11 +318,11 @@ def draft(
     count = sum(t.numel() for t in w.values())
     print(f"draft: {count / 1e6:.2f} M parameters, shapes {[tuple(r.ids.shape) for r in runs]}", flush=True)
     budget = setup.rows * setup.length
-    # A generator of its own: a capture that failed may have left the device's in disorder.
+    # A separate generator: a failed graph capture may have left the device's own one unusable.
     random = torch.Generator(setup.device).manual_seed(torch.initial_seed() % 2**63)
-    started, clock = time.monotonic(), Clock(max(1.0, seconds - (time.monotonic() - started)))
+    started, clock = time.monotonic(), Clock(seconds)
     while clock.progress < 1.0:
-        run = runs[turns[step % len(turns)]]
+        run = runs[order[step % len(order)]]
         size = max(1, budget // run.ids.shape[1])
         blocks = max(1, budget // 2 // (size * draft_model.BLOCK))
         pick = torch.randint(0, len(run.ids), (min(size, len(run.ids)),), device=setup.device, generator=random)
