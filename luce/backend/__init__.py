@@ -8,7 +8,7 @@ one), placement and memory plans. Not here: what one shard does (luce.shard) and
     layersplit        LayerSplitBackend
     placement         layers of a file on the devices at hand, and the memory they take
     layer_assignment  pure: layers to devices, by weights or by bytes
-    microbatch        cuts a step into pieces that follow each other through the pipeline
+    microbatch        splits a step into replies, prompts, and microbatches for the pipeline
     pipeline_state    saving, restoring and ranking pages, in all shards
     restore           feeds a stored state to all shards at the same time
     boundary_memory   memory for activations between shards

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from luce.backend.backend import Capacity
 from luce.backend.kvflash_size import Wanted
-from luce.backend.microbatch import cut, largest_piece, separate, usual_piece
+from luce.backend.microbatch import default_microbatch_rows, max_microbatch_rows, separate_prompts, split_microbatches
 from luce.backend.pipeline_state import PipelineRanking, PipelineState
 from luce.backend.placement import Claim, ShardPlan, group_pages, plan_pool, plan_shards
 from luce.errors import BackendError, OutOfMemoryError
@@ -91,7 +91,7 @@ class LayerSplitBackend:
         #: what is still to be put into the ring, because somebody else drives its device: on the host
         self._captured: deque[tuple[Step, list[NDArray[np.uint16]]]] = deque()
         self._kv = kv
-        self._piece = piece = piece or usual_piece(len(devices))
+        self._piece = piece = piece or default_microbatch_rows(len(devices))
         self.chunk = chunk
         self._chain = Chain(peer=peer)
         self._devices = tuple(devices)
@@ -145,7 +145,7 @@ class LayerSplitBackend:
         self.ranking = PipelineRanking(self._chain.shards, self._wait)
         self._check_memory(plan, devices)
         spare = [shard.spare if unpack else 0 for shard in plan]
-        rows = largest_piece(piece)
+        rows = max_microbatch_rows(piece)
         # What one device would do twice at a time shares its memory for graphs.
         gpus = [group[0].name for _, group in groups if not (_remote(group) or group[0].host)]
         pieces = len(gpus) > 1 and len(set(gpus)) == len(gpus)
@@ -260,7 +260,7 @@ class LayerSplitBackend:
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         if not self._chain.shards:
             raise BackendError("the backend is closed")
-        parts = separate(step)
+        parts = separate_prompts(step)
         runs = [[part] for part in parts]
         if self._chain.links:
             # Prompts follow each other through the shards, and replies do not wait for their end.
@@ -277,7 +277,7 @@ class LayerSplitBackend:
     def _run(self, parts: Sequence[Step], queued: Callable[[], None]) -> list[Output]:
         """What the pieces of parts of a step gave of which output is wanted; several parts if there are links."""
         chain = self._chain
-        pieces = [piece for part in parts for piece in cut(part, self._piece)] if chain.links else parts
+        pieces = [piece for part in parts for piece in split_microbatches(part, self._piece)] if chain.links else parts
         if len(pieces) == 1 and (not chain.links or (len(pieces[0].output_rows) and chain.idle)):
             ran = [chain.through(pieces[0])]
         else:

@@ -1,5 +1,5 @@
-"""Cutting a step into replies and prompts, which run one after the other, and those into pieces that follow each other
-through the shards. Pure."""
+"""Splits a step into replies and prompts, which run one after the other, and these into microbatches, which follow each
+other through the pipeline. Pure."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import PAGE, PageView, Span, Step
 
-#: the fewest rows that a cut leaves of a span: more than kernels treat as single steps
-_LEAST = FEW_ROWS + 1
+# The fewest rows of a span on either side of a cut: more than kernels treat as single steps.
+_MIN_SPAN_ROWS = FEW_ROWS + 1
 
 
-def separate(step: Step) -> list[Step]:
-    """The rows that go on with replies, and then the prompts that are read beside them, each by itself; those of few
-    rows stay together as long as they are few.
+def separate_prompts(step: Step) -> list[Step]:
+    """The step as several steps: the rows that continue replies, and then each prompt by itself. Prompts of few rows
+    stay together while they have at most FEW_ROWS rows.
 
-    Products round more than FEW_ROWS rows in another way, and a library rounds them by their number: a reply, drafted
-    or not, shall have the same bits whatever is read meanwhile, and so shall a prompt. Rows of more than FEW_ROWS
-    replies have other bits by themselves.
+    Products of more than FEW_ROWS rows round in another way, and a BLAS library's rounding depends on their number. So
+    a reply, drafted or not, has the same bits whichever prompts are read meanwhile, and so has a prompt. Rows of more
+    than FEW_ROWS replies have other bits in any case.
     """
     if step.rows <= FEW_ROWS:
         return [step]
@@ -37,25 +37,25 @@ def separate(step: Step) -> list[Step]:
     return [step] if len(edges) == 1 else [_part(step, a, b) for a, b in itertools.pairwise([*edges, step.rows])]
 
 
-def usual_piece(shards: int) -> int:
-    """Rows of a piece when nothing else is asked for. More take fewer launches, fewer fill and drain the shards sooner.
+def default_microbatch_rows(shards: int) -> int:
+    """The default rows of a microbatch. More rows take fewer launches; fewer rows fill and drain the pipeline sooner.
 
-    A 27B model on H200s, prompts of 8192 in pieces of 512, 683 and 1024: on two 15520, 15080 and 15790 tok/s, on four
-    28200, 26570 and 26290.
+    Measured with a 27B model and prompts of 8192 tokens, in microbatches of 512, 683 and 1024 rows: 15520, 15080 and
+    15790 tok/s on two H200s, 28200, 26570 and 26290 tok/s on four.
     """
     return 1024 if shards <= 2 else 512
 
 
-def largest_piece(rows: int) -> int:
-    """Most rows of a piece when pieces of about `rows` are asked for."""
+def max_microbatch_rows(rows: int) -> int:
+    """The most rows of a microbatch of `split_microbatches(step, rows)`."""
     return 3 * rows // 2 + 2 * PAGE
 
 
-def cut(step: Step, rows: int) -> list[Step]:
-    """The step in pieces of about `rows` rows, one after another; whole if it has less than one and a half times that.
+def split_microbatches(step: Step, rows: int) -> list[Step]:
+    """The step as microbatches of about `rows` rows; whole if it has less than one and a half times that.
 
-    A span is cut after whole pages of its rows, where chunked kernels begin a chunk anyway, and keeps enough rows for
-    them on the other side: no kernel that treats rows alike whatever their number gives them other bits.
+    A span is cut after whole pages of its rows, where chunked kernels begin a chunk anyway, and keeps at least
+    _MIN_SPAN_ROWS rows after the cut. So kernels whose bits do not depend on the number of rows give the same bits.
     """
     count = max(1, (2 * step.rows + rows) // (2 * rows))
     cuts = [_near(step, step.rows * number // count) for number in range(1, count)]
@@ -64,13 +64,13 @@ def cut(step: Step, rows: int) -> list[Step]:
 
 
 def _near(step: Step, row: int) -> int:
-    """The place at or before a row where the step may be cut."""
+    """The nearest place at or before a row where the step may be cut."""
     span = next(s for s in step.spans if row < s.start + s.rows)
     if span.ancestors:
-        # A tree stays together.
+        # A draft tree stays in one microbatch.
         return span.ancestors[0]
     offset = (row - span.start) // PAGE * PAGE
-    if offset and span.rows - offset < _LEAST:
+    if offset and span.rows - offset < _MIN_SPAN_ROWS:
         offset -= PAGE
     return span.start + offset
 
@@ -100,7 +100,7 @@ def _clip(span: Span, begin: int, end: int) -> Span:
 
 
 def _view(view: PageView, picked: list[int], spans: tuple[Span, ...], begin: int, end: int) -> PageView:
-    """The pages as the part's spans see them: none that begins behind their last row."""
+    """The pages that the part's spans see: those that begin at or before their last row."""
     first, last = view.first[picked], np.array([s.position + s.rows for s in spans])
     known = np.arange(first.shape[1]) < view.count[picked, None]
     count = np.count_nonzero(known & (first < last[:, None]), axis=1).astype(np.int32)
@@ -110,8 +110,8 @@ def _view(view: PageView, picked: list[int], spans: tuple[Span, ...], begin: int
         np.ascontiguousarray(first[:, :width]),
         count,
         view.dest[begin:end],
-        # A span of which rows see others is too short to be cut.
+        # A span with a mask of seen rows is too short to be cut.
         None if view.seen is None else view.seen[begin:end],
-        # Those of other parts' branches come too early here, and again in time there.
+        # Copies for branches in other parts are made here too, early, and again in time by those parts.
         view.copies if any(span.ancestors for span in spans) else None,
     )

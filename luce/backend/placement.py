@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from luce.backend.boundary_memory import boundary_memory
 from luce.backend.kvflash_size import Share, Wanted, auto_pool, explained, pool_size, smallest_pool, tail_pages
 from luce.backend.layer_assignment import Room, align, check_devices, fill_layers, plan_layers
-from luce.backend.microbatch import largest_piece, usual_piece
+from luce.backend.microbatch import default_microbatch_rows, max_microbatch_rows
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
@@ -133,7 +133,15 @@ def plan_shards(
     check_devices(len(spec.layers), len(devices))
     pages = [count + branch_pages for count in group_pages(spec, slots, context, chunk, bound)]
     sizes = _Sizes(
-        file, spec, devices, slots, pages, kv, verify, claims, largest_piece(piece or usual_piece(len(devices)))
+        file,
+        spec,
+        devices,
+        slots,
+        pages,
+        kv,
+        verify,
+        claims,
+        max_microbatch_rows(piece or default_microbatch_rows(len(devices))),
     )
     if weights:
         return sizes.shards(plan_layers(spec, len(devices), weights))

@@ -1,4 +1,4 @@
-"""What the engine reports of a sequence, in order of arrival."""
+"""The events of a sequence, from the engine to its sink, and the protocol of a reply's text."""
 
 from __future__ import annotations
 
@@ -27,30 +27,36 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token. `text` is what became certain with it: empty while a character or a stop string is open.
-
-    `logprob` is natural log; `top` are (id, logprob) pairs, most likely first.
-    """
+    """One generated token."""
 
     id: int
+    #: text that became certain with the token; empty while a character or a stop string is incomplete
     text: str
+    #: natural logarithm of the token's probability
     logprob: float | None = None
+    #: (id, log probability) of the most probable tokens, descending
     top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds and token counts of one sequence. `cached_tokens` of the prompt were not computed for it, but came from
-    `cache_tier`: ram, disk, or none. `drafted` tokens were verified, of which `accepted` became part of the reply."""
+    """Seconds and token counts of one sequence."""
 
+    #: seconds in the queue
     queued: float = 0.0
+    #: seconds from there until the prompt was computed
     prompt: float = 0.0
+    #: seconds from there to the end
     predicted: float = 0.0
     prompt_tokens: int = 0
     predicted_tokens: int = 0
+    #: prompt tokens that the prefix cache restored
     cached_tokens: int = 0
+    #: the tier that they came from: ram, disk, or none
     cache_tier: str = "none"
+    #: draft tokens that were verified
     drafted: int = 0
+    #: draft tokens that became part of the reply
     accepted: int = 0
 
 
@@ -61,62 +67,67 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """A prompt chunk was processed, or `cached` tokens of the prompt were found in the prefix cache."""
+    """Rows of the prompt were computed, or restored from the prefix cache."""
 
+    #: prompt tokens that are computed or restored
     done: int
+    #: tokens of the prompt
     total: int
+    #: prompt tokens that the prefix cache restored
     cached: int = 0
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Log probabilities of prompt tokens 1..n-1 given their prefix (asked for by `prompt_logprobs`)."""
+    """Log probabilities of prompt tokens 1..n-1 given their prefix, if `prompt_logprobs` is set."""
 
     tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True)
 class PromptLogits:
-    """Logits of consecutive prompt positions beginning at `first`: float32 [n, vocab]."""
+    """Logits of consecutive prompt positions, if `prompt_logits` is set."""
 
+    #: position of the first row
     first: int
+    #: float32 [n, vocab]
     logits: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens committed by one step."""
+    """The tokens of one step."""
 
     tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a sequence that ended in order. `text` is what was still held back.
-
-    `seed` is the seed that was used, also when none was given.
-    """
+    """The last event of a sequence that ended in order."""
 
     reason: FinishReason
+    #: text that was held back until now
     text: str
     timings: Timings
+    #: the seed that was used, also when the request set none
     seed: int
+    #: the stop string or stop token that ended the reply
     stop: str | int | None = None
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The last event of a sequence that an error ended."""
+    """The last event of a sequence that ended with an error."""
 
     error: LuceError
 
 
 Event = Started | Progress | PromptScores | PromptLogits | Tokens | Finished | Failed
-#: Called on the engine thread; must return at once.
+#: Called on the engine's thread; returns at once.
 EventSink = Callable[[Event], None]
 
 
-#: texts of a reply between special tokens: of each its digest, and where its ids are, [begin, end) from the prompt's on
+#: texts of a reply between special tokens: digest, and begin and end of the ids, counted from the prompt's first
 Texts = tuple[tuple[str, int, int], ...]
 
 
@@ -125,14 +136,14 @@ class TextOutput(Protocol):
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that was reached, if any."""
+        """The stop string that ended the text, None if there is none."""
 
     @property
     def texts(self) -> Texts:
-        """Those that later prompts may bring back; known once all is flushed."""
+        """The texts that later prompts may contain again; complete after `flush`."""
 
     def push(self, token: int) -> str:
-        """Text that is certain after one more token (nothing of a stop string or of an unfinished character)."""
+        """Text that one more token makes certain: no part of a stop string or of an incomplete character."""
 
     def flush(self) -> str:
-        """What was held back; unfinished bytes become U+FFFD. Empty if a stop string was reached."""
+        """Text that was held back; incomplete bytes become U+FFFD. Empty if a stop string ended the text."""

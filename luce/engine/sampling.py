@@ -1,11 +1,11 @@
 """Logits to a token, and log probabilities.
 
 Order: logit bias, penalties, then (temperature 0: argmax, lowest id on ties) top-k, temperature, top-p, min-p, draw.
-The draw is a function of (seed, position) alone, so a reply does not depend on what else runs, nor on how rows fall
-into steps. Log probabilities are of the unmodified distribution.
+The draw is a function of (seed, position) alone, so a reply does not depend on what else runs, nor on how rows are
+distributed over steps. Log probabilities are of the unmodified distribution.
 
-Vocabularies have up to a quarter of a million entries, so nothing here sorts or partitions a whole row if a part of it
-decides (luce.ops.sample.largest), and where a sampler asks for few candidates, the device finds them.
+Vocabularies have up to a quarter of a million entries, so no function here sorts or partitions a whole row if a part of
+it decides (luce.ops.sample.largest). Where a sampler needs few candidates, the device finds them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from luce.runtime.step import MAX_CANDIDATES
 
 Logits = NDArray[np.float32]
 
-#: a bias at or beyond these bans a token or leaves only the tokens that have it (OpenAI's meaning of -100 and 100)
+#: a bias of at most BAN bans a token; a bias of at least FORCE bans all tokens without one (OpenAI's -100 and 100)
 BAN, FORCE = -100.0, 100.0
 
-_BLOCK = 512
-# First guess at how many tokens hold top_p of the mass; multiplied until it is enough.
-_HEAD = 1024
+# Entries whose probabilities are summed together before a token is drawn from a whole vocabulary.
+_DRAW_SECTION = 512
+# Most probable tokens that are taken to hold top_p of the mass at first; the number grows until they do.
+_TOP_P_TOKENS = 1024
 
 
 def needs_logits(params: SamplingParams) -> bool:
-    """Whether choosing a token needs more than the device's argmax: the whole row of logits, or its candidates."""
+    """Whether choosing a token needs the whole row of logits, or its candidates, rather than the argmax alone."""
     return params.temperature > 0 or _changes_or_reports(params)
 
 
 def needs_candidates(params: SamplingParams) -> bool:
-    """Whether the largest MAX_CANDIDATES logits are enough to choose a token by, and more than its argmax is needed."""
+    """Whether choosing a token needs more than the argmax, and the MAX_CANDIDATES largest logits are enough."""
     return params.temperature > 0 and 0 < params.top_k <= MAX_CANDIDATES and not _changes_or_reports(params)
 
 
@@ -74,7 +75,7 @@ class Sampler:
         self._bias = np.array([bias[int(i)] for i in self._biased], np.float32)
 
     def choose(self, logits: Logits) -> int:
-        """The token at the reply's end, given logits float32 [vocab], which are left as they are.
+        """The token at the reply's end, given logits float32 [vocab], which are not changed.
 
         Raises BackendError if the logits hold NaN or +inf, RequestError if `logit_bias` bans every token.
         """
@@ -91,13 +92,13 @@ class Sampler:
         return self._draw(values, top, temperature)
 
     def choose_among(self, ids: NDArray[np.int32], logits: Logits) -> int:
-        """The same from a row's candidates alone, where `needs_candidates` holds."""
+        """As `choose`, from a row's candidates: ids int32 [t], logits float32 [t]. `needs_candidates` holds."""
         if not math.isfinite(logits[0]):
             raise BackendError(f"position {self._position}: the logits are not finite")
         return int(self._draw_from(ids[: self.params.top_k], logits[: self.params.top_k], self._uniform()))
 
     def push(self, token: int) -> None:
-        """The reply has one more token."""
+        """Append a token to the reply."""
         if self._history is not None:
             self._history.push(token)
         if self._counts is not None:
@@ -114,7 +115,7 @@ class Sampler:
         values = logits.copy()
         values[self._biased] += self._bias
         if self._history is not None:
-            # As llama.cpp: every token of the window once, towards less likely on both sides of zero.
+            # As in llama.cpp: each token of the window once, made less probable on both sides of zero.
             ids = self._history.ids()
             old = values[ids]
             penalty = np.float32(params.repetition_penalty)
@@ -125,9 +126,9 @@ class Sampler:
         banned = np.union1d(self._banned, self._ends) if early else self._banned
         forced = np.setdiff1d(self._forced, banned) if early else self._forced
         if len(forced):
-            kept = values[forced]
+            allowed = values[forced]
             values.fill(-np.inf)
-            values[forced] = kept
+            values[forced] = allowed
         values[banned] = -np.inf
         return values
 
@@ -137,32 +138,32 @@ class Sampler:
             if 0 < params.top_k < len(values):
                 ids = largest(values, params.top_k)
                 return int(self._draw_from(ids, values[ids], uniform))
-            # float32 is enough for a mass, not for their sum: 1e-7 of each, and ten times faster.
+            # float32 is precise enough for each mass (1e-7) and ten times faster; only their sum needs float64.
             scaled = values - np.float32(top)
             scaled /= np.float32(max(temperature, 1e-30))
             np.exp(scaled, out=scaled)
         if params.top_p >= 1 and params.min_p <= 0:
-            return _pick_blocks(scaled, uniform)
+            return _pick_from_all(scaled, uniform)
         total = float(scaled.sum(dtype=np.float64))
-        head = _HEAD
+        head = _TOP_P_TOKENS
         while True:
             ids = largest(values, min(head, len(values)))
             mass = scaled[ids].astype(np.float64)
-            keep = _kept(mass, total, params.top_p, params.min_p)
+            keep = _keep_count(mass, total, params.top_p, params.min_p)
             if keep < len(mass) or head >= len(values):
                 return int(ids[_pick(mass[:keep], uniform)])
             head *= 8
 
     def _draw_from(self, ids: NDArray[Any], values: Logits, uniform: float) -> Any:
-        """One of `ids`, whose logits descend."""
+        """Draw one of `ids`, whose logits descend."""
         params = self.params
         with np.errstate(over="ignore"):
             mass = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
-        mass = mass[: _kept(mass, float(mass.sum()), params.top_p, params.min_p)]
+        mass = mass[: _keep_count(mass, float(mass.sum()), params.top_p, params.min_p)]
         return ids[_pick(mass, uniform)]
 
     def _uniform(self) -> float:
-        """A number in [0, 1) from the high 53 bits of the counter-based generator's block at this position."""
+        """A number in [0, 1) from the high 53 bits of the counter-based generator's output at this position."""
         bits = np.random.Philox(key=self._seed, counter=self._position).random_raw()
         return (int(bits) >> 11) * 2.0**-53
 
@@ -221,8 +222,8 @@ def score(logits: Logits, token: int, alternatives: int) -> tuple[float, tuple[t
     return float(logits[token]) - norm, tuple((i, float(logits[i]) - norm) for i in ids)
 
 
-def _kept(mass: NDArray[np.float64], total: float, top_p: float, min_p: float) -> int:
-    """How many of the leading entries top-p and min-p leave, at least one; `mass` descends."""
+def _keep_count(mass: NDArray[np.float64], total: float, top_p: float, min_p: float) -> int:
+    """How many of the leading entries top-p and min-p keep, at least one; `mass` descends."""
     keep = len(mass)
     if top_p < 1:
         keep = min(keep, int(np.searchsorted(np.cumsum(mass), top_p * total)) + 1)
@@ -237,14 +238,14 @@ def _pick(mass: NDArray[np.float64], uniform: float) -> int:
     return min(int(np.searchsorted(running, uniform * running[-1], side="right")), len(mass) - 1)
 
 
-def _pick_blocks(mass: NDArray[np.float32], uniform: float) -> int:
-    """`_pick` over a whole vocabulary, by blocks: no running sum over all of it."""
-    starts = np.arange(0, len(mass), _BLOCK)
+def _pick_from_all(mass: NDArray[np.float32], uniform: float) -> int:
+    """`_pick` over a whole vocabulary, in sections, without a running sum over all entries."""
+    starts = np.arange(0, len(mass), _DRAW_SECTION)
     sums = np.add.reduceat(mass, starts, dtype=np.float64)
     running = np.cumsum(sums)
-    block = min(int(np.searchsorted(running, uniform * running[-1], side="right")), len(sums) - 1)
-    inside = mass[starts[block] : starts[block] + _BLOCK].astype(np.float64)
-    left = uniform * running[-1] - (running[block - 1] if block else 0.0)
-    index = int(np.searchsorted(np.cumsum(inside), left, side="right"))
-    # Rounding may point behind the block: its last entry with any mass.
-    return int(starts[block]) + min(index, int(np.flatnonzero(inside)[-1]))
+    section = min(int(np.searchsorted(running, uniform * running[-1], side="right")), len(sums) - 1)
+    inside = mass[starts[section] : starts[section] + _DRAW_SECTION].astype(np.float64)
+    rest = uniform * running[-1] - (running[section - 1] if section else 0.0)
+    index = int(np.searchsorted(np.cumsum(inside), rest, side="right"))
+    # Rounding may point beyond the section: take its last entry with any mass.
+    return int(starts[section]) + min(index, int(np.flatnonzero(inside)[-1]))

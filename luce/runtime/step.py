@@ -19,9 +19,9 @@ from luce.runtime.device import Array, Device
 
 #: rows in a KV page
 PAGE = 64
-#: most candidates that a step names for a row's next token
+#: most candidates of a row, which the device finds
 MAX_CANDIDATES = 64
-#: most rows of a tree
+#: most rows of a draft tree
 MAX_TREE_ROWS = 16
 
 Int32 = NDArray[np.int32]
@@ -31,62 +31,64 @@ Int32 = NDArray[np.int32]
 class Span:
     """Consecutive rows of one sequence: rows [start, start + rows) of the step at positions [position, ...).
 
-    `slot` is the sequence's place in the recurrent states. A span at position 0 starts from a zero state.
+    A span at position 0 starts from zero recurrent states.
 
-    A speculative span leaves the slot's recurrent states as they were before its first row, and its rows' inputs beside
-    them. The slot's next span, or Backend.accept, says how many of them count: it first applies the first `accepted` of
-    these rows, and its position is behind the last of them. Speculative spans are not at position 0.
+    A speculative span leaves the slot's recurrent states as they were before its first row, and stores the inputs of
+    its rows beside them. The slot's next span, or Backend.accept, says which of these rows are accepted: the states are
+    taken through them first, and the next span's position follows the last of them. Speculative spans are not at
+    position 0.
 
-    A tree of up to MAX_TREE_ROWS rows is several speculative spans of a slot, side by side in the step: the first one
-    begins with the root, each of the others, a branch, goes on behind rows of earlier ones, its `ancestors`: rows of
-    the step from the root to the row that the branch hangs on, so that the branch's position is the root's + their
-    number. Of a tree those rows count that `path` names, by their number in it; the first `accepted` ones if it names
-    none.
+    A draft tree of up to MAX_TREE_ROWS rows is several speculative spans of a slot, side by side in the step. The first
+    span begins with the root. Each other span is a branch that goes on after rows of earlier spans, its `ancestors`;
+    its position is the root's position plus their number.
     """
 
+    #: the sequence's place in every shard
     slot: int
     start: int
     rows: int
     position: int
+    #: rows of the slot's speculative span before this one that are accepted
     accepted: int = 0
     speculative: bool = False
+    #: the accepted rows by their number in the tree before this span; empty: its first `accepted` rows
     path: tuple[int, ...] = ()
+    #: of a branch, rows of the step from the root to the parent of the branch's first row
     ancestors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class PageView:
-    """The pages of one page group as the spans of a step see them.
+    """The pages of one page group as the spans of a step see them."""
 
-    table  int32 [spans, width]  page numbers, resident pages only, in order of position
-    first  int32 [spans, width]  position of each page's first row
-    count  int32 [spans]         entries of table and first in use
-    dest   int32 [rows]          where each row's K and V are written: page * PAGE + row in the page
-    seen   int32 [rows, 2]       64 bits, the lower 32 first: bit j says that the row sees row j of its span, which has
-                                 at most 64 rows and is written at its position + j. None: rows see those before them
-    copies int32 [m, 2]          pool rows that are copied, from where to where, when the step's K and V are written:
-                                 to pages that only one branch of a tree sees. No place is read and written; -1: none
-    """
-
+    #: int32 [spans, width]: page numbers, resident pages only, in order of position
     table: Int32
+    #: int32 [spans, width]: position of each page's first row
     first: Int32
+    #: int32 [spans]: entries of table and first in use
     count: Int32
+    #: int32 [rows]: where each row's K and V are written: page * PAGE + row in the page
     dest: Int32
+    #: int32 [rows, 2]: 64 bits, the lower 32 first. Bit j says that the row sees row j of its span, which has at most
+    #: 64 rows and is written at its position + j. None: rows see the rows before them
     seen: Int32 | None = None
+    #: int32 [m, 2]: pool rows (from, to) that are copied when the step's K and V are written, to pages that only one
+    #: branch of a draft tree sees. No row is both read and written; -1: no copy
     copies: Int32 | None = None
 
     @cached_property
     def resident(self) -> tuple[Resident, ...]:
-        """What each span sees, for the host: found once a step, read by every layer of the group."""
+        """The pool rows of each span for the NumPy ops: made once a step, read by every layer of the group."""
         return tuple(Resident.of(t[:n], f[:n]) for t, f, n in zip(self.table, self.first, self.count, strict=True))
 
 
 @dataclass(frozen=True)
 class Resident:
-    """The pool rows of a span's pages, in order of position: a slice where the pages lie side by side, which the
-    allocator aims for, else int32 [keys]. `positions` int32 [keys], None if they are 0, 1, 2, ..."""
+    """The pool rows of a span's pages, in order of position."""
 
+    #: a slice where the pages lie side by side, which the allocator aims for, else int32 [keys]
     rows: slice | Int32
+    #: int32 [keys]; None if the positions are 0, 1, 2, ...
     positions: Int32 | None
 
     @classmethod
@@ -109,22 +111,24 @@ ViewBuilder = Callable[[Int32, Int32, Int32], tuple[PageView, ...]]
 
 @dataclass(frozen=True)
 class Step:
-    """tokens, positions: int32 [rows]; views: one per page group of the spec, in its order.
+    """One forward pass over rows of several sequences.
 
-    Rows that go on with replies come before those of prompts, so that they can run without
-    them (luce.backend.microbatch).
-
-    output_rows       int32 [m]  rows whose next token is wanted, ascending
-    needs_logits      bool [m]   of those, the rows whose whole logits are wanted, not only their argmax
-    needs_candidates  bool [m]   and the rows whose candidates are wanted; None: of none
+    Rows that continue replies come before rows of prompts, so that they can run without them
+    (luce.backend.microbatch).
     """
 
+    #: int32 [rows]
     tokens: Int32
+    #: int32 [rows]
     positions: Int32
     spans: tuple[Span, ...]
+    #: one per page group of the spec, in its order
     views: tuple[PageView, ...]
+    #: int32 [m]: rows that Output has a next token of, ascending
     output_rows: Int32
+    #: bool [m]: output rows that need their whole logits, not only their argmax
     needs_logits: NDArray[np.bool_]
+    #: bool [m]: output rows that need their candidates; None: no row does
     needs_candidates: NDArray[np.bool_] | None = None
 
     @classmethod
@@ -174,33 +178,30 @@ def _mask(value: bool | Sequence[bool] | NDArray[np.bool_], rows: int) -> NDArra
 
 @dataclass(frozen=True)
 class Candidates:
-    """The largest logits of some rows, in order: ids int32 [t, min(MAX_CANDIDATES, vocab)], logits float32 of the same
-    shape.
+    """The largest logits of some rows, descending. Among equals the lower id comes first; NaN precedes all numbers."""
 
-    The lower id first among equals; NaN comes before all numbers. norms float32 [t], if asked for: the log of the sum
-    of exp over the row's whole vocabulary.
-    """
-
+    #: int32 [t, min(MAX_CANDIDATES, vocab)]
     ids: Int32
+    #: float32 of the same shape
     logits: NDArray[np.float32]
+    #: float32 [t], if asked for: the log of the sum of exp over the row's whole vocabulary
     norms: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
 class Output:
-    """What the last shard returns.
+    """The last shard's result of a step, in fresh arrays."""
 
-    ids int32 [m] (argmax, lowest id on ties), logits float32 [k, vocab] and candidates of the rows that need them.
-    Fresh arrays in each step.
-    """
-
+    #: int32 [m]: argmax of each output row's logits, the lowest id on ties
     ids: Int32
+    #: float32 [k, vocab] of the rows that need their logits
     logits: NDArray[np.float32]
+    #: of the rows that need candidates; None if no row does
     candidates: Candidates | None = None
 
     @classmethod
     def joined(cls, outputs: Sequence[Output]) -> Output:
-        """The output of a step whose pieces had these outputs, at least one."""
+        """The output of a step from the outputs of its microbatches, at least one."""
         ids, logits = (np.concatenate([getattr(output, part) for output in outputs]) for part in ("ids", "logits"))
         tops = [output.candidates for output in outputs if output.candidates is not None]
         if not tops:
@@ -210,40 +211,44 @@ class Output:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the launches of a step may depend on besides the contents of device memory.
+    """Everything that the launches of a step may depend on besides the contents of device memory."""
 
-    Numbers of rows, spans and output rows; rows of the longest span; width of each view's table, and whether the view
-    says which rows of a span are seen; whether a span is speculative or accepts rows; whether there are trees, or paths
-    of them, and each view's copies. With trees `longest` may be more than it is.
-    """
-
+    #: number of rows
     rows: int
+    #: number of spans
     spans: int
+    #: rows of the longest span; with draft trees rounded up
     longest: int
+    #: number of output rows
     output_rows: int
+    #: width of each view's table
     widths: tuple[int, ...]
+    #: whether each view says which rows of a span are seen
     seen: tuple[bool, ...]
+    #: whether a span is speculative or accepts rows
     pending: bool = False
+    #: whether a span is a branch or accepts a path of a draft tree
     branching: bool = False
+    #: number of each view's copies
     copies: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, step: Step) -> StepShape:
-        """The shape of a step as it is."""
+        """The shape of a step."""
         longest = max((span.rows for span in step.spans), default=0)
         widths = tuple(view.table.shape[1] for view in step.views)
         seen = tuple(view.seen is not None for view in step.views)
         pending = any(span.speculative or span.accepted for span in step.spans)
         branching = any(span.path or span.ancestors for span in step.spans)
         if any(span.ancestors for span in step.spans):
-            # Trees of all forms shall have few shapes.
+            # Rounded up, so that trees of all forms have few shapes.
             longest = 1 << (longest - 1).bit_length()
         copies = tuple(0 if view.copies is None else len(view.copies) for view in step.views)
         return cls(step.rows, len(step.spans), longest, len(step.output_rows), widths, seen, pending, branching, copies)
 
     @cached_property
     def size(self) -> int:
-        """int32 values that the arrays take together."""
+        """Number of int32 values of all arrays together."""
         return sum(_padded(math.prod(shape)) for shape in self._shapes)
 
     @cached_property
@@ -257,7 +262,7 @@ class StepShape:
         return tuple(shapes)
 
     def cut(self, memory: Array) -> list[Array]:
-        """int32 [size], on whatever device, as the arrays of a step in the order of DeviceStep."""
+        """Slice int32 [size] on any device into the arrays of a step, in the order of DeviceStep."""
         arrays, at = [], 0
         for shape in self._shapes:
             size = math.prod(shape)
@@ -267,35 +272,37 @@ class StepShape:
 
 
 def _padded(size: int) -> int:
-    # Arrays begin at 256 bytes, as if they were allocated one by one.
+    # Each array begins at a multiple of 256 bytes, as if it had been allocated by itself.
     return -(-size // 64) * 64
 
 
 @dataclass(frozen=True)
 class SpanArrays:
-    """table int32 [spans, 4] with columns slot, start, rows, position; row_span int32 [rows]; longest in rows; pending
-    int32 [spans, 2] with columns accepted, speculative, None if they are all zeros; branches int32 [spans, 2, 1 +
-    MAX_TREE_ROWS], how many there are and then the rows themselves: those that are accepted, which are never left out
-    here, and those that the span is behind; None if there are no trees."""
+    """A step's spans on a device."""
 
+    #: int32 [spans, 4] with columns slot, start, rows, position
     table: Array
+    #: int32 [rows]: the span of each row
     row_span: Array
+    #: number of spans
     count: int
+    #: rows of the longest span
     longest: int
+    #: int32 [spans, 2] with columns accepted, speculative; None if all are zeros
     pending: Array | None = None
+    #: int32 [spans, 2, 1 + MAX_TREE_ROWS]: how many rows, and then the rows, first of the accepted ones (also where
+    #: Span.path is empty), then of the ancestors; None without draft trees
     branches: Array | None = None
 
 
 class DeviceStep:
     """A step's arrays on one device, with the shape that launches need on the host.
 
-    tokens, positions: int32 [rows]; output_rows: int32 [m]. ropes: rotary tables that layers share. lent: by block,
-    float32 [rows, 2 kv_heads head_dim], the rows' keys and then their values, of blocks that layers on other devices
-    borrow from.
+    tokens, positions: int32 [rows]; output_rows: int32 [m].
     """
 
     def __init__(self, device: Device, shape: StepShape, memory: Array) -> None:
-        """The arrays of a step of `shape` that are, or will be, in `memory`, int32 [shape.size] on the device."""
+        """The arrays of a step of `shape` lie in `memory`, int32 [shape.size] on the device; it may be filled later."""
         self.device = device
         self.shape = shape
         self.tokens, self.positions, self.output_rows, table, pending, row_span, *rest = shape.cut(memory)
@@ -310,12 +317,15 @@ class DeviceStep:
             bits, pairs = next(arrays) if seen else None, next(arrays) if copies else None
             views.append(PageView(table, first, count, dest, bits, pairs))
         self.views = tuple(views)
+        #: rotary tables that layers share
         self.ropes: dict[object, Array] = {}
+        #: float32 [rows, 2 kv_heads head_dim] by layer: the rows' keys and then their values, for layers on other
+        #: devices that use them as their own
         self.lent: dict[int, Array] = {}
 
     @classmethod
     def upload(cls, device: Device, step: Step) -> DeviceStep:
-        """A step in new memory of the device."""
+        """Upload a step to new memory of the device."""
         shape = StepShape.of(step)
         memory = np.empty(shape.size, np.int32)
         write_step(step, shape.cut(memory))
@@ -328,7 +338,7 @@ class DeviceStep:
 
 
 def write_step(step: Step, arrays: Sequence[Int32]) -> None:
-    """Write a step to what StepShape.cut made of host memory. The shape's tables may be wider than the step's."""
+    """Write a step to arrays in host memory that StepShape.cut returned. Their tables may be wider than the step's."""
     table: Int32 = np.array([(s.slot, s.start, s.rows, s.position) for s in step.spans], np.int32).reshape(-1, 4)
     pending: Int32 = np.array([(s.accepted, s.speculative) for s in step.spans], np.int32).reshape(-1, 2)
     row_span = np.repeat(np.arange(len(table), dtype=np.int32), table[:, 2])
@@ -343,7 +353,7 @@ def write_step(step: Step, arrays: Sequence[Int32]) -> None:
 
 
 def branches_of(spans: Sequence[Span]) -> Int32:
-    """SpanArrays.branches."""
+    """SpanArrays.branches of a step's spans."""
     branches = np.zeros((len(spans), 2, 1 + MAX_TREE_ROWS), np.int32)
     for own, span in zip(branches, spans, strict=True):
         for to, rows in zip(own, (span.path or range(span.accepted), span.ancestors), strict=True):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.backend.microbatch import cut
+from luce.backend.microbatch import split_microbatches
 from luce.runtime.device import Array, CopyStream, Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.gpu_stream import GpuCopyStream
@@ -113,7 +113,7 @@ def test_pieces_keep_order(reference: Reference, make_driver: MakeDriver, open_g
     prompt = np.tile(reference.expected["prompt_long"], 2)[:250]
     alone = make_driver(reference, open_gpus([0]))
     split = make_driver(reference, open_gpus([0, 0, 0], Dawdling), piece=64)
-    pieces = cut(alone.step((alone.start(), prompt)), 64)
+    pieces = split_microbatches(alone.step((alone.start(), prompt)), 64)
     expected = np.concatenate([alone.backend.forward(piece).logits for piece in pieces])
     assert len(pieces) == 3
     for _ in range(3):

@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 
 from luce.backend.boundary_memory import BoundaryMemory, boundary_memory
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.microbatch import largest_piece
+from luce.backend.microbatch import max_microbatch_rows
 from luce.gguf.reader import open_gguf
 from luce.runtime.device import Array, Device
 from luce.runtime.host import HostDevice
@@ -76,7 +76,7 @@ def test_ways_to_daemons(names: str) -> None:
         backend = LayerSplitBackend(file, REFERENCE.spec, opened, context=128, piece=64)
         try:
             planned = boundary_memory(
-                REFERENCE.spec, opened, [part.layers for part in backend.devices], largest_piece(64)
+                REFERENCE.spec, opened, [part.layers for part in backend.devices], max_microbatch_rows(64)
             )
             arena = remote(opened, 1).arena
             assert arena is not None and planned[0] == BoundaryMemory(0, 0) and planned[1].host == len(arena.memory)

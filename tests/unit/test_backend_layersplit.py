@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 import luce
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.microbatch import cut
+from luce.backend.microbatch import split_microbatches
 from luce.backend.placement import plan_shards
 from luce.engine.events import FinishReason
 from luce.errors import BackendError, DeviceError, OutOfMemoryError
@@ -222,7 +222,7 @@ def test_shards_work_side_by_side(file: GGUFFile, spec: ModelSpec, step: int) ->
         stack.callback(backend.close)
         one, two = Driver(alone), Driver(backend)
         prompt = np.tile(PROMPT, 2)[:250]
-        pieces = cut(one.step((one.start(), prompt)), 64)
+        pieces = split_microbatches(one.step((one.start(), prompt)), 64)
         expected = np.concatenate([alone.forward(piece).logits for piece in pieces])
         assert (two.feed((two.start(), prompt))[0] == expected).all()
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.backend.microbatch import cut, largest_piece, separate
+from luce.backend.microbatch import max_microbatch_rows, separate_prompts, split_microbatches
 from luce.engine.draft_tree import tree_spans
 from luce.engine.scheduler import Scheduler
 from luce.engine.sequence import Sequence
@@ -31,7 +31,7 @@ def step_of(*spans: tuple[int, int], wanted: tuple[int, ...] = ()) -> Step:
 
 
 def sizes(step: Step, rows: int) -> list[int]:
-    return [piece.rows for piece in cut(step, rows)]
+    return [piece.rows for piece in split_microbatches(step, rows)]
 
 
 def tree_of(slot: int, start: int, rows: int) -> list[Span]:
@@ -42,7 +42,7 @@ def tree_of(slot: int, start: int, rows: int) -> list[Span]:
 def parts_of(*spans: Span) -> list[int]:
     """Rows of the parts of a step of these spans."""
     step = step_of(*((span.rows, span.position) for span in spans))
-    parts = separate(replace(step, spans=spans))
+    parts = separate_prompts(replace(step, spans=spans))
     for first, part in zip(itertools.accumulate([part.rows for part in parts], initial=0), parts, strict=False):
         assert all(row >= 0 for span in part.spans for row in span.ancestors)
         np.testing.assert_array_equal(part.tokens, step.tokens[first : first + part.rows])
@@ -86,7 +86,7 @@ def test_prompts_run_apart_from_each_other() -> None:
 def test_short_steps_stay_whole() -> None:
     for rows in (1, 100, 191):
         step = step_of((rows, 0))
-        assert cut(step, 128)[0] is step
+        assert split_microbatches(step, 128)[0] is step
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_trees_stay_together(before: int) -> None:
         for span in tree_spans((0, 1, 2, 1, 4, 5, 0, 7, 8), Span(slot, start, 10, 70))
     ]
     step = replace(prompt, spans=(prompt.spans[0], *trees, prompt.spans[2]))
-    pieces = cut(step, 60)
+    pieces = split_microbatches(step, 60)
     assert len(pieces) > 1
     at, found = 0, []
     for piece in pieces:
@@ -130,7 +130,7 @@ def test_trees_stay_together(before: int) -> None:
 
 def test_cuts_keep_single_rows_with_others() -> None:
     # Three sequences decode beside a prompt: pages count from the prompt's first row of the step.
-    pieces = cut(step_of((1, 9), (1, 70), (1, 0), (512, 64), wanted=(0, 1, 2, 514)), 256)
+    pieces = split_microbatches(step_of((1, 9), (1, 70), (1, 0), (512, 64), wanted=(0, 1, 2, 514)), 256)
     assert [piece.rows for piece in pieces] == [3 + 192, 320]
     assert [piece.spans for piece in pieces] == [
         (Span(0, 0, 1, 9), Span(1, 1, 1, 70), Span(2, 2, 1, 0), Span(3, 3, 192, 64)),
@@ -143,9 +143,9 @@ def test_cuts_keep_single_rows_with_others() -> None:
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.integers(1, 5))
 def test_sizes(spans: list[int], pages: int) -> None:
     step, rows = step_of(*((size, 0) for size in spans)), pages * PAGE
-    pieces = cut(step, rows)
+    pieces = split_microbatches(step, rows)
     assert sum(piece.rows for piece in pieces) == step.rows
-    assert max(piece.rows for piece in pieces) <= largest_piece(rows)
+    assert max(piece.rows for piece in pieces) <= max_microbatch_rows(rows)
     np.testing.assert_array_equal(np.concatenate([piece.tokens for piece in pieces]), step.tokens)
     np.testing.assert_array_equal(np.concatenate([piece.positions for piece in pieces]), step.positions)
     for piece in pieces[:-1]:
@@ -175,12 +175,12 @@ def test_pieces_give_the_replies_of_whole_steps(
         scheduler.add(sequence)
     list(scheduler.admit())
     while (plan := scheduler.schedule()) is not None:
-        parts = separate(plan.step)
+        parts = separate_prompts(plan.step)
         replying = sum(part.rows for part in plan.sequences if part.position >= len(part.sequence.prompt))
         if plan.step.rows > 16 and replying:
             # And with them prompts of which few rows are left.
             assert replying <= parts[0].rows <= 16
-        outputs = [backend.forward(piece) for part in parts for piece in cut(part, rows)]
+        outputs = [backend.forward(piece) for part in parts for piece in split_microbatches(part, rows)]
         output = Output(*(np.concatenate([getattr(o, part) for o in outputs]) for part in ("ids", "logits")))
         scheduler.advance(plan)
         for part in plan.sequences:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.microbatch import largest_piece, usual_piece
+from luce.backend.microbatch import default_microbatch_rows, max_microbatch_rows
 from luce.backend.placement import ShardPlan, plan_shards, served_context
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
@@ -138,7 +138,12 @@ def test_devices_of_the_host_share_its_memory() -> None:
     assert [shard.free for shard in mixed] == [int(size * GIB * 0.94) for size in (8, 4)]
     three = plan(reference, [Sized("cuda:0", GIB), Sized("cuda:1", GIB), Sized("cpu:0", 4 * GIB)])
     assert three[2].free == int(4 * GIB * 0.94) - three[1].pinned and three[1].pinned == three[1].buffers > 0
-    assert mixed[0].buffers == 0 < mixed[1].buffers == 2 * largest_piece(usual_piece(2)) * mixed[0].handed_on
+    assert (
+        mixed[0].buffers
+        == 0
+        < mixed[1].buffers
+        == 2 * max_microbatch_rows(default_microbatch_rows(2)) * mixed[0].handed_on
+    )
 
 
 def test_the_cpu_gets_what_the_gpu_cannot_hold() -> None:
