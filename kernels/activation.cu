@@ -1,8 +1,8 @@
-// Element-wise gates and the residual addition. Grid: x rows, y blocks along a row, of EACH elements per thread in the
-// gates over whole rows, else of one.
+// Element-wise gates and the residual addition. Grid: x rows, y blocks along a row. A thread takes EACH elements in the
+// gates over whole rows, else one.
 #include "activation.h"
 
-// Elements that a thread of the gates takes: what it loads at once hides the memory's latency.
+// Elements per thread of the gates: loads that run at once hide the memory's latency.
 #define EACH 4
 
 LUCE_FN int element(int e) { return (int)((blockIdx.y * EACH + e) * blockDim.x + threadIdx.x); }

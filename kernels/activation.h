@@ -9,5 +9,5 @@ LUCE_FN float gelu(float x) {
     return 0.5f * x * (1.0f + tanhf(root * (x + 0.044715f * x * x * x)));
 }
 
-// log(1 + e^x), x itself where e^x would swamp the 1.
+// log(1 + e^x); x itself where the 1 is lost beside e^x.
 LUCE_FN float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }

@@ -1,10 +1,10 @@
 // The largest of a row of logits and log sum exp of all, in two steps: many blocks each take a part of a row, then one
-// joins what they found. "Largest" is the total order of sample.cu.
+// block joins their results. "Largest" is the total order of sample.cu.
 #include "reduce.h"
 
 #define NONE 0x7fffffff
 
-// exp is of differences from the largest value so far, which is 0 where nothing is.
+// The value to subtract before exp: the largest value, or 0 if there is none.
 LUCE_FN float base(float top) { return top == -LUCE_INF ? 0.0f : top; }
 
 // scale * logit, and then softcap * tanh(that / softcap) if softcap is not 0.
@@ -46,8 +46,8 @@ extern "C" __global__ void argmax_logsumexp_parts(const float* __restrict__ logi
     }
 }
 
-// out [3, rows]: of the row's `parts` parts the index, 0 if there is no number; then, as the bits of float32, that logit
-// and log sum exp. One block per row.
+// out [3, rows]: of the row's `parts` parts the index, 0 if there is no number; then, as the bits of float32, that
+// logit and log sum exp. One block per row.
 extern "C" __global__ void argmax_logsumexp_join(const float* __restrict__ state, const i32* __restrict__ indices,
                                           i32* __restrict__ out, int parts, float scale, float softcap) {
     luce_release();

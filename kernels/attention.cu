@@ -6,21 +6,22 @@
 // variants for hip: HEAD=128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=Q4_0 VTYPE=Q4_0
 // variants for hip: HEAD=128,256 QUERIES=4,16 SPLIT=4 KTYPE=Q8_0 VTYPE=Q4_0
 // variants for hip: HEAD=128 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=Q8_0
-// The portable attention, for GPUs without products of 16-bit tiles (attention_mma.cu), or with less shared memory than
-// these take.
+// The portable attention, for GPUs without products of 16-bit tiles (attention_mma.cu), or with too little shared
+// memory for these.
 //
 // Causal attention over KV pages. HEAD is the head dimension rounded up to a variant; the true one is an argument.
-// KTYPE and VTYPE are how K and V are stored (kv.h); all pairs of types that are not listed compile too.
+// KTYPE and VTYPE are the types of K and V (kv.h); pairs of types that are not listed compile too.
 //
-// The order of a query's sums depends on nothing but the pages that its span sees, so a row has the same bits alone, in
-// a chunk and in a batch:
+// The order of a query's sums depends only on the pages that its span sees, so a row has the same bits alone, in a
+// chunk and in a batch:
 //   - Pages are taken in the order of the table, in splits of SPLIT pages anchored at position 0, each split in blocks
 //     of KEYS keys with an online softmax that starts afresh.
 //   - The splits' results (maximum, sum, weighted values) are folded from left to right.
-//   - Keys that a row does not see change nothing: they have the weight 0, and factors of exp(0) = 1.
-// `attention` does all splits of a tile in one block, for steps with many tiles; `attention_split` does one split per
-// block, and `attention_fold` folds what it left. Both ways, and all values of QUERIES, run the same arithmetic:
-// products that feed a sum are fmaf by name, because what a compiler fuses by itself may differ between kernels.
+//   - Keys that a row does not see have no effect: they have the weight 0, and factors of exp(0) = 1.
+// `attention` computes all splits of a tile in one block, for steps with many tiles; `attention_split` computes one
+// split per block, and `attention_fold` folds the results. Both ways, and all values of QUERIES, run the same
+// arithmetic: products that feed a sum call fmaf, because the products that a compiler fuses by itself may differ
+// between kernels.
 //
 // A tile is QUERIES queries of one span that share a KV head: query q of a span belongs to row q / group and to query
 // head q % group of the KV head. Threads have two roles. For the scores, thread t has key t % KEYS and the queries
@@ -29,7 +30,7 @@
 
 #define KEYS 32
 #define THREADS (HEAD == 512 ? 256 : 128)
-// Columns of K in shared memory at once, two to a word of kv.h. The padding puts the keys of neighbouring threads into
+// Columns of K in shared memory at once, two to a word of kv.h. The padding moves the keys of neighbouring threads to
 // different banks.
 #define CHUNK (HEAD < 128 ? HEAD : 128)
 #define K_WORDS (CHUNK / 2 + 1)
@@ -43,7 +44,7 @@ struct alignas(16) Shared {
     float q[QUERIES][HEAD];
     u32 k[KEYS][K_WORDS];
     float weight[QUERIES][KEYS];
-    // What a query's earlier sums, and its newest ones, are multiplied by.
+    // Factors of a query's earlier sums, and of its newest ones.
     float keep[QUERIES];
     float take[QUERIES];
     int position[QUERIES];
@@ -52,8 +53,8 @@ struct alignas(16) Shared {
 #endif
 };
 
-// With SEEN, spans of which the view says what rows see of each other: a tile reads what the span's last row would with
-// a window that reaches as far back as the first row's.
+// With SEEN, the view lists the rows of a span that each row sees: a tile reads the keys that the span's last row would
+// see with a window that reaches as far back as the first row's.
 struct Tile {
     const KTYPE::Element* k_pool;
     const VTYPE::Element* v_pool;
@@ -101,7 +102,7 @@ LUCE_FN i64 query_index(const Tile& tile, int q, int group, int heads) {
     return tile.out + (i64)(at / group) * heads + at % group;
 }
 
-// Finds the tile of this block and loads its queries. False if the block has none.
+// Finds the tile of this block and loads its queries. Returns false if the block has none.
 LUCE_FN bool find_tile(Tile& tile, Shared& shared, const float* q, i64 q_row, i64 q_head,
                        const KTYPE::Element* k_pool, const VTYPE::Element* v_pool, const int* spans, int span_count,
                        const int* table, const int* first, const int* counts, int width, const int* positions,
@@ -179,7 +180,7 @@ LUCE_FN void add_keys(const Tile& tile, Shared& shared, i64 from, int at, float*
             KTYPE::split(shared.k[key][pair], k_even, k_odd);
 #pragma unroll
             for (int i = 0; i < SCORE_QUERIES; i++) {
-                // Past the last query (only where there are more groups than queries) the product is thrown away.
+                // After the last query (only with more groups than queries) the product is discarded.
                 int n = luce_min(score_group + i * SCORE_GROUPS, QUERIES - 1);
                 float2 q = *reinterpret_cast<const float2*>(&shared.q[n][chunk + 2 * pair]);
                 even[i] = fmaf(q.x, k_even, even[i]);
@@ -220,7 +221,7 @@ LUCE_FN void add_keys(const Tile& tile, Shared& shared, i64 from, int at, float*
         value[i][0] *= shared.keep[n];
         value[i][1] *= shared.keep[n];
     }
-    // Rows of the page beyond the tile's last position may hold anything, also what 0 times gives NaN.
+    // Rows of the page beyond the tile's last position may hold any bits, also values whose product with 0 is NaN.
     int count = luce_min(KEYS, tile.high - (at - key) + 1);
     const VTYPE::Element* values = tile.v_pool + VTYPE::offset(from * tile.row + tile.column + column);
 #pragma unroll 8
@@ -237,7 +238,7 @@ LUCE_FN void add_keys(const Tile& tile, Shared& shared, i64 from, int at, float*
     }
 }
 
-// The sums of one split from nothing: maximum and sum in the score role, values in the value role.
+// The sums of one split from zero: maximum and sum in the score role, values in the value role.
 LUCE_FN void run_split(const Tile& tile, Shared& shared, int split, float* top, float* sum, float (*value)[2]) {
 #pragma unroll
     for (int i = 0; i < SCORE_QUERIES; i++) {
@@ -287,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(float* __restric
     for (int i = 0; i < VALUE_QUERIES; i++) all_value[i][0] = all_value[i][1] = 0.0f;
     int splits = split_count(tile.count, tile.skew);
     for (int split = 0; split < splits; split++) {
-        // A split that the tile does not see would change nothing.
+        // A split that the tile does not see would have no effect.
         if (tile.first[luce_max(0, split * SPLIT - tile.skew)] > tile.high) break;
         int last = luce_min(tile.count, (split + 1) * SPLIT - tile.skew) - 1;
         if (tile.first[last] + PAGE - 1 <= tile.low - tile.window) continue;
@@ -330,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(float* __restric
     }
 }
 
-// Grid: tiles, KV heads, splits from `base` on. For query i = row * heads + head and split s = base + z it leaves
+// Grid: tiles, KV heads, splits from `base` on. For query i = row * heads + head and split s = base + z it writes
 // values [i, z, d] and state [i, z] = (maximum, sum), the sum 0 where the query sees no key of the split.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_split(float* __restrict__ values, float2* __restrict__ state, const int base, ARGUMENTS) {

@@ -1,14 +1,14 @@
-// What both kinds of attention kernels, attention.cu and attention_mma.cu, have in common.
+// Shared by attention.cu and attention_mma.cu.
 #pragma once
 #include "kv.h"
 
 #define PAGE 64
 
-// Of the maximum `top` of scores, what to subtract from them: 0 where no key was seen, as inf - inf is NaN.
+// The value to subtract from scores whose maximum is `top`: 0 if no key was seen, as inf - inf is NaN.
 LUCE_FN float softmax_base(float top) { return top == -LUCE_INF ? 0.0f : top; }
 
-// Where the tiles of `queries` queries begin that belong to span i: never fewer than it needs, and known without a sum
-// over the spans before it. `spans` has the columns slot, start, rows, position.
+// The first tile, of `queries` queries, of span i: it leaves earlier spans at least the tiles that they need, without a
+// sum over them. `spans` has the columns slot, start, rows, position.
 LUCE_FN int first_tile(const int* spans, int i, int group, int queries) {
     return spans[i * 4 + 1] * group / queries + i;
 }
@@ -26,5 +26,5 @@ LUCE_FN int tile_span(const int* spans, int count, int group, int queries, int t
     return low;
 }
 
-// The rows of its span that a row sees, bit by bit: PageView.seen of luce/runtime/step.py.
+// The rows of its span that a row sees, one bit each: PageView.seen of luce/runtime/step.py.
 LUCE_FN u64 seen_rows(const int* seen, i64 row) { return (u32)seen[row * 2] | (u64)(u32)seen[row * 2 + 1] << 32; }

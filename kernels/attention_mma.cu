@@ -8,21 +8,21 @@
 // variants for cuda: HEAD=256 QUERIES=128 KTYPE=Q8_0 VTYPE=Q4_0
 // variants for cuda: HEAD=128 QUERIES=16 KTYPE=F16 VTYPE=Q8_0
 // Causal attention over KV pages by products of 16-bit tiles. HEAD is the head dimension rounded up to a variant; the
-// true one is an argument. All pairs of types that are not listed compile too.
+// true one is an argument. Pairs of types that are not listed compile too.
 //
-// Queries and the weights of the softmax are rounded to halves, keys and values to what their pools hold; of bfloat16
-// pools all are bfloat16. Sums are in float32. A tile of QUERIES queries of one span takes its pages in the order of
-// the table, one at a time, with an online softmax. Spans of at most `few` rows are split: `attention_few` does one
-// split of a tile per block, `attention_fold` adds the splits. `attention_many` does longer spans, a tile with all of
-// its pages per block.
+// Queries and the weights of the softmax are rounded to fp16; with bfloat16 pools everything is bfloat16. Keys and
+// values have the types of their pools. Sums are in float32. A tile of QUERIES queries of one span takes its pages in
+// the order of the table, one at a time, with an online softmax. Spans of at most `few` rows are split: `attention_few`
+// computes one split of a tile per block, `attention_fold` adds the splits. `attention_many` computes longer spans, a
+// tile with all of its pages per block.
 //
 // Rows of short spans have the same bits alone, in a span and in a batch:
 //   - A row's splits follow from its own position and the window, and so do the places of their results, which
 //     `attention_fold` adds in an order that follows from the places.
-//   - QUERIES changes no order within a row, and a product's element depends on nothing but its row and its column,
-//     also when four waves multiply together (attention_wgmma.h) instead of one (attention_sync.h): so it was found on
-//     an H200, and tests/gpu holds the hardware to it.
-//   - Keys that a row does not see change nothing: they have the weight 0, and factors of exp(0) = 1.
+//   - QUERIES changes no order within a row, and an element of a product depends only on its row and its column, also
+//     when four waves multiply together (attention_wgmma.h) instead of one (attention_sync.h): observed on an H200, and
+//     tests/ops/test_attention.py checks it on every GPU.
+//   - Keys that a row does not see have no effect: they have the weight 0, and factors of exp(0) = 1.
 //
 // Waves of a block: WAVES_M share the rows of queries, WAVES_N the keys of the scores and the columns of the values. A
 // wave's values take ROW_TILES * COLUMN_TILES * 4 registers of each lane, at most 128.
@@ -44,13 +44,13 @@
 #define COLUMN_TILES (HEAD / 8 / WAVES_N)
 #include "attention_tile.h"
 
-// Blocks of a multiprocessor for which registers are left: as many as have room in shared memory.
+// Blocks of a multiprocessor that get registers: as many as fit into shared memory.
 #define BLOCKS (QUERIES == 16 && HEAD <= 256 ? 3 : GROUPED && HEAD <= 128 ? 2 : 1)
 // Most splits of a row.
 #define SPLITS 64
 #define FOLD_THREADS 256
 
-// A lane's part of what a wave holds of a tile: rows g and g + 8 of each of its row tiles, in a product's layout.
+// A lane's part of a wave's part of a tile: rows g and g + 8 of each of its row tiles, in the layout of products.
 struct Sums {
     float top[ROW_TILES][2];
     float total[ROW_TILES][2];  // of the weights
@@ -113,7 +113,7 @@ LUCE_FN void add_weights(float (&total)[2], const u32 (&weight)[4]) {
 #endif
 
 // Pages of a row's splits: the fewest with which it has no more than SPLITS of them. They are counted from position 0;
-// with a window they may lie askew to what the row sees, which takes one more.
+// with a window, splits may not align with the keys that the row sees, which takes one more.
 LUCE_FN int split_pages(int position, int window) {
     int all = position / PAGE + 1, most = (window - 1) / PAGE + 2;
     return all <= most ? luce_ceil_div(all, SPLITS) : luce_ceil_div(most, SPLITS - 1);
@@ -127,7 +127,7 @@ LUCE_FN int split_in(int slot, int low, int pages) {
     return split + (slot - split % SPLITS + SPLITS) % SPLITS;
 }
 
-// Whether the row has a split in that place: `first` is its oldest one, `count` how many there are.
+// Whether the row has a split in that place: `first` is its oldest one, `count` their number.
 LUCE_FN bool has_split(int slot, int first, int count) { return ((slot - first) & (SPLITS - 1)) < count; }
 static_assert((SPLITS & (SPLITS - 1)) == 0, "a power of two");
 
@@ -144,13 +144,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Tile tile = make_tile(PASSED, span, place, query);
     int oldest = oldest_page(tile.low, tile.window), newest = tile.high / PAGE;
     int most = split_pages(tile.high, tile.window);
-    // Rows of one tile may have splits of two lengths: these are done one after the other.
+    // Rows of one tile may have splits of two lengths: these run one after the other.
     for (int pages = split_pages(tile.low, tile.window); pages <= most; pages++) {
         int split = split_in(blockIdx.z, oldest, pages);
         if (split * pages > newest) continue;
         int begin = entry_at(tile, luce_max(split * pages, oldest) * PAGE);
         int end = entry_at(tile, luce_min((split + 1) * pages, newest + 1) * PAGE);
-        luce_sync();  // the round before is done with shared memory
+        luce_sync();  // the previous round has read shared memory
         start_pages(tile, shared, begin, end);
         load_queries(tile, shared.q, q, q_row, q_head, scale * LOG2_E);
         Sums sums;
@@ -180,13 +180,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 }
 
 // The splits' sums added and divided, times sigmoid or softplus (gating 1 or 2, 0: no gate) of gate, one of a head
-// (gate_each 1) or one of each of its values (d). Into out or, with room for `room` quantised rows, of which n are the
-// step's, there alone (quantise.h; d is a multiple of 128).
+// (gate_each 1) or one of each of its values (d). The result goes to out or, if `padded` is not 0, only to
+// `padded` quantised rows, of which n are the step's (quantise.h; d is a multiple of 128).
 extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     attention_fold(float* __restrict__ out, const float* __restrict__ values, const float2* __restrict__ state,
                    const int base, const int rows_apart, const int* __restrict__ spans, const int d, const int window,
                    const int few, const float* __restrict__ gate, const i64 gate_row, const i64 gate_head,
-                   const int gating, const int gate_each, const int n, u8* __restrict__ to_bytes, const int room,
+                   const int gating, const int gate_each, const int n, u8* __restrict__ to_int8, const int padded,
                    const int wide) {
     __shared__ float4 part[FOLD_THREADS];
     int span = base + blockIdx.x / rows_apart, row = blockIdx.x % rows_apart, thread = threadIdx.x;
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     int first = oldest_page(position, width) / pages, count = position / PAGE / pages + 1 - first;
     i64 query = ((i64)blockIdx.x * gridDim.y + blockIdx.y) * SPLITS;
     // A thread has four columns, and of the splits every LAYERS-th; a lane has the weights of OWN splits, and each wave
-    // all. All loads start before anything waits for one.
+    // all. All loads start before the first wait.
     const int QUADS = HEAD / 4, LAYERS = FOLD_THREADS / QUADS, OWN = SPLITS / LUCE_LANES;
     int quad = thread % QUADS, layer = thread / QUADS;
     float2 own[OWN];
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
         float factor = 0.0f;
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
-            // Which of them it is follows from i alone, unless layers are many.
+            // The split follows from i alone, unless there are many layers.
             if (LAYERS * (i + 1) <= LUCE_LANES * j || LAYERS * i >= LUCE_LANES * (j + 1)) continue;
             float there = luce_shfl(weight[j], split % LUCE_LANES);
             if (split / LUCE_LANES == j) factor = there;
@@ -270,10 +270,10 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
             result[e] = gating == 1 ? result[e] / (1.0f + expf(-z)) : result[e] * softplus(z);
         }
     }
-    const Bytes bytes = {to_bytes, room, wide};
-    if (room) {
+    const Bytes bytes = {to_int8, padded, wide};
+    if (padded) {
         quantise_columns(result, inside, head * d + column, row, bytes);
-        for (int r = n; r < room && blockIdx.x == 0; r++)
+        for (int r = n; r < padded && blockIdx.x == 0; r++)
             quantise_nothing(head * d, d, r, bytes, thread, luce_max(QUADS, LUCE_LANES));
     } else if (inside) {
         float4* to = reinterpret_cast<float4*>(out + ((i64)row * gridDim.y + head) * d) + quad;
@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_many(flo
     luce_await();
     LUCE_DYNAMIC_SHARED(Shared, all);
     Shared& shared = *all;
-    int group = heads / kv_heads, block = gridDim.x - 1 - blockIdx.x;  // late rows see most: they come first
+    int group = heads / kv_heads, block = gridDim.x - 1 - blockIdx.x;  // late rows see most keys: they start first
     int span = tile_span(spans, span_count, group, QUERIES, block);
     int4 place = reinterpret_cast<const int4*>(spans)[span];
     int query = (block - first_tile(spans, span, group, QUERIES)) * QUERIES;

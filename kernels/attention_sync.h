@@ -65,13 +65,13 @@ LUCE_FN void start_pages(const Tile& tile, Shared& shared, int begin, int end) {
     luce_copy_close();
 }
 
-// Softmax over the pages [begin, end) of the tile's span, from nothing. The first one's keys are on their way.
+// Softmax over the pages [begin, end) of the tile's span, from zero. The copy of the first page's keys has started.
 LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& sums) {
     int g = luce_lane() / 4, t = luce_lane() % 4, row = wave_row() + g, key = wave_n() * (KEY_TILES * 8) + t * 2;
     clear(sums);
     for (int entry = begin; entry < end; entry++) {
         luce_copy_wait<0>();
-        luce_sync();  // the keys are there, and the values before have been read
+        luce_sync();  // the keys have arrived, and the previous values have been read
         fetch<VTYPE>(shared.v, tile.v_pool, tile, entry);
         luce_copy_close();
         float score[ROW_TILES][KEY_TILES][4];
@@ -91,7 +91,7 @@ LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& 
                 top = luce_lane_max<4>(top);
                 if (t == 0) shared.top[wave_n()][n_row] = top;
             }
-        luce_sync();  // the keys have been read, the waves' maxima are there
+        luce_sync();  // the keys have been read, the waves' maxima are written
         start_pages(tile, shared, entry + 1, end);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++)
@@ -119,7 +119,7 @@ LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& 
                 }
             }
         luce_copy_wait<1>();
-        luce_sync();  // weights and values are there
+        luce_sync();  // weights and values have arrived
         multiply_values(shared, sums);
     }
 }

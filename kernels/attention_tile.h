@@ -1,4 +1,4 @@
-// A tile of queries for the kernels that multiply 16-bit tiles, the pages that its span sees, and how both get into
+// A tile of queries for the kernels that multiply 16-bit tiles, the pages that its span sees, and the copies of both to
 // shared memory. A tile is QUERIES queries of one span that share a KV head: query q of a span belongs to row q / group
 // and to query head q % group of the KV head.
 #pragma once
@@ -7,10 +7,11 @@
 
 // The softmax is taken to the base 2: queries are multiplied by the scale and by this.
 #define LOG2_E 1.44269504f
-// Weights are multiplied by 2^15, so that those of 2^-29 and more are normal halves; the sum that divides them as well.
+// Weights are multiplied by 2^15, so that weights of 2^-29 and more are normal fp16 numbers; so is the sum that divides
+// them.
 #define WEIGHT_SHIFT 15.0f
 
-// The 16-bit numbers in which a pool's type is multiplied: halves, or bfloat16 for what may be beyond their range.
+// The 16-bit type in which a pool's values are multiplied: fp16, or bfloat16 for values that may exceed its range.
 struct Halves {
     typedef f16_t Element;
     static constexpr u32 ONES = 0x3c003c00u;
@@ -37,8 +38,8 @@ typedef Product<VTYPE>::Type Values;
 // different banks.
 LUCE_FN int chunk_at(int rows, int row, int chunk) { return ((chunk / 8 * rows + row) * 8 + ((chunk ^ row) & 7)) * 16; }
 
-// With SEEN, spans of which the view says what rows see of each other: a tile reads what the span's last row would with
-// a window that reaches as far back as the first row's, and `mask` hides what a row does not see of that.
+// With SEEN, the view lists the rows of a span that each row sees: a tile reads the keys that the span's last row would
+// see with a window that reaches as far back as the first row's, and `mask` hides the keys that a row does not see.
 struct Tile {
     const KTYPE::Element* k_pool;  // at the KV head's columns
     const VTYPE::Element* v_pool;
@@ -60,9 +61,9 @@ struct Tile {
 #endif
 };
 
-// Of a span's pages, the first that stands at `position`, a multiple of PAGE, or behind it.
+// The first of a span's pages whose position is at least `position`, a multiple of PAGE.
 LUCE_FN int entry_at(const Tile& tile, int position) {
-    // Where no page is missing it is this one, else one before.
+    // If no page is missing it is this one, else an earlier one.
     int high = luce_min(tile.count, luce_max(0, position - tile.first[0]) / PAGE), low = 0;
     if (high == 0 || tile.first[high - 1] < position) return high;
     while (low < high) {
@@ -75,8 +76,8 @@ LUCE_FN int entry_at(const Tile& tile, int position) {
     return low;
 }
 
-// Eight values of a pool on their way to shared memory. Floats are copied by the hardware; quantised ones are loaded,
-// some at a time, and become halves.
+// Eight values of a pool to be copied to shared memory. The hardware copies floats; quantised values are loaded, some
+// at a time, and converted to fp16.
 template <typename T> LUCE_FN void load_chunk(KVFloat<T>, u32 (&)[4], const T*, int, bool) {}
 template <typename T> LUCE_FN void store_chunk(KVFloat<T>, u8* to, const u32 (&)[4], const T* from, bool there) {
     luce_copy16(to, from, there);
@@ -94,8 +95,8 @@ template <typename T> LUCE_FN void store_chunk(T, u8* to, const u32 (&words)[4],
         make_uint4(halves(T(), words[0]), halves(T(), words[1]), halves(T(), words[2]), halves(T(), words[3]));
 }
 
-// Starts to fetch the page of an entry. Rows beyond the tile's last position may hold anything, also what 0 times gives
-// NaN: they become zeros.
+// Starts to fetch the page of an entry. Rows beyond the tile's last position may hold any bits, also values whose
+// product with 0 is NaN: they become zeros.
 template <typename T> LUCE_FN void fetch(u8* to, const typename T::Element* pool, const Tile& tile, int entry) {
     const int CHUNKS = HEAD / 8, STEP = THREADS / CHUNKS, BATCH = PAGE / STEP < 4 ? PAGE / STEP : 4;
     int chunk = threadIdx.x % CHUNKS, key = threadIdx.x / CHUNKS;
@@ -163,7 +164,7 @@ LUCE_FN Tile make_tile(ARGUMENTS, const int span, const int4 place, const int qu
     return tile;
 }
 
-// Of query `q` of the tile the row in the span, its position, and the head. There are more than the tile has.
+// The row in the span, its position and the head of query `q`, which may lie beyond the tile's queries.
 LUCE_FN int query_row(const Tile& tile, int q) { return (tile.query + q) / tile.group; }
 #ifdef SEEN
 LUCE_FN int position(const Tile& tile, int q) { return tile.high; }
@@ -196,7 +197,7 @@ LUCE_FN void load_query(float (&to)[8], const float* from, bool wide) {
 }
 
 LUCE_FN void load_queries(const Tile& tile, u8* to, const float* q, i64 q_row, i64 q_head, float scale) {
-    // What is loaded before anything waits for it.
+    // Loads that start before the first wait.
     const int BATCH = QUERIES * HEAD / 8 / THREADS < 4 ? QUERIES * HEAD / 8 / THREADS : 4;
     static_assert(QUERIES * HEAD / 8 % (BATCH * THREADS) == 0, "whole batches");
     const bool wide = (reinterpret_cast<u64>(q) | (u64)(q_row | q_head) * 4) % 16 == 0;

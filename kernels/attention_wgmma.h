@@ -1,5 +1,5 @@
-// Softmax over pages by products of four waves (wgmma). A wave has 16 rows with all keys and columns, so that nothing
-// but pages and queries is shared.
+// Softmax over pages by products of four waves (wgmma). A wave has 16 rows with all keys and columns, so that only
+// pages and queries are shared.
 #pragma once
 
 struct Shared {
@@ -21,7 +21,7 @@ LUCE_FN void start_pages(const Tile& tile, Shared& shared, int begin, int end) {
     start_page(tile, shared, begin, end, 0);
 }
 
-// Softmax over the pages [begin, end) of the tile's span, from nothing. The first one is on its way.
+// Softmax over the pages [begin, end) of the tile's span, from zero. The copy of the first page has started.
 LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& sums) {
     typedef Scores::Element KElement;
     typedef Values::Element VElement;
@@ -32,7 +32,7 @@ LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& 
         int stage = (entry - begin) % 2;
         luce_copy_wait<0>();
         luce_wgmma_share();
-        luce_sync();  // the page is there, and the one before has been read
+        luce_sync();  // the page has arrived, and the previous one has been read
         start_page(tile, shared, entry + 1, end, 1 - stage);
         float score[KEY_TILES][4];
 #pragma unroll

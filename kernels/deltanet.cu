@@ -1,12 +1,12 @@
 // variants: HEAD=64,128
 //
 // Gated DeltaNet for short spans, row by row: convolution, gated delta rule and output norm in one kernel. A row's
-// arithmetic is the same in any span of up to STEPS rows, so its bits do not depend on how many rows are given at a time.
+// arithmetic is the same in any span of up to STEPS rows, so its bits do not depend on the number of rows in a step.
 //
 // A block has a value head: it reads the state once, keeps it in registers over the span's rows and writes it back.
 // Columns of the state (one per value element) never mix, so the rows need no barriers between them: a thread has
-// COLUMNS columns, of which PARTS adjacent lanes have 8 key elements each. Loads are made before anything waits for one,
-// as latency is most of the time that a single row takes; many rows take as long as their instructions.
+// COLUMNS columns, of which PARTS adjacent lanes have 8 key elements each. All loads start before the first wait, as
+// latency is most of the time of a single row; the time of many rows is that of their instructions.
 #include "deltanet.h"
 #include "quantise.h"
 
@@ -15,7 +15,7 @@
 #define THREADS (HEAD / COLUMNS * PARTS)
 #define WAVES (THREADS / LUCE_LANES)
 // Lanes that have the same column for their first one. A thread's column c is the first one of the lanes c groups away
-// (in the sense of xor), so no lane has to select which sums it gives and which it keeps.
+// (in the sense of xor), so no lane has to select the sums that it passes on.
 #define GROUP (PARTS / COLUMNS)
 static_assert(THREADS % LUCE_LANES == 0, "whole waves");
 
@@ -26,7 +26,7 @@ LUCE_FN float column_sum(const float (&value)[COLUMNS]) {
     return luce_lane_sum<GROUP>(first + luce_shfl_xor(second, GROUP));
 }
 
-// s <- fade s + key change, where a lane brings the change of its first column.
+// s <- fade s + key change; each lane passes the change of its first column.
 LUCE_FN void update(float (&s)[COLUMNS][2][4], const float (&key)[2][4], float fade, float change) {
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
@@ -36,29 +36,30 @@ LUCE_FN void update(float (&s)[COLUMNS][2][4], const float (&key)[2][4], float f
     }
 }
 
-// What is kept of a row of a tentative span, as vectors of a value head: the convolution's inputs, the key that it made
-// of them, and what the row adds to the state along that key. Its fade is kept apart.
+// The stored vectors of a speculative row, per value head (RecurrentState.speculative_rows of luce/ops/deltanet.py):
+// the inputs of the convolution, the key made of them, and the change along that key that the row adds to the state.
+// The fade (speculative_decays) has an array of its own.
 enum { KEPT_KEY = VECTORS, KEPT_CHANGE, KEPT };
 
-// The rows that a block goes through: those that the span is behind, `before` of the step's rows, and its own.
+// The rows that a block computes: the `before` rows of the step that the span continues, and the span's own.
 struct Way {
     const i32* behind;
     int before, start;
 
-    // Of a row of the way the number, counted from the span's first row.
+    // The number of a row of the way, counted from the span's first row.
     __device__ __forceinline__ int at(int row) const { return row < before ? behind[row] - start : row - before; }
-    // Of one of the span's own rows the number among those that its slot keeps.
+    // The place of one of the span's own rows among the speculative rows of its slot.
     __device__ __forceinline__ int kept(int row) const { return row - before + (before ? start - behind[0] : 0); }
 };
 
-// One of the elements of vectors and gates that are a thread's own: no other thread reads or writes their inputs.
-// BATCH: rows whose inputs are loaded at once, while those before are worked on.
+// An element of vectors and gates that belongs to one thread: no other thread reads or writes its inputs. BATCH: rows
+// whose inputs are loaded at once, while the previous rows are computed.
 template <int BATCH> struct Element {
     const float* row;  // of the span's first row
     int stride;
     Way way;
     int kind, index;  // among a row's VECTORS + 1 vectors
-    // The last weight meets the row itself; a gate's is the norm's.
+    // The last weight multiplies the row itself; a gate's is the norm's.
     float weight[TAPS];
     // The inputs before the next row, and the next ones.
     float before[TAPS - 1], next[BATCH];
@@ -81,8 +82,8 @@ template <int BATCH> struct Element {
 #define OWN ((VECTORS + 1) * HEAD / THREADS)
 static_assert(OWN * THREADS == (VECTORS + 1) * HEAD, "all threads have as many elements");
 
-// What a block knows of the rows that it works on: queries and keys before they become unit vectors, values, gates
-// times the norm's weight; what the recurrence multiplies by; the state's answers, and what makes them those of unit
+// The data of the rows that a block computes: queries and keys before they become unit vectors, values, gates times the
+// norm's weight; the factors of the recurrence; the outputs of the state, and the factors that make them those of unit
 // queries.
 enum { FADE, SEEN, CHANGE, OVERLAP, FACTORS };
 template <int MOST> struct Rows {
@@ -91,8 +92,8 @@ template <int MOST> struct Rows {
     float answer[MOST][HEAD], scale[MOST];
 };
 
-// Fills an element of `rows` rows, of which the first inputs are fetched. Rows from `first` on leave their inputs, and
-// keys what was made of them, from `kept` on if it is not null.
+// Computes an element of `rows` rows, whose first inputs have been fetched. Rows from `first` on store their inputs,
+// and the keys made of them, from `kept` on if it is not null.
 template <int MOST, int BATCH>
 LUCE_FN void convolve(Rows<MOST>& r, int rows, Element<BATCH>& own, float* kept, int first) {
     const bool gate = own.kind == VECTORS;
@@ -121,7 +122,7 @@ LUCE_FN void convolve(Rows<MOST>& r, int rows, Element<BATCH>& own, float* kept,
     }
 }
 
-// Fills scales, and makes factors of what `raw` names in their places. keep(row, fade) is told of each by one thread.
+// Computes scales, and factors in the places of the raw values. One thread calls keep(row, fade) for each row.
 enum { ALPHA, DECAY, BETA, BIAS };
 template <int MOST, typename Keep> LUCE_FN void scale(Rows<MOST>& r, int rows, int thread, const Keep& keep) {
     const int lane = thread % LUCE_LANES;
@@ -148,10 +149,10 @@ template <int MOST, typename Keep> LUCE_FN void scale(Rows<MOST>& r, int rows, i
     }
 }
 
-// Takes the state's columns through `rows` rows. `changes`, if there is any, gets what rows from `first` on add along
-// their keys.
+// Takes the state's columns through `rows` rows. `changes`, if not null, gets the changes that rows from `first` on add
+// along their keys.
 //
-// With k and q as they are before they become unit vectors: S' = fade S + k u^T, and what is asked of S' is asked of S,
+// With k and q before they become unit vectors: S' = fade S + k u^T, and the output of S' follows from that of S,
 // q^T S' = fade q^T S + (q^T k) u^T. So a row waits for one sum over lanes, not for two.
 template <int MOST>
 LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int thread, float* changes, int first) {
@@ -181,19 +182,19 @@ LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int thr
     }
 }
 
-// Spans of up to MOST rows; grid (value heads, spans), THREADS threads. x float32 [rows, `stride`] as Layout says; filter
-// [channels, taps]; norm [HEAD]; past [slots, value heads, taps - 1, VECTORS, HEAD]: each head has the past of its own
-// vectors, so that no block reads what another one overwrites; memory [slots, value heads, HEAD values, HEAD keys]; out
-// [rows, value heads * HEAD]. With room for quantised rows, of which n are those of x, the result goes there alone
-// (quantise.h; HEAD is a multiple of 128).
+// Spans of up to MOST rows; grid (value heads, spans), THREADS threads. x float32 [rows, `stride`] as Layout says;
+// filter [channels, taps]; norm [HEAD]; past [slots, value heads, taps - 1, VECTORS, HEAD]: each head has the past of
+// its own vectors, so that no block reads what another one overwrites; memory [slots, value heads, HEAD values, HEAD
+// keys]; out [rows, value heads * HEAD]. If `padded` is not 0, the result goes only to `padded` quantised rows, of
+// which n are those of x (quantise.h; HEAD is a multiple of 128).
 //
-// PENDING: spans may be tentative or accept rows, as `pending` [spans, 2] says, and those of more than MOST rows only
-// do that. Rows of tentative spans are in kept [slots, value heads, most, KEPT, HEAD], their fades in fades [slots, value
-// heads, most].
+// PENDING: spans may be speculative or accept rows, according to `pending` [spans, 2]; spans of more than MOST rows
+// only accept rows here. The rows of speculative spans are in kept [slots, value heads, most, KEPT, HEAD], their fades
+// in fades [slots, value heads, most].
 //
-// Where there are trees, one launch accepts rows (ACCEPT), and the next one does all the rest (BRANCHES): all spans of a
-// slot begin with the same state, which neither they nor the inputs before them change. `branches` [spans, 2, 1 + STEPS]
-// has for each span how many rows are accepted and which, and how many rows it is behind and which.
+// With draft trees, one launch accepts rows (ACCEPT), and the next one does the rest (BRANCHES): all spans of a slot
+// begin with the same state, which neither they nor the inputs before them change. `branches` [spans, 2, 1 + STEPS] has
+// for each span the number of accepted rows and these rows, then the number of rows that it continues and these rows.
 enum { CHAINS, ACCEPT, BRANCHES };
 
 template <int MOST, bool PENDING, int TREE = CHAINS>
@@ -223,7 +224,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
     past += slot_head * (taps - 1) * VECTORS * HEAD;
     if (PENDING) kept += slot_head * most * KEPT * HEAD, fades += slot_head * most;
 
-    if (TREE == BRANCHES) luce_await();  // what the launch before this one accepted
+    if (TREE == BRANCHES) luce_await();  // the launch before this one accepts rows
     // Key elements 4 part ... 4 part + 3, and the same HEAD / 2 later; the lanes of a group read together.
     const auto place = [&](int c, int half) { return memory + (own ^ c) * HEAD + half * (HEAD / 2) + part * 4; };
     float s[COLUMNS][2][4] = {};
@@ -241,7 +242,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
     }
     const float head_decay = decay[head], head_bias = dt_bias[head];
     if (PENDING && accepted) {
-        // The sums of `advance`, whose hard part is done.
+        // The sums of `advance`, without its costly part.
 #pragma unroll 4
         for (int row = 0; row < accepted; row++) {
             const int kept_row = TREE ? path[row] : row;
@@ -271,13 +272,13 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
             if (tap == TAPS - 1) continue;
             e.before[tap] = 0.0f;
             if (gate || own_tap < 0 || !span.position) continue;
-            // So many rows after the first one that the slot kept.
+            // Rows after the first one that the slot has stored.
             const int row = accepted + tap - (TAPS - 1);
             e.before[tap] = row < 0 ? past[(row + taps - 1) * VECTORS * HEAD + e.index]
                                     : kept[(path ? path[row] : row) * KEPT * HEAD + e.index];
         }
     }
-    if (TREE != BRANCHES) luce_await();  // until here spans were read, and what kernels of earlier steps wrote
+    if (TREE != BRANCHES) luce_await();  // until here: reads of spans, and of data that kernels of earlier steps wrote
     if (PENDING && accepted) {
         if (tentative || !rows) write();
         // Before a row is overwritten, or a fade.
@@ -293,7 +294,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 #pragma unroll
     for (int n = 0; n < OWN; n++) {
         Element<BATCH>& e = elements[n];
-        // Other blocks may still read what a tree begins with, and nothing of it changes.
+        // Other blocks may still read the state before the tree, which must not change.
         if (TREE != BRANCHES && tentative) e.leave(past, taps);
         const bool keep = tentative && e.kind < VECTORS;
         convolve(r, rows, e, keep ? kept + way.kept(way.before) * KEPT * HEAD + e.index : nullptr, way.before);
@@ -321,7 +322,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
         }
         const float inverse = r.scale[row] / sqrtf(luce_lane_sum(sum) / (float)HEAD + eps);
         float* to = out + ((i64)step_row * heads + head) * HEAD;
-        if (!bytes.room) {
+        if (!bytes.padded) {
 #pragma unroll
             for (int e = 0; e < ELEMENTS; e++) {
                 const int i = lane + e * LUCE_LANES;
@@ -336,20 +337,20 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
             quantise_columns(result, lane < HEAD / 4, head * HEAD + i, step_row, bytes);
         }
     }
-    for (int row = n; row < bytes.room && blockIdx.y == 0; row++)
+    for (int row = n; row < bytes.padded && blockIdx.y == 0; row++)
         quantise_nothing(head * HEAD, HEAD, row, bytes, thread, THREADS);
 }
 
-// Where all spans have one row: the same arithmetic with fewer registers and less shared memory.
+// For steps whose spans all have one row: the same arithmetic with fewer registers and less shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     delta_step(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
-               int key_heads, int taps, int most, float eps, int n, u8* __restrict__ to_bytes, int room,
+               int key_heads, int taps, int most, float eps, int n, u8* __restrict__ to_int8, int padded,
                int wide) {
     steps<1, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, nullptr, out, stride,
-                     key_heads, taps, most, eps, n, {to_bytes, room, wide});
+                     key_heads, taps, most, eps, n, {to_int8, padded, wide});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -357,23 +358,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                 float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                 const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
-                int key_heads, int taps, int most, float eps, int n, u8* __restrict__ to_bytes, int room,
+                int key_heads, int taps, int most, float eps, int n, u8* __restrict__ to_int8, int padded,
                 int wide) {
     steps<STEPS, false>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, nullptr, out, stride,
-                     key_heads, taps, most, eps, n, {to_bytes, room, wide});
+                     key_heads, taps, most, eps, n, {to_int8, padded, wide});
 }
 
-// With as many registers as it wants: 16 tentative rows of one sequence 15.7 us instead of 17.3 (H200), eight sequences of
+// Without a limit of registers: 16 speculative rows of one sequence 15.7 us instead of 17.3 (H200), eight sequences of
 // two 29.0 instead of 32.7, four of four 21.8 and 20.3.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     delta_verify(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                  const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                  float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                  const i32* __restrict__ spans, const i32* __restrict__ pending, float* __restrict__ out, i64 stride,
-                 int key_heads, int taps, int most, float eps, int n, u8* __restrict__ to_bytes, int room,
+                 int key_heads, int taps, int most, float eps, int n, u8* __restrict__ to_int8, int padded,
                  int wide) {
     steps<STEPS, true>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, nullptr, out, stride,
-                     key_heads, taps, most, eps, n, {to_bytes, room, wide});
+                     key_heads, taps, most, eps, n, {to_int8, padded, wide});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -382,9 +383,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                  float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                  const i32* __restrict__ spans, const i32* __restrict__ pending, const i32* __restrict__ branches,
                  float* __restrict__ out, i64 stride, int key_heads, int taps, int most, float eps, int n,
-                 u8* __restrict__ to_bytes, int room, int wide) {
+                 u8* __restrict__ to_int8, int padded, int wide) {
     steps<STEPS, true, ACCEPT>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, branches, out,
-                               stride, key_heads, taps, most, eps, n, {to_bytes, room, wide});
+                               stride, key_heads, taps, most, eps, n, {to_int8, padded, wide});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -393,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                    float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
                    const i32* __restrict__ spans, const i32* __restrict__ pending, const i32* __restrict__ branches,
                    float* __restrict__ out, i64 stride, int key_heads, int taps, int most, float eps, int n,
-                   u8* __restrict__ to_bytes, int room, int wide) {
+                   u8* __restrict__ to_int8, int padded, int wide) {
     steps<STEPS, true, BRANCHES>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, branches, out,
-                                 stride, key_heads, taps, most, eps, n, {to_bytes, room, wide});
+                                 stride, key_heads, taps, most, eps, n, {to_int8, padded, wide});
 }

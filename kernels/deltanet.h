@@ -1,10 +1,10 @@
-// What the two forms of gated DeltaNet share: deltanet.cu takes short spans row by row, deltanet_chunk.cu long ones in
-// chunks. Each passes over the other's spans, and a span's own length decides: no span's bits depend on what else is in
+// Shared by the two forms of gated DeltaNet: deltanet.cu computes short spans row by row, deltanet_chunk.cu long ones
+// in chunks. Each skips the other's spans; only the span's own length matters, so no span's bits depend on the rest of
 // the step. HEAD: elements of a query, a key and a value. All is in float32.
 #pragma once
 #include "reduce.h"
 
-// The longest span that goes row by row (RECURRENT_ROWS of luce/ops/deltanet.py).
+// The longest span that is computed row by row (RECURRENT_ROWS of luce/ops/deltanet.py).
 #define STEPS 16
 // Most taps of the convolution.
 #define TAPS 4
@@ -25,8 +25,8 @@ LUCE_FN Span span_at(const i32* __restrict__ spans, int index) {
 // The three vectors of a head that the convolution makes.
 enum { QUERY, KEY, VALUE, VECTORS };
 
-// Where a row of the projections has what, as the first element: vectors of all heads (q, k, v), the output gates, alpha
-// and beta. The convolution's results and weights have the vectors alone, in the same places.
+// Offsets in a row of the projections: vectors of all heads (q, k, v), the output gates, alpha and beta. The
+// convolution's results and weights have the vectors alone, in the same places.
 struct Layout {
     int key_heads, heads;
 
@@ -42,13 +42,14 @@ struct Layout {
 LUCE_FN float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 LUCE_FN float silu(float x) { return x / (1.0f + expf(-x)); }
 
-// ln of what a row multiplies the state by.
+// ln of the factor by which a row multiplies the state.
 LUCE_FN float log_fade(float alpha, float decay, float dt_bias) {
     const float x = alpha + dt_bias;
     return decay * (x > 20.0f ? x : log1pf(expf(x)));
 }
 
-// What makes a query or a key a unit vector, and scales the query: 1 / sqrt(sum x^2 + 1e-6), for queries / sqrt(HEAD).
+// The factor that makes a query or a key a unit vector, and scales the query: 1 / sqrt(sum x^2 + 1e-6), for queries /
+// sqrt(HEAD).
 LUCE_FN float unit_scale(int kind, float sum_of_squares) {
     return 1.0f / sqrtf(sum_of_squares + 1e-6f) * (kind == QUERY ? 1.0f / sqrtf((float)HEAD) : 1.0f);
 }

@@ -5,8 +5,8 @@
 // scaled unit queries Q of a chunk, G_i the sum of g up to row i and D_ij = e^(G_i - G_j):
 //   T  = (I + A)^-1 with A_ij = beta_i (k_i . k_j) D_ij for j < i,    M_ij = (q_i . k_j) D_ij for j <= i
 //   V' = T (beta (V - e^G (K S))),   O = e^G (Q S) + M V',   S <- e^G_last S + (e^(G_last - G) K)^T V'
-// What does not need the state S is done for all chunks at once (delta_prepare). Columns of S never mix, so a block of
-// delta_chunks takes COLUMNS of a head from the first chunk to the last.
+// delta_prepare computes everything that does not need the state S for all chunks at once. Columns of S never mix, so a
+// block of delta_chunks takes COLUMNS of a head from the first chunk to the last.
 #include "deltanet.h"
 #include "mma.h"
 
@@ -20,7 +20,7 @@ static_assert(HEAD % CHUNK == 0 && HEAD % COLUMNS == 0, "a head is whole squares
 #define DOWN_PITCH (CHUNK + 8)
 #define STATE_PITCH (HEAD + 4)
 
-// Rows whose inputs are loaded at once, as one's latency is long.
+// Rows whose inputs are loaded at once, to hide the latency.
 #define BATCH 4
 
 // --- convolution
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
         const int i = lane + e * LUCE_LANES;
 #pragma unroll
         for (int tap = 0; tap < TAPS; tap++) {
-            // The last tap meets the row itself.
+            // The last tap multiplies the row itself.
             const int from = tap - (TAPS - taps), row = first - (TAPS - 1) + tap;
             weight[e][tap] = window[e][tap] = 0.0f;
             if (from < 0) continue;
@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
                 past[(i64)reader * past_stride + tap * VECTORS * HEAD + i] = x[(span.rows - (taps - 1) + tap) * stride + i];
 }
 
-// --- squares of CHUNK x CHUNK elements from global to shared memory, held in registers in between so that the reads run
-// beside the arithmetic
+// --- squares of CHUNK x CHUNK elements from global to shared memory, by way of registers, so that the reads run beside
+// the arithmetic
 
 template <int THREADS> struct Square {
     float held[CHUNK * CHUNK / 4 / THREADS][4];
@@ -123,7 +123,7 @@ template <int THREADS> struct Square {
                 held[n][0] = held[n][1] = held[n][2] = held[n][3] = 0.0f;
         }
     }
-    // Replaces what the block has in `to`, rows times their `scale`.
+    // Writes the square to `to`, rows times their `scale`.
     template <int TO_PITCH = PITCH> __device__ __forceinline__ void put(float* to, const float* scale = nullptr) {
         luce_sync();
 #pragma unroll
@@ -140,8 +140,8 @@ template <int THREADS> struct Square {
 
 // --- products of matrices in shared memory
 
-// M x N sums by a block of M * N / (4 * TILES) threads, 4 * TILES of them each: [e] is the one at (row(e), column(e)). Both
-// factors have the summed dimension along their rows, or (DOWN) the second one has it down its columns.
+// M x N sums by a block of M * N / (4 * TILES) threads, 4 * TILES of them each: [e] is the one at (row(e), column(e)).
+// Both factors have the summed dimension along their rows, or (DOWN) the second one has it down its columns.
 template <int M, int N, int TILES, bool DOWN = false> struct Product {
     float sum[TILES][4];
 
@@ -162,8 +162,8 @@ template <int M, int N, int TILES, bool DOWN = false> struct Product {
         low = value - high;
     }
 
-    // sum += a b^T (DOWN: a b) over CHUNK elements of the summed dimension. Without low * low, which is less than what
-    // rounding to float leaves, three products of 11 bits have the accuracy of float.
+    // sum += a b^T (DOWN: a b) over CHUNK elements of the summed dimension. Three products of 11 bits have the accuracy
+    // of float without low * low, which is less than the rounding error of float.
     template <int A_PITCH, int B_PITCH> __device__ __forceinline__ void add(const float* a, const float* b) {
         const int g = luce_lane() / 4, t = luce_lane() % 4;
         a += (luce_wave() % (M / 16) * 16 + g) * A_PITCH + t;
@@ -227,9 +227,9 @@ template <int M, int N, int TILES, bool DOWN = false> struct Product {
 #define GROUPS (PREPARE_THREADS / CHUNK)
 #define BLOCK 16
 
-// T, M and the gates beta_i, e^G_i, e^(G_last - G_i), e^G_last of each chunk and value head. Grid (chunks of the longest
-// span, key heads, spans), PREPARE_THREADS threads. c as above, x as in deltanet.cu; gates [rows, value heads, 4], solve
-// and mix [rows, value heads, CHUNK].
+// T, M and the gates beta_i, e^G_i, e^(G_last - G_i), e^G_last of each chunk and value head. Grid (chunks of the
+// longest span, key heads, spans), PREPARE_THREADS threads. c as above, x as in deltanet.cu; gates [rows, value heads,
+// 4], solve and mix [rows, value heads, CHUNK].
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     delta_prepare(const float* __restrict__ c, const float* __restrict__ x, const float* __restrict__ decay,
                   const float* __restrict__ dt_bias, const i32* __restrict__ spans, float* __restrict__ gates,
@@ -268,12 +268,12 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
             const int own = thread / CHUNK, row = thread % CHUNK, own_head = head + own * layout.key_heads;
             const bool there = row < rows && own_head < heads;
             const float* from = x + (start + row) * stride;
-            // A row past the chunk's end has beta = g = 0: it changes nothing.
+            // A row past the chunk's end has beta = g = 0, and no effect.
             g[own][row] = there ? log_fade(from[layout.alpha(own_head)], decay[own_head], dt_bias[own_head]) : 0.0f;
             rate[own][row] = there ? sigmoid(from[layout.beta(own_head)]) : 0.0f;
             luce_sync();
-            // G as a sum of two floats: after rows of strong decay it is in the hundreds, where the steps between floats
-            // are as large as the differences between later rows that D is made of.
+            // G as a sum of two floats: after rows of strong decay it reaches hundreds, where the steps between floats
+            // are as large as the differences between later rows that D needs.
             float sum = 0.0f, rest = 0.0f;
             for (int r = 0; r <= row; r++) {
                 const float next = sum + g[own][r], added = next - sum;
@@ -344,11 +344,11 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
 }
 
 #define CHUNK_THREADS 256
-// Of a product's elements that a thread has.
+// Elements of a product per thread.
 #define SUMS (CHUNK * COLUMNS / CHUNK_THREADS)
 
-// The chunks of a span one after the other; out gets O. Grid (HEAD / COLUMNS, value heads, spans), CHUNK_THREADS threads.
-// The state is kept with a row per column: memory [slots, value heads, HEAD values, HEAD keys].
+// The chunks of a span one after the other; out gets O. Grid (HEAD / COLUMNS, value heads, spans), CHUNK_THREADS
+// threads. The state is kept with a row per column: memory [slots, value heads, HEAD values, HEAD keys].
 extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 2)
     delta_chunks(const float* __restrict__ c, float* __restrict__ memory, const i32* __restrict__ spans,
                  const float* __restrict__ gates, const float* __restrict__ solve, const float* __restrict__ mix,
@@ -404,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 2)
             for (int e = 0; e < SUMS; e++)
                 state[State::row(e) * STATE_PITCH + half * CHUNK + State::column(e)] = s[half][e];
 
-        // Each square is fetched while the product with the one before it is made.
+        // Each square is fetched during the product with the one before it.
         Rows ks = {}, o = {}, solved = {};
 #pragma unroll
         for (int half = 0; half < HALVES; half++) {

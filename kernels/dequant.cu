@@ -1,12 +1,12 @@
 // variants: QTYPE=F16,BF16,Q4_0,Q4_1,Q5_0,Q5_1,Q8_0,Q2_K,Q3_K,Q4_K,Q5_K,Q6_K,IQ4_NL,IQ4_XS
 //
-// Rows of a weight matrix as halves, for a library's product.
+// Rows of a weight matrix as fp16, for products by a BLAS library.
 #include "mma.h"
 #include "quants.h"
 
 #define THREADS 128
 
-#define EIGHTS (RUN / 8)  // 16-byte pieces of a run as halves
+#define EIGHTS (RUN / 8)  // 16-byte pieces of a run as fp16
 
 // half[j, c] = weight[j, c], to nearest; weight in blocks of QTYPE, `cols` a multiple of 8.
 // Grid: one block of THREADS per row.
@@ -16,8 +16,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const u8* row = weight + blockIdx.x * row_bytes(cols);
     f16_t* to = half + (i64)blockIdx.x * cols;
     for (int i = luce_thread(); i < row_units(cols) * EIGHTS; i += THREADS) {
-        // Neighbouring threads share a unit whose runs are longer than 8: a wave's stores then fill whole sectors. With
-        // two stores a run instead, the kernel took 1.9 times as long (Q4_K, H200).
+        // If runs are longer than 8, neighbouring threads share a unit: a wave's stores then fill whole sectors. With
+        // two stores per run instead, the kernel took 1.9 times as long (Q4_K, H200).
         const int unit = i / EIGHTS, eighth = i % EIGHTS;
         const int column = unit_column(unit);
         float w[UNIT];

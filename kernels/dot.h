@@ -1,18 +1,18 @@
 // Sums of products of weight rows in any format with float32 rows of x, for formats that have no integer path
 // (dot_int8.h): the inner loop of matmul_vec.cu and of expert_vec.
 //
-// A block takes a few weight rows, and its threads share the columns: a short row is all latency, and so is as many loads
-// at once as there are.
+// A block takes a few weight rows, and its threads share the columns: the time of a short row is latency, so as many
+// loads as possible run at once.
 //
 // Row invariance: thread t sums the units t, t + threads, ... of a weight row, each element by one fmaf in the order of
-// the unit, luce_lane_sum adds the lanes, and the waves follow in order. Neither the number of rows, nor which of them it
-// is, nor FEATURES has a part in that, so a row has the same bits whatever its company.
+// the unit, luce_lane_sum adds the lanes, and the waves follow in order. Neither the number of rows, nor the
+// place of the row, nor FEATURES affects that order, so a row has the same bits alone and among others.
 #pragma once
 #include "quants.h"
 #include "reduce.h"
 
-// Between rows of x: else AMD's scheduler loads all rows at once, and runs out of registers at 16 (clang 19, gfx1100:
-// 256 and spills, instead of 192).
+// Between rows of x: otherwise AMD's scheduler loads all rows at once, and runs out of registers at 16 (clang 19,
+// gfx1100: 256 and spills, instead of 192).
 LUCE_FN void keep_order() {
 #if defined(__HIP_DEVICE_COMPILE__)
 #if __has_builtin(__builtin_amdgcn_sched_barrier)
@@ -21,8 +21,8 @@ LUCE_FN void keep_order() {
 #endif
 }
 
-// The products of COUNT rows of x, of which `n` exist, with FEATURES weight rows, by WAVES waves. WHOLE: every unit is a
-// full one and x may be loaded 16 bytes at a time; else x is loaded singly, with zeros beyond the last column.
+// The products of COUNT rows of x, of which `n` exist, with FEATURES weight rows, by WAVES waves. WHOLE: every unit is
+// full and x may be loaded 16 bytes at a time; otherwise x is loaded value by value, with zeros beyond the last column.
 template <int WAVES, int FEATURES, int COUNT, bool WHOLE>
 LUCE_FN void products(const u8* __restrict__ weight, const float* __restrict__ x, float* __restrict__ out, int n,
                       int rows, int cols, int x_stride, int out_stride, int feature) {
@@ -34,7 +34,7 @@ LUCE_FN void products(const u8* __restrict__ weight, const float* __restrict__ x
     float sum[FEATURES][COUNT];
 #pragma unroll
     for (int f = 0; f < FEATURES; f++) {
-        // Features beyond the last repeat it, and are not written.
+        // Features beyond the last repeat it, and their results are not written.
         row[f] = weight + luce_min(feature + f, rows - 1) * row_bytes(cols);
 #pragma unroll
         for (int r = 0; r < COUNT; r++) sum[f][r] = 0.0f;
@@ -49,7 +49,7 @@ LUCE_FN void products(const u8* __restrict__ weight, const float* __restrict__ x
             for (int f = 0; f < FEATURES; f++)
                 if (unit < units) fetch(row[f], unit, left, packed[d][f]);
         }
-        luce_await();  // weights alone were fetched so far
+        luce_await();  // until here, only weights were fetched
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             const int unit = unit0 + d * THREADS, column = unit_column(unit), left = WHOLE ? UNIT : cols - column;

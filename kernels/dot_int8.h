@@ -7,27 +7,27 @@
 // which times the section's scale is added to one of two sums of the chain, one for its units' first and one for their
 // second halves. Else they are those of a block of 32, which has scales of its own in the weight and in x; each chain
 // has a sum for each of the four sets that a unit's blocks fall into, over its units and their blocks in order. Then
-// halves are added, or sets as (0 + 2) + (1 + 3), and chains in order. The columns alone decide how many chains there
-// are, and both paths do the same float operations: so a row's result has the same bits for every count of rows, on
+// halves are added, or sets as (0 + 2) + (1 + 3), and chains in order. The columns alone determine the number of
+// chains, and both paths do the same float operations: so a row's result has the same bits for every count of rows, on
 // tensor cores and without, on every target.
 //
-// 32 neighbouring threads, a worker, take one chain of 16 weight rows, a tile; a thread has two rows and one set. Where
-// the target has tensor cores, many rows of x go to these (mma_int8.h).
+// 32 neighbouring threads (a worker) take one chain of 16 weight rows (a tile); a thread has two rows and one set. On
+// targets with tensor cores, these multiply many rows of x (mma_int8.h).
 #ifndef DOT_INT8_H
 #define DOT_INT8_H
 #include "mma.h"
 #include "quantise.h"
 #include "quants_int8.h"
 
-// Rows of x that are loaded before the wait for weights.
+// Most rows of x that are loaded before the wait for weights.
 #define MOST_AHEAD 2
 
-// Float bits of 1.5 * 2^23: an int32 that starts from here, and moves by less than 2^22, is a float of that much more.
+// Float bits of 1.5 * 2^23: an int32 that starts here, and changes by less than 2^22, is the float changed by as much.
 #define MAGIC_BITS 0x4b400000
 #define MAGIC 12582912.0f
 
 #if INTEGER_SCALES
-// What a section's integers come to.
+// The integer results of a section.
 LUCE_FN float section_value(i32 products, float minimums, float scale, float minimum) {
     const float value = scale * (float)products;
     return HAS_MINIMUM ? fmaf(-minimum, minimums, value) : value;
@@ -39,23 +39,24 @@ LUCE_FN float add_block(i32 products, float scale, float x_scale, float sum) {
 }
 #endif
 
-// Quantised rows of x (see quantise.h): those from `first` of `room` on.
+// Quantised rows of x (see quantise.h): those from `first` of `padded` on.
 struct Rows8 {
     const u8* data;
-    int room, first;
+    int padded, first;
 };
 
-// A row of a weight, the end of the memory that it lies in, and the rows of x that it meets, which a tile shares.
-struct Meeting {
+// A row of a weight, the end of its memory, and the rows of x that it is multiplied with, which a tile shares.
+struct Operands {
     const u8* row;
     const u8* end;
     Rows8 x;
 };
 
-// What a thread copies of a row's units, of all chains at a time: every `1 << bits`-th 16 bytes from its own on.
+// A thread's share of the copy of a row's units, of all chains at a time: every `1 << bits`-th 16 bytes from its own
+// on.
 struct RowCopy {
     const u8* from;  // the row's first byte
-    const u8* end;   // of the memory that it lies in
+    const u8* end;   // of its memory
     int lane, bits;
     int bytes;       // of the row
 };
@@ -70,7 +71,7 @@ LUCE_FN void copy_run(u8* to, const RowCopy& copy, int at, int run) {
     const int left = limit - copy.lane * 16;
 #if ODD_UNITS
     if (from + (left + 15 & ~15) > copy.end) {
-        // The last row's last units: what follows them is not ours to read.
+        // The last row's last units: the memory behind them may not be read.
 #pragma unroll 1
         for (int i = 0; i / 16 * 16 << copy.bits < left; i += 2) {
             const int place = (i / 16 * 16 << copy.bits) + i % 16;
@@ -93,12 +94,12 @@ LUCE_FN int run_stride(int chains) {
     return ODD_UNITS ? run : luce_ceil_div(run - 16, 32) * 32 + 16;
 }
 
-// How many groups of a set there are in a row of `cols` columns: fewer than all only where a unit may be cut short.
+// The groups of a set in a row of `cols` columns: fewer than all only if a unit may be cut short.
 LUCE_FN int live_groups(int unit, int cols, int set) {
     return BLOCK == 32 ? luce_max(0, luce_min(SET_GROUPS, cols / 32 - (unit * 4 + set) * 2)) : SET_GROUPS;
 }
 
-// The values of a row of x that meet one set of a unit, and their scales; the sums' lows and highs of its section.
+// The values of a row of x for one set of a unit, and their scales; the sums' lows and highs of its section.
 struct SetRow {
     u32 words[SET_GROUPS][GROUP_WORDS];
     u32 low, high;
@@ -107,7 +108,7 @@ struct SetRow {
 
 LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int set) {
     const int row = x.first + r;
-    const u8* section = x.data + (i64)(unit * 2 + set / 2) * section_bytes(x.room, INTEGER_SCALES);
+    const u8* section = x.data + (i64)(unit * 2 + set / 2) * section_bytes(x.padded, INTEGER_SCALES);
     SetRow own;
     const auto four = [](const u8* from, u32* to) {
         const uint4 all = *reinterpret_cast<const uint4*>(from);
@@ -116,8 +117,8 @@ LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int set) {
 #if QTYPE == Q6_K
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        const u8* values = section + values_place(k / 2, row, x.room);
-        if (in_eights(x.room)) {
+        const u8* values = section + values_place(k / 2, row, x.padded);
+        if (in_eights(x.padded)) {
 #pragma unroll
             for (int i = 0; i < 4; i++) own.words[k][i] = luce_u32_at4(values + i * 16 + k % 2 * 8 + set % 2 * 4);
         } else {
@@ -125,10 +126,10 @@ LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int set) {
         }
     }
 #else
-    const u8* values = section + values_place(set % 2, row, x.room);
+    const u8* values = section + values_place(set % 2, row, x.padded);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (in_eights(x.room)) {
+        if (in_eights(x.padded)) {
             u32 words[4];
             four(values + i * 16, words);
             own.words[0][i] = words[0], own.words[0][i + 4] = words[1];
@@ -139,8 +140,8 @@ LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int set) {
     }
 #endif
 #if !INTEGER_SCALES
-    const auto scale = [&](int k) { return section + block_scale_place(row, set % 2 * 2 + k, x.room); };
-    if (in_eights(x.room)) {
+    const auto scale = [&](int k) { return section + block_scale_place(row, set % 2 * 2 + k, x.padded); };
+    if (in_eights(x.padded)) {
         own.scale[0] = *reinterpret_cast<const float*>(scale(0));
         own.scale[1] = *reinterpret_cast<const float*>(scale(1));
     } else {
@@ -148,12 +149,12 @@ LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int set) {
         own.scale[0] = two.x, own.scale[1] = two.y;
     }
 #else
-    if (in_eights(x.room)) {
-        const uint2 sums = *reinterpret_cast<const uint2*>(section + sums_place(row, x.room));
+    if (in_eights(x.padded)) {
+        const uint2 sums = *reinterpret_cast<const uint2*>(section + sums_place(row, x.padded));
         own.low = sums.x, own.high = sums.y;
-        own.scale[0] = *reinterpret_cast<const float*>(section + scale_place(row, x.room));
+        own.scale[0] = *reinterpret_cast<const float*>(section + scale_place(row, x.padded));
     } else {
-        const uint4 all = *reinterpret_cast<const uint4*>(section + sums_place(row, x.room));
+        const uint4 all = *reinterpret_cast<const uint4*>(section + sums_place(row, x.padded));
         own.low = all.x, own.high = all.y, own.scale[0] = __uint_as_float(all.z);
     }
 #endif
@@ -219,7 +220,7 @@ LUCE_FN void add_row(const SetWeights& w, const SetRow& row, int groups, float& 
 #endif
 }
 
-// The same for two weight rows and COUNT rows of x, which are at hand in `rows` if there are at most MOST_AHEAD.
+// The same for two weight rows and COUNT rows of x, which are loaded in `rows` already if there are at most MOST_AHEAD.
 template <int COUNT>
 LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, int unit, int groups, int set,
                      float (&sum)[2][COUNT]) {
@@ -245,15 +246,15 @@ LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, in
     }
 }
 
-// From row to row of x in what block_sums returns: neither its writers nor its readers meet in a bank.
+// Stride between rows of x in the result of block_sums: neither its writers nor its readers share a bank.
 #define PARTIAL_STRIDE(features) ((features) + 4)
 
 // The products of `tiles` times 16 weight rows with COUNT rows of x each, by 32 * tiles << bits threads; any more idle.
-// Rows have 1 << bits chains. `meet(feature)` gives a Meeting. STAGES units of every row and chain are in flight or at
-// work. Shared memory: STAGES * 16 * tiles * run_stride bytes or what the result takes. Returns, complete for all
+// Rows have 1 << bits chains. `operands(feature)` returns Operands. STAGES units of every row and chain are in flight
+// or in use. Shared memory: STAGES * 16 * tiles * run_stride bytes or what the result takes. Returns, complete for all
 // threads, partial[(chain * COUNT + r) * PARTIAL_STRIDE(16 * tiles) + feature].
-template <int COUNT, int STAGES, typename Meet>
-LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* shared) {
+template <int COUNT, int STAGES, typename Source>
+LUCE_FN float* block_sums(const Source& operands, int tiles, int bits, int cols, u8* shared) {
     const int chains = 1 << bits, run = UNIT_BYTES << bits, units = whole_units(cols);
     const int worker = luce_thread() / 32, lane = luce_thread() % 32, g = lane / 4, t = lane % 4;
     const bool live = worker < tiles << bits;
@@ -262,7 +263,7 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
 
     // Two threads per chain share a row.
     const int copied = luce_thread() >> (bits + 1);
-    const Meeting source = meet(luce_min(copied, 16 * tiles - 1));
+    const Operands source = operands(luce_min(copied, 16 * tiles - 1));
     const RowCopy mine = {source.row, source.end, luce_thread() & (2 * chains - 1), bits + 1, (int)row_bytes(cols)};
     u8* const to = shared + copied * stride;
     int put = 0, take = 0;  // offsets of the stages that are filled and read next
@@ -272,7 +273,7 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
         put = put == (STAGES - 1) * stage_bytes ? 0 : put + stage_bytes;
     };
 
-    const Meeting upper = meet(tile + g), lower = meet(tile + g + 8);
+    const Operands upper = operands(tile + g), lower = operands(tile + g + 8);
     const Rows8 x = upper.x;
     const u8* const own = shared + (tile + g) * stride + (ODD_UNITS ? 0 : chain * UNIT_BYTES);
     const u32 low[2] = {(u32)(u64)upper.row, (u32)(u64)lower.row};
@@ -280,19 +281,19 @@ LUCE_FN float* block_sums(const Meet& meet, int tiles, int bits, int cols, u8* s
 
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; stage++) copy(stage << bits);
-    luce_await();  // weights alone were fetched so far
+    luce_await();  // until here, only weights were fetched
     for (int unit0 = 0; unit0 < units; unit0 += chains) {
         const int unit = unit0 + chain;
         SetRow rows[MOST_AHEAD];
-        // Of a wave of 64 lanes one half may have a unit more than the other.
+        // In a wave of 64 lanes, one half may have one unit more than the other.
         const int groups = LUCE_LANES > 32 && unit >= units ? 0 : live_groups(unit, cols, t);
         if (COUNT <= MOST_AHEAD && unit < units && groups > 0) {
-            // Before the wait: these loads take as long.
+            // Before the wait: these loads have the same latency.
 #pragma unroll
             for (int r = 0; r < COUNT; r++) rows[r] = load_row(x, r, unit, t);
         }
         luce_copy_wait<STAGES - 2>();
-        luce_sync();  // this step's units are there, and nobody reads any more what is overwritten now
+        luce_sync();  // this step's units have arrived, and the units overwritten next have been read
         copy(unit0 + (STAGES - 1 << bits));
         Unit in[2];
 #pragma unroll

@@ -1,4 +1,4 @@
-// Hidden states of some layers, kept for a drafter: rounded to bfloat16 where they are made, put in their places later.
+// Hidden states of some layers (features), stored for a drafter: rounded to bfloat16 at once, copied to a ring later.
 #include "gpu.h"
 
 // out[r, j] = x[r, j], or x[r, j] + delta[r, j] with ADD; rows of `cols` columns, `out_stride` elements apart in out.
@@ -24,8 +24,8 @@ extern "C" __global__ void capture_sums(const float* __restrict__ x, const float
     capture<true>(x, delta, out, cols, out_stride);
 }
 
-// ring[dest[r], first + j] = rows[r, j] where dest[r] >= 0, in words of two values: `words` in a row, `ring_words` in one
-// of the ring; no place is named twice. Grid: x rows, y blocks along a row.
+// ring[dest[r], first + j] = rows[r, j] where dest[r] >= 0, in words of two values: `words` in a row, `ring_words` in
+// one of the ring; dest has no duplicates. Grid: x rows, y blocks along a row.
 extern "C" __global__ void put_rows(const u32* __restrict__ rows, u32* __restrict__ ring, const i32* __restrict__ dest,
                                     int words, int ring_words, int first) {
     const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x), to = dest[blockIdx.x];

@@ -1,5 +1,5 @@
 // variants: TYPE=float,i32,f16_t
-// Fills an array: the smallest kernel, with which the device tests see that launches work.
+// Fills an array: the smallest kernel, with which `luce doctor` and the device tests check that launches work.
 #include "gpu.h"
 
 LUCE_FN void put(float& to, float value) { to = value; }

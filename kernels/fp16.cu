@@ -1,4 +1,4 @@
-// Rows of float as halves for the products of many rows, each row scaled by a power of two so that it fits.
+// Rows of float as fp16 for products of many rows, each row scaled by a power of two into the range of fp16.
 #include "mma.h"
 #include "reduce.h"
 
@@ -17,7 +17,7 @@ LUCE_FN void load(const float* __restrict__ row, int column, int cols, float (&v
     }
 }
 
-// Writes factor * row as halves, and answers the largest finite magnitude of the thread's columns of the row.
+// Writes factor * row as fp16, and returns the largest finite magnitude of the thread's columns of the row.
 LUCE_FN float convert(const float* __restrict__ row, f16_t* __restrict__ half, int cols, int padded, float factor) {
     float most = 0.0f;
     for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
@@ -38,11 +38,11 @@ LUCE_FN float convert(const float* __restrict__ row, f16_t* __restrict__ half, i
     return most;
 }
 
-// half[r] = x[r] / scale[r], to nearest, and zeros from column `cols` on. Rows of x are those of (r / slots, r % slots),
-// x_row and x_slot elements apart; half has rows of `padded` columns, a multiple of 8. scale[r] is 1 if the row's largest
-// finite magnitude is 0 or from 2^-7 to 2^15; else it is the power of two that makes this 2^14 or more but less than
-// 2^15. Infinities and NaN stay what they are.
-// A half has 11 bits from 2^-14 on: what lies 2^-28 and less below a scaled row's largest loses some of them.
+// half[r] = x[r] / scale[r], to nearest, and zeros from column `cols` on. Rows of x are those of (r / slots, r %
+// slots), x_row and x_slot elements apart; half has rows of `padded` columns, a multiple of 8. scale[r] is 1 if the
+// row's largest finite magnitude is 0 or from 2^-7 to 2^15; else it is the power of two that makes this 2^14 or more
+// but less than 2^15. Infinities and NaN do not change.
+// fp16 has 11 bits from 2^-14 on: values of 2^-28 and less of a scaled row's largest lose some of them.
 // Grid: one block per row.
 extern "C" __global__ void __launch_bounds__(256)
     rows_to_fp16(const float* __restrict__ x, f16_t* __restrict__ half, float* __restrict__ scale, int slots, int cols,
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int r = (int)blockIdx.x;
     const float* row = x + r / slots * x_row + r % slots * x_slot;
     half += (i64)r * padded;
-    // Almost every row is right at once, and read only once.
+    // Almost every row needs no scale, and is read only once.
     const float most = luce_block_max(convert(row, half, cols, padded, 1.0f));
     const int exponent = (int)(__float_as_uint(most) >> 23) - 127;
     // The smallest rows would need more than a float's largest power of two.
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (shift != 0) convert(row, half, cols, padded, __uint_as_float((u32)(127 + shift) << 23));
 }
 
-// out[r, j] *= scale[r] for j < rows, after a product that knows nothing of scales. Almost every row's scale is 1.
+// out[r, j] *= scale[r] for j < rows, after a product without scales. Almost every row's scale is 1.
 // Grid: one block per row.
 extern "C" __global__ void rescale_rows(float* __restrict__ out, const float* __restrict__ scale, int rows, i64 stride) {
     luce_await();

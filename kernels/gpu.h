@@ -1,4 +1,5 @@
-// What Luce's kernels may use on every target: CUDA (NVRTC), HIP (hiprtc, clang) and the host (gpu_host.h, for tests).
+// The functions and types for Luce's kernels on every target: CUDA (NVRTC), HIP (hiprtc, clang) and the host
+// (gpu_host.h, for tests).
 //
 // Include nothing but headers of this folder: NVRTC and hiprtc run without the vendors' toolkit headers. From the
 // language itself use: extern "C" __global__, __launch_bounds__, __shared__, __restrict__, __constant__, threadIdx,
@@ -19,7 +20,7 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
-// An IEEE half and a bfloat16 as memory holds them; arithmetic is in float.
+// fp16 and bfloat16 numbers in memory; arithmetic is in float.
 struct f16_t {
     u16 bits;
 };
@@ -35,7 +36,7 @@ struct bf16_t {
 #include <hip/hip_runtime.h>
 #endif
 
-// Lanes of a wavefront. Device.launch always passes it; the default is what the compiler does for the architecture.
+// Lanes of a wavefront. Device.launch always passes it; the default is the compiler's for the architecture.
 #if !defined(LUCE_LANES)
 #if defined(__GFX9__)
 #define LUCE_LANES 64
@@ -66,10 +67,10 @@ LUCE_FN void luce_sync_lanes() {
 
 // Every thread of a kernel calls luce_await before it writes to global memory, and before it reads there what another
 // kernel of the step wrote. On CUDA from sm_90 on, a kernel's blocks may start when all blocks of the one before have
-// called luce_release or ended; luce_await returns when that kernel, and so every one before it, has ended and its writes
-// are seen. What is fetched of weights before the call is fetched while others work. A small kernel releases the next one
-// at once; a large one late, or the next one's blocks would find unevenly filled multiprocessors and stay there.
-// Elsewhere kernels follow each other anyway.
+// called luce_release or ended; luce_await returns when that kernel, and so every earlier one, has ended and its writes
+// are visible. Weights that are fetched before the call are fetched while earlier kernels run. A small kernel releases
+// the next one at once; a large kernel late, or the next one's blocks would settle on unevenly filled multiprocessors.
+// On other targets kernels run one after another anyway.
 LUCE_FN void luce_await() {}
 LUCE_FN void luce_release() {}
 
@@ -99,7 +100,7 @@ LUCE_FN i32 luce_dot4(i32 a, i32 b, i32 c) {
     extern __shared__ __attribute__((aligned(16))) u8 luce_dynamic[]; \
     type* name = reinterpret_cast<type*>(luce_dynamic)
 
-#else  // CUDA; what the functions do is said above
+#else  // CUDA; the comments above describe the functions
 
 #if !defined(LUCE_LANES)
 #define LUCE_LANES 32

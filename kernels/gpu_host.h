@@ -1,9 +1,9 @@
 // The third target of gpu.h: the host compiler (g++), for tests and tools without a GPU; never used for serving.
 //
 // A kernel becomes an ordinary function that a fiber per thread runs (tests/support/emulator.cpp defines what is only
-// declared here). `__global__` flattens the kernel, so that every barrier, shuffle and access has a return address of its
-// own: two lanes at one address are at one place of the program, and debug information turns the address into a source
-// line through all inlined helpers.
+// declared here). `__global__` flattens the kernel, so that every barrier, shuffle and access has a return address of
+// its own: two lanes at one address are at one place of the program, and debug information turns the address into a
+// source line through all inlined helpers.
 #pragma once
 
 #if !defined(LUCE_LANES)
@@ -11,7 +11,7 @@
 #endif
 
 #if defined(LUCE_LIST_KERNELS)
-// For the launcher's first look with the preprocessor alone: which kernels there are, and their bounds.
+// For the launcher's first pass, with the preprocessor alone: the names of the kernels, and their bounds.
 #define __global__ luce_global
 #define __launch_bounds__(...) luce_bounds<__VA_ARGS__>
 #else

@@ -1,4 +1,4 @@
-// How K and V rows lie in the page pools: -DKTYPE=Q8_0 and -DVTYPE=F16 name two of the structs below.
+// The layouts of K and V rows in the page pools: -DKTYPE=Q8_0 and -DVTYPE=F16 name two of the structs below.
 //
 //   offset(values)             elements from a pool's start to the value that many values precede, or to its block
 //   store(row, i, value, own)  value i of a pool row (of all heads: their rows are side by side). Threads that call it
@@ -7,7 +7,7 @@
 //   load(at, column)           one word with the values of `column`, an even one, and the next; `at` lies there
 //   split(word, even, odd)     the two values of a word, exactly: a scale times an integer has at most 19 bits
 //
-// A word of zeros holds two zeros. Blocks of 32 values as GGUF has them, with the scales and integers that the gguf
+// A word of zeros holds two zeros. Quant blocks of 32 values as in GGUF, with the scales and integers that the gguf
 // package computes, each product rounded before the sum. Values must be finite.
 #pragma once
 #include "reduce.h"
@@ -15,7 +15,7 @@
 #define KV_BLOCK 32
 #define KV_FN static __device__ __forceinline__
 
-// The words of a page's 16-bit floats are what memory holds.
+// The words of a page's 16-bit floats, unchanged from memory.
 template <typename T> struct KVFloat {
     typedef T Element;
     KV_FN i64 offset(i64 values) { return values; }
@@ -76,7 +76,7 @@ struct Q4_0 {
     KV_FN void store(u8* row, int i, float value, bool own) {
         int lane = luce_lane() % KV_BLOCK;
         float top = luce_lane_max<KV_BLOCK>(fabsf(value));
-        // Of several values of the largest size the first one's sign counts.
+        // Of several values with the largest magnitude, the first one's sign counts.
         int first = -luce_lane_max<KV_BLOCK>(fabsf(value) == top ? -lane : -KV_BLOCK + 1);
         float scale = luce_shfl(value, luce_lane() - lane + first) / -8.0f;
         float scaled = value * (scale == 0.0f ? 0.0f : 1.0f / scale);

@@ -10,8 +10,8 @@ typedef u32 Unit;
 typedef u16 Unit;
 #endif
 
-// pool[to] = pool[from] for each pair of copies int32 [grid x, 2]; from is -1 where there is nothing to do. Rows of `units`
-// units; grid y: blocks along a row. No row is read and written.
+// pool[to] = pool[from] for each pair of copies int32 [grid x, 2]; from is -1 for no copy. Rows of `units` units; grid
+// y: blocks along a row. No row is both source and target.
 extern "C" __global__ void kv_copy(u8* pool, const i32* __restrict__ copies, int units) {
     const i32 from = copies[2 * blockIdx.x], to = copies[2 * blockIdx.x + 1];
     const int i = (int)(blockIdx.y * blockDim.x + threadIdx.x);

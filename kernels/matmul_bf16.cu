@@ -1,13 +1,14 @@
 // variants for cuda: ROWS=8,16 TILES=1,2,4
 //
-// Products of a bfloat16 weight matrix with up to ROWS rows of x, by tiles of 16-bit numbers: decoding and verification.
+// Products of a bfloat16 weight matrix with up to ROWS rows of x, by tiles of 16-bit numbers: decoding and
+// verification.
 //
 // A row of x is two bfloat16 numbers for each of its values, which together have 16 of its 24 bits; products and sums
 // are float32. A wave has 16 * TILES of the weight's rows, of which each of the block's waves takes every WAVES-th step
 // of 32 columns; their sums are added in the order of the waves. So a row's bits do not depend on the other rows.
 //
-// In which order a product takes the columns of a step is free if both factors have it, so a lane loads eight columns in
-// a row of either: of row g of a tile those from 8t on, where g is the lane / 4 and t the lane % 4.
+// The order of a step's columns in a product is free if both factors share it, so a lane loads eight adjacent columns
+// of either: of row g of a tile those from 8t on, where g is the lane / 4 and t the lane % 4.
 #include "mma.h"
 
 #define WAVES 8
@@ -16,14 +17,14 @@
 #define COLUMN_TILES (ROWS / 8)  // rows of x are columns of the product
 #define SPLIT_THREADS 256
 
-// Of two values what `high`, them as bfloat16, does not hold.
+// The remainders of two values, whose bfloat16 roundings are `high`.
 LUCE_FN u32 rest(float a, float b, u32 high) {
     float x = luce_f32(bf16_t{(u16)high}), y = luce_f32(bf16_t{(u16)(high >> 16)});
-    // Infinities stay such.
+    // Infinities have no remainder.
     return luce_bf16_pair(isinf(x) ? 0.0f : a - x, isinf(y) ? 0.0f : b - y);
 }
 
-// Grid: steps * ROWS / 8 * 32 lanes. split [steps, ROWS / 8, lanes]: what each lane loads of x float32 [n, cols]; rows
+// Grid: steps * ROWS / 8 * 32 lanes. split [steps, ROWS / 8, lanes]: each lane's values of x float32 [n, cols]; rows
 // beyond n are zeros.
 extern "C" __global__ void __launch_bounds__(SPLIT_THREADS)
     split_rows(const float* __restrict__ x, uint4* __restrict__ split, const int n, const int cols, const int x_stride) {
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(SPLIT_THREADS)
 }
 
 // out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and j < rows; cols in whole steps.
-// weight [rows, cols]; split as split_rows leaves it; out float32, rows out_stride apart.
+// weight [rows, cols]; split as split_rows writes it; out float32, rows out_stride apart.
 // Grid: ceil(rows / (16 * TILES)).
 extern "C" __global__ void __launch_bounds__(THREADS)
     matmul_bf16(const u8* __restrict__ weight, const uint4* __restrict__ split, float* __restrict__ out, const int n,

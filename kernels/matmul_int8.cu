@@ -8,7 +8,8 @@
 
 // out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and j < rows.
 // x: ROWS quantised rows. out float32, rows out_stride apart.
-// Grid: ceil(rows / FEATURES) blocks of 32 << chain_bits threads, chain_bits at most 3; CHAINS, if given, are as many.
+// Grid: ceil(rows / FEATURES) blocks of 32 << chain_bits threads, chain_bits at most 3; CHAINS, if defined, is 1 <<
+// chain_bits.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_int8(const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,
               const int n, const int rows, const int cols, const int chain_bits,

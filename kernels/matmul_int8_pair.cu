@@ -3,8 +3,8 @@
 // variants for cuda: ROWS=8,16 CHAINS=4,8 FIRST=Q5_K SECOND=Q4_K
 // variants for cuda: ROWS=8,16 CHAINS=4,8 FIRST=Q4_K SECOND=Q6_K
 //
-// Products of two weight matrices of different formats with the same quantised rows of x, in one launch: the blocks of
-// the second fill what the first leaves of the multiprocessors.
+// Products of two weight matrices of different types with the same quantised rows of x, in one launch: the blocks of
+// the second use multiprocessors that the first leaves idle.
 #include "mma.h"
 #include "quantise.h"
 
@@ -13,7 +13,7 @@ namespace first_of_pair {
 #include "product_int8.h"
 }
 
-// What depends on the format, and the guards of headers that do.
+// Macros that depend on the type, and the guards of headers that do.
 #undef BLOCK
 #undef BLOCK_BYTES
 #undef DOT_INT8_H

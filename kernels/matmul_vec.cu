@@ -1,11 +1,11 @@
 // variants: ROWS=1,2,4,8,16 QTYPE=F32,F16,BF16,Q4_1,Q5_0,Q5_1,Q2_K,Q3_K,IQ4_NL,IQ4_XS
 //
 // Products of a weight matrix with up to ROWS rows: decoding and verification. A block owns a few of the weight's rows;
-// each of their units is read and unpacked once and serves all rows of x.
+// each of their units is read and dequantised once for all rows of x.
 #include "dot.h"
 
 #define WAVES 4
-// Weight rows per block. More of them need more registers, fewer load x more often: at 16 rows of x its loads, from the
+// Weight rows per block. More need more registers, fewer load x more often: at 16 rows the loads of x, from the
 // first-level cache, are the limit.
 #define FEATURES (ROWS >= 8 ? 4 : 2)
 
@@ -19,12 +19,12 @@ extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
     if ((u64)x % 16 == 0 && x_stride % 4 == 0 && cols % UNIT == 0) {
         products<WAVES, FEATURES, ROWS, true>(weight, x, out + first, n, rows, cols, x_stride, out_stride, feature);
     } else {
-        // Odd slices and row lengths: one row after the other. ROWS at once would double the code for a rare case.
+        // Unaligned slices and row lengths: row by row. ROWS at once would double the code for a rare case.
         for (int r = 0; r < n; r++) {
             const float* from = x + (i64)r * x_stride;
             float* to = out + (i64)r * out_stride + first;
             products<WAVES, FEATURES, 1, false>(weight, from, to, 1, rows, cols, 0, 0, feature);
-            luce_sync();  // the sums of the row before have been read
+            luce_sync();  // the sums of the previous row have been read
         }
     }
 }

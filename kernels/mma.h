@@ -1,9 +1,9 @@
 // Matrix products of a wave, and copies to shared memory that run beside the arithmetic.
 //
-// LUCE_MMA_F16 is 1 where the target multiplies tiles of halves in hardware: CUDA from sm_75 on, and the host at 32 lanes,
-// where shuffles stand in for it. LUCE_MMA_TF32 says the same of floats that are cut to 11 significant bits: CUDA from
-// sm_80 on, and the host at 32 lanes; LUCE_MMA_S8 of bytes, where it says the same as LUCE_MMA_TF32. Elsewhere they are 0
-// and kernels take their portable path.
+// LUCE_MMA_F16 is 1 if the target multiplies tiles of fp16 in hardware: CUDA from sm_75 on, and the host at 32 lanes,
+// which emulates it by shuffles. LUCE_MMA_TF32 is 1 if it does so for floats cut to 11 significant bits: CUDA from
+// sm_80 on, and the host at 32 lanes; LUCE_MMA_S8 for int8, on the same targets. Elsewhere they are 0, and kernels take
+// their portable path.
 #pragma once
 #include "gpu.h"
 
@@ -19,7 +19,7 @@
 #endif
 #define LUCE_MMA_S8 LUCE_MMA_TF32
 
-// Two floats as halves of one word, `low` in its lower bits; to nearest, ties to even, beyond 65504 to infinity.
+// Two floats as fp16 in one word, `low` in its lower bits; to nearest, ties to even, beyond 65504 to infinity.
 LUCE_FN u32 luce_f16_pair(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     u32 pair;
@@ -30,11 +30,11 @@ LUCE_FN u32 luce_f16_pair(float low, float high) {
 #endif
 }
 
-// The half in the lower 16 bits of `word` times its bytes 2 and 3, each less `zero` (at most 255): a pair of halves, each
-// product rounded to nearest.
+// The fp16 number in the lower 16 bits of `word` times its bytes 2 and 3, each less `zero` (at most 255): a pair of
+// fp16 numbers, each product rounded to nearest.
 LUCE_FN u32 luce_f16_scaled(u32 word, int zero) {
 #if defined(__CUDA_ARCH__)
-    // A byte below the high byte of 1024 is the half 1024 + byte; its difference to 1024 + zero is exact.
+    // A byte below the high byte of 1024 is the fp16 number 1024 + byte; its difference to 1024 + zero is exact.
     u32 pair = __byte_perm(word, 0x64646464u, 0x4342), offset = 0x64006400u + (u32)zero * 0x10001u;
     u32 scale = __byte_perm(word, 0, 0x1010);
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(pair), "r"(offset));
@@ -46,7 +46,7 @@ LUCE_FN u32 luce_f16_scaled(u32 word, int zero) {
 #endif
 }
 
-// Byte `i` of `word` as a half, twice.
+// Byte `i` of `word` as fp16, twice.
 LUCE_FN u32 luce_f16_twice(u32 word, int i) {
 #if defined(__CUDA_ARCH__)
     u32 pair = __byte_perm(word, 0x64646464u, 0x4040u | (u32)i * 0x101u);  // 1024 + byte
@@ -81,18 +81,18 @@ LUCE_FN float luce_exp2(float x) {
 
 #if LUCE_MMA_F16
 
-// c += a b: a [16, 16] and b [16, 8] in halves, c [16, 8] in float. The wave's 32 lanes share them: with g = lane / 4 and
+// c += a b: a [16, 16] and b [16, 8] in fp16, c [16, 8] in float. The wave's 32 lanes share them: with g = lane / 4 and
 // t = lane % 4, a lane holds
 //   a[0] = rows g,     columns 2t, 2t + 1      b[0] = rows 2t, 2t + 1,         column g
 //   a[1] = rows g + 8, columns 2t, 2t + 1      b[1] = rows 2t + 8, 2t + 9,     column g
 //   a[2] = rows g,     columns 2t + 8, 2t + 9
 //   a[3] = rows g + 8, columns 2t + 8, 2t + 9
 //   c[0], c[1] = row g, columns 2t, 2t + 1     c[2], c[3] = row g + 8, the same columns
-// The lower half of a word comes first. In which order an element's 16 products are added is the hardware's business; it
+// The lower half of a word comes first. The hardware chooses the order in which an element's 16 products are added; it
 // does not depend on the other elements.
 #if defined(LUCE_HOST) || __CUDA_ARCH__ < 800
 
-// By shuffles: for tests, and for bfloat16 before sm_80, where it is only there to compile.
+// By shuffles: for tests, and for bfloat16 before sm_80, where it only has to compile.
 #if defined(LUCE_HOST)
 template <typename T> LUCE_FN void luce_mma_shuffled(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #else
@@ -169,7 +169,7 @@ LUCE_FN void luce_mma_bf16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) 
 #endif
 }
 
-// Four matrices of 8 rows of 16 bytes in shared memory: lane 8i + j brings the address of row j of matrix i. In to[i] a
+// Four matrices of 8 rows of 16 bytes in shared memory: lane 8i + j passes the address of row j of matrix i. In to[i] a
 // lane gets the words t of row g of matrix i; transposed, the 16-bit numbers g of rows 2t and 2t + 1.
 LUCE_FN void luce_ldmatrix(u32 (&to)[4], const void* row) {
 #if defined(LUCE_HOST)
@@ -202,8 +202,8 @@ LUCE_FN void luce_ldmatrix_transposed(u32 (&to)[4], const void* row) {
 
 #if LUCE_MMA_TF32
 
-// c += a b: a [16, 8] and b [8, 8] in floats whose lower 13 bits do not count, c [16, 8] in float. With g and t as above, a
-// lane holds
+// c += a b: a [16, 8] and b [8, 8] in floats whose lower 13 bits do not count, c [16, 8] in float. With g and t as
+// above, a lane holds
 //   a[0] = row g,     column t        b[0] = row t,     column g
 //   a[1] = row g + 8, column t        b[1] = row t + 4, column g
 //   a[2] = row g,     column t + 4
@@ -245,14 +245,15 @@ LUCE_FN void luce_mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[
 
 #if LUCE_MMA_S8
 
-// c = a b + start in int32: a [16, 32] and b [32, 8] signed bytes, c [16, 8], `start` added to every element. The wave's
-// 32 lanes share them: with g = lane / 4 and t = lane % 4, a lane holds
+// c = a b + start in int32: a [16, 32] and b [32, 8] signed bytes, c [16, 8], `start` added to every element. The
+// wave's 32 lanes share them: with g = lane / 4 and t = lane % 4, a lane holds
 //   a[0] = row g,     columns 4t .. 4t + 3           b[0] = rows 4t .. 4t + 3,           column g
 //   a[1] = row g + 8, columns 4t .. 4t + 3           b[1] = rows 4t + 16 .. 4t + 19,     column g
 //   a[2] = row g,     columns 4t + 16 .. 4t + 19
 //   a[3] = row g + 8, columns 4t + 16 .. 4t + 19
 //   c[0], c[1] = row g, columns 2t, 2t + 1           c[2], c[3] = row g + 8, the same columns
-// Sums of integers have no order: results have the same bits as a portable path's. The lowest byte of a word comes first. luce_mma_s8_16 is half of it: a [16, 16] in a[0], a[1], b [16, 8] in b.
+// Integer sums are exact in any order: results have the same bits as a portable path's. The lowest byte of a word comes
+// first. luce_mma_s8_16 is half of it: a [16, 16] in a[0], a[1], b [16, 8] in b.
 #if defined(LUCE_HOST)
 
 LUCE_FN void luce_mma_s8_16(i32 (&c)[4], const u32 (&a)[2], u32 b, i32 start) {
@@ -295,8 +296,8 @@ LUCE_FN void luce_mma_s8_32(i32 (&c)[4], const u32 (&a)[4], const u32 (&b)[2], i
 #endif
 #endif
 
-// Copies 16 bytes to shared memory, or zeros if not `valid`; both addresses are multiples of 16. The copy is there for
-// the thread that asked once luce_copy_wait<N> lets it pass, for the others after a barrier besides.
+// Copies 16 bytes to shared memory, or zeros if not `valid`; both addresses are multiples of 16. The copy is visible
+// to the thread that asked for it after luce_copy_wait<N>, to the others after a further barrier.
 LUCE_FN void luce_copy16(void* to, const void* from, bool valid) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     const u32 at = (u32)__cvta_generic_to_shared(to);
@@ -317,7 +318,7 @@ LUCE_FN void luce_copy_close() {
 #endif
 }
 
-// Waits until at most the N youngest groups of this thread are under way.
+// Waits until at most the N newest groups of this thread are in flight.
 template <int N> LUCE_FN void luce_copy_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");

@@ -1,7 +1,8 @@
-// The sums of dot_int8.h for 8 or 16 rows of x on tensor cores: the same operations in the same order, so the same bits.
+// The sums of dot_int8.h for 8 or 16 rows of x on tensor cores: the same operations in the same order, so the same
+// bits.
 //
 // A block has TILES tiles of 16 weight rows, and a wave for each of CHAINS chains, which takes its chain of all tiles.
-// With SHARED_X, x comes to shared memory once for all waves, else out of the caches.
+// With SHARED_X, x is copied to shared memory once for all waves; otherwise it is read through the caches.
 #ifndef MMA_INT8_H
 #define MMA_INT8_H
 #include "dot_int8.h"
@@ -12,7 +13,7 @@
 #ifndef SHARED_X
 #define SHARED_X 0
 #endif
-// Units of each row and chain in flight or at work.
+// Units of each row and chain in flight or in use.
 #define TILE_STAGES 2
 
 // From one row's units to the next row's in shared memory: an odd number of 16 bytes, so that eight rows of 16 bytes
@@ -28,15 +29,15 @@
 // Times eight rows of x, and the sums of a chain's result.
 #define EIGHTS (ROWS / 8)
 #define SUMS (INTEGER_SCALES ? 2 : 4)
-// Sections of a unit's x that a lane loads before it waits for the weights: as many as it has registers for. On an H200,
-// us with none, one and two: 16 rows Q4_K 34816 x 5120 38.4, 37.5, 36.5, 5120 x 17408 31.6, 27.4, 27.1, Q6_K
-// 5120 x 17408 48.5, 52.9, 38.8, 248320 x 5120 371, 369, 361; 8 rows Q4_K 31.0, 31.6 and 17.3, 17.6, Q6_K 31.9, 30.9 and
-// 315, 305.
+// Sections of a unit's x that a lane loads before it waits for the weights: as many as it has registers for. On an
+// H200, us with none, one and two: 16 rows Q4_K 34816 x 5120 38.4, 37.5, 36.5, 5120 x 17408 31.6, 27.4, 27.1, Q6_K
+// 5120 x 17408 48.5, 52.9, 38.8, 248320 x 5120 371, 369, 361; 8 rows Q4_K 31.0, 31.6 and 17.3, 17.6, Q6_K 31.9, 30.9
+// and 315, 305.
 #define AHEAD (!INTEGER_SCALES || SHARED_X ? 0 : ROWS == 16 ? 2 : HAS_MINIMUM ? 0 : 1)
 
 #if LUCE_MMA_S8
 
-// What is left to copy of a row, from this thread's first 16 bytes on.
+// The rest of a row to copy, from this thread's first 16 bytes on.
 struct TileCopy {
     const u8* from;
     int left;
@@ -50,12 +51,12 @@ LUCE_FN void copy_step(u8* to, TileCopy& copy, int thread, const u8* end) {
     copy.from += STEP_BYTES;
     copy.left -= STEP_BYTES;
 #if defined(__CUDA_ARCH__)
-    // Or the compiler makes both from the loop's counter again, for each copy: 30 of 350 instructions.
+    // Otherwise the compiler derives both from the loop's counter again for each copy: 30 of 350 instructions.
     asm volatile("" : "+l"(copy.from), "+r"(copy.left));
 #endif
 #if ODD_UNITS
     if (from + (left + 15 & ~15) > end) {
-        // The last row's last units: what follows them is not ours to read.
+        // The last row's last units: the memory behind them may not be read.
 #pragma unroll 1
         for (int i = 0; i / 16 * 16 * SHARE < left; i += 2) {
             const int place = i / 16 * 16 * SHARE + i % 16;
@@ -77,7 +78,7 @@ struct TileUnit {
 };
 
 #if HAS_MINIMUM
-// Words t and t + 4 of rows lane / 4 and 8 more of both blocks of span `span`, as luce_mma_s8_32 wants them; `fifths`
+// Words t and t + 4 of rows lane / 4 and 8 more of both blocks of span `span`, as luce_mma_s8_32 takes them; `fifths`
 // are of the unit.
 LUCE_FN void tile_words(const u8* line, const u32 (&fifths)[4], int span, u32 (&a)[2][4]) {
     u32 bits[4];
@@ -89,7 +90,7 @@ LUCE_FN void tile_words(const u8* line, const u32 (&fifths)[4], int span, u32 (&
 }
 #endif
 
-// Of COUNT rows of x the floats that meet a lane's results, from those of the first two rows on.
+// The scales of COUNT rows of x for a lane's results, from those of the first two rows on.
 template <int COUNT> LUCE_FN void row_floats(const u8* from, float (&to)[COUNT / 8][2]) {
     if constexpr (COUNT == 16) {
         const float4 four = *reinterpret_cast<const float4*>(from);
@@ -100,7 +101,7 @@ template <int COUNT> LUCE_FN void row_floats(const u8* from, float (&to)[COUNT /
     }
 }
 
-// Of rows g and g + 8 the sum of a block's values, as halves.
+// The sums of a block's values in rows g and g + 8, as fp16.
 template <int COUNT> LUCE_FN void row_totals(const u8* from, u32 (&to)[COUNT / 8]) {
     if constexpr (COUNT == 16) {
         const uint2 two = *reinterpret_cast<const uint2*>(from);
@@ -116,7 +117,7 @@ LUCE_FN void row_words(const u8* from, uint4 (&b)[EIGHTS]) {
     for (int c = 0; c < EIGHTS; c++) b[c] = *reinterpret_cast<const uint4*>(from + values_place(0, c * 8, ROWS));
 }
 
-// What a lane meets of a section of ROWS rows of x that share a scale in it.
+// A lane's values of a section of ROWS rows of x that share a scale in it.
 struct SectionX {
     uint4 words[2][EIGHTS];
     float factor[EIGHTS][2];
@@ -161,7 +162,7 @@ LUCE_FN void add_tile_unit(const TileUnit (&unit)[TILES], const u8* x, SectionX 
                 u32 a[2][4];
                 tile_words(unit[tile].line, fifths[tile], half * 2 + pair, a);
 #else
-                // Of all of the half, whose blocks share bytes.
+                // For all of the half, whose blocks share bytes.
                 u32 w[2][SPAN32][2];
                 span_pairs(unit[tile].in[0], half, t, w[0]);
                 span_pairs(unit[tile].in[1], half, t, w[1]);
@@ -267,8 +268,8 @@ LUCE_FN const float* tile_sums(const u8* weight, const u8* x, int feature0, int 
         mine[i] = {row(thread / SHARE + i * 16) + thread % SHARE * 16, (int)row_bytes(cols) - thread % SHARE * 16};
     u8* const to = shared + thread / SHARE * TILE_STRIDE + thread % SHARE * 16;
     const auto copy_weights = [&](int unit, int stage) {
-        // Rows that may begin anywhere are copied with what lies around them, of a step behind the last one that alone,
-        // and nobody would wait for it: it could come after the partial sums, to their place.
+        // Rows that may begin at any byte are copied with the bytes around them. For a step after the last one only
+        // those bytes would be copied, and no wait would cover them: they could overwrite the partial sums.
         if (ODD_UNITS && unit >= units) return;
 #pragma unroll
         for (int i = 0; i < TILES; i++) copy_step(to + stage + i * 16 * TILE_STRIDE, mine[i], thread % SHARE, end);
@@ -305,7 +306,7 @@ LUCE_FN const float* tile_sums(const u8* weight, const u8* x, int feature0, int 
 
 #pragma unroll
     for (int stage = 0; stage < TILE_STAGES - 1; stage++) copy_weights(stage * CHAINS, stage * TILE_STAGE);
-    luce_await();  // weights alone were fetched so far
+    luce_await();  // until here, only weights were fetched
 #pragma unroll
     for (int stage = 0; stage < TILE_STAGES - 1; stage++) {
         copy_x(stage * CHAINS, put);
@@ -320,7 +321,7 @@ LUCE_FN const float* tile_sums(const u8* weight, const u8* x, int feature0, int 
             for (int i = 0; i < AHEAD; i++) load_section(met + i * section_bytes(ROWS, true), sections[i]);
         }
         luce_copy_wait<TILE_STAGES - 2>();
-        luce_sync();  // this step's units are there, and nobody reads any more what is overwritten now
+        luce_sync();  // this step's units have arrived, and the units overwritten next have been read
         copy_weights(unit0 + (TILE_STAGES - 1) * CHAINS, put);
         copy_x(unit0 + (TILE_STAGES - 1) * CHAINS, put);
         luce_copy_close();

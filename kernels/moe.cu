@@ -1,23 +1,23 @@
-// Mixture of experts, all but its products: choosing the experts of a row, bringing the pairs of a row and one of its
-// slots into the order of their experts, and adding what the experts made of a row.
+// Mixture of experts without its products: choosing the experts of a row, sorting the pairs of a row and one of its
+// slots by expert, and adding the experts' results.
 #include "reduce.h"
 
 #define MOST_EXPERTS 512
 #define OWN (MOST_EXPERTS / LUCE_LANES)  // experts of a lane
-#define NOBODY ((i32)0x80000000)
+#define UNUSED ((i32)0x80000000)
 
-// Integers in the order of the scores; NaN comes before every number, NOBODY before NaN. No score is -0.0: it begins as
-// a probability, which is +0.0 at least, and that plus -0.0 is +0.0.
+// Integers in the order of the scores; NaN is below every number, UNUSED below NaN. No score is -0.0: it begins as a
+// probability, which is +0.0 at least, and that plus -0.0 is +0.0.
 LUCE_FN i32 rank(float score) {
-    if (isnan(score)) return NOBODY + 1;
+    if (isnan(score)) return UNUSED + 1;
     const i32 bits = (i32)__float_as_uint(score);
     return bits < 0 ? bits ^ 0x7fffffff : bits;
 }
 
 // ids, weights [rows, top_k]: the experts of a row with the largest p (+ bias, if `biased`), best first, the lowest
-// number on ties, and their p, divided by the sum of the row's if `normalise`, times `scale` (times expert_scale[id], if
-// `scaled`). p is the softmax, or with `sigmoid` the sigmoid, of logits float32 [rows, experts], rows `stride` apart.
-// Grid: one wave per row. top_k is at most the number of experts, and at most LUCE_LANES.
+// number on ties, and their p, divided by the sum of the row's if `normalise`, times `scale` (times expert_scale[id],
+// if `scaled`). p is the softmax, or with `sigmoid` the sigmoid, of logits float32 [rows, experts], rows `stride`
+// apart. Grid: one wave per row. top_k is at most the number of experts, and at most LUCE_LANES.
 extern "C" __global__ void __launch_bounds__(LUCE_LANES)
     route(const float* __restrict__ logits, const float* __restrict__ bias, const float* __restrict__ expert_scale,
           i32* __restrict__ ids, float* __restrict__ weights, int stride, int experts, int top_k, int sigmoid, int biased,
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const int expert = lane + i * LUCE_LANES;
-        ranks[i] = expert < experts ? rank(biased ? p[i] + bias[expert] : p[i]) : NOBODY;
+        ranks[i] = expert < experts ? rank(biased ? p[i] + bias[expert] : p[i]) : UNUSED;
     }
     i32 id = 0;
     float weight = 0.0f, total = 0.0f;
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             if (i * LUCE_LANES >= experts) break;
-            if (lane + i * LUCE_LANES == winner) value = p[i], ranks[i] = NOBODY;
+            if (lane + i * LUCE_LANES == winner) value = p[i], ranks[i] = UNUSED;
         }
         value = luce_shfl(value, winner % LUCE_LANES);
         total += value;
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     const int expert = (int)blockIdx.x;
     const int thread = luce_thread();
 
-    // Every block counts all experts anew: 16 KB of ids at 512 rows are less than another launch and its wait.
+    // Every block counts all experts itself: 16 KB of ids at 512 rows take less time than another launch.
     for (int e = thread; e < experts; e += GROUP_THREADS) count[e] = 0;
     luce_sync();
     for (int i = thread; i < pairs; i += GROUP_THREADS) atomicAdd(&count[ids[i]], 1);

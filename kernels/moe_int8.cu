@@ -1,7 +1,7 @@
 // variants: QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
 //
 // Experts on few quantised rows: the gated half of each chosen one, then the other half and the weighted sum. A row has
-// k slots for its experts and, if `slots` is k + 1, one more for an expert that all rows take. A pair is a row and a
+// k slots for its experts and, if `slots` is k + 1, one more for an expert that all rows share. A pair is a row and a
 // slot: pair = row * slots + slot. Each is computed by itself, so a row's bits do not depend on the others.
 #include "activation.h"
 #include "dot_int8.h"
@@ -11,28 +11,28 @@
 
 // act(gate x) * up x of every pair: out float32 [pairs, half]. gates, ups: `half` rows for each of `experts`,
 // expert_rows apart, and shared_gates, shared_ups [half, cols], all in blocks of QTYPE; half is a multiple of 32.
-// x_bytes: x, quantised with room for `room` rows; ids [n, k].
+// x_int8: x as `padded` quantised rows; ids [n, k].
 // Grid: (half / 32, slots, n) blocks of 128 << chain_bits threads, chain_bits at most 1.
 extern "C" __global__ void __launch_bounds__(256)
     expert_gated_int8(const u8* __restrict__ gates, const u8* __restrict__ ups, const u8* __restrict__ shared_gates,
-                    const u8* __restrict__ shared_ups, const i32* __restrict__ ids, const u8* __restrict__ x_bytes,
-                    float* __restrict__ out, const int room, const int experts, const int expert_rows, const int k,
+                    const u8* __restrict__ shared_ups, const i32* __restrict__ ids, const u8* __restrict__ x_int8,
+                    float* __restrict__ out, const int padded, const int experts, const int expert_rows, const int k,
                     const int half, const int cols, const int chain_bits, const int gelu_gate) {
     luce_await();
     LUCE_DYNAMIC_SHARED(u8, shared);
     const int feature0 = (int)blockIdx.x * 32;
     const int slot = (int)blockIdx.y, row = (int)blockIdx.z, slots = (int)gridDim.y;
-    const Rows8 x = {x_bytes, room, row};
+    const Rows8 x = {x_int8, padded, row};
     const bool chosen = slot < k;
     const u8* gate = chosen ? gates : shared_gates;
     const u8* up = chosen ? ups : shared_ups;
     const i64 first = (chosen ? (i64)ids[row * k + slot] * expert_rows : 0) + feature0;
     const i64 all = (chosen ? (i64)(experts - 1) * expert_rows + half : half) * row_bytes(cols);
-    const auto meet = [&](int feature) {
+    const auto operands = [&](int feature) {
         const u8* matrix = feature < 32 ? gate : up;
-        return Meeting{matrix + (first + feature % 32) * row_bytes(cols), matrix + all, x};
+        return Operands{matrix + (first + feature % 32) * row_bytes(cols), matrix + all, x};
     };
-    const float* partial = block_sums<1, GATED_STAGES>(meet, 4, chain_bits, cols, shared);
+    const float* partial = block_sums<1, GATED_STAGES>(operands, 4, chain_bits, cols, shared);
     const int feature = luce_thread();
     if (feature >= 32) return;
     const float own = chain_sum(partial + feature, chain_bits, PARTIAL_STRIDE(64));
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // with one slot more, plus the shared expert's result, times sigmoid(shared_gate[r]) if `gated`. downs [experts, rows,
 // cols] and shared_down [rows, cols] in blocks of QTYPE; inner: a quantised row per pair; weights [n, k];
 // shared_gate elements gate_stride apart; out float32 [n, rows].
-// Grid: (ceil(rows / 16), n) blocks of 32 << chain_bits threads for each of `at_once` slots; the slots take turns.
+// Grid: (ceil(rows / 16), n) blocks of 32 << chain_bits threads for each of `at_once` slots at a time.
 // Dynamic shared memory: `sums_bytes`, a multiple of 16, for block_sums, and behind it 16 floats per slot.
 extern "C" __global__ void __launch_bounds__(640)
     expert_down_int8(const u8* __restrict__ downs, const u8* __restrict__ shared_down, const i32* __restrict__ ids,
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(640)
     float* results = reinterpret_cast<float*>(shared + sums_bytes);
     const int feature0 = (int)blockIdx.x * 16, row = (int)blockIdx.y, pairs = (int)gridDim.y * slots;
     for (int slot0 = 0; slot0 < slots; slot0 += at_once) {
-        const auto meet = [&](int feature) {
+        const auto operands = [&](int feature) {
             const int slot = luce_min(slot0 + feature / 16, slots - 1);
             const bool chosen = slot < k;
             const u8* matrix = chosen ? downs : shared_down;
@@ -65,14 +65,14 @@ extern "C" __global__ void __launch_bounds__(640)
             const i64 all = (chosen ? (i64)experts * rows : rows) * row_bytes(cols);
             const i64 own = first + luce_min(feature0 + feature % 16, rows - 1);
             const Rows8 x = {inner, pairs, row * slots + slot};
-            return Meeting{matrix + own * row_bytes(cols), matrix + all, x};
+            return Operands{matrix + own * row_bytes(cols), matrix + all, x};
         };
-        const float* partial = block_sums<1, 2>(meet, at_once, chain_bits, cols, shared);
+        const float* partial = block_sums<1, 2>(operands, at_once, chain_bits, cols, shared);
         const int feature = luce_thread();
         if (feature < 16 * luce_min(at_once, slots - slot0)) {
             results[slot0 * 16 + feature] = chain_sum(partial + feature, chain_bits, PARTIAL_STRIDE(16 * at_once));
         }
-        luce_sync();  // the next turn's units take the place of the partial sums
+        luce_sync();  // the next slots' units overwrite the partial sums
     }
     const int own = luce_thread();
     if (own < 16 && feature0 + own < rows) {

@@ -3,8 +3,8 @@
 // Products of rows of x with the weights of the experts chosen for them. A pair is a row and one of its k slots:
 // pair = row * k + slot. The weights of all experts are one matrix [experts * rows, cols], read in place.
 //
-// Row invariance: each result is one sum in an order that the columns alone decide (dot.h for expert_vec, tile.h
-// for expert_tile). Which pairs share a tile, and where in it they stand, has no part.
+// Row invariance: each result is one sum in an order that the columns alone determine (dot.h for expert_vec, tile.h for
+// expert_tile). The other pairs of a tile, and the places in it, have no effect.
 #include "dot.h"
 #include "tile.h"
 
@@ -14,8 +14,8 @@
 #define FEATURES 2
 
 // out[pair, first + j] = sum over c of x[pair, c] * weight[ids[pair], j, c], for j < rows.
-// weight [experts, rows, cols] in blocks of QTYPE; x float32 with x_row elements from row to row and x_slot from slot to
-// slot (0: the slots share the row); out float32 with out_stride elements from pair to pair.
+// weight [experts, rows, cols] in blocks of QTYPE; x float32 with x_row elements from row to row and x_slot from slot
+// to slot (0: the slots share the row); out float32 with out_stride elements from pair to pair.
 // Grid: (ceil(rows / FEATURES), pairs) blocks of WAVES waves.
 extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
     expert_vec(const u8* __restrict__ weight, const float* __restrict__ x, const i32* __restrict__ ids,

@@ -1,10 +1,10 @@
 // Root mean square norms: x / sqrt(mean(x^2) + eps) * weight, in float32.
 //
-// Whole rows (rms_norm, add_rms_norm) take one block each, heads (head_rms_norm) one wave each. The block's size comes
-// from the row's length alone, so a row's sum has one order however many rows there are.
+// Whole rows (rms_norm, add_rms_norm) take one block each, heads (head_rms_norm) one wave each. The row's
+// length alone determines the block's size, so the order of a row's sum does not depend on the number of rows.
 #include "quantise.h"
 
-// Elements of a row that a thread keeps in registers between the sum and the result; of longer rows it reads the others
+// Elements of a row that a thread holds in registers between the sum and the result; in longer rows it reads the others
 // again.
 #define HELD 8
 
@@ -17,16 +17,16 @@ LUCE_FN bool aligned(const float* first, i64 stride) {
     return (reinterpret_cast<u64>(first) | (u64)stride * 4) % 16 == 0;
 }
 
-// The result in bytes as well, if they have room: row blockIdx.x. Of elements beyond a row's d there are zeros.
+// The result as int8 too, if there are quantised rows: row blockIdx.x. Elements beyond a row's d become zeros.
 template <int WIDTH, int ALIGN>
 LUCE_FN void store_bytes(const Bytes& bytes, const Floats<WIDTH, ALIGN>& result, int column, int d) {
     if constexpr (WIDTH == 4) {
-        if (bytes.room) quantise_columns(result.at, in_section(column, d), column, (int)blockIdx.x, bytes);
+        if (bytes.padded) quantise_columns(result.at, in_section(column, d), column, (int)blockIdx.x, bytes);
     }
 }
 
-// One row, by accesses of WIDTH elements; with `more`, row += more first. Everything is loaded before anything is
-// waited for: a single row is all latency.
+// One row, by accesses of WIDTH elements; with `more`, row += more first. All loads start before the first wait: the
+// time of a single row is latency.
 template <int WIDTH, int ALIGN>
 LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, const float* __restrict__ more,
                       const float* __restrict__ weight, int d, float eps, const Bytes& bytes) {
@@ -76,7 +76,7 @@ LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, con
         }
         store_bytes(bytes, result, first + n * step, d);
     }
-    // Each thread reads back only what it wrote itself. Lanes stay together for store_bytes.
+    // Each thread reads back only its own writes. Lanes stay together for store_bytes.
     for (int i = first + HELD / WIDTH * step; i - first < d; i += step) {
         Unit result = {};
         if (i < d) {
@@ -87,19 +87,19 @@ LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, con
     }
 }
 
-// A row beyond the last of x, in bytes.
+// A padded row, after the last of x, as int8.
 LUCE_FN void beyond(const Bytes& bytes, int d) {
     luce_release();
     luce_await();
     quantise_nothing(0, d, (int)blockIdx.x, bytes, (int)threadIdx.x, (int)blockDim.x);
 }
 
-// The norm of n rows of x [n, d]; with room for `room` quantised rows, in bytes too, and then d is a multiple of 32.
-// Grid: n or, if there is room, `room` blocks.
+// The norm of n rows of x [n, d]; if `padded` is not 0, also as `padded` quantised rows, and then d is a multiple of
+// 32. Grid: `padded` blocks, or n without quantised rows.
 extern "C" __global__ void __launch_bounds__(1024)
     rms_norm(float* __restrict__ out, const float* __restrict__ x, const i64 x_stride, const float* __restrict__ weight,
-             const int n, const int d, const float eps, const int room, const int wide, u8* __restrict__ to_bytes) {
-    const Bytes bytes = {to_bytes, room, wide};
+             const int n, const int d, const float eps, const int padded, const int wide, u8* __restrict__ to_int8) {
+    const Bytes bytes = {to_int8, padded, wide};
     if ((int)blockIdx.x >= n) return beyond(bytes, d);
     const float* row = x + blockIdx.x * x_stride;
     float* to = out + (i64)blockIdx.x * d;
@@ -115,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 extern "C" __global__ void __launch_bounds__(1024)
     add_rms_norm(float* __restrict__ out, float* x, const i64 x_stride, const float* __restrict__ delta,
                  const i64 delta_stride, const float* __restrict__ weight, const int n, const int d, const float eps,
-                 const int room, const int wide, u8* __restrict__ to_bytes) {
-    const Bytes bytes = {to_bytes, room, wide};
+                 const int padded, const int wide, u8* __restrict__ to_int8) {
+    const Bytes bytes = {to_int8, padded, wide};
     if ((int)blockIdx.x >= n) return beyond(bytes, d);
     float* row = x + blockIdx.x * x_stride;
     const float* more = delta + blockIdx.x * delta_stride;

@@ -1,12 +1,12 @@
 // variants: KTYPE=F16,BF16,Q8_0,Q4_0
-// What KVFlash ranks pages by: the moments of a page's keys, and the newest queries of each sequence.
+// The statistics by which KVFlash ranks pages: moments of each page's keys, and the newest queries of each sequence.
 #include "kv.h"
 
 #define PAGE 64
-// Queries of a slot that are kept: rows of a tentative span, of which any may turn out to be the newest.
+// Queries stored per slot: any row of a speculative span may become the newest.
 #define NEWEST_QUERIES 16
 
-// Keys that lie side by side and are described together.
+// Consecutive keys that share their moments.
 #define GROUP 16
 
 // out[i, g, head, 0] and out[i, g, head, 1], float32 [d] each: mean and variance of every channel over keys [GROUP * g,
@@ -40,8 +40,9 @@ extern "C" __global__ void page_moments(const KTYPE::Element* __restrict__ k_poo
     }
 }
 
-// kept[slot, place % NEWEST_QUERIES] = q[row], [heads, d] each, of the last NEWEST_QUERIES rows of every span; place is the row's number in
-// its sequence. `spans` has the columns slot, start, rows, position. Grid: spans, NEWEST_QUERIES, blocks along heads * d.
+// kept[slot, place % NEWEST_QUERIES] = q[row], [heads, d] each, for the last NEWEST_QUERIES rows of every span; place
+// is the row's number in its sequence. `spans` has the columns slot, start, rows, position. Grid: spans,
+// NEWEST_QUERIES, blocks along heads * d.
 extern "C" __global__ void store_queries(const float* __restrict__ q, const i64 q_row, const i64 q_head,
                                         const int* __restrict__ spans, float* __restrict__ kept, const int heads,
                                         const int d) {

@@ -1,12 +1,12 @@
-// What one block of a product of few quantised rows does: for matmul_int8.cu, and for matmul_int8_pair.cu, which includes
-// this once for each of two formats. With CHAINS on tensor cores, where the target has them; no bit depends on it.
+// One block of a product of few quantised rows: for matmul_int8.cu, and for matmul_int8_pair.cu, which includes this
+// once for each of two types. With CHAINS, tensor cores multiply on targets that have them; the bits are the same.
 #ifdef CHAINS
 #include "mma_int8.h"
 #else
 #include "dot_int8.h"
 #endif
 
-// Features of a block, and its threads with the blocks that a multiprocessor is to hold: BLOCKS of 256 threads.
+// Features of a block; its threads, and the blocks that a multiprocessor should hold: BLOCKS of 256 threads.
 // Registers limit these. Trials on an H200 with two, three and four, us: 16 rows of Q4_K 34816 x 5120 38.4, 44.7 and
 // 60.4, 8 rows 33.5, 31.0 and 36.2, of 5120 x 17408 24.7, 17.3 and 23.8.
 #if defined(CHAINS) && LUCE_MMA_S8
@@ -31,10 +31,10 @@ LUCE_FN void product_int8(int block, const u8* __restrict__ weight, const u8* __
     const int bits = CHAINS == 8 ? 3 : 2;
 #else
     const u8* end = weight + rows * row_bytes(cols);
-    const auto meet = [&](int feature) {
-        return Meeting{weight + luce_min(feature0 + feature, rows - 1) * row_bytes(cols), end, {x, ROWS, 0}};
+    const auto operands = [&](int feature) {
+        return Operands{weight + luce_min(feature0 + feature, rows - 1) * row_bytes(cols), end, {x, ROWS, 0}};
     };
-    const float* partial = block_sums<ROWS, 2>(meet, 1, chain_bits, cols, shared);
+    const float* partial = block_sums<ROWS, 2>(operands, 1, chain_bits, cols, shared);
     const int bits = chain_bits;
 #endif
     const int stride = PARTIAL_STRIDE(FEATURES);

@@ -2,8 +2,8 @@
 // variants: KTYPE=BF16 VTYPE=BF16
 // variants: KTYPE=Q8_0 VTYPE=Q8_0,Q4_0
 // variants: KTYPE=Q4_0 VTYPE=Q4_0
-// Query, key and value heads between their product and attention: norms, rotation, and the writing of keys and values
-// into the page pools, rounded to their types. One kernel, as each of these takes less than a launch.
+// Query, key and value heads between their product and attention: norms, rotation, and writing keys and values to the
+// page pools, rounded to their types. One kernel, as each of these takes less time than a launch.
 #include "kv.h"
 
 #define WAVES 4
@@ -11,11 +11,11 @@
 #define MOST 512
 #define EACH (MOST / LUCE_LANES)
 
-// Rows of `heads` query heads and `kv_heads` key and value heads of d elements, each at its row and head stride. `norms`:
-// bits 0 to 2 say that queries, keys and values are divided by their root mean square and multiplied by q_norm, k_norm
-// and v_norm [d]. Then pair i < half of queries and keys, elements (i * step, i * step + gap), is turned by table [rows,
-// half]. Queries stay in place; keys and values go to row dest[row] of the pools, and with `keep` stay in place as well.
-// Grid: rows, ceil((heads + 2 kv_heads) / WAVES) blocks of WAVES waves; a wave has a head.
+// Rows of `heads` query heads and `kv_heads` key and value heads of d elements, each at its row and head stride.
+// `norms`: if bits 0, 1 and 2 are set, queries, keys and values are divided by their root mean square and multiplied by
+// q_norm, k_norm and v_norm [d]. Then pair i < half of queries and keys, elements (i * step, i * step + gap), is turned
+// by table [rows, half]. Queries stay in place; keys and values go to row dest[row] of the pools, and with `keep` stay
+// in place as well. Grid: rows, ceil((heads + 2 kv_heads) / WAVES) blocks of WAVES waves; a wave has a head.
 extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)
     prepare_heads(float* q, const i64 q_row, const i64 q_head, const float* __restrict__ q_norm, float* k,
                   const i64 k_row, const i64 k_head, const float* __restrict__ k_norm, float* v, const i64 v_row,

@@ -1,4 +1,4 @@
-// Rows of x as signed bytes, for the integer products of dot_int8.h.
+// Rows of x as int8, for the integer products of dot_int8.h.
 #include "activation.h"
 #include "quantise.h"
 
@@ -13,9 +13,9 @@ LUCE_FN void load4(const float* __restrict__ row, int column, int cols, float (&
     }
 }
 
-// x float32 [n, cols], rows x_stride apart, as quantise.h has them, with room for as many rows as the grid has; rows n,
-// n + 1, ... become zeros. cols is a multiple of 32.
-// Grid: (room, ceil(cols / 4 / the block's threads)).
+// x float32 [n, cols], rows x_stride apart, as `padded` quantised rows (quantise.h); rows n, n + 1, ... become zeros.
+// cols is a multiple of 32.
+// Grid: (padded, ceil(cols / 4 / the block's threads)).
 extern "C" __global__ void __launch_bounds__(256)
     quantise(const float* __restrict__ x, u8* __restrict__ to, const i64 x_stride, const int n, const int cols,
              const int wide) {

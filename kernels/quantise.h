@@ -1,72 +1,72 @@
-// Rows of x as signed bytes. Of the columns that share a scale, s = largest |x| / 127 and the values are round(x / s).
-// These are 128, a section, where weights have integer scales of which products with sections can be summed exactly
-// (the K formats: x is `wide`), and else 32, a block.
+// Rows of x as int8. For columns that share a scale s, s = largest |x| / 127 and the values are round(x / s). A section
+// of 128 columns shares a scale for weights with integer scales, whose products with a section can be summed exactly
+// (the K types: x is `wide`); otherwise a block of 32 columns does.
 //
-// Rows lie as products read them (dot_int8.h, mma_int8.h), with room for `room` of them. The last section may be shorter in
-// x; its values go on as zeros. A section is section_bytes:
-//   values  int8 [2, room, 64]
-//   scales  [room], of each row 16 bytes: where x is wide, s and the sums of the values of the four blocks, each as
+// The `padded` rows are in the order in which products read them (dot_int8.h, mma_int8.h). The last section may be
+// shorter in x; zeros fill it up. A section has section_bytes:
+//   values  int8 [2, padded, 64]
+//   scales  [padded], of each row 16 bytes: where x is wide, s and the sums of the values of the four blocks, each as
 //           32 * high + low, 0 <= low < 32: four lows, four highs (signed), s and a zero; else s of each block
-// Where tensor cores may meet them, which is at a room of 8 or 16, instead
-//   values  int8 [2, room, 4, 2, 2, 4]: of the eight words (four columns) of both blocks, [w, b, i] is word w + 4 i of
-//           block b, so that what a lane takes is 16 bytes
+// For 8 and 16 padded rows, which tensor cores may multiply, instead
+//   values  int8 [2, padded, 4, 2, 2, 4]: of the eight words (four columns) of both blocks, [w, b, i] is word w + 4 i of
+//           block b, so that a lane reads 16 bytes
 //   scales  wide:
-//             bytes [room, 2, 4]            of a row four lows, four highs
-//             halves [8, 4, room / 8, 2]    [g, b, c] is 32 * high and low of block b of row 8 c + g
-//             floats [4, room / 8, 2]       [t, c, i] is s of row 8 c + 2 t + i
+//             bytes [padded, 2, 4]            of a row four lows, four highs
+//             fp16   [8, 4, padded / 8, 2]    [g, b, c] is 32 * high and low of block b of row 8 c + g
+//             floats [4, padded / 8, 2]       [t, c, i] is s of row 8 c + 2 t + i
 //           else such floats of each block
 #pragma once
 #include "reduce.h"
 
 #define SECTION 128
 
-LUCE_FN bool in_eights(int room) { return room == 8 || room == 16; }
-LUCE_FN int section_bytes(int room, bool wide) { return room * (SECTION + (wide && in_eights(room) ? 28 : 16)); }
+LUCE_FN bool in_eights(int padded) { return padded == 8 || padded == 16; }
+LUCE_FN int section_bytes(int padded, bool wide) { return padded * (SECTION + (wide && in_eights(padded) ? 28 : 16)); }
 // In a section: 64 columns of a row; wide, its sums, the halves of one of its blocks, its scale; else a block's scale.
-LUCE_FN int values_place(int half, int row, int room) { return (half * room + row) * 64; }
-LUCE_FN int sums_place(int row, int room) { return room * SECTION + row * (in_eights(room) ? 8 : 16); }
-LUCE_FN int halves_place(int row, int block, int room) {
-    return room * (SECTION + 8) + ((row % 8 * 4 + block) * (room / 8) + row / 8) * 4;
+LUCE_FN int values_place(int half, int row, int padded) { return (half * padded + row) * 64; }
+LUCE_FN int sums_place(int row, int padded) { return padded * SECTION + row * (in_eights(padded) ? 8 : 16); }
+LUCE_FN int halves_place(int row, int block, int padded) {
+    return padded * (SECTION + 8) + ((row % 8 * 4 + block) * (padded / 8) + row / 8) * 4;
 }
-LUCE_FN int eights_place(int row, int room) { return ((row % 8 / 2 * (room / 8) + row / 8) * 2 + row % 2) * 4; }
-LUCE_FN int scale_place(int row, int room) {
-    return in_eights(room) ? room * (SECTION + 24) + eights_place(row, room) : sums_place(row, room) + 8;
+LUCE_FN int eights_place(int row, int padded) { return ((row % 8 / 2 * (padded / 8) + row / 8) * 2 + row % 2) * 4; }
+LUCE_FN int scale_place(int row, int padded) {
+    return in_eights(padded) ? padded * (SECTION + 24) + eights_place(row, padded) : sums_place(row, padded) + 8;
 }
-LUCE_FN int block_scale_place(int row, int block, int room) {
-    return room * SECTION + (in_eights(room) ? block * room * 4 + eights_place(row, room) : row * 16 + block * 4);
+LUCE_FN int block_scale_place(int row, int block, int padded) {
+    return padded * SECTION + (in_eights(padded) ? block * padded * 4 + eights_place(row, padded) : row * 16 + block * 4);
 }
 
-// Where rows go; a room of 0 says that none do.
+// The quantised rows to write; without any, `padded` is 0.
 struct Bytes {
     u8* to;
-    int room, wide;
+    int padded, wide;
 };
 
 // Four columns from `column` on, a multiple of 4: their values, from the first in the lowest byte. Where a block begins
 // the sum of its values too, and its scale.
 LUCE_FN void put_columns(u32 word, i32 sum, float scale, int column, int row, const Bytes& bytes) {
-    const int room = bytes.room;
-    u8* const to = bytes.to + (i64)(column / SECTION) * section_bytes(room, bytes.wide);
+    const int padded = bytes.padded;
+    u8* const to = bytes.to + (i64)(column / SECTION) * section_bytes(padded, bytes.wide);
     const int place =
-        in_eights(room) ? column % 16 / 4 * 16 + column % 64 / 32 * 8 + column % 32 / 16 * 4 : column % 64;
-    *reinterpret_cast<u32*>(to + values_place(column % SECTION / 64, row, room) + place) = word;
+        in_eights(padded) ? column % 16 / 4 * 16 + column % 64 / 32 * 8 + column % 32 / 16 * 4 : column % 64;
+    *reinterpret_cast<u32*>(to + values_place(column % SECTION / 64, row, padded) + place) = word;
     if (column % 32) return;
     const int block = column % SECTION / 32;
     if (!bytes.wide) {
-        *reinterpret_cast<float*>(to + block_scale_place(row, block, room)) = scale;
+        *reinterpret_cast<float*>(to + block_scale_place(row, block, padded)) = scale;
         return;
     }
     const i32 low = sum & 31;
-    u8* const sums = to + sums_place(row, room);
+    u8* const sums = to + sums_place(row, padded);
     sums[block] = (u8)low;
     sums[block + 4] = (u8)(sum >> 5);
-    if (in_eights(room)) {
-        *reinterpret_cast<u32*>(to + halves_place(row, block, room)) =
+    if (in_eights(padded)) {
+        *reinterpret_cast<u32*>(to + halves_place(row, block, padded)) =
             (u32)luce_f16((float)(sum - low)).bits | (u32)luce_f16((float)low).bits << 16;
     } else if (block == 0) {
         *reinterpret_cast<u32*>(sums + 12) = 0;
     }
-    if (block == 0) *reinterpret_cast<float*>(to + scale_place(row, room)) = scale;
+    if (block == 0) *reinterpret_cast<float*>(to + scale_place(row, padded)) = scale;
 }
 
 // Whether `column` belongs to a section of a row of `cols` columns; beyond cols its value is zero.

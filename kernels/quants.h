@@ -1,14 +1,15 @@
 // GGUF block formats: -DQTYPE=Q4_K (any name below) picks one, and this header then defines how a row is read.
 //
-// A row is cut into units of UNIT elements, the piece that one thread unpacks at a time: as many as 16 neighbouring bytes
-// hold. A unit's elements are RUNS runs of RUN neighbours, STEP columns apart, because the low and the high bits of one
-// byte belong to distant columns. Element e of unit u stands in column unit_column(u) + e / RUN * STEP + e % RUN.
+// A row is cut into units of UNIT elements, the piece that one thread unpacks at a time: as many as 16 neighbouring
+// bytes hold. A unit's elements are RUNS runs of RUN neighbours, STEP columns apart, because the low and the high bits
+// of one byte belong to distant columns. Element e of unit u stands in column unit_column(u) + e / RUN * STEP + e %
+// RUN.
 //
-// `fetch` loads a unit as it lies in memory, `unpack_run` makes numbers of a run of it, `unpack` is both. A kernel that
-// fetches early has the loads under way while it computes.
+// `fetch` loads a unit as it is in memory, `unpack_run` dequantises a run of it, `unpack` does both. A kernel that
+// fetches early computes while the loads are in flight.
 //
-// Formats as in the gguf package, and exactly its float32 values for finite scales: each scale times its integers has at
-// most 24 significant bits, so these products are exact, and fused with an addition they give the same value.
+// Formats as in the gguf package, and exactly its float32 values for finite scales: each scale times its integers has
+// at most 24 significant bits, so these products are exact, and fused with an addition they give the same value.
 #ifndef QUANTS_H
 #define QUANTS_H
 #include "gpu.h"
@@ -31,7 +32,7 @@
 #define BF16 30
 
 #if QTYPE == F32
-#define BLOCK 4  // not a block of the file: what a thread reads at once
+#define BLOCK 4  // not a block of the file: the values that a thread reads at once
 #define BLOCK_BYTES 16
 #elif QTYPE == F16 || QTYPE == BF16
 #define BLOCK 8
@@ -74,7 +75,7 @@
 #endif
 
 #if BLOCK < 32
-#define PLAIN 1  // elements are numbers of their own: a row may have any length, and its last unit may be cut short
+#define PLAIN 1  // elements are plain numbers: a row may have any length, and its last unit may be cut short
 #define RUNS 1
 #define RUN BLOCK
 #define STEP 0
@@ -109,9 +110,10 @@ LUCE_FN int unit_column(int unit) {
     return unit / inner * SPAN + unit % inner * RUN;
 }
 
-// COUNT words from `from` on, which lies in a block where a field is as aligned as the block itself: blocks are multiples
-// of 2, 4, 8 or 16 bytes. The widest loads are the fewest, and a lane's load costs what a wave's costs that meets as many
-// lines: blocks of 18, 34, 110 or 210 bytes are read as the aligned words that they lie across, never beyond the field.
+// COUNT words from `from` on, which lies in a block where a field is as aligned as the block itself: blocks are
+// multiples of 2, 4, 8 or 16 bytes. The widest loads are the fewest, and a lane's load costs what a wave's costs that
+// meets as many lines: blocks of 18, 34, 110 or 210 bytes are read as the aligned words that they lie across, never
+// beyond the field.
 template <int COUNT> LUCE_FN void read_words(const u8* from, u32* to) {
 #if BLOCK_BYTES % 16 == 0
     if (COUNT % 4 == 0) {
@@ -149,8 +151,8 @@ template <int COUNT> LUCE_FN void read_words(const u8* from, u32* to) {
 #endif
 }
 
-// What memory holds of a unit. `words` are the elements' bits, `upper` further bits of theirs, `scales` what the block's
-// scales are made of.
+// A unit as in memory. `words` are the elements' bits, `upper` their further bits, `scales` the bits of the block's
+// scales.
 struct Packed {
 #if PLAIN
     u32 words[4];
@@ -175,8 +177,8 @@ struct Packed {
 #endif
 };
 
-// Unit `unit` of the row at `row`. `left` is the number of columns from the unit's first one to the row's end: beyond it
-// plain formats give zeros and read nothing.
+// Unit `unit` of the row at `row`. `left` is the number of columns from the unit's first one to the row's end: beyond
+// it plain formats give zeros and read nothing.
 LUCE_FN void fetch(const u8* __restrict__ row, int unit, int left, Packed& packed) {
     const u8* block = row + (i64)(unit / UNITS) * BLOCK_BYTES;
 #if PLAIN
@@ -241,7 +243,7 @@ LUCE_FN void fetch(const u8* __restrict__ row, int unit, int left, Packed& packe
 LUCE_FN float half_of(u32 word, int side) { return luce_f32(f16_t{(u16)(word >> (side * 16))}); }
 
 #if QTYPE == IQ4_NL || QTYPE == IQ4_XS
-// The 16 levels as bytes of two words: a table in memory would cost a load per element.
+// The 16 levels as bytes of two words: a table in memory would need a load per element.
 LUCE_FN float level(u32 index) {
     const u64 low = 0xf6eaddcfbfad9881ull;   // -127 -104 -83 -65 -49 -35 -22 -10
     const u64 high = 0x7159453526190d01ull;  // 1 13 25 38 53 69 89 113
@@ -250,7 +252,8 @@ LUCE_FN float level(u32 index) {
 #endif
 
 // w[i] = scale * q[i] + offset, for the four numbers q that lie `shift` bits up in the bytes of `word`, under `mask` in
-// the lowest. They are not shifted down: that is left to the scale, and saves an instruction of four. It is exact.
+// the lowest. They are not shifted down: the scale
+// makes up for that, exactly, which saves one instruction of four.
 LUCE_FN void scaled(u32 word, u32 mask, int shift, float scale, float offset, float* __restrict__ w) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {

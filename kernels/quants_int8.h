@@ -1,4 +1,4 @@
-// GGUF block formats as signed bytes times scales, for integer products: -DQTYPE=Q4_K (any name below) picks one.
+// GGUF quant blocks as int8 times scales, for integer products: -DQTYPE=Q4_K (any name below) picks one.
 //
 // A row is cut into units of UNIT_COLS columns (the last one may be shorter where a block has 32), a unit into groups
 // of GROUP columns with one scale. With q the signed bytes that set_words gives,
@@ -49,7 +49,7 @@ struct Unit {
 // begin at multiples of 16, the sum is a multiple of COUNT words (of four, if more).
 template <int COUNT> LUCE_FN void unit_words(const Unit& unit, int offset, int more, u32 (&words)[COUNT]) {
 #if ODD_UNITS
-    // Each word is made of the halves of two neighbours, or is one of them.
+    // Each word joins the halves of two neighbours, or is one of them.
     const u32* from;
     u32 shift = unit.shift;
     if (offset % 4 == 0) {
@@ -94,7 +94,8 @@ LUCE_FN u32 high_bytes(u32 bits) { return (bits & 0xf0f0f0f0u) ^ 0x80808080u; }
 LUCE_FN u32 flipped(u32 high) {
     high ^= 0xaaaaaaaau;
 #if defined(__CUDA_ARCH__)
-    asm("" : "+r"(high));  // or it is done for each block again, with a constant that takes an instruction more
+    // Otherwise the compiler does it again for each block, with a constant that takes one more instruction.
+    asm("" : "+r"(high));
 #endif
     return high;
 }
@@ -115,7 +116,7 @@ LUCE_FN float block_scale(const Unit& unit, int block) {
 }
 #endif
 
-// The words of the first `groups` groups of a set: fewer than all only where a unit may be cut short.
+// The words of the first `groups` groups of a set: fewer than all only if a unit may be cut short.
 LUCE_FN void set_words(const Unit& unit, int set, int groups, u32 (&w)[SET_GROUPS][GROUP_WORDS]) {
 #if QTYPE == Q6_K
     u32 low[2][4], high[4];

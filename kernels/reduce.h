@@ -1,9 +1,9 @@
 // Sums and maxima over the lanes of a wave and over the threads of a block, in a fixed order.
 //
-// The order depends on LUCE_LANES and on the block's size alone: not on the grid, nor on which block it is. So a row that
-// is reduced by one block has the same bits whatever other rows the launch holds (row invariance). Results differ in the
-// last bits between 32 and 64 lanes and between block sizes: choose a block size from the row's length, never from the
-// number of rows. Each thread brings its own partial result, summed over elements thread, thread + threads, ...
+// The order depends on LUCE_LANES and on the block's size alone: neither on the grid nor on the block's place in it. So
+// a row that one block reduces has the same bits whatever other rows the launch has (row invariance). Results differ in
+// the last bits between 32 and 64 lanes and between block sizes: choose a block size from the row's length, never from
+// the number of rows. Each thread passes its own partial result, summed over elements thread, thread + threads, ...
 #pragma once
 #include "gpu.h"
 
@@ -26,7 +26,7 @@ template <int WIDTH = LUCE_LANES, typename T, typename Op> LUCE_FN T luce_lane_r
     return value;
 }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-// Integers of a whole wave in one instruction: their order is of no matter.
+// Integers of a whole wave in one instruction: their order has no effect.
 template <int WIDTH> LUCE_FN i32 luce_lane_reduce(i32 value, luce_add op) {
     if (WIDTH == LUCE_LANES) return __reduce_add_sync(0xffffffffu, value);
     return luce_lane_reduce<WIDTH, i32, luce_add>(value, op);
@@ -54,7 +54,7 @@ template <typename T, typename Op> LUCE_FN T luce_block_reduce(T value, Op op) {
     luce_sync();
     value = partial[0];
     for (int wave = 1; wave < waves; wave++) value = op(value, partial[wave]);
-    luce_sync();  // or the next call would overwrite what a slower wave still reads
+    luce_sync();  // otherwise the next call would overwrite values that a slower wave still reads
     return value;
 }
 template <typename T> LUCE_FN T luce_block_sum(T value) { return luce_block_reduce(value, luce_add()); }

@@ -1,8 +1,8 @@
 // Angles of the rotary position embedding. Grid: x rows, y blocks along a row.
 #include "gpu.h"
 
-// cos and sin of position * frequency. In double: a float product is off by 0.016 at position 262144. Cards that are
-// slow in double do not mind, it is `half` angles per row and step.
+// cos and sin of position * frequency. In double: a float product is off by 0.016 at position 262144. That is
+// fast enough on GPUs that are slow in double: `half` angles per row and step.
 extern "C" __global__ void rope_table(float2* __restrict__ table, const int* __restrict__ positions,
                                       const int position_stride, const double* __restrict__ frequencies,
                                       const int* __restrict__ axes, const int half, const float magnitude) {

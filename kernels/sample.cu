@@ -1,7 +1,7 @@
-// The largest logit of a row, in two steps: many blocks each take a part of the row, then one joins their findings.
+// The largest logit of a row, in two steps: many blocks each take a part of the row, then one joins their results.
 //
 // "Better" is a total order (a number before NaN, the larger number, the lower index), so the result depends neither on
-// the parts nor on the order in which candidates meet.
+// the parts nor on the order in which candidates are compared.
 #include "reduce.h"
 
 struct Candidate {

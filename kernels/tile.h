@@ -1,12 +1,12 @@
-// Products of many rows with a weight matrix: what a block does for one tile of results, TILE_ROWS x TILE_FEATURES.
-// matmul_tile.cu and moe_matmul.cu differ in which rows make a tile.
+// Products of many rows with a weight matrix: one tile of results, TILE_ROWS x TILE_FEATURES, by one block.
+// matmul_tile.cu and moe_matmul.cu differ in the rows that form a tile.
 //
-// x comes as halves with a scale per row (fp16.cu), for weights in F32 as it is. A result is a sum over the columns in an
-// order that the format and the number of columns alone decide.
+// x is fp16 with a scale per row (fp16.cu), for weights in F32 float32. A result is a sum over the columns in an order
+// that the type and the number of columns alone determine.
 //
 // With tensor cores (LUCE_MMA_F16) a wave owns 32 features and all rows of the tile. Its weights go from memory to the
-// registers that the multiplication wants: the products of a sum may be taken in any order, so a lane unpacks whole units
-// of its rows of weights, and reads x, which lies in shared memory, at the columns that these units happen to hold.
+// registers of the multiplication: the products of a sum may have any order, so a lane dequantises whole units of its
+// rows of weights, and reads x, from shared memory, at the columns of these units.
 #pragma once
 #include "mma.h"
 #include "quants.h"
@@ -15,8 +15,8 @@
 #define TILE_ROWS 64
 #define TILE_FEATURES 128
 
-// A third block on a multiprocessor hides more of the loads' time than registers for loading ahead save: 9% less for
-// experts of 8192 rows (H200).
+// A third block on a multiprocessor hides more latency than registers for early loads would: 9% less time for experts
+// of 8192 rows (H200).
 #if LUCE_MMA_F16 && QTYPE != F32
 #define TENSOR_CORES 1
 #define TILE_BOUNDS __launch_bounds__(TILE_THREADS, 3)
@@ -53,9 +53,10 @@ struct Tile {
 static_assert(TILE_FEATURES == TILE_THREADS / 32 * WAVE_FEATURES, "a wave owns its features alone");
 static_assert(SLICE % SPAN == 0 && SLICE % (4 * UNIT) == 0, "units do not cross slices");
 
-// Rows lie 256 bytes apart. Exchanging a row's chunks lets the eight lanes that load of two rows at a time meet all banks:
-// the chunks that the four lanes of a row want differ in two of the lowest four bits of their numbers, which two depends on
-// STEP. The fourth bit goes to the first, which chooses a bank, and the row's parity to the one that is left.
+// Rows lie 256 bytes apart. Exchanging a row's chunks lets the eight lanes that load of two rows at a time meet all
+// banks: the chunks that the four lanes of a row want differ in two of the lowest four bits of their numbers, which two
+// depends on STEP. The fourth bit goes to the first, which chooses a bank, and the row's parity to the one that is
+// left.
 LUCE_FN int place(int row, int chunk) {
     return row * CHUNKS + (chunk ^ (chunk >> 3 & 1) ^ (row & 1) << (STEP == 16 ? 1 : 2));
 }
@@ -96,7 +97,7 @@ template <int BLOCKS> LUCE_FN void multiply(const Tile& tile, uint4 (*xs)[TILE_R
     const u8* feature[LANE_FEATURES];
 #pragma unroll
     for (int f = 0; f < LANE_FEATURES; f++) {
-        // Features beyond the last repeat it, and are not written.
+        // Features beyond the last repeat it, and their results are not written.
         feature[f] = tile.weight + luce_min(own + f * 8, tile.rows - 1) * row_bytes(tile.cols);
     }
     float sum[LANE_FEATURES / 2][BLOCKS][4];
@@ -115,7 +116,7 @@ template <int BLOCKS> LUCE_FN void multiply(const Tile& tile, uint4 (*xs)[TILE_R
     int now = 0;
     for (int column = tile.begin; column < tile.end; column += SLICE) {
         luce_copy_wait<0>();
-        // This slice is there for all, and all have done with the one before.
+        // This slice has arrived for all threads, and all have read the previous one.
         luce_sync();
         stage<BLOCKS>(tile, xs[now ^ 1], column + SLICE);
 #pragma unroll
@@ -239,7 +240,7 @@ LUCE_FN void tile_products(const Tile& tile) {
             }
         }
         luce_sync();
-        // Whole waves skip what a tile lacks.
+        // Whole waves skip the rows and features that a tile lacks.
         if (my_row < tile.count) {
 #pragma unroll 4
             for (int k = 0; k < DEPTH; k++) {

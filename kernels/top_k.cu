@@ -1,8 +1,8 @@
-// The K largest logits of a row in order, in rounds: many blocks each take a part of the row, then fewer take what
-// these left, until one block took all.
+// The K largest logits of a row in order, in rounds: many blocks each take a part of the row, then fewer blocks
+// take their results, until one block has taken all.
 //
 // A logit and its index make one 64-bit key, so that the order is total: the larger logit, then the lower index; NaN is
-// above everything. The result depends neither on the parts nor on the order in which keys meet.
+// above everything. The result depends neither on the parts nor on the order of comparisons.
 #include "gpu.h"
 
 #define K 64

@@ -1,6 +1,6 @@
 // Products of a group of four waves.
 //
-// LUCE_WGMMA is 1 where such groups multiply matrices in shared memory: on sm_90a, and on the host if asked for.
+// LUCE_WGMMA is 1 if such groups multiply matrices in shared memory: on sm_90a, and on the host on request.
 #pragma once
 #include "mma.h"
 
@@ -16,12 +16,12 @@
 // bytes, one after the other from a multiple of 1024 on; chunk c of 16 bytes of row r lies in the place c ^ r % 8. Of c
 // [64, 64] the group's wave w has rows 16w and on, in the layout of luce_mma_f16 with c[i] columns 8i and on.
 //
-//   luce_wgmma_fence()       first: registers and shared memory are as the products shall find them
+//   luce_wgmma_fence()       first: registers and shared memory are ready for the products
 //   luce_wgmma(c, a, b)      c += a b^T, 16 columns of 64 rows each at the addresses a and b
 //   luce_wgmma(c, words, b)  c += a b, a [16w.., 16] as luce_mma_f16 has it, 16 rows of 64 columns at the address b
 //   luce_wgmma_wait()        last: c holds the results
 //
-// Threads that wrote to shared memory make it known by luce_wgmma_share before the barrier.
+// Threads that wrote to shared memory call luce_wgmma_share before the barrier.
 #if defined(LUCE_HOST)
 
 LUCE_FN void luce_wgmma_share() {}

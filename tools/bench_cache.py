@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""What the prefix cache saves and costs: a model's prompts read, resumed from devices, host memory and disk.
+"""Times of the prefix cache: a model's prompts are read, and resumed from devices, host memory and disk.
 
     tools/bench_cache.py MODEL [--tokens 32768] [--json]
 
-Prompts are random ids, greedy. Times are from the call to the first and to the second token, as the caller sees them:
-the first one after a full hit needs no step, so copies may still be on their way.
+Prompts are random ids, decoding is greedy. Times are those from the call to the first and to the second token for the
+caller: the first token after a full hit needs no step, so copies may still be running.
 
     read          the prompt is new
-    device        again: its pages are still on the devices
-    memory        after another prompt took the devices' pages: everything comes from host memory
-    disk          in a new engine, from files in the page cache
-    save          the seconds until the prompt and its reply were on the disk, behind the reply
-    decode        tokens per second while a prompt is being written behind them, and while nothing is
+    device        the prompt again: its pages are still on the devices
+    memory        the prompt after another one has taken the devices' pages: all pages come from host memory
+    disk          the prompt in a new engine, from files in the page cache of the system
+    save          seconds from the end of the reply until prompt and reply are on the disk
+    decode        tokens per second while a prompt is written to disk in the background, and without that
     turns         a chat: time to the first token, the prompt's new tokens, and bytes written, of each turn
 
-Replies of all ways must be the same tokens; the exit status is 1 if they are not.
+All replies must have the same tokens; otherwise the exit status is 1.
 """
 
 from __future__ import annotations
@@ -37,20 +37,24 @@ import luce
 from luce.kvcache.disk.tier import DiskTier
 
 _REPLY = 16
-#: a chat's replies, and what is said after each: kernels depend on the number of rows
+#: tokens of a chat's replies, and of the user's turns: kernels depend on the number of rows
 _SAID, _ASKED = 48, (200, 8, 24, 48, 90, 160, 300, 600, 24, 200)
-#: tokens of the sequence that decodes beside a save, and most of its reply
+#: tokens of the prompt that decodes beside a save, and of its longest reply
 _SHORT, _BESIDE = 600, 1500
 
 
 @dataclass
 class Reply:
-    """`first`, `second`: seconds to these tokens; `times`: when each token came."""
+    """A greedy reply and its times."""
 
     tokens: list[int]
+    #: seconds to the first token
     first: float
+    #: seconds to the second token
     second: float
+    #: the time of each token
     times: list[float]
+    #: prompt tokens from the cache
     cached: int
     tier: str
 
@@ -78,14 +82,14 @@ def disk_of(model: luce.Model) -> DiskTier:
 
 
 def idle(model: luce.Model) -> bool:
-    """Whether all that is to be written is written."""
+    """Whether no write is pending."""
     cache = model.engine.cache
     assert cache is not None and cache.saver is not None
     return not cache.saver.busy
 
 
 def wait(condition: Callable[[], bool], seconds: float) -> float:
-    """Seconds until a condition holds."""
+    """Wait until a condition holds, at most `seconds`; returns the seconds waited."""
     started = time.perf_counter()
     while not condition() and time.perf_counter() - started < seconds:
         time.sleep(0.001)
@@ -98,7 +102,7 @@ def written(model: luce.Model) -> int:
 
 
 class Bench:
-    """The measurements, in order; `report` grows with each."""
+    """The measurements, in order; each adds to `report`."""
 
     def __init__(self, path: str, directory: Path, tokens: int, options: dict[str, Any]) -> None:
         self._path = path
@@ -112,7 +116,7 @@ class Bench:
 
     @contextlib.contextmanager
     def load(self, parallel: int) -> Iterator[luce.Model]:
-        """The model over the directory, with room for `parallel` prompts."""
+        """The model with the cache directory, for `parallel` prompts."""
         chat = self._first + sum(_SAID + asked for asked in _ASKED)
         context = max(self._tokens, chat, _SHORT + _BESIDE) + 64
         options = {"max_ctx": context, "parallel": parallel, "kv_cache_budget": 1 << 16, **self._options}
@@ -167,7 +171,7 @@ class Bench:
             self._note("disk", ask(model, prompt, _REPLY), cold)
 
     def beside(self) -> None:
-        """Decoding while a prompt is written, and while nothing is."""
+        """Decoding while a prompt is written to disk, and afterwards."""
         with self.load(2) as model:
             short = self.ids(_SHORT)
             ask(model, short, 64)
@@ -196,7 +200,7 @@ class Bench:
             }
 
     def turns(self) -> None:
-        """A chat, each turn behind a pause in which everything is written."""
+        """A chat; before each turn a pause in which all writes finish."""
         with self.load(1) as model:
             history: list[int] = self.ids(self._first)
             turns = []
@@ -226,7 +230,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--cache-ram", type=int, default=16384, help="MiB")
     parser.add_argument("--target-devices", default="auto")
-    parser.add_argument("--parts", default="tiers,beside,turns", help="which measurements")
+    parser.add_argument("--parts", default="tiers,beside,turns", help="measurements, comma-separated")
     parser.add_argument("--directory", type=Path, help="for snapshots; a temporary one by default")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Speed of the kernels on a GPU, each beside the rate at which the same GPU copies memory.
+"""Speed of the kernels on a GPU, relative to the rate at which the same GPU copies memory.
 
     tools/bench_kernels.py                    every case
     tools/bench_kernels.py matvec --json      one family, for another program
 
 A case is one op on one shape, as the models call it, with copies of its data that together are larger than the
-second-level cache. Its calls go round the copies in a captured graph, so that launches from Python do not count; what
-is left of a launch, about 1 us, does. Calls of a BLAS library cannot be captured, and are queued one by one. Times are
-medians of `--repeat` graphs, by device events. The share is the bytes that the op must move at least, divided by its
+second-level cache. A captured graph holds its calls, each on another copy, so that launches from Python do not count;
+the rest of a launch, about 1 us, does. Calls of a BLAS library are not captured but queued one by one. Times are
+medians of `--repeat` graphs, by device events. The share is the least bytes that the op has to move, divided by its
 time and by the bytes per second of a device copy (read and written).
 
 A family is a generator of cases below, under `@family`.
@@ -54,15 +54,16 @@ _MIN_SECONDS = 2e-3
 
 @dataclass(frozen=True)
 class Case:
-    """`calls` do the same work on different copies of the data; one moves at least `nbytes` and does `flops`.
-
-    captured: whether a graph can hold them.
-    """
+    """One op on one shape."""
 
     name: str
+    #: the same work on different copies of the data
     calls: Sequence[Callable[[], object]]
+    #: least bytes that a call has to move
     nbytes: int
+    #: floating-point operations of a call
     flops: int = 0
+    #: whether a graph can hold the calls
     captured: bool = True
 
 
@@ -77,13 +78,12 @@ def family(make: Family) -> Family:
 
 
 def copies(nbytes: int) -> int:
-    """How many copies of `nbytes` leave nothing of the first in a cache when the last was used."""
+    """The number of copies of `nbytes` that push the first out of the caches."""
     return min(_MOST_COPIES, max(2, -(-_COLD // nbytes)))
 
 
 def random_blocks(device: Device, rows: int, cols: int, type: GGMLQuantizationType, rng: np.random.Generator) -> Array:
-    """uint8 [rows, row bytes] of a format: any bits, with scales that stay finite (their high bytes are those of
-    halves below 2^-5)."""
+    """uint8 [rows, row bytes] of a type: random bits, with finite scales (fp16 numbers below 2^-5)."""
     elements, size = gguf.GGML_QUANT_SIZES[type]
     data = rng.integers(0, 256, (rows, cols // elements, size), np.uint8)
     for at in _SCALES.get(type.name, ()):
@@ -93,7 +93,7 @@ def random_blocks(device: Device, rows: int, cols: int, type: GGMLQuantizationTy
     return device.upload(data.reshape(rows, -1))
 
 
-#: byte offsets of the half-precision fields of a block
+#: byte offsets of the fp16 fields of a quant block
 _SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
@@ -101,7 +101,7 @@ _SCALES = {
 
 
 def elements_high(type: GGMLQuantizationType) -> int:
-    """Offset of the byte with sign and exponent of an element of a plain format."""
+    """Offset of the byte with sign and exponent in an element of a plain type."""
     return 3 if type.name == "F32" else 1
 
 
@@ -142,7 +142,7 @@ def experts_few(device: Device) -> Iterator[Case]:
         for n in (1, 4, 16):
             x = quantise(device, normal(device, n, hidden), SECTION)
             weight, gate = normal(device, n, used), normal(device, n, 1)
-            # Other experts each time: together far more than a cache holds.
+            # Other experts in each call: together they exceed every cache.
             picks = [np.stack([rng.permutation(count)[:used] for _ in range(n)]) for _ in range(16)]
             ids = [device.upload(pick.astype(np.int32)) for pick in picks]
             calls = [partial(expert_mlp, device, x, i, weight, chosen, "silu", shared, gate) for i in ids]
@@ -211,7 +211,7 @@ def attend(device: Device) -> Iterator[Case]:
 
 @family
 def rows(device: Device) -> Iterator[Case]:
-    """What goes over whole rows between the products: norms, and the choice of a token."""
+    """Ops on whole rows between the products: norms, and the choice of a token."""
     for n, d in ((1, 5120), (16, 5120), (2048, 5120), (1, 2048), (2048, 2048)):
         weight = normal(device, d)
         pairs = [(normal(device, n, d), normal(device, n, d)) for _ in range(copies(8 * n * d))]
@@ -232,7 +232,7 @@ def random_weights(device: Device, name: str, rows: int, cols: int) -> list[Weig
 
 
 @family
-def matmul_many(device: Device) -> Iterator[Case]:
+def matmul_prefill(device: Device) -> Iterator[Case]:
     """Products of many rows: matrices of qwen35 27B."""
     for name, rows, cols in (("Q4_K", 34816, 5120), ("Q4_K", 5120, 17408), ("Q6_K", 5120, 17408), ("Q8_0", 5120, 6144)):
         weights = random_weights(device, name, rows, cols)

@@ -1,18 +1,18 @@
 """Compile every kernel variant for every target without a GPU, and print one table.
 
     python -m tools.build_kernels                     all variants for a few representative targets
-    python -m tools.build_kernels --ci                these, and of the other targets what differs
+    python -m tools.build_kernels --ci                these, and the differing variants for all other targets
     python -m tools.build_kernels --all               all variants for all targets
     python -m tools.build_kernels --target sm_90a --source norm
     python -m tools.build_kernels --target sm_90a --cache
-                                                      all variants for one GPU, kept where Luce finds them
+                                                      all variants for one GPU, stored in the cache of Luce
 
 Three compilers: NVRTC (PyPI nvidia-cuda-nvrtc), the HIP runtime's hiprtc (Debian libamdhip64-5, libhiprtc-builtins5),
 and clang for the targets that hiprtc 5.2 does not know (clang-19, headers of libamdhip64-dev). A cell shows the most
-registers that a kernel takes, `s` spilled (bytes on NVIDIA, registers on AMD), `m` bytes of static shared memory.
+registers of its kernels, `s` spilled (bytes on NVIDIA, registers on AMD), `m` bytes of static shared memory.
 
-Targets for which the preprocessor leaves the same text differ in the last stages of the compiler only. So --ci compiles
-every value of every define once for each such text, dealt out to its targets, and each source for each target.
+Targets whose sources preprocess to the same text differ only in the last stages of the compiler. So --ci compiles every
+value of every define once for each such text, distributed over its targets, and each source for each target.
 """
 
 from __future__ import annotations
@@ -44,20 +44,18 @@ CLANG = "clang-19"
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture and who compiles for it.
-
-    text: equal for those whose sources are the same once the preprocessor has run.
-    usual: among the few of a run without --all, one for each compiler.
-    """
+    """An architecture and its compiler."""
 
     compiler: str
     arch: str
+    #: equal for targets whose sources preprocess to the same text
     text: str
+    #: whether a run without --all compiles for it: one target for each compiler
     usual: bool = False
 
     @property
     def vendor(self) -> Vendor:
-        """Whose GPU it is."""
+        """The vendor of the GPU."""
         return "cuda" if self.compiler == "nvrtc" else "hip"
 
     @property
@@ -86,7 +84,7 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Result:
-    """One build for one target; `error` is None if it compiled. Counts are 0 where the compiler tells nothing."""
+    """One build for one target; `error` is None if it compiled. Counts that the compiler does not report are 0."""
 
     build: KernelBuild
     target: Target
@@ -106,7 +104,7 @@ class Result:
 
 
 def missing(name: str) -> str | None:
-    """Why a compiler cannot be used here, None if it can."""
+    """The reason why this machine lacks a compiler, None if it has it."""
     if name == "nvrtc":
         return None if compiler.load("cuda") else "no libnvrtc (pip install nvidia-cuda-nvrtc)"
     if name == "hiprtc":
@@ -159,7 +157,7 @@ def precompile(target: Target, folder: Path) -> Path:
 
 
 def build_one(build: KernelBuild, target: Target, header: Path | None, keep: bool = False) -> Result:
-    """Compile one variant for one target; keep an NVIDIA target's module in the user's cache if asked to."""
+    """Compile one variant for one target; with `keep`, store an NVIDIA target's module in the user's cache."""
     started = time.monotonic()
     if header is not None:
         return _clang(build, target, header, started)
@@ -189,7 +187,7 @@ def build_all(tasks: Sequence[tuple[KernelBuild, Target]], jobs: int, *, keep: b
         targets = dict.fromkeys(target for _, target in tasks if target.compiler == "clang")
         headers = {target: precompile(target, Path(folder)) for target in targets}
         calls = [(build, target, headers.get(target), keep) for build, target in tasks]
-        # Not forked: the compilers keep threads of their own.
+        # Not forked: the compilers have their own threads.
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
             return list(pool.map(build_one, *zip(*calls, strict=True), chunksize=4))
@@ -213,7 +211,7 @@ def covering(builds: Sequence[KernelBuild]) -> list[KernelBuild]:
 
 
 def differing(targets: Sequence[Target], builds: Sequence[KernelBuild]) -> list[tuple[KernelBuild, Target]]:
-    """What --ci compiles for targets of one text."""
+    """The builds of --ci for targets of one text."""
     each = {build.source: build for build in builds}.values()
     others = [target for target in targets if not target.usual]
     dealt = covering(builds) if len(others) == len(targets) else []
@@ -224,7 +222,7 @@ def differing(targets: Sequence[Target], builds: Sequence[KernelBuild]) -> list[
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Builds by targets."""
+    """A table of builds by targets."""
     targets = list(dict.fromkeys(result.target for result in results))
     cells = {(result.build, result.target): result.cell for result in results}
     shown = Table("kernel")
@@ -244,7 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=[t.arch for t in TARGETS], help="only these (repeatable)")
     parser.add_argument("--source", action="append", choices=kernels.sources(), help="only these (repeatable)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--cache", action="store_true", help="keep NVIDIA targets' modules in the user's cache of Luce")
+    parser.add_argument(
+        "--cache", action="store_true", help="store NVIDIA targets' modules in the user's cache of Luce"
+    )
     options = parser.parse_args(arguments)
     if options.target:
         targets = [target for target in TARGETS if target.arch in options.target]

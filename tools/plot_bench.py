@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Figures and tables for docs/internals/performance.md from what `luce bench --json` wrote.
+"""Figures and tables for docs/internals/performance.md from the output of `luce bench --json`.
 
     luce bench MODEL -p 512,2048,8192 -d 0,8192,32768 --rows 1,2,4,8,16 --sequences 1,2,4,8,16,32,64 --json > a.json
     tools/plot_bench.py a.json b.json --output docs/figures
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 Report = Mapping[str, Any]
-#: kind of test: what the axis counts, title, name of the axis, key of the result
+#: kind of test: field of the axis, title, label of the axis, key of the result
 FIGURES = {
     "prompt": ("depth", "Reading a prompt", "tokens before it", "tokens_per_second"),
     "decode": ("depth", "Decoding one sequence", "tokens of context", "tokens_per_second"),
@@ -28,7 +28,7 @@ FIGURES = {
 
 
 def points(report: Report, kind: str) -> list[tuple[float, float, float]]:
-    """(place on the axis, median, spread) of a report's results of one kind; of several sizes the largest prompt."""
+    """(axis value, median, spread) of a report's results of one kind; of several prompt sizes, the largest."""
     axis, *_, key = FIGURES[kind]
     results = [result for result in report["results"] if result["kind"] == kind]
     if axis == "depth":
@@ -64,7 +64,7 @@ def table(report: Report) -> str:
 
 
 def draw(reports: Mapping[str, Report], kind: str, path: Path) -> bool:
-    """One figure; False, and no file, if no report has a result for it."""
+    """Draw one figure. Returns False, without a file, if no report has a result for it."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -89,8 +89,8 @@ def draw(reports: Mapping[str, Report], kind: str, path: Path) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables; draw the figures if --output is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reports", nargs="+", type=Path, metavar="FILE", help="what luce bench --json printed")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where figures go, as SVG")
+    parser.add_argument("reports", nargs="+", type=Path, metavar="FILE", help="output of luce bench --json")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for the figures (SVG)")
     options = parser.parse_args(arguments)
     reports = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in options.reports}
     print("\n\n".join(map(table, reports.values())))

@@ -32,7 +32,7 @@ _GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The form of the output."""
+    """The option of the output's form."""
     add_json(parser)
 
 

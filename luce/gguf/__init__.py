@@ -1,10 +1,11 @@
-"""The GGUF file format, and nothing about models: what a family makes of the keys and tensors is in luce.models.
+"""The GGUF file format.
 
-    reader     open_gguf: header, tensor directory and tensor bytes over mmap; split files
-    metadata   Metadata: the keys, with getters that check types
-    quants     block sizes, and tensor bytes to float32
+Not here: the meaning of keys and tensors for a model family, which is in luce.models. Files are untrusted: whatever the
+bytes are, opening a file ends in a GGUFFile or in one ModelError, and the bytes of a file bound the memory that is
+taken, never the counts that it claims. Called by luce.models, luce.text, luce.ops, luce.shard and luce.backend.
 
-Files come from strangers: whatever the bytes are, opening one ends in a GGUFFile or in one ModelError, and what a file
-claims never decides how much memory is taken, only what it holds. Called by luce.models, luce.text, luce.ops and
-luce.backend.
+reader       open_gguf: header, tensor directory and tensor bytes over mmap; split files
+metadata     Metadata: the keys, with getters that check types
+quants       sizes of quant blocks, and tensor bytes to float32
+fingerprint  a digest that distinguishes model files
 """

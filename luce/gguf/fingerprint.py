@@ -1,4 +1,4 @@
-"""What tells two model files apart without reading all of their weights."""
+"""A digest that distinguishes two model files without reading all of their weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 from luce.errors import ModelError
 from luce.gguf.reader import GGUFFile
 
-#: bytes of the data read at each place, and places spread over each file beside its end
+# Bytes that are read at each place, and places spread over each file besides its end.
 _SAMPLE = 4096
 _PLACES = 64
 
@@ -15,8 +15,8 @@ _PLACES = 64
 def fingerprint(file: GGUFFile) -> str:
     """32 hex digits of all metadata, the tensor directory, the sizes of the files and samples of the weights.
 
-    Two files of one model in another quantisation, or one that was changed by training, differ; a file that was damaged
-    between the samples does not. Raises ModelError if a file cannot be read again.
+    It differs for another quantisation of a model, and after further training; damage between the samples does not
+    change it. Raises ModelError if a file cannot be read again.
     """
     digest = hashlib.blake2b(digest_size=16)
     for part, path in enumerate(file.paths):

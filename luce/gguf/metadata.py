@@ -1,7 +1,7 @@
 """The metadata of a GGUF file: a mapping of keys to Python values, with getters that check types.
 
-Big arrays stay packed until they are asked for: a vocabulary of 250,000 tokens takes 50 ms to unpack, and not every
-caller wants it.
+Big arrays stay packed until a caller asks for them: a vocabulary of 250,000 tokens takes 50 ms to unpack, and not every
+caller needs it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PackedStrings:
-    """An array of strings as in the file: for each a uint64 length and as many bytes of UTF-8. `data` is whole."""
+    """An array of strings as in the file."""
 
+    #: for each string a uint64 length and that many bytes of UTF-8, complete
     data: bytes
     count: int
 
@@ -42,17 +43,17 @@ class PackedStrings:
         return strings
 
 
-#: What Metadata holds; arrays of numbers and booleans are one-dimensional.
+#: A value of Metadata; arrays of numbers and booleans are one-dimensional.
 Value = bool | int | float | str | NDArray[Any] | PackedStrings
 
 
 def shown(name: str) -> str:
-    """A name from a file, on one line of sensible length."""
+    """A name from a file, on one line of limited length."""
     return repr(name if len(name) <= 80 else name[:80] + "...")
 
 
 class _Required:
-    """Type of the default that is none."""
+    """The type of the missing default."""
 
 
 _REQUIRED = _Required()

@@ -5,7 +5,7 @@ Layout (specification: docs/gguf.md of the ggml project; all integers little end
     "GGUF", uint32 version, uint64 tensors, uint64 keys
     per key     string name, uint32 value type, value
     per tensor  string name, uint32 dimensions (1..4), uint64 each, ne0 first, uint32 type, uint64 offset
-    padding to general.alignment (default 32), then the data that the offsets count from
+    padding to general.alignment (default 32), then the data; offsets count from its start
 
 A string is a uint64 length and UTF-8; an array is a uint32 element type, a uint64 count and the elements.
 """
@@ -34,11 +34,11 @@ from luce.gguf.metadata import Metadata, PackedStrings, Value, shown
 from luce.gguf.quants import block_size
 
 # Far above real files (a few thousand tensors, some dozen keys). They bound the memory of small hostile entries, whose
-# Python objects are larger than they are.
+# Python objects are larger than the entries.
 _MOST_TENSORS = 1 << 17
 _MOST_KEYS = 1 << 16
 
-#: struct and NumPy spell these alike.
+# struct and NumPy spell these alike.
 _FORMATS = {
     GGUFValueType.UINT8: "<B",
     GGUFValueType.INT8: "<b",
@@ -57,16 +57,17 @@ _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One entry of the directory. shape is in GGUF order (ne0, the contiguous dimension, first), 1 to 4 dimensions.
-
-    offset is absolute in the file GGUFFile.paths[part]; nbytes is the size of the data there.
-    """
+    """One entry of the tensor directory."""
 
     name: str
+    #: 1 to 4 dimensions in GGUF order: ne0, the contiguous dimension, first
     shape: tuple[int, ...]
     type: GGMLQuantizationType
+    #: absolute in the file
     offset: int
+    #: bytes of the data
     nbytes: int
+    #: the file: GGUFFile.paths[part]
     part: int
 
     @property
@@ -86,7 +87,7 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """An open model, in one file or in parts. `metadata` is the first part's; `tensors` are in the order of the files.
+    """An open model, in one file or in parts.
 
     Arrays of `raw` stay valid after `close`: a file's mapping ends with its last array.
     """
@@ -99,7 +100,9 @@ class GGUFFile:
         maps: tuple[mmap.mmap, ...],
     ) -> None:
         self.paths = paths
+        #: of the first part
         self.metadata = metadata
+        #: by name, in the order of the files
         self.tensors = tensors
         self._maps = maps
 
@@ -115,7 +118,7 @@ class GGUFFile:
         return flat.reshape(info.rows, info.row_bytes)
 
     def close(self) -> None:
-        """Give up the mappings. Idempotent."""
+        """Release the mappings. Idempotent."""
         self._maps = ()
 
     def __enter__(self) -> GGUFFile:
@@ -126,7 +129,7 @@ class GGUFFile:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Open a GGUF file; any part of a split model (NAME-00001-of-00003.gguf) opens all of it.
+    """Open a GGUF file; any part of a split model (NAME-00001-of-00003.gguf) opens the whole model.
 
     Raises ModelError if a file cannot be opened, FormatError if its bytes are not GGUF or parts are missing or do not
     belong together, UnsupportedError for other versions, byte orders and tensor types. Each names the file.
@@ -147,7 +150,7 @@ def open_gguf(path: Path) -> GGUFFile:
 
 
 def _join(paths: tuple[Path, ...], parts: list[GGUFFile]) -> GGUFFile:
-    """One GGUFFile of all parts, checked to belong together."""
+    """One GGUFFile of all parts. Raises FormatError if they do not belong together."""
     first = parts[0].metadata
     tensors: dict[str, TensorInfo] = {}
     for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
@@ -197,7 +200,7 @@ def _map(path: Path) -> mmap.mmap:
 
 
 class _Cursor:
-    """Reads values from a file's start on; FormatError where one would pass the end."""
+    """Reads values from a file's start on. Raises FormatError for a value that passes the end."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data = data
@@ -205,7 +208,7 @@ class _Cursor:
         self.position = 0
 
     def skip(self, size: int, what: str) -> int:
-        """Pass `size` bytes of `what`; returns where they start."""
+        """Skip the `size` bytes of `what`; returns their start."""
         start = self.position
         if size > len(self.data) - start:
             raise self.truncated(what)
@@ -294,7 +297,7 @@ def _strings(cursor: _Cursor, count: int, what: str) -> PackedStrings:
     data, start = cursor.data, cursor.position
     position, last = start, len(data) - 8
     length = struct.Struct("<Q").unpack_from
-    # An absurd count ends soon: every string takes 8 bytes of the file.
+    # An absurd count fails soon: every string takes 8 bytes of the file.
     for _ in range(count):
         if position > last:
             raise cursor.truncated(what)

@@ -1,4 +1,4 @@
-"""The devices that the settings name, and what there is to name."""
+"""Device names to devices, and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ VENDORS: tuple[Vendor, ...] = ("cuda", "hip")
 
 @dataclass(frozen=True)
 class Found:
-    """A GPU that a driver names; it may still lack CuPy or a compiler."""
+    """A GPU that a driver reports; CuPy or a compiler may still be missing."""
 
     name: DeviceName
     properties: Properties
 
 
 def found() -> list[Found]:
-    """The GPUs that the installed drivers name, CUDA first. Needs no CuPy."""
+    """The GPUs that the installed drivers report, CUDA first. Needs no CuPy."""
     devices = []
     for vendor in VENDORS:
         loaded = driver.load(vendor)
@@ -38,18 +38,18 @@ def found() -> list[Found]:
 
 
 def open_device(name: DeviceName) -> Device:
-    """One device. Raises DeviceError naming it and what is missing."""
+    """Open one device. Raises DeviceError with the device and the missing part."""
     return HostDevice(name.index) if name.kind == "cpu" else GpuDevice(name.kind, name.index)
 
 
 def open_devices(config: Config) -> list[Device]:
-    """The devices of --target-devices in their order, or the one of --target-device.
+    """Open the devices of --target-devices in order, or the one of --target-device.
 
-    `auto` as the only device is the first GPU that opens, else cpu:0, and its backend is this process's own. `auto:N`
-    is device N of that backend; `auto` in a list stands for all its devices.
+    `auto` as the only device means the first GPU that opens, otherwise cpu:0; its kind is that of this process.
+    `auto:N` is device N of that kind, and `auto` in a list stands for all its devices.
 
-    Raises one UsageError that holds every device that does not exist or is named twice, and GPUs of two vendors, of
-    which one process drives only one. Raises DeviceError for a device that does not open; none stays open then.
+    Raises one UsageError for all devices that do not exist or are named twice, and for GPUs of two vendors, of which a
+    process drives one. Raises DeviceError if a device does not open, and closes the others.
     """
     if not config.target_devices and config.target_device == "auto":
         return [_automatic()]
@@ -61,9 +61,9 @@ def open_devices(config: Config) -> list[Device]:
 def open_all(
     names: Sequence[DeviceName], field: str, *, beside: Sequence[DeviceName] = (), meant: str = ""
 ) -> list[Device]:
-    """Devices of this process in order. Raises as open_devices.
+    """Open devices of this process in order. Raises the errors of open_devices.
 
-    `field` is the setting that names them, `meant` its text, if that is another one than their names; `beside`: others
+    `field` is the setting that names them, `meant` its text if it differs from the names; `beside` are other devices
     that this process has open.
     """
     problems = list(_problems(names, beside, meant))
@@ -80,7 +80,7 @@ def open_all(
 
 
 def named(items: Sequence[str]) -> list[DeviceName]:
-    """The devices that checked items mean. This process's own backend is looked for only if one asks for it."""
+    """The devices that valid items of the setting mean. Only `auto` makes this process look for its own kind."""
     own: DeviceKind = "cpu"
     if any(item.startswith("auto") for item in items):
         with contextlib.closing(_automatic()) as device:
@@ -99,18 +99,18 @@ def _problems(names: Sequence[DeviceName], beside: Sequence[DeviceName], meant: 
         if names.count(name) > 1:
             yield f"{name}: named twice" + (f", as {meant} is {','.join(map(str, names))}" if "auto" in meant else "")
         if name.place:
-            yield f"{name}: is no device of this machine"
+            yield f"{name}: is not a device of this machine"
         if name.kind == "cpu" or name.place:
             continue
         count = _count(name.kind)
         if not count:
-            yield f"{name}: no {name.kind} devices are available: {driver.absence(name.kind)} (luce doctor tells more)"
+            yield f"{name}: no {name.kind} devices are available: {driver.absence(name.kind)} (see `luce doctor`)"
         elif name.index >= count:
             yield f"{name}: index {name.index} is out of range [0, {count})"
     together = [*beside, *names]
     if {name.kind for name in together} >= set(VENDORS):
         listed, needed = ",".join(map(str, together)), flag("draft_ipc_bin" if beside else "target_shard_ipc_bin")
-        yield f"{listed}: one process drives GPUs of one vendor, cuda or hip; for the other one give {needed}"
+        yield f"{listed}: one process drives GPUs of one vendor, cuda or hip; use {needed} for the other"
 
 
 def _count(vendor: Vendor) -> int:
@@ -123,6 +123,6 @@ def _automatic() -> Device:
         try:
             return open_device(gpu.name)
         except DeviceError:
-            # Its driver works but CuPy or the compiler is missing; `luce doctor` says which.
+            # The driver works, but CuPy or the compiler is missing; `luce doctor` shows which.
             continue
     return HostDevice()

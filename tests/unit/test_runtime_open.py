@@ -94,7 +94,7 @@ def test_devices_that_do_not_exist_are_named_together() -> None:
 def test_one_process_drives_one_vendor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake = fake_driver(tmp_path)
     monkeypatch.setattr(driver, "load", {"cuda": fake, "hip": fake}.get)
-    why = "one process drives GPUs of one vendor, cuda or hip; for the other one give"
+    why = "one process drives GPUs of one vendor, cuda or hip; use"
     with pytest.raises(UsageError) as caught:
         opened("cuda:0", "cpu:0", "hip:0")
     assert str(caught.value) == f"--target-devices cuda:0,cpu:0,hip:0: {why} --target-shard-ipc-bin"
