@@ -97,10 +97,10 @@ def test_one_process_drives_one_vendor(monkeypatch: pytest.MonkeyPatch, tmp_path
     why = "one process drives GPUs of one vendor, cuda or hip; use"
     with pytest.raises(UsageError) as caught:
         opened("cuda:0", "cpu:0", "hip:0")
-    assert str(caught.value) == f"--target-devices cuda:0,cpu:0,hip:0: {why} --target-shard-ipc-bin"
+    assert str(caught.value) == f"--target-devices cuda:0,cpu:0,hip:0: {why} --target-shard-ipc-bin for the other"
     with pytest.raises(UsageError) as caught:
         open_all([DeviceName("hip", 1)], "draft_device", beside=[DeviceName("cuda", 1)])
-    assert str(caught.value) == f"--draft-device cuda:1,hip:1: {why} --draft-ipc-bin"
+    assert str(caught.value) == f"--draft-device cuda:1,hip:1: {why} --draft-ipc-bin for the other"
     assert (caught.value.param, caught.value.exit_code) == ("draft_device", 2)
 
 
