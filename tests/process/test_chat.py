@@ -233,6 +233,6 @@ def test_pipe(state: Path) -> None:
         env={**os.environ, "STATE_DIRECTORY": str(state)},
     )
     assert done.stdout == "you said **one**\nyou said **two\nlines**\n"
-    assert done.stderr == "luce: /nonsense: no such command; /? lists them\n"
+    assert done.stderr == "luce: /nonsense: unknown command; /? lists the commands\n"
     assert done.returncode == 2
     assert not state.exists()
