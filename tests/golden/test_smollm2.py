@@ -86,7 +86,7 @@ def test_parallel_generations_are_independent(model: luce.Model) -> None:
     assert [[t.id for t in generation] for generation in together] == alone
 
 
-def test_what_is_kept_across_restarts_is_what_was_computed(path: Path, tmp_path: Path) -> None:
+def test_replies_after_a_restart_are_those_of_the_first_run(path: Path, tmp_path: Path) -> None:
     found = []
     for devices, kinds in (("cpu:0", "f16"), ("cpu:0,cpu:1,cpu:2", "f16"), ("cpu:0", "q8_0"), ("cpu:0,cpu:1", "q8_0")):
         fields: dict[str, Any] = {"kv_cache_dir": str(tmp_path), "kv_cache_min_tokens": 1, "max_ctx": 512}

@@ -106,7 +106,7 @@ async def test_the_next_reply_is_right() -> None:
 
 async def test_a_client_that_does_not_read_is_dropped() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        # Small buffers in the kernel, so that the server's own limit is what is seen.
+        # Small buffers in the kernel, so that the server's own limit takes effect.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
         model = {"script": saying("x", end=False), "context": 60_000}
         async with running(sock=sock.dup(), write_timeout=0.3, model=model) as here:

@@ -42,7 +42,7 @@ async def test_a_reply_has_the_documented_shape() -> None:
         assert headers["server"].startswith("luce/") and int(headers["openai-processing-ms"]) >= 0
 
 
-async def test_a_stream_says_the_same_as_the_whole_reply() -> None:
+async def test_a_stream_has_the_text_of_the_whole_reply() -> None:
     async with running() as here:
         whole = await here.chat()
         events = await here.events(CHAT, {**HI, "stream_options": {"include_usage": True}})
@@ -59,7 +59,7 @@ async def test_a_stream_says_the_same_as_the_whole_reply() -> None:
     assert usage["usage"] == expected
 
 
-async def test_the_next_turn_reads_only_what_is_new() -> None:
+async def test_the_next_turn_computes_only_new_tokens() -> None:
     async with running() as here:
         first = {"role": "user", "content": "Tell me. " * 20}
         reply = await here.chat(messages=[first])
@@ -89,14 +89,14 @@ async def test_the_next_turn_of_a_recurrent_model_begins_behind_the_reply() -> N
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == len(ids) - 1
 
 
-async def test_no_usage_chunk_unless_asked() -> None:
+async def test_no_usage_chunk_without_include_usage() -> None:
     async with running() as here:
         events = await here.events(CHAT, HI)
         assert all("usage" not in event and event["choices"] for event in events)
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
-async def test_token_limits_say_length(field: str) -> None:
+async def test_token_limits_finish_with_length(field: str) -> None:
     async with running() as here:
         reply = await here.chat(**{field: 5})
         assert reply["choices"][0]["finish_reason"] == "length"
@@ -316,7 +316,7 @@ async def test_surrogates_and_nul_in_content() -> None:
         assert text == "user\na\ufffdb\U0001f600\\ud83d\nassistant\n"
 
 
-async def test_tools_are_shown_to_the_template_and_none_hides_them() -> None:
+async def test_the_template_gets_the_tools_unless_the_choice_is_none() -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
     async with running() as here:
         hi = HI["messages"]
@@ -376,7 +376,7 @@ _THOUGHTFUL = [THINK, *b"\nhm, hm\n", THOUGHT, *b"\n\nYes."]
         ),
     ],
 )
-async def test_reasoning_comes_apart_from_content(script: Script, fields: dict[str, Any]) -> None:
+async def test_reasoning_is_separate_from_content(script: Script, fields: dict[str, Any]) -> None:
     async with running(model={"script": script}) as here:
         reply = await here.chat(**fields)
         message, details = reply["choices"][0]["message"], reply["choices"][0]["finish_details"]

@@ -369,7 +369,7 @@ async def test_an_error_in_a_stream_ends_the_connection() -> None:
         await writer.wait_closed()
 
 
-async def test_a_bug_is_a_500_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as here:
         here.server.ready_model().reply_text = None  # type: ignore[method-assign,assignment]
         status, body, _ = await here.post(CHAT, HI)
@@ -440,7 +440,7 @@ async def test_models() -> None:
         assert status == 404 and body["error"]["code"] == "model_not_found"
 
 
-async def test_metrics_count_what_happened() -> None:
+async def test_metrics_count_requests_and_tokens() -> None:
     async with running() as here:
         await here.chat()
         await here.post(CHAT, {})
@@ -462,7 +462,7 @@ async def test_metrics_count_what_happened() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat/comp", b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\nGET /l"])
-async def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
+async def test_incomplete_headers_close_the_connection(sent: bytes) -> None:
     async with running(keepalive=0.2) as here:
         reader, writer = await asyncio.open_connection("127.0.0.1", here.port)
         writer.write(sent)

@@ -100,7 +100,7 @@ async def test_a_prompt_that_is_too_long_is_sent_once(client: openai.AsyncOpenAI
         assert await requests(here, 400) == 1
 
 
-async def test_an_image_names_its_part(client: openai.AsyncOpenAI) -> None:
+async def test_the_error_for_an_image_names_its_part(client: openai.AsyncOpenAI) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:"}}
     async with running() as here:
         with pytest.raises(openai.BadRequestError) as caught:

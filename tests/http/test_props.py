@@ -1,4 +1,4 @@
-"""GET /props: settings, placement, and who sees paths."""
+"""GET /props: settings, placement, and the clients that get paths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.http_server import running
 from tests.support.scripted_model import REPLY, TEMPLATE
 
 
-async def test_what_is_served() -> None:
+async def test_the_model_and_its_settings() -> None:
     settings = {"alias": ("a", "b"), "parallel": 3, "chunk": 64, "top_k": 7, "min_p": 0.5, "cache_type_k": "q8_0"}
     async with running(**settings) as here:
         status, body, _ = await here.get("/props")
@@ -75,7 +75,7 @@ class Broken(NgramDrafter):
         raise OutOfMemoryError("cpu:0: 9 bytes asked")
 
 
-async def test_what_drafts() -> None:
+async def test_the_drafter() -> None:
     turn = "<|im_start|>assistant\n"
     body = {"prompt": turn + REPLY + turn, "max_tokens": 60, "temperature": 0}
     async with running(verify_width=8, model={"drafter": NgramDrafter(block=7)}) as here:
@@ -121,7 +121,7 @@ async def test_where_pages_are() -> None:
             "lost_pages": 0,
             "rescores": 0,
         }
-        # The one that would have left next was copied ahead.
+        # The next page to be swapped out was copied in advance.
         assert shown["pages_swapped_out"] > 5 and size == (shown["pages_swapped_out"] + 1) * 64 * 16
         assert await here.metric("luce_kvflash_swapped_pages_total") == shown["pages_swapped_out"]
         assert await here.metric("luce_kvflash_swapped_bytes_total") == size
@@ -149,7 +149,7 @@ async def test_every_endpoint_that_is_listed_is_served() -> None:
 async def test_paths_are_for_callers_with_a_key_or_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as here:
         assert (await here.get("/props"))[1]["model_path"] == "scripted.gguf"
-        # The test's connection comes from this machine; a judge that says no stands for any other peer.
+        # The test's connection comes from this machine; a check that returns False stands for other clients.
         monkeypatch.setattr(props, "is_loopback", lambda host: False)
         _, body, _ = await here.get("/props")
         assert "model_path" not in body and "scripted.gguf" not in str(body)

@@ -1,4 +1,4 @@
-"""The chat at a pseudo-terminal: a child process with a scripted model, and what its screen shows."""
+"""The chat at a pseudo-terminal: a child process with a scripted model, and its screen."""
 
 from __future__ import annotations
 

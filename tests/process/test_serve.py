@@ -1,4 +1,4 @@
-"""`python -m luce serve` as a process: its life as systemd sees it, signals, and exit statuses."""
+"""`python -m luce serve` as a process: notifications of systemd, signals, and exit statuses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL = ROOT / "tests" / "reference" / "qwen3-a-F32.gguf"
 CHAT = "/v1/chat/completions"
 ENDLESS = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True, "temperature": 0}
 
-# What a service manager does before it starts a service: the listening socket as descriptor 3.
+# Starts a service as a service manager does: with the listening socket as descriptor 3.
 ACTIVATE = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
@@ -36,7 +36,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 
 class Child:
-    """A server process, its log, and what it told the service manager."""
+    """A server process, its log, and its notifications of the service manager."""
 
     def __init__(self, process: subprocess.Popen[str], notify: socket.socket) -> None:
         self.process = process
@@ -58,7 +58,7 @@ class Child:
         self._listening.set()
 
     def close(self) -> None:
-        """Kill it if it still runs, and close what belongs to it."""
+        """Kill it if it still runs, and close its files."""
         self.process.kill()
         self.wait()
         assert self.process.stderr is not None
@@ -71,7 +71,7 @@ class Child:
         assert self._listening.wait(60) and self._port is not None, "".join(self.lines)
         return self._port
 
-    def told(self, wanted: str) -> list[str]:
+    def notified(self, wanted: str) -> list[str]:
         """Datagrams until one that has the wanted line."""
         seen = []
         while True:
@@ -92,7 +92,7 @@ class Child:
         return "".join(self.lines)
 
     def request(self, path: str, body: Any = None, key: str = "") -> http.client.HTTPResponse:
-        """A reply whose head has been read."""
+        """A response whose headers have been read."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = None if body is None else json.dumps(body).encode()
         connection.request("GET" if body is None else "POST", path, data, {"x-api-key": key} if key else {})
@@ -104,7 +104,7 @@ class Child:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Any]:
-    """Starts servers with a service manager's socket; kills what is left of them."""
+    """Starts servers with a service manager's socket; kills those that still run."""
     with contextlib.ExitStack() as stack:
 
         def start(*flags: str, model: Path = MODEL, inherit: socket.socket | None = None, **env: str) -> Child:
@@ -145,11 +145,11 @@ def test_a_life_under_systemd(serve: Any, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n")
     child = serve("--api-key-file", str(keys), WATCHDOG_USEC="400000")
-    states = child.told("READY=1")
+    states = child.notified("READY=1")
     assert any("EXTEND_TIMEOUT_USEC=" in state for state in states[:-1])
     assert not any("WATCHDOG=1" in state for state in states)
-    child.told("WATCHDOG=1")
-    child.told("WATCHDOG=1")
+    child.notified("WATCHDOG=1")
+    child.notified("WATCHDOG=1")
     assert child.request("/health").status == 200
     assert child.request("/v1/models").status == 401
 
@@ -160,18 +160,18 @@ def test_a_life_under_systemd(serve: Any, tmp_path: Path) -> None:
 
     keys.write_text("two\n")
     child.send(signal.SIGHUP)
-    assert "MONOTONIC_USEC=" in child.told("RELOADING=1")[-1]
-    child.told("READY=1")
+    assert "MONOTONIC_USEC=" in child.notified("RELOADING=1")[-1]
+    child.notified("READY=1")
     assert child.request("/v1/models", key="one").status == 401
     assert child.request("/v1/models", key="two").status == 200
     keys.write_text("")
     child.send(signal.SIGHUP)
-    child.told("RELOADING=1")
-    child.told("READY=1")
+    child.notified("RELOADING=1")
+    child.notified("READY=1")
     assert child.request("/v1/models", key="two").status == 200
 
     child.send(signal.SIGTERM)
-    child.told("STOPPING=1")
+    child.notified("STOPPING=1")
     assert child.wait() == 0, child.log
     assert re.search(r"request id=req_\w+ |request route=/v1/chat/completions status=200", child.log)
     assert "stream=0 prompt=" in child.log and "out=5" in child.log and "Traceback" not in child.log
@@ -180,13 +180,13 @@ def test_a_life_under_systemd(serve: Any, tmp_path: Path) -> None:
 
 def test_sigterm_lets_running_requests_finish(serve: Any) -> None:
     child = serve("--parallel", "1", "--drain-seconds", "60")
-    child.told("READY=1")
+    child.notified("READY=1")
     running = child.request(CHAT, {**ENDLESS, "max_tokens": 400})
     assert running.status == 200
     await_token(running)
     waiting = child.request(CHAT, {**ENDLESS, "max_tokens": 5})  # a stream's head comes while it is queued
     child.send(signal.SIGTERM)
-    child.told("STOPPING=1")
+    child.notified("STOPPING=1")
     error, _ = last_event(waiting)
     assert error["error"]["code"] == "draining"
     with contextlib.suppress(ConnectionError):  # once the running one has ended nobody listens any more
@@ -199,9 +199,9 @@ def test_sigterm_lets_running_requests_finish(serve: Any) -> None:
     assert child.wait() == 0 and "Traceback" not in child.log, child.log
 
 
-def test_what_outlives_the_drain_time_ends_with_its_text(serve: Any) -> None:
+def test_requests_beyond_the_drain_time_end_with_their_text(serve: Any) -> None:
     child = serve("--drain-seconds", "0.2")
-    child.told("READY=1")
+    child.notified("READY=1")
     running = child.request(CHAT, ENDLESS)
     await_token(running)
     child.send(signal.SIGTERM)
@@ -213,11 +213,11 @@ def test_what_outlives_the_drain_time_ends_with_its_text(serve: Any) -> None:
 
 def test_a_second_signal_does_not_wait(serve: Any) -> None:
     child = serve("--drain-seconds", "3600", "--max-ctx", "4096")
-    child.told("READY=1")
+    child.notified("READY=1")
     running = child.request(CHAT, ENDLESS)
     await_token(running)
     child.send(signal.SIGTERM)
-    child.told("STOPPING=1")
+    child.notified("STOPPING=1")
     child.send(signal.SIGINT)
     assert child.wait() == 0 and "Traceback" not in child.log, child.log
     with contextlib.suppress(http.client.IncompleteRead):
@@ -225,7 +225,7 @@ def test_a_second_signal_does_not_wait(serve: Any) -> None:
 
 
 def test_it_answers_and_can_be_stopped_while_loading(serve: Any, tmp_path: Path) -> None:
-    # Opening a pipe that nobody writes to takes for ever.
+    # Opening a pipe without a writer never returns.
     pipe = tmp_path / "template"
     os.mkfifo(pipe)
     child = serve("--chat-template", str(pipe))
@@ -239,7 +239,7 @@ def test_it_answers_and_can_be_stopped_while_loading(serve: Any, tmp_path: Path)
 def test_a_socket_from_the_manager(serve: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         child = serve(inherit=sock)
-        child.told("READY=1")
+        child.notified("READY=1")
         assert child.port == sock.getsockname()[1] and child.request("/health").status == 200
         child.send(signal.SIGINT)
         assert child.wait() == 0, child.log
@@ -247,7 +247,7 @@ def test_a_socket_from_the_manager(serve: Any) -> None:
 
 def test_a_split_is_reported(serve: Any) -> None:
     child = serve("--target-devices", "cpu:1", "--target-layer-split", "1,2", "--max-ctx", "128")
-    child.told("READY=1")
+    child.notified("READY=1")
     props = json.loads(child.request("/props").read())
     shards = props["runtime"]["target_sharding"]
     assert [shard["device"] for shard in shards] == ["cpu:0", "cpu:1"]
@@ -282,7 +282,7 @@ def test_exit_statuses(serve: Any, tmp_path: Path) -> None:
             assert "Traceback" not in child.log
 
 
-def asked(child: Child, path: str, body: Any = None) -> Any:
+def ask(child: Child, path: str, body: Any = None) -> Any:
     """The JSON of a reply that must succeed."""
     response = child.request(path, body)
     text = response.read()
@@ -291,12 +291,12 @@ def asked(child: Child, path: str, body: Any = None) -> Any:
 
 
 @pytest.fixture
-def kept(serve: Any, tmp_path: Path) -> Any:
-    """Starts servers that keep everything in one directory."""
+def cached_server(serve: Any, tmp_path: Path) -> Any:
+    """Starts servers with one cache directory."""
 
     def start(*flags: str) -> Child:
         child: Child = serve("--kv-cache-dir", str(tmp_path / "cache"), "--kv-cache-min-tokens", "2", *flags)
-        child.told("READY=1")
+        child.notified("READY=1")
         return child
 
     return start
@@ -309,13 +309,13 @@ ASKED: dict[str, Any] = {
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
 
 
-def test_a_directory_serves_one_server_after_another(kept: Any, tmp_path: Path) -> None:
-    child = kept()
-    replies = {path: asked(child, path, {**body, **GREEDY}) for path, body in ASKED.items()}
+def test_a_directory_serves_one_server_after_another(cached_server: Any, tmp_path: Path) -> None:
+    child = cached_server()
+    replies = {path: ask(child, path, {**body, **GREEDY}) for path, body in ASKED.items()}
     child.send(signal.SIGTERM)
     assert child.wait() == 0, child.log
 
-    child = kept()
+    child = cached_server()
     prompts = []
     for path, body in ASKED.items():
         whole, prompt = replies[path]["choices"][0], replies[path]["usage"]["prompt_tokens"]
@@ -324,7 +324,7 @@ def test_a_directory_serves_one_server_after_another(kept: Any, tmp_path: Path) 
         choices = [choice for event in events for choice in event["choices"]]
         assert [id for choice in choices for id in choice.get("token_ids", [])] == whole["token_ids"]
         assert choices[-1]["finish_details"]["cache"] == {"tier": "disk"}
-        again = asked(child, path, {**body, **GREEDY})
+        again = ask(child, path, {**body, **GREEDY})
         assert again["choices"][0]["token_ids"] == whole["token_ids"]
         assert again["choices"][0]["finish_details"]["cache"] == {"tier": "ram"}
         for last in (events[-1], again):
@@ -334,37 +334,39 @@ def test_a_directory_serves_one_server_after_another(kept: Any, tmp_path: Path) 
     metrics = child.request("/metrics").read().decode()
     assert 'luce_prefix_cache_hits_total{tier="disk"} 2.0' in metrics
     assert f'luce_prompt_tokens_total{{source="disk"}} {sum(prompts)}.0' in metrics
-    listing = asked(child, "/v1/cache")
+    listing = ask(child, "/v1/cache")
     found = {entry["tokens"] for entry in listing["data"] if entry["tier"] == "disk" and entry["age"] >= 0}
     assert found >= set(prompts) and listing["tiers"]["disk"]["hits"] == 2
 
-    other = kept("--cache-type-k", "q8_0", "--cache-type-v", "q8_0")
-    reply = asked(other, CHAT, {**ASKED[CHAT], **GREEDY})
+    other = cached_server("--cache-type-k", "q8_0", "--cache-type-v", "q8_0")
+    reply = ask(other, CHAT, {**ASKED[CHAT], **GREEDY})
     assert reply["choices"][0]["finish_details"]["cache"] == {"tier": "none"}
-    (unused,) = asked(other, "/v1/cache")["tiers"]["disk"]["unused"]
+    (unused,) = ask(other, "/v1/cache")["tiers"]["disk"]["unused"]
     assert "--cache-type-k is q8_0 here and" in unused["reason"] and unused["reason"] in other.log
 
-    # Two servers use it now; what one of them forgets is that of its own settings.
+    # Two servers use it now; each removes only snapshots of its own settings.
     connection = http.client.HTTPConnection("127.0.0.1", child.port, timeout=60)
     connection.request("DELETE", "/v1/cache")
     assert json.loads(connection.getresponse().read())["removed"] >= len(found)
     connection.close()
-    assert within(60, lambda: not asked(child, "/v1/cache")["data"])
-    assert asked(child, CHAT, {**ASKED[CHAT], **GREEDY})["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-    assert [entry for entry in asked(other, "/v1/cache")["data"] if entry["tier"] == "disk"]
+    assert within(60, lambda: not ask(child, "/v1/cache")["data"])
+    assert ask(child, CHAT, {**ASKED[CHAT], **GREEDY})["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert [entry for entry in ask(other, "/v1/cache")["data"] if entry["tier"] == "disk"]
     for server in (child, other):
         assert "moved to trash" not in server.log and "Traceback" not in server.log
 
 
-def test_a_server_that_is_killed_while_it_saves_says_the_same_at_its_next_start(kept: Any, tmp_path: Path) -> None:
+def test_a_server_killed_while_it_saves_gives_the_same_replies_after_a_restart(
+    cached_server: Any, tmp_path: Path
+) -> None:
     expected: dict[str, Any] = {}
     for start in range(3):
-        child = kept()
+        child = cached_server()
         for path, body in ASKED.items():
             # Each time another prompt that begins alike.
             for more in range(start + 1):
                 asking = json.loads(json.dumps(body).replace('. "', f'. {more * 30 * "x "}"'))
-                ids = asked(child, path, {**asking, **GREEDY})["choices"][0]["token_ids"]
+                ids = ask(child, path, {**asking, **GREEDY})["choices"][0]["token_ids"]
                 assert expected.setdefault(path + str(more), ids) == ids
         writing = os.listdir(tmp_path / "cache" / LAYOUT / "tmp")
         assert all(name.startswith(f"{child.process.pid}-") for name in writing)

@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 class Running:
-    """A server that runs: its address, its parts, and a client."""
+    """A running server: its address, its objects, and a client."""
 
     def __init__(self, url: str, server: Server, model: ScriptedModel, client: aiohttp.ClientSession) -> None:
         self.url = url
@@ -53,7 +53,7 @@ class Running:
         return reply
 
     async def events(self, path: str, body: Json) -> list[Any]:
-        """The events of a stream, whose form is checked: headers, one line of JSON each, `[DONE]` at the end."""
+        """The events of a stream. Checks its form: headers, one line of JSON each, `[DONE]` at the end."""
         async with self.client.post(self.url + path, json={**body, "stream": True}) as response:
             assert response.status == 200, await response.text()
             assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
@@ -72,12 +72,12 @@ class Running:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that has to happen; the test's timeout ends it if it does not."""
+        """Wait for a condition; the test's timeout ends the wait if it never holds."""
         while not condition():
             await asyncio.sleep(0.002)
 
     async def quiet(self) -> None:
-        """Wait until nothing runs or waits, then check that nothing was left behind."""
+        """Wait until no sequence runs or waits, then check that no page is in use."""
         await self.until(lambda: self.server.active == 0)
         await self.until(lambda: not self.model.engine.stats().running and not self.model.engine.stats().waiting)
         assert self.model.engine.stats().pages_used == 0
@@ -106,7 +106,7 @@ async def running(
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
             here = Running(f"http://127.0.0.1:{sock.getsockname()[1]}", server, scripted, client)
             yield here
-            # A client's generators that were dropped half-way end in tasks of their own, whenever they are collected.
+            # Unfinished generators of a client end in tasks of their own when they are collected.
             gc.collect()
             await asyncio.sleep(0)
             await here.quiet()
@@ -116,6 +116,6 @@ async def running(
         server.close()
     left = {task for task in asyncio.all_tasks() if not task.done()} - before - {asyncio.current_task()}
     if left:
-        # Generators that a client library drops are closed by tasks of their own, which only need a turn.
+        # Tasks close the generators that a client library drops; they only need to run once.
         _, left = await asyncio.wait(left, timeout=2)
     assert not left, f"tasks left behind: {left}"

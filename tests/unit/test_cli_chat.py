@@ -20,7 +20,7 @@ from tests.support.scripted_chat import ScriptedModel
 
 
 class Keys:
-    """Messages in turn; `answer` is what questions get."""
+    """Messages in order; `answer` is the answer to every question."""
 
     def __init__(self, *messages: str, answer: bool = True) -> None:
         self._messages = list(messages)
@@ -66,7 +66,7 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def test_turns_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_conversation_has_all_messages(capsys: pytest.CaptureFixture[str]) -> None:
     talk = Talk(ScriptedModel("Hello!", "Fine."), Keys("hi", "how are you?"), system="Be short.")
     system = {"role": "system", "content": "Be short."}
     assert talk.model.prompts == [
@@ -259,7 +259,7 @@ def test_read_refuses_bytes(tmp_path: Path) -> None:
     assert Talk(ScriptedModel(), Keys(f"/read {path}")).notes == f"luce: /read {path}: not a text file in UTF-8\n"
 
 
-def test_homes_that_nobody_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_directories_of_unknown_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     talk = Talk(ScriptedModel(), Keys("/read ~nobody-at-all/x", "/export ~nobody-at-all/x.md"))
     expected = "expected a path; there is no user ~nobody-at-all, got"

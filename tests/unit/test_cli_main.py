@@ -38,7 +38,7 @@ def no_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_is_quick() -> None:
-    # By what it imports; the verbs' libraries take most of a second.
+    # Measured by its imports: the verbs' libraries take most of a second.
     code = (
         "import sys\nfrom luce.cli.main import main\n"
         "try: main(['--help'])\n"
@@ -157,7 +157,7 @@ def test_run_strips_control_characters_on_a_terminal_only(scripted: Any, monkeyp
 
 def test_run_ends_with_130_on_ctrl_c() -> None:
     code = (
-        # A parent in the background may have left SIGINT ignored.
+        # A parent in the background may ignore SIGINT, which its children inherit.
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from luce.cli import run as run_verb\nfrom luce.cli.main import main\n"
         "from tests.support.scripted_chat import HANG, LoadedModel\n"
@@ -174,7 +174,7 @@ def test_run_ends_with_130_on_ctrl_c() -> None:
     assert (out.strip(), err) == ("", "")
 
 
-def test_reader_that_leaves_is_no_error() -> None:
+def test_a_reader_that_closes_the_pipe_causes_no_error() -> None:
     command = [sys.executable, "-m", "luce", "inspect", str(MODEL), "--json"]
     read, write = os.pipe()
     os.close(read)
@@ -290,7 +290,9 @@ def test_dry_run_shows_the_plan(verb: str, capsys: pytest.CaptureFixture[str]) -
         assert expected in text
 
 
-def test_dry_run_of_what_does_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_of_a_model_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(10**6, 10**9))
     assert main(["serve", str(HYBRID), "--dry-run", "--target-device", "cpu:0"]) == 3
     printed = capsys.readouterr()

@@ -44,7 +44,7 @@ last words"""
 
 
 class Screen:
-    """A terminal of 60 columns, with what has scrolled off its top."""
+    """A terminal of 60 columns, with the lines that have scrolled off its top."""
 
     def __init__(self, rows: int = 20, columns: int = 60) -> None:
         self.emulated = pyte.HistoryScreen(columns, rows, history=10000)
@@ -93,7 +93,7 @@ def test_blocks_and_spaces_between_them() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_pieces_look_like_the_whole(seed: int) -> None:
+def test_the_screen_does_not_depend_on_the_pieces(seed: int) -> None:
     generator = random.Random(seed)
     pieces, rest = [], TEXT
     while rest:

@@ -1,4 +1,4 @@
-"""The placement settings: grammar, what is refused and how, and which origin wins."""
+"""The placement settings: grammar, refusals, and precedence of origins."""
 
 from __future__ import annotations
 

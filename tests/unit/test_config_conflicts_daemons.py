@@ -1,4 +1,4 @@
-"""The settings of daemons: what they mean, and what is refused."""
+"""The settings of daemons: values and refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_refusals(name: str, given: str) -> None:
 
 
 STARTED, DRAFTS, NETWORK = "--target-shard-ipc-bin", "--draft-ipc-bin", "a device at tcp://HOST:PORT/"
-#: a setting, and what it needs one of
+#: a setting, and the settings of which it requires one
 NEEDS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("isolate_shards", True, (STARTED,)),
     ("shard_env", "cpu:A=1", (STARTED, DRAFTS)),
@@ -102,14 +102,14 @@ FAR = "tcp://far:9/cpu:0"
         ),
     ],
 )
-def test_settings_that_devices_over_a_network_have_no_use_for(given: dict[str, str], message: str) -> None:
+def test_settings_that_do_not_fit_network_devices_are_refused(given: dict[str, str], message: str) -> None:
     for some in (given, dict(reversed(given.items()))):
         with pytest.raises(UsageError) as caught:
             resolve(some, env={})
         assert str(caught.value) == message
 
 
-def test_where_devices_are_wrong_nothing_is_said_of_their_daemons() -> None:
+def test_invalid_devices_cause_no_message_about_daemons() -> None:
     with pytest.raises(UsageError) as caught:
         resolve({"target_devices": "tcp://far/cpu:0", "shard_key_file": "/key", "isolate_shards": "yes"}, env={})
     assert [part.partition(":")[0] for part in str(caught.value).split("; ")] == [

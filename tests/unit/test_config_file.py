@@ -18,9 +18,9 @@ from luce.config.settings import FIELDS, Config
 FOLDER = Path(__file__).parents[2] / "systemd"
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze (systemd)")
 
-#: of 10, measured 2.0 with systemd 252. What is left is needed: the network (0.8), device nodes and their groups (0.4),
+#: of 10, measured 2.0 with systemd 252. The rest is needed: the network (0.8), device nodes and their groups (0.4),
 #: /proc and netlink for drivers (0.4), executable memory for kernel builds (0.1), system calls that drivers pin memory
-#: with (0.4), the host's users (0.2). Any of the other settings weighs 0.1 to 0.4: leaving out two or three is seen.
+#: with (0.4), the host's users (0.2). Each other setting weighs 0.1 to 0.4: the test notices if two are missing.
 EXPOSURE = 2.2
 
 

@@ -1,4 +1,4 @@
-"""No setting is dropped silently: whatever a verb takes is read by the code that the verb runs, on a split as well."""
+"""No setting is dropped silently: the code that a verb runs reads each setting of the verb, also on a split."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROUPS = {
     for verb in VERBS
     if hasattr(module := importlib.import_module(f"luce.cli.{verb}"), "SETTINGS")
 }
-#: what opening a model takes, and all below
+#: the code that opens a model, and all packages below it
 BELOW = ("config", *FLOW[FLOW.index("assembly") :])
 #: the packages and files that a verb's settings can reach; all start from a Config
 REACHED = {
@@ -62,7 +62,7 @@ def read_settings(path: Path) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("verb", GROUPS)
-def test_every_flag_of_a_verb_is_read_by_what_it_runs(verb: str) -> None:
+def test_the_code_of_a_verb_reads_each_of_its_flags(verb: str) -> None:
     read: frozenset[str] = frozenset().union(*(read_settings(path) for part in REACHED[verb] for path in files(part)))
     # Sampling values are read by the names of SAMPLERS: test_server_prepare holds that each reaches a request.
     groups = set(GROUPS[verb]) - {"sampling"}
@@ -76,7 +76,7 @@ def test_every_setting_belongs_to_a_verb() -> None:
 
 
 @pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
-def test_a_directory_for_prompts_is_used_or_refused(devices: str) -> None:
+def test_a_cache_directory_without_a_cache_is_refused(devices: str) -> None:
     given = {"target_devices": devices, "kv_cache_dir": "/srv/kept", "cache_ram": "0"}
     with pytest.raises(
         UsageError, match=r"^--kv-cache-dir /srv/kept: --cache-ram 0 turns the prefix cache off$"
@@ -107,7 +107,7 @@ def test_settings_of_a_cache_that_is_off_are_refused(name: str) -> None:
             with pytest.raises(UsageError, match=rf"^{flag(name)} \S+: .*{flag(switch)} {off[switch]}") as caught:
                 resolve(given, env={})
             assert (caught.value.param, caught.value.exit_code) == (name, 2)
-        # Who switches it off need not know what weaker origins say of it, and may say the same as they do by default.
+        # Turning the cache off wins over settings of weaker origins, and defaults may be repeated.
         variables = {f"LUCE_{name.upper()}": value}
         assert getattr(resolve({switch: off[switch]}, env=variables), name) == FIELDS[name].default
         resolve({switch: off[switch], name: str(FIELDS[name].default)}, env={})
@@ -116,7 +116,7 @@ def test_settings_of_a_cache_that_is_off_are_refused(name: str) -> None:
     assert getattr(resolve({name: value}, env={}), name) != FIELDS[name].default
 
 
-def test_a_directory_for_prompts_that_is_none_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_cache_path_that_is_not_a_directory_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name in ("file", "file/below"):
         with pytest.raises(
@@ -125,7 +125,7 @@ def test_a_directory_for_prompts_that_is_none_is_refused_before_anything_is_read
             luce.load(tmp_path / "none.gguf", kv_cache_dir=str(tmp_path / name))
 
 
-def test_more_host_memory_than_there_is_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_memory_than_the_machine_has_is_refused_before_the_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(total: int, **settings: Any) -> None:
         monkeypatch.setattr(assembly, "host_memory", lambda: Memory(1, total << 20))
         luce.load("/none.gguf", **settings)
@@ -133,14 +133,14 @@ def test_more_host_memory_than_there_is_is_refused_before_anything_is_read(monke
     with pytest.raises(UsageError, match=r"^--cache-ram 8192: this machine has 8191 MiB of memory$"):
         load(8191, cache_ram="8GiB")
     network = {"target_devices": "cpu:0,tcp://far:9/cpu:0", "shard_key_file": "/none"}
-    # All of it, what is the default, and what other machines may have.
+    # All of it, the default, and more than this machine has for daemons of other machines.
     for total, settings in ((8192, {"cache_ram": "8GiB"}), (1000, {}), (8191, {"cache_ram": "8GiB", **network})):
         with pytest.raises(ModelError, match="No such file"):
             load(total, **settings)
 
 
 @pytest.mark.parametrize("name", ["kv_cache_dir", "draft", "kvflash_drafter", "chat_template", "shard_key_file"])
-def test_homes_that_nobody_has_are_no_paths(name: str) -> None:
+def test_home_directories_of_unknown_users_are_refused(name: str) -> None:
     with pytest.raises(
         UsageError, match=rf"^{flag(name)}: expected a path; there is no user ~nobody-at-all, got '~nob"
     ):
@@ -148,7 +148,7 @@ def test_homes_that_nobody_has_are_no_paths(name: str) -> None:
     assert FIELDS[name].metadata["parse"]("~/x")
 
 
-#: value that a user gives, what the backend gets under which name
+#: the user's value, and the backend's argument with its value
 GIVEN: dict[str, tuple[Any, str, Any]] = {
     "target_device": ("cpu:5", "devices", ["cpu:5"]),
     "target_devices": ("cpu:2,cpu:1", "devices", ["cpu:2", "cpu:1"]),
@@ -170,7 +170,7 @@ def test_the_table_of_options_is_complete() -> None:
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_the_split_gets_what_was_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_gets_the_user_s_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     class Watched(LayerSplitBackend):

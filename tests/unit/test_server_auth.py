@@ -1,4 +1,4 @@
-"""Where keys come from, and what is kept when a file goes bad."""
+"""Sources of keys, and keys that stay valid if a file becomes invalid."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_keys_may_be_any_bytes(tmp_path: Path) -> None:
     assert accepts(keys, b"k\xff\xfe".decode(errors="surrogateescape")) and not accepts(keys, "k")
 
 
-def test_keys_are_not_kept_in_plain_text() -> None:
+def test_keys_are_not_stored_in_plain_text() -> None:
     keys = Keys(Config(api_key=("sesame-open",)))
     assert "sesame" not in repr(vars(keys))
 

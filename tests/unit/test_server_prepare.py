@@ -86,7 +86,7 @@ def test_stop_strings(model: Model) -> None:
         *(("1000", 1000), (1000, 1000), (1, 1), ("1000000", 1000000)),
     ],
 )
-def test_what_the_prefix_cache_may_know(model: Model, scope: Any, shared: int | None) -> None:
+def test_scopes_limit_the_cached_prompt(model: Model, scope: Any, shared: int | None) -> None:
     assert chat(model, prefix_cache={"scope": scope, "window": 5}).shared == shared
     assert (
         completion_job(json.dumps({"prompt": "a", "prefix_cache": {"scope": scope}}).encode(), {}, model).shared
@@ -98,7 +98,7 @@ def test_what_the_prefix_cache_may_know(model: Model, scope: Any, shared: int | 
 @pytest.mark.parametrize(
     "scope", ["core", "task", "", "auto:", "auto:0", "auto:1000001", "full:3", ":5", "0", 0, -1, "1e3", "٣", True, 2.0]
 )
-def test_a_scope_that_is_none_is_refused(model: Model, scope: Any) -> None:
+def test_invalid_scopes_are_refused(model: Model, scope: Any) -> None:
     with pytest.raises(RequestError, match=r"prefix_cache\.scope") as raised:
         chat(model, prefix_cache={"scope": scope})
     assert (raised.value.param, raised.value.status) == ("prefix_cache.scope", 400)
@@ -115,7 +115,7 @@ def test_a_scope_that_is_none_is_refused(model: Model, scope: Any) -> None:
         ("off", "prefix_cache"),
     ],
 )
-def test_nothing_about_the_cache_is_ignored(model: Model, given: Any, named: str) -> None:
+def test_unsupported_cache_options_are_refused(model: Model, given: Any, named: str) -> None:
     with pytest.raises(RequestError) as raised:
         chat(model, prefix_cache=given)
     assert (raised.value.param, raised.value.status) == (named, 400)

@@ -1,4 +1,4 @@
-"""Decoding of bodies: what strings become, and that the lists of fields are complete."""
+"""Decoding of bodies: strings, and unknown fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = st.text(st.characters(codec=None) | st.sampled_from('\ud800\udfff\\u"d8\0
 
 @given(TEXT)
 def test_surrogates_are_replaced_and_nuls_removed(text: str) -> None:
-    # The standard library pairs escaped surrogates; what is left alone cannot be encoded.
+    # The standard library joins pairs of escaped surrogates; lone ones cannot be encoded.
     read = json.loads(json.dumps(text))
     expected = "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in read if c != "\0")
     request, unknown = decode(json.dumps({"prompt": text}).encode(), CompletionRequest)

@@ -40,7 +40,7 @@ def test_sockets_from_the_manager() -> None:
     assert done.stdout == f"['{done.args}'] [False]\n", done.stderr
 
 
-def test_sockets_for_another_process_are_left_alone() -> None:
+def test_sockets_for_another_process_are_not_inherited() -> None:
     assert inherit(pid="'1'").stdout == "[] []\n"
 
 

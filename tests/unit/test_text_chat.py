@@ -61,7 +61,7 @@ def test_control_texts_of_a_client_are_ordinary_text(chat: ChatFormat) -> None:
     assert expected[:3] == [256, ord("e"), ord("r")]
 
 
-def test_a_client_s_text_is_tokenised_together_with_what_surrounds_it() -> None:
+def test_a_client_s_text_is_tokenised_with_the_text_around_it() -> None:
     template = ChatTemplate("{{ messages[0].content }}.")
     ids = ChatFormat(template, Tokenizer(KEYS)).prompt([user("<|e|>")])
     template.close()
@@ -171,7 +171,7 @@ def test_arguments_that_are_no_object_stay_as_they_came() -> None:
 @pytest.mark.parametrize(
     "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, {}, 7, {"type": []}]
 )
-def test_parts_that_are_no_text_are_named(chat: ChatFormat, part: object) -> None:
+def test_errors_name_parts_that_are_not_text(chat: ChatFormat, part: object) -> None:
     with pytest.raises(RequestError, match=r"messages\[1\]\.content\[1\]") as caught:
         chat.prompt([user("x"), user([{"type": "text", "text": "a"}, part])])
     assert caught.value.code == "unsupported_content"
@@ -186,7 +186,7 @@ def test_nesting_without_end_is_refused(chat: ChatFormat) -> None:
         chat.prompt([user("x")], tools=value)
 
 
-def test_a_model_without_template_says_what_to_do() -> None:
+def test_the_error_of_a_model_without_template_names_the_alternatives() -> None:
     chat = ChatFormat(None, Tokenizer(KEYS))
     for call in (chat.prompt, chat.text):
         with pytest.raises(RequestError, match=r"no chat template; use /v1/completions or --chat-template"):

@@ -26,7 +26,7 @@ def test_any_ids_give_the_text_of_all_their_bytes(name: str) -> None:
 
 
 @given(st.binary(max_size=40))
-def test_any_bytes_are_decoded_as_a_whole_would_be(data: bytes) -> None:
+def test_bytes_decode_as_if_they_came_at_once(data: bytes) -> None:
     detokenizer = Detokenizer(TOKENIZER)
     assert "".join(map(detokenizer.push, data)) + detokenizer.flush() == data.decode(errors="replace")
 

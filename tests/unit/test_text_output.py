@@ -1,4 +1,4 @@
-"""Stop strings: whatever the tokens, the same text ends at the same place, and nothing waits without need."""
+"""Stop strings: the end of a text does not depend on its tokens, and no text is held back without need."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENS = st.lists(st.sampled_from([*IDS.values(), *"é".encode()]), max_size=12)
 
 @settings(max_examples=600)
 @given(TOKENS, STOPS)
-def test_every_chunking_gives_what_a_search_of_the_whole_gives(tokens: list[int], stops: list[str]) -> None:
+def test_every_chunking_gives_the_result_for_the_whole_text(tokens: list[int], stops: list[str]) -> None:
     reply = ReplyText(TOKENIZER, stops)
     text = "".join(map(reply.push, tokens)) + reply.flush()
     whole = b"".join(map(TOKENIZER.token_bytes, tokens)).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Reasoning and content: the same parts however the text comes, and markers that the families' vocabularies have."""
+"""Reasoning and content: the parts do not depend on the chunks, and the families' vocabularies have the markers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parts(text: str, *, inside: bool) -> tuple[str, str]:
 
 @settings(max_examples=600)
 @given(PIECES, st.booleans())
-def test_every_chunking_gives_what_a_search_of_the_whole_gives(pieces: list[str], inside: bool) -> None:
+def test_every_chunking_gives_the_result_for_the_whole_text(pieces: list[str], inside: bool) -> None:
     splitter = ReasoningSplitter(MARKERS, inside=inside)
     deltas = [*map(splitter.push, pieces), splitter.flush()]
     assert ("".join(s.content for s in deltas), "".join(s.reasoning for s in deltas)) == parts(
@@ -40,7 +40,7 @@ def test_every_chunking_gives_what_a_search_of_the_whole_gives(pieces: list[str]
     )
 
 
-def test_text_is_given_at_once_where_nothing_else_is_possible() -> None:
+def test_text_that_can_only_be_content_is_not_held_back() -> None:
     splitter = ReasoningSplitter(MARKERS)
     assert splitter.push("a").content == "a" and splitter.push("<t>").content == "<t>"
     inside = ReasoningSplitter(MARKERS, inside=True)

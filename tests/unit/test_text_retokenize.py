@@ -1,4 +1,4 @@
-"""Ids of one vocabulary for a text whose ids of another are known."""
+"""Ids of one vocabulary to ids of another."""
 
 from __future__ import annotations
 

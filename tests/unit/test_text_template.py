@@ -1,4 +1,4 @@
-"""Chat templates: what they see, what they may not do, and that nothing of theirs can hang or fill the server."""
+"""Chat templates: variables, limits, and that no template can hang the server or exhaust its memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def render(source: str, messages: list[dict[str, Any]] | None = None, *, seconds
 
 @pytest.fixture
 def counting() -> Iterator[ChatTemplate]:
-    """Loops as often as the variable `n` says, twice nested, then prints it."""
+    """Loops `n` times, twice nested, then prints the variable."""
     source = "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}{{ n }}"
     template = ChatTemplate(source, seconds=1)
     yield template
@@ -45,7 +45,7 @@ def test_variables() -> None:
     assert render(source, x={"y": 7}) == "<s>hellouserTrueTrueTrue7False</s>."
 
 
-def test_fixed_variables_cannot_be_replaced_and_any_name_can_be_given() -> None:
+def test_fixed_variables_cannot_be_replaced_and_other_names_are_free() -> None:
     assert render("{{ bos_token }}{{ self_ }}{{ now }}", bos_token="x", self_=1, now=2) == "<s>12"
     template = ChatTemplate("{{ messages|length }}{{ strftime_now('%%') }}")
     assert template.render(HELLO, self=1, messages=[], strftime_now=3) == "1%"

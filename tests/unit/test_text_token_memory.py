@@ -35,7 +35,7 @@ def test_texts_between_special_tokens_are_remembered() -> None:
     assert memory.recall("ab") is None
 
 
-def test_a_text_that_is_no_whole_characters_is_not() -> None:
+def test_texts_with_incomplete_characters_are_not_remembered() -> None:
     memory = TokenMemory(tokenizer())
     memory.remember([*"é".encode(), END, "é".encode()[0]])
     assert memory.recall("é") == tuple("é".encode())
@@ -54,16 +54,16 @@ def test_the_oldest_texts_are_forgotten() -> None:
     assert memory.recall("wwwwwwwwwwww") is None
 
 
-def test_where_texts_are_is_told() -> None:
+def test_remember_returns_the_positions_of_texts() -> None:
     memory = TokenMemory(tokenizer())
     (first, begin, end), second, third = memory.remember([START, *b"x\n", A, B, THINK, AB, A, THOUGHT, B, END])
     assert (begin, end) == (1, 5) and second[1:] == (6, 8) and third[1:] == (9, 10)
-    # Known by what it says, not by its ids.
+    # Known by its text, not by its ids.
     assert memory.remember([*b"x\n", AB]) == ((first, 0, 3),)
     assert not memory.remember([START, "é".encode()[0], END])
 
 
-def test_what_earlier_runs_knew_is_asked_for_once() -> None:
+def test_texts_of_earlier_runs_are_looked_up_once() -> None:
     memory, asked = TokenMemory(tokenizer()), list[str]()
     ((digest, _, _),) = TokenMemory(tokenizer()).remember([A, B])
 

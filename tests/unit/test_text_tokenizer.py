@@ -21,7 +21,7 @@ from tests.support.vocabulary import NAMES, byte_level, cases, metadata, nfc, se
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Patterns of one pre-tokenizer, applied one after the other; and whether a whole piece is looked up before merging.
+# Patterns of one pre-tokenizer, applied one after the other; and whether a piece that is a token skips the merges.
 DOCUMENTED = {
     "default": ([GPT2], False),
     "gpt-2": ([GPT2], False),
@@ -44,14 +44,14 @@ DOCUMENTED = {
 }
 DOCUMENTED["laguna"] = DOCUMENTED["llama3"] = DOCUMENTED["llama-v3"] = DOCUMENTED["llama-bpe"]
 
-# Kinds of characters that pre-tokenizers tell apart; nothing newer than Unicode 6, so that all tables agree.
+# Kinds of characters that pre-tokenizers distinguish; none newer than Unicode 6, so that all tables agree.
 ALPHABET = "aeinorst IN'sSmMlLdDvV 0159.,!?-_=()[]{}<|>\"\\/\n\r\t\v\f\x1c\x85\xa0\u2003\u3000\0\x7féÀßſİ𝒳Ωж"
 ALPHABET += "א\u05b0नम\u0938\u094dते한국日本語½²Ⅷ٣ªʰ\u0301\u0323\u200d\ufeff\ue000🙂👩€“”—\U0010ffff"
 
 
 @functools.cache
 def members(category: str) -> str:
-    """The inside of a character class: all characters whose general category begins so."""
+    """The inside of a character class: all characters whose general category starts with this."""
     codes = [code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == category]
     groups = itertools.groupby(enumerate(codes), key=lambda pair: pair[1] - pair[0])
     spans = [[code for _, code in group] for _, group in groups]
@@ -69,7 +69,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def split(pattern: str, text: str) -> list[str]:
-    """Matches and what lies between them."""
+    """Matches and the text between them."""
     pieces, end = [], 0
     for match in compiled(pattern).finditer(text):
         pieces += [text[end : match.start()], match[0]]
@@ -206,7 +206,7 @@ def test_sentencepiece_puts_its_space_after_special_tokens_too() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_decoding_what_was_encoded_gives_the_text(name: str) -> None:
+def test_decoding_encoded_text_gives_the_text(name: str) -> None:
     tokenizer = reference(name)
     # U+2581 is how gemma4 spells a space; composition is checked where no Unicode version disagrees.
     excluded = "▁" if metadata(name)["tokenizer.ggml.model"] == "gemma4" else ""
@@ -223,7 +223,7 @@ def test_decoding_what_was_encoded_gives_the_text(name: str) -> None:
     check()
 
 
-def test_control_texts_are_tokens_only_when_asked_for() -> None:
+def test_control_texts_are_tokens_only_with_specials() -> None:
     tokenizer = Tokenizer(byte_level(control=("<|end|>", "<|end|>x"), visible=("<think>",)))
     text = "a<|end|>x<think><|end|>"
     assert tokenizer.encode(text, specials=True) == [97, 257, 258, 256]
@@ -268,7 +268,7 @@ def test_ends_of_a_reply_come_from_the_file_and_from_the_family() -> None:
     assert tokenizer.is_control(258) and tokenizer.encode("</assistant>", specials=False) == [*b"</assistant>"]
 
 
-def test_bos_is_asked_for_by_the_file_else_by_the_kind() -> None:
+def test_the_file_decides_about_bos_else_the_kind() -> None:
     assert not Tokenizer(byte_level(bos_token_id=0)).add_bos
     assert Tokenizer(byte_level(bos_token_id=0, add_bos_token=True)).add_bos
     assert not Tokenizer(byte_level(add_bos_token=True)).add_bos
@@ -297,7 +297,7 @@ def test_gemma_takes_runs_of_newlines_whole() -> None:
     assert decode(tokenizer, [1 + 0xC3, 1 + 0xA9, space, a]) == "é a"
 
 
-def test_gemma_begins_with_bos_whatever_the_file_says() -> None:
+def test_gemma_always_begins_with_bos() -> None:
     assert Tokenizer(gemma(add_bos_token=False)).add_bos
 
 
