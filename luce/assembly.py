@@ -27,7 +27,7 @@ from luce.hub import resolve_model
 from luce.kvcache.disk import fingerprint, manifest
 from luce.kvcache.disk.fingerprint import Fingerprint
 from luce.kvcache.disk.tier import DiskTier
-from luce.kvcache.draft_scorer import Scorer
+from luce.kvcache.draft_scorer import DraftScorer
 from luce.kvcache.paging import KVFlash
 from luce.kvcache.policies import open_policy, ranked
 from luce.layers.features import FeatureRing
@@ -232,7 +232,7 @@ def _chat_format(file: GGUFFile, tokenizer: Tokenizer, dialect: Dialect, config:
 
 def _scorer(
     opened: contextlib.ExitStack, config: Config, tokenizer: Callable[[], Tokenizer], devices: Sequence[Device]
-) -> Callable[[], Scorer]:
+) -> Callable[[], DraftScorer]:
     """What loads the drafter that scores pages, beside the last layers or as near as can be.
 
     Raises UsageError, ModelError, DeviceError for a file or a device that cannot be used at all.
@@ -244,7 +244,7 @@ def _scorer(
     own = [device for device in devices if not device.remote]
     device = own[-1] if own else opened.enter_context(contextlib.closing(open_device(named(["cpu:0"])[0])))
     ours = tokenizer()
-    return partial(Scorer, file, spec, device, None if theirs.alike(ours) else Retokenizer(ours, theirs))
+    return partial(DraftScorer, file, spec, device, None if theirs.alike(ours) else Retokenizer(ours, theirs))
 
 
 def _disk(directory: Path, file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier:

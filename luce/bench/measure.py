@@ -17,8 +17,8 @@ from luce.backend.backend import Backend
 from luce.bench.cost import Rows
 from luce.engine.sequence import PagingLimits, rows_to_boundary
 from luce.kvcache.page_table import PageTables
-from luce.kvcache.paging import QUESTION, KVFlash, Pager
-from luce.kvcache.prefix_tree import Residency, Segment
+from luce.kvcache.paging import QUESTION_ROWS, KVFlash, Pager
+from luce.kvcache.prefix_tree import HostPage, Residency
 from luce.runtime.step import Int32, Span, Step
 
 Kind = Literal["prompt", "decode", "verify", "batch"]
@@ -109,7 +109,7 @@ class _Filled:
 
     length: int
     residency: Residency
-    away: dict[int, tuple[Segment, int]]
+    away: dict[int, HostPage]
 
 
 class Stepper:
@@ -122,7 +122,7 @@ class Stepper:
         self._backend = backend
         self._chunk = chunk
         self._pages = PageTables.over(backend, chunk)
-        self._pager = None if kvflash is None else Pager.over(backend, self._pages.groups, kvflash, chunk)
+        self._pager = None if kvflash is None else Pager.over(backend, self._pages, kvflash, chunk)
         self._random = np.random.default_rng(0)
         self._texts = np.zeros((backend.capacity.slots, backend.capacity.context + 1), np.int32)
         self._position = [0] * backend.capacity.slots
@@ -131,10 +131,10 @@ class Stepper:
     def look(self, slot: int) -> tuple[float, int] | None:
         """Seconds of a look at the pages of a sequence, and tokens from one to the next; None if it fits."""
         position = self._position[slot]
-        if self._pager is None or self._pager.snapshot(slot, position) is None:
+        if self._pager is None or self._pager.residency(slot, position) is None:
             return None
         pager, text = self._pager, self._texts[slot, : position + 1]
-        return seconds(lambda: pager.rescore(slot, position, text)), pager.interval(position)
+        return seconds(lambda: pager.rescore(slot, position, text)), pager.rescore_interval(position)
 
     def read(self, slot: int, rows: int) -> None:
         """Read `rows` prompt tokens, in chunks, and wait for the token that follows them."""
@@ -142,9 +142,9 @@ class Stepper:
         end = begin + rows
         self._texts[slot, begin:end] = self._random.integers(0, self._backend.capacity.vocab, rows, np.int32)
         prompt, limits, at = self._texts[slot, :end], PagingLimits(), begin
-        if self._pager is not None and end > self._pager.size:
-            limits = PagingLimits(prompt_multiple=self._pager.block, query_rows=QUESTION)
-            self._pager.begin(slot, prompt, begin)
+        if self._pager is not None and end > self._pager.max_positions:
+            limits = PagingLimits(prompt_multiple=self._pager.segment, query_rows=QUESTION_ROWS)
+            self._pager.begin_prompt(slot, prompt, begin)
         while at < end:
             self._page(slot, end)
             count = min(rows_to_boundary(at, end, limits), self._chunk)
@@ -179,9 +179,9 @@ class Stepper:
                 self._pages.extend(slot, at, min(self._chunk, position - at))
         else:
             assert self._pager is not None
-            away = self._pager.absent(position, filled.residency)
+            away = self._pager.swapped_out(position, filled.residency)
             for group in self._pages.groups:
-                group.resume(slot, position, (), () if group.bound is None else away)
+                group.resume(slot, position, (), () if group.max_resident is None else away)
             self._pager.resume(slot, filled.away, filled.residency)
         self._position[slot] = position
 
@@ -197,9 +197,10 @@ class Stepper:
 
         run = self._timed(read)
         for slot in slots:
-            if self._pager is not None and (residency := self._pager.snapshot(slot, depth)) is not None:
-                away = {entry: self._pager.data(slot, entry) for entry in self._pager.absent(depth, residency)}
-                known = {entry: data for entry, data in away.items() if data is not None}
+            if self._pager is not None and (residency := self._pager.residency(slot, depth)) is not None:
+                entries = self._pager.swapped_out(depth, residency)
+                pages = {entry: self._pager.host_page(slot, entry) for entry in entries}
+                known = {entry: page for entry, page in pages.items() if page is not None}
                 self._filled[slot] = _Filled(depth, residency, known)
         return run
 
@@ -222,7 +223,7 @@ class Stepper:
     def _page(self, slot: int, end: int) -> None:
         """Let the pages that matter be there, of a sequence of which the tokens before `end` are known."""
         position = self._position[slot]
-        if self._pager is not None and self._pager.due(slot, position):
+        if self._pager is not None and self._pager.rescore_due(slot, position):
             self._pager.rescore(slot, position, self._texts[slot, :end])
 
     def _forward(self, slots: Sequence[int], tokens: Int32, rows: int, wanted: int) -> None:

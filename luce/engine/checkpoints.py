@@ -1,8 +1,8 @@
-"""Where the prefix cache takes part in a sequence: which of its positions are kept, and where it begins.
+"""The prefix cache in the life of a sequence: where it resumes, and where checkpoints are saved.
 
-A point of a model with states or windows is large, so they are few: at a prompt's first and last boundary, every so
-many tokens in between, where prompts were seen to part, behind the prompt, and at the reply's end. Other models can be
-resumed behind any page, and need the last two only.
+A checkpoint of a model with recurrent states or windows is large, so there are few of them: at a prompt's first and
+last boundary, at intervals in between, where prompts were seen to diverge, behind the prompt, and at the reply's end.
+Other models resume behind any page, and need the last two only.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from luce.errors import LuceError
 from luce.kvcache.disk.manifest import ReplyTokens
 from luce.kvcache.prefix_cache import Hit, PrefixCache
 from luce.kvcache.prefix_tree import Checkpoint
-from luce.kvcache.saver import Offer
+from luce.kvcache.saver import SnapshotExtras
 
 _log = logging.getLogger(__name__)
 
-# Most tokens between a prompt's last point and its end for which the disk has the logits at the end.
-_OPENING = 64
+#: most tokens from a prompt's last checkpoint to its end for which the snapshot gets the logits of the end
+_PROMPT_END = 64
 
 
 class Checkpoints:
-    """Of all sequences, with what the drafter reads of them. `interval`: tokens between those of long prompts.
+    """The checkpoints of all sequences, with features for the drafter. `interval`: tokens between two of a long prompt.
 
-    All but `cuts` on the engine's thread.
+    All methods but `cuts` run on the engine's thread.
     """
 
     def __init__(self, cache: PrefixCache, backend: Backend, speculator: Speculator | None, interval: int) -> None:
@@ -40,86 +40,86 @@ class Checkpoints:
         self._backend = backend
         self._speculator = speculator
         self._interval = interval
-        #: the newest point of each sequence
+        #: the newest checkpoint of each sequence
         self._newest: dict[Sequence, Checkpoint] = {}
-        #: the last point inside each prompt that is read, which is not offered to the disk yet
+        #: for each prompt being read, its last checkpoint, if that is not queued for the disk yet
         self._last: dict[Sequence, Checkpoint] = {}
 
     def cuts(self, boundaries: Many[int], length: int, shared: int | None = None) -> tuple[int, ...]:
-        """Where in a prompt points are kept: at its first boundary, which conversations share, and at its last one,
-        which the next turn shares whatever becomes of the reply; in long prompts between them as well. Nowhere behind
-        `shared` tokens, if that is given, but there."""
+        """The lengths of a prompt at which checkpoints are saved: its first boundary, which conversations share, its
+        last one, which the next turn shares whatever the reply is, and intervals between them. `shared`: at this length
+        too, and none behind it."""
         end = length if shared is None else min(shared, length)
         found = {end} if 0 < end < length else set()
-        if self._cache.exact:
+        if self._cache.checkpoints_only:
             inside = [at for at in boundaries if 0 < at < end]
             found |= {*inside[:1], *inside[-1:], *range(self._interval, end, self._interval)}
         return tuple(sorted(found))
 
     def resume(self, sequence: Sequence) -> Hit | None:
-        """Let a sequence that has a slot begin where the cache leaves off; None if that is at its beginning."""
-        # Scores are wanted at every position.
+        """Restore the longest cached prefix of a sequence that has a slot; None if there is none."""
+        # A prompt with scores needs logits at every position.
         if sequence.scores_prompt or sequence.cache.max_tokens == 0:
             return None
         assert sequence.slot is not None
         hit = self._cache.resume(sequence.prompt, sequence.slot, sequence.cache.max_tokens)
-        if self._cache.exact and hit.length < hit.known < len(sequence.prompt):
-            # Prompts part here that are alike up to here: the next one of this kind can be resumed where they do.
-            sequence.cache.lengths = tuple(sorted({*sequence.cache.lengths, hit.known}))
+        if self._cache.checkpoints_only and hit.length < hit.matched < len(sequence.prompt):
+            # Prompts diverge here that were alike so far: with a checkpoint here the next such prompt resumes.
+            sequence.cache.lengths = tuple(sorted({*sequence.cache.lengths, hit.matched}))
         if not hit.length:
             return None
-        if hit.point is not None:
-            self._newest[sequence] = hit.point
+        if hit.checkpoint is not None:
+            self._newest[sequence] = hit.checkpoint
             if self._speculator is not None:
-                self._speculator.resume(sequence.slot, hit.length, hit.point.features)
+                self._speculator.resume(sequence.slot, hit.length, hit.checkpoint.features)
         return hit
 
     def reading(self, sequence: Sequence) -> None:
-        """Some of the prompt is read, and some is left."""
+        """A part of the prompt has been read, and a part remains."""
         if sequence.computed not in sequence.cache.lengths:
             return
         state = sequence.cache
-        last = sequence.computed == state.lengths[-1] and sequence.prompt_remaining <= _OPENING
-        last = last and self._cache.exact and state.saves_logits
-        point = self._keep(sequence, passing=False, offer=None if last else Offer())
-        if last and point is not None:
-            self._last[sequence] = point
+        last = sequence.computed == state.lengths[-1] and sequence.prompt_remaining <= _PROMPT_END
+        last = last and self._cache.checkpoints_only and state.saves_logits
+        checkpoint = self._save(sequence, interim=False, extras=None if last else SnapshotExtras())
+        if last and checkpoint is not None:
+            self._last[sequence] = checkpoint
 
     def read(self, sequence: Sequence, logits: NDArray[np.float32] | None) -> None:
-        """The prompt is read; `logits` of its last row, which are copied."""
+        """The prompt has been read. `logits` of its last row, float32 [vocab], are copied."""
         if logits is not None:
             logits = logits.copy()
-        # A state is large: of the prompt's end the disk gets the logits only, if there is a point a few tokens before.
-        alone = not (self._cache.exact and sequence.cache.has_boundary)
-        self._keep(sequence, logits, offer=Offer() if alone else None)
+        # States are large: if a checkpoint lies just before, the disk gets only the logits of the prompt's end.
+        alone = not (self._cache.checkpoints_only and sequence.cache.has_boundary)
+        self._save(sequence, logits, extras=SnapshotExtras() if alone else None)
         last = self._last.pop(sequence, None)
         if last is not None:
-            behind = tuple(sequence.prompt[last.length :].tolist())
-            self._cache.offer(last, Offer(opening=None if logits is None else (behind, logits)))
+            rest = tuple(sequence.prompt[last.length :].tolist())
+            self._cache.enqueue(last, SnapshotExtras(prompt_end=None if logits is None else (rest, logits)))
 
     def finished(self, sequence: Sequence, texts: Texts) -> None:
-        """The reply ends in order; `texts` of it as in TextOutput."""
-        recall: ReplyTokens | None = None
+        """The reply is complete. `texts` as in TextOutput."""
+        reply: ReplyTokens | None = None
         if texts and sequence.reply and not sequence.prompt_remaining:
-            recall = ReplyTokens(texts, tuple(sequence.tokens[sequence.computed :].tolist()))
-        self._keep(sequence, offer=Offer(recall))
+            reply = ReplyTokens(texts, tuple(sequence.tokens[sequence.computed :].tolist()))
+        self._save(sequence, extras=SnapshotExtras(reply))
 
     def ended(self, sequence: Sequence) -> None:
-        """The sequence is over, in order or not."""
+        """The sequence has ended, complete or not."""
         self._newest.pop(sequence, None)
         last = self._last.pop(sequence, None)
         if last is not None:
-            self._cache.offer(last, Offer())
+            self._cache.enqueue(last, SnapshotExtras())
 
-    def _keep(
+    def _save(
         self,
         sequence: Sequence,
         logits: NDArray[np.float32] | None = None,
         *,
-        passing: bool = True,
-        offer: Offer | None,
+        interim: bool = True,
+        extras: SnapshotExtras | None,
     ) -> Checkpoint | None:
-        """Let later sequences begin where this one is; as PrefixCache.keep."""
+        """Save a checkpoint at the sequence's current length; see PrefixCache.save."""
         if sequence.slot is None or not sequence.computed:
             return None
         if sequence.cache.max_tokens is not None and sequence.computed > sequence.cache.max_tokens:
@@ -129,13 +129,13 @@ class Checkpoints:
             try:
                 self._backend.accept(sequence.slot, state.path or range(state.accepted))
             except LuceError as error:
-                _log.warning("a prefix could not be kept: %s", error)
+                _log.warning("a checkpoint could not be saved: %s", error)
                 return None
             state.accept_applied()
         ids = sequence.tokens[: sequence.computed]
         tail = None if self._speculator is None else self._speculator.feature_tail(sequence.slot, sequence.computed)
         after = self._newest.get(sequence)
-        kept = self._cache.keep(sequence.slot, ids, logits, tail, passing=passing, after=after, offer=offer)
-        if kept is not None:
-            self._newest[sequence] = kept
-        return kept
+        checkpoint = self._cache.save(sequence.slot, ids, logits, tail, interim=interim, after=after, extras=extras)
+        if checkpoint is not None:
+            self._newest[sequence] = checkpoint
+        return checkpoint

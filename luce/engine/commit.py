@@ -77,7 +77,7 @@ class Committer:
         reply.prompt_done_at = now
         computed, cache = reply.sequence.computed - reply.cached_tokens, self._parts.cache
         if cache is not None and computed and reply.started_at is not None:
-            cache.note_read(computed, now - reply.started_at)
+            cache.record_computed(computed, now - reply.started_at)
         if reply.sequence.max_new_tokens:
             self.extend(reply, [row])
         else:

@@ -142,7 +142,7 @@ class Engine:
 
     def clear_cache(self) -> int:
         """Empty the prefix cache, memory and disk; returns how many prefixes it had. Blocks as `cached_prefixes`."""
-        return len(self._between_steps(lambda cache: cache.forget()))
+        return len(self._between_steps(lambda cache: cache.clear()))
 
     def drain(self) -> None:
         """Refuse new sequences and fail those that wait; those that run go on. Idempotent."""

@@ -51,12 +51,10 @@ class EngineParts:
     ) -> EngineParts:
         """The parts of an engine on a backend; parameters as those of Engine."""
         pages = PageTables.over(backend, options.chunk)
-        pager = None if kvflash is None else Pager.over(backend, pages.groups, kvflash, options.chunk)
+        pager = None if kvflash is None else Pager.over(backend, pages, kvflash, options.chunk)
         cache = None
         if options.cache_bytes:
-            cache = PrefixCache(backend, pages.groups, options.cache_bytes, disk, options.min_disk_tokens, pager)
-            for group in pages.groups:
-                group.reclaim = cache.memory.reclaim
+            cache = PrefixCache(backend, pages, options.cache_bytes, disk, options.min_disk_tokens, pager)
         speculator = None
         if drafter is not None:
             speculator = Speculator(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.engine.sequence import PagingLimits, Sequence
-from luce.kvcache.paging import QUESTION, Pager
+from luce.kvcache.paging import QUESTION_ROWS, Pager
 
 
 class SequencePaging:
@@ -18,12 +18,16 @@ class SequencePaging:
         """Swap in the pages that matter for the next step of a running sequence. Raises LuceError."""
         pager, slot, computed = self._pager, sequence.slot, sequence.computed
         assert slot is not None
-        if sequence.prompt_remaining and not sequence.paging.prompt_multiple and len(sequence.prompt) > pager.size:
-            sequence.paging = PagingLimits(prompt_multiple=pager.block, query_rows=QUESTION)
-            pager.begin(slot, sequence.prompt, computed)
-        elif pager.due(slot, computed):
+        if (
+            sequence.prompt_remaining
+            and not sequence.paging.prompt_multiple
+            and len(sequence.prompt) > pager.max_positions
+        ):
+            sequence.paging = PagingLimits(prompt_multiple=pager.segment, query_rows=QUESTION_ROWS)
+            pager.begin_prompt(slot, sequence.prompt, computed)
+        elif pager.rescore_due(slot, computed):
             pager.rescore(slot, computed, sequence.tokens)
-        max_draft = pager.ahead(slot, computed)
+        max_draft = pager.max_draft_rows(slot, computed)
         if max_draft != sequence.paging.max_draft:
             sequence.paging = replace(sequence.paging, max_draft=max_draft)
 

@@ -1,8 +1,8 @@
-"""Which pages of a text matter to its end: a small model reads the text, and its attention tells.
+"""Scores the pages of a text by the attention that a small model pays them from the text's end.
 
-As PFlash scores prompts (speculative prefill, arXiv 2502.02789; Luce-Org/lucebox). The text is read in segments, each
-with the text's last tokens behind it, so time grows with the text's length alone, memory not at all, and no key is far
-from the queries.
+PFlash scores prompts this way (speculative prefill, arXiv 2502.02789; Luce-Org/lucebox). The model reads the text in
+segments, each with the text's last tokens behind it: the time grows linearly with the text's length, the memory does
+not grow, and no key is far from the queries.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from luce.runtime.device import Device
 from luce.runtime.step import PAGE, Int32, PageView, Span, Step
 from luce.shard.local import LocalShard
 
-#: most tokens of a segment without what is put behind it, and how many these are
+#: most tokens of a segment, and the last tokens of the text that follow each segment
 _SEGMENT, _TAIL = 2048, 64
-# Rows that ask, tokens over which their attention is smoothed, rows of a step.
+#: rows whose attention counts, tokens over which it is smoothed, rows in a step
 _QUERIES, _SMOOTHED, _PIECE = 8, 13, 512
 
-#: Gets a text's tokens, and returns those that another vocabulary has for it, with the number of the token in which the
-#: middle of each lies.
-Retokenizer = Callable[[Int32], tuple[Int32, NDArray[np.int64]]]
+#: Takes a text's tokens; returns its tokens in another vocabulary, and for each the number of the original token in
+#: which its middle lies.
+Retokenize = Callable[[Int32], tuple[Int32, NDArray[np.int64]]]
 
 
-class Scorer:
-    """A model on a device, which scores the pages of texts. `bridge`: to its tokens, if texts have others.
+class DraftScorer:
+    """A model on a device that scores the pages of texts. `retokenize`: for a model with another vocabulary.
 
-    Raises ModelError if it attends to nothing, or was made for texts shorter than the end of one.
+    Raises ModelError if the model has no full attention or a too short context.
     """
 
-    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, bridge: Retokenizer | None = None) -> None:
-        self._bridge = bridge
+    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, retokenize: Retokenize | None = None) -> None:
+        self._retokenize = retokenize
         self._segment = min(_SEGMENT, spec.context_length - _TAIL)
         spec = replace(spec, ranked=True)
         layers = range(len(spec.layers))
@@ -49,23 +49,20 @@ class Scorer:
         self._shard = LocalShard(file, spec, layers, device, pages=[self._pages] * self._groups, slots=1)
 
     def __call__(self, tokens: Int32) -> NDArray[np.float32]:
-        """int32 [n] -> float32 [n // PAGE]: the mean attention to a full page's tokens, of the head that gives most."""
+        """int32 [n] -> float32 [n // PAGE]: the mean attention to the tokens of each full page, by the head with
+        most."""
         count = len(tokens) // PAGE
-        own, places = (tokens, np.arange(len(tokens))) if self._bridge is None else self._bridge(tokens)
+        own, places = (tokens, np.arange(len(tokens))) if self._retokenize is None else self._retokenize(tokens)
         if not count or not len(own):
             return np.zeros(count, np.float32)
         pages = places // PAGE
-        sums = np.bincount(pages, self._attention(own), minlength=count + 1)[:count]
-        # Pages without text are of no interest.
+        sums = np.bincount(pages, self.attention(own), minlength=count + 1)[:count]
+        # A page without a token of the model scores 0.
         return (sums / np.maximum(1, np.bincount(pages, minlength=count + 1)[:count])).astype(np.float32)
 
-    def close(self) -> None:
-        """Idempotent."""
-        self._shard.close()
-
-    def _attention(self, tokens: Int32) -> NDArray[np.float64]:
-        """float64 [n]: what the last rows give to each token, smoothed."""
-        # Of one size, as what a segment's tokens get depends on how many share it.
+    def attention(self, tokens: Int32) -> NDArray[np.float64]:
+        """float64 [n]: the last rows' attention to each token, smoothed. `tokens`: int32 [n], of the model."""
+        # Segments of equal size, as a token's attention depends on the number of tokens in its segment.
         size = math.ceil(len(tokens) / math.ceil(len(tokens) / self._segment))
         scores = []
         for begin in range(0, len(tokens), size):
@@ -77,8 +74,12 @@ class Scorer:
             scores.append(np.convolve(attention, window, "same") / near)
         return np.concatenate(scores)
 
+    def close(self) -> None:
+        """Idempotent."""
+        self._shard.close()
+
     def _read(self, tokens: Int32) -> NDArray[np.float64]:
-        """float64 [n]: what the last rows give to each token, by the head that gives most; the mean over the rows."""
+        """float64 [n]: the last rows' attention to each token, by the head with most; the mean over these rows."""
         for begin in range(0, len(tokens), _PIECE):
             rows = tokens[begin : begin + _PIECE]
             entries = np.arange(-(-(begin + len(rows)) // PAGE), dtype=np.int32)[None]
@@ -87,6 +88,6 @@ class Scorer:
             view = PageView(entries, entries * PAGE, np.array([entries.size], np.int32), place)
             views = (view,) * self._groups
             self._shard.forward(Step.of_spans([Span(0, 0, len(rows), begin)], rows, views), None)
-        rows_that_ask = min(_QUERIES, len(tokens))
-        mean: NDArray[np.float64] = self._shard.attended(0, len(tokens), rows_that_ask).mean(axis=0, dtype=np.float64)
+        query_rows = min(_QUERIES, len(tokens))
+        mean: NDArray[np.float64] = self._shard.attended(0, len(tokens), query_rows).mean(axis=0, dtype=np.float64)
         return mean

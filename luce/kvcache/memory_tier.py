@@ -1,8 +1,9 @@
-"""MemoryTier: blocks on the devices or in host memory, points with their states, and what goes when there is no room.
+"""The RAM tier of the prefix cache: pages on the devices or in host memory, checkpoints with their states, and
+eviction.
 
-The pages of full attention stay where they are, in the devices' pools: they take up no room of their own, as a sequence
-is promised pages long before it takes them; when the pool runs dry, the pages that were of no use for longest move to
-host memory. Host memory has a budget in bytes; when it is reached, the coldest points go, and their pages with them.
+Pages of full attention stay where they are, in the devices' pools. They need no memory of their own, as sequences
+reserve pages long before they take them. When a pool runs dry, the least recently used pages move to host memory. Host
+memory has a budget in bytes; when it is reached, checkpoints are evicted, and their pages with them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from numpy.typing import NDArray
 from luce.backend.backend import Backend
 from luce.draft.feature_tail import FeatureTail
 from luce.errors import LuceError
-from luce.kvcache.pools import Pools, Residence
-from luce.kvcache.prefix_tree import Checkpoint, PageNode, Segment, Tree
+from luce.kvcache.page_table import PageTables
+from luce.kvcache.paging import Pager
+from luce.kvcache.prefix_tree import Checkpoint, HostPage, PageNode, PrefixTree
 from luce.runtime.step import Int32
 from luce.shard.saved_state import SavedState
 
@@ -27,219 +29,238 @@ _log = logging.getLogger(__name__)
 
 #: pages that are copied to host memory together, and lie in one frame of a file
 BATCH = 32
-# Bytes of host memory for pages that are made ready at the start: what a snapshot of a large model passes through.
-_READY = 512 << 20
+# Bytes of host memory for pages that are prepared at the start: a snapshot of a large model passes through it.
+_PREPARED = 512 << 20
 
 
 class MemoryTier:
-    """Over the pools of `backend`.
+    """Checkpoints in the memory of host and devices. `budget`: bytes of host memory."""
 
-    `budget` in bytes of host memory. `residence`: of sequences that may be longer than what they have on the devices.
-    """
-
-    def __init__(self, backend: Backend, pools: Pools, budget: int, residence: Residence | None) -> None:
+    def __init__(self, backend: Backend, tables: PageTables, budget: int, pager: Pager | None) -> None:
         self._backend = backend
-        self._pools = pools
-        self._residence = residence
+        self._tables = tables
+        self._full = tables.full
+        self._pager = pager
         self.budget = budget
-        self.tree = Tree()
-        #: bytes of host memory, pages on the devices, points that were given up for others
-        self.bytes = self.pages = self.evictions = 0
-        #: of these pages, those that are nowhere else
-        self._alone = 0
-        #: pages that are held while they are copied, and the copy
+        self.tree = PrefixTree()
+        #: bytes of host memory in use
+        self.bytes = 0
+        #: pages on the devices
+        self.pages = 0
+        #: of these, the pages without a copy in host memory
+        self.device_only = 0
+        #: checkpoints evicted to free host memory
+        self.evictions = 0
+        #: a copy to host memory in progress, and the pages that are held for it
         self._copying: tuple[SavedState, list[int]] | None = None
-        self._page_bytes = max(1, backend.capacity.page_bytes)
-        backend.state.reserve(min(budget, _READY) // self._page_bytes)
+        #: bytes of one page
+        self.page_bytes = backend.capacity.page_bytes
+        backend.state.reserve(min(budget, _PREPARED) // max(1, self.page_bytes))
+        if self._full is not None:
+            self._full.evict = self.evict_pages
 
-    def keep(
-        self, slot: int, ids: Int32, logits: NDArray[np.float32] | None, features: FeatureTail | None, *, passing: bool
+    def save(
+        self,
+        slot: int,
+        ids: Int32,
+        logits: NDArray[np.float32] | None,
+        features: FeatureTail | None,
+        *,
+        interim: bool,
     ) -> Checkpoint:
-        """The point at `ids`, which a slot holds: a new one with its state, or one that may lack logits, features or
-        pages. Others make room for it. Raises LuceError."""
-        point = self.tree.find(ids) or self._add(slot, ids, passing=passing)
-        if point.logits is None and logits is not None:
-            point.logits = logits
+        """Save a checkpoint at `ids`, which a slot holds. An existing one gets the logits, features and pages that it
+        lacks. Evicts others if necessary. Raises LuceError."""
+        checkpoint = self.tree.find(ids) or self._add(slot, ids, interim=interim)
+        if checkpoint.logits is None and logits is not None:
+            checkpoint.logits = logits
             self.bytes += logits.nbytes
-        if point.features is None and features is not None:
-            point.features = features
+        if checkpoint.features is None and features is not None:
+            checkpoint.features = features
             self.bytes += features.nbytes
-        if self._pools.full is not None:
-            blocks = self.shared(point)
-            for block, page in zip(blocks, self._pools.full.entries(slot, 0, len(blocks)), strict=True):
+        if self._full is not None:
+            nodes = self.nodes(checkpoint)
+            for node, page in zip(nodes, self._full.entries(slot, 0, len(nodes)), strict=True):
                 if page < 0:
-                    self._borrow(block, slot)
-                elif block.page is None:
-                    self.place(block, page)
+                    self._share_host_page(node, slot)
+                elif node.page is None:
+                    self.place(node, page)
         self._make_room(0)
-        self._foresee()
-        return point
+        self._reserve_host_memory()
+        return checkpoint
 
-    def shared(self, point: Checkpoint) -> list[PageNode]:
-        """The blocks before a point, in order of position; none if no pages are shared."""
-        return [] if self._pools.full is None else self.tree.trail(point)
+    def nodes(self, checkpoint: Checkpoint) -> list[PageNode]:
+        """The nodes before a checkpoint, in order of position; none if the model has no full attention."""
+        return [] if self._full is None else self.tree.path(checkpoint)
 
-    def place(self, block: PageNode, page: int) -> None:
-        """A block is on the devices, in a page that some slot holds."""
-        assert self._pools.full is not None
-        block.page = page
-        self._pools.full.keep(page)
+    def place(self, node: PageNode, page: int) -> None:
+        """A node's page is on the devices: `page`, which a slot holds."""
+        assert self._full is not None
+        node.page = page
+        self._full.cache(page)
         self.pages += 1
-        self._alone += block.data is None
+        self.device_only += node.host is None
 
-    def copies(self, blocks: Sequence[tuple[int, PageNode]]) -> dict[int, tuple[Segment, int]]:
-        """Where the contents of blocks are in host memory, into which they are copied if they are not there yet."""
-        data = {index: block.data for index, block in blocks if block.data is not None}
-        lacking = [(index, block.page) for index, block in blocks if block.data is None and block.page is not None]
-        for begin in range(0, len(lacking), BATCH):
-            batch = lacking[begin : begin + BATCH]
-            segment = Segment(self._backend.state.save(*self._pools.only([page for _, page in batch])), len(batch))
-            data |= {index: (segment, at) for at, (index, _) in enumerate(batch)}
-        return data
+    def state_place(self, slot: int, length: int) -> tuple[int | None, list[list[int]]]:
+        """The slot and pages that `Backend.state` saves and restores for the state of a checkpoint."""
+        return slot if self._backend.capacity.recurrent else None, self._tables.of_state(slot, length)
 
-    def on_host(self, blocks: Sequence[PageNode]) -> Generator[SavedState, None, tuple[SavedState, int]]:
-        """Where blocks that are alike lie in host memory, and which page is the first; gives what it waits for."""
-        if blocks[0].data is not None:
-            segment, at = blocks[0].data
-            return segment.kept, at
-        assert self._pools.full is not None
-        pages = [block.page for block in blocks if block.page is not None]
-        kept = self._backend.state.save(*self._pools.only(pages), held=True)
-        if not kept.ready():
+    def host_pages(self, nodes: Sequence[tuple[int, PageNode]]) -> dict[int, HostPage]:
+        """By the given numbers, where the pages of nodes lie in host memory. Copies those that are not there."""
+        found = {number: node.host for number, node in nodes if node.host is not None}
+        rest = [(number, node.page) for number, node in nodes if node.host is None and node.page is not None]
+        for begin in range(0, len(rest), BATCH):
+            batch = rest[begin : begin + BATCH]
+            saved = self._save_pages([page for _, page in batch])
+            found |= {number: (saved, index) for index, (number, _) in enumerate(batch)}
+        return found
+
+    def saved_pages(self, nodes: Sequence[PageNode]) -> Generator[SavedState, None, HostPage]:
+        """The first host page of nodes that are all on the devices, or consecutive in host memory.
+
+        Yields a copy in progress each time that the caller may wait for it. Raises LuceError.
+        """
+        if nodes[0].host is not None:
+            return nodes[0].host
+        assert self._full is not None
+        pages = [node.page for node in nodes if node.page is not None]
+        saved = self._save_pages(pages, held=True)
+        if not saved.ready():
             for page in pages:
-                self._pools.full.share(page)
-            self._copying = kept, pages
+                self._full.add_reference(page)
+            self._copying = saved, pages
             try:
-                while self._copying is not None and not kept.ready():
-                    yield kept
+                while self._copying is not None and not saved.ready():
+                    yield saved
             finally:
-                self._landed()
-        # As long as there is room, they need not be copied again to leave it to others on the devices.
-        free = all(block.alive and block.data is None for block in blocks)
-        if free and self.bytes + kept.nbytes <= self.budget:
-            segment = Segment(kept, len(blocks))
-            for index, block in enumerate(blocks):
-                self._copied(block, segment, index)
-            self._foresee()
-        return kept, 0
+                self._finish_copy()
+        # While the budget allows, the copies stay: these pages can leave the devices later without another copy.
+        unchanged = all(node.in_tree and node.host is None for node in nodes)
+        if unchanged and self.bytes + saved.nbytes <= self.budget:
+            for index, node in enumerate(nodes):
+                self._set_host(node, (saved, index))
+            self._reserve_host_memory()
+        return saved, 0
 
-    def reclaim(self, count: int) -> None:
-        """Give up pages of full attention until `count` are free. There must be as many free or idle ones."""
-        pool = self._pools.full
-        assert pool is not None
-        while pool.free < count:
-            idle = [block for block in self.tree.blocks if block.page is not None and pool.idle(block.page)]
-            if len(idle) < count - pool.free:
+    def evict_pages(self, count: int) -> None:
+        """Remove pages of full attention from the devices until `count` are free. As many must be free or unused by
+        sequences."""
+        table = self._full
+        assert table is not None
+        while table.free < count:
+            unused = [node for node in self.tree.nodes if node.page is not None and not table.referenced(node.page)]
+            if len(unused) < count - table.free:
                 with contextlib.suppress(LuceError):
-                    self._landed()
-            coldest = nsmallest(count - pool.free, idle, key=lambda block: (block.used, -block.index))
-            for block in coldest:
-                if block.data is not None:
-                    self._displace(block)
-            lacking = sorted((b for b in coldest if b.data is None), key=lambda block: (block.used, block.index))
-            for begin in range(0, len(lacking), BATCH):
-                batch = [block for block in lacking[begin : begin + BATCH] if block.alive]
-                if batch and not self._spill(batch):
+                    self._finish_copy()
+            victims = nsmallest(count - table.free, unused, key=lambda node: (node.last_used, -node.index))
+            for node in victims:
+                if node.host is not None:
+                    self._remove_from_device(node)
+            rest = sorted((n for n in victims if n.host is None), key=lambda node: (node.last_used, node.index))
+            for begin in range(0, len(rest), BATCH):
+                batch = [node for node in rest[begin : begin + BATCH] if node.in_tree]
+                if batch and not self._move_to_host(batch):
                     self.clear()
                     break
-        self._foresee()
+        self._reserve_host_memory()
 
     def clear(self) -> None:
-        """Forget everything."""
-        while self.tree.points:
-            self._evict(next(iter(self.tree.points)))
-        self._foresee()
+        """Remove all checkpoints."""
+        while self.tree.checkpoints:
+            self._evict(next(iter(self.tree.checkpoints)))
+        self._reserve_host_memory()
 
-    def _add(self, slot: int, ids: Int32, *, passing: bool) -> Checkpoint:
-        """A new point with the state of a slot. Raises LuceError."""
-        state = self._backend.state.save(*self._pools.state(slot, len(ids)))
+    def _add(self, slot: int, ids: Int32, *, interim: bool) -> Checkpoint:
+        """A new checkpoint with the state of a slot. Raises LuceError."""
+        state = self._backend.state.save(*self.state_place(slot, len(ids)))
         self.bytes += state.nbytes
-        point = self.tree.add(ids, state, None, passing=passing)
-        if self._residence is not None:
-            point.residency = self._residence.snapshot(slot, len(ids))
-        return point
+        checkpoint = self.tree.add(ids, state, None, interim=interim)
+        if self._pager is not None:
+            checkpoint.residency = self._pager.residency(slot, len(ids))
+        return checkpoint
 
-    def _borrow(self, block: PageNode, slot: int) -> None:
-        """A block is in host memory only, where the sequence in a slot has it."""
-        if block.data is None and block.page is None:
-            assert self._residence is not None
-            data = self._residence.data(slot, block.index)
-            assert data is not None, "a sequence of which a page is lost is not kept"
-            self._copied(block, *data)
+    def _share_host_page(self, node: PageNode, slot: int) -> None:
+        """Use the copy in host memory that the pager has of a swapped-out page of a slot."""
+        if node.host is None and node.page is None:
+            assert self._pager is not None
+            page = self._pager.host_page(slot, node.index)
+            assert page is not None, "a sequence that has lost a page is not saved"
+            self._set_host(node, page)
 
-    def _landed(self) -> None:
-        """Wait for pages that are copied, and do not hold them any longer."""
+    def _save_pages(self, pages: list[int], *, held: bool = False) -> SavedState:
+        return self._backend.state.save(None, self._tables.of_full(pages), held=held)
+
+    def _finish_copy(self) -> None:
+        """Wait for the copy in progress, and release its pages."""
         if self._copying is None:
             return
-        assert self._pools.full is not None
-        kept, pages = self._copying
+        assert self._full is not None
+        saved, pages = self._copying
         self._copying = None
         try:
-            kept.wait()
+            saved.wait()
         finally:
             for page in pages:
-                self._pools.full.give(page)
+                self._full.remove_reference(page)
 
-    def _foresee(self) -> None:
-        """Have host memory made for the pages that the next sequence may push out of the devices, as far as they may
-        move there, also those of sequences that run still: pinning takes so long that it would wait for most of it."""
-        pool = self._pools.full
-        if pool is not None:
-            alone = self._alone + pool.total - pool.free - self.pages
-            pushed = pool.most(pool.longest) - pool.free
-            room = (self.budget - self.bytes) // self._page_bytes
-            self._backend.state.reserve(max(0, min(alone, pushed, room)))
+    def _reserve_host_memory(self) -> None:
+        """Let the backend prepare host memory for the pages that the next sequence may push off the devices, also those
+        of sequences that still run: pinning memory takes so long that the sequence would mostly wait for it."""
+        table = self._full
+        if table is not None:
+            device_only = self.device_only + table.total - table.free - self.pages
+            pushed_off = table.max_pages(table.longest) - table.free
+            in_budget = (self.budget - self.bytes) // max(1, self.page_bytes)
+            self._backend.state.reserve(max(0, min(device_only, pushed_off, in_budget)))
 
-    def _copied(self, block: PageNode, segment: Segment, at: int) -> None:
-        """A block is page `at` of a segment as well."""
-        block.data = segment, at
-        self.bytes += segment.page_bytes
-        self._alone -= block.page is not None
+    def _set_host(self, node: PageNode, page: HostPage) -> None:
+        """A node's page is in host memory as well."""
+        node.host = page
+        self.bytes += self.page_bytes
+        self.device_only -= node.page is not None
 
-    def _uncopied(self, block: PageNode) -> None:
-        """A block is not in host memory any longer, if it was."""
-        if block.data is not None:
-            self.bytes -= block.data[0].page_bytes
-            block.data = None
-            self._alone += block.page is not None
+    def _remove_from_host(self, node: PageNode) -> None:
+        """A node's page is not in host memory any more, if it was."""
+        if node.host is not None:
+            self.bytes -= self.page_bytes
+            node.host = None
+            self.device_only += node.page is not None
 
-    def _spill(self, blocks: list[PageNode]) -> bool:
-        """Move blocks to host memory, or give them up if there can be no room for them. False if the copy failed."""
+    def _remove_from_device(self, node: PageNode) -> None:
+        assert self._full is not None and node.page is not None
+        self._full.uncache(node.page)
+        node.page = None
+        self.pages -= 1
+        self.device_only -= node.host is None
+
+    def _move_to_host(self, nodes: list[PageNode]) -> bool:
+        """Move the pages of nodes to host memory; nodes may be evicted to make room. False if the copy failed."""
         try:
-            kept = self._backend.state.save(*self._pools.only([b.page for b in blocks if b.page is not None]))
-            segment = Segment(kept, len(blocks))
-            self._make_room(kept.nbytes)
+            saved = self._save_pages([node.page for node in nodes if node.page is not None])
+            self._make_room(saved.nbytes)
         except LuceError as error:
-            _log.warning("the prefix cache is dropped: %s", error)
+            _log.warning("the prefix cache in memory is cleared: %s", error)
             return False
-        for index, block in enumerate(blocks):
-            if block.alive:
-                self._copied(block, segment, index)
-                self._displace(block)
+        for index, node in enumerate(nodes):
+            if node.in_tree:
+                self._set_host(node, (saved, index))
+                self._remove_from_device(node)
         return True
 
-    def _displace(self, block: PageNode) -> None:
-        assert self._pools.full is not None and block.page is not None
-        self._pools.full.drop(block.page)
-        block.page = None
-        self.pages -= 1
-        self._alone -= block.data is None
-
     def _make_room(self, size: int) -> None:
-        """Give up points until `size` more bytes fit, copies of what is on the devices before anything else."""
+        """Evict until `size` more bytes fit the budget: first copies of pages on the devices, then checkpoints."""
         if self.bytes + size <= self.budget:
             return
-        twice = [block for block in self.tree.blocks if block.data is not None and block.page is not None]
-        for block in sorted(twice, key=lambda block: block.used):
+        copied = [node for node in self.tree.nodes if node.host is not None and node.page is not None]
+        for node in sorted(copied, key=lambda node: node.last_used):
             if self.bytes + size > self.budget:
-                self._uncopied(block)
-        while self.bytes + size > self.budget and (coldest := self.tree.coldest()) is not None:
-            self._evict(coldest)
+                self._remove_from_host(node)
+        while self.bytes + size > self.budget and (victim := self.tree.eviction_candidate()) is not None:
+            self._evict(victim)
             self.evictions += 1
 
-    def _evict(self, point: Checkpoint) -> None:
-        self.bytes -= point.nbytes
-        for block in self.tree.remove(point):
-            if block.page is not None:
-                self._displace(block)
-            self._uncopied(block)
+    def _evict(self, checkpoint: Checkpoint) -> None:
+        self.bytes -= checkpoint.nbytes
+        for node in self.tree.remove(checkpoint):
+            if node.page is not None:
+                self._remove_from_device(node)
+            self._remove_from_host(node)

@@ -1,12 +1,13 @@
-"""Which pages of a long sequence are on the devices: KVFlash.
+"""KVFlash: which pages of a long sequence are resident, that is, on the devices.
 
-A sequence holds `bound` pages of full attention at most (luce.kvcache.page_table). Those that leave are copied to the
-host as they are, once, as nobody writes to a page that is full, and come back to whatever page is free. The first page,
-the last ones and those that a step writes always stay; of the others those with the highest scores. Every so many
-tokens the scores are found anew, and what has become important takes the place of what is not any longer.
+A sequence has a limited number of resident pages of full attention (luce.kvcache.page_table). Pages that are swapped
+out are copied to host memory unchanged, once, as a full page is not written again; pages that are swapped in go to any
+free page. The first page, the last ones and those that a step writes always stay resident, and of the others those with
+the highest scores. Pages are scored again after a number of tokens; then pages that have become important replace
+others.
 
-What a row sees does not depend on the rows that are computed with it: the pages that a block of the prompt needs leave
-before its first row, and rows of a proposal neither begin a page nor pass the length at which scores are found.
+The pages that a row sees do not depend on the rows that are computed with it: the pages that a segment of the prompt
+needs are freed before its first row, and draft rows neither begin a page nor pass the length at which pages are scored.
 """
 
 from __future__ import annotations
@@ -15,87 +16,28 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
 from luce.backend.kvflash_size import SINK
 from luce.errors import LuceError
-from luce.kvcache.page_table import PageTable
-from luce.kvcache.prefix_tree import Residency, Segment
+from luce.kvcache.page_table import PageTables
+from luce.kvcache.policies import Policy, Scores
+from luce.kvcache.prefix_tree import HostPage, Residency
 from luce.runtime.step import PAGE, Int32
+from luce.shard.saved_state import SavedState
 
 _log = logging.getLogger(__name__)
 
-# A long history is scored more seldom: KVFlash spends about the same share of the time on it at any length.
+#: A long sequence is scored once in length / _HISTORY tokens at most: scoring then takes about the same share of the
+#: time at any length.
 _HISTORY = 45
-#: The last rows of a prompt that does not fit. They are read by themselves, after the pages have been scored once more:
-#: what is asked decides what they see.
-QUESTION = 1
-# Pages in one copy between host and devices: bounds what lies twice in host memory meanwhile.
+#: The last rows of a prompt that does not fit. A step of their own reads them, after pages have been scored once more:
+#: the question decides which pages it sees.
+QUESTION_ROWS = 1
+#: pages in one copy between host and devices: bounds the memory that the pages take twice meanwhile
 _BATCH = 16
-
-#: one score a page, the higher the more important; -inf for pages of which nothing is known
-Scores = NDArray[np.float32]
-
-
-class Policy(Protocol):
-    """Says which pages matter. On the engine's thread between two steps, so it may call the backend."""
-
-    @property
-    def name(self) -> str:
-        """The policy in force, for people."""
-
-    @property
-    def reads(self) -> bool:
-        """Whether it has to see the pages of a sequence, and knows nothing of those it has not seen."""
-
-    @property
-    def asks(self) -> bool:
-        """Whether the newest row of a sequence says what matters, so that one has to have run."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory that it keeps of the pages of sequences. Any thread may ask."""
-
-    def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
-        """Of the first pages of the sequence in a slot, whose tokens so far are given: at least of those in `pages`.
-
-        `pages`: of all that are full, where each is on the devices, -1 if it is not. Before a prompt is read there may
-        be none, and all of the prompt may be scored. None if age is all that counts. Raises LuceError: the scores stay
-        as they are.
-        """
-
-    def leave(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
-        """Full pages of a sequence are about to leave the devices, where they still are. Raises LuceError."""
-
-    def forget(self, slot: int) -> None:
-        """The sequence in a slot has ended. Idempotent."""
-
-    def close(self) -> None:
-        """Idempotent."""
-
-
-class Age:
-    """The pages that came or came back last stay."""
-
-    name = "lru"
-    reads = asks = False
-    nbytes = 0
-
-    def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
-        return None
-
-    def leave(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
-        pass
-
-    def forget(self, slot: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -133,208 +75,129 @@ class PagingStats:
 
 @dataclass(frozen=True)
 class KVFlash:
-    """How a Pager is to work: its policy, which it closes; tail, tau and budget as there."""
+    """Options of a Pager."""
 
+    #: the pager closes it
     policy: Policy
+    #: pages before the one being written that stay resident
     tail: int
+    #: tokens between two rounds of scoring
     tau: int
+    #: bytes of host memory for pages
     budget: int
 
 
 @dataclass
-class _Stay:
-    """What is known of the pages of a sequence that does not fit.
+class _PagedSequence:
+    """A sequence whose pages do not all fit on the devices."""
 
-    host     pages that are in host memory: where
-    used     when each page came, if not in the order of positions
-    scores   the newest, None while there are none; scored: of how many positions
-    prompt   positions of the prompt; begun: of these, the ones that were there before it was read
-    copying  of `host`, what may still be on the way there
-    lost     whether pages are gone for good
-    """
-
-    host: dict[int, tuple[Segment, int]] = field(default_factory=dict)
-    copying: set[Segment] = field(default_factory=set)
-    used: dict[int, int] = field(default_factory=dict)
+    #: by entry, pages that are in host memory
+    host: dict[int, HostPage] = field(default_factory=dict)
+    #: those of `host` whose copies may be in progress
+    copying: set[SavedState] = field(default_factory=set)
+    #: by entry, the clock when the page was swapped in; pages that never were go by position
+    swapped_in_at: dict[int, int] = field(default_factory=dict)
     scores: Scores | None = None
-    scored: int = 0
+    #: length of the sequence when its pages were scored
+    scored_at: int = 0
+    #: tokens of the prompt
     prompt: int = 0
-    begun: int = 0
-    lost: bool = False
+    #: tokens of the prompt that came from the prefix cache
+    cached: int = 0
+    #: whether a page was given up because host memory was full
+    incomplete: bool = False
 
 
 class Pager:
-    """Moves pages of a bounded group. Everything but `stats` runs on the engine's thread, which may call the backend.
+    """Swaps pages of full attention in and out. All methods but `stats` run on the engine's thread.
 
-    tail: pages before the one that is written that stay. budget: bytes of host memory. tau: tokens between two looks
-    at the scores. chunk: prompt rows in a step. Raises what the backend raises: the sequence is lost then.
+    `chunk`: prompt rows in a step. Raises what the backend raises; the sequence is lost then.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        pool: PageTable,
-        group: int,
-        *,
-        tail: int,
-        policy: Policy,
-        tau: int,
-        budget: int,
-        chunk: int,
-    ) -> None:
-        assert pool.bound is not None
+    def __init__(self, backend: Backend, tables: PageTables, options: KVFlash, chunk: int) -> None:
+        table = tables.full
+        assert table is not None and table.max_resident is not None
         self._backend = backend
-        self._pool = pool
-        self._group = group
-        self._bound = pool.bound
-        self._tail = tail
-        self._policy = policy
-        self._tau = tau
-        self._budget = budget
-        #: rows of a block of a prompt that does not fit: half of what is beside the sink and the tail is left to pages
-        #: that matter
-        self.block = max(1, min((self._bound - SINK - tail) // 2, chunk // PAGE)) * PAGE
+        self._tables = tables
+        self._table = table
+        self._max_resident = table.max_resident
+        self._options = options
+        self._policy = options.policy
+        self._tail = options.tail
+        #: rows of a prompt that does not fit, a multiple of PAGE: pages are swapped out where such a segment begins. It
+        #: takes half of the resident pages beside the first and the last ones; the pages with high scores get the rest.
+        self.segment = max(1, min((self._max_resident - SINK - self._tail) // 2, chunk // PAGE)) * PAGE
         self._clock = 0
-        self._stays: dict[int, _Stay] = {}
-        #: pieces of host memory, with the pages in use of each
-        self._segments: dict[Segment, int] = {}
-        self._bytes = self._page_bytes = 0
-        self._outs = self._copies = self._ins = self._lost = self._rescored = self._hits = 0
+        self._sequences: dict[int, _PagedSequence] = {}
+        #: saved pages in host memory, and how many of their pages are in use
+        self._saved: dict[SavedState, int] = {}
+        self._page_bytes = backend.capacity.page_bytes
+        #: bytes of `_saved`
+        self._bytes = 0
+        self._swapped_out = self._swapped_in = self._copied = self._lost = self._rescores = self._hits = 0
         self._seconds = 0.0
-        self._troubled = False
-        pool.relieve = self.relieve
+        #: whether the last round of scoring failed
+        self._failing = False
+        table.swap_out_for = self._swap_out_for
 
     @classmethod
-    def over(cls, backend: Backend, pools: Sequence[PageTable], how: KVFlash, chunk: int) -> Pager | None:
-        """The pager of the bounded group, if there is one."""
-        for group, pool in enumerate(pools):
-            if pool.bound is not None:
-                return cls(
-                    backend,
-                    pool,
-                    group,
-                    tail=how.tail,
-                    policy=how.policy,
-                    tau=how.tau,
-                    budget=how.budget,
-                    chunk=chunk,
-                )
-        return None
+    def over(cls, backend: Backend, tables: PageTables, options: KVFlash, chunk: int) -> Pager | None:
+        """A pager, if the resident pages of sequences are limited."""
+        limited = tables.full is not None and tables.full.max_resident is not None
+        return cls(backend, tables, options, chunk) if limited else None
 
     @property
-    def size(self) -> int:
-        """Positions of a sequence that are on the devices at most."""
-        return self._bound * PAGE
+    def max_positions(self) -> int:
+        """Most positions of a sequence that are resident."""
+        return self._max_resident * PAGE
 
-    def begin(self, slot: int, prompt: Int32, done: int) -> None:
-        """The prompt in a slot, of which `done` positions are in the cache, is about to be read, and does not fit."""
-        stay = self._stay(slot)
-        stay.prompt, stay.begun = len(prompt), done
-        self.rescore(slot, done, prompt)
+    # --- for the engine
 
-    def relieve(self, slot: int, position: int, rows: int) -> None:
-        """Let as many pages leave as rows [position, position + rows), or the block that they are of, need."""
-        high = self._pool.high(slot)
-        end = -(-(position + rows) // PAGE)
-        if end <= high:
-            return
-        stay = self._stays.get(slot)
-        if stay is not None and position < stay.prompt:
-            block = position // self.block + 1
-            end = max(end, min(-(-stay.prompt // PAGE), block * self.block // PAGE))
-        present = self._pool.present(slot)
-        over = len(present) + end - high - self._bound
-        if over <= 0:
-            return
-        stay = self._stay(slot)
-        movable = [entry for entry in present if SINK <= entry < position // PAGE - self._tail]
-        assert len(movable) >= over, "steps are no longer than a block"
-        movable.sort(key=lambda entry: (self._score(stay, entry), stay.used.get(entry, 0), entry))
-        self._out(slot, stay, sorted(movable[:over]))
-        # Those that are likely to leave next are copied while the step runs, so that they can go at once.
-        if self._host_bytes + over * self._page_bytes <= self._budget:
-            self._copy(slot, stay, sorted(movable[over : 2 * over]), held=True)
+    def begin_prompt(self, slot: int, prompt: Int32, cached: int) -> None:
+        """The prompt in a slot, which does not fit, is about to be read. `cached`: positions that are in the cache."""
+        sequence = self._sequence(slot)
+        sequence.prompt, sequence.cached = len(prompt), cached
+        self.rescore(slot, cached, prompt)
 
-    def interval(self, length: int) -> int:
-        """Positions between two looks at the scores of a sequence that has so many."""
-        return max(self._tau, length // _HISTORY)
+    def rescore_interval(self, length: int) -> int:
+        """Tokens between two rounds of scoring for a sequence of `length` positions."""
+        return max(self._options.tau, length // _HISTORY)
 
-    def ahead(self, slot: int, length: int) -> int | None:
-        """Most rows that may be verified behind the one at `length`, None if there is no limit."""
-        page = PAGE - 1 - length % PAGE
-        stay = self._stays.get(slot)
-        if stay is None:
+    def max_draft_rows(self, slot: int, length: int) -> int | None:
+        """Most draft rows behind the row at position `length`, None for no limit."""
+        in_page = PAGE - 1 - length % PAGE
+        sequence = self._sequences.get(slot)
+        if sequence is None:
             entry = length // PAGE
-            if entry + 1 < self._bound:
+            if entry + 1 < self._max_resident:
                 return None
-            # The first row of the first page that does not fit is alone: pages are scored behind it.
-            return page if entry < self._bound else 0
-        return max(0, min(page, stay.scored + self.interval(length) - length - 1))
+            # The first row of the first page that does not fit has no draft rows: pages are scored behind it.
+            return in_page if entry < self._max_resident else 0
+        return max(0, min(in_page, sequence.scored_at + self.rescore_interval(length) - length - 1))
 
-    def due(self, slot: int, length: int) -> bool:
-        """Whether a sequence of `length` positions ought to be scored again."""
-        stay = self._stays.get(slot)
-        if stay is None:
+    def rescore_due(self, slot: int, length: int) -> bool:
+        """Whether the pages of a sequence of `length` positions are to be scored again."""
+        sequence = self._sequences.get(slot)
+        if sequence is None:
             return False
-        if length < stay.prompt:
-            return length == stay.prompt - QUESTION and length != stay.scored
-        return length >= stay.scored + self.interval(length)
+        if length < sequence.prompt:
+            return length == sequence.prompt - QUESTION_ROWS and length != sequence.scored_at
+        return length >= sequence.scored_at + self.rescore_interval(length)
 
     def rescore(self, slot: int, length: int, tokens: Int32) -> None:
-        """Score a sequence of `length` positions, and let the pages be there that matter most."""
+        """Score the pages of a sequence of `length` positions, and make those with the highest scores resident."""
         started = time.monotonic()
         try:
             self._rescore(slot, length, tokens)
         finally:
             self._seconds += time.monotonic() - started
 
-    def data(self, slot: int, entry: int) -> tuple[Segment, int] | None:
-        """The contents of a page, if they are in host memory."""
-        stay = self._stays.get(slot)
-        return None if stay is None else stay.host.get(entry)
-
-    def whole(self, slot: int) -> bool:
-        """Whether no page of a sequence is lost."""
-        stay = self._stays.get(slot)
-        return stay is None or not stay.lost
-
-    def snapshot(self, slot: int, length: int) -> Residency | None:
-        """What `resume` needs to go on at `length` positions; None if all pages are there."""
-        stay = self._stays.get(slot)
-        if stay is None:
-            return None
-        present = frozenset(e for e in self._pool.present(slot) if e * PAGE < length)
-        return Residency(present, dict(stay.used), stay.scores, stay.scored)
-
-    def absent(self, length: int, residency: Residency | None) -> range | list[int]:
-        """The pages of a sequence of `length` positions that are not to be on the devices when it is resumed."""
-        whole, end = length // PAGE, -(-length // PAGE)
-        if residency is not None:
-            return [entry for entry in range(whole) if entry not in residency.present]
-        return range(SINK, max(SINK, end - (self._bound - SINK - 1))) if end > self._bound else range(0)
-
-    def resume(self, slot: int, data: dict[int, tuple[Segment, int]], residency: Residency | None) -> None:
-        """A slot holds a sequence whose other pages are in host memory."""
-        if not data and residency is None:
-            return
-        self.release(slot)
-        stay = self._stay(slot)
-        if residency is not None:
-            stay.used, stay.scores, stay.scored = dict(residency.used), residency.scores, residency.scored
-            self._clock = max([self._clock, *stay.used.values()])
-        for entry, (segment, at) in data.items():
-            self._remember(stay, entry, segment, at)
-        if self._policy.reads:
-            for batch in _batches(list(data)):
-                self._show(slot, stay, batch)
-        self._fit()
-
     def release(self, slot: int) -> None:
         """The sequence in a slot has ended."""
-        stay = self._stays.pop(slot, None)
-        if stay is not None:
-            for entry in list(stay.host):
-                self._drop(stay, entry)
+        sequence = self._sequences.pop(slot, None)
+        if sequence is not None:
+            for entry in list(sequence.host):
+                self._forget(sequence, entry)
         self._policy.forget(slot)
 
     def close(self) -> None:
@@ -342,164 +205,236 @@ class Pager:
         self._policy.close()
 
     def stats(self) -> PagingStats:
-        """Numbers for people. Any thread may ask."""
+        """Numbers for /props and the metrics. Thread-safe."""
+        table = self._table
         return PagingStats(
             policy=self._policy.name,
-            max_resident_pages=self._bound,
-            tau=self._tau,
-            resident_pages=self._pool.total - self._pool.free - self._pool.spare,
-            host_pages=sum(len(stay.host) for stay in tuple(self._stays.values())),
+            max_resident_pages=self._max_resident,
+            tau=self._options.tau,
+            resident_pages=table.total - table.free - table.cached_only,
+            host_pages=sum(len(sequence.host) for sequence in tuple(self._sequences.values())),
             host_bytes=self._host_bytes,
-            host_budget=self._budget,
-            swapped_out=self._outs,
-            swapped_in=self._ins,
-            copied_pages=self._copies,
-            moved_bytes=(self._copies + self._ins) * self._page_bytes,
+            host_budget=self._options.budget,
+            swapped_out=self._swapped_out,
+            swapped_in=self._swapped_in,
+            copied_pages=self._copied,
+            moved_bytes=(self._copied + self._swapped_in) * self._page_bytes,
             lost_pages=self._lost,
-            rescores=self._rescored,
+            rescores=self._rescores,
             resident_hits=self._hits,
             rescore_seconds=self._seconds,
         )
 
+    # --- for the prefix cache
+
+    def host_page(self, slot: int, entry: int) -> HostPage | None:
+        """Where a page lies in host memory, if it does."""
+        sequence = self._sequences.get(slot)
+        return None if sequence is None else sequence.host.get(entry)
+
+    def complete(self, slot: int) -> bool:
+        """Whether every page of a sequence exists."""
+        sequence = self._sequences.get(slot)
+        return sequence is None or not sequence.incomplete
+
+    def residency(self, slot: int, length: int) -> Residency | None:
+        """What `resume` needs to continue at `length` positions; None if all pages are resident."""
+        sequence = self._sequences.get(slot)
+        if sequence is None:
+            return None
+        resident = frozenset(entry for entry in self._table.resident(slot) if entry * PAGE < length)
+        return Residency(resident, dict(sequence.swapped_in_at), sequence.scores, sequence.scored_at)
+
+    def swapped_out(self, length: int, residency: Residency | None) -> range | list[int]:
+        """The entries that are swapped out when a sequence of `length` positions resumes."""
+        whole, end = length // PAGE, -(-length // PAGE)
+        if residency is not None:
+            return [entry for entry in range(whole) if entry not in residency.resident]
+        if end <= self._max_resident:
+            return range(0)
+        return range(SINK, max(SINK, end - (self._max_resident - SINK - 1)))
+
+    def resume(self, slot: int, host: dict[int, HostPage], residency: Residency | None) -> None:
+        """A slot has resumed a sequence whose other pages, by entry, are in host memory."""
+        if not host and residency is None:
+            return
+        self.release(slot)
+        sequence = self._sequence(slot)
+        if residency is not None:
+            sequence.swapped_in_at, sequence.scores = dict(residency.swapped_in_at), residency.scores
+            sequence.scored_at = residency.scored_at
+            self._clock = max([self._clock, *sequence.swapped_in_at.values()])
+        for entry, page in host.items():
+            self._remember(sequence, entry, page)
+        if self._policy.needs_pages:
+            for batch in _batches(list(host)):
+                self._show(slot, sequence, batch)
+        self._enforce_budget()
+
+    # --- resident pages
+
+    def _swap_out_for(self, slot: int, position: int, rows: int) -> None:
+        """Swap out as many pages as rows [position, position + rows) need, or the prompt segment that they begin."""
+        held_end = self._table.end(slot)
+        end = -(-(position + rows) // PAGE)
+        if end <= held_end:
+            return
+        sequence = self._sequences.get(slot)
+        if sequence is not None and position < sequence.prompt:
+            segment = position // self.segment + 1
+            end = max(end, min(-(-sequence.prompt // PAGE), segment * self.segment // PAGE))
+        resident = self._table.resident(slot)
+        over = len(resident) + end - held_end - self._max_resident
+        if over <= 0:
+            return
+        sequence = self._sequence(slot)
+        movable = [entry for entry in resident if SINK <= entry < position // PAGE - self._tail]
+        assert len(movable) >= over, "steps are not longer than a segment"
+        movable.sort(key=lambda entry: (_score(sequence, entry), sequence.swapped_in_at.get(entry, 0), entry))
+        self._swap_out(slot, sequence, sorted(movable[:over]))
+        # Copy the likely next ones while the step runs, so that they can be swapped out at once.
+        if self._host_bytes + over * self._page_bytes <= self._options.budget:
+            self._copy(slot, sequence, sorted(movable[over : 2 * over]), held=True)
+
     def _rescore(self, slot: int, length: int, tokens: Int32) -> None:
-        stay = self._stay(slot)
-        stay.scored = length
-        if self._policy.asks and length <= stay.begun:
-            # No row of it ran here yet.
+        sequence = self._sequence(slot)
+        sequence.scored_at = length
+        if self._policy.needs_row and length <= sequence.cached:
+            # No row of this sequence has run yet.
             return
         whole = length // PAGE
         try:
-            scores = self._policy.scores(slot, tokens, self._pool.entries(slot, 0, whole))
+            scores = self._policy.scores(slot, tokens, self._table.entries(slot, 0, whole))
         except LuceError as error:
-            if not self._troubled:
+            if not self._failing:
                 _log.warning("--kvflash-policy %s: pages could not be scored: %s", self._policy.name, error)
-            self._troubled = True
+            self._failing = True
             return
         if scores is None:
             return
-        self._fit()
-        self._troubled = False
-        stay.scores = scores
-        self._rescored += 1
-        here = set(self._pool.present(slot))
+        self._enforce_budget()
+        self._failing = False
+        sequence.scores = scores
+        self._rescores += 1
+        resident = set(self._table.resident(slot))
         fixed = {e for e in range(-(-length // PAGE)) if e < SINK or e >= whole - self._tail}
-        # What comes back is in host memory already, and leaves without a copy when the next page is begun.
-        room = max(0, self._bound - len(fixed))
-        choice = [e for e in range(SINK, whole - self._tail) if e in here or (e in stay.host and scores[e] > -np.inf)]
-        choice.sort(key=lambda entry: (-self._score(stay, entry), entry not in here, -entry))
-        best = set(choice[:room])
-        self._hits += len(best & here)
-        self._out(slot, stay, sorted(e for e in here - fixed - best if e < whole))
-        self._in(slot, stay, sorted((fixed | best) - here))
+        # A page that is swapped in stays in host memory, so the next swap-out needs no copy.
+        count = max(0, self._max_resident - len(fixed))
+        choice = [
+            entry
+            for entry in range(SINK, whole - self._tail)
+            if entry in resident or (entry in sequence.host and scores[entry] > -np.inf)
+        ]
+        choice.sort(key=lambda entry: (-_score(sequence, entry), entry not in resident, -entry))
+        best = set(choice[:count])
+        self._hits += len(best & resident)
+        self._swap_out(slot, sequence, sorted(e for e in resident - fixed - best if e < whole))
+        self._swap_in(slot, sequence, sorted((fixed | best) - resident))
+
+    def _sequence(self, slot: int) -> _PagedSequence:
+        return self._sequences.setdefault(slot, _PagedSequence())
+
+    def _swap_out(self, slot: int, sequence: _PagedSequence, entries: Sequence[int]) -> None:
+        if not entries:
+            return
+        pages = self._table.entries(slot, 0, entries[-1] + 1)
+        self._policy.before_swap_out(slot, entries, [pages[entry] for entry in entries])
+        for saved in {sequence.host[entry][0] for entry in entries if entry in sequence.host} & sequence.copying:
+            saved.wait()
+            sequence.copying.remove(saved)
+        self._copy(slot, sequence, entries)
+        self._swapped_out += len(entries)
+        self._table.swap_out(slot, entries)
+        self._enforce_budget()
+
+    def _swap_in(self, slot: int, sequence: _PagedSequence, entries: Sequence[int]) -> None:
+        if not entries:
+            return
+        self._swapped_in += len(entries)
+        self._clock += 1
+        pages = dict(zip(entries, self._table.swap_in(slot, entries), strict=True))
+        for (saved, first), run in _runs(sequence, entries):
+            self._backend.state.restore(None, self._tables.of_full([pages[entry] for entry in run]), saved, first)
+        for entry in entries:
+            sequence.swapped_in_at[entry] = self._clock
+
+    def _show(self, slot: int, sequence: _PagedSequence, entries: Sequence[int]) -> None:
+        """Let the policy see pages that are in host memory only: swap them in and out again."""
+        swapped_in_at, resident = dict(sequence.swapped_in_at), self._table.resident(slot)
+        guest = resident[SINK : SINK + 1] if len(resident) == self._max_resident else []
+        self._swap_out(slot, sequence, guest)
+        count = self._max_resident - len(resident) + len(guest)
+        for begin in range(0, len(entries), count):
+            some = entries[begin : begin + count]
+            self._swap_in(slot, sequence, some)
+            self._swap_out(slot, sequence, some)
+        self._swap_in(slot, sequence, guest)
+        sequence.swapped_in_at = swapped_in_at
+
+    # --- host memory
 
     @property
     def _host_bytes(self) -> int:
-        """Of copies, and of what the policy keeps."""
+        """Bytes of pages and of the policy's data."""
         return self._bytes + self._policy.nbytes
 
-    def _stay(self, slot: int) -> _Stay:
-        return self._stays.setdefault(slot, _Stay())
-
-    @staticmethod
-    def _score(stay: _Stay, entry: int) -> float:
-        """Pages that are newer than the scores stay until there are new ones, as newer ones mostly matter more."""
-        if stay.scores is None:
-            return 0.0
-        return float(stay.scores[entry]) if entry < len(stay.scores) else np.inf
-
-    def _out(self, slot: int, stay: _Stay, entries: Sequence[int]) -> None:
-        if not entries:
-            return
-        pages = self._pool.entries(slot, 0, entries[-1] + 1)
-        self._policy.leave(slot, entries, [pages[entry] for entry in entries])
-        for segment in {stay.host[entry][0] for entry in entries if entry in stay.host} & stay.copying:
-            segment.kept.wait()
-            stay.copying.remove(segment)
-        self._copy(slot, stay, entries)
-        self._outs += len(entries)
-        self._pool.leave(slot, entries)
-        self._fit()
-
-    def _copy(self, slot: int, stay: _Stay, entries: Sequence[int], *, held: bool = False) -> None:
-        """Let the contents of pages be in host memory too; if they are `held`, in a while."""
-        for batch in _batches([entry for entry in entries if entry not in stay.host]):
-            pages = [self._pool.entries(slot, entry, entry + 1)[0] for entry in batch]
-            segment = Segment(self._backend.state.save(None, self._only(pages), held=held), len(batch))
-            self._copies += len(batch)
+    def _copy(self, slot: int, sequence: _PagedSequence, entries: Sequence[int], *, held: bool = False) -> None:
+        """Copy pages to host memory that are not there. `held`: without waiting, as the slot holds the pages."""
+        for batch in _batches([entry for entry in entries if entry not in sequence.host]):
+            pages = [self._table.entries(slot, entry, entry + 1)[0] for entry in batch]
+            saved = self._backend.state.save(None, self._tables.of_full(pages), held=held)
+            self._copied += len(batch)
             for index, (entry, page) in enumerate(zip(batch, pages, strict=True)):
-                for each in (stay, *self._sharing(slot, entry, page)):
-                    self._remember(each, entry, segment, index)
+                for each in (sequence, *self._sharing(slot, entry, page)):
+                    self._remember(each, entry, (saved, index))
                     if held:
-                        each.copying.add(segment)
+                        each.copying.add(saved)
 
-    def _sharing(self, slot: int, entry: int, page: int) -> Iterator[_Stay]:
-        """The others that hold a page as the same entry, and know no copy of it."""
-        for other, stay in self._stays.items():
-            theirs = self._pool.entries(other, entry, entry + 1) if entry < self._pool.high(other) else []
-            if other != slot and theirs == [page] and entry not in stay.host:
-                yield stay
+    def _sharing(self, slot: int, entry: int, page: int) -> Iterator[_PagedSequence]:
+        """Other sequences that hold a page as the same entry and know no copy of it."""
+        for other, sequence in self._sequences.items():
+            pages = self._table.entries(other, entry, entry + 1) if entry < self._table.end(other) else []
+            if other != slot and pages == [page] and entry not in sequence.host:
+                yield sequence
 
-    def _in(self, slot: int, stay: _Stay, entries: Sequence[int]) -> None:
-        if not entries:
-            return
-        self._ins += len(entries)
-        self._clock += 1
-        pages = dict(zip(entries, self._pool.enter(slot, entries), strict=True))
-        for segment, at, batch in _runs(stay, entries):
-            self._backend.state.restore(None, self._only([pages[entry] for entry in batch]), segment.kept, at)
-        for entry in entries:
-            stay.used[entry] = self._clock
+    def _remember(self, sequence: _PagedSequence, entry: int, page: HostPage) -> None:
+        saved, _ = page
+        sequence.host[entry] = page
+        if saved not in self._saved:
+            self._bytes += saved.pages * self._page_bytes
+        self._saved[saved] = self._saved.get(saved, 0) + 1
 
-    def _show(self, slot: int, stay: _Stay, entries: Sequence[int]) -> None:
-        """Let the policy see pages that are in host memory only."""
-        used, present = dict(stay.used), self._pool.present(slot)
-        guest = present[SINK : SINK + 1] if len(present) == self._bound else []
-        self._out(slot, stay, guest)
-        room = self._bound - len(present) + len(guest)
-        for begin in range(0, len(entries), room):
-            some = entries[begin : begin + room]
-            self._in(slot, stay, some)
-            self._out(slot, stay, some)
-        self._in(slot, stay, guest)
-        stay.used = used
+    def _forget(self, sequence: _PagedSequence, entry: int) -> None:
+        saved, _ = sequence.host.pop(entry)
+        self._saved[saved] -= 1
+        if not self._saved[saved]:
+            del self._saved[saved]
+            sequence.copying.discard(saved)
+            self._bytes -= saved.pages * self._page_bytes
 
-    def _remember(self, stay: _Stay, entry: int, segment: Segment, at: int) -> None:
-        # Every page takes the same number of bytes; asking a daemon would wait for its copy.
-        self._page_bytes = self._page_bytes or segment.page_bytes
-        stay.host[entry] = segment, at
-        if segment not in self._segments:
-            self._bytes += segment.pages * self._page_bytes
-        self._segments[segment] = self._segments.get(segment, 0) + 1
-
-    def _drop(self, stay: _Stay, entry: int) -> None:
-        segment, _ = stay.host.pop(entry)
-        self._segments[segment] -= 1
-        if not self._segments[segment]:
-            del self._segments[segment]
-            stay.copying.discard(segment)
-            self._bytes -= segment.pages * self._page_bytes
-
-    def _fit(self) -> None:
-        """Keep host memory within its budget.
-
-        What is on the devices too is dropped first, then what matters least of the rest, which cannot come back.
-        """
-        while self._bytes and self._host_bytes > self._budget:
-            here = {slot: set(self._pool.present(slot)) for slot in self._stays}
-            gone, _, slot, entry = min(
-                (entry not in here[slot], self._score(stay, entry), slot, entry)
-                for slot, stay in self._stays.items()
-                for entry in stay.host
+    def _enforce_budget(self) -> None:
+        """Keep host memory within its budget: first drop copies of resident pages, then the pages with the lowest
+        scores, which are lost."""
+        while self._bytes and self._host_bytes > self._options.budget:
+            resident = {slot: set(self._table.resident(slot)) for slot in self._sequences}
+            lost, _, slot, entry = min(
+                (entry not in resident[slot], _score(sequence, entry), slot, entry)
+                for slot, sequence in self._sequences.items()
+                for entry in sequence.host
             )
-            self._drop(self._stays[slot], entry)
-            if gone:
+            self._forget(self._sequences[slot], entry)
+            if lost:
                 if not self._lost:
-                    _log.warning("--kvflash-host-mb: host memory is full, the least important pages are given up")
+                    _log.warning("--kvflash-host-mb: host memory is full; the pages with the lowest scores are dropped")
                 self._lost += 1
-                self._stays[slot].lost = True
+                self._sequences[slot].incomplete = True
 
-    def _only(self, pages: list[int]) -> list[list[int]]:
-        return [pages if group == self._group else [] for group in range(len(self._backend.capacity.windows))]
+
+def _score(sequence: _PagedSequence, entry: int) -> float:
+    """The score of a page. Pages newer than the scores stay until the next round, as newer ones mostly matter more."""
+    if sequence.scores is None:
+        return 0.0
+    return float(sequence.scores[entry]) if entry < len(sequence.scores) else np.inf
 
 
 def _batches(entries: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -507,16 +442,16 @@ def _batches(entries: Sequence[int]) -> Iterator[Sequence[int]]:
         yield entries[begin : begin + _BATCH]
 
 
-def _runs(stay: _Stay, entries: Iterable[int]) -> Iterator[tuple[Segment, int, list[int]]]:
-    """(segment, its first page, entries) of what lies side by side in host memory."""
+def _runs(sequence: _PagedSequence, entries: Iterable[int]) -> Iterator[tuple[HostPage, list[int]]]:
+    """(the first one's page, entries) of entries whose pages are consecutive in host memory."""
     run: list[int] = []
     for entry in entries:
-        segment, at = stay.host[entry]
-        if run and stay.host[run[-1]] == (segment, at - 1):
+        saved, index = sequence.host[entry]
+        if run and sequence.host[run[-1]] == (saved, index - 1):
             run.append(entry)
             continue
         if run:
-            yield (*stay.host[run[0]], run)
+            yield sequence.host[run[0]], run
         run = [entry]
     if run:
-        yield (*stay.host[run[0]], run)
+        yield sequence.host[run[0]], run

@@ -1,4 +1,4 @@
-"""The policy that --kvflash-policy names."""
+"""Policies: which pages of a long sequence stay resident. --kvflash-policy names one."""
 
 from __future__ import annotations
 
@@ -8,37 +8,78 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
 from luce.config.settings import Config
 from luce.errors import LuceError
-from luce.kvcache.paging import Age, Policy, Scores
 from luce.runtime.step import Int32
 
 _log = logging.getLogger(__name__)
 
+#: float32, one score for each page: higher is more important, -inf if nothing is known of the page
+Scores = NDArray[np.float32]
+
+
+class Policy(Protocol):
+    """Scores the pages of sequences. Called on the engine's thread between two steps, so it may call the backend."""
+
+    @property
+    def name(self) -> str:
+        """The policy in force, for people."""
+
+    @property
+    def needs_pages(self) -> bool:
+        """Whether the policy must see a page on the devices before it can score it."""
+
+    @property
+    def needs_row(self) -> bool:
+        """Whether scores depend on the sequence's newest row, so that one must have run."""
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory for data of pages, in bytes. Thread-safe."""
+
+    def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
+        """Scores for the first pages of the sequence in a slot, at least for those in `pages`.
+
+        `tokens`: the sequence so far. `pages`: the pages of all full entries, -1 if swapped out; empty before a prompt
+        is read, when all pages of the prompt may be scored. None: only age counts. Raises LuceError: the old scores
+        stay.
+        """
+
+    def before_swap_out(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        """Full pages of a sequence are about to be swapped out; they are still on the devices. Raises LuceError."""
+
+    def forget(self, slot: int) -> None:
+        """The sequence in a slot has ended. Idempotent."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
 
 class PageScorer(Protocol):
-    """Scores texts page by page, as luce.kvcache.draft_scorer does."""
+    """Scores texts page by page: luce.kvcache.draft_scorer.DraftScorer."""
 
     def __call__(self, tokens: Int32) -> Scores:
-        """Of the full pages of a text, int32 [n] -> float32 [n // PAGE]. Raises LuceError."""
+        """Scores of the full pages of a text: int32 [n] -> float32 [n // PAGE]. Raises LuceError."""
 
     def close(self) -> None:
         """Idempotent."""
 
 
 def ranked(config: Config) -> bool:
-    """Whether shards have to rank pages: see ModelSpec.ranked."""
+    """Whether the policy needs shards that rank pages."""
     return config.kvflash != "off" and config.kvflash_policy != DraftPolicy.label
 
 
 def open_policy(
     config: Config, backend: Backend, scorer: Callable[[], Callable[[], PageScorer]], budget: int
 ) -> Policy:
-    """It is closed with the pager that gets it, and keeps at most `budget` bytes of host memory.
+    """The policy of `config`. The pager that gets it closes it. It uses at most `budget` bytes of host memory.
 
-    `scorer` finds a drafter, for the policy that needs one, and returns what loads it. Raises what `scorer` raises.
+    `scorer` finds the drafter for the policy that needs one, and returns a function that loads it. Raises what `scorer`
+    raises.
     """
     if config.kvflash_policy == DraftPolicy.label:
         return DraftPolicy(scorer())
@@ -46,19 +87,40 @@ def open_policy(
     return chosen(backend, budget)
 
 
-class QueryPolicy:
-    """Pages that the newest row would attend to, by the model's own heads (luce.shard.shard.ShardRanking).
+class AgePolicy:
+    """The pages that were written or swapped in last stay."""
 
-    What is kept of pages takes `budget` bytes at most; nothing is known of those that are too many.
+    name = "lru"
+    needs_pages = needs_row = False
+    nbytes = 0
+
+    def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
+        return None
+
+    def before_swap_out(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        pass
+
+    def forget(self, slot: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class QueryPolicy:
+    """The pages stay that the newest row would attend to, by the model's own heads (luce.shard.shard.ShardRanking).
+
+    Ranking data takes at most `budget` bytes; pages beyond that have no score.
     """
 
     name = "qk"
-    reads = asks = True
+    needs_pages = needs_row = True
 
     def __init__(self, backend: Backend, budget: int) -> None:
         self._backend = backend
-        self._most = budget // max(1, backend.capacity.ranking_bytes)
-        self._sealed: dict[int, set[int]] = {}
+        self._max_pages = budget // max(1, backend.capacity.ranking_bytes)
+        #: by slot, the pages with ranking data
+        self._added: dict[int, set[int]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -66,34 +128,34 @@ class QueryPolicy:
 
     @property
     def _count(self) -> int:
-        return sum(map(len, tuple(self._sealed.values())))
+        return sum(map(len, tuple(self._added.values())))
 
     def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
-        self.leave(slot, range(len(pages)), pages)
-        return self._ranked(slot, tokens, len(pages), (e for e in self._sealed.get(slot, ()) if e < len(pages)))
+        self.before_swap_out(slot, range(len(pages)), pages)
+        return self._rank(slot, tokens, len(pages), (e for e in self._added.get(slot, ()) if e < len(pages)))
 
-    def _ranked(self, slot: int, tokens: Int32, count: int, entries: Iterable[int]) -> Scores | None:
-        """Scores of the first `count` pages, of which only some are known."""
+    def _rank(self, slot: int, tokens: Int32, count: int, entries: Iterable[int]) -> Scores | None:
+        """Scores of the first `count` pages, -inf but for `entries`. None if there are no entries."""
         known = np.array(sorted(entries), np.int32)
         if not len(known):
             return None
         scores = np.full(count, -np.inf, np.float32)
-        # The newest token is not in the cache yet. Shares differ by many orders of magnitude.
+        # The newest token is not in the cache yet. Shares of attention differ by many orders of magnitude.
         shares = self._backend.ranking.rank(slot, len(tokens) - 2, known)
         with np.errstate(divide="ignore"):
             scores[known] = np.log(np.where(shares > 0, shares, 0.0))
         return scores
 
-    def leave(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
-        sealed = self._sealed.setdefault(slot, set())
-        fresh = [(entry, page) for entry, page in zip(entries, pages, strict=True) if page >= 0 and entry not in sealed]
-        if fresh := fresh[: max(0, self._most - self._count)]:
+    def before_swap_out(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+        added = self._added.setdefault(slot, set())
+        fresh = [(entry, page) for entry, page in zip(entries, pages, strict=True) if page >= 0 and entry not in added]
+        if fresh := fresh[: max(0, self._max_pages - self._count)]:
             self._backend.ranking.add(slot, [entry for entry, _ in fresh], [page for _, page in fresh])
-            sealed.update(entry for entry, _ in fresh)
+            added.update(entry for entry, _ in fresh)
 
     def forget(self, slot: int) -> None:
-        if self._sealed.pop(slot, None):
-            # Who has failed keeps nothing.
+        if self._added.pop(slot, None):
+            # A shard that failed has no ranking data.
             with contextlib.suppress(LuceError):
                 self._backend.ranking.drop(slot)
 
@@ -102,33 +164,33 @@ class QueryPolicy:
 
 
 class UsePolicy(QueryPolicy):
-    """Of the pages on the devices those stay that the newest row uses most. None comes back."""
+    """The resident pages stay that the newest row attends to most. No page is swapped in."""
 
     name = "lru"
-    reads = False
+    needs_pages = False
 
     def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
-        here = [entry for entry, page in enumerate(pages) if page >= 0]
-        super().leave(slot, here, [pages[entry] for entry in here])
-        return self._ranked(slot, tokens, len(pages), here)
+        resident = [entry for entry, page in enumerate(pages) if page >= 0]
+        super().before_swap_out(slot, resident, [pages[entry] for entry in resident])
+        return self._rank(slot, tokens, len(pages), resident)
 
-    def leave(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+    def before_swap_out(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         pass
 
 
 class DraftPolicy:
-    """Pages that a small model attends to when it reads the last tokens. While it cannot, age decides."""
+    """The pages stay that a small model attends to when it reads the last tokens. If it fails, only age counts."""
 
     label = "drafter"
-    reads = asks = False
+    needs_pages = needs_row = False
     nbytes = 0
 
     def __init__(self, load: Callable[[], PageScorer]) -> None:
-        self._trouble = ""
-        #: of each slot the newest scores, and of how many tokens they are
+        self._problem = ""
+        #: by slot: a number of tokens, and the scores at that length
         self._newest: dict[int, tuple[int, Scores]] = {}
         self._scorer: PageScorer | None = None
-        self._age = Age()
+        self._age = AgePolicy()
         try:
             self._scorer = load()
         except LuceError as error:
@@ -136,7 +198,7 @@ class DraftPolicy:
 
     @property
     def name(self) -> str:
-        return f"lru ({self.label}: {self._trouble})" if self._trouble else self.label
+        return f"lru ({self.label}: {self._problem})" if self._problem else self.label
 
     def scores(self, slot: int, tokens: Int32, pages: Sequence[int]) -> Scores | None:
         known = self._newest.get(slot)
@@ -149,11 +211,11 @@ class DraftPolicy:
         except LuceError as error:
             self._failed(error)
             return self._age.scores(slot, tokens, pages)
-        self._trouble = ""
+        self._problem = ""
         self._newest[slot] = len(tokens), scores
         return scores
 
-    def leave(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+    def before_swap_out(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         pass
 
     def forget(self, slot: int) -> None:
@@ -165,6 +227,6 @@ class DraftPolicy:
             scorer.close()
 
     def _failed(self, error: LuceError) -> None:
-        if str(error) != self._trouble:
-            _log.warning("--kvflash-policy drafter: pages go by age: %s", error)
-        self._trouble = str(error)
+        if str(error) != self._problem:
+            _log.warning("--kvflash-policy drafter: the oldest pages are swapped out first: %s", error)
+        self._problem = str(error)

@@ -1,22 +1,20 @@
-"""PrefixCache: what sequences computed, kept for those that begin alike.
+"""PrefixCache: reuses what sequences computed for later sequences that begin with the same tokens.
 
-The pages of full attention are shared where they are, in the devices' pools: a later sequence writes behind them only,
-so nobody ever writes to a shared page. What cannot be shared is copied to the host when it is kept, and into the new
-sequence's own slot and pages when it is used: recurrent states, the pages of windowed groups (the last window of them),
-and the page that is not full yet.
+Pages of full attention are shared where they are, in the devices' pools. A later sequence writes behind them only, so
+no sequence writes to a shared page. The rest of a checkpoint cannot be shared: recurrent states, the last window of
+windowed groups, and the page that is not full. It is copied to host memory when the checkpoint is saved, and to the
+slot and pages of a sequence that resumes there.
 
-What there is lies in memory (luce.kvcache.memory_tier); points that are worth it are written to the disk behind the
-replies (luce.kvcache.saver), and come back from there. Everything here runs on the engine's thread, which is the one
-that may call the backend.
+Checkpoints lie in memory (luce.kvcache.memory_tier). Some of them are written to the disk behind the replies
+(luce.kvcache.saver), and come back from there (luce.kvcache.restorer). Everything runs on the engine's thread, the only
+one that may call the backend.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,50 +23,49 @@ from numpy.typing import NDArray
 from luce import log
 from luce.backend.backend import Backend
 from luce.draft.feature_tail import FeatureTail
-from luce.errors import LuceError, ShardLostError
+from luce.errors import LuceError
 from luce.kvcache.disk.deadline import Deadline
 from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.manifest import keys, snapshot_id
-from luce.kvcache.disk.part import DamagedError
-from luce.kvcache.disk.reader import Reader, StoredTensor, by_layers
 from luce.kvcache.disk.stats import CachedPrefix, DiskStats
 from luce.kvcache.disk.tier import DiskTier
-from luce.kvcache.memory_tier import BATCH, MemoryTier
-from luce.kvcache.pools import PagePool, Place, Pools, Residence
-from luce.kvcache.prefix_tree import Checkpoint, PageNode, Residency, Segment
-from luce.kvcache.saver import Offer, Saver
+from luce.kvcache.memory_tier import MemoryTier
+from luce.kvcache.page_table import PageTables
+from luce.kvcache.paging import Pager
+from luce.kvcache.prefix_tree import Checkpoint, PageNode
+from luce.kvcache.restorer import Restorer
+from luce.kvcache.saver import Saver, SnapshotExtras
 from luce.runtime.step import PAGE, Int32
-from luce.shard.saved_state import Piece
 
 _log = logging.getLogger(__name__)
 
-# Tokens that the disk must know beyond what memory does.
-_WORTH = 64
+#: a snapshot is read only if it has more tokens beyond the prefix in memory than this
+_MIN_GAIN = 64
 
 
 @dataclass(frozen=True)
 class Hit:
-    """Where a prompt is resumed: `length` positions are there, the last point among them is `point`.
+    """Where a prompt resumes."""
 
-    tier   "ram" or "disk", "none" if nothing was found
-    logits  those behind the whole prompt, if they are known: then it need not be read for its reply to begin
-    known  tokens of the prompt that lie in whole blocks of others, whether it could be resumed behind them or not
-    """
-
+    #: tokens restored, 0 if nothing was found
     length: int
-    point: Checkpoint | None
+    #: the checkpoint at `length`; None if whole pages were restored only
+    checkpoint: Checkpoint | None
+    #: "ram", "disk" or "none"
     tier: str
-    known: int
+    #: tokens of the prompt in cached whole pages, even if no sequence can resume behind them
+    matched: int
+    #: float32 [vocab] of the last token, if the whole prompt was restored: the reply begins without a step
     logits: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A place in memory to resume at."""
+class _Match:
+    """A place in memory where a prompt can resume: the fields as in Hit."""
 
     length: int
-    blocks: tuple[PageNode, ...]
-    point: Checkpoint | None
+    nodes: Sequence[PageNode]
+    checkpoint: Checkpoint | None
 
 
 @dataclass(frozen=True)
@@ -91,61 +88,60 @@ class CacheStats:
 
 
 class PrefixCache:
-    """Over the pools of `backend`, one per page group.
+    """Both tiers. `budget`: bytes of host memory. `disk` gets checkpoints of at least `min_tokens` tokens.
 
-    `budget` in bytes of host memory. Checkpoints of less than `least` tokens are not written to `disk`. `residence`: of
-    sequences that may be longer than what they have on the devices.
+    `pager`: for sequences whose pages do not all fit on the devices.
     """
 
     def __init__(
         self,
         backend: Backend,
-        pools: Sequence[PagePool],
+        tables: PageTables,
         budget: int,
         disk: DiskTier | None = None,
-        least: int = 0,
-        residence: Residence | None = None,
+        min_tokens: int = 0,
+        pager: Pager | None = None,
     ) -> None:
-        self._backend = backend
-        self._pools = Pools(pools, recurrent=backend.capacity.recurrent)
-        self._residence = residence
-        self._hits = self._misses = self._tokens = 0
-        #: prompts that were read: tokens, seconds
-        self._read = (0, 0.0)
+        self._pager = pager
+        self._hits = self._misses = self._reused_tokens = 0
+        #: prompts computed so far: tokens, seconds
+        self._computed = (0, 0.0)
         self._seconds_saved = 0.0
-        self.memory = MemoryTier(backend, self._pools, budget, residence)
+        self.memory = MemoryTier(backend, tables, budget, pager)
+        self._restorer = Restorer(backend, tables, self.memory, pager)
         self.disk = disk
-        self.saver = None if disk is None else Saver(self.memory, disk, least)
-        #: whether a sequence can be resumed at points only, not behind any block
-        self.exact = self._pools.exact
+        self.saver = None if disk is None else Saver(self.memory, disk, min_tokens)
+        #: whether sequences resume at checkpoints only. Without recurrent states and windows they resume behind any
+        #: page
+        self.checkpoints_only = backend.capacity.recurrent or tables.windowed
 
     def stats(self) -> CacheStats:
-        """Numbers for people. Any thread may ask."""
+        """Numbers for /v1/cache and the metrics. Thread-safe."""
         disk = None if self.disk is None else self.disk.current_stats()
         if disk is not None and self.saver is not None:
-            disk.queued = self.saver.waiting
+            disk.queued = self.saver.queued
         return CacheStats(
             bytes=self.memory.bytes,
             budget=self.memory.budget,
-            checkpoints=len(self.memory.tree.points),
+            checkpoints=len(self.memory.tree.checkpoints),
             pages=self.memory.pages,
             hits=self._hits,
             misses=self._misses,
             evictions=self.memory.evictions,
-            reused_tokens=self._tokens,
+            reused_tokens=self._reused_tokens,
             seconds_saved=self._seconds_saved,
             disk=disk,
         )
 
-    def resume(self, prompt: Int32, slot: int, most: int | None = None) -> Hit:
-        """Put the longest prefix of a prompt that is known, of `most` tokens, into a slot that holds nothing yet.
+    def resume(self, prompt: Int32, slot: int, limit: int | None = None) -> Hit:
+        """Restore the longest cached prefix of a prompt, at most `limit` tokens, into an empty slot.
 
-        A whole prompt needs the logits of its last token, so it is resumed only at a point that has them.
+        The whole prompt is restored only at a checkpoint with the logits of the last token.
         """
         started = time.monotonic()
-        hit = self._resumed(prompt, slot, len(prompt) if most is None else most)
+        hit = self._resume(prompt, slot, len(prompt) if limit is None else limit)
         took = time.monotonic() - started
-        tokens, seconds = self._read
+        tokens, seconds = self._computed
         if hit.length and tokens:
             self._seconds_saved += max(0.0, hit.length * seconds / tokens - took)
         if hit.length:
@@ -153,289 +149,111 @@ class PrefixCache:
             log.event(_log, "prefix reused", logging.DEBUG, **facts)
         return hit
 
-    def note_read(self, tokens: int, seconds: float) -> None:
-        """Tokens of a prompt were computed in so many seconds."""
-        self._read = self._read[0] + tokens, self._read[1] + seconds
+    def record_computed(self, tokens: int, seconds: float) -> None:
+        """Note the time that computing tokens of a prompt took."""
+        self._computed = self._computed[0] + tokens, self._computed[1] + seconds
 
-    def _resumed(self, prompt: Int32, slot: int, most: int) -> Hit:
-        found, known = self._find(prompt, most)
-        for entry, length in self._stored(prompt, 0 if found is None else found.length + _WORTH, most):
-            assert self.disk is not None
-            # One of those before may have been the same, or have shown that the disk is slow.
-            if entry.unusable or not self.disk.readable:
-                continue
-            loaded = self._load(prompt[:length], prompt[length:], entry, slot)
-            if loaded is not None:
-                point, logits = loaded
-                return Hit(point.length, point, "disk", max(known, point.length // PAGE * PAGE), logits)
-            # Pages were taken and given back: what was found may be gone.
-            found, known = self._find(prompt, most)
-        if found is None or not self._share(found, slot):
-            self._misses += 1
-            why = "nothing of it is kept"
-            if found is not None:
-                why = "it could not be restored"
-            elif known:
-                why = "pages of it are kept, but no state behind them"
-            log.event(_log, "prefix not reused", logging.DEBUG, prompt=len(prompt), known=known, why=why)
-            return Hit(0, None, "none", known)
-        self._hits += 1
-        self._tokens += found.length
-        logits = None if found.point is None or found.length < len(prompt) else found.point.logits
-        return Hit(found.length, found.point, "ram", known, logits)
-
-    def keep(
+    def save(
         self,
         slot: int,
         ids: Int32,
         logits: NDArray[np.float32] | None = None,
         features: FeatureTail | None = None,
         *,
-        passing: bool,
+        interim: bool,
         after: Checkpoint | None = None,
-        offer: Offer | None = None,
+        extras: SnapshotExtras | None = None,
     ) -> Checkpoint | None:
-        """Keep what a slot holds: the state after exactly `ids`. None if that failed.
+        """Save a checkpoint of a slot, which holds exactly `ids`. None if that failed.
 
-        `after`: the point of the same sequence that this one follows; it becomes stale if it is a passing one. `offer`:
-        as in `offer`, None if it is not worth writing to the disk. `features`: what a drafter reads of the last
-        positions.
+        `after`: the previous checkpoint of the same sequence, which this one supersedes if that is an interim one.
+        `extras`: write it to the disk as well, with these. `features`: of the last positions, for drafters.
         """
-        if self._residence is not None and not self._residence.whole(slot):
+        if self._pager is not None and not self._pager.complete(slot):
             return None
         try:
-            point = self.memory.keep(slot, ids, logits, features, passing=passing)
+            checkpoint = self.memory.save(slot, ids, logits, features, interim=interim)
         except LuceError as error:
-            _log.warning("a prefix could not be kept: %s", error)
+            _log.warning("a checkpoint could not be saved: %s", error)
             return None
-        point.passing &= passing
-        point.stale = False
-        if after is not None and after is not point:
-            after.stale = after.passing
-        if offer is not None:
-            self.offer(point, offer)
-        return point
+        checkpoint.interim &= interim
+        checkpoint.superseded = False
+        if after is not None and after is not checkpoint:
+            after.superseded = after.interim
+        if extras is not None:
+            self.enqueue(checkpoint, extras)
+        return checkpoint
 
-    def offer(self, point: Checkpoint, offer: Offer) -> None:
-        """A point is worth writing to the disk, if there is one."""
+    def enqueue(self, checkpoint: Checkpoint, extras: SnapshotExtras) -> None:
+        """Write a checkpoint to the disk, if there is a disk tier."""
         if self.saver is not None:
-            self.saver.offer(point, offer)
+            self.saver.enqueue(checkpoint, extras)
 
     def contents(self) -> list[CachedPrefix]:
-        """What is kept, in memory and on the disk, what was of use last first."""
-        points = sorted(self.memory.tree.points, key=lambda point: -point.used)
+        """The checkpoints in memory, then those on the disk, most recently used first."""
+        tree = self.memory.tree
         found = []
-        for point in points:
-            ((length, key),) = keys(self.memory.tree.ids(point), [point.length])
-            found.append(CachedPrefix(snapshot_id(key, length), "ram", length, point.nbytes))
+        for checkpoint in sorted(tree.checkpoints, key=lambda checkpoint: -checkpoint.last_used):
+            ((length, key),) = keys(tree.ids(checkpoint), [checkpoint.length])
+            found.append(CachedPrefix(snapshot_id(key, length), "ram", length, checkpoint.nbytes))
         return found + ([] if self.disk is None else self.disk.contents())
 
-    def forget(self) -> list[CachedPrefix]:
-        """Give up all of it; returns what there was."""
+    def clear(self) -> list[CachedPrefix]:
+        """Remove all checkpoints, in memory and on the disk; returns the former contents."""
         found = self.contents()
         if self.saver is not None:
-            self.saver.forget()
+            self.saver.clear()
         self.memory.clear()
         if self.disk is not None:
             self.disk.clear()
         return found
 
-    def _find(self, prompt: Int32, most: int) -> tuple[_Found | None, int]:
-        """Where in memory a prompt can be resumed, and how many of its first `most` tokens lie in whole blocks."""
-        blocks, points = self.memory.tree.match(prompt[:most])
-        usable = [p for p in points if p.length < len(prompt) or p.logits is not None]
-        point = usable[-1] if usable else None
-        length = 0 if point is None else point.length
-        known = len(blocks) * PAGE
-        free = min(known, (len(prompt) - 1) // PAGE * PAGE)
-        if not self.exact and free > length:
-            return _Found(free, tuple(blocks[: free // PAGE]), None), known
-        if point is None:
-            return None, known
-        return _Found(length, tuple(blocks[: length // PAGE]), point), known
+    def _resume(self, prompt: Int32, slot: int, limit: int) -> Hit:
+        match, matched = self._match(prompt, limit)
+        for snapshot, length in self._snapshots(prompt, 0 if match is None else match.length + _MIN_GAIN, limit):
+            assert self.disk is not None
+            # An earlier one of the list may be the same snapshot, or have shown that the disk is slow.
+            if snapshot.unusable or not self.disk.readable:
+                continue
+            loaded = self._restorer.from_disk(self.disk, slot, prompt, length, snapshot, self._deadline(length))
+            if loaded is not None:
+                checkpoint, logits = loaded
+                whole = checkpoint.length // PAGE * PAGE
+                return Hit(checkpoint.length, checkpoint, "disk", max(matched, whole), logits)
+            # The slot took pages and freed them: the match may have been evicted.
+            match, matched = self._match(prompt, limit)
+        if match is None or not self._restorer.from_memory(slot, match.length, match.nodes, match.checkpoint):
+            self._misses += 1
+            why = "nothing of it is cached"
+            if match is not None:
+                why = "it could not be restored"
+            elif matched:
+                why = "pages of it are cached, but no state behind them"
+            log.event(_log, "prefix not reused", logging.DEBUG, prompt=len(prompt), matched=matched, why=why)
+            return Hit(0, None, "none", matched)
+        self._hits += 1
+        self._reused_tokens += match.length
+        logits = None if match.checkpoint is None or match.length < len(prompt) else match.checkpoint.logits
+        return Hit(match.length, match.checkpoint, "ram", matched, logits)
 
-    def _stored(self, prompt: Int32, beyond: int, most: int) -> list[tuple[Snapshot, int]]:
-        return [] if self.disk is None else self.disk.find(prompt, beyond, most, exact=self.exact)
+    def _match(self, prompt: Int32, limit: int) -> tuple[_Match | None, int]:
+        """Where in memory a prompt can resume, and how many of its first `limit` tokens lie in cached whole pages."""
+        nodes, checkpoints = self.memory.tree.match(prompt[:limit])
+        usable = [c for c in checkpoints if c.length < len(prompt) or c.logits is not None]
+        checkpoint = usable[-1] if usable else None
+        length = 0 if checkpoint is None else checkpoint.length
+        matched = len(nodes) * PAGE
+        whole = min(matched, (len(prompt) - 1) // PAGE * PAGE)
+        if not self.checkpoints_only and whole > length:
+            return _Match(whole, nodes[: whole // PAGE], None), matched
+        if checkpoint is None:
+            return None, matched
+        return _Match(length, nodes[: length // PAGE], checkpoint), matched
 
-    def _share(self, found: _Found, slot: int) -> bool:
-        """Put what was found in memory into a slot. False, and the slot holds nothing, if that failed."""
-        try:
-            residency = None if found.point is None else found.point.residency
-            away = self._away(found.length, residency)
-            data = self._hold(found.blocks, found.length, slot, away)
-            self._settle(slot, data, residency)
-            if found.point is not None:
-                self._backend.state.restore(*self._pools.state(slot, found.length), found.point.state)
-                found.point.stale = False
-        except LuceError as error:
-            _log.warning("a cached prefix could not be restored: %s", error)
-            self._let_go(slot)
-            return False
-        return True
+    def _snapshots(self, prompt: Int32, longer_than: int, limit: int) -> list[tuple[Snapshot, int]]:
+        return [] if self.disk is None else self.disk.find(prompt, longer_than, limit, exact=self.checkpoints_only)
 
-    def _away(self, length: int, residency: Residency | None = None) -> frozenset[int]:
-        """The pages of a sequence that are not to be on the devices."""
-        if self._residence is None or self._pools.full is None:
-            return frozenset()
-        return frozenset(self._residence.absent(length, residency))
-
-    def _settle(self, slot: int, data: dict[int, tuple[Segment, int]], residency: Residency | None = None) -> None:
-        """A slot holds a sequence, of which these pages are in host memory."""
-        if self._residence is not None:
-            self._residence.resume(slot, data, residency)
-
-    def _hold(
-        self, blocks: Sequence[PageNode], length: int, slot: int, away: Collection[int]
-    ) -> dict[int, tuple[Segment, int]]:
-        """Let a slot hold the pages of `length` positions, with the contents of `blocks` in the first ones.
-
-        But for those that are to be `away`: returns where these are in host memory.
-        """
-        # What is read below must not go when pages are taken for it.
-        absent = [(i, block, block.data) for i, block in enumerate(blocks) if block.page is None and i not in away]
-        data = self.memory.copies([(i, blocks[i]) for i in sorted(away) if i < len(blocks)])
-        for pool in self._pools.groups:
-            if pool is self._pools.full:
-                pool.resume(slot, length, [block.page for block in blocks], away)
-            else:
-                pool.resume(slot, length, ())
-        if self._pools.full is None:
-            return data
-        pages = self._pools.full.entries(slot, 0, len(blocks))
-        for first, segment, at, count in _together(absent):
-            self._backend.state.restore(*self._pools.only(pages[first : first + count]), segment.kept, at)
-        for i, block, _ in absent:
-            if block.alive:
-                self.memory.place(block, pages[i])
-        return data
-
-    def _load(
-        self, ids: Int32, behind: Int32, entry: Snapshot, slot: int
-    ) -> tuple[Checkpoint, NDArray[np.float32] | None] | None:
-        """Put a snapshot of `ids`, or its whole pages up to there, into a slot and into the tree.
-
-        Returns the logits behind the prompt, which goes on with `behind`, if they are there. None, and the slot holds
-        nothing, if that failed.
-        """
-        assert self.disk is not None
-        started, length = time.monotonic(), len(ids)
-        whole = length == entry.manifest.length
-        patience = Deadline(length * self._read[1] / self._read[0]) if self._read[0] else Deadline()
-        try:
-            with contextlib.closing(self.disk.open(entry, patience)) as reader:
-                tokens, residency = self.disk.read(
-                    lambda: (reader.tokens(), reader.residency() if whole else None), patience
-                )
-                first = reader.manifest.first_page * PAGE
-                if not np.array_equal(tokens if whole else tokens[: length - first], ids[first:]):
-                    raise DamagedError("its tokens are others")
-                blocks, _ = self.memory.tree.match(ids)
-                away = self._away(length, residency)
-                data = self._hold(blocks, length, slot, away)
-                left = range(len(blocks), length // PAGE)
-                there = [entry for entry in left if entry not in away]
-                data |= self._passed(reader, slot, [entry for entry in left if entry in away], there, patience)
-                self._fill(self._shares(reader, slot, there, length, state=whole), patience)
-                self._settle(slot, data, residency)
-                logits = features = opened = None
-                if whole:
-                    logits, features, opened = self.disk.read(
-                        lambda: (reader.logits(), self._tail_of(reader), reader.prompt_end_logits(behind)), patience
-                    )
-                passing = entry.manifest.interim or not whole
-                point = self.memory.keep(slot, ids, logits, features, passing=passing)
-        except (LuceError, OSError) as error:
-            self._let_go(slot)
-            if isinstance(error, ShardLostError):
-                _log.warning("snapshot %s: %s", entry.manifest.id, error)
-            else:
-                self.disk.record_failure(entry, error)
-            return None
-        self.disk.record_hit(entry, length, time.monotonic() - started)
-        return point, opened if len(behind) else logits
-
-    def _fill(self, shares: Iterator[tuple[dict[str, StoredTensor], tuple[Place, range]]], patience: Deadline) -> None:
-        assert self.disk is not None
-        decoded = self.disk.decode(shares, self._backend.state.staging_buffer, patience)
-        with contextlib.closing(decoded):
-            self._backend.state.load(Piece(*place, layers, tensors) for tensors, (place, layers) in decoded)
-
-    def _passed(
-        self, reader: Reader, slot: int, away: Sequence[int], there: Sequence[int], patience: Deadline
-    ) -> dict[int, tuple[Segment, int]]:
-        """Take pages that are to be `away` from a snapshot to host memory, by way of those of `there`, which a slot has
-        still to fill."""
-        data: dict[int, tuple[Segment, int]] = {}
-        if not away:
-            return data
-        assert self._pools.full is not None and self.disk is not None
-        ours = [self._pools.full.entries(slot, entry, entry + 1)[0] for entry in there[:BATCH]]
-        for run in _side_by_side(away, len(ours)):
-            shares = reader.pages(run.start, run.stop)
-            places = (
-                (part, (self._pools.only(ours[first - run.start :][:count]), layers))
-                for first, count, share in shares
-                for layers, part in by_layers(share, self.disk.layers)
-            )
-            self._fill(places, patience)
-            segment = Segment(self._backend.state.save(*self._pools.only(ours[: len(run)])), len(run))
-            data |= {entry: (segment, entry - run.start) for entry in run}
-        return data
-
-    def _shares(
-        self, reader: Reader, slot: int, there: Sequence[int], length: int, *, state: bool
-    ) -> Iterator[tuple[dict[str, StoredTensor], tuple[Place, range]]]:
-        """What a snapshot has of some pages for a slot, and of its state if that is asked for; where that belongs, and
-        of which layers."""
-        assert self.disk is not None
-        shards = self.disk.layers
-        if self._pools.full is not None:
-            pages = self._pools.full.entries(slot, 0, length // PAGE)
-            for run in _side_by_side(there):
-                for first, count, share in reader.pages(run.start, run.stop):
-                    place = self._pools.only(pages[first : first + count])
-                    yield from ((part, (place, layers)) for layers, part in by_layers(share, shards))
-        if not state:
-            return
-        place = self._pools.state(slot, length)
-        yield from ((part, (place, layers)) for layers, part in by_layers(reader.state(), shards))
-
-    @staticmethod
-    def _tail_of(reader: Reader) -> FeatureTail | None:
-        """What a snapshot has for drafters; nothing depends on it but the pace."""
-        try:
-            return reader.features()
-        except (DamagedError, OSError) as error:
-            _log.warning("snapshot %s: drafting begins anew: %s", reader.manifest.id, error)
-            return None
-
-    def _let_go(self, slot: int) -> None:
-        if self._residence is not None:
-            self._residence.release(slot)
-        for pool in self._pools.groups:
-            pool.yield_all(slot)
-
-
-def _side_by_side(entries: Sequence[int], most: int = sys.maxsize) -> Iterator[range]:
-    """Ascending entries as ranges of up to `most`."""
-    begin = 0
-    for end in range(1, len(entries) + 1):
-        if end == len(entries) or entries[end] != entries[end - 1] + 1 or end - begin == most:
-            yield range(entries[begin], entries[end - 1] + 1)
-            begin = end
-
-
-def _together(
-    absent: Sequence[tuple[int, PageNode, tuple[Segment, int] | None]],
-) -> Iterator[tuple[int, Segment, int, int]]:
-    """(first entry, segment, its first page, pages) of what lies side by side both in a sequence and in a segment."""
-    begin = 0
-    for end in range(1, len(absent) + 1):
-        index, _, data = absent[end - 1]
-        assert data is not None
-        if end < len(absent) and absent[end][0] == index + 1 and absent[end][2] == (data[0], data[1] + 1):
-            continue
-        first, _, start = absent[begin]
-        assert start is not None
-        yield first, start[0], start[1], end - begin
-        begin = end
+    def _deadline(self, length: int) -> Deadline:
+        """For reading `length` tokens: the time to compute them, if known."""
+        tokens, seconds = self._computed
+        return Deadline(length * seconds / tokens) if tokens else Deadline()

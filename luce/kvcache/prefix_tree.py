@@ -1,7 +1,8 @@
 """Token prefixes as a tree. Pure: ids in, nodes out.
 
-A block is one page of tokens behind its parent's. A point marks a length at which something was kept: it hangs below
-the last whole block and adds the tokens of a page that is not full. Blocks live as long as a point lies behind them.
+A node is one page of tokens behind its parent's. A checkpoint marks a length at which a sequence can resume: it hangs
+below the node of its last whole page and adds the tokens of a page that is not full. Nodes live as long as a checkpoint
+lies behind them.
 """
 
 from __future__ import annotations
@@ -15,102 +16,97 @@ from luce.draft.feature_tail import FeatureTail
 from luce.runtime.step import PAGE, Int32
 from luce.shard.saved_state import SavedState
 
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Consecutive pages in host memory. Its blocks take up an equal share each."""
-
-    kept: SavedState
-    pages: int
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return self.kept.nbytes // self.pages
+#: where a page lies in host memory: saved pages, and its number among them
+HostPage = tuple[SavedState, int]
 
 
 @dataclass(eq=False)
 class PageNode:
-    """PAGE tokens at positions [index * PAGE, (index + 1) * PAGE).
-
-    page    where their keys and values lie on the devices, in the page group of full attention
-    data    the same in host memory: a segment, and which of its pages
-    used    the tree's tick when it was last of use
-    alive   whether it is in the tree
-    """
+    """PAGE tokens at positions [index * PAGE, (index + 1) * PAGE), and where their keys and values lie."""
 
     parent: PageNode | None
+    #: as int32
     tokens: bytes
     index: int
+    #: on the devices: the page in the group of full attention
     page: int | None = None
-    data: tuple[Segment, int] | None = None
-    used: int = 0
-    alive: bool = True
+    #: in host memory
+    host: HostPage | None = None
+    #: the tree's clock at the last use
+    last_used: int = 0
+    #: whether it is part of the tree
+    in_tree: bool = True
     children: dict[bytes, PageNode] = field(default_factory=dict)
-    points: dict[bytes, Checkpoint] = field(default_factory=dict)
+    #: by the tokens behind the node
+    checkpoints: dict[bytes, Checkpoint] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Residency:
-    """Which pages of a long sequence are on the devices, and why: luce.kvcache.paging goes on from there."""
+    """Which pages of a long sequence are resident, and their scores: luce.kvcache.paging continues from there."""
 
-    present: frozenset[int]
-    used: dict[int, int]
+    resident: frozenset[int]
+    #: by page, the pager's clock when it was last swapped in
+    swapped_in_at: dict[int, int]
+    #: float32 [pages], None if the pages were never scored
     scores: NDArray[np.float32] | None
-    scored: int
+    #: length of the sequence when the pages were scored
+    scored_at: int
 
     def encode(self) -> Int32:
-        """As int32 [n + 1, 3]: `scored` and how many scores there are (-1: None).
+        """int32 [pages + 1, 3]. The first row: `scored_at`, the number of scores (-1 for None), 0.
 
-        Then for each page whether it is present, when it was used, and the bits of its score.
+        Then for each page: 1 if it is resident, its `swapped_in_at`, and the bits of its score.
         """
         scores = np.empty(0, np.float32) if self.scores is None else self.scores
-        count = 1 + max(*self.present, *self.used, len(scores) - 1, -1)
+        count = 1 + max(*self.resident, *self.swapped_in_at, len(scores) - 1, -1)
         rows: Int32 = np.zeros((count + 1, 3), np.int32)
-        rows[0, :2] = self.scored, -1 if self.scores is None else len(scores)
-        rows[1 + np.array(sorted(self.present), np.int32), 0] = 1
-        for page, when in self.used.items():
+        rows[0, :2] = self.scored_at, -1 if self.scores is None else len(scores)
+        rows[1 + np.array(sorted(self.resident), np.int32), 0] = 1
+        for page, when in self.swapped_in_at.items():
             rows[1 + page, 1] = when
         rows[1 : 1 + len(scores), 2] = scores.view(np.int32)
         return rows
 
     @classmethod
     def decode(cls, rows: NDArray[np.generic]) -> Residency:
-        """The reverse. Raises ValueError."""
+        """The reverse of `encode`. Raises ValueError."""
         if rows.ndim != 2 or rows.shape[1] != 3 or not len(rows) or rows.dtype != np.int32:
-            raise ValueError("not of the shape of a residency")
-        (scored, count, _), pages = rows[0].tolist(), rows[1:]
+            raise ValueError(f"{rows.dtype} of shape {rows.shape} instead of int32 [pages + 1, 3]")
+        (scored_at, count, _), pages = rows[0].tolist(), rows[1:]
         if not -1 <= count <= len(pages):
-            raise ValueError("more scores than pages")
+            raise ValueError(f"{count} scores of {len(pages)} pages")
         return cls(
             frozenset(np.flatnonzero(pages[:, 0]).tolist()),
             {page: int(pages[page, 1]) for page in np.flatnonzero(pages[:, 1]).tolist()},
             None if count < 0 else np.ascontiguousarray(pages[:count, 2]).view(np.float32),
-            scored,
+            scored_at,
         )
 
 
 @dataclass(eq=False)
 class Checkpoint:
-    """What a sequence of `length` tokens needs beside its whole blocks.
+    """A length of a text at which a sequence can resume, with everything that it needs beside whole pages."""
 
-    tail     tokens behind the last whole block
-    state    recurrent states, pages of windowed groups, and the page that is not full
-    logits   float32 [vocab] of the last token, None if nobody asked for them
-    residency  which pages of a long sequence were on the devices, None if all were
-    passing  whether a longer point of the same conversation makes it dispensable: `stale` then
-    features what a drafter reads of the positions before it, if that is kept
-    """
-
-    block: PageNode
-    tail: bytes
+    #: of the last whole page
+    node: PageNode
+    #: the tokens behind the last whole page, as int32
+    remainder: bytes
+    #: tokens
     length: int
+    #: recurrent states, pages of windowed groups, and the page that is not full
     state: SavedState
+    #: float32 [vocab] of the last token, if known
     logits: NDArray[np.float32] | None
-    passing: bool
-    stale: bool = False
-    used: int = 0
+    #: whether a longer checkpoint of the same conversation replaces this one
+    interim: bool
+    #: whether that longer checkpoint exists
+    superseded: bool = False
+    #: the tree's clock at the last use
+    last_used: int = 0
+    #: features of the positions before it, for drafters
     features: FeatureTail | None = None
+    #: of a long sequence, None if all pages were resident
     residency: Residency | None = None
 
     @property
@@ -119,92 +115,95 @@ class Checkpoint:
         return self.state.nbytes + sum(extra.nbytes for extra in (self.logits, self.features) if extra is not None)
 
 
-class Tree:
-    """All blocks and points."""
+class PrefixTree:
+    """All nodes and checkpoints."""
 
     def __init__(self) -> None:
         self._root = PageNode(None, b"", -1)
-        #: every block and every point, in order of arrival
-        self.blocks: dict[PageNode, None] = {}
-        self.points: dict[Checkpoint, None] = {}
-        self._tick = 0
+        #: in order of insertion
+        self.nodes: dict[PageNode, None] = {}
+        #: in order of insertion
+        self.checkpoints: dict[Checkpoint, None] = {}
+        self._clock = 0
 
     def match(self, ids: Int32) -> tuple[list[PageNode], list[Checkpoint]]:
-        """The blocks that `ids` begin with, and all points at prefixes of `ids`, shorter ones first: of use now."""
-        self._tick += 1
-        blocks: list[PageNode] = []
-        points: list[Checkpoint] = []
-        block = self._root
+        """The nodes whose tokens `ids` begin with, and all checkpoints at prefixes of `ids`, shorter ones first. All of
+        them count as used now."""
+        self._clock += 1
+        nodes: list[PageNode] = []
+        checkpoints: list[Checkpoint] = []
+        node = self._root
         while True:
-            rest = ids[(block.index + 1) * PAGE :]
-            tail = rest[:PAGE].tobytes()
-            found = [p for p in block.points.values() if tail.startswith(p.tail)]
-            points += sorted(found, key=lambda point: point.length)
-            child = block.children.get(tail)
+            rest = ids[(node.index + 1) * PAGE :]
+            tokens = rest[:PAGE].tobytes()
+            found = [c for c in node.checkpoints.values() if tokens.startswith(c.remainder)]
+            checkpoints += sorted(found, key=lambda checkpoint: checkpoint.length)
+            child = node.children.get(tokens)
             if child is None:
                 break
-            blocks.append(child)
-            block = child
-        for node in blocks:
-            node.used = self._tick
-        for point in points:
-            point.used = self._tick
-        return blocks, points
+            nodes.append(child)
+            node = child
+        for node in nodes:
+            node.last_used = self._clock
+        for checkpoint in checkpoints:
+            checkpoint.last_used = self._clock
+        return nodes, checkpoints
 
     def find(self, ids: Int32) -> Checkpoint | None:
-        """The point at exactly `ids`."""
-        block = self._root
+        """The checkpoint at exactly `ids`."""
+        node = self._root
         for begin in range(0, len(ids) - PAGE + 1, PAGE):
-            child = block.children.get(ids[begin : begin + PAGE].tobytes())
+            child = node.children.get(ids[begin : begin + PAGE].tobytes())
             if child is None:
                 return None
-            block = child
-        return block.points.get(_tail(ids))
+            node = child
+        return node.checkpoints.get(_remainder(ids))
 
-    def add(self, ids: Int32, state: SavedState, logits: NDArray[np.float32] | None, *, passing: bool) -> Checkpoint:
-        """A new point at `ids`, and the blocks that it needs."""
-        self._tick += 1
-        block = self._root
+    def add(self, ids: Int32, state: SavedState, logits: NDArray[np.float32] | None, *, interim: bool) -> Checkpoint:
+        """A new checkpoint at `ids`, with the nodes that it needs."""
+        self._clock += 1
+        node = self._root
         for begin in range(0, len(ids) - PAGE + 1, PAGE):
             tokens = ids[begin : begin + PAGE].tobytes()
-            child = block.children.get(tokens)
+            child = node.children.get(tokens)
             if child is None:
-                child = block.children[tokens] = PageNode(block, tokens, block.index + 1)
-                self.blocks[child] = None
-            child.used = self._tick
-            block = child
-        point = Checkpoint(block, _tail(ids), len(ids), state, logits, passing, used=self._tick)
-        block.points[point.tail] = point
-        self.points[point] = None
-        return point
+                child = node.children[tokens] = PageNode(node, tokens, node.index + 1)
+                self.nodes[child] = None
+            child.last_used = self._clock
+            node = child
+        checkpoint = Checkpoint(node, _remainder(ids), len(ids), state, logits, interim, last_used=self._clock)
+        node.checkpoints[checkpoint.remainder] = checkpoint
+        self.checkpoints[checkpoint] = None
+        return checkpoint
 
-    def remove(self, point: Checkpoint) -> list[PageNode]:
-        """Take a point away, and the blocks that no other point needs; returns these."""
-        del self.points[point], point.block.points[point.tail]
-        gone, block = [], point.block
-        while block.parent is not None and not block.children and not block.points:
-            del block.parent.children[block.tokens], self.blocks[block]
-            block.alive = False
-            gone.append(block)
-            block = block.parent
-        return gone
+    def remove(self, checkpoint: Checkpoint) -> list[PageNode]:
+        """Remove a checkpoint, and the nodes that no other checkpoint needs; returns these nodes."""
+        del self.checkpoints[checkpoint], checkpoint.node.checkpoints[checkpoint.remainder]
+        removed, node = [], checkpoint.node
+        while node.parent is not None and not node.children and not node.checkpoints:
+            del node.parent.children[node.tokens], self.nodes[node]
+            node.in_tree = False
+            removed.append(node)
+            node = node.parent
+        return removed
 
-    def coldest(self) -> Checkpoint | None:
-        """The point to give up first: stale ones, then the one that was of no use for longest."""
-        return min(self.points, key=lambda p: (not p.stale, p.used, -p.length), default=None)
+    def eviction_candidate(self) -> Checkpoint | None:
+        """The checkpoint to evict next: a superseded one, otherwise the least recently used, the longest of equals."""
+        return min(self.checkpoints, key=lambda c: (not c.superseded, c.last_used, -c.length), default=None)
 
-    def trail(self, point: Checkpoint) -> list[PageNode]:
-        """The blocks before a point, in order of position."""
-        trail, block = [], point.block
-        while block.parent is not None:
-            trail.append(block)
-            block = block.parent
-        return trail[::-1]
+    def path(self, checkpoint: Checkpoint) -> list[PageNode]:
+        """The nodes before a checkpoint, in order of position."""
+        path, node = [], checkpoint.node
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
 
-    def ids(self, point: Checkpoint) -> Int32:
-        """The tokens of a point: int32 [length]."""
-        return np.frombuffer(b"".join([*(block.tokens for block in self.trail(point)), point.tail]), np.int32)
+    def ids(self, checkpoint: Checkpoint) -> Int32:
+        """The tokens of a checkpoint: int32 [length]."""
+        pages = (node.tokens for node in self.path(checkpoint))
+        return np.frombuffer(b"".join([*pages, checkpoint.remainder]), np.int32)
 
 
-def _tail(ids: Int32) -> bytes:
+def _remainder(ids: Int32) -> bytes:
     return ids[len(ids) // PAGE * PAGE :].tobytes()

@@ -1,4 +1,4 @@
-"""Saver: points on their way to the disk, in bounded pieces between the steps of the sequences that run."""
+"""Saver: checkpoints on their way to the disk, in small steps between the steps of running sequences."""
 
 from __future__ import annotations
 
@@ -23,165 +23,169 @@ from luce.shard.saved_state import SavedState
 
 _log = logging.getLogger(__name__)
 
-# Time between two pieces of work for the disk while sequences run, in times of what the first one took.
-_PATIENCE = 100
-# Checkpoints that may wait for the disk; the oldest is skipped.
-_OFFERED = 16
+#: while sequences run, the time between two pieces of work for the disk, as a multiple of the time of the first one
+_PAUSE_RATIO = 100
+#: checkpoints that may wait for the disk; beyond that the oldest is skipped
+MAX_QUEUED = 16
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What is to be written of a point beside itself.
+class SnapshotExtras:
+    """Data that a snapshot has beside its checkpoint."""
 
-    recall   texts of the reply that it ends with
-    opening  ids behind it up to the end of the prompt, and the logits there
-    """
-
-    recall: ReplyTokens | None = None
-    opening: tuple[tuple[int, ...], NDArray[np.float32]] | None = None
+    #: texts of the reply at its end
+    reply: ReplyTokens | None = None
+    #: tokens from the checkpoint to the end of the prompt, and the logits there
+    prompt_end: tuple[tuple[int, ...], NDArray[np.float32]] | None = None
 
 
 class Saver:
-    """Writes points of at least `least` tokens to `disk`, which it closes.
+    """Writes checkpoints of at least `min_tokens` tokens to `disk`, which it closes.
 
-    All but `waiting` and `busy` on the engine's thread.
+    All methods but `queued` and `busy` run on the engine's thread.
     """
 
-    def __init__(self, memory: MemoryTier, disk: DiskTier, least: int) -> None:
+    def __init__(self, memory: MemoryTier, disk: DiskTier, min_tokens: int) -> None:
+        self.min_tokens = min_tokens
         self._memory = memory
         self._disk = disk
-        self._least = least
-        self._offered: deque[tuple[Checkpoint, Offer]] = deque()
-        self._export: Generator[SavedState | None] | None = None
+        self._queue: deque[tuple[Checkpoint, SnapshotExtras]] = deque()
+        #: hands the pieces of a checkpoint to the disk, one at each step
+        self.export: Generator[SavedState | None] | None = None
+        #: the copy that `export` waits for
         self._awaited: SavedState | None = None
-        self._saving: Writer | None = None
-        #: when `pump` goes on, on time.monotonic's clock
+        #: the snapshot begun last
+        self._writer: Writer | None = None
+        #: time.monotonic() at which `pump` continues
         self._next = 0.0
 
-    def offer(self, point: Checkpoint, offer: Offer) -> None:
-        """A point is worth writing, if it is long enough."""
-        if point.length < self._least:
+    def enqueue(self, checkpoint: Checkpoint, extras: SnapshotExtras) -> None:
+        """Write a checkpoint, if it is long enough."""
+        if checkpoint.length < self.min_tokens:
             return
-        self._offered.append((point, offer))
-        if len(self._offered) > _OFFERED:
-            skipped, _ = self._offered.popleft()
+        self._queue.append((checkpoint, extras))
+        if len(self._queue) > MAX_QUEUED:
+            skipped, _ = self._queue.popleft()
             self._disk.stats.skipped += 1
             log.event(_log, "snapshot skipped", logging.DEBUG, tokens=skipped.length, why="too many wait for the disk")
 
-    def forget(self) -> None:
-        """What was offered is not worth it any longer, nor is what is being written."""
-        self._offered.clear()
-        if self._export is not None:
-            # A shard may be lost, on whose copies it waits.
+    def clear(self) -> None:
+        """Write nothing of the queue, nor the rest of the snapshot in progress."""
+        self._queue.clear()
+        if self.export is not None:
+            # It may wait for copies of a shard that is lost.
             with contextlib.suppress(LuceError):
-                self._export.close()
-        self._export = self._awaited = None
+                self.export.close()
+        self.export = self._awaited = None
 
     @property
     def pending(self) -> bool:
         """Whether `pump` has something to do now."""
         if not self._disk.accepts:
             return False
-        # The next point continues the one before, once that is on the disk.
-        return self._export is not None or (bool(self._offered) and (self._saving is None or self._saving.over))
+        # The next checkpoint continues the previous one once that is on the disk.
+        return self.export is not None or (bool(self._queue) and (self._writer is None or self._writer.over))
 
     @property
-    def waiting(self) -> int:
-        """Checkpoints that are being written, or are to be. Any thread may ask."""
-        saving = self._saving
-        return len(self._offered) + (self._export is not None or (saving is not None and not saving.over))
+    def queued(self) -> int:
+        """Checkpoints that are being written or wait for it. Thread-safe."""
+        writer = self._writer
+        return len(self._queue) + (self.export is not None or (writer is not None and not writer.over))
 
     @property
     def busy(self) -> bool:
-        """Whether something is to be written, or is being written. Any thread may ask."""
-        return bool(self._export or self._offered) or self._disk.waiting > 0
+        """Whether anything is being written or waits for it. Thread-safe."""
+        return bool(self.export or self._queue) or self._disk.waiting > 0
 
     def pump(self, *, idle: bool) -> None:
-        """A bounded piece of work for the disk, if there is some and the disk has room.
+        """Do one bounded piece of work, if there is one and the disk accepts it.
 
-        `idle`: whether nobody waits for the engine. Otherwise there is time in between, so that it takes no more than a
-        share of _PATIENCE of the engine's thread.
+        `idle`: no request waits for the engine. Otherwise pieces take at most one part in _PAUSE_RATIO of the engine's
+        thread.
         """
         started = time.monotonic()
         if not self.pending or not (idle or started >= self._next):
             return
-        if self._export is None:
-            self._export = self._exported(*self._offered.popleft())
+        if self.export is None:
+            self.export = self._export(*self._queue.popleft())
         try:
             if idle and self._awaited is not None:
                 self._awaited.wait()
-            self._awaited = next(self._export)
+            self._awaited = next(self.export)
         except StopIteration:
-            self._export = self._awaited = None
+            self.export = self._awaited = None
         except LuceError as error:
-            _log.warning("a prefix could not be saved: %s", error)
-            self._export = self._awaited = None
+            _log.warning("a checkpoint could not be written: %s", error)
+            self.export = self._awaited = None
         now = time.monotonic()
-        self._next = now + _PATIENCE * (now - started)
+        self._next = now + _PAUSE_RATIO * (now - started)
 
     def flush(self, seconds: float) -> None:
-        """Write what waits to be written, for so long at most, and stop writing."""
+        """Write the queue, for at most `seconds`, and stop."""
         end = time.monotonic() + seconds
-        if self._offered:
-            # It is waited for in the end anyway.
+        if self._queue:
+            # Needed before anything can be written.
             self._disk.wait_opened(seconds)
-        while (self._export or self._offered) and time.monotonic() < end and self._disk.writable:
+        while (self.export or self._queue) and time.monotonic() < end and self._disk.writable:
             self.pump(idle=True)
             if not self.pending:
                 time.sleep(0.002)
         self._disk.close(max(0.0, end - time.monotonic()))
 
-    def _exported(self, point: Checkpoint, offer: Offer) -> Generator[SavedState | None]:
-        """Copies a point's pages to host memory and hands it to the disk, a bounded piece each turn.
+    def _export(self, checkpoint: Checkpoint, extras: SnapshotExtras) -> Generator[SavedState | None]:
+        """Copy the pages of a checkpoint to host memory and hand everything to the disk, one bounded piece at a time.
 
-        Gives what it waits for, if anything. Raises LuceError.
+        Yields the copy that it waits for, or None. Raises LuceError.
         """
         tree = self._memory.tree
-        ids = tree.ids(point)
-        missing = self._disk.missing(ids) if point in tree.points else None
+        ids = tree.ids(checkpoint)
+        missing = self._disk.missing(ids) if checkpoint in tree.checkpoints else None
         if missing is None:
             return
-        parent, first = missing
-        trail = self._memory.shared(point)[first:]
-        save: Writer | None = None
+        parent, first_page = missing
+        nodes = self._memory.nodes(checkpoint)[first_page:]
+        writer: Writer | None = None
         complete = False
+
+        def begin(raw_bytes: int) -> Writer:
+            self._writer = self._disk.write(NewSnapshot(ids, parent, first_page, raw_bytes, checkpoint.interim))
+            return self._writer
+
         try:
-            while trail:
-                run = _alike(trail)
-                if not all(block.alive for block in run):
+            while nodes:
+                run = _alike(nodes)
+                if not all(node.in_tree for node in run):
                     return
-                kept, at = yield from self._memory.on_host(run)
-                if save is None:
-                    raw = kept.nbytes // len(run) * len(trail) + point.nbytes
-                    save = self._saving = self._disk.write(NewSnapshot(ids, parent, first, raw, point.passing))
-                for tensors in kept.windows(at, len(run)):
-                    save.pages(run[0].index, tensors)
+                saved, index = yield from self._memory.saved_pages(run)
+                if writer is None:
+                    writer = begin(saved.nbytes // len(run) * len(nodes) + checkpoint.nbytes)
+                for tensors in saved.windows(index, len(run)):
+                    writer.pages(run[0].index, tensors)
                     yield None
-                trail = trail[len(run) :]
-            if save is None:
-                save = self._saving = self._disk.write(NewSnapshot(ids, parent, first, point.nbytes, point.passing))
-            for tensors in point.state.windows():
-                save.state(tensors)
+                nodes = nodes[len(run) :]
+            if writer is None:
+                writer = begin(checkpoint.nbytes)
+            for tensors in checkpoint.state.windows():
+                writer.state(tensors)
                 yield None
-            if point.residency is not None:
-                save.residency(point.residency)
-            for tail in () if point.features is None else point.features.windows():
-                save.features(tail)
+            if checkpoint.residency is not None:
+                writer.residency(checkpoint.residency)
+            for tail in () if checkpoint.features is None else checkpoint.features.windows():
+                writer.features(tail)
                 yield None
-            if offer.opening is not None:
-                save.prompt_end(*offer.opening)
-            save.finish(point.logits, offer.recall)
+            if extras.prompt_end is not None:
+                writer.prompt_end(*extras.prompt_end)
+            writer.finish(checkpoint.logits, extras.reply)
             complete = True
         finally:
-            if save is not None and not complete:
-                save.abort()
+            if writer is not None and not complete:
+                writer.abort()
 
 
-def _alike(blocks: Sequence[PageNode]) -> Sequence[PageNode]:
-    """The first blocks that lie alike: on the devices only, or side by side in host memory. BATCH at most."""
-    first = blocks[0]
-    for count, block in enumerate(blocks[:BATCH]):
-        same = block.data is None if first.data is None else block.data == (first.data[0], first.data[1] + count)
-        if not same:
-            return blocks[:count]
-    return blocks[:BATCH]
+def _alike(nodes: Sequence[PageNode]) -> Sequence[PageNode]:
+    """The first nodes that are all on the devices only, or consecutive in host memory; at most BATCH."""
+    first = nodes[0].host
+    for count, node in enumerate(nodes[:BATCH]):
+        if node.host != (None if first is None else (first[0], first[1] + count)):
+            return nodes[:count]
+    return nodes[:BATCH]

@@ -33,6 +33,7 @@ class RemoteSavedState:
         self._request: Request | None = None
         #: its number in later messages
         self.number = message.saved
+        self.pages = max(map(len, message.pages), default=0)
         self._request = requests.ask(message, Expected(self._take, seconds))
 
     def __del__(self) -> None:

@@ -40,6 +40,10 @@ class SavedState(Protocol):
     def nbytes(self) -> int:
         """Bytes of host memory, in all processes."""
 
+    @property
+    def pages(self) -> int:
+        """Pages of full attention in it; known before they are copied."""
+
     def ready(self) -> bool:
         """Whether it is all copied, without waiting. Raises LuceError if it never will be."""
 
@@ -66,6 +70,10 @@ class HostSavedState:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def pages(self) -> int:
+        return max((len(self.tensors[name]) // PAGE for name in self.paged), default=0)
 
     def ready(self) -> bool:
         return self.copied.done()
@@ -98,6 +106,10 @@ class JoinedSavedState:
     def nbytes(self) -> int:
         self.quiet()
         return sum(part.nbytes for part in self.parts)
+
+    @property
+    def pages(self) -> int:
+        return max((part.pages for part in self.parts), default=0)
 
     def ready(self) -> bool:
         self.quiet()

@@ -238,7 +238,11 @@ def test_little_of_another_shards_data_is_in_this_process(tmp_path: Path, monkey
         cache = model.engine.cache
         assert cache is not None
         # What daemons have put aside is counted here, and nothing of it is here.
-        kept = [part for point in cache.memory.tree.points for part in cast("JoinedSavedState", point.state).parts[1:]]
+        kept = [
+            part
+            for checkpoint in cache.memory.tree.checkpoints
+            for part in cast("JoinedSavedState", checkpoint.state).parts[1:]
+        ]
         assert kept and all(isinstance(part, RemoteSavedState) and part.nbytes for part in kept)
     assert len(fetched) > 3 and sum(fetched) > 3 * window
 

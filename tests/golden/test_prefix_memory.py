@@ -82,6 +82,6 @@ def test_nobody_waits_for_the_memory_of_pages_that_leave(
         before = tier.bytes
         # Each pushes pages of others to the host, and comes from there.
         assert [known(prompt.tolist()) for prompt in drawn] == [TOKENS] * len(drawn)
-        moved = (tier.bytes - before) // tier._page_bytes
+        moved = (tier.bytes - before) // tier.page_bytes
         assert moved >= TOKENS // 64
         assert [device.waited for device in devices] == [0, 0]

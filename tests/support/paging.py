@@ -10,17 +10,17 @@ import numpy as np
 from luce.config.sampling import SamplingParams
 from luce.engine.events import Event, Failed, Finished, Tokens
 from luce.engine.loop import Engine
-from luce.kvcache.paging import Age, Scores
+from luce.kvcache.policies import AgePolicy, Scores
 from luce.runtime.step import PAGE, Int32
 
 WAIT = 60
 
 
-class Hashed(Age):
+class Hashed(AgePolicy):
     """Scores that depend on the tokens, and change as they become more. Knows nothing of pages it has not seen."""
 
     name = "hashed"
-    reads = True
+    needs_pages = True
 
     def __init__(self) -> None:
         self.seen: dict[int, set[int]] = {}
@@ -29,11 +29,11 @@ class Hashed(Age):
         if not pages:
             return None
         known = self.seen.get(slot, set()) | {entry for entry, page in enumerate(pages) if page >= 0}
-        assert len(known) == len(pages), "a page has left that nobody has shown"
+        assert len(known) == len(pages), "a page was swapped out before the policy saw it"
         random = np.random.default_rng(int(tokens[: len(pages) * PAGE].sum()) + len(tokens))
         return random.normal(size=len(pages)).astype(np.float32)
 
-    def leave(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+    def before_swap_out(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         assert all(page >= 0 for page in pages)
         self.seen.setdefault(slot, set()).update(entries)
 

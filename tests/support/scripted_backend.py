@@ -389,7 +389,7 @@ class _Lagging:
         self._lag = lag
         self._landed: HostSavedState | None = None
         #: what it will be: sizes do not change
-        self.nbytes = copy().nbytes
+        self.nbytes, self.pages = copy().nbytes, copy().pages
 
     def landed(self) -> HostSavedState:
         if self._landed is None:

@@ -13,7 +13,8 @@ from luce.config.settings import Config
 from luce.draft.drafter import Drafter
 from luce.engine.engine_options import EngineOptions
 from luce.engine.loop import Engine
-from luce.kvcache.paging import Age, KVFlash
+from luce.kvcache.paging import KVFlash
+from luce.kvcache.policies import AgePolicy
 from luce.models.spec import CHATML, Dialect, Markers, ModelSpec
 from luce.runtime.device import Memory
 from luce.runtime.step import PAGE
@@ -149,7 +150,7 @@ class ScriptedModel:
         self.engine = Engine(
             self.backend,
             EngineOptions.of(config, eos=self.tokenizer.eos_ids, chunk=self.chunk, no_drafter_reason=no_drafter_reason),
-            kvflash=None if pool is None else KVFlash(Age(), 4, config.kvflash_tau, config.kvflash_host_mb << 20),
+            kvflash=None if pool is None else KVFlash(AgePolicy(), 4, config.kvflash_tau, config.kvflash_host_mb << 20),
             drafter=drafter,
         )
 

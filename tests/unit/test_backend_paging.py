@@ -17,7 +17,8 @@ from luce.backend.kvflash_size import Wanted
 from luce.backend.layersplit import LayerSplitBackend
 from luce.gguf.reader import open_gguf
 from luce.kvcache.page_table import PageTables
-from luce.kvcache.paging import Age, KVFlash, Pager, Scores
+from luce.kvcache.paging import KVFlash, Pager
+from luce.kvcache.policies import AgePolicy, Scores
 from luce.layers.state import KVPool
 from luce.ops.kvtype import KVTypes
 from luce.runtime.host import HostDevice
@@ -30,7 +31,7 @@ from tests.support.reference import Reference
 CONTEXT, CHUNK, SLOTS = 40 * PAGE, 4 * PAGE, 2
 
 
-class Random(Age):
+class Random(AgePolicy):
     """Other scores at every look."""
 
     name = "random"
@@ -54,7 +55,7 @@ class Shards:
         number = backend.capacity.windows.index(None)
         self.group = self.pages.groups[number]
         how = KVFlash(Random(seed), 4, 64, 1 << 40)
-        pager = Pager.over(backend, self.pages.groups, how, CHUNK)
+        pager = Pager.over(backend, self.pages, how, CHUNK)
         assert pager is not None
         self.pager = pager
         #: keys and values of full attention, of all layers that have some of their own
@@ -97,7 +98,7 @@ class Shards:
 
     def check(self, slot: int) -> None:
         """What a step reads."""
-        present = self.group.present(slot)
+        present = self.group.resident(slot)
         assert len(present) <= self.bound
         for entry in present:
             (page,) = self.group.entries(slot, entry, entry + 1)

@@ -231,7 +231,7 @@ def test_nothing_is_left_of_what_is_being_written_when_all_is_to_be_forgotten(
                 pump(one, idle=idle)
                 if next(pumped) == step:
                     assert r.engine.cache is not None
-                    counts.append(len(r.engine.cache.forget()))
+                    counts.append(len(r.engine.cache.clear()))
 
         monkeypatch.setattr(saver.Saver, "pump", watched)
         with rig(tmp_path, **kind) as r:
@@ -309,12 +309,12 @@ def test_while_sequences_run_the_disk_gets_a_small_share_of_the_engine(
                 yield None
 
         monkeypatch.setattr(saver.time, "monotonic", lambda: now[0])
-        behind._export = export(None)
+        behind.export = export(None)
         for _ in range(1000):
             now[0] += 0.001
             behind.pump(idle=False)
         assert len(worked) == 5 and min(np.diff(worked)) > 40 * 0.002
-        behind._export = export(None)
+        behind.export = export(None)
         for _ in range(5):
             behind.pump(idle=True)
         assert len(worked) == 10
@@ -377,11 +377,11 @@ def test_the_log_says_what_is_written_and_reused_and_why_not(tmp_path: Path, cap
     prompt = ids(150)
     with rig(tmp_path, recurrent=True) as r:
         r.ask(prompt, 3)
-        nothing = {"prompt": 150, "known": 0, "why": "nothing of it is kept"}
+        nothing = {"prompt": 150, "matched": 0, "why": "nothing of it is cached"}
         assert told("prefix not reused") == [nothing]
         wait_for(r, 2)
         r.ask([*prompt[:70], *ids(20, seed=1)], 1)
-        parted = {"prompt": 90, "known": 64, "why": "pages of it are kept, but no state behind them"}
+        parted = {"prompt": 90, "matched": 64, "why": "pages of it are cached, but no state behind them"}
         assert told("prefix not reused") == [parted]
     with rig(tmp_path, recurrent=True) as r:
         caplog.clear()
@@ -417,7 +417,7 @@ def test_a_smaller_budget_holds_from_the_start(tmp_path: Path) -> None:
 def test_short_prompts_are_not_written(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         assert r.engine.cache is not None and r.engine.cache.saver is not None
-        r.engine.cache.saver._least = 100
+        r.engine.cache.saver.min_tokens = 100
         r.ask(ids(90, seed=1), 3)
         r.ask(ids(110), 3)
     with rig(tmp_path) as r:
@@ -779,7 +779,7 @@ def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         # Little waits in memory; what was too much is skipped.
         assert tier(r).waiting <= 4 and tier(r).stats.skipped > 0
         assert r.engine.cache is not None and r.engine.cache.stats().disk is tier(r).stats
-        assert 1 < tier(r).stats.queued <= saver._OFFERED + 2
+        assert 1 < tier(r).stats.queued <= saver.MAX_QUEUED + 2
         gate.set()
         assert within(60, lambda: not r.engine.cache.stats().disk.queued)
 

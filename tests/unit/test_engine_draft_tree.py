@@ -90,7 +90,7 @@ def test_what_is_no_tree(parents: tuple[int, ...], tokens: tuple[int, ...], dept
 def test_branches_have_pages_for_themselves(data: st.DataObject) -> None:
     """Each row of a tree sees, in order, what a chain of its path would; an accepted path leaves it in the pages."""
     window, bound = data.draw(st.sampled_from([(None, None), (5, None), (70, None), (None, 5)]))
-    group = PageTable(20, window, slots=2, context=640, chunk=16, bound=bound, branch_pages=30)
+    group = PageTable(20, window, slots=2, context=640, chunk=16, max_resident=bound, branch_pages=30)
     group.reserve(1, 640)
     root = data.draw(st.integers(1, 3 * PAGE))
     parents = rows_of(data.draw(parents_of()))
@@ -98,13 +98,13 @@ def test_branches_have_pages_for_themselves(data: st.DataObject) -> None:
     for position in range(0, root, 16):
         group.extend(1, position, min(16, root - position))
     own = [int(p) for p in group.held(1)]
-    first = group.seen_from(max(0, root - 1) // 16 * 16)
+    first = group.first_visible(max(0, root - 1) // 16 * 16)
     for position in range(first * PAGE, root):
         pool[own[position // PAGE - first] * PAGE + position % PAGE] = position, 0
     # Of a bounded group any page but the last one may have left.
     entries = range(root // PAGE) if bound else range(0)
     gone = data.draw(st.lists(st.sampled_from(entries), unique=True)) if entries else []
-    group.leave(1, gone)
+    group.swap_out(1, gone)
     spans = draft_tree.tree_spans(parents, Span(1, 0, len(parents) + 1, root))
     group.extend(1, root, max(span.position + span.rows for span in spans) - root)
     slots = np.ones(len(spans), np.int32)
@@ -149,11 +149,11 @@ def test_a_page_that_somebody_reads_is_made_up_for() -> None:
     group.reserve(0, 128)
     group.extend(0, 0, 100)
     page, spare = group.held(0)[1], group.branch_pages[0]
-    group.share(page)
+    group.add_reference(page)
     group.exchange(0, 1, spare)
     assert group.held(0)[1] == spare and page not in group.branch_pages and group.free == 2
     assert group.refill() == 2 and group.free == 1
-    group.give(page)
+    group.remove_reference(page)
     assert group.free == 2
     group.release(0)
     assert group.free == 4

@@ -21,7 +21,8 @@ from luce.engine.loop import Engine
 from luce.errors import BackendError
 from luce.kvcache.disk.fingerprint import Fingerprint
 from luce.kvcache.disk.tier import DiskTier
-from luce.kvcache.paging import Age, KVFlash, PagingStats, Policy
+from luce.kvcache.paging import KVFlash, PagingStats
+from luce.kvcache.policies import AgePolicy, Policy
 from luce.kvcache.prefix_tree import Residency
 from luce.runtime.step import PAGE
 from tests.support.drafters import BranchingDrafter, sometimes
@@ -69,9 +70,9 @@ def alone(asked: Sequence[Sequence[int]], n: int, **options: Any) -> list[list[i
         return [Asked(engine, prompt, n).reply() for prompt in asked]
 
 
-@pytest.mark.parametrize("policy", [Age, Hashed])
+@pytest.mark.parametrize("policy", [AgePolicy, Hashed])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_company_changes_nothing(policy: type[Age], seed: int) -> None:
+def test_company_changes_nothing(policy: type[AgePolicy], seed: int) -> None:
     asked = prompts(seed)
     expected = alone(asked, 150, policy=policy())
     assert expected != alone(asked, 150, bound=None), "nothing was missing"
@@ -94,7 +95,7 @@ def test_prompts_about_as_long_as_the_pool(chunk: int) -> None:
     """By age, a row sees the first page and the newest ones, as many as there may be."""
     edges = [BOUND * PAGE + extra for extra in (-PAGE - 1, -PAGE, -PAGE + 1, -1, 0, 1, PAGE - 1, PAGE, PAGE + 1)]
     asked = [np.resize([1, 2, 5, 0, 3, 1], length).tolist() for length in (*edges, 2 * BOUND * PAGE, 40 * PAGE - 1)]
-    with running(Age(), chunk=chunk) as (engine, backend):
+    with running(AgePolicy(), chunk=chunk) as (engine, backend):
         sequences = [Asked(engine, prompt, 2 * PAGE) for prompt in asked]
         for prompt, sequence in zip(asked, sequences, strict=True):
             history = list(prompt)
@@ -113,8 +114,8 @@ def test_pages_stay_until_they_are_copied() -> None:
             assert [sequence.reply() for sequence in sequences] == [*expected, *expected]
 
 
-@pytest.mark.parametrize("policy", [Age, Hashed])
-def test_drafting_changes_nothing(policy: type[Age]) -> None:
+@pytest.mark.parametrize("policy", [AgePolicy, Hashed])
+def test_drafting_changes_nothing(policy: type[AgePolicy]) -> None:
     asked = prompts(2, 4)
     expected = alone(asked, 200, policy=policy())
     with running(policy(), drafter=NgramDrafter(block=15), verify_width=8) as (engine, _):
@@ -123,8 +124,8 @@ def test_drafting_changes_nothing(policy: type[Age]) -> None:
         assert all(sequence.drafted > 20 for sequence in sequences)
 
 
-@pytest.mark.parametrize(("policy", "windows"), [(Age, (None,)), (Hashed, (100, None))])
-def test_trees_change_nothing(policy: type[Age], windows: tuple[int | None, ...]) -> None:
+@pytest.mark.parametrize(("policy", "windows"), [(AgePolicy, (None,)), (Hashed, (100, None))])
+def test_trees_change_nothing(policy: type[AgePolicy], windows: tuple[int | None, ...]) -> None:
     asked = [*prompts(2, 4), prompts(8, 1)[0][: BOUND * PAGE - 50]]
     expected = alone(asked, 200, policy=policy(), windows=windows)
     texts = [[*prompt, *reply] for prompt, reply in zip(asked, expected, strict=True)]
@@ -210,10 +211,10 @@ def disk(directory: Path, policy: Policy, windows: tuple[int | None, ...]) -> It
         yield engine
 
 
-@pytest.mark.parametrize("policy", [Age, Hashed])
+@pytest.mark.parametrize("policy", [AgePolicy, Hashed])
 @pytest.mark.parametrize("windows", [(None,), (None, 100)])
 def test_a_conversation_goes_on_after_restarts(
-    policy: type[Age], windows: tuple[int | None, ...], tmp_path: Path
+    policy: type[AgePolicy], windows: tuple[int | None, ...], tmp_path: Path
 ) -> None:
     text, known = prompts(5, 1)[0], 0
     for turn in range(4):
@@ -255,7 +256,11 @@ def test_a_residency_as_bytes(data: st.DataObject) -> None:
         data.draw(st.integers(0, 2**31 - 1)),
     )
     again = Residency.decode(first.encode())
-    assert (again.present, again.used, again.scored) == (first.present, first.used, first.scored)
+    assert (again.resident, again.swapped_in_at, again.scored_at) == (
+        first.resident,
+        first.swapped_in_at,
+        first.scored_at,
+    )
     assert (again.scores is None) == (first.scores is None)
     if first.scores is not None and again.scores is not None:
         assert again.scores.tobytes() == first.scores.tobytes()

@@ -12,7 +12,7 @@ import pytest
 
 from luce.errors import ModelError
 from luce.gguf.reader import open_gguf
-from luce.kvcache.draft_scorer import Scorer
+from luce.kvcache.draft_scorer import DraftScorer
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.runtime.host import HostDevice
@@ -25,18 +25,18 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def trained() -> Iterator[tuple[Scorer, Tokenizer]]:
+def trained() -> Iterator[tuple[DraftScorer, Tokenizer]]:
     path = ROOT / "models" / "tiny" / "drafter.gguf"
     with open_gguf(path) as file:
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
-        scorer = Scorer(file, spec, HostDevice())
+        scorer = DraftScorer(file, spec, HostDevice())
         yield scorer, Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
         scorer.close()
         scorer.close()
 
 
 @pytest.mark.parametrize(("length", "at"), [(1500, 700), (2500, 1), (2500, 30)])
-def test_the_page_that_is_asked_for_comes_first(trained: tuple[Scorer, Tokenizer], length: int, at: int) -> None:
+def test_the_page_that_is_asked_for_comes_first(trained: tuple[DraftScorer, Tokenizer], length: int, at: int) -> None:
     """Also in a text of several segments, in the first one or the last."""
     scorer, tokenizer = trained
     filler = tokenizer.encode((ROOT / "LICENSE").read_text(), specials=False)
@@ -51,14 +51,14 @@ def test_the_page_that_is_asked_for_comes_first(trained: tuple[Scorer, Tokenizer
     assert place // PAGE <= scores[:tail].argmax() <= (place + len(statement)) // PAGE
 
 
-def test_texts_of_any_length(trained: tuple[Scorer, Tokenizer]) -> None:
+def test_texts_of_any_length(trained: tuple[DraftScorer, Tokenizer]) -> None:
     scorer, _ = trained
     for length in (0, 1, 63, 64, 65, 130):
         scores = scorer(np.arange(length, dtype=np.int32))
         assert scores.shape == (length // PAGE,) and np.isfinite(scores).all()
 
 
-def test_scores_of_a_text_do_not_depend_on_those_before(trained: tuple[Scorer, Tokenizer]) -> None:
+def test_scores_of_a_text_do_not_depend_on_those_before(trained: tuple[DraftScorer, Tokenizer]) -> None:
     scorer, _ = trained
     text = np.random.default_rng(0).integers(0, 4000, 400).astype(np.int32)
     first = scorer(text)
@@ -72,15 +72,15 @@ def test_other_tokens_are_scored_where_their_text_is() -> None:
     with ExitStack() as stack:
         files = [stack.enter_context(open_gguf(reference.path)) for reference in (small, large)]
         theirs, ours = (Tokenizer(file.metadata, nfc=file is files[0]) for file in files)
-        bridge = Retokenizer(ours, theirs)
+        retokenizer = Retokenizer(ours, theirs)
         ids = np.array(ours.encode((ROOT / "LICENSE").read_text()[:700], specials=False), np.int32)
-        others, places = bridge(ids)
-        scorer = Scorer(files[0], small.spec, HostDevice(), bridge)
+        others, places = retokenizer(ids)
+        scorer = DraftScorer(files[0], small.spec, HostDevice(), retokenizer)
         stack.callback(scorer.close)
         scores = scorer(ids)
         assert len(scores) == len(ids) // PAGE > 1
         for page, score in enumerate(scores):
-            own = scorer._attention(others)[places // PAGE == page]
+            own = scorer.attention(others)[places // PAGE == page]
             assert score == pytest.approx(own.mean(), rel=1e-6)
         silent = np.full(2 * PAGE, ours.bos_id, np.int32)
         assert scorer(silent).tolist() == [0.0, 0.0]
@@ -89,4 +89,4 @@ def test_other_tokens_are_scored_where_their_text_is() -> None:
 def test_a_model_that_cannot_score_says_so() -> None:
     reference = Reference("qwen3-a-F32")
     with open_gguf(reference.path) as file, pytest.raises(ModelError, match="cannot score pages"):
-        Scorer(file, replace(reference.spec, context_length=100), HostDevice())
+        DraftScorer(file, replace(reference.spec, context_length=100), HostDevice())

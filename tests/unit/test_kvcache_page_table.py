@@ -131,19 +131,19 @@ def test_a_shared_page_is_free_when_the_last_of_its_holders_is_gone() -> None:
     pages.extend(0, 0, 2 * PAGE)
     shared = group.held(0)
     for page in shared:
-        group.keep(page)
+        group.cache(page)
     group.resume(1, 2 * PAGE + 1, [shared[0], None])
     held = group.held(1)
     assert held[0] == shared[0] and len(set(held) | set(shared)) == 4
     pages.release(0)
-    assert (pages.used, group.free, group.spare) == (3, 4, 1)
-    assert group.idle(shared[1]) and not group.idle(shared[0])
-    group.drop(shared[0])
+    assert (pages.used, group.free, group.cached_only) == (3, 4, 1)
+    assert not group.referenced(shared[1]) and group.referenced(shared[0])
+    group.uncache(shared[0])
     assert group.free == 4
     pages.release(1)
-    assert (pages.used, group.free, group.spare) == (0, 7, 1)
-    group.drop(shared[1])
-    assert (group.free, group.spare) == (8, 0)
+    assert (pages.used, group.free, group.cached_only) == (0, 7, 1)
+    group.uncache(shared[1])
+    assert (group.free, group.cached_only) == (8, 0)
 
 
 def test_spare_pages_are_reclaimed_when_promised_ones_are_taken() -> None:
@@ -151,25 +151,25 @@ def test_spare_pages_are_reclaimed_when_promised_ones_are_taken() -> None:
     (group,) = pages.groups
     asked = []
 
-    def reclaim(count: int) -> None:
+    def evict(count: int) -> None:
         asked.append(count)
         while group.free < count:
-            group.drop(kept.pop())
+            group.uncache(kept.pop())
 
-    group.reclaim = reclaim
+    group.evict = evict
     assert pages.reserve(0, 4 * PAGE)
     pages.extend(0, 0, 3 * PAGE)
     kept = group.held(0)
     for page in kept:
-        group.keep(page)
+        group.cache(page)
     pages.release(0)
     assert pages.reserve(0, 4 * PAGE)
     pages.extend(0, 0, PAGE)
     assert asked == []
     pages.extend(0, PAGE, 2 * PAGE)
     assert asked == [2] and len(kept) == 1
-    pages.yield_all(0)
-    assert (pages.used, group.spare, group.free) == (0, 1, 3)
+    pages.clear(0)
+    assert (pages.used, group.cached_only, group.free) == (0, 1, 3)
     assert not pages.reserve(0, 5 * PAGE)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,8 @@ from luce.backend.backend import Backend
 from luce.backend.kvflash_size import SINK
 from luce.errors import BackendError, LuceError
 from luce.kvcache.page_table import PageTables
-from luce.kvcache.paging import QUESTION, Age, KVFlash, Pager, Scores
+from luce.kvcache.paging import QUESTION_ROWS, KVFlash, Pager
+from luce.kvcache.policies import AgePolicy, Scores
 from luce.runtime.host import HostEvent
 from luce.runtime.step import PAGE, Int32
 from luce.shard.saved_state import HostSavedState
@@ -25,9 +27,13 @@ TAIL = 2
 
 
 class Pool:
-    """A backend of one group of full attention, whose keys are an array."""
+    """A backend, and its state, with one group of full attention, whose keys are an array."""
 
-    windows = (None,)
+    capacity = SimpleNamespace(page_bytes=PAGE * np.dtype(np.int64).itemsize)
+
+    @property
+    def state(self) -> Pool:
+        return self
 
     def __init__(self, pages: int) -> None:
         self.k = np.full((pages * PAGE, 1), -1, np.int64)
@@ -54,8 +60,8 @@ class Told:
 
     name = "told"
 
-    def __init__(self, *, reads: bool = False) -> None:
-        self.reads, self.asks, self.nbytes = reads, False, 0
+    def __init__(self, *, needs_pages: bool = False) -> None:
+        self.needs_pages, self.needs_row, self.nbytes = needs_pages, False, 0
         self.next: Scores | None = None
         self.pages: Sequence[int] = ()
         self.error: LuceError | None = None
@@ -68,7 +74,7 @@ class Told:
             raise self.error
         return self.next
 
-    def leave(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
+    def before_swap_out(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
         self.left.setdefault(slot, set()).update(entries)
         for entry, page in zip(entries, pages, strict=True):
             self.look(slot, entry, page)
@@ -94,13 +100,13 @@ class Bench:
         chunk: int = 4 * PAGE,
     ) -> None:
         self.pool = Pool(slots * bound)
-        self.pages = PageTables([slots * bound], [None], slots=slots, context=CONTEXT, chunk=PAGE, bound=bound)
+        self.pages = PageTables([slots * bound], [None], slots=slots, context=CONTEXT, chunk=PAGE, max_resident=bound)
         self.group = self.pages.groups[0]
-        self.policy = policy or Age()
+        self.policy = policy or AgePolicy()
         if isinstance(policy, Told):
             policy.look = self.look
         how = KVFlash(self.policy, TAIL, tau, budget)
-        pager = Pager.over(cast(Backend, self.pool), self.pages.groups, how, chunk)
+        pager = Pager.over(cast(Backend, self.pool), self.pages, how, chunk)
         assert pager is not None
         self.pager = pager
         self.length = [0] * slots
@@ -130,9 +136,9 @@ class Bench:
 
     def read(self, slot: int, prompt: int) -> None:
         """A prompt of so many positions, block by block."""
-        self.pager.begin(slot, np.zeros(prompt, np.int32), self.length[slot])
+        self.pager.begin_prompt(slot, np.zeros(prompt, np.int32), self.length[slot])
         while (left := prompt - self.length[slot]) > 0:
-            block = self.pager.block
+            block = self.pager.segment
             self.write(slot, min(left, block - self.length[slot] % block))
 
     def check(self, slot: int) -> None:
@@ -141,7 +147,7 @@ class Bench:
         slots = np.array([slot], np.int32)
         view = self.group.view(slots, slots, np.array([length - 1], np.int32))
         count = int(view.count[0])
-        assert count <= (self.group.bound or 0)
+        assert count <= (self.group.max_resident or 0)
         first = view.first[0, :count]
         assert (np.diff(first) > 0).all()
         for page, begin in zip(view.table[0, :count].tolist(), first.tolist(), strict=True):
@@ -168,11 +174,11 @@ def test_random_traffic(bound: int, moves: list[tuple[int, int, int]], seed: int
         length = bench.length[slot]
         if kind == 0:
             prompt = min(CONTEXT, length + size)
-            if prompt > bench.pager.size:
+            if prompt > bench.pager.max_positions:
                 bench.read(slot, prompt)
         elif kind == 1:
             for _ in range(min(size, CONTEXT - length) // 16):
-                bench.write(slot, 1 + min(15, bench.pager.ahead(slot, bench.length[slot]) or 0))
+                bench.write(slot, 1 + min(15, bench.pager.max_draft_rows(slot, bench.length[slot]) or 0))
         elif length:
             policy.next = random.normal(size=CONTEXT // PAGE).astype(np.float32) if size % 5 else None
             bench.rescore(slot)
@@ -189,10 +195,10 @@ def test_random_traffic(bound: int, moves: list[tuple[int, int, int]], seed: int
 
 def test_a_pool_as_large_as_the_text_holds_all_of_it() -> None:
     bench = Bench(8)
-    assert bench.pager.snapshot(0, 0) is None
+    assert bench.pager.residency(0, 0) is None
     bench.write(0, 100)
     bench.write(0, 8 * PAGE - 100)
-    assert bench.group.present(0) == list(range(8))
+    assert bench.group.resident(0) == list(range(8))
     assert bench.pager.stats().swapped_out == 0
 
 
@@ -200,7 +206,7 @@ def test_age_lets_the_oldest_go_but_not_the_sink() -> None:
     bench = Bench(6)
     for _ in range(9):
         bench.write(0, PAGE)
-    assert bench.group.present(0) == [0, 4, 5, 6, 7, 8]
+    assert bench.group.resident(0) == [0, 4, 5, 6, 7, 8]
     assert bench.pager.stats().swapped_out == 3
 
 
@@ -209,18 +215,18 @@ def test_scores_decide_who_leaves_and_who_comes_back() -> None:
     bench = Bench(7, policy=policy)
     for _ in range(10):
         bench.write(0, PAGE)
-    assert bench.group.present(0) == [0, 4, 5, 6, 7, 8, 9]
+    assert bench.group.resident(0) == [0, 4, 5, 6, 7, 8, 9]
     policy.next = np.array([0, 9, 1, 8, 2, 3, 4, 5, 6, 7], np.float32)
     bench.rescore(0)
     # 0 and the tail, and the four with the highest scores.
-    assert bench.group.present(0) == [0, 1, 3, 6, 7, 8, 9]
+    assert bench.group.resident(0) == [0, 1, 3, 6, 7, 8, 9]
     assert [page >= 0 for page in policy.pages] == [i in (0, 4, 5, 6, 7, 8, 9) for i in range(10)]
     stats = bench.pager.stats()
     assert (stats.resident_hits, stats.swapped_in) == (2, 2), "of 1, 3, 6 and 7 the last two were there"
     bench.write(0, PAGE)
-    assert bench.group.present(0) == [0, 1, 3, 7, 8, 9, 10]
+    assert bench.group.resident(0) == [0, 1, 3, 7, 8, 9, 10]
     bench.write(0, PAGE)
-    assert bench.group.present(0) == [0, 1, 3, 8, 9, 10, 11], "the lowest score leaves; newer pages have none yet"
+    assert bench.group.resident(0) == [0, 1, 3, 8, 9, 10, 11], "the lowest score leaves; newer pages have none yet"
 
 
 def test_of_pages_that_matter_alike_those_stay_that_are_there_then_the_newer_ones_come() -> None:
@@ -230,10 +236,10 @@ def test_of_pages_that_matter_alike_those_stay_that_are_there_then_the_newer_one
         bench.write(0, PAGE)
     policy.next = np.zeros(10, np.float32)
     bench.rescore(0)
-    assert bench.group.present(0) == [0, 4, 5, 6, 7, 8, 9] and bench.pager.stats().swapped_in == 0
+    assert bench.group.resident(0) == [0, 4, 5, 6, 7, 8, 9] and bench.pager.stats().swapped_in == 0
     policy.next = np.array([0, 1, 1, 1, 0, 5, 0, 5, 0, 0], np.float32)
     bench.rescore(0)
-    assert bench.group.present(0) == [0, 2, 3, 5, 7, 8, 9]
+    assert bench.group.resident(0) == [0, 2, 3, 5, 7, 8, 9]
 
 
 def test_a_page_is_copied_once() -> None:
@@ -278,7 +284,7 @@ def test_what_the_policy_keeps_counts(nbytes: int) -> None:
     stats = bench.pager.stats()
     assert stats.host_bytes == nbytes + page * min(room, 9)
     assert stats.lost_pages == max(0, 8 - room)
-    assert bench.pager.whole(0) == (not stats.lost_pages)
+    assert bench.pager.complete(0) == (not stats.lost_pages)
     bench.write(0, PAGE)
     bench.check(0)
 
@@ -287,48 +293,48 @@ def test_what_the_policy_keeps_counts(nbytes: int) -> None:
 def test_scores_grow_old_slowly_in_long_texts(length: int, since: int, due: bool) -> None:
     bench = Bench(8)
     bench.pager.rescore(0, since, np.zeros(since, np.int32))
-    assert bench.pager.due(0, length) is due
+    assert bench.pager.rescore_due(0, length) is due
 
 
 def test_a_sequence_that_fits_is_never_scored() -> None:
-    assert not Bench(8).pager.due(0, 1 << 20)
+    assert not Bench(8).pager.rescore_due(0, 1 << 20)
 
 
 def test_proposals_end_where_a_page_ends_and_where_scores_are_found() -> None:
     bench = Bench(8, tau=40)
-    assert bench.pager.ahead(0, 100) is None
+    assert bench.pager.max_draft_rows(0, 100) is None
     bench.write(0, 7 * PAGE + 10)
-    assert bench.pager.ahead(0, 7 * PAGE + 10) == PAGE - 11, "the next page would be the ninth"
-    assert bench.pager.ahead(0, 8 * PAGE) == 0, "the ninth page begins, and scores are found behind its first row"
+    assert bench.pager.max_draft_rows(0, 7 * PAGE + 10) == PAGE - 11, "the next page would be the ninth"
+    assert bench.pager.max_draft_rows(0, 8 * PAGE) == 0, "pages are scored behind the first row of the ninth page"
     bench.write(0, PAGE)
     bench.rescore(0)
-    assert bench.pager.ahead(0, 8 * PAGE + 10) == 39
-    assert bench.pager.ahead(0, 8 * PAGE + 45) == 4
-    assert bench.pager.ahead(0, 8 * PAGE + 63) == 0
+    assert bench.pager.max_draft_rows(0, 8 * PAGE + 10) == 39
+    assert bench.pager.max_draft_rows(0, 8 * PAGE + 45) == 4
+    assert bench.pager.max_draft_rows(0, 8 * PAGE + 63) == 0
 
 
 def test_what_a_block_sees_does_not_depend_on_its_pieces() -> None:
     seen = []
     for pieces in ([128], [1, 127], [64, 64], [100, 20, 8]):
         bench = Bench(10)
-        bench.pager.begin(0, np.zeros(30 * PAGE, np.int32), 0)
-        assert bench.pager.block == 3 * PAGE
+        bench.pager.begin_prompt(0, np.zeros(30 * PAGE, np.int32), 0)
+        assert bench.pager.segment == 3 * PAGE
         for _ in range(4):
             bench.write(0, 3 * PAGE)
         bench.write(0, PAGE)
         for rows in pieces:
             bench.write(0, rows)
-            seen.append([entry for entry in bench.group.present(0) if entry < 12])
+            seen.append([entry for entry in bench.group.resident(0) if entry < 12])
     assert seen == [seen[0]] * len(seen)
 
 
 def test_the_question_is_read_after_a_look_at_the_scores() -> None:
     bench = Bench(8)
-    bench.pager.begin(0, np.zeros(20 * PAGE, np.int32), 0)
-    assert not bench.pager.due(0, 10 * PAGE)
-    assert bench.pager.due(0, 20 * PAGE - QUESTION)
-    bench.pager.rescore(0, 20 * PAGE - QUESTION, np.zeros(20 * PAGE, np.int32))
-    assert not bench.pager.due(0, 20 * PAGE - QUESTION)
+    bench.pager.begin_prompt(0, np.zeros(20 * PAGE, np.int32), 0)
+    assert not bench.pager.rescore_due(0, 10 * PAGE)
+    assert bench.pager.rescore_due(0, 20 * PAGE - QUESTION_ROWS)
+    bench.pager.rescore(0, 20 * PAGE - QUESTION_ROWS, np.zeros(20 * PAGE, np.int32))
+    assert not bench.pager.rescore_due(0, 20 * PAGE - QUESTION_ROWS)
 
 
 def test_scores_of_a_prompt_decide_what_stays_while_it_is_read() -> None:
@@ -336,7 +342,7 @@ def test_scores_of_a_prompt_decide_what_stays_while_it_is_read() -> None:
     policy.next = np.where(np.arange(40) % 10 == 3, 1.0, 0.0).astype(np.float32)
     bench = Bench(10, policy=policy)
     bench.read(0, 40 * PAGE)
-    assert {3, 13, 23, 33} <= set(bench.group.present(0))
+    assert {3, 13, 23, 33} <= set(bench.group.resident(0))
     assert bench.pager.stats().swapped_in == 0
 
 
@@ -344,11 +350,11 @@ def test_a_policy_that_fails_leaves_things_as_they_are(caplog: pytest.LogCapture
     policy = Told()
     bench = Bench(6, policy=policy)
     bench.read(0, 12 * PAGE)
-    before = bench.group.present(0)
+    before = bench.group.resident(0)
     policy.error = BackendError("too small")
     for _ in range(2):
         bench.rescore(0)
-    assert bench.group.present(0) == before
+    assert bench.group.resident(0) == before
     assert [record.getMessage() for record in caplog.records] == [
         "--kvflash-policy told: pages could not be scored: too small"
     ]
@@ -368,32 +374,32 @@ def test_a_copy_that_fails_takes_nothing_away() -> None:
     assert bench.group.free == bench.group.total
 
 
-@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("needs_pages", [False, True])
 @pytest.mark.parametrize("extra", [0, 30])
-def test_a_sequence_goes_on_in_another_slot(reads: bool, extra: int) -> None:
-    policy = Told(reads=reads)
+def test_a_sequence_goes_on_in_another_slot(needs_pages: bool, extra: int) -> None:
+    policy = Told(needs_pages=needs_pages)
     policy.next = np.random.default_rng(5).normal(size=64).astype(np.float32)
     bench = Bench(9, policy=policy)
     bench.read(0, 20 * PAGE + extra)
     bench.rescore(0)
-    length, there = bench.length[0], bench.group.present(0)
-    residency = bench.pager.snapshot(0, length)
+    length, there = bench.length[0], bench.group.resident(0)
+    residency = bench.pager.residency(0, length)
     assert residency is not None
-    away = list(bench.pager.absent(length, residency))
+    away = list(bench.pager.swapped_out(length, residency))
     assert sorted({*away, *there}) == list(range(-(-length // PAGE))) and not {*away} & {*there}
-    data = {entry: bench.pager.data(0, entry) for entry in away}
+    data = {entry: bench.pager.host_page(0, entry) for entry in away}
     # The other slot's pages get what its rows would hold, as if it had been copied there.
     bench.group.resume(1, length, (), away)
     for entry, page in zip(there, bench.group.held(1), strict=True):
         bench.pool.k[page * PAGE : (page + 1) * PAGE, 0] = CONTEXT + entry * PAGE + np.arange(PAGE)
-    for segment, _ in {id(d[0]): d for d in data.values() if d is not None}.values():
-        cast(HostSavedState, segment.kept).tensors["blk.0.k"][...] += CONTEXT  # type: ignore[operator]
+    for saved in {page[0] for page in data.values() if page is not None}:
+        cast(HostSavedState, saved).tensors["blk.0.k"][...] += CONTEXT  # type: ignore[operator]
     bench.length[1] = length
     bench.pager.resume(1, {entry: found for entry, found in data.items() if found is not None}, residency)
     bench.check(1)
-    assert bench.group.present(1) == there
-    assert policy.left.get(1, set()) >= (set(away) if reads else set())
-    assert bench.pager.snapshot(1, length) == residency
+    assert bench.group.resident(1) == there
+    assert policy.left.get(1, set()) >= (set(away) if needs_pages else set())
+    assert bench.pager.residency(1, length) == residency
     bench.rescore(1)
     bench.write(1, 100 if extra else 1)
 
@@ -411,7 +417,7 @@ def test_a_page_that_two_hold_is_copied_once(budget: int) -> None:
 
     def sees(slot: int) -> None:
         """Shared pages have what the first sequence wrote."""
-        for entry in bench.group.present(slot):
+        for entry in bench.group.resident(slot):
             (page,) = bench.group.entries(slot, entry, entry + 1)
             begin = entry * PAGE + (0 if entry < 8 else slot * CONTEXT)
             assert (bench.pool.k[page * PAGE : (page + 1) * PAGE, 0] == begin + np.arange(PAGE)).all()
@@ -431,7 +437,7 @@ def test_a_page_that_two_hold_is_copied_once(budget: int) -> None:
         policy.next = -np.arange(64, dtype=np.float32)
         for slot in (1, 0):
             bench.rescore(slot)
-            assert 1 in bench.group.present(slot)
+            assert 1 in bench.group.resident(slot)
         # Of 6, 7 and 8, which both let go, only 8 is not the same page.
         assert bench.pager.stats().copied_pages == 4 + 2 + 2
     for slot in (0, 1):
@@ -443,6 +449,6 @@ def test_a_page_that_two_hold_is_copied_once(budget: int) -> None:
 
 def test_without_a_snapshot_the_newest_pages_are_there() -> None:
     bench = Bench(9)
-    assert list(bench.pager.absent(9 * PAGE, None)) == []
-    assert list(bench.pager.absent(20 * PAGE, None)) == list(range(1, 13))
-    assert list(bench.pager.absent(20 * PAGE + 1, None)) == list(range(1, 14))
+    assert list(bench.pager.swapped_out(9 * PAGE, None)) == []
+    assert list(bench.pager.swapped_out(20 * PAGE, None)) == list(range(1, 13))
+    assert list(bench.pager.swapped_out(20 * PAGE + 1, None)) == list(range(1, 14))

@@ -49,17 +49,17 @@ def query(budget: int = 1 << 30) -> tuple[QueryPolicy, Ranking]:
     return QueryPolicy(cast(Backend, backend), budget), backend
 
 
-def test_pages_are_sealed_once_and_before_they_leave() -> None:
+def test_ranking_data_is_added_once_and_before_a_page_is_swapped_out() -> None:
     policy, backend = query()
     assert policy.scores(1, tokens(0), []) is None
-    policy.leave(1, [2, 1], [5, 4])
+    policy.before_swap_out(1, [2, 1], [5, 4])
     assert backend.added == [(1, 2, 5), (1, 1, 4)]
     scores = policy.scores(1, tokens(4 * PAGE + 9), [3, -1, -1, 6])
     assert backend.added[2:] == [(1, 0, 3), (1, 3, 6)]
     assert backend.asked == [(1, 4 * PAGE + 7, [0, 1, 2, 3])], "the newest row in the cache asks"
     assert scores is not None and scores.dtype == np.float32
     np.testing.assert_allclose(scores, np.log(10.0) * -np.arange(4), rtol=1e-6)
-    policy.leave(1, [3], [9])
+    policy.before_swap_out(1, [3], [9])
     assert len(backend.added) == 4
 
 
@@ -73,22 +73,22 @@ def test_what_was_never_seen_comes_last() -> None:
 
 def test_another_sequence_begins_anew() -> None:
     policy, backend = query()
-    policy.leave(0, [0, 1], [8, 9])
+    policy.before_swap_out(0, [0, 1], [8, 9])
     policy.forget(0)
     policy.forget(0)
     assert backend.dropped == [0]
     assert policy.scores(0, tokens(2 * PAGE), [-1, -1]) is None and not backend.asked
-    policy.leave(0, [0], [3])
+    policy.before_swap_out(0, [0], [3])
     assert backend.added[2:] == [(0, 0, 3)]
 
 
 def test_what_is_kept_of_pages_has_a_budget() -> None:
     policy, backend = query(599)
     assert policy.nbytes == 0
-    policy.leave(0, [0, 1, 2], [3, 4, 5])
+    policy.before_swap_out(0, [0, 1, 2], [3, 4, 5])
     assert policy.nbytes == 300
-    policy.leave(1, [0, 1], [6, 7])
-    policy.leave(1, [0, 1, 2], [6, 7, 8])
+    policy.before_swap_out(1, [0, 1], [6, 7])
+    policy.before_swap_out(1, [0, 1, 2], [6, 7, 8])
     assert policy.nbytes == 500 and backend.added[3:] == [(1, 0, 6), (1, 1, 7)]
     scores = policy.scores(1, tokens(3 * PAGE + 9), [6, 7, 8])
     assert scores is not None and np.isfinite(scores).tolist() == [True, True, False]
@@ -99,7 +99,7 @@ def test_what_is_kept_of_pages_has_a_budget() -> None:
 
 def test_a_sequence_may_end_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, backend = query()
-    policy.leave(0, [0], [3])
+    policy.before_swap_out(0, [0], [3])
 
     def drop(slot: int) -> None:
         raise DeviceError("gone")
@@ -113,7 +113,7 @@ def test_lru_ranks_what_is_there_and_lets_nothing_come_back() -> None:
     backend = Ranking()
     policy = UsePolicy(cast(Backend, backend), 1 << 30)
     assert policy.scores(0, tokens(9), []) is None
-    policy.leave(0, [1], [4])
+    policy.before_swap_out(0, [1], [4])
     assert not backend.added
     scores = policy.scores(0, tokens(4 * PAGE + 9), [3, -1, 5, 6])
     assert backend.asked == [(0, 4 * PAGE + 7, [0, 2, 3])]
@@ -165,7 +165,7 @@ def test_pages_go_by_age_while_the_drafter_fails(caplog: pytest.LogCaptureFixtur
     for length in (100, 200):
         assert policy.scores(0, tokens(length), [1]) is None
     assert policy.name == "lru (drafter: cuda:0: out of sorts)"
-    assert len(caplog.records) == 1 and "pages go by age" in caplog.text
+    assert len(caplog.records) == 1 and "the oldest pages are swapped out first" in caplog.text
     scorer.error = None
     assert policy.scores(0, tokens(300), [1]) is not None and policy.name == "drafter"
 

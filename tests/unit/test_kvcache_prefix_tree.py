@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from luce.kvcache.prefix_tree import Checkpoint, Tree
+from luce.kvcache.prefix_tree import Checkpoint, PrefixTree
 from luce.runtime.step import PAGE, Int32
 
 
@@ -21,69 +21,69 @@ PROMPTS = st.lists(
 
 
 class Prefixes(RuleBasedStateMachine):
-    """`kept` are the ids of every point."""
+    """`saved` are the ids of every checkpoint."""
 
     @initialize()
     def start(self) -> None:
-        self.tree = Tree()
-        self.kept: dict[Checkpoint, Int32] = {}
+        self.tree = PrefixTree()
+        self.saved: dict[Checkpoint, Int32] = {}
 
-    @rule(prompt=PROMPTS, passing=st.booleans())
-    def add(self, prompt: Int32, passing: bool) -> None:
+    @rule(prompt=PROMPTS, interim=st.booleans())
+    def add(self, prompt: Int32, interim: bool) -> None:
         found = self.tree.find(prompt)
-        expected = [p for p, known in self.kept.items() if np.array_equal(known, prompt)]
+        expected = [p for p, known in self.saved.items() if np.array_equal(known, prompt)]
         assert [found] == (expected or [None])
         if found is None:
-            self.kept[self.tree.add(prompt, {}, None, passing=passing)] = prompt
+            self.saved[self.tree.add(prompt, {}, None, interim=interim)] = prompt
 
     @rule(prompt=PROMPTS)
     def match(self, prompt: Int32) -> None:
-        blocks, points = self.tree.match(prompt)
-        prefixes = [p for p, known in self.kept.items() if np.array_equal(known, prompt[: len(known)])]
-        assert points == sorted(prefixes, key=lambda point: point.length)
+        nodes, checkpoints = self.tree.match(prompt)
+        prefixes = [p for p, known in self.saved.items() if np.array_equal(known, prompt[: len(known)])]
+        assert checkpoints == sorted(prefixes, key=lambda checkpoint: checkpoint.length)
         known = [
             next((i for i in range(min(len(k), len(prompt))) if k[i] != prompt[i]), min(len(k), len(prompt))) // PAGE
-            for k in self.kept.values()
+            for k in self.saved.values()
         ]
-        assert len(blocks) == max(known, default=0)
-        assert b"".join(block.tokens for block in blocks) == prompt[: len(blocks) * PAGE].tobytes()
+        assert len(nodes) == max(known, default=0)
+        assert b"".join(node.tokens for node in nodes) == prompt[: len(nodes) * PAGE].tobytes()
 
     @rule(stale=st.booleans())
     def remove_coldest(self, stale: bool) -> None:
-        coldest = self.tree.coldest()
-        assert (coldest is None) == (not self.kept)
+        coldest = self.tree.eviction_candidate()
+        assert (coldest is None) == (not self.saved)
         if coldest is None:
             return
-        assert coldest.used == min(point.used for point in self.kept)
+        assert coldest.last_used == min(checkpoint.last_used for checkpoint in self.saved)
         gone = self.tree.remove(coldest)
-        assert not any(block.alive for block in gone)
-        del self.kept[coldest]
+        assert not any(node.in_tree for node in gone)
+        del self.saved[coldest]
 
     @invariant()
     def blocks_are_those_of_the_points(self) -> None:
-        wanted = {k[: (i + 1) * PAGE].tobytes() for k in self.kept.values() for i in range(len(k) // PAGE)}
-        assert len(self.tree.blocks) == len(wanted)
-        assert set(self.tree.points) == set(self.kept)
-        for point, known in self.kept.items():
-            assert np.array_equal(self.tree.ids(point), known)
-            assert len(self.tree.trail(point)) == len(known) // PAGE
+        wanted = {k[: (i + 1) * PAGE].tobytes() for k in self.saved.values() for i in range(len(k) // PAGE)}
+        assert len(self.tree.nodes) == len(wanted)
+        assert set(self.tree.checkpoints) == set(self.saved)
+        for checkpoint, known in self.saved.items():
+            assert np.array_equal(self.tree.ids(checkpoint), known)
+            assert len(self.tree.path(checkpoint)) == len(known) // PAGE
 
 
 TestPrefixes = Prefixes.TestCase
 
 
 def test_stale_points_go_before_colder_ones() -> None:
-    tree = Tree()
-    cold, warm = (tree.add(ids((token, 10)), {}, None, passing=True) for token in (1, 2))
-    assert tree.coldest() is cold
-    warm.stale = True
-    assert tree.coldest() is warm
+    tree = PrefixTree()
+    cold, warm = (tree.add(ids((token, 10)), {}, None, interim=True) for token in (1, 2))
+    assert tree.eviction_candidate() is cold
+    warm.superseded = True
+    assert tree.eviction_candidate() is warm
 
 
 def test_of_two_points_used_together_the_shorter_one_stays() -> None:
-    tree = Tree()
-    short, long = (tree.add(ids((1, n)), {}, None, passing=True) for n in (10, 200))
+    tree = PrefixTree()
+    short, long = (tree.add(ids((1, n)), {}, None, interim=True) for n in (10, 200))
     tree.match(ids((1, 300)))
-    assert tree.coldest() is long
+    assert tree.eviction_candidate() is long
     tree.remove(long)
-    assert tree.coldest() is short
+    assert tree.eviction_candidate() is short
