@@ -143,7 +143,7 @@ class Sampler:
             scaled /= np.float32(max(temperature, 1e-30))
             np.exp(scaled, out=scaled)
         if params.top_p >= 1 and params.min_p <= 0:
-            return _pick_from_all(scaled, uniform)
+            return draw_index(scaled, uniform)
         total = float(scaled.sum(dtype=np.float64))
         head = _TOP_P_TOKENS
         while True:
@@ -238,8 +238,11 @@ def _pick(mass: NDArray[np.float64], uniform: float) -> int:
     return min(int(np.searchsorted(running, uniform * running[-1], side="right")), len(mass) - 1)
 
 
-def _pick_from_all(mass: NDArray[np.float32], uniform: float) -> int:
-    """`_pick` over a whole vocabulary, in sections, without a running sum over all entries."""
+def draw_index(mass: NDArray[np.float32], uniform: float) -> int:
+    """The index where the running sum of `mass`, float32 [vocab], passes `uniform` of the total.
+
+    As `_pick`, but in sections, without a running sum over all entries.
+    """
     starts = np.arange(0, len(mass), _DRAW_SECTION)
     sums = np.add.reduceat(mass, starts, dtype=np.float64)
     running = np.cumsum(sums)

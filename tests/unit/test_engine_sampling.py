@@ -133,23 +133,23 @@ def test_a_flat_distribution_needs_more_than_the_first_head() -> None:
 
 
 @pytest.mark.parametrize("vocab", [3, 512, 513, 5000])
-def test_picking_by_blocks_is_the_inverse_of_the_running_sum(vocab: int) -> None:
+def test_drawing_in_sections_inverts_the_running_sum(vocab: int) -> None:
     mass = np.exp(rows(7, vocab))
     running = np.cumsum(mass.astype(np.float64))
     for uniform in [0.0, 1 - 2**-53, *np.random.default_rng(8).random(200)]:
-        place = sampling._pick_blocks(mass, uniform)
+        place = sampling.draw_index(mass, uniform)
         target = uniform * running[-1]
         # Sums differ in their last bits: the target lies in the interval of its place but for 1e-9 of the total.
         slack = 1e-9 * running[-1]
         assert running[place] + slack >= target >= running[place] - mass[place] - slack
 
 
-def test_picking_never_takes_what_has_no_mass() -> None:
+def test_drawing_never_takes_an_entry_without_mass() -> None:
     mass = np.zeros(2000, np.float32)
     mass[[700, 1300]] = 1
-    assert sampling._pick_blocks(mass, 0.0) == 700
-    assert sampling._pick_blocks(mass, 0.5) == 1300
-    assert sampling._pick_blocks(mass, 1 - 2**-53) == 1300
+    assert sampling.draw_index(mass, 0.0) == 700
+    assert sampling.draw_index(mass, 0.5) == 1300
+    assert sampling.draw_index(mass, 1 - 2**-53) == 1300
 
 
 @given(
