@@ -46,7 +46,7 @@ class Child:
                     failing.enter_context(ours)
                     passed.enter_context(theirs)
                 fds = [theirs.fileno() for _, theirs in pairs]
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     [str(interpreter), "-P", "-m", "luce", "shard", "--fds", ",".join(map(str, fds))],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -65,24 +65,15 @@ class Child:
         self._reader = threading.Thread(target=self._read, name=f"luce-{name}-log", daemon=True)
         self._reader.start()
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
-
-    def alive(self) -> bool:
-        """Whether the process has not ended; it may be stopped."""
-        return self._process.poll() is None
-
     def kill(self) -> None:
         """End the process at once."""
-        self._process.kill()
+        self.process.kill()
 
     def join(self, timeout: float = _END_TIMEOUT) -> str:
         """Wait for the process to end, and return how it ended. Sends SIGTERM and SIGKILL after each `timeout`."""
-        for harder in (self._process.terminate, self._process.kill, None):
+        for harder in (self.process.terminate, self.process.kill, None):
             try:
-                self._process.wait(timeout)
+                self.process.wait(timeout)
                 break
             except subprocess.TimeoutExpired:
                 if harder is None:
@@ -94,7 +85,7 @@ class Child:
         return self._reason()
 
     def _reason(self) -> str:
-        status = self._process.returncode
+        status = self.process.returncode
         if status < 0:
             with contextlib.suppress(ValueError):
                 return self._with_last_lines(f"it was ended by {signal.Signals(-status).name}")
@@ -105,8 +96,8 @@ class Child:
         return f"{how}; its last log lines: {' | '.join(lines)}" if lines else how
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
             # Bounded, as an endless line would take all memory.
             while line := lines.readline(1 << 16):
                 level, text = log.split_priority(line.decode(errors="replace").rstrip())

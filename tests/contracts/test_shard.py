@@ -20,14 +20,14 @@ from luce.runtime.step import MAX_CANDIDATES, PAGE
 from luce.shard.local import LocalShard
 from luce.shard.saved_state import Piece
 from luce.shard.sizes import handed_widths
-from tests.support.daemons import HERE, devices, key_file, listener, with_words, within
+from tests.support.daemons import HERE, devices, key_file, listener, with_flags, within
 from tests.support.drive import Driver, gathered
 from tests.support.golden_checks import TREES, check_rollback, check_tree
 from tests.support.reference import Reference
 
 #: a sandwich model with a tied, scaled embedding and softcap; a recurrent one with a head of its own, quantised
 REFERENCES = [Reference("gemma4-e-F32"), Reference("qwen35-b-Q4_K_M")]
-PLACES = ["local", "daemon", "words", "stream", "tcp"]
+PLACES = ["local", "daemon", "flags", "stream", "tcp"]
 Make = Callable[[Reference], LayerSplitBackend]
 
 
@@ -49,8 +49,8 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 names = ",".join(f"tcp://127.0.0.1:{port}/cpu:0" for port in ports)
                 opened = stack.enter_context(devices(names, target_shard_ipc_bin=(), shard_key_file=key))
             else:
-                words = request.param == "words"
-                python = with_words(tmp_path_factory.mktemp("words") / "python") if words else HERE
+                flags = request.param == "flags"
+                python = with_flags(tmp_path_factory.mktemp("flags") / "python") if flags else HERE
                 settings = {"target_shard_ipc_bin": (("cpu", python),), "isolate_shards": True}
                 transport = "stream" if request.param == "stream" else "shared"
                 opened = stack.enter_context(devices("cpu:0,cpu:1", **settings, shard_transport=transport))
@@ -116,7 +116,7 @@ def test_what_passes_is_counted(backend: LayerSplitBackend, reference: Reference
         shared, stream = moved["shared", direction], moved["stream", direction]
         assert backend.daemons()[number].transport == ("shared" if shared else "stream")
         assert 0 < stream < size if shared == size else (shared == 0 and size < stream < 2 * size)
-        # A step, or its output, which comes through shared memory if somebody waits for words there.
+        # A step, or its output, which comes through shared memory if the server polls a flag there.
         assert moved["stream", other] > 0 and (number or not moved["shared", other])
     assert all(daemon.waited > past for daemon, past in zip(backend.daemons(), waited, strict=True))
 

@@ -285,7 +285,7 @@ def test_a_daemon_that_ends_costs_the_request_and_not_the_snapshots(
     def deadly(one: Any, *given: Any, **more: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
-            os.kill(one._requests._daemon.peer.pid, signal.SIGKILL)
+            os.kill(one._requests._daemon.peer.process.pid, signal.SIGKILL)
         return called(one, *given, **more)
 
     monkeypatch.setattr(owner, verb, deadly)

@@ -18,7 +18,7 @@ from luce.api import Model
 from luce.draft.remote import RemoteDrafter
 from luce.engine.speculate import DraftStats
 from luce.errors import UsageError
-from tests.support.daemons import HERE, children, interpreter, key_file, listener, within
+from tests.support.daemons import HERE, children, interpreter, key_file, listener, pid_of, within
 from tests.support.drafts import DraftReference
 from tests.support.guesses import drafter_of, recorded
 from tests.support.reference import Reference
@@ -76,9 +76,7 @@ def remote(model: Model) -> RemoteDrafter:
 
 def pid(model: Model) -> int:
     """The daemon."""
-    peer = remote(model).device.daemon.peer
-    assert peer is not None
-    return int(peer.pid)  # type: ignore[attr-defined]
+    return pid_of(remote(model).device)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from luce.config.settings import Config
+from luce.ipc.child import Child
 from luce.remote.device import RemoteDevice
 from luce.remote.open import open_placement
 from luce.runtime.device import Device
@@ -95,8 +96,8 @@ def remote(opened: Sequence[Device], number: int) -> RemoteDevice:
 def pid_of(device: RemoteDevice) -> int:
     """The child process that holds a device now."""
     peer = device.daemon.peer
-    assert peer is not None
-    return int(peer.pid)  # type: ignore[attr-defined]
+    assert isinstance(peer, Child)
+    return peer.process.pid
 
 
 def children() -> set[int]:
