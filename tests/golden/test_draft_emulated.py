@@ -15,7 +15,7 @@ from luce.gguf.reader import open_gguf
 from luce.layers.features import FeatureRing
 from luce.runtime.step import Int32
 from tests.support.capturing import SharingDevice
-from tests.support.drafts import Drafting, DraftReference, bfloat16, open_draft, spec_of
+from tests.support.drafts import DraftedText, DraftReference, bfloat16, open_draft, spec_of
 from tests.support.emulated import EmulatedDevice
 from tests.support.replies import make_engine, submit
 
@@ -31,13 +31,13 @@ from tests.support.replies import make_engine, submit
 )
 def test_block(name: str, lanes: int, products: list[str], limit: float) -> None:
     reference, device = DraftReference(name), EmulatedDevice(lanes, products=products)
-    expected, (table, head) = reference.expected, reference.ends
+    expected, (table, head) = reference.expected, reference.table_and_head
     with open_draft(reference.path) as file:
         spec = spec_of(file, reference.path)
         assert spec.mask_token is not None
         captured = bfloat16(expected["captured_17"])
-        drafting = Drafting(file, spec, device, captured, table[spec.mask_token], context=64)
-        drafting.append_context(17, piece=9)
+        drafting = DraftedText(file, spec, device, captured, table[spec.mask_token], context=64)
+        drafting.append_context(17, chunk=9)
         logits = drafting.draft_block(table[expected["seed_17"]]) @ head.T
     device.close()
     wanted = expected["draft_logits_17"]
@@ -56,7 +56,7 @@ def test_a_reply_by_graphs_that_share_their_memory() -> None:
             target, reference.target.spec, [device], context=64, chunk=32, verify=4, ring=ring, slots=1
         )
         assert spec.mask_token is not None
-        mask = reference.ends[0][spec.mask_token]
+        mask = reference.table_and_head[0][spec.mask_token]
         model = DFlashModel(file, spec, device, slots=1, context=64, rows=ring.rows, mask=mask)
         read: list[int] = []
         remember = model.remember

@@ -11,7 +11,7 @@ import luce
 from luce.draft.dflash.drafter import DFlashDrafter
 from tests.support.daemons import within
 from tests.support.draft_replies import FIT, KINDS, PLACES, SETTINGS, drafted, expected, replies
-from tests.support.guesses import loaded_drafter
+from tests.support.proposals import loaded_drafter
 
 CASES = [(kind, "one") for kind in KINDS] + [(kind, place) for kind in ("fitted", "mtp") for place in list(PLACES)[1:]]
 

@@ -9,7 +9,7 @@ import pytest
 
 from luce.draft.dflash.safetensors import open_checkpoint
 from luce.runtime.host import HostDevice
-from tests.support.drafts import F32, Drafting, spec_of
+from tests.support.drafts import F32, DraftedText, spec_of
 
 CLASS = "transformers.models.muse_glimmer_assistant"
 ROWS, BLOCK, HIDDEN = 70, 8, 64
@@ -66,6 +66,6 @@ def test_a_block(window: int, tmp_path: Path) -> None:
     seed, mask = random.standard_normal((2, HIDDEN), np.float32)
     expected = computed(tmp_path, window, captured, np.stack([seed, *[mask] * (BLOCK - 1)]))
     with open_checkpoint(tmp_path) as file:
-        drafting = Drafting(file, spec_of(file, tmp_path), HostDevice(), captured, mask)
-        drafting.append_context(ROWS, piece=23)
+        drafting = DraftedText(file, spec_of(file, tmp_path), HostDevice(), captured, mask)
+        drafting.append_context(ROWS, chunk=23)
         np.testing.assert_allclose(drafting.draft_block(seed), expected[1:], rtol=0, atol=1e-5)

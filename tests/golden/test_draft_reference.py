@@ -15,7 +15,7 @@ from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.drafts import (
     F32,
-    Drafting,
+    DraftedText,
     DraftReference,
     bfloat16,
     open_draft,
@@ -43,7 +43,7 @@ class Opened:
         self.file = file
         self.spec = spec_of(file, reference.path)
         self.expected = reference.expected
-        self.table, self.head = reference.ends
+        self.table, self.head = reference.table_and_head
 
     @property
     def coarse(self) -> float:
@@ -51,11 +51,11 @@ class Opened:
         types = {tensor.type for tensor in self.file.tensors.values()}
         return 4.0 if not self.device.host and types & INT8_TYPES else 1.0
 
-    def on(self, captured: F32, spec: DFlashSpec | None = None, *, floats: bool = False) -> Drafting:
+    def on(self, captured: F32, spec: DFlashSpec | None = None, *, floats: bool = False) -> DraftedText:
         """A draft with these captured rows in its ring, rounded unless `floats`."""
         assert self.spec.mask_token is not None
         rows = captured if floats else bfloat16(captured)
-        return Drafting(self.file, spec or self.spec, self.device, rows, self.table[self.spec.mask_token])
+        return DraftedText(self.file, spec or self.spec, self.device, rows, self.table[self.spec.mask_token])
 
     def captured(self, prompt: str) -> F32:
         """The captured rows of a prompt that the reference gives, or where it gives only some, of this target."""
@@ -99,7 +99,7 @@ def test_features(opened: Opened, prompt: str) -> None:
 @pytest.mark.parametrize("floats", [True, False], ids=["float32", "bfloat16"])
 def test_block(opened: Opened, prompt: str, floats: bool) -> None:
     drafting = opened.on(opened.captured(prompt), floats=floats)
-    drafting.append_context(len(opened.expected[f"prompt_{prompt}"]), piece=50)
+    drafting.append_context(len(opened.expected[f"prompt_{prompt}"]), chunk=50)
     z = drafting.draft_block(opened.table[opened.expected[f"seed_{prompt}"]])
     limits = opened.reference.limits["from_given_captures"]
     if opened.device.host and floats:

@@ -18,7 +18,7 @@ from luce.runtime.host import HostDevice
 from luce.runtime.step import Span
 from tests.support.daemons import HERE
 from tests.support.drafts import DraftReference
-from tests.support.guesses import recorded
+from tests.support.proposals import recorded
 from tests.support.reference import Reference
 
 FIT = DraftReference("qwen35-a-draft-fit-F32")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import luce
-from tests.support.guesses import recorded
+from tests.support.proposals import recorded
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "tiny"
 CASES: list[dict[str, Any]] = json.loads((FOLDER / "expected.json").read_text())

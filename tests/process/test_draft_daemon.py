@@ -20,7 +20,7 @@ from luce.engine.speculate import DraftStats
 from luce.errors import UsageError
 from tests.support.daemons import HERE, children, interpreter, key_file, listener, pid_of, within
 from tests.support.drafts import DraftReference
-from tests.support.guesses import drafter_of, recorded
+from tests.support.proposals import drafter_of, recorded
 from tests.support.reference import Reference
 
 FIT = DraftReference("qwen35-a-draft-fit-F32")

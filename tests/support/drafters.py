@@ -1,4 +1,4 @@
-"""Drafters that know the reply, or do not, or break."""
+"""Scripted drafters, right or wrong by plan."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from luce.draft.drafter import Draftable, PendingProposals, Proposal
 from luce.runtime.step import Span
 
-#: what follows a text: (tokens so far, how many) -> tokens
+#: the continuation of a text: (tokens so far, number) -> tokens
 Continuation = Callable[[Sequence[int], int], Sequence[int]]
 
 
 class ScriptedDrafter:
     """Proposes the continuation of a text, with a wrong token wherever `wrong(position)` says so.
 
-    `chances`: whether it says how sure it is. It checks what it is told: positions that are committed only grow, unless
+    With `probabilities` proposals have probabilities. The drafter asserts that committed positions only grow, unless
     a sequence is forgotten.
     """
 
@@ -27,14 +27,14 @@ class ScriptedDrafter:
         vocab: int,
         block: int = 15,
         wrong: Callable[[int], bool] = lambda position: False,
-        chances: bool = False,
-        hook: Callable[[str], None] = lambda what: None,
+        probabilities: bool = False,
+        hook: Callable[[str], None] = lambda call: None,
     ) -> None:
         self.block = block
         self._continuation = continuation
         self._vocab = vocab
         self._wrong = wrong
-        self._chances = chances
+        self._probabilities = probabilities
         self._hook = hook
         self._known: dict[int, list[int]] = {}
         self.asked = self.idled = 0
@@ -50,7 +50,7 @@ class ScriptedDrafter:
     def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         self._hook("propose")
         self.asked += 1
-        assert not self._drafting, "proposals were begun that nobody waited for"
+        assert not self._drafting, "proposals began before the last ones were waited for"
         self._drafting = True
 
         def wait() -> list[Proposal]:
@@ -76,18 +76,18 @@ class ScriptedDrafter:
     def _propose(self, one: Draftable) -> Proposal:
         text = one.tokens.tolist()
         known = self._known.get(one.slot, [])
-        assert text[: len(known)] == known and len(text) > len(known), "a text that does not go on"
+        assert text[: len(known)] == known and len(text) > len(known), "a text that does not continue the last one"
         self._known[one.slot] = text
         assert 0 < one.max_tokens <= self.block and 0 <= one.max_depth <= self.block
         right = self._continuation(text, self.block)[: one.max_depth or one.max_tokens]
         tokens = [
             (token + 1) % self._vocab if self._wrong(len(text) + i) else int(token) for i, token in enumerate(right)
         ]
-        return Proposal(tokens, [0.9] * len(tokens) if self._chances else ())
+        return Proposal(tokens, [0.9] * len(tokens) if self._probabilities else ())
 
 
 class BranchingDrafter(ScriptedDrafter):
-    """Proposes trees in which tokens of the continuation are among the guesses, on whatever branch."""
+    """Proposes trees in which tokens of the continuation are among the proposals, on any branch."""
 
     def _propose(self, one: Draftable) -> Proposal:
         chain = super()._propose(one).tokens
@@ -113,7 +113,7 @@ class BranchingDrafter(ScriptedDrafter):
             tokens.append(token)
             parents.append(parent)
             depths.append(depth)
-        return Proposal(tokens, [0.5] * len(tokens) if self._chances else (), parents)
+        return Proposal(tokens, [0.5] * len(tokens) if self._probabilities else (), parents)
 
 
 def sometimes(share: float, seed: int) -> Callable[[int], bool]:

@@ -36,7 +36,7 @@ def open_draft(path: Path) -> GGUFFile:
 
 
 def spec_of(file: GGUFFile, path: Path) -> DFlashSpec:
-    """What a file says."""
+    """The spec of a draft file."""
     return read_dflash(Source(str(path), file.metadata, file.tensors))
 
 
@@ -53,7 +53,7 @@ def bfloat16(x: F32) -> NDArray[np.uint16]:
 
 @dataclass(frozen=True)
 class DraftReference:
-    """One draft with what an independent implementation computes for it."""
+    """One draft, with the values that an independent implementation computes for it."""
 
     name: str
 
@@ -85,27 +85,27 @@ class DraftReference:
         return found
 
     @cached_property
-    def ends(self) -> tuple[F32, F32]:
+    def table_and_head(self) -> tuple[F32, F32]:
         """The target's embedding table and its head, float32 [vocab, hidden]."""
         with open_gguf(self.target.path) as file:
             table = matrix(file, "token_embd.weight")
             return table, table if self.target.spec.tied_head else matrix(file, "output.weight")
 
     def captured(self, tokens: NDArray[np.int32]) -> F32:
-        """What this implementation's target hands a draft, computed without a cache: float32 [n, captures * hidden]."""
+        """The captured rows of this implementation's target, without a cache: float32 [n, captures * hidden]."""
         spec = self.target.spec
         layers = len(spec.layers)
         with open_gguf(self.target.path) as file, open_draft(self.path) as draft:
-            # One shard per layer: what is handed from shard to shard begins with the residual stream.
+            # One shard per layer: an activation between shards begins with the residual stream.
             devices = [HostDevice(index) for index in range(layers)]
             backend = LayerSplitBackend(file, spec, devices, slots=1, context=256)
             driver = Driver(backend)
             step = driver.step((driver.start(), tokens))
-            handed, rows = None, []
+            activation, rows = None, []
             for shard in backend.shards[:-1]:
-                handed = shard.forward(step, handed)
-                assert isinstance(handed, tuple)
-                rows.append(handed[0].copy())
+                activation = shard.forward(step, activation)
+                assert isinstance(activation, tuple)
+                rows.append(activation[0].copy())
             backend.close()
             return np.concatenate([rows[i] for i in spec_of(draft, self.path).captured(spec)], axis=1)
 
@@ -118,8 +118,8 @@ def references() -> list[DraftReference]:
 
 def with_flavour(spec: DFlashSpec, causal: bool) -> DFlashSpec:
     """The draft with an explicit causal flag."""
-    blocks = tuple(replace(b, mixer=replace(_attention(b.mixer), bidirectional=not causal)) for b in spec.layers)
-    return replace(spec, layers=blocks)
+    layers = [replace(x, mixer=replace(_attention(x.mixer), bidirectional=not causal)) for x in spec.layers]
+    return replace(spec, layers=tuple(layers))
 
 
 def _attention(mixer: Any) -> Attention:
@@ -127,7 +127,7 @@ def _attention(mixer: Any) -> Attention:
     return mixer
 
 
-class Drafting:
+class DraftedText:
     """A draft model on a device with captured rows of one text in its ring, driven without an engine."""
 
     def __init__(
@@ -145,21 +145,21 @@ class Drafting:
         rows = device.upload(captured)
         self.model = DFlashModel(file, spec, device, slots=slots, context=context, rows=rows, mask=mask)
 
-    def append_context(self, to: int, slot: int = 0, piece: int = 500) -> None:
-        """Let a slot remember the rows up to a position."""
-        for at in range(self.model.context.cached(slot).stop, to, piece):
-            rows = np.arange(at, min(to, at + piece), dtype=np.int32)
+    def append_context(self, to: int, slot: int = 0, chunk: int = 500) -> None:
+        """Append the rows up to a position to a slot's context."""
+        for at in range(self.model.context.cached(slot).stop, to, chunk):
+            rows = np.arange(at, min(to, at + chunk), dtype=np.int32)
             self.model.append_context([slot], [len(rows)], rows)
 
     def draft_block(self, *seeds: F32, slots: tuple[int, ...] = (0,)) -> F32:
-        """The blocks behind what slots remember."""
+        """A block behind the context of each slot."""
         result: F32 = self.device.download(self.model.draft_block(slots, self.device.upload(np.stack(seeds))))
         return result.copy()
 
 
 def formula(spec: DFlashSpec, tensors: Mapping[str, F64], features: F64, noise: F64, at: int) -> F64:
-    """The draft's forward as dflash.md has it, in float64: captured rows [n, captures * hidden] of positions at - n ..,
-    rows [block, hidden] at `at` .. -> [block, hidden] after the final norm. Every pair of rows is asked on its own."""
+    """The draft's forward as a formula, in float64: captured rows [n, captures * hidden] of positions at - n .., rows
+    [block, hidden] at `at` .. -> [block, hidden] after the final norm. Visibility is decided for each pair of rows."""
 
     def rms(x: F64, weight: F64) -> F64:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + spec.norm_eps) * weight
@@ -175,8 +175,8 @@ def formula(spec: DFlashSpec, tensors: Mapping[str, F64], features: F64, noise: 
     h = noise * spec.embedding_scale
     here = np.arange(at, at + len(noise))
     past = np.arange(at - len(features), at)
-    for index, block in enumerate(spec.layers):
-        mixer, ffn = _attention(block.mixer), block.ffn
+    for index, layer in enumerate(spec.layers):
+        mixer, ffn = _attention(layer.mixer), layer.ffn
         assert isinstance(ffn, GatedMLP)
         w = {
             name.removeprefix(f"blk.{index}.").removesuffix(".weight"): tensor

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
@@ -121,7 +122,7 @@ def _attention(hidden: int, heads: int, kv_heads: int, size: int, *, queries: in
     }
 
 
-def _ends(hidden: int, vocab: int, *, tied: bool) -> Iterator[Tensor]:
+def _outer(hidden: int, vocab: int, *, tied: bool) -> Iterator[Tensor]:
     yield "token_embd.weight", (hidden, vocab)
     yield "output_norm.weight", (hidden,)
     if not tied:
@@ -140,7 +141,7 @@ def _qwen35(
     ffn: dict[str, tuple[int, ...]],
     ffn_keys: dict[str, Value],
 ) -> Published:
-    """Blocks of gated DeltaNet, every fourth of attention, and one block of multi-token prediction at the end."""
+    """Layers of gated DeltaNet, every fourth of attention, and one layer for multi-token prediction at the end."""
     size, key_heads, state, taps, vocab = 256, 16, 128, 4, 248320
     inner, channels = value_heads * state, (2 * key_heads + value_heads) * state
     keys: dict[str, Value] = {
@@ -165,7 +166,7 @@ def _qwen35(
         **ffn_keys,
         **_tokenizer("gpt2", "qwen35", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
     }
-    tensors = list(_ends(hidden, vocab, tied=False))
+    tensors = list(_outer(hidden, vocab, tied=False))
     attention = _attention(hidden, heads, kv_heads, size, queries=2)
     delta_net: dict[str, tuple[int, ...]] = {
         "attn_qkv": (hidden, channels),
@@ -191,77 +192,92 @@ def _qwen35(
     return Published(name, architecture, keys, tuple(tensors))
 
 
-def _gemma4(
-    name: str,
-    *,
-    layers: int,
-    period: int,
-    hidden: int,
-    ffn: list[int],
-    heads: int,
-    kv_heads: tuple[int, int],
-    window: int,
-    context: int,
-    per_layer: int = 0,
-    shared: int = 0,
-    experts: tuple[int, int, int] | None = None,
-) -> Published:
-    """Layers `period - 1`, `2 * period - 1`, ... are global.
+@dataclass(frozen=True)
+class _Gemma4:
+    """Sizes of a Gemma 4 model. Models without per-layer embeddings take V of global layers from K."""
 
-    ffn: width of each layer; kv_heads: sliding and global; experts: number, used, width. Models without per-layer
-    embeddings take V of global layers from K.
-    """
-    vocab, sizes = 262144, (256, 512)
-    sliding = [bool((layer + 1) % period) for layer in range(layers)]
-    of_layer = [kv_heads[0 if flag else 1] for flag in sliding]
-    keys: dict[str, Value] = {
-        "block_count": layers,
-        "context_length": context,
-        "embedding_length": hidden,
-        "feed_forward_length": ffn if len(set(ffn)) > 1 else ffn[0],
-        "attention.head_count": heads,
-        "attention.head_count_kv": of_layer if len(set(of_layer)) > 1 else of_layer[0],
-        "attention.key_length": sizes[1],
-        "attention.value_length": sizes[1],
-        "attention.key_length_swa": sizes[0],
-        "attention.value_length_swa": sizes[0],
-        "attention.sliding_window": window,
-        "attention.sliding_window_pattern": sliding,
-        "attention.shared_kv_layers": shared,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": 1e6,
-        "rope.freq_base_swa": 1e4,
-        "rope.dimension_count": sizes[1],
-        "rope.dimension_count_swa": sizes[0],
-        "embedding_length_per_layer_input": per_layer,
-        "final_logit_softcapping": 30.0,
-        **_tokenizer("gemma4", None, ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]),
-        "tokenizer.ggml.bos_token_id": 2,
-        "tokenizer.ggml.add_bos_token": True,
-    }
-    tensors = [*_ends(hidden, vocab, tied=True), ("rope_freqs.weight", (sizes[1] // 2,))]
-    if per_layer:
-        tensors += [
-            ("per_layer_token_embd.weight", (per_layer * layers, vocab)),
-            ("per_layer_model_proj.weight", (hidden, per_layer * layers)),
-            ("per_layer_proj_norm.weight", (per_layer,)),
-        ]
-    for layer, local in enumerate(sliding):
+    name: str
+    layers: int
+    #: layers `period - 1`, `2 * period - 1`, ... are global
+    period: int
+    hidden: int
+    #: width of each layer
+    ffn: list[int]
+    heads: int
+    #: of sliding and of global layers
+    kv_heads: tuple[int, int]
+    window: int
+    context: int
+    per_layer: int = 0
+    shared: int = 0
+    #: number, used, width
+    experts: tuple[int, int, int] | None = None
+
+    VOCAB: ClassVar[int] = 262144
+    #: head sizes of sliding and of global layers
+    SIZES: ClassVar[tuple[int, int]] = (256, 512)
+
+    @property
+    def sliding(self) -> list[bool]:
+        """Whether each layer slides."""
+        return [bool((layer + 1) % self.period) for layer in range(self.layers)]
+
+    @property
+    def kv_heads_of_layers(self) -> list[int]:
+        """KV heads of each layer."""
+        return [self.kv_heads[0 if flag else 1] for flag in self.sliding]
+
+    def keys(self) -> dict[str, Value]:
+        """The metadata."""
+        ffn, kv_heads, (local, whole) = self.ffn, self.kv_heads_of_layers, self.SIZES
+        keys: dict[str, Value] = {
+            "block_count": self.layers,
+            "context_length": self.context,
+            "embedding_length": self.hidden,
+            "feed_forward_length": ffn if len(set(ffn)) > 1 else ffn[0],
+            "attention.head_count": self.heads,
+            "attention.head_count_kv": kv_heads if len(set(kv_heads)) > 1 else kv_heads[0],
+            "attention.key_length": whole,
+            "attention.value_length": whole,
+            "attention.key_length_swa": local,
+            "attention.value_length_swa": local,
+            "attention.sliding_window": self.window,
+            "attention.sliding_window_pattern": self.sliding,
+            "attention.shared_kv_layers": self.shared,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 1e4,
+            "rope.dimension_count": whole,
+            "rope.dimension_count_swa": local,
+            "embedding_length_per_layer_input": self.per_layer,
+            "final_logit_softcapping": 30.0,
+            **_tokenizer("gemma4", None, ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]),
+            "tokenizer.ggml.bos_token_id": 2,
+            "tokenizer.ggml.add_bos_token": True,
+        }
+        if self.experts:
+            names = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+            keys |= dict(zip(names, self.experts, strict=True))
+        return keys
+
+    def parts(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """The tensors of a layer."""
+        hidden, local = self.hidden, self.sliding[layer]
         norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
         parts: dict[str, tuple[int, ...]] = {
             **dict.fromkeys(norms, (hidden,)),
             "layer_output_scale": (1,),
-            **_attention(hidden, heads, of_layer[layer], sizes[0 if local else 1]),
-            **_mlp(hidden, ffn[layer]),
+            **_attention(hidden, self.heads, self.kv_heads_of_layers[layer], self.SIZES[0 if local else 1]),
+            **_mlp(hidden, self.ffn[layer]),
         }
-        if layer >= layers - shared:
+        if layer >= self.layers - self.shared:
             parts = {part: shape for part, shape in parts.items() if part not in ("attn_k", "attn_v", "attn_k_norm")}
-        elif not per_layer and not local:
+        elif not self.per_layer and not local:
             del parts["attn_v"]
-        if per_layer:
-            parts |= {"inp_gate": (hidden, per_layer), "proj": (per_layer, hidden), "post_norm": (hidden,)}
-        if experts:
-            number, _, width = experts
+        if self.per_layer:
+            parts |= {"inp_gate": (hidden, self.per_layer), "proj": (self.per_layer, hidden), "post_norm": (hidden,)}
+        if self.experts:
+            number, _, width = self.experts
             parts |= {
                 "ffn_gate_inp": (hidden, number),
                 "ffn_gate_inp.scale": (hidden,),
@@ -272,11 +288,21 @@ def _gemma4(
                 "post_ffw_norm_1": (hidden,),
                 "post_ffw_norm_2": (hidden,),
             }
-        tensors += _named(layer, parts)
-    if experts:
-        names = ("expert_count", "expert_used_count", "expert_feed_forward_length")
-        keys |= dict(zip(names, experts, strict=True))
-    return Published(name, "gemma4", keys, tuple(tensors))
+        return parts
+
+    def published(self) -> Published:
+        """The header of the published file."""
+        tensors = [*_outer(self.hidden, self.VOCAB, tied=True), ("rope_freqs.weight", (self.SIZES[1] // 2,))]
+        if self.per_layer:
+            width = self.per_layer * self.layers
+            tensors += [
+                ("per_layer_token_embd.weight", (width, self.VOCAB)),
+                ("per_layer_model_proj.weight", (self.hidden, width)),
+                ("per_layer_proj_norm.weight", (self.per_layer,)),
+            ]
+        for layer in range(self.layers):
+            tensors += _named(layer, self.parts(layer))
+        return Published(self.name, "gemma4", self.keys(), tuple(tensors))
 
 
 def _laguna() -> Published:
@@ -318,7 +344,7 @@ def _laguna() -> Published:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.add_bos_token": True,
     }
-    tensors = list(_ends(hidden, vocab, tied=False))
+    tensors = list(_outer(hidden, vocab, tied=False))
     sparse = {"exp_probs_b.bias": (experts,), **_experts(hidden, width, experts), **_mlp(hidden, width, "_shexp")}
     for layer in range(layers):
         parts = {
@@ -360,7 +386,7 @@ PUBLISHED = (
             "expert_shared_feed_forward_length": 512,
         },
     ),
-    _gemma4(
+    _Gemma4(
         "Gemma4-E2B",
         layers=35,
         period=5,
@@ -372,8 +398,8 @@ PUBLISHED = (
         context=131072,
         per_layer=256,
         shared=20,
-    ),
-    _gemma4(
+    ).published(),
+    _Gemma4(
         "Gemma4-26B-A4B",
         layers=30,
         period=6,
@@ -384,8 +410,8 @@ PUBLISHED = (
         window=1024,
         context=262144,
         experts=(128, 8, 704),
-    ),
-    _gemma4(
+    ).published(),
+    _Gemma4(
         "Gemma4-31B",
         layers=60,
         period=6,
@@ -395,6 +421,6 @@ PUBLISHED = (
         kv_heads=(16, 4),
         window=1024,
         context=262144,
-    ),
+    ).published(),
     _laguna(),
 )

@@ -21,9 +21,9 @@ from luce.layers.weights import WeightLoader
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Candidates
-from tests.support.drafts import Drafting, spec_of
-from tests.support.guesses import recorded
+from tests.support.drafts import DraftedText, spec_of
 from tests.support.made_drafts import MadeDraft
+from tests.support.proposals import recorded
 from tests.support.reference import Reference
 
 VOCAB, HIDDEN, WIDTH, INNER, RANK = 40, 32, 12, 10, 6
@@ -113,12 +113,12 @@ def check_blocks(name: str, device: Device, path: Path) -> None:
     tensors = {key: tensor.astype(np.float64) for key, tensor in HEADS[name].tensors.items()}
     moved = 0
     for text in range(texts):
-        expected, chances = chain(
+        expected, probabilities = chain(
             tensors, table.astype(np.float64), int(seeds[text]), z[text].astype(np.float64), logits[text]
         )
         assert ids[text, :, 0].tolist() == expected
         told = np.exp(scores[text, :, 0]) if sure is None else sure[text]
-        np.testing.assert_allclose(told, chances, atol=1e-5)
+        np.testing.assert_allclose(told, probabilities, atol=1e-5)
         moved += int((ids[text, :, 0] != order[text, :, 0]).sum())
     assert moved > texts * places // 2
 
@@ -242,7 +242,7 @@ def test_tensors_that_are_missing_or_of_another_shape(name: str, tmp_path: Path)
             open_gguf(draft.write(tmp_path / "draft.gguf")) as file,
             pytest.raises(UnsupportedError, match=f"tensor {DOMINO}{name} {message}"),
         ):
-            Drafting(file, spec_of(file, tmp_path), HostDevice(), np.zeros((1, 128)), np.zeros(64))
+            DraftedText(file, spec_of(file, tmp_path), HostDevice(), np.zeros((1, 128)), np.zeros(64))
         draft.tensors[f"{DOMINO}{name}"] = np.zeros(0, np.float32)
 
 
@@ -251,5 +251,7 @@ def test_sizes_are_those_of_the_load(tmp_path: Path) -> None:
     for kind in ("domino", "dspark"):
         with open_gguf(made(kind).write(tmp_path / f"{kind}.gguf")) as file:
             spec = spec_of(file, tmp_path)
-            model = Drafting(file, spec, HostDevice(), np.zeros((1, 128), np.float32), np.zeros(64, np.float32)).model
+            model = DraftedText(
+                file, spec, HostDevice(), np.zeros((1, 128), np.float32), np.zeros(64, np.float32)
+            ).model
             assert draft_bytes(file, spec, HostDevice(), slots=1, context=4096) == (model.weights, model.state)

@@ -13,7 +13,7 @@ from luce.draft.dflash.spec import DFlashSpec, read_dflash
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.runtime.host import HostDevice
-from tests.support.drafts import F32, Drafting, formula, spec_of
+from tests.support.drafts import F32, DraftedText, formula, spec_of
 from tests.support.made_drafts import MadeDraft
 
 
@@ -29,10 +29,10 @@ class Made:
         self.seed, self.mask = rng.standard_normal((2, self.spec.hidden), np.float32)
         self.context, self.slots = context, slots
 
-    def drafting(self, *, context: int = 0, captured: F32 | None = None) -> Drafting:
+    def drafting(self, *, context: int = 0, captured: F32 | None = None) -> DraftedText:
         """A draft that remembers nothing yet."""
         rows = self.captured if captured is None else captured
-        return Drafting(
+        return DraftedText(
             self.file, self.spec, HostDevice(), rows, self.mask, slots=self.slots, context=context or self.context
         )
 
@@ -76,7 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_formula(variant: str, rows: int, tmp_path: Path) -> None:
     made = Made(tmp_path, MadeDraft.random(3, **VARIANTS[variant]), max(1, rows))
     drafting = made.drafting()
-    drafting.append_context(rows, piece=23)
+    drafting.append_context(rows, chunk=23)
     np.testing.assert_allclose(drafting.draft_block(made.seed), made.expected(rows), rtol=0, atol=2e-5)
 
 
@@ -126,9 +126,9 @@ def test_cached_is_one_shot(sliding: Made) -> None:
     cached, at = sliding.drafting(), 0
     while at < 2000:
         at += int(rng.choice([1, 3, 8, 19, 64, 200, 600]))
-        cached.append_context(at, piece=int(rng.integers(1, CONTEXT_CHUNK + 1)))
+        cached.append_context(at, chunk=int(rng.integers(1, CONTEXT_CHUNK + 1)))
         once = sliding.drafting()
-        once.append_context(at, piece=CONTEXT_CHUNK)
+        once.append_context(at, chunk=CONTEXT_CHUNK)
         np.testing.assert_allclose(cached.draft_block(sliding.seed), once.draft_block(sliding.seed), rtol=0, atol=1e-5)
 
 

@@ -75,7 +75,7 @@ def test_one_candidate_makes_a_chain(budget: int) -> None:
 
 
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, 0.0), (0.5, 0.0), (1.0, 5.0), (2.0, 30.0)])
-def test_chances_are_of_the_whole_vocabulary(scale: float, softcap: float) -> None:
+def test_probabilities_are_of_the_whole_vocabulary(scale: float, softcap: float) -> None:
     logits = np.random.default_rng(0).standard_normal((3, 500)).astype(np.float32)
     values = logits.astype(np.float64) * scale
     values = softcap * np.tanh(values / softcap) if softcap else values

@@ -27,8 +27,8 @@ from luce.runtime.host import HostDevice
 from luce.runtime.step import Span
 from tests.support.daemons import HERE, children
 from tests.support.drafts import DRAFTS
-from tests.support.guesses import loaded_drafter
 from tests.support.made_drafts import MadeDraft
+from tests.support.proposals import loaded_drafter
 from tests.support.reference import Reference
 
 FIT = DRAFTS / "qwen35-a-draft-fit-F32.gguf"

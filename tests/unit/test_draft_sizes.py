@@ -24,7 +24,7 @@ from luce.runtime.host import HostDevice
 from luce.server import props
 from tests.support.daemons import HERE
 from tests.support.drafts import DraftReference
-from tests.support.guesses import loaded_drafter
+from tests.support.proposals import loaded_drafter
 from tests.support.reference import Reference
 from tests.support.sized_device import GIB, Sized
 

@@ -191,7 +191,7 @@ def test_sequences_share_the_rows(data: st.DataObject) -> None:
         "verify_width": data.draw(st.sampled_from([0, 4, 16])),
         "cache_bytes": data.draw(st.sampled_from([0, 9**9])),
     }
-    drafter = branching(backend, sometimes(0.2, 3), chances=data.draw(st.booleans()))
+    drafter = branching(backend, sometimes(0.2, 3), probabilities=data.draw(st.booleans()))
     with engine(backend, drafter=drafter, **TREES, **options) as made:
         replies = [submit(made, prompt, max_tokens=30 + i)[0] for i, prompt in enumerate(prompts)]
         for reply in replies:

@@ -180,7 +180,7 @@ def test_sequences_share_the_rows(data: st.DataObject) -> None:
     backend = ScriptedBackend(slots=data.draw(st.integers(1, 5)), chunk=16, recurrent=data.draw(st.booleans()))
     prompts = data.draw(st.lists(st.lists(st.integers(20, 60), min_size=1, max_size=40), min_size=1, max_size=7))
     width, share = data.draw(st.sampled_from([0, 4, 16])), data.draw(st.sampled_from([0.0, 0.2, 1.0]))
-    drafter = oracle(backend, sometimes(share, 3), chances=data.draw(st.booleans()))
+    drafter = oracle(backend, sometimes(share, 3), probabilities=data.draw(st.booleans()))
     with engine(backend, eos=frozenset(), drafter=drafter, verify_width=width) as made:
         replies = [submit(made, prompt, max_tokens=20 + i)[0] for i, prompt in enumerate(prompts)]
         for reply in replies:
@@ -396,11 +396,11 @@ def test_a_drafter_is_told_what_ran_and_when_nothing_does() -> None:
 class Timed:
     """A speculator over steps whose seconds are made up: `rows` of each step that decodes, once it knows them."""
 
-    def __init__(self, wrong: Callable[[int], bool], *, chances: bool = False, drafting: float = 0.0) -> None:
+    def __init__(self, wrong: Callable[[int], bool], *, probabilities: bool = False, drafting: float = 0.0) -> None:
         self.now = 0.0
         self.rows: list[int] = []
         backend = ScriptedBackend(vocab=97)
-        drafter = oracle(backend, wrong, chances=chances, hook=lambda what: self.pass_time(what, drafting))
+        drafter = oracle(backend, wrong, probabilities=probabilities, hook=lambda what: self.pass_time(what, drafting))
         self.drafter = drafter
         made = Speculator(drafter, vocab=97, max_step_rows=16, max_verify_rows=16, clock=lambda: self.now)
         scheduler = Scheduler(
@@ -441,9 +441,9 @@ class Timed:
         return 0.007 if rows == 1 else 0.009 if rows <= 8 else 0.013
 
 
-@pytest.mark.parametrize("chances", [False, True])
-def test_a_drafter_that_is_right_is_followed_as_far_as_it_goes(chances: bool) -> None:
-    timed = Timed(never, chances=chances, drafting=0.002)
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_a_drafter_that_is_right_is_followed_as_far_as_it_goes(probabilities: bool) -> None:
+    timed = Timed(never, probabilities=probabilities, drafting=0.002)
     assert timed.rows[:3] == [1, 1, 1] and timed.rows.count(16) > 20
     assert len(timed.rows) < 45
 

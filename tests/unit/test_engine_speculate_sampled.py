@@ -133,7 +133,7 @@ def draw(
 ) -> tuple[list[list[int]], float]:
     """Replies by different seeds, four at once, and how many tokens a verification gave."""
     backend = Markov(vocab=VOCAB, recurrent=recurrent, branch_pages=30 * tree)
-    drafter = (Bushes if tree else ScriptedDrafter)(guesses, vocab=VOCAB, chances=True)
+    drafter = (Bushes if tree else ScriptedDrafter)(guesses, vocab=VOCAB, probabilities=True)
     options = {"verify_width": width, "tree_tokens": 15 if tree else None}
     with engine(backend, eos=frozenset(), drafter=drafter, **options) as made:
         running = [
