@@ -26,6 +26,7 @@ class Card:
 
     name: DeviceName
     host: bool = False
+    remote: bool = False
     kv_dtype: Any = field(default_factory=lambda: np.dtype(np.float16))
 
     def memory(self) -> Memory:
