@@ -14,12 +14,10 @@
 #define COLUMNS 32
 #define HALVES (HEAD / CHUNK)
 static_assert(HEAD % CHUNK == 0 && HEAD % COLUMNS == 0, "a head is whole squares");
-// Elements from row to row of matrices in shared memory that are read along their rows, and of those that are read down
-// their columns.
+// Row strides of matrices in shared memory: of those read along their rows, down their columns, and of the state.
 #define PITCH (CHUNK + 4)
 #define DOWN_PITCH (CHUNK + 8)
 #define STATE_PITCH (HEAD + 4)
-
 // Rows whose inputs are loaded at once, to hide the latency.
 #define BATCH 4
 
@@ -29,9 +27,8 @@ static_assert(HEAD % CHUNK == 0 && HEAD % COLUMNS == 0, "a head is whole squares
 // Rows of a wave; at least TAPS - 1, so that only a span's first tile reaches back into the state.
 #define TILE 16
 
-// c = silu(convolution) of a span's rows, queries and keys as unit vectors. A wave has a vector of TILE rows; grid
-// (vectors / waves, tiles of the longest span, spans), CONV_THREADS threads. x, filter and past as in deltanet.cu, c
-// [rows, channels].
+// c [rows, channels] = silu(convolution), queries and keys as unit vectors. A wave has a vector of TILE rows; grid
+// (vectors / waves, tiles of the longest span, spans), CONV_THREADS threads. x, filter and past as in deltanet.cu.
 extern "C" __global__ void __launch_bounds__(CONV_THREADS)
     delta_vectors(const float* __restrict__ x, const float* __restrict__ filter, float* __restrict__ past,
                   const i32* __restrict__ spans, float* __restrict__ c, i64 stride, int key_heads, int heads,
@@ -105,8 +102,7 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
                 past[(i64)reader * past_stride + tap * VECTORS * HEAD + i] = x[(span.rows - (taps - 1) + tap) * stride + i];
 }
 
-// --- squares of CHUNK x CHUNK elements from global to shared memory, by way of registers, so that the reads run beside
-// the arithmetic
+// --- squares of CHUNK x CHUNK elements from global memory by registers to shared memory, beside the arithmetic
 
 template <int THREADS> struct Square {
     float held[CHUNK * CHUNK / 4 / THREADS][4];
@@ -227,9 +223,8 @@ template <int M, int N, int TILES, bool DOWN = false> struct Product {
 #define GROUPS (PREPARE_THREADS / CHUNK)
 #define BLOCK 16
 
-// T, M and the gates beta_i, e^G_i, e^(G_last - G_i), e^G_last of each chunk and value head. Grid (chunks of the
-// longest span, key heads, spans), PREPARE_THREADS threads. c as above, x as in deltanet.cu; gates [rows, value heads,
-// 4], solve and mix [rows, value heads, CHUNK].
+// T, M and gates [rows, value heads, 4] (beta_i, e^G_i, e^(G_last - G_i), e^G_last) of each chunk and value head; solve
+// and mix [rows, value heads, CHUNK]. Grid (chunks of the longest span, key heads, spans), PREPARE_THREADS threads.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     delta_prepare(const float* __restrict__ c, const float* __restrict__ x, const float* __restrict__ decay,
                   const float* __restrict__ dt_bias, const i32* __restrict__ spans, float* __restrict__ gates,

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""What a boundary to a daemon costs a decode step, part by part, beside the same split in one process.
+"""The cost of a boundary to a daemon in a decode step, part by part, compared with the same split in one process.
 
     tools/bench_boundary.py MODEL --devices cuda:0,cuda:1          two GPUs, the second in a daemon
-    tools/bench_boundary.py MODEL --devices cpu:0,cpu:1 -n 32      the same way without GPUs
+    tools/bench_boundary.py MODEL --devices cpu:0,cpu:1 -n 32      the same without GPUs
 
-The first device is this process's, the others are a daemon's: one boundary. Both processes note the time (one clock for
-the whole machine) where their methods begin and end; the program itself has no notes in it. Work and copies are timed
-by the devices' events. All figures are medians over the steps of a run, of the middle run by its rate.
+This process has the first device, a daemon has the others: one boundary. Both processes note the time (the machine has
+one clock) at the begin and the end of their methods; the program itself takes no notes. Events of the devices time work
+and copies. All figures are medians over the steps of a run.
 
-    message   from the moment when this process sees that the copy out is done until it has told the daemon
+    message   from the time when this process sees that the copy out is done until it has notified the daemon
     wake-up   until the daemon's device starts to copy in (a GPU waits for that by itself) or the daemon's thread runs
-    queue     what the daemon's thread needs to queue the step, as far as that was not done before
-    reply     from the moment when the daemon sees that its work is done until this process has the tokens: by a word
-              of shared memory, or by a message. It may be negative: a word is seen earlier than by the daemon itself
+    queue     the time in which the daemon's thread queues the step, unless it did so before
+    reply     from the time when the daemon sees that its work is done until this process has the tokens, by a flag in
+              shared memory or by a message; negative if this process sees the flag before the daemon does
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from luce.remote.rpc import Request
 from luce.remote.shard import RemoteShard
 
 Notes = dict[str, list[float]]
-#: steps that are not counted: kernels are compiled and graphs captured
+# First steps, which do not count: they compile kernels and capture graphs.
 _FIRST = 12
 
 
 def noted(
     notes: Notes, owner: Any, method: str, begin: str, end: str, only: Callable[..., bool] = lambda *arguments: True
 ) -> None:
-    """Let a method note when it begins and ends, under these names, if `only` holds for its arguments."""
+    """Make a method note its begin and end under these names, for calls whose arguments satisfy `only`."""
     inner = getattr(owner, method)
 
     def outer(*arguments: Any, **options: Any) -> Any:
@@ -69,11 +69,11 @@ def noted(
 
 
 def serve(out: Path, arguments: Sequence[str]) -> int:
-    """The daemon: `luce shard` with notes, which are written when it ends."""
+    """The daemon: `luce shard` with notes, which it writes at its end."""
     notes: Notes = {"work": [], "copy in": []}
     session, model = daemon.Session, ServedModel
     noted(notes, model, "announce", "announced", "prepared")
-    noted(notes, session, "_handle", "told", "queued", lambda self, message: isinstance(message, Forward))
+    noted(notes, session, "_handle", "notified", "queued", lambda self, message: isinstance(message, Forward))
     noted(notes, session, "_answer_first", "done", "sent")
     events: list[tuple[Any, Any]] = []
     build = model.__init__
@@ -147,12 +147,12 @@ def totals(backend: LayerSplitBackend) -> list[float]:
 
 
 def per_step(notes: Notes, steps: int) -> list[float]:
-    """What `totals` grew by in a step."""
+    """The increase of `totals` per step."""
     return [(after - before) / steps for before, after in zip(notes["before"], notes["after"], strict=True)]
 
 
 def parts(ours: Notes, theirs: Notes, step: float, steps: int) -> dict[str, float]:
-    """Seconds of each part of a boundary, and of what is beside it."""
+    """Seconds of each part of a boundary, and in parentheses of the work beside it."""
 
     def between(begin: tuple[Notes, str], end: tuple[Notes, str]) -> float:
         pairs = zip(begin[0][begin[1]][-steps:], end[0][end[1]][-steps:], strict=True)
@@ -162,14 +162,14 @@ def parts(ours: Notes, theirs: Notes, step: float, steps: int) -> dict[str, floa
     work, copy_in = (statistics.median(theirs[name][-steps:]) for name in ("work", "copy in"))
     inside = work + copy_in
     if theirs["flags"][0]:
-        wake = between((ours, "told"), (theirs, "done")) - inside
-        queue, ahead = 0.0, between((theirs, "prepared"), (ours, "told"))
+        wake = between((ours, "notified"), (theirs, "done")) - inside
+        queue, ahead = 0.0, between((theirs, "prepared"), (ours, "notified"))
     else:
-        wake = between((ours, "told"), (theirs, "told"))
-        queue, ahead = between((theirs, "told"), (theirs, "done")) - inside, 0.0
+        wake = between((ours, "notified"), (theirs, "notified"))
+        queue, ahead = between((theirs, "notified"), (theirs, "done")) - inside, 0.0
     return {
         "copy out": copy_out,
-        "message": between((ours, "there"), (ours, "told")),
+        "message": between((ours, "there"), (ours, "notified")),
         "wake-up": wake,
         "queue": queue,
         "copy in": copy_in,
@@ -214,18 +214,18 @@ def main() -> int:
             last = backend.shards[-1]
             assert isinstance(last, RemoteShard)
             noted(ours, last, "announce", "announcing", "announced")
-            # Requests are waited for by it as well.
+            # RemoteDevice waits for requests too.
             arrived = "", "there", lambda device, event: not isinstance(event, Request)
             noted(ours, RemoteDevice, "wait_for", *arrived)
             release = last._release
 
-            def told() -> None:
+            def notified() -> None:
                 waiting = last._announced is not None
                 release()
                 if waiting:
-                    ours.setdefault("told", []).append(time.monotonic())
+                    ours.setdefault("notified", []).append(time.monotonic())
 
-            last._release = told  # type: ignore[method-assign]
+            last._release = notified  # type: ignore[method-assign]
             output = Request.output
 
             def read(request: Any) -> Any:

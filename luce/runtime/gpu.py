@@ -1,7 +1,8 @@
 """The Device interface on CuPy: CUDA and HIP.
 
-CuPy owns arrays and launches; the module's code comes from our own compiler cache (compiler.py), facts about the device
-from the driver (driver.py). CuPy is imported when the first device is made, so that Luce runs without it.
+CuPy owns arrays, streams and modules. The code of modules comes from the project's compiler cache (compiler.py), facts
+about the device and launches from the driver (driver.py). CuPy is imported with the first device, so that Luce runs
+without it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from luce.runtime.kernels import KernelBuild
 from luce.runtime.pinned import PinnedPool
 from luce.runtime.staging import Stager
 
-# Downloads of so many bytes go to pinned memory: 1 MB of logits takes 0.3 ms to pageable memory. Larger ones would keep
-# much of the host's memory pinned, as CuPy's pool never gives it back.
+# Downloads of these sizes in bytes go to pinned memory: 1 MB of logits takes 0.3 ms to pageable memory. Larger ones
+# would leave much of the host's memory pinned, as CuPy's pool never returns it.
 _PINNED = range(1 << 16, (1 << 24) + 1)
-# Arrays that `load` reads in the background, in bytes.
+# Least bytes of the arrays that `load` reads in the background.
 _STAGED = 1 << 20
 
 
@@ -110,7 +111,7 @@ class GpuDevice(Device):
         return array
 
     def upload(self, array: NDArray[Any]) -> Array:
-        """As in the interface. Pageable memory is read before this returns, pinned memory until `synchronize`."""
+        """Reads pageable memory before it returns, pinned memory until `synchronize`."""
         copy = self.empty(array.shape, array.dtype)
         if copy.nbytes:
             self.write(copy, array)
@@ -126,7 +127,7 @@ class GpuDevice(Device):
         return copy
 
     def _settle(self) -> None:
-        """Let what is queued from now on come after what `load` was given."""
+        """Let work queued from now on run after the copies of `load`."""
         if self._stager is not None:
             stager, self._stager = self._stager, None
             try:
@@ -180,7 +181,7 @@ class GpuDevice(Device):
         return wait
 
     def _pinned_like(self, array: Array) -> NDArray[Any]:
-        """Pinned memory for a copy of an array, from the library's pool of small pieces."""
+        """Pinned memory for a copy of an array, from CuPy's pool for small arrays."""
         memory = self.cupy.cuda.alloc_pinned_memory(array.nbytes)
         out: NDArray[Any] = np.frombuffer(memory, np.uint8, array.nbytes).view(array.dtype).reshape(array.shape)
         return out
@@ -194,7 +195,7 @@ class GpuDevice(Device):
         self._driver.write_flag(self.stream, flag.memory.ctypes.data, flag.value)
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """As in the interface. A BLAS library's products do run, which makes the library ready."""
+        """Products of the BLAS library do run, which also loads the library's kernels."""
         self.activate()
         builds: dict[KernelBuild, None] = {}
         self._warming = builds
@@ -261,21 +262,21 @@ class GpuDevice(Device):
         return graph, tuple(map(self._lent, arrays))
 
     def _lent(self, array: Array) -> Array:
-        """The same array, without a claim to its memory."""
+        """The same array, without ownership of its memory."""
         cuda = self.cupy.cuda
         memory = cuda.UnownedMemory(array.data.ptr, array.nbytes, self._arena, self.name.index)
         return self.cupy.ndarray(array.shape, array.dtype, cuda.MemoryPointer(memory, 0), array.strides)
 
     @contextlib.contextmanager
     def failing(self, what: str) -> Iterator[None]:
-        """Failures of the vendor's run time as DeviceError."""
+        """A context in which failures of the vendor's runtime become DeviceError; `what` failed."""
         try:
             yield
         except self._failures as error:
             raise DeviceError(f"{self.name}: {what}: {error}") from error
 
     def mark(self, stream: Any, timing: bool) -> GpuEvent:
-        """The moment when a stream of this device has done all that is queued there."""
+        """An event that is done when a stream of this device has done all work queued so far."""
         self.activate()
         with self.failing("event"):
             event = self.cupy.cuda.Event(disable_timing=not timing)
@@ -320,7 +321,7 @@ class GpuDevice(Device):
         return lambda: self._driver.unregister_host(address)
 
     def reaches(self, other: Device) -> bool:
-        """As in the interface; both directions are opened, and tried: some boards grant access and deliver garbage."""
+        """Enables and tests both directions: some boards grant access but deliver garbage."""
         if not isinstance(other, GpuDevice) or other.name.kind != self.name.kind:
             return False
         here, there = self.name.index, other.name.index
@@ -361,7 +362,7 @@ class GpuDevice(Device):
             self._stream.synchronize()
 
     def memory(self) -> Memory:
-        """Free counts what CuPy's pool holds unused as well: it serves the next arrays."""
+        """`free` includes the unused memory in CuPy's pool, which serves the next arrays."""
         self.activate()
         self._driver.use(self.name.index)
         device, cached = self._driver.memory(), self.cupy.get_default_memory_pool().free_bytes()
@@ -399,6 +400,6 @@ class GpuDevice(Device):
 
 
 def _products(arch: str) -> frozenset[str]:
-    """What a CUDA architecture has in hardware: halves since Turing, bfloat16 since Ampere, groups on Hopper alone."""
+    """Matrix instructions of a CUDA architecture: fp16 since Turing, bfloat16 since Ampere, wgmma on Hopper alone."""
     groups = ("WGMMA",) if arch == "sm_90a" else ()
     return frozenset(("F16", "BF16", *groups) if driver.capability(arch) >= 80 else ("F16",))

@@ -11,7 +11,7 @@ from luce.runtime.device import Array, CopyStream, Event
 
 
 class StreamOwner(Protocol):
-    """What events and streams need of their GpuDevice."""
+    """The interface of GpuDevice for its events and streams."""
 
     #: the module cupy
     cupy: Any
@@ -30,7 +30,7 @@ class StreamOwner(Protocol):
 
 
 class GpuEvent(Event):
-    """An event of the vendor's run time."""
+    """An event of the vendor's runtime."""
 
     __slots__ = ("_device", "event")
 
@@ -80,5 +80,5 @@ class GpuCopyStream(CopyStream):
 
 
 def _address(array: Array) -> int:
-    """Where an array begins, on a device or on the host."""
+    """The address of an array, on a device or on the host."""
     return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

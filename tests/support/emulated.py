@@ -1,30 +1,27 @@
-"""A Device that runs the CUDA/HIP kernels on the CPU, with the checks that a GPU does not make.
+"""A Device that runs the CUDA/HIP kernels on the CPU, with checks that a GPU does not make.
 
-`launch` compiles kernels/<source>.cu with g++ against kernels/gpu_host.h into a shared library (kept in the user's
-cache directory) and runs it in emulator.cpp at once. It raises DeviceError naming kernel, block, thread and source
-line for: an access outside of every array argument (the gaps between the rows of a strided view are outside), a write
-through a const argument, a misaligned access, a read of memory that nothing was written to (shared, or of
-`Device.empty`), a race (two threads at one address, one of them writing, and no barrier between: also across blocks;
-or anyone where a copy in the background may still be under way),
-barriers and lane operations that not all threads reach, shuffles from lanes that do not exist, a thread that ends
-without luce_await, and before that a write to an array and a read of what a kernel wrote since the last copy from the
-host.
+`launch` compiles kernels/<source>.cu with g++ against kernels/gpu_host.h into a shared library (emulated_build.py) and
+runs it in emulator.cpp at once. It raises DeviceError with kernel, block, thread and source line for:
 
-Not seen: an access past one shared array into the next, and an order that fences and flags in global memory make. To
-debug a kernel, run the test under gdb and break on the kernel's name, or on `fail` in emulator.cpp.
+- an access outside of every array argument (also in the gaps between the rows of a strided view), a write through a
+  const argument, a misaligned access, a read of memory that nothing was written to (shared, or of `Device.empty`);
+- a race: two threads at one address, one of them writing, without a barrier between, also across blocks, and any
+  access where a copy in the background may still be in flight;
+- barriers and lane operations that not all threads reach, shuffles from lanes that do not exist;
+- a thread that ends without luce_await, and before luce_await a write to an array or a read of data that a kernel has
+  written since the last copy from the host.
+
+It does not see an access past one shared array into the next, nor an order that fences and flags in global memory
+make. To debug a kernel, run the test under gdb and break on the kernel's name, or on `fail` in emulator.cpp.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
 import os
 import re
 import subprocess
-import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,19 +30,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from luce.config.directories import user_cache_directory
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
 from luce.runtime.host import HostCopyStream, HostDevice, HostEvent
+from tests.support.emulated_build import KERNELS, compile_source, emulator
 
-KERNELS = Path(__file__).parents[2] / "kernels"
-EMULATOR = Path(__file__).with_name("emulator.cpp")
-
-_COMMON = ("g++", "-std=c++17", "-gdwarf-4", "-fPIC", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-w")
-# Without tree-sra a vector is read at once, so that its alignment is seen. Without thread-jumps a call stays one call:
-# duplicated on two paths, lanes would seem to wait at different places. GNU-unique symbols
-# would be shared by all variants of a source.
-_KERNEL_FLAGS = ("-O1", "-fsanitize=thread", "-fno-thread-jumps", "-fno-tree-sra", "-fno-gnu-unique", "-DLUCE_HOST")
 # What one block gets on sm_90 (on sm_75 and all of AMD it is 64 KiB).
 SHARED_LIMIT = 227 * 1024
 _MAX_GRID = (2**31 - 1, 65535, 65535)
@@ -210,7 +199,7 @@ class EmulatedDevice(Device):
         library = self._libraries.get(key)
         if library is None:
             macros = {**(defines or {}), "LUCE_WGMMA": int("WGMMA" in self.products)}
-            library = self._libraries[key] = _build(self.kernels, source, self.lanes, macros)
+            library = self._libraries[key] = _Library(*compile_source(self.kernels, source, self.lanes, macros))
         grid3, block3 = _dimensions(where, grid, block)
         if not 0 <= shared <= SHARED_LIMIT:
             raise DeviceError(f"{where}: {shared} bytes of dynamic shared memory; a block has at most {SHARED_LIMIT}")
@@ -351,7 +340,7 @@ class _Library:
         )
         report = _Report()
         with _RUNNING:
-            failed = _emulator().luce_host_run(ctypes.byref(launch), ctypes.byref(report))
+            failed = emulator().luce_host_run(ctypes.byref(launch), ctypes.byref(report))
         if failed:
             raise DeviceError(self._message(where, report, grid, block, arrays))
 
@@ -483,74 +472,3 @@ def _nearest(address: int, arrays: list[tuple[str, NDArray[Any]]]) -> str:
         if distance < best[0]:
             best = (distance, f"byte {offset} of {label}: {array.dtype} {list(array.shape)}, {high - low} bytes")
     return best[1]
-
-
-def _build(kernels: Path, source: str, lanes: int, defines: dict[str, int | str]) -> _Library:
-    path = kernels / f"{source}.cu"
-    if not path.is_file():
-        raise DeviceError(f"kernels/{source}.cu: no such kernel source")
-    _emulator()
-    unit = f'#include "gpu.h"\n#include "{source}.cu"\n'
-    options = (*_KERNEL_FLAGS, f"-DLUCE_LANES={lanes}", *(f"-D{k}={v}" for k, v in defines.items()))
-    headers = {header.name: header for folder in (KERNELS, kernels) for header in folder.glob("*.h")}
-    sources = (path, *(headers[name] for name in sorted(headers)))
-    return _Library(_compile(f"{source}-{lanes}", unit, sources, options, (kernels, KERNELS)), path)
-
-
-@functools.cache
-def _emulator() -> ctypes.CDLL:
-    """emulator.cpp, with its symbols open to the kernels' libraries."""
-    path = _compile("emulator", f'#include "{EMULATOR.name}"\n', (EMULATOR,), ("-O2",), (EMULATOR.parent,))
-    return ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_GLOBAL)
-
-
-def _compile(name: str, unit: str, sources: Sequence[Path], options: Sequence[str], include: Sequence[Path]) -> Path:
-    """A shared library of `unit`, from the cache if neither it, the sources, the options nor the compiler changed."""
-    digest = hashlib.sha256(repr((unit, options, _COMMON, _compiler())).encode())
-    for source in sources:
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    folder = _cache()
-    path = folder / f"{name}-{digest.hexdigest()[:32]}.so"
-    if path.exists():
-        path.touch()
-        return path
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        main, linked = Path(scratch, "unit.cpp"), Path(scratch, "unit.so")
-        main.write_text(unit, encoding="utf-8")
-        compiled = str(main.with_suffix(".o"))
-        # Equal sources share a library wherever they lie, so debuggers look for kernels/X.cu below the working folder.
-        places = (f"-fdebug-prefix-map={folder}={folder.name}" for folder in include)
-        command = (*_COMMON, *options, *(f"-I{folder}" for folder in include), *places)
-        # The preprocessor knows which kernels this set of defines leaves, their names and their bounds.
-        flat = _gpp(name, (*command, "-DLUCE_LIST_KERNELS", "-E", "-P", str(main)))
-        kernels = re.findall(r"luce_global\s+void\s+(?:luce_bounds<([^;{]*?)>\s*)?(\w+)\s*\(", flat)
-        lines = (f"LUCE_HOST_KERNEL({kernel}, {bound or 1024})\n" for bound, kernel in kernels)
-        main.write_text(unit + "".join(lines), encoding="utf-8")
-        # Two commands: with -fsanitize=thread the linker would add the sanitizer's own library.
-        _gpp(name, (*command, "-c", str(main), "-o", compiled))
-        _gpp(name, ("g++", "-shared", compiled, "-o", str(linked)))
-        linked.replace(path)
-    return path
-
-
-@functools.cache
-def _cache() -> Path:
-    """The folder of the libraries, rid of those that no test has used for a week."""
-    folder = user_cache_directory() / "emulated"
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.so"):
-        if time.time() - path.stat().st_mtime > 7 * 86400:
-            path.unlink(missing_ok=True)
-    return folder
-
-
-def _gpp(name: str, command: Sequence[str]) -> str:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise DeviceError(f"{name}: g++ failed\n{result.stderr.strip()}")
-    return result.stdout
-
-
-@functools.cache
-def _compiler() -> str:
-    return subprocess.run(("g++", "--version"), capture_output=True, text=True, check=True).stdout.splitlines()[0]

@@ -27,7 +27,8 @@ from tests.support import (
     op_checks_qkv,
     op_checks_sample,
 )
-from tests.support.emulated import KERNELS, EmulatedDevice
+from tests.support.emulated import EmulatedDevice
+from tests.support.emulated_build import KERNELS
 
 # All of reduce.h, and two sums in a row.
 REDUCTIONS = """
