@@ -37,7 +37,6 @@ from luce.errors import LuceError, UsageError
 #: /read asks before it reads files above the first size, and refuses files above the second
 _ASK_BYTES, _MOST_BYTES = 100 << 10, 16 << 20
 _SWITCHES = ("verbose", "wordwrap", "nohistory")
-_TOPICS = ("info", "parameters", "system", "template", "tokens", "devices")
 _LEAVING = {"exit", "quit"}
 #: groups of the settings that this verb takes
 SETTINGS = (*LOADED, "sampling")
@@ -251,7 +250,7 @@ class Chat:
         name, _, value = rest.partition(" ")
         name, value = name.replace("-", "_"), value.strip()
         if not name:
-            self._show_parameters()
+            self.show_parameters()
         elif name == "system":
             self.conversation.system = value or None
             self.note("system message set" if value else "no system message")
@@ -282,9 +281,10 @@ class Chat:
         """Show one topic."""
         if rest not in _TOPICS:
             raise UsageError(f"/show: expected {' or '.join(_TOPICS)}, got {rest!r}")
-        getattr(self, f"_show_{rest}")()
+        _TOPICS[rest](self)
 
-    def _show_info(self) -> None:
+    def show_info(self) -> None:
+        """The model."""
         spec = self.model.spec
         rows = {
             "name": printable(self.model.name),
@@ -297,19 +297,23 @@ class Chat:
         }
         self._table(rows)
 
-    def _show_parameters(self) -> None:
+    def show_parameters(self) -> None:
+        """The sampling values and switches in force."""
         rows: dict[str, Any] = {name: self._parameter(name) for name in options.NAMES}
         rows |= {name: "on" if on else "off" for name, on in self.switches.items()}
         self._table(rows)
 
-    def _show_system(self) -> None:
+    def show_system(self) -> None:
+        """The system message."""
         self._notes.print("none" if self.conversation.system is None else printable(self.conversation.system))
 
-    def _show_template(self) -> None:
+    def show_template(self) -> None:
+        """The source of the chat template."""
         assert self.model.chat.template is not None
         self._notes.print(printable(self.model.chat.template.source))
 
-    def _show_tokens(self) -> None:
+    def show_tokens(self) -> None:
+        """The number of tokens of each message."""
         rows = {
             f"{i}. {message.role}": f"{len(self.model.tokenize(message.content, specials=False)):,}"
             for i, message in enumerate(self.conversation.messages, 1)
@@ -319,7 +323,8 @@ class Chat:
             total = len(self.model.chat.prompt(self.conversation.for_template(), add_generation_prompt=False))
         self._table({**rows, "with the template": f"{total:,} of {self.model.context:,}"})
 
-    def _show_devices(self) -> None:
+    def show_devices(self) -> None:
+        """The devices and their layers."""
         table = Table("device", "layers", "weights", "state", box=None)
         for shard in self.model.placement:
             first, last = shard["layers"]
@@ -398,6 +403,15 @@ class Command:
     help: str
 
 
+#: the topics of /show
+_TOPICS: dict[str, Callable[[Chat], None]] = {
+    "info": Chat.show_info,
+    "parameters": Chat.show_parameters,
+    "system": Chat.show_system,
+    "template": Chat.show_template,
+    "tokens": Chat.show_tokens,
+    "devices": Chat.show_devices,
+}
 COMMANDS = {
     "/help": Command(Chat.help, "", "this list"),
     "/?": Command(Chat.help, "", "this list"),

@@ -47,10 +47,6 @@ class Notifier:
         except OSError as error:
             _log.warning("service manager: %s", error.strerror)
 
-    def status(self, text: str) -> None:
-        """The line that `systemctl status` shows."""
-        self.send(STATUS=text)
-
     def reloading(self) -> None:
         """A reload begins; `send(READY=1)` ends it."""
         self.send(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000)
