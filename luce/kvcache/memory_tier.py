@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 
 #: pages that are copied to host memory together, and lie in one frame of a file
 BATCH = 32
-# Bytes of host memory for pages that are prepared at the start: a snapshot of a large model passes through it.
-_PREPARED = 512 << 20
+#: bytes of host memory for pages that are prepared at the start: a snapshot of a large model passes through it
+PREPARED_BYTES = 512 << 20
 
 
 class MemoryTier:
@@ -55,7 +55,7 @@ class MemoryTier:
         self._copying: tuple[SavedState, list[int]] | None = None
         #: bytes of one page
         self.page_bytes = backend.capacity.page_bytes
-        backend.state.reserve(min(budget, _PREPARED) // max(1, self.page_bytes))
+        backend.state.reserve(min(budget, PREPARED_BYTES) // max(1, self.page_bytes))
         if self._full is not None:
             self._full.evict = self.evict_pages
 

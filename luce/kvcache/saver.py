@@ -24,7 +24,7 @@ from luce.shard.saved_state import SavedState
 _log = logging.getLogger(__name__)
 
 #: while sequences run, the time between two pieces of work for the disk, as a multiple of the time of the first one
-_PAUSE_RATIO = 100
+PAUSE_RATIO = 100
 #: checkpoints that may wait for the disk; beyond that the oldest is skipped
 MAX_QUEUED = 16
 
@@ -100,7 +100,7 @@ class Saver:
     def pump(self, *, idle: bool) -> None:
         """Do one bounded piece of work, if there is one and the disk accepts it.
 
-        `idle`: no request waits for the engine. Otherwise pieces take at most one part in _PAUSE_RATIO of the engine's
+        `idle`: no request waits for the engine. Otherwise pieces take at most one part in PAUSE_RATIO of the engine's
         thread.
         """
         started = time.monotonic()
@@ -118,7 +118,7 @@ class Saver:
             _log.warning("a checkpoint could not be written: %s", error)
             self.export = self._awaited = None
         now = time.monotonic()
-        self._next = now + _PAUSE_RATIO * (now - started)
+        self._next = now + PAUSE_RATIO * (now - started)
 
     def flush(self, seconds: float) -> None:
         """Write the queue, for at most `seconds`, and stop."""

@@ -16,7 +16,7 @@ from luce.shard import saved_state
 from luce.shard.saved_state import layer_of
 
 #: bytes of tensors that are fetched at a time, unless one tensor is larger
-_WINDOW_BYTES = 4 << 20
+WINDOW_BYTES = 4 << 20
 
 
 class RemoteSavedState:
@@ -58,7 +58,7 @@ class RemoteSavedState:
         size = 0
         for name, tensor in self._tensors.items():
             own = _size(tensor, count)
-            if names and size + own > _WINDOW_BYTES:
+            if names and size + own > WINDOW_BYTES:
                 yield self._fetch(names, first, count, size)
                 names, size = [], 0
             names.append(name)

@@ -19,7 +19,7 @@ from luce.runtime.step import PAGE
 from luce.shard.saved_state import HostSavedState, Piece, SavedState
 
 # Saved tensors share buffers of so many bytes, and begin at multiples of the second number there.
-_BUFFER, _ALIGNED = 16 << 20, 256
+BUFFER_BYTES, _ALIGNED = 16 << 20, 256
 _MISSING: NDArray[np.generic] = np.empty(0, np.uint8)
 
 
@@ -165,7 +165,7 @@ def _buffer_size(sizes: Sequence[int]) -> int:
     """Bytes of the first arrays that share a buffer: at least one."""
     total = 0
     for size in sizes:
-        if total and total + size > _BUFFER:
+        if total and total + size > BUFFER_BYTES:
             break
         total += size
     return total

@@ -116,7 +116,7 @@ def test_only_the_same_placement_restores_what_is_to_be_exact(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("name", ["qwen3-a-F32", "qwen3-b-Q4_K_M"])
-def test_prompts_that_part_are_resumed_in_any_placement(name: str, tmp_path: Path) -> None:
+def test_diverging_prompts_resume_in_any_placement(name: str, tmp_path: Path) -> None:
     reference = Reference(name)
     prompt = reference.expected["prompt_long"].tolist()
     at = len(prompt) // 64 * 64 - 10
@@ -175,7 +175,7 @@ def test_daemons_restore_what_this_process_saved_and_the_reverse(before: str, af
 
 
 @pytest.mark.parametrize("shards", ["one", "as many as layers"])
-def test_what_layers_borrow_is_stored_once(shards: str, tmp_path: Path) -> None:
+def test_borrowed_keys_and_values_are_stored_once(shards: str, tmp_path: Path) -> None:
     reference = Reference("gemma4-e-F32")
     layers = range(len(reference.spec.layers))
     prompt = reference.expected["prompt_long"].tolist()
@@ -198,7 +198,7 @@ def test_what_layers_borrow_is_stored_once(shards: str, tmp_path: Path) -> None:
     assert set(stored.values()) == {1}
 
 
-def test_what_follows_from_activations_of_fewer_bits_is_apart(tmp_path: Path) -> None:
+def test_activations_of_fewer_bits_have_snapshots_of_their_own(tmp_path: Path) -> None:
     reference = Reference("qwen3-a-F32")
     prompt = reference.expected["prompt_long"].tolist()
     tiers = []
@@ -219,9 +219,9 @@ def test_recurrent_states_go_to_daemons_and_come_from_there(placement: str, tmp_
     assert len(list((tmp_path / "cache").rglob("state-*-*.part"))) > 1
 
 
-def test_little_of_another_shards_data_is_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_of_remote_shards_passes_in_small_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference, window = Reference("qwen35-a-F32"), 100_000
-    monkeypatch.setattr(saved_state, "_WINDOW", window)
+    monkeypatch.setattr(saved_state, "WINDOW_BYTES", window)
     fetched: list[int] = []
     fetch = RemoteSavedState._fetch
 
@@ -247,11 +247,11 @@ def test_little_of_another_shards_data_is_in_this_process(tmp_path: Path, monkey
     assert len(fetched) > 3 and sum(fetched) > 3 * window
 
 
-def test_nobody_talks_to_a_daemon_while_its_shards_thread_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_is_asked_only_while_its_shard_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Steps of which nothing is wanted go on behind the engine's back.
     reference = Reference("qwen35-a-F32")
-    monkeypatch.setattr(saved_state, "_WINDOW", 50_000)
-    monkeypatch.setattr(saver, "_PATIENCE", 0)
+    monkeypatch.setattr(saved_state, "WINDOW_BYTES", 50_000)
+    monkeypatch.setattr(saver, "PAUSE_RATIO", 0)
     idle: list[bool] = []
     ask_daemon = Requests.ask
 

@@ -95,7 +95,7 @@ def replies(backend: Any, prompts: Sequence[Sequence[int]], drafter: Drafter | N
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_has_left_is_hidden_and_the_rest_is_as_it_was(name: str) -> None:
+def test_swapped_out_pages_are_invisible_and_the_others_unchanged(name: str) -> None:
     reference = Reference(name)
     prompts = [prompt(reference, n, n) for n in (1000, 300, 600)]
     with ExitStack() as opened, open_gguf(reference.path) as file:

@@ -44,7 +44,7 @@ def by_queries() -> list[tuple[bool, list[int]]]:
         return found
 
 
-def test_queries_bring_back_what_is_asked_for(by_queries: list[tuple[bool, list[int]]]) -> None:
+def test_queries_swap_in_the_page_with_the_answer(by_queries: list[tuple[bool, list[int]]]) -> None:
     assert sum(right for right, _ in by_queries) >= 0.95 * len(DEPTHS)
 
 
@@ -82,7 +82,7 @@ def test_replies_at_all_depths_are_the_same(by_queries: list[tuple[bool, list[in
     check_replies(by_queries, place, range(len(DEPTHS)))
 
 
-def test_a_drafter_brings_back_what_is_asked_for() -> None:
+def test_a_drafter_swaps_in_the_page_with_the_answer() -> None:
     with opened("drafter", kvflash_drafter=str(TINY / "drafter.gguf")) as model:
         found = [right for right, _ in recalled(model, some(model))]
         residency = model.engine.stats().paging

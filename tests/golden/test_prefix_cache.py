@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 
 import luce
+from tests.support.generate import ask
 from tests.support.reference import Reference, references
 
 each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
-
-
-def ask(model: luce.Model, prompt: list[int], n: int) -> tuple[list[int], int]:
-    """(greedy reply, tokens from the cache)."""
-    generation = model.generate(prompt, max_tokens=n, temperature=0, ignore_eos=True)
-    tokens = [token.id for token in generation if token.id >= 0]
-    assert generation.finish is not None
-    return tokens, generation.finish.timings.cached_tokens
 
 
 @each_file

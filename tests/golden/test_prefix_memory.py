@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 import luce
 from luce import assembly
 from luce.kvcache import memory_tier
-from luce.runtime import pinned
 from luce.runtime.host import HostDevice
 from luce.runtime.pinned import PinnedPool
-from luce.shard import local
-from tests.golden.test_prefix_cache import ask
+from luce.shard import local_state
 from tests.support.daemons import within
+from tests.support.generate import ask
 from tests.support.reference import Reference
 
 SLAB = 1 << 19
@@ -33,7 +32,7 @@ class Pinning(HostDevice):
         #: slabs that nobody waits for are made between requests only
         self.idle = threading.Event()
         self.idle.set()
-        self.pool = PinnedPool(self._pin, SLAB)
+        self.pool = PinnedPool(self._pin, SLAB, least_ahead=4 * SLAB, most_ahead=0)
 
     def _pin(self, slab: NDArray[np.uint8]) -> Callable[[], None]:
         if threading.current_thread().name == "luce-pin":
@@ -50,15 +49,11 @@ class Pinning(HostDevice):
 
 
 @pytest.mark.parametrize(("parallel", "ram"), [(1, 64), (3, 64), (3, 16)])
-def test_nobody_waits_for_the_memory_of_pages_that_leave(
-    parallel: int, ram: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_request_waits_for_host_memory(parallel: int, ram: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # As with a large model: many slabs a prompt, several pieces a slab. Four are ahead beside what is expected.
     monkeypatch.setattr(memory_tier, "BATCH", 8)
-    monkeypatch.setattr(local, "_LANDING", SLAB // 4)
-    monkeypatch.setattr(memory_tier, "_READY", 0)
-    monkeypatch.setattr(pinned, "_LEAST_AHEAD", 4 * SLAB)
-    monkeypatch.setattr(pinned, "_MOST_AHEAD", 0)
+    monkeypatch.setattr(local_state, "BUFFER_BYTES", SLAB // 4)
+    monkeypatch.setattr(memory_tier, "PREPARED_BYTES", 0)
     devices = [Pinning(0), Pinning(1)]
     monkeypatch.setattr(assembly, "open_placement", lambda config: devices)
     reference = Reference("qwen3-a-F32")
@@ -70,7 +65,7 @@ def test_nobody_waits_for_the_memory_of_pages_that_leave(
         tier = cache.memory
 
         def known(prompt: list[int]) -> int:
-            assert within(60, lambda: not any(device.pool._growing for device in devices))
+            assert within(60, lambda: not any(device.pool.growing for device in devices))
             for device in devices:
                 device.idle.clear()
             cached = ask(model, prompt, 2)[1]

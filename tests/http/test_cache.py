@@ -42,7 +42,7 @@ async def test_a_purge_forgets_everything() -> None:
         assert here.model.engine.stats().pages_used == 0
 
 
-async def test_what_a_request_keeps_to_itself_is_not_there_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_private_requests_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     remembered: list[Sequence[int]] = []
     async with running() as here:
         monkeypatch.setattr(here.model.chat, "remember", lambda prompt, reply: remembered.append(reply) or ())

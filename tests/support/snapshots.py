@@ -1,4 +1,4 @@
-"""Snapshots whose contents follow from their tokens, so that whatever is read back can be told from anything else."""
+"""Snapshots whose contents follow from their tokens, so that tests can check what is read back."""
 
 from __future__ import annotations
 

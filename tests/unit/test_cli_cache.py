@@ -90,7 +90,7 @@ def test_verify_finds_a_flipped_bit(filled: Path, capsys: pytest.CaptureFixture[
     assert cache(filled, "verify", snapshot.manifest.id) == 1
 
 
-def test_rm_leaves_what_others_need(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rm_leaves_pages_that_others_continue(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     conversation = conversation_of(3)
     first = Store(filled, MODEL, 0).find(conversation[0])[0].manifest.id
     assert cache(filled, "rm", first) == 0
@@ -108,7 +108,7 @@ def test_ids_may_follow_flags(filled: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("arguments", [("rm", "--all"), ("rm",)])
-def test_rm_says_what_it_could_not_remove(
+def test_rm_reports_a_snapshot_that_it_cannot_remove(
     arguments: tuple[str, ...], filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*given: object) -> None:
@@ -123,7 +123,7 @@ def test_rm_says_what_it_could_not_remove(
     assert sound(filled, conversation_of(3)) == 3
 
 
-def test_verify_does_not_blame_what_a_server_changes_meanwhile(
+def test_verify_tolerates_snapshots_that_a_server_changes(
     filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check = cache_verb.verify
@@ -137,7 +137,7 @@ def test_verify_does_not_blame_what_a_server_changes_meanwhile(
     assert capsys.readouterr().out.count(": removed or replaced meanwhile\n") == 3
 
 
-def test_gc_removes_what_was_put_aside_and_keeps_to_the_budget(filled: Path) -> None:
+def test_gc_removes_quarantined_snapshots_and_enforces_the_budget(filled: Path) -> None:
     store = Store(filled, MODEL, 0)
     other = write(store, np.arange(500, 900, dtype=np.int32))
     assert other is not None

@@ -55,7 +55,7 @@ def test_floats_from_a_normal_distribution_shrink(tmp_path: Path) -> None:
         assert 0.8 < len(data) / (200_000 * np.dtype(dtype).itemsize) < 0.88
 
 
-def test_noise_grows_by_nothing_to_speak_of(tmp_path: Path) -> None:
+def test_noise_grows_little(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8)
     reader, data = write(tmp_path / "part", [noise])
     assert len(data) < 10_400
@@ -83,7 +83,7 @@ def test_any_flipped_bit_is_found(place: float, bit: int, tmp_path_factory: pyte
             reader.close()
 
 
-def test_changes_that_leave_the_sums_as_they_are_are_found(tmp_path: Path) -> None:
+def test_changes_with_equal_sums_are_found(tmp_path: Path) -> None:
     # Noise is stored as it is: its words can be changed without harm to the frame around them.
     noise = np.random.default_rng(0).integers(0, 256, 4096, np.uint8)
     reader, data = write(tmp_path / "part", [noise])
@@ -109,7 +109,7 @@ def test_sums_of_words(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
-def test_a_file_cut_short_is_found(share: float, tmp_path: Path) -> None:
+def test_a_truncated_file_is_found(share: float, tmp_path: Path) -> None:
     writer = PartWriter(tmp_path / "part")
     array = np.arange(300, dtype=np.float32)
     writer.add("blk.0.k", array)
@@ -120,7 +120,7 @@ def test_a_file_cut_short_is_found(share: float, tmp_path: Path) -> None:
         PartReader(tmp_path, info)
 
 
-def test_files_are_not_closed_under_reads_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_stays_open_while_a_read_is_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A closed descriptor may name another file later, whose bytes would make a healthy snapshot look damaged.
     array = np.arange(300, dtype=np.float32)
     reader, _ = write(tmp_path / "part", [array])

@@ -1,4 +1,4 @@
-"""A directory of snapshots: chains, giving up, budgets, strangers, and several who use it."""
+"""A directory of snapshots: chains, eviction, budgets, foreign files, and several servers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_turn_stores_its_own_pages_only(tmp_path: Path) -> None:
     assert sound(tmp_path, conversation) == 6
 
 
-def test_whole_pages_are_found_wherever_texts_part(tmp_path: Path) -> None:
+def test_whole_pages_are_found_wherever_texts_diverge(tmp_path: Path) -> None:
     store, text = Store(tmp_path, MODEL, 0), ids(640)
     first = write(store, text[:200])
     whole = write(store, text)
@@ -75,7 +75,7 @@ def test_whole_pages_are_found_wherever_texts_part(tmp_path: Path) -> None:
             opened.longest_prefix(text, longer_than=500)[1] == 576
             and opened.longest_prefix(text, longer_than=576) is None
         )
-    # What is left of one serves as well, and nothing that cannot be read.
+    # Pages of an evicted snapshot are found as well; an unusable snapshot is not.
     assert first is not None and whole is not None
     store.evict(first)
     assert store.longest_prefix(text[:150]) == (first, 128)
@@ -86,7 +86,7 @@ def test_whole_pages_are_found_wherever_texts_part(tmp_path: Path) -> None:
     assert store.longest_prefix(text) is None
 
 
-def test_texts_that_part_share_their_pages(tmp_path: Path) -> None:
+def test_texts_that_diverge_share_their_pages(tmp_path: Path) -> None:
     store, text = Store(tmp_path, MODEL, 0), ids(640)
     one = write(store, text, interim=True)
     other = np.concatenate([text[:600], ids(1000, seed=1)])
@@ -95,7 +95,7 @@ def test_texts_that_part_share_their_pages(tmp_path: Path) -> None:
     assert (
         one is not None and two is not None and (two.manifest.parent, two.manifest.first_page) == (one.manifest.id, 9)
     )
-    # It does not take the place of the one that it parts from.
+    # It does not supersede the snapshot that it diverges from.
     assert one.children == {two} and not one.superseded
     check(store, two, other)
     assert (store.tokens(two) == other).all()
@@ -117,7 +117,7 @@ def test_texts_that_part_share_their_pages(tmp_path: Path) -> None:
     assert not store.snapshots and not list((store.root / MODEL).iterdir())
 
 
-def test_children_stay_readable_when_their_parents_go(tmp_path: Path) -> None:
+def test_children_stay_readable_when_their_parents_are_evicted(tmp_path: Path) -> None:
     store, conversation = Store(tmp_path, MODEL, 0), conversation_of(4)
     for turn in conversation:
         write(store, turn)
@@ -137,7 +137,7 @@ def test_children_stay_readable_when_their_parents_go(tmp_path: Path) -> None:
     assert not list((store.root / MODEL).iterdir())
 
 
-def test_texts_of_replies_are_known_as_long_as_their_tokens_are_there(tmp_path: Path) -> None:
+def test_replies_are_known_while_their_tokens_are_stored(tmp_path: Path) -> None:
     store, conversation = Store(tmp_path, MODEL, 0), conversation_of(3)
     for turn, (digest, begin) in zip(conversation, (("a", 30), ("b", 70), ("a", 300)), strict=True):
         write(store, turn, reply=ReplyTokens(((digest, begin, len(turn) + 1),), (7,)))
@@ -162,7 +162,7 @@ def test_texts_of_replies_are_known_as_long_as_their_tokens_are_there(tmp_path: 
 
 
 def last_used(days: float, store: Store, *prompts: Int32) -> None:
-    """Snapshots were of use so many days ago, and no later."""
+    """Set the last use of snapshots to a number of days ago."""
     for prompt in prompts:
         snapshot = store.exact(prompt)
         assert snapshot is not None
@@ -170,8 +170,8 @@ def last_used(days: float, store: Store, *prompts: Int32) -> None:
         os.utime(snapshot.path / "manifest.json", (snapshot.last_used, snapshot.last_used))
 
 
-def given_up(store: Store, *prompts: Int32) -> list[int]:
-    """Room is made for one byte after another: in which order prompts cannot be resumed any longer."""
+def eviction_order(store: Store, *prompts: Int32) -> list[int]:
+    """Evict snapshots one by one: the order in which prompts can no longer resume."""
     order: list[int] = []
     while store.snapshots:
         store.budget = store.nbytes
@@ -182,7 +182,7 @@ def given_up(store: Store, *prompts: Int32) -> list[int]:
     return order
 
 
-def test_the_budget_takes_what_was_of_no_use_for_longest(tmp_path: Path) -> None:
+def test_the_least_recently_used_snapshots_are_evicted(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     prompts = [ids(150, seed) for seed in range(5)]
     for prompt in prompts:
@@ -197,7 +197,7 @@ def test_the_budget_takes_what_was_of_no_use_for_longest(tmp_path: Path) -> None
     assert left == sorted((3, 0, 4, 1, 2)[store.evictions :])
 
 
-def test_what_others_continue_goes_behind_them(tmp_path: Path) -> None:
+def test_a_parent_is_evicted_after_its_children(tmp_path: Path) -> None:
     store, conversation = Store(tmp_path, MODEL, 0), conversation_of(3)
     for turn in conversation:
         write(store, turn)
@@ -207,10 +207,10 @@ def test_what_others_continue_goes_behind_them(tmp_path: Path) -> None:
         last_used(3, opened, *conversation)
         opened.mark_used(snapshot)
         assert len({snapshot.last_used for snapshot in opened.snapshots}) == 1
-    assert given_up(Store(tmp_path, MODEL, 0), *conversation) == [2, 1, 0]
+    assert eviction_order(Store(tmp_path, MODEL, 0), *conversation) == [2, 1, 0]
 
 
-def test_what_is_continued_was_of_use(tmp_path: Path) -> None:
+def test_a_new_snapshot_counts_as_a_use_of_its_parent(tmp_path: Path) -> None:
     # The sequence may have been resumed from memory.
     store, conversation, other = Store(tmp_path, MODEL, 0), conversation_of(2), ids(150, seed=5)
     for prompt in (conversation[0], other):
@@ -218,7 +218,7 @@ def test_what_is_continued_was_of_use(tmp_path: Path) -> None:
     last_used(3, store, conversation[0])
     last_used(2, store, other)
     write(store, conversation[1])
-    assert given_up(store, *conversation, other) == [2, 1, 0]
+    assert eviction_order(store, *conversation, other) == [2, 1, 0]
     # Also what comes back.
     for turn in conversation:
         write(store, turn)
@@ -226,20 +226,20 @@ def test_what_is_continued_was_of_use(tmp_path: Path) -> None:
     last_used(3, store, *conversation)
     write(store, other)
     write(store, conversation[0])
-    assert given_up(store, conversation[0], other) == [1, 0]
+    assert eviction_order(store, conversation[0], other) == [1, 0]
 
 
-def test_what_other_servers_use_stays(tmp_path: Path) -> None:
+def test_a_use_by_another_server_counts(tmp_path: Path) -> None:
     one, two, prompts = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0), [ids(150, seed) for seed in range(3)]
     for days, prompt in zip((3, 2, 1), prompts, strict=True):
         write(one, prompt)
         last_used(days, one, prompt)
     two.rescan()
     two.mark_used(two.find(prompts[0])[0])
-    assert given_up(one, *prompts) == [1, 2, 0]
+    assert eviction_order(one, *prompts) == [1, 2, 0]
 
 
-def test_models_that_were_of_no_use_for_a_month_go_first(tmp_path: Path) -> None:
+def test_models_unused_for_a_month_are_evicted_first(tmp_path: Path) -> None:
     mine, prompts = Store(tmp_path, MODEL, 0), [ids(150, seed) for seed in range(3)]
     others = [Store(tmp_path, letter * 32, 0) for letter in "ab"]
     for store in (mine, *others):
@@ -247,7 +247,7 @@ def test_models_that_were_of_no_use_for_a_month_go_first(tmp_path: Path) -> None
             write(store, prompt)
     last_used(90, mine, *prompts)
     last_used(31, others[0], *prompts)
-    # Of a model that was of use lately some were not.
+    # Some snapshots of a recently used model were not used.
     last_used(29, others[1], prompts[0])
     last_used(40, others[1], *prompts[1:])
     mine.rescan()
@@ -262,7 +262,7 @@ def test_models_that_were_of_no_use_for_a_month_go_first(tmp_path: Path) -> None
     assert gone == ["a"] * 3 + [MODEL[0]] * 3 + ["b"] * 3
 
 
-def test_pages_that_a_new_snapshot_continues_stay_when_room_is_made_for_it(tmp_path: Path) -> None:
+def test_the_parent_of_a_new_snapshot_is_not_evicted_for_it(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     first, second = conversation_of(2)
     for turn in (first, second):
@@ -277,7 +277,7 @@ def test_pages_that_a_new_snapshot_continues_stay_when_room_is_made_for_it(tmp_p
     assert sound(tmp_path, [other]) == 1
 
 
-def test_of_one_conversation_the_newest_stays(tmp_path: Path) -> None:
+def test_superseded_snapshots_of_a_conversation_are_evicted_first(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     other, conversation = ids(150, seed=5), conversation_of(5)
     write(store, other)
@@ -290,7 +290,7 @@ def test_of_one_conversation_the_newest_stays(tmp_path: Path) -> None:
     assert len(store.find(conversation[4])) < 5
 
 
-def test_what_exceeds_the_budget_alone_is_not_written(tmp_path: Path) -> None:
+def test_a_snapshot_larger_than_the_budget_is_not_written(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 3000)
     with pytest.raises(StoreFullError):
         write(store, ids(300))
@@ -310,7 +310,7 @@ def test_the_file_system_keeps_some_space(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("file", ["manifest.json", "tokens.part", "pages-000-001.part", "state-002-003.part"])
 @pytest.mark.parametrize("size", ["none", "one", "half", "almost"])
-def test_a_file_cut_short_is_put_aside(file: str, size: str, tmp_path: Path) -> None:
+def test_a_truncated_file_is_quarantined(file: str, size: str, tmp_path: Path) -> None:
     store, conversation = Store(tmp_path, MODEL, 0), conversation_of(3, step=150)
     for turn in conversation:
         write(store, turn)
@@ -324,7 +324,7 @@ def test_a_file_cut_short_is_put_aside(file: str, size: str, tmp_path: Path) -> 
     assert sound(tmp_path, conversation) == 1
 
 
-def test_what_was_put_aside_takes_room_and_goes_first(tmp_path: Path) -> None:
+def test_quarantined_snapshots_count_and_are_removed_first(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     for seed in range(2):
         snapshot = write(store, ids(100, seed))
@@ -338,7 +338,7 @@ def test_what_was_put_aside_takes_room_and_goes_first(tmp_path: Path) -> None:
     assert len(store.snapshots) == 1 and store.evictions == 0
 
 
-def test_what_takes_more_room_than_was_thought_makes_others_go_or_is_given_up(tmp_path: Path) -> None:
+def test_a_snapshot_larger_than_expected_evicts_others_or_fails(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     write(store, ids(100))
     store.budget = store.nbytes + 2000
@@ -352,7 +352,7 @@ def test_what_takes_more_room_than_was_thought_makes_others_go_or_is_given_up(tm
 
 
 @pytest.mark.parametrize("gone", [LAYOUT, f"{LAYOUT}/tmp", f"{LAYOUT}/{MODEL}"])
-def test_what_somebody_cleared_away_is_begun_anew(gone: str, tmp_path: Path) -> None:
+def test_removed_directories_are_created_again(gone: str, tmp_path: Path) -> None:
     store, conversation = Store(tmp_path, MODEL, 0), conversation_of(2)
     write(store, conversation[0])
     shutil.rmtree(tmp_path / gone)
@@ -365,7 +365,7 @@ def test_what_somebody_cleared_away_is_begun_anew(gone: str, tmp_path: Path) -> 
     assert sound(tmp_path, conversation) == 2
 
 
-def test_a_disk_that_is_gone_is_not_written_where_it_was(tmp_path: Path) -> None:
+def test_nothing_is_written_where_a_disk_was_mounted(tmp_path: Path) -> None:
     store = Store(tmp_path / "disk", MODEL, 0)
     shutil.rmtree(tmp_path / "disk")
     with pytest.raises(FileNotFoundError):
@@ -373,7 +373,7 @@ def test_a_disk_that_is_gone_is_not_written_where_it_was(tmp_path: Path) -> None
     assert not (tmp_path / "disk").exists()
 
 
-def test_what_an_earlier_format_left_takes_room_and_goes_first(tmp_path: Path) -> None:
+def test_earlier_formats_count_and_are_removed_first(tmp_path: Path) -> None:
     old = tmp_path / "luce-v1" / MODEL / "some"
     old.mkdir(parents=True)
     (old / "part").write_bytes(bytes(5000))
@@ -389,7 +389,7 @@ def test_what_an_earlier_format_left_takes_room_and_goes_first(tmp_path: Path) -
     assert sound(tmp_path, conversation) == 2
 
 
-def test_only_the_last_damaged_ones_are_kept(tmp_path: Path) -> None:
+def test_only_the_last_damaged_snapshots_stay_in_trash(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     for seed in range(6):
         snapshot = write(store, ids(100, seed))
@@ -398,7 +398,7 @@ def test_only_the_last_damaged_ones_are_kept(tmp_path: Path) -> None:
     assert len(list((store.root / "trash").iterdir())) == 3
 
 
-def test_strangers_are_left_alone_or_put_aside(tmp_path: Path) -> None:
+def test_foreign_files_stay_and_foreign_directories_are_quarantined(tmp_path: Path) -> None:
     store = Store(tmp_path, MODEL, 0)
     write(store, ids(100))
     (tmp_path / "old.dkv").write_bytes(b"DKVC")
@@ -429,8 +429,8 @@ def test_files_that_a_manifest_does_not_name_are_removed(tmp_path: Path) -> None
     assert snapshot is not None
     left = [snapshot.path / name for name in ("manifest.json.0123abcd", "state-004-005.part")]
     for path in left:
-        path.write_bytes(b"left by somebody who was killed")
-    # Somebody may be about to name them.
+        path.write_bytes(b"left by a killed process")
+    # Another process may be about to name them.
     Store(tmp_path, MODEL, 0)
     assert all(path.exists() for path in left)
     Store(tmp_path, MODEL, 0).tidy(older_than=-1.0)
@@ -438,7 +438,7 @@ def test_files_that_a_manifest_does_not_name_are_removed(tmp_path: Path) -> None
     assert sound(tmp_path, conversation_of(1)) == 1
 
 
-def test_what_cannot_be_removed_stays_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_cannot_be_removed_stays_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, MODEL, 0)
     for turn in conversation_of(2):
         write(store, turn)
@@ -454,7 +454,7 @@ def test_what_cannot_be_removed_stays_listed(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(OSError, match="Read-only"):
             store.clear()
     assert sound(tmp_path, conversation_of(2)) == len(store.snapshots) == 2
-    # Whoever cleared the directory away meanwhile did what was asked.
+    # Clearing a directory that is gone is no error.
     shutil.rmtree(store.root)
     assert store.clear() == 2 and not store.snapshots
 
@@ -477,7 +477,7 @@ def test_another_server_sees_what_the_first_one_wrote_and_removed(tmp_path: Path
     assert sound(tmp_path, conversation) == 1
 
 
-def test_a_snapshot_that_another_server_gave_up_is_looked_at_again(tmp_path: Path) -> None:
+def test_a_snapshot_that_another_server_evicted_is_reloaded(tmp_path: Path) -> None:
     one, two = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0)
     conversation = conversation_of(2)
     for turn in conversation:
@@ -485,7 +485,7 @@ def test_a_snapshot_that_another_server_gave_up_is_looked_at_again(tmp_path: Pat
     two.rescan()
     first, second = two.find(conversation[1])[::-1]
     one.evict(one.find(conversation[0])[0])
-    # Its pages are still of use; its state is not there.
+    # Its pages can still be read; its state is gone.
     check(two, second, conversation[1])
     with pytest.raises(FileNotFoundError):
         two.open(first)
@@ -508,7 +508,7 @@ def test_the_same_snapshot_from_two_servers_is_one(tmp_path: Path) -> None:
     assert sound(tmp_path, [turn]) == 1
 
 
-def test_what_cannot_be_read_now_is_left_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_snapshot_is_not_quarantined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, turn = Store(tmp_path, MODEL, 0), ids(150)
     write(store, turn)
 

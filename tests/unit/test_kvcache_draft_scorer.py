@@ -36,7 +36,7 @@ def trained() -> Iterator[tuple[DraftScorer, Tokenizer]]:
 
 
 @pytest.mark.parametrize(("length", "at"), [(1500, 700), (2500, 1), (2500, 30)])
-def test_the_page_that_is_asked_for_comes_first(trained: tuple[DraftScorer, Tokenizer], length: int, at: int) -> None:
+def test_the_page_with_the_answer_scores_highest(trained: tuple[DraftScorer, Tokenizer], length: int, at: int) -> None:
     """Also in a text of several segments, in the first one or the last."""
     scorer, tokenizer = trained
     filler = tokenizer.encode((ROOT / "LICENSE").read_text(), specials=False)

@@ -1,4 +1,4 @@
-"""The account of pages against a model of it: nothing leaks, nothing is shared, a promise is kept."""
+"""Page tables against a model of them: no page leaks or is shared, and reservations hold."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_window_holds_what_its_oldest_row_sees_and_nothing_older(window: int) 
         assert pages.used == len(seen)
 
 
-def test_a_pool_smaller_than_the_context_bounds_a_sequence() -> None:
+def test_a_pool_smaller_than_the_context_limits_a_sequence() -> None:
     assert PageTables((5, 40), (None, 64), slots=2, context=1000, chunk=64).longest == 5 * PAGE
     assert PageTables((40, 3), (None, 64), slots=2, context=1000, chunk=64).longest == 1000
     assert PageTables((40, 2), (None, 64), slots=2, context=1000, chunk=64).longest == 2 * PAGE
@@ -124,7 +124,7 @@ def test_a_reservation_that_fails_in_one_group_takes_nothing_of_the_others() -> 
     assert pages.reserve(1, 640)
 
 
-def test_a_shared_page_is_free_when_the_last_of_its_holders_is_gone() -> None:
+def test_a_shared_page_is_free_without_references() -> None:
     pages = PageTables((8,), (None,), slots=2, context=8 * PAGE, chunk=CHUNK)
     (group,) = pages.groups
     assert pages.reserve(0, 3 * PAGE) and pages.reserve(1, 3 * PAGE)
@@ -146,7 +146,7 @@ def test_a_shared_page_is_free_when_the_last_of_its_holders_is_gone() -> None:
     assert (group.free, group.cached_only) == (8, 0)
 
 
-def test_spare_pages_are_reclaimed_when_promised_ones_are_taken() -> None:
+def test_cached_pages_are_evicted_when_reserved_ones_are_taken() -> None:
     pages = PageTables((4,), (None,), slots=1, context=4 * PAGE, chunk=CHUNK)
     (group,) = pages.groups
     asked = []
@@ -154,20 +154,20 @@ def test_spare_pages_are_reclaimed_when_promised_ones_are_taken() -> None:
     def evict(count: int) -> None:
         asked.append(count)
         while group.free < count:
-            group.uncache(kept.pop())
+            group.uncache(cached.pop())
 
     group.evict = evict
     assert pages.reserve(0, 4 * PAGE)
     pages.extend(0, 0, 3 * PAGE)
-    kept = group.held(0)
-    for page in kept:
+    cached = group.held(0)
+    for page in cached:
         group.cache(page)
     pages.release(0)
     assert pages.reserve(0, 4 * PAGE)
     pages.extend(0, 0, PAGE)
     assert asked == []
     pages.extend(0, PAGE, 2 * PAGE)
-    assert asked == [2] and len(kept) == 1
+    assert asked == [2] and len(cached) == 1
     pages.clear(0)
     assert (pages.used, group.cached_only, group.free) == (0, 1, 3)
     assert not pages.reserve(0, 5 * PAGE)

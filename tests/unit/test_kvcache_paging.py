@@ -1,4 +1,4 @@
-"""KVFlash's pager over a pool that is an array: what leaves and comes back, against what was written."""
+"""KVFlash's pager over a pool that is an array: pages that were swapped out and in, against what was written."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class Pool:
         rows = np.concatenate([self.k[page * PAGE : (page + 1) * PAGE] for page in pages[0]])
         return HostSavedState({"blk.0.k": rows}, HostEvent(), frozenset({"blk.0.k"}))
 
-    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], kept: HostSavedState, first: int = 0) -> None:
-        given = cast(NDArray[np.int64], kept.tensors["blk.0.k"])[first * PAGE :]
+    def restore(self, slot: int | None, pages: Sequence[Sequence[int]], saved: HostSavedState, first: int = 0) -> None:
+        rows = cast(NDArray[np.int64], saved.tensors["blk.0.k"])[first * PAGE :]
         for index, page in enumerate(pages[0]):
-            self.k[page * PAGE : (page + 1) * PAGE] = given[index * PAGE : (index + 1) * PAGE]
+            self.k[page * PAGE : (page + 1) * PAGE] = rows[index * PAGE : (index + 1) * PAGE]
 
 
-class Told:
-    """A policy with the scores that it is told, which looks at the pages that leave."""
+class GivenScores:
+    """A policy with given scores, which sees the pages that are swapped out."""
 
-    name = "told"
+    name = "given"
 
     def __init__(self, *, needs_pages: bool = False) -> None:
         self.needs_pages, self.needs_row, self.nbytes = needs_pages, False, 0
@@ -103,7 +103,7 @@ class Bench:
         self.pages = PageTables([slots * bound], [None], slots=slots, context=CONTEXT, chunk=PAGE, max_resident=bound)
         self.group = self.pages.groups[0]
         self.policy = policy or AgePolicy()
-        if isinstance(policy, Told):
+        if isinstance(policy, GivenScores):
             policy.look = self.look
         how = KVFlash(self.policy, TAIL, tau, budget)
         pager = Pager.over(cast(Backend, self.pool), self.pages, how, chunk)
@@ -135,11 +135,11 @@ class Bench:
         self.check(slot)
 
     def read(self, slot: int, prompt: int) -> None:
-        """A prompt of so many positions, block by block."""
+        """A prompt of `prompt` positions, segment by segment."""
         self.pager.begin_prompt(slot, np.zeros(prompt, np.int32), self.length[slot])
         while (left := prompt - self.length[slot]) > 0:
-            block = self.pager.segment
-            self.write(slot, min(left, block - self.length[slot] % block))
+            segment = self.pager.segment
+            self.write(slot, min(left, segment - self.length[slot] % segment))
 
     def check(self, slot: int) -> None:
         """What a row at the end sees: pages in order of position, each with its own rows, the protected ones there."""
@@ -168,7 +168,7 @@ class Bench:
 )
 def test_random_traffic(bound: int, moves: list[tuple[int, int, int]], seed: int) -> None:
     random = np.random.default_rng(seed)
-    policy = Told()
+    policy = GivenScores()
     bench = Bench(bound, policy=policy)
     for kind, slot, size in moves:
         length = bench.length[slot]
@@ -202,7 +202,7 @@ def test_a_pool_as_large_as_the_text_holds_all_of_it() -> None:
     assert bench.pager.stats().swapped_out == 0
 
 
-def test_age_lets_the_oldest_go_but_not_the_sink() -> None:
+def test_by_age_the_oldest_pages_are_swapped_out_but_not_the_first() -> None:
     bench = Bench(6)
     for _ in range(9):
         bench.write(0, PAGE)
@@ -210,8 +210,8 @@ def test_age_lets_the_oldest_go_but_not_the_sink() -> None:
     assert bench.pager.stats().swapped_out == 3
 
 
-def test_scores_decide_who_leaves_and_who_comes_back() -> None:
-    policy = Told()
+def test_scores_decide_which_pages_are_swapped() -> None:
+    policy = GivenScores()
     bench = Bench(7, policy=policy)
     for _ in range(10):
         bench.write(0, PAGE)
@@ -229,8 +229,8 @@ def test_scores_decide_who_leaves_and_who_comes_back() -> None:
     assert bench.group.resident(0) == [0, 1, 3, 8, 9, 10, 11], "the lowest score leaves; newer pages have none yet"
 
 
-def test_of_pages_that_matter_alike_those_stay_that_are_there_then_the_newer_ones_come() -> None:
-    policy = Told()
+def test_of_equal_scores_resident_and_newer_pages_win() -> None:
+    policy = GivenScores()
     bench = Bench(7, policy=policy)
     for _ in range(10):
         bench.write(0, PAGE)
@@ -243,7 +243,7 @@ def test_of_pages_that_matter_alike_those_stay_that_are_there_then_the_newer_one
 
 
 def test_a_page_is_copied_once() -> None:
-    policy = Told()
+    policy = GivenScores()
     bench = Bench(6, policy=policy)
     for _ in range(10):
         bench.write(0, PAGE)
@@ -257,7 +257,7 @@ def test_a_page_is_copied_once() -> None:
 
 
 def test_host_memory_has_a_budget(caplog: pytest.LogCaptureFixture) -> None:
-    policy = Told()
+    policy = GivenScores()
     page = 8 * PAGE
     bench = Bench(6, policy=policy, budget=3 * page)
     for _ in range(12):
@@ -271,19 +271,19 @@ def test_host_memory_has_a_budget(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 8 * PAGE, 10 * 8 * PAGE, 1 << 40])
-def test_what_the_policy_keeps_counts(nbytes: int) -> None:
+def test_the_memory_of_the_policy_counts(nbytes: int) -> None:
     """Copies go until both fit, or until there are none."""
-    page, policy = 8 * PAGE, Told()
+    page, policy = 8 * PAGE, GivenScores()
     bench = Bench(6, policy=policy, budget=10 * page)
     for _ in range(14):
         bench.write(0, PAGE)
     assert bench.pager.stats().host_bytes <= 10 * page and bench.pager.stats().lost_pages == 0
     policy.next, policy.nbytes = np.arange(14, dtype=np.float32), nbytes
     bench.rescore(0)
-    room = max(0, 10 * page - nbytes) // page
+    fitting = max(0, 10 * page - nbytes) // page
     stats = bench.pager.stats()
-    assert stats.host_bytes == nbytes + page * min(room, 9)
-    assert stats.lost_pages == max(0, 8 - room)
+    assert stats.host_bytes == nbytes + page * min(fitting, 9)
+    assert stats.lost_pages == max(0, 8 - fitting)
     assert bench.pager.complete(0) == (not stats.lost_pages)
     bench.write(0, PAGE)
     bench.check(0)
@@ -300,7 +300,7 @@ def test_a_sequence_that_fits_is_never_scored() -> None:
     assert not Bench(8).pager.rescore_due(0, 1 << 20)
 
 
-def test_proposals_end_where_a_page_ends_and_where_scores_are_found() -> None:
+def test_draft_rows_end_with_a_page_and_before_scoring() -> None:
     bench = Bench(8, tau=40)
     assert bench.pager.max_draft_rows(0, 100) is None
     bench.write(0, 7 * PAGE + 10)
@@ -313,7 +313,7 @@ def test_proposals_end_where_a_page_ends_and_where_scores_are_found() -> None:
     assert bench.pager.max_draft_rows(0, 8 * PAGE + 63) == 0
 
 
-def test_what_a_block_sees_does_not_depend_on_its_pieces() -> None:
+def test_the_pages_of_a_segment_do_not_depend_on_its_steps() -> None:
     seen = []
     for pieces in ([128], [1, 127], [64, 64], [100, 20, 8]):
         bench = Bench(10)
@@ -328,7 +328,7 @@ def test_what_a_block_sees_does_not_depend_on_its_pieces() -> None:
     assert seen == [seen[0]] * len(seen)
 
 
-def test_the_question_is_read_after_a_look_at_the_scores() -> None:
+def test_pages_are_scored_before_the_question_is_read() -> None:
     bench = Bench(8)
     bench.pager.begin_prompt(0, np.zeros(20 * PAGE, np.int32), 0)
     assert not bench.pager.rescore_due(0, 10 * PAGE)
@@ -337,8 +337,8 @@ def test_the_question_is_read_after_a_look_at_the_scores() -> None:
     assert not bench.pager.rescore_due(0, 20 * PAGE - QUESTION_ROWS)
 
 
-def test_scores_of_a_prompt_decide_what_stays_while_it_is_read() -> None:
-    policy = Told()
+def test_scores_of_a_prompt_decide_which_pages_stay_while_it_is_read() -> None:
+    policy = GivenScores()
     policy.next = np.where(np.arange(40) % 10 == 3, 1.0, 0.0).astype(np.float32)
     bench = Bench(10, policy=policy)
     bench.read(0, 40 * PAGE)
@@ -346,8 +346,8 @@ def test_scores_of_a_prompt_decide_what_stays_while_it_is_read() -> None:
     assert bench.pager.stats().swapped_in == 0
 
 
-def test_a_policy_that_fails_leaves_things_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    policy = Told()
+def test_a_policy_that_fails_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    policy = GivenScores()
     bench = Bench(6, policy=policy)
     bench.read(0, 12 * PAGE)
     before = bench.group.resident(0)
@@ -356,11 +356,11 @@ def test_a_policy_that_fails_leaves_things_as_they_are(caplog: pytest.LogCapture
         bench.rescore(0)
     assert bench.group.resident(0) == before
     assert [record.getMessage() for record in caplog.records] == [
-        "--kvflash-policy told: pages could not be scored: too small"
+        "--kvflash-policy given: pages could not be scored: too small"
     ]
 
 
-def test_a_copy_that_fails_takes_nothing_away() -> None:
+def test_a_copy_that_fails_swaps_nothing_out() -> None:
     bench = Bench(6)
     bench.write(0, 6 * PAGE)
     bench.pool.good = 0
@@ -377,7 +377,7 @@ def test_a_copy_that_fails_takes_nothing_away() -> None:
 @pytest.mark.parametrize("needs_pages", [False, True])
 @pytest.mark.parametrize("extra", [0, 30])
 def test_a_sequence_goes_on_in_another_slot(needs_pages: bool, extra: int) -> None:
-    policy = Told(needs_pages=needs_pages)
+    policy = GivenScores(needs_pages=needs_pages)
     policy.next = np.random.default_rng(5).normal(size=64).astype(np.float32)
     bench = Bench(9, policy=policy)
     bench.read(0, 20 * PAGE + extra)
@@ -385,11 +385,11 @@ def test_a_sequence_goes_on_in_another_slot(needs_pages: bool, extra: int) -> No
     length, there = bench.length[0], bench.group.resident(0)
     residency = bench.pager.residency(0, length)
     assert residency is not None
-    away = list(bench.pager.swapped_out(length, residency))
-    assert sorted({*away, *there}) == list(range(-(-length // PAGE))) and not {*away} & {*there}
-    data = {entry: bench.pager.host_page(0, entry) for entry in away}
+    swapped_out = list(bench.pager.swapped_out(length, residency))
+    assert sorted({*swapped_out, *there}) == list(range(-(-length // PAGE))) and not {*swapped_out} & {*there}
+    data = {entry: bench.pager.host_page(0, entry) for entry in swapped_out}
     # The other slot's pages get what its rows would hold, as if it had been copied there.
-    bench.group.resume(1, length, (), away)
+    bench.group.resume(1, length, (), swapped_out)
     for entry, page in zip(there, bench.group.held(1), strict=True):
         bench.pool.k[page * PAGE : (page + 1) * PAGE, 0] = CONTEXT + entry * PAGE + np.arange(PAGE)
     for saved in {page[0] for page in data.values() if page is not None}:
@@ -398,15 +398,15 @@ def test_a_sequence_goes_on_in_another_slot(needs_pages: bool, extra: int) -> No
     bench.pager.resume(1, {entry: found for entry, found in data.items() if found is not None}, residency)
     bench.check(1)
     assert bench.group.resident(1) == there
-    assert policy.left.get(1, set()) >= (set(away) if needs_pages else set())
+    assert policy.left.get(1, set()) >= (set(swapped_out) if needs_pages else set())
     assert bench.pager.residency(1, length) == residency
     bench.rescore(1)
     bench.write(1, 100 if extra else 1)
 
 
 @pytest.mark.parametrize("budget", [1 << 40, 3 * 8 * PAGE])
-def test_a_page_that_two_hold_is_copied_once(budget: int) -> None:
-    policy = Told()
+def test_a_page_that_two_sequences_share_is_copied_once(budget: int) -> None:
+    policy = GivenScores()
     bench = Bench(8, policy=policy, budget=budget)
     bench.write(0, 8 * PAGE)
     bench.group.resume(1, 8 * PAGE, bench.group.held(0))
@@ -447,7 +447,7 @@ def test_a_page_that_two_hold_is_copied_once(budget: int) -> None:
     assert bench.pager.stats().host_bytes == 0
 
 
-def test_without_a_snapshot_the_newest_pages_are_there() -> None:
+def test_without_a_residency_the_newest_pages_are_resident() -> None:
     bench = Bench(9)
     assert list(bench.pager.swapped_out(9 * PAGE, None)) == []
     assert list(bench.pager.swapped_out(20 * PAGE, None)) == list(range(1, 13))

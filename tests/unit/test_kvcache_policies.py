@@ -63,7 +63,7 @@ def test_ranking_data_is_added_once_and_before_a_page_is_swapped_out() -> None:
     assert len(backend.added) == 4
 
 
-def test_what_was_never_seen_comes_last() -> None:
+def test_unknown_pages_score_lowest() -> None:
     policy, _ = query()
     scores = policy.scores(0, tokens(9 * PAGE), [0, -1, 2, 3, -1, 5, 6, 7])
     assert scores is not None
@@ -82,7 +82,7 @@ def test_another_sequence_begins_anew() -> None:
     assert backend.added[2:] == [(0, 0, 3)]
 
 
-def test_what_is_kept_of_pages_has_a_budget() -> None:
+def test_ranking_data_has_a_budget() -> None:
     policy, backend = query(599)
     assert policy.nbytes == 0
     policy.before_swap_out(0, [0, 1, 2], [3, 4, 5])
@@ -97,7 +97,7 @@ def test_what_is_kept_of_pages_has_a_budget() -> None:
     assert np.isfinite(policy.scores(1, tokens(3 * PAGE + 9), [6, 7, 8])).all()  # type: ignore[call-overload]
 
 
-def test_a_sequence_may_end_where_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_may_end_after_its_shard_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, backend = query()
     policy.before_swap_out(0, [0], [3])
 
@@ -109,7 +109,7 @@ def test_a_sequence_may_end_where_nobody_answers(monkeypatch: pytest.MonkeyPatch
     assert policy.nbytes == 0
 
 
-def test_lru_ranks_what_is_there_and_lets_nothing_come_back() -> None:
+def test_lru_ranks_resident_pages_and_swaps_none_in() -> None:
     backend = Ranking()
     policy = UsePolicy(cast(Backend, backend), 1 << 30)
     assert policy.scores(0, tokens(9), []) is None

@@ -48,8 +48,8 @@ class Prefixes(RuleBasedStateMachine):
         assert len(nodes) == max(known, default=0)
         assert b"".join(node.tokens for node in nodes) == prompt[: len(nodes) * PAGE].tobytes()
 
-    @rule(stale=st.booleans())
-    def remove_coldest(self, stale: bool) -> None:
+    @rule()
+    def remove_the_least_recently_used(self) -> None:
         coldest = self.tree.eviction_candidate()
         assert (coldest is None) == (not self.saved)
         if coldest is None:
@@ -72,7 +72,7 @@ class Prefixes(RuleBasedStateMachine):
 TestPrefixes = Prefixes.TestCase
 
 
-def test_stale_points_go_before_colder_ones() -> None:
+def test_superseded_checkpoints_are_evicted_before_older_ones() -> None:
     tree = PrefixTree()
     cold, warm = (tree.add(ids((token, 10)), {}, None, interim=True) for token in (1, 2))
     assert tree.eviction_candidate() is cold
@@ -80,7 +80,7 @@ def test_stale_points_go_before_colder_ones() -> None:
     assert tree.eviction_candidate() is warm
 
 
-def test_of_two_points_used_together_the_shorter_one_stays() -> None:
+def test_of_two_checkpoints_used_together_the_shorter_one_stays() -> None:
     tree = PrefixTree()
     short, long = (tree.add(ids((1, n)), {}, None, interim=True) for n in (10, 200))
     tree.match(ids((1, 300)))

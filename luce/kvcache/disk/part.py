@@ -223,8 +223,8 @@ class PartReader:
         """The tensor of a frame, in `into` if that is given. Raises DamagedError or OSError."""
         # Planes are aligned for `word_sum`.
         places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in frame.stored)]
-        room = _tools.buffer("stored", places[-1]).data
-        stored = [room[at : at + size] for at, size in zip(places, frame.stored, strict=False)]
+        memory = _tools.buffer("stored", places[-1]).data
+        stored = [memory[at : at + size] for at, size in zip(places, frame.stored, strict=False)]
         if self._read(stored, frame.offset) != sum(frame.stored):
             raise DamagedError(f"{frame.name}: the file ends too early")
         return decode(frame, stored, into)

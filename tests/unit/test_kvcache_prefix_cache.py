@@ -3,72 +3,23 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce.config.sampling import SamplingParams
-from luce.engine.events import Event, Failed, Finished, Progress, Tokens
-from luce.engine.loop import Engine
+from luce.engine.events import Event, Finished, Progress
 from luce.errors import DeviceError
 from luce.runtime.step import PAGE
+from tests.support.cached_engine import EXACT, FREE, Rig, Silent, each_exact, each_kind, finish, ids
 from tests.support.replies import make_engine
 from tests.support.scripted_backend import ScriptedBackend
 
 CONTEXT, CHUNK = 512, 32
-
-
-class Silent:
-    """Text of a reply that nobody reads."""
-
-    stopped = None
-    texts = ()
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
-@dataclass
-class Rig:
-    """An engine and its backend."""
-
-    engine: Engine
-    backend: ScriptedBackend
-
-    def start(
-        self, prompt: Sequence[int], n: int, boundaries: Sequence[int] = (), shared: int | None = None, **params: Any
-    ) -> queue.SimpleQueue[Event]:
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        asked = SamplingParams(max_tokens=n, **params)
-        self.engine.submit(
-            prompt, asked, output=Silent(), on_event=events.put, boundaries=boundaries, max_cached_tokens=shared
-        )
-        return events
-
-    def ask(
-        self, prompt: Sequence[int], n: int, boundaries: Sequence[int] = (), shared: int | None = None, **params: Any
-    ) -> tuple[list[int], int]:
-        """(reply, tokens from the cache)."""
-        return finish(self.start(prompt, n, boundaries, shared, **params))
-
-
-def finish(events: queue.SimpleQueue[Event]) -> tuple[list[int], int]:
-    reply: list[int] = []
-    while not isinstance(event := events.get(timeout=60), Finished):
-        if isinstance(event, Failed):
-            raise event.error
-        if isinstance(event, Tokens):
-            reply += [token.id for token in event.tokens]
-    return reply, event.timings.cached_tokens
 
 
 @contextmanager
@@ -90,18 +41,7 @@ def rig(cache: int = 1 << 20, interval: int = 8192, **backend: Any) -> Iterator[
         assert (memory.device_only, memory.bytes) == (alone, copies + states)
 
 
-def ids(n: int, seed: int = 0) -> list[int]:
-    drawn: list[int] = np.random.default_rng(seed).integers(0, 97, n).tolist()
-    return drawn
-
-
-FREE: dict[str, Any] = {}
-EXACT = [{"recurrent": True}, {"windows": (None, 40)}, {"windows": (None, 40), "recurrent": True}]
-each_exact = pytest.mark.parametrize("kind", EXACT, ids=["recurrent", "windowed", "both"])
-each = pytest.mark.parametrize("kind", [FREE, *EXACT], ids=["free", "recurrent", "windowed", "both"])
-
-
-@each
+@each_kind
 def test_a_conversation_computes_only_what_is_new(kind: dict[str, Any]) -> None:
     with rig(**kind) as r:
         history, known = ids(100), 0
@@ -113,7 +53,7 @@ def test_a_conversation_computes_only_what_is_new(kind: dict[str, Any]) -> None:
             history += [*expected, *ids(30, seed=turn + 1)]
 
 
-@each
+@each_kind
 def test_a_repeated_prompt_needs_no_step_for_its_first_token(kind: dict[str, Any]) -> None:
     with rig(**kind) as r:
         prompt = ids(150)
@@ -137,7 +77,7 @@ def test_seconds_saved() -> None:
         assert cache.stats().seconds_saved == pytest.approx(100 * 8000 / (100 + 40), abs=100)
 
 
-@each
+@each_kind
 def test_sampling_after_a_full_hit_draws_what_it_would_have_drawn(kind: dict[str, Any]) -> None:
     with rig(**kind) as r, rig(cache=0, **kind) as plain:
         prompt = ids(70)
@@ -173,7 +113,7 @@ def test_the_last_boundary_serves_a_turn_whose_reply_was_rewritten(kind: dict[st
 
 
 @each_exact
-def test_where_prompts_were_found_to_part_the_third_one_resumes(kind: dict[str, Any]) -> None:
+def test_the_third_prompt_resumes_where_two_diverged(kind: dict[str, Any]) -> None:
     with rig(**kind) as r:
         shared = ids(200)
         cached = [r.ask([*shared, *ids(30, seed=i)], 1)[1] for i in range(3)]
@@ -181,7 +121,7 @@ def test_where_prompts_were_found_to_part_the_third_one_resumes(kind: dict[str, 
 
 
 @each_exact
-def test_long_prompts_have_points_at_intervals(kind: dict[str, Any]) -> None:
+def test_long_prompts_have_checkpoints_at_intervals(kind: dict[str, Any]) -> None:
     with rig(interval=100, **kind) as r:
         prompt = ids(350)
         r.ask(prompt, 1)
@@ -189,7 +129,7 @@ def test_long_prompts_have_points_at_intervals(kind: dict[str, Any]) -> None:
         assert r.ask(other, 5) == (r.backend.reply(other, 5), 300)
 
 
-@each
+@each_kind
 def test_pages_move_to_the_host_when_the_pool_runs_dry_and_come_back(kind: dict[str, Any]) -> None:
     with rig(**kind) as r:
         prompts = [ids(400, seed=i) for i in range(3)]
@@ -200,7 +140,7 @@ def test_pages_move_to_the_host_when_the_pool_runs_dry_and_come_back(kind: dict[
             assert r.ask(prompt, 4) == (r.backend.reply(prompt, 4), 400)
 
 
-def test_host_memory_is_expected_for_what_the_next_sequence_may_push_out() -> None:
+def test_host_memory_is_reserved_for_pages_that_may_leave_the_devices() -> None:
     page = PAGE * 16
     # Room for two contexts of eight pages; a budget of six and a half.
     with rig(slots=2, cache=13 * page // 2) as r:
@@ -230,7 +170,7 @@ def test_the_budget_holds_and_the_newest_conversation_stays() -> None:
             assert r.ask(turn, 4) == (r.backend.reply(turn, 4), cached)
 
 
-def test_a_budget_smaller_than_one_point_keeps_nothing() -> None:
+def test_a_budget_smaller_than_one_checkpoint_holds_nothing() -> None:
     with rig(cache=100) as r:
         for _ in range(2):
             assert r.ask(ids(300), 2) == (r.backend.reply(ids(300), 2), 0)
@@ -244,8 +184,8 @@ def test_prompt_scores_are_computed_for_every_position() -> None:
         assert r.ask(prompt, 2, prompt_logprobs=1) == (r.backend.reply(prompt, 2), 0)
 
 
-@each
-def test_what_is_not_to_be_shared_is_neither_kept_nor_found(kind: dict[str, Any]) -> None:
+@each_kind
+def test_private_tokens_are_neither_saved_nor_restored(kind: dict[str, Any]) -> None:
     prompt = ids(200)
     with rig(**kind) as r:
         expected = r.backend.reply(prompt, 5)
@@ -256,7 +196,7 @@ def test_what_is_not_to_be_shared_is_neither_kept_nor_found(kind: dict[str, Any]
         assert [r.ask(prompt, 5, [70, 150], shared=shared)[1] for shared in (None, 0, None)] == [0, 0, 200]
 
 
-@each
+@each_kind
 def test_a_first_part_is_shared_alone(kind: dict[str, Any]) -> None:
     prompt, other = ids(200), [*ids(100), *ids(100, seed=1)]
     with rig(**kind) as r:

@@ -269,12 +269,12 @@ def test_a_residency_as_bytes(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     "rows", [np.zeros((0, 3), np.int32), np.zeros((4, 2), np.int32), np.zeros((4, 3)), np.full((2, 3), 9, np.int32)]
 )
-def test_bytes_that_are_no_residency(rows: np.ndarray[Any, Any]) -> None:
+def test_malformed_residencies(rows: np.ndarray[Any, Any]) -> None:
     with pytest.raises(ValueError, match=r"shape|scores"):
         Residency.decode(rows)
 
 
-def test_sequences_that_fit_are_left_alone() -> None:
+def test_sequences_that_fit_are_not_paged() -> None:
     asked = [prompt[: BOUND * PAGE - 50] for prompt in prompts(6)]
     expected = alone(asked, 50, bound=None)
     with running() as (engine, _):
@@ -283,7 +283,7 @@ def test_sequences_that_fit_are_left_alone() -> None:
         assert (stats.swapped_out, stats.rescores) == (0, 0)
 
 
-def test_a_context_that_fits_is_as_without_a_bound() -> None:
+def test_a_context_that_fits_is_as_without_a_limit() -> None:
     asked = prompts(7, 4)
     assert alone(asked, 100) != alone(asked, 100, bound=CONTEXT // PAGE)
     assert alone(asked, 100, bound=CONTEXT // PAGE) == alone(asked, 100, bound=None)

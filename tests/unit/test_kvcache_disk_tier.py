@@ -35,13 +35,12 @@ from luce.kvcache.disk.store import Store
 from luce.kvcache.disk.tier import DiskTier
 from luce.runtime.step import PAGE
 from tests.support import snapshots
+from tests.support.cached_engine import EXACT, FREE, Rig, Silent, each_kind, finish, ids
 from tests.support.daemons import within
 from tests.support.replies import make_engine
 from tests.support.scripted_backend import ScriptedBackend
-from tests.unit.test_engine_cache import EXACT, FREE, Rig, Silent, finish, ids
 
 MODEL = Fingerprint("0123456789abcdef", {"--cache-type-k": "f16"})
-each = pytest.mark.parametrize("kind", [FREE, *EXACT], ids=["free", "recurrent", "windowed", "both"])
 
 
 @contextmanager
@@ -112,7 +111,7 @@ def files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file() and "trash" not in path.parts)
 
 
-@each
+@each_kind
 def test_a_conversation_goes_on_after_restarts(kind: dict[str, Any], tmp_path: Path) -> None:
     history, known = ids(100), 0
     for turn in range(5):
@@ -124,7 +123,7 @@ def test_a_conversation_goes_on_after_restarts(kind: dict[str, Any], tmp_path: P
         history += [*expected, *ids(30, seed=turn + 1)]
 
 
-@each
+@each_kind
 def test_a_repeated_prompt_needs_no_step_after_a_restart(kind: dict[str, Any], tmp_path: Path) -> None:
     prompt = ids(150)
     with rig(tmp_path, **kind) as r:
@@ -134,7 +133,7 @@ def test_a_repeated_prompt_needs_no_step_after_a_restart(kind: dict[str, Any], t
         assert not r.backend.steps
 
 
-@each
+@each_kind
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
 def test_a_repeated_chat_needs_no_step_for_its_first_token_after_a_restart(
     params: dict[str, Any], kind: dict[str, Any], tmp_path: Path
@@ -158,7 +157,7 @@ def test_a_repeated_chat_needs_no_step_for_its_first_token_after_a_restart(
         assert r.ask(other, 4, [70, 145])[0] == r.backend.reply(other, 4)
 
 
-def test_a_prompt_that_is_not_read_to_its_end_is_written_as_far_as_it_was(tmp_path: Path) -> None:
+def test_a_cancelled_prompt_is_written_up_to_its_last_checkpoint(tmp_path: Path) -> None:
     over = threading.Event()
 
     def sink(event: Event) -> None:
@@ -175,7 +174,7 @@ def test_a_prompt_that_is_not_read_to_its_end_is_written_as_far_as_it_was(tmp_pa
         assert r.ask(ids(150), 4, [145]) == (r.backend.reply(ids(150), 4), 145)
 
 
-def test_it_is_written_behind_the_reply(tmp_path: Path) -> None:
+def test_snapshots_are_written_behind_the_reply(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.ask(ids(200), 3)
         while tier(r).stats.saves < 2:
@@ -186,7 +185,7 @@ def test_it_is_written_behind_the_reply(tmp_path: Path) -> None:
         assert tier(r).stats.hits == 1
 
 
-def test_what_ends_before_the_model_is_known_is_written_all_the_same(tmp_path: Path) -> None:
+def test_a_sequence_that_ends_before_the_model_is_identified_is_written(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def identify() -> Fingerprint:
@@ -200,7 +199,7 @@ def test_what_ends_before_the_model_is_known_is_written_all_the_same(tmp_path: P
         assert r.ask(ids(100), 3) == (expected, 100)
 
 
-def test_nobody_waits_until_the_model_is_known_where_nothing_is_to_be_written(tmp_path: Path) -> None:
+def test_closing_does_not_wait_for_identification_without_work(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def identify() -> Fingerprint:
@@ -214,8 +213,8 @@ def test_nobody_waits_until_the_model_is_known_where_nothing_is_to_be_written(tm
     assert within(60, lambda: not writing_threads())
 
 
-@each
-def test_nothing_is_left_of_what_is_being_written_when_all_is_to_be_forgotten(
+@each_kind
+def test_clearing_discards_the_snapshot_in_progress(
     kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pump = saver.Saver.pump
@@ -244,7 +243,7 @@ def test_nothing_is_left_of_what_is_being_written_when_all_is_to_be_forgotten(
     assert len(counts) > 2 and all(counts)
 
 
-def test_what_the_host_holds_is_written_as_well(tmp_path: Path) -> None:
+def test_pages_in_host_memory_are_written(tmp_path: Path) -> None:
     # The pool is too small for both; the first one's pages leave the devices before they are written.
     prompts = [ids(400, seed=i) for i in range(3)]
     with rig(tmp_path, pages=(8,)) as r:
@@ -257,7 +256,7 @@ def test_what_the_host_holds_is_written_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pages", [(8,), (14,)])
-def test_pages_stay_as_they_are_while_they_are_copied(pages: tuple[int, ...], tmp_path: Path) -> None:
+def test_pages_do_not_change_while_they_are_copied(pages: tuple[int, ...], tmp_path: Path) -> None:
     # Others need the pages meanwhile: all of them, or those that are not being copied.
     prompts = [ids(400, seed=i) for i in range(4)]
     with rig(tmp_path, pages=pages, lag=20) as r:
@@ -271,7 +270,7 @@ def test_pages_stay_as_they_are_while_they_are_copied(pages: tuple[int, ...], tm
 
 
 def test_no_page_is_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The writer is slower than the engine: each point of a long prompt continues the one before all the same.
+    # The writer is slower than the engine: each checkpoint of a long prompt continues the previous one all the same.
     sync = os.fsync
 
     def slow(fd: int) -> None:
@@ -297,31 +296,31 @@ def test_while_sequences_run_the_disk_gets_a_small_share_of_the_engine(
     with rig(tmp_path) as r:
         r.ask(ids(100), 3)
         assert r.engine.cache is not None and r.engine.cache.saver is not None
-        behind = r.engine.cache.saver
-        while behind.busy:
+        saving = r.engine.cache.saver
+        while saving.busy:
             pass
         now, worked = [time.monotonic() + 1000], list[float]()
 
-        def export(point: object) -> Iterator[None]:
+        def export(checkpoint: object) -> Iterator[None]:
             for _ in range(5):
                 now[0] += 0.002
                 worked.append(now[0])
                 yield None
 
         monkeypatch.setattr(saver.time, "monotonic", lambda: now[0])
-        behind.export = export(None)
+        saving.export = export(None)
         for _ in range(1000):
             now[0] += 0.001
-            behind.pump(idle=False)
+            saving.pump(idle=False)
         assert len(worked) == 5 and min(np.diff(worked)) > 40 * 0.002
-        behind.export = export(None)
+        saving.export = export(None)
         for _ in range(5):
-            behind.pump(idle=True)
+            saving.pump(idle=True)
         assert len(worked) == 10
 
 
-@each
-def test_what_is_not_to_be_shared_stays_away_from_the_disk(kind: dict[str, Any], tmp_path: Path) -> None:
+@each_kind
+def test_private_tokens_are_not_written(kind: dict[str, Any], tmp_path: Path) -> None:
     prompt = ids(200)
     with rig(tmp_path, **kind) as r:
         r.ask(prompt, 3, [70], shared=0)
@@ -348,7 +347,7 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
         assert not tier(r).current_stats().unused
 
 
-def test_what_the_same_weights_left_under_other_settings_is_named(
+def test_snapshots_of_the_same_weights_with_other_settings_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -365,10 +364,10 @@ def test_what_the_same_weights_left_under_other_settings_is_named(
         assert r.ask(ids(100), 3)[1] == 100
 
 
-def test_the_log_says_what_is_written_and_reused_and_why_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_reports_writes_reuses_and_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "luce.kvcache")
 
-    def told(name: str) -> list[dict[str, Any]]:
+    def events(name: str) -> list[dict[str, Any]]:
         found = [vars(record)["fields"] for record in caplog.records if record.getMessage() == name]
         caplog.clear()
         assert all(fields.pop("seconds", 0.0) >= 0 for fields in found)
@@ -378,18 +377,18 @@ def test_the_log_says_what_is_written_and_reused_and_why_not(tmp_path: Path, cap
     with rig(tmp_path, recurrent=True) as r:
         r.ask(prompt, 3)
         nothing = {"prompt": 150, "matched": 0, "why": "nothing of it is cached"}
-        assert told("prefix not reused") == [nothing]
+        assert events("prefix not reused") == [nothing]
         wait_for(r, 2)
         r.ask([*prompt[:70], *ids(20, seed=1)], 1)
-        parted = {"prompt": 90, "matched": 64, "why": "pages of it are cached, but no state behind them"}
-        assert told("prefix not reused") == [parted]
+        diverged = {"prompt": 90, "matched": 64, "why": "pages of it are cached, but no state behind them"}
+        assert events("prefix not reused") == [diverged]
     with rig(tmp_path, recurrent=True) as r:
         caplog.clear()
         for tier_name in ("disk", "ram"):
             r.ask(prompt, 3)
-            assert told("prefix reused") == [{"tier": tier_name, "tokens": 150, "prompt": 150}]
+            assert events("prefix reused") == [{"tier": tier_name, "tokens": 150, "prompt": 150}]
         r.ask([*prompt, *ids(80, seed=2)], 1)
-    written = {fields["tokens"]: fields for fields in told("snapshot written")}
+    written = {fields["tokens"]: fields for fields in events("snapshot written")}
     assert written[230]["new"] == 230 - 2 * PAGE and written[230]["snapshot"].endswith("-230") and written[230]["bytes"]
 
 
@@ -424,7 +423,7 @@ def test_short_prompts_are_not_written(tmp_path: Path) -> None:
         assert [r.ask(ids(90, seed=1), 3)[1], r.ask(ids(110), 3)[1]] == [0, 110]
 
 
-def test_another_layout_is_a_miss_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_snapshot_of_another_shape_is_a_miss_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with rig(tmp_path, recurrent=True) as r:
         expected, _ = r.ask(ids(100), 3)
     before = files(tmp_path)
@@ -505,7 +504,7 @@ def test_a_disk_that_fails_costs_nothing_but_the_snapshot(
         assert call == "open" or not list((tmp_path / LAYOUT / "tmp").iterdir())
 
 
-def test_after_failures_in_a_row_nothing_is_tried_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_pauses_after_repeated_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with rig(tmp_path) as r:
         r.ask(ids(80), 2)
         while tier(r).stats.saves < 2:
@@ -536,7 +535,7 @@ def test_a_directory_that_cannot_be_used_is_one_warning(
     assert "--kv-cache-dir" in warning.getMessage()
 
 
-def test_what_another_server_wrote_anew_is_not_put_aside(
+def test_a_snapshot_that_another_server_rewrote_is_not_quarantined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     text, other = np.arange(100, dtype=np.int32), Store(tmp_path, MODEL.model, 0)
@@ -564,7 +563,7 @@ def test_what_another_server_wrote_anew_is_not_put_aside(
 
 
 @pytest.mark.parametrize("all_of_it", [True, False])
-def test_what_another_server_gave_up_is_no_warning_and_what_lacks_a_file_is(
+def test_an_evicted_snapshot_causes_no_warning_and_a_missing_file_does(
     all_of_it: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with rig(tmp_path, recurrent=True) as r:
@@ -581,7 +580,7 @@ def test_what_another_server_gave_up_is_no_warning_and_what_lacks_a_file_is(
     assert all("moved to trash" in warning for warning in warnings) and bool(warnings) != all_of_it
 
 
-def test_what_cannot_be_removed_is_not_used_and_said(
+def test_snapshots_that_cannot_be_removed_are_unused_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with rig(tmp_path) as r:
@@ -619,9 +618,7 @@ def test_a_directory_that_vanishes_is_no_harm(tmp_path: Path) -> None:
         assert r.ask(ids(100), 3) == (r.backend.reply(ids(100), 3), 100)
 
 
-def test_what_was_removed_while_its_next_turn_was_written_is_no_failure(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_parent_removed_during_a_write_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with rig(tmp_path) as r:
         r.ask(ids(100), 3)
         wait_for(r, 2)
@@ -648,9 +645,7 @@ def test_a_small_budget_holds(tmp_path: Path) -> None:
         assert r.ask([*prompt, *r.backend.reply(prompt, 3), 5], 3)[1] == 202
 
 
-def test_what_a_disk_does_not_take_in_time_is_dropped_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_writes_are_dropped_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, sync = threading.Event(), os.fsync
 
     def slow(fd: int) -> None:
@@ -682,7 +677,7 @@ def test_conversations_of_any_length_are_found_after_a_restart(tmp_path: Path) -
         assert tier(r).stats.hits == 4
 
 
-def test_prompts_that_part_are_resumed_behind_whole_pages_after_a_restart(tmp_path: Path) -> None:
+def test_diverging_prompts_resume_behind_whole_pages_after_a_restart(tmp_path: Path) -> None:
     first = ids(400)
     with rig(tmp_path) as r:
         r.ask(first, 5)
@@ -701,7 +696,7 @@ def test_prompts_that_part_are_resumed_behind_whole_pages_after_a_restart(tmp_pa
 
 
 @pytest.mark.parametrize("kind", EXACT, ids=["recurrent", "windowed", "both"])
-def test_models_with_states_are_not_resumed_between_points(kind: dict[str, Any], tmp_path: Path) -> None:
+def test_models_with_states_resume_only_at_checkpoints(kind: dict[str, Any], tmp_path: Path) -> None:
     first = ids(400)
     with rig(tmp_path, **kind) as r:
         r.ask(first, 5)
@@ -713,7 +708,7 @@ def test_models_with_states_are_not_resumed_between_points(kind: dict[str, Any],
     assert (entries[360].first_page, entries[360].parent) == (4, entries[400].id)
 
 
-@each
+@each_kind
 def test_behind_a_damaged_snapshot_the_next_shorter_one_is_resumed(kind: dict[str, Any], tmp_path: Path) -> None:
     first, second = ids(150), ids(400)
     with rig(tmp_path, **kind) as r:
@@ -744,7 +739,7 @@ def test_a_damaged_page_is_not_resumed_in_part(tmp_path: Path) -> None:
         assert tier(r).stats.damaged == 1
 
 
-def test_what_is_resumed_from_memory_is_of_use_on_the_disk_too(tmp_path: Path) -> None:
+def test_a_resume_from_memory_counts_as_a_use_on_the_disk(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.ask(ids(200), 5)
         wait_for(r, 2)
@@ -760,7 +755,7 @@ def test_what_is_resumed_from_memory_is_of_use_on_the_disk_too(tmp_path: Path) -
     assert all(entry.last_used > 1e9 for entry in Store(tmp_path, MODEL.model, 0).snapshots)
 
 
-def test_a_slow_disk_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_delays_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     sync = os.fsync
 
@@ -812,8 +807,8 @@ def test_a_disk_that_hangs_is_left_alone(
                 assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 0)
             assert disk.stats.slow == 1, "the second one did not try"
             gate.set()
-        (told,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
-        assert "the disk takes too long; nothing is read from it for a minute" in told.getMessage()
+        (warning,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+        assert "the disk takes too long; nothing is read from it for a minute" in warning.getMessage()
         # It is asked again when that is over; what hung was not damaged.
         disk.reads_paused_until = 0.0
         assert r.ask(prompts[2], 3) == (r.backend.reply(prompts[2], 3), 200)
@@ -821,7 +816,7 @@ def test_a_disk_that_hangs_is_left_alone(
     assert within(60, lambda: not descriptors(tmp_path))
 
 
-def test_a_reply_that_a_disk_does_not_give_is_made_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_a_slow_disk_holds_is_tokenized_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, real = threading.Event(), Store.reply_tokens
 
     def hangs(*arguments: Any) -> Any:

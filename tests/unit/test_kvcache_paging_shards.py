@@ -1,5 +1,5 @@
-"""KVFlash's pager over real shards: pages come back byte for byte in every type of K and V, and in whatever order the
-device's streams do what they are told."""
+"""KVFlash's pager over real shards: pages are swapped in byte for byte in every type of K and V, and in
+whatever order the device's streams run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONTEXT, CHUNK, SLOTS = 40 * PAGE, 4 * PAGE, 2
 
 
 class Random(AgePolicy):
-    """Other scores at every look."""
+    """New scores in each round."""
 
     name = "random"
 
@@ -159,7 +159,7 @@ def opened(name: str, kv: KVTypes, devices: int) -> Iterator[LayerSplitBackend]:
 
 @pytest.mark.parametrize("name", ["qwen35-a-F32", "gemma4-e-F32"])
 @pytest.mark.parametrize("types", ["auto auto", "f16 bf16", "q8_0 q4_0", "q4_0 f16"])
-def test_what_comes_back_is_what_left(name: str, types: str) -> None:
+def test_pages_swapped_in_equal_those_swapped_out(name: str, types: str) -> None:
     k, v = types.split()
     with opened(name, KVTypes(k, v), 2) as backend:
 
