@@ -108,7 +108,7 @@ def test_trees(device: Device, parents: Lengths, path: Lengths, heads: int, d: i
 )
 def test_spans_do_not_depend_on_their_neighbours(device: Device, steps: list[Lengths], heads: int, d: int) -> None:
     for lengths in steps:
-        checks.check_company(device, lengths, key_heads=1, heads=heads, d=d)
+        checks.check_neighbours(device, lengths, key_heads=1, heads=heads, d=d)
 
 
 @on_devices(

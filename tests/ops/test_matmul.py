@@ -123,7 +123,7 @@ def test_bfloat16_in_tiles(device: Device, rows: int, cols: int, n: int) -> None
 
 @bf16_tiles
 def test_rows_in_tiles_do_not_depend_on_their_neighbours(device: Device) -> None:
-    checks.check_company(device, "BF16", rows=37, cols=352, counts=[1, 2, 8, 9, 16])
+    checks.check_neighbours(device, "BF16", rows=37, cols=352, counts=[1, 2, 8, 9, 16])
 
 
 @bf16_tiles
@@ -160,21 +160,21 @@ def test_infinities_in_tiles(device: Device) -> None:
 def test_rows_do_not_depend_on_their_neighbours(
     device: Device, name: str, rows: int, cols: int, counts: list[int]
 ) -> None:
-    checks.check_company(device, name, rows, cols, counts)
+    checks.check_neighbours(device, name, rows, cols, counts)
 
 
 @pytest.mark.parametrize(("name", "cols"), [("Q4_K", 2304), ("Q5_K", 2048)])
 @emulated_32
 def test_three_tiles_a_block(device: Device, name: str, cols: int) -> None:
     with checks.tiles(3):
-        checks.check_company(device, name, rows=70, cols=cols, counts=[1, 16])
+        checks.check_neighbours(device, name, rows=70, cols=cols, counts=[1, 16])
 
 
 @pytest.mark.parametrize(("name", "cols"), [("Q8_0", 1312), ("Q4_0", 2080)])
 @emulated_32
 def test_little_shared_memory(device: Device, name: str, cols: int) -> None:
     device.shared_limit = 64 << 10
-    checks.check_company(device, name, rows=20, cols=cols, counts=[1, 8, 16])
+    checks.check_neighbours(device, name, rows=20, cols=cols, counts=[1, 8, 16])
 
 
 @pytest.mark.parametrize("name", INT8)
@@ -261,7 +261,7 @@ def test_rows_beyond_the_range_of_fp16(device: Device, n: int) -> None:
 @on_devices("rows, cols", host=[], emulated=[(3, 2176), (130, 3072)], gpu=[])
 def test_columns_in_parts(device: Device, rows: int, cols: int) -> None:
     checks.check_product(device, "Q8_0", rows=rows, cols=cols, n=18)
-    checks.check_company(device, "Q8_0", rows=3, cols=cols, counts=[17, 18, 70])
+    checks.check_neighbours(device, "Q8_0", rows=3, cols=cols, counts=[17, 18, 70])
 
 
 @on_devices("features", [1, 1000], host=[])

@@ -55,7 +55,7 @@ def test_nan_is_chosen_last(device: Device, experts: int) -> None:
 
 @on_devices("experts, top_k, rows", host=[(64, 4, 5)], emulated=[(100, 4, 4)], gpu=[(256, 8, 40)])
 def test_a_row_is_routed_alone(device: Device, experts: int, top_k: int, rows: int) -> None:
-    checks.check_route_company(device, experts, top_k, "all", rows=rows)
+    checks.check_route_neighbours(device, experts, top_k, "all", rows=rows)
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(513, 1), (64, 17), (4, 5), (4, 0)])
@@ -143,7 +143,7 @@ def test_many_experts(device: Device, n: int, k: int, experts: int, rows: int, c
 def test_few_rows_do_not_depend_on_their_neighbours(
     device: Device, name: str, counts: Sequence[int], experts: int, k: int, cols: int
 ) -> None:
-    checks.check_product_company(device, name, counts, experts=experts, k=k, cols=cols)
+    checks.check_product_neighbours(device, name, counts, experts=experts, k=k, cols=cols)
 
 
 @on_devices(
@@ -155,7 +155,7 @@ def test_few_rows_do_not_depend_on_their_neighbours(
 def test_many_rows_do_not_depend_on_their_neighbours(
     device: Device, name: str, counts: Sequence[int], experts: int, k: int, cols: int
 ) -> None:
-    checks.check_product_company(device, name, counts, experts=experts, k=k, cols=cols)
+    checks.check_product_neighbours(device, name, counts, experts=experts, k=k, cols=cols)
 
 
 @on_devices("n, cols", itertools.product([3, 18], [24, 37]), host=[(3, 24), (20, 24)])

@@ -40,7 +40,7 @@ def check_gated_activation(device: Device, n: int, f: int, activation: Activatio
 
 
 def check_activation_extremes(device: Device, activation: Activation) -> None:
-    """Far out the gates are 0 and the identity: no NaN from an overflow inside."""
+    """For large values the gates are 0 and the identity: no NaN from an overflow inside."""
     x = np.array([[-3e4, -100, 100, 3e4, 0, 2, 2, 2, 2, 2]], np.float32)
     with np.errstate(over="ignore"):
         y = device.download(gated_activation(device, *np.split(device.upload(x), 2, axis=1), activation))
@@ -48,7 +48,7 @@ def check_activation_extremes(device: Device, activation: Activation) -> None:
 
 
 def check_sigmoid_gate(device: Device, n: int, heads: int, d: int) -> None:
-    """The gates lie beside the queries, as attn_q of Qwen3.5 leaves them."""
+    """The gates lie beside the queries, as after the product with a fused attn_q."""
     x, gate = values(n * heads, d).reshape(n, heads, d), values(n * heads, d, 1).reshape(n, heads, d)
     fused = np.full((n, heads * 2 * d + 3), np.nan, np.float32)
     fused[:, : heads * 2 * d].reshape(n, heads, 2 * d)[:, :, d:] = gate
@@ -83,7 +83,7 @@ def check_scale_and_softcap(device: Device, n: int, d: int) -> None:
 
 
 def check_add_gated(device: Device, n: int, d: int) -> None:
-    """The gate is a column of a wider array, as the router's product leaves it."""
+    """The gate is a column of a wider array, as after the router's product."""
     x, delta, fused = values(n, d), values(n, d, 1), values(n, 5, 2)
     expected = x + delta.astype(np.float64) / (1 + np.exp(-fused[:, 4:].astype(np.float64)))
     # The sum may cancel, so the error is of the size of its terms.
@@ -94,7 +94,7 @@ def check_add_gated(device: Device, n: int, d: int) -> None:
 
 
 def check_add(device: Device, n: int, d: int) -> None:
-    """One rounding per element; what lies beside the slice stays as it is."""
+    """One rounding per element; the columns beside the slice do not change."""
     x, delta = values(n, d), values(n, d, 1)
     stream = device.upload(np.pad(x, ((0, 0), (0, 3)), constant_values=7.0))
     more = device.upload(np.pad(delta, ((0, 0), (2, 0)), constant_values=np.nan))

@@ -29,7 +29,7 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class History:
-    """One sequence: keys and values float32 [length, kv_heads, d] that a half holds, queries [length, heads, d]."""
+    """One sequence: keys and values float32 [length, kv_heads, d] exact in fp16, queries [length, heads, d]."""
 
     q: F32
     k: F32
@@ -67,7 +67,7 @@ def loaded(rows: NDArray[Any], type: str) -> F32:
 
 
 def fill(shape: tuple[int, ...], value: float, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """`value`, of which only NaN can be had in all types: all bits set is one, as a float and as a block's scale."""
+    """An array of `value`. Integer types support NaN alone: all bits set is NaN, as a float and as a block's scale."""
     if np.isnan(value) or dtype.kind == "u":
         return np.full(math.prod(shape) * dtype.itemsize, 255, np.uint8).view(dtype).reshape(shape)
     return np.full(shape, value, dtype)
@@ -104,7 +104,7 @@ class Chunk:
 
     @property
     def positions(self) -> NDArray[np.int32]:
-        """Where the rows stand."""
+        """The positions of the rows."""
         if not self.parents:
             return np.arange(self.position, self.position + self.rows, dtype=np.int32)
         return (self.position + self.seen.sum(axis=1) - 1).astype(np.int32)
@@ -257,12 +257,12 @@ def expected(chunks: Sequence[Chunk], *, scale: float, window: int | None) -> ND
 
 
 def product(device: Device, kv: KVTypes, part: str) -> str:
-    """The 16-bit type in which the device multiplies what is stored as K (`k`) or V (`v`); empty where in float32."""
+    """The 16-bit type in which the device multiplies K (`k`) or V (`v`) of a type; empty for float32."""
     return "" if not device.products else "BF16" if getattr(kv, part) == "bf16" else "F16"
 
 
 def rounded_queries(device: Device, chunks: Sequence[Chunk], scale: float, kv: KVTypes = AUTO) -> list[Chunk]:
-    """The chunks with queries as the device takes them: times scale and log2(e), rounded to the product's type."""
+    """The chunks with queries as the device rounds them: times scale and log2(e), in the type of the product."""
     type = product(device, kv, "k")
     if not type:
         return list(chunks)
@@ -285,7 +285,7 @@ def close(
     kv: KVTypes = AUTO,
     atol: float = 2e-5,
 ) -> None:
-    """The formula over rounded queries and what the pools' types keep of keys and values.
+    """The formula over rounded queries, and over keys and values rounded to the pools' types.
 
     Within `atol` (2e-5: float32 scores of up to about 50, values of size 1), or 1e-3 and a normalised mean squared
     error of 2e-7 where weights are halves, 8e-3 and 2e-5 where they are bfloat16 (measured 4e-4, 9e-8, 3e-3, 5e-6).
@@ -315,7 +315,7 @@ def check(
 def check_types(
     device: Device, k: str, v: str, heads: int, kv_heads: int, d: int, lengths: Sequence[tuple[int, int]]
 ) -> None:
-    """Spans of (position, rows): the formula over what the types keep of keys and values."""
+    """Spans of (position, rows): the formula over keys and values rounded to the types."""
     kv = KVTypes(k, v)
     chunks = [
         Chunk(History.random(position + rows, heads, kv_heads, d, seed), position, rows)
@@ -361,7 +361,7 @@ def check_gated(
 
 
 def same_output(device: Device, actual: Array | Quantised, expected: Array, group: int) -> None:
-    """The bits of `expected`, float32 [n, cols], or of what quantise makes of it with a `group`."""
+    """The bits of `expected`, float32 [n, cols], or with a `group` those of quantise of it."""
     assert isinstance(actual, Quantised) == bool(group)
     if isinstance(actual, Quantised):
         same_rows(device, actual, quantise(device, expected, group))
@@ -370,7 +370,7 @@ def same_output(device: Device, actual: Array | Quantised, expected: Array, grou
 
 
 def check_window(device: Device, window: int, position: int, rows: int) -> None:
-    """Pages before the window are there, or dropped: the formula holds, and the bits are the same."""
+    """With and without the pages before the window, the formula holds, and the bits are the same."""
     chunks = [Chunk(History.random(position + rows, 6, 2, 16, 5), position, rows)]
     check(device, chunks, window=window)
     check(device, chunks, window=window, drop=True)
@@ -400,7 +400,7 @@ def check_seen(device: Device, heads: int, kv_heads: int, d: int, position: int,
 
 
 def check_missing_pages(device: Device) -> None:
-    """Pages missing in the middle: the keys that are there count, at their positions."""
+    """With pages missing in the middle, the resident keys count, at their positions."""
     history = History.random(800, 4, 2, 16, 6)
     chunks = [
         Chunk(history, 700, 3, frozenset({1, 2, 3, 7})),

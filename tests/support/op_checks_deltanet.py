@@ -23,13 +23,13 @@ MOST = 16
 #: What a token multiplies the state by: a trained model's range; all of it; nearly none; either, row by row.
 Decay = Literal["model", "none", "strong", "mixed"]
 
-#: Of relative_error. Measured: up to 1.5e-5, where a small output is made large by its norm; a mistake is far from it.
+#: Limit of relative_error. Measured: up to 1.5e-5, where the norm makes a small output large; mistakes are far larger.
 TOLERANCE = 5e-5
 EPS = 1e-6
 
 
 def span_arrays(device: Device, spans: Sequence[SpanRow | Span]) -> SpanArrays:
-    """Spans as a step would put them on the device."""
+    """Spans as a step uploads them."""
     whole = [span if isinstance(span, Span) else _span(*span) for span in spans]
     table = np.array([(s.slot, s.start, s.rows, s.position) for s in whole], np.int32).reshape(-1, 4)
     pending = np.array([(s.accepted, s.speculative) for s in whole], np.int32).reshape(-1, 2)
@@ -133,7 +133,7 @@ def make_case(
 
 
 def past_of_heads(inputs: Floats, key_heads: int, heads: int) -> Floats:
-    """[..., taps - 1, channels] as the op keeps it: [..., heads, taps - 1, 3, d], head by head what it reads."""
+    """[..., taps - 1, channels] in the layout of the op: [..., heads, taps - 1, 3, d], the inputs of each head."""
     d = inputs.shape[-1] // (2 * key_heads + heads)
     vectors = inputs.reshape(*inputs.shape[:-1], -1, d)
     of_head = [vectors[..., [h % key_heads, key_heads + h % key_heads, 2 * key_heads + h], :] for h in range(heads)]
@@ -193,7 +193,7 @@ def run(device: Device, case: Case, spans: Sequence[SpanRow], state: State | Non
 def queue(
     device: Device, case: Case, spans: Sequence[SpanRow | Span], state: State | None = None, **named: bool
 ) -> tuple[Any, State]:
-    """As run, with the outputs as the op leaves them."""
+    """`run`, with the outputs on the device."""
     state = state or case.state
     wide = np.concatenate((case.m, case.z, case.alpha, case.beta, case.beta[:, :1]), axis=1)
     slots, heads, _, _, d = state.past.shape
@@ -215,13 +215,13 @@ def queue(
 
 
 def relative_error(got: Floats, expected: Floats) -> float:
-    """The largest difference, relative to the root mean square of what was expected."""
+    """The largest difference, relative to the root mean square of `expected`."""
     scale = float(np.sqrt(np.mean(np.square(expected, dtype=np.float64))))
     return float(np.max(np.abs(got - expected))) / scale
 
 
 def agree(got: State, expected: State) -> None:
-    """The memory to rounding, the past exactly: it holds inputs."""
+    """The memory agrees up to rounding, the past exactly: it holds inputs."""
     assert relative_error(got.memory, expected.memory) < TOLERANCE
     np.testing.assert_array_equal(got.past, expected.past)
 
@@ -256,7 +256,7 @@ def check_formula(
 
 
 def check_quantised_output(device: Device, lengths: Sequence[int], *, key_heads: int, heads: int, d: int) -> None:
-    """The bytes that quantise makes of the outputs, and the same states."""
+    """The int8 rows of quantise of the outputs, and the same states."""
     case = make_case(sum(lengths), key_heads=key_heads, heads=heads, d=d, slots=len(lengths))
     spans = spread_spans(len(lengths), lengths)
     floats, state = queue(device, case, spans)
@@ -282,7 +282,7 @@ def check_single_steps(device: Device, rows: int, *, key_heads: int, heads: int,
 def check_rollback(
     device: Device, speculative: int, accepted: int, then: int, *, heads: int, d: int, taps: int = 4
 ) -> None:
-    """A speculative span, some of whose rows count, and a span behind them: outputs and states of the rows that count.
+    """A speculative span, some of whose rows are accepted, and a span after them: outputs and states of accepted rows.
 
     Beside it a slot that nothing is pending in. `then` rows may be speculative themselves, or many, or none.
     """
@@ -313,8 +313,8 @@ def check_rollback(
 def check_tree(
     device: Device, parents: Sequence[int], path: Sequence[int], *, heads: int, d: int, taps: int = 4
 ) -> None:
-    """Each row of a tree has the bits of a chain of its ancestors and itself; then a path of it counts, before a span
-    of each kind. parents[i] is the parent of row i + 1. Beside it a slot with a chain."""
+    """Each row of a draft tree has the bits of a span of its ancestors and itself; then a path is accepted, before a
+    span of each kind. parents[i] is the parent of row i + 1. Another slot has a span without branches."""
     count = len(parents) + 1
     case = make_case(count + 3 + 2, key_heads=1, heads=heads, d=d, taps=taps, slots=2)
     tree = tree_spans(parents, Span(1, 2, count, 7))
@@ -356,12 +356,12 @@ def picked(case: Case, rows: Sequence[int]) -> Case:
 
 
 def run_spans(device: Device, case: Case, spans: Sequence[Span], state: State | None = None) -> tuple[Floats, State]:
-    """As run, for any spans."""
+    """`run` for any spans."""
     out, after = queue(device, case, spans, state)
     return device.download(out), after
 
 
-def check_company(device: Device, lengths: Sequence[int], *, key_heads: int, heads: int, d: int) -> None:
+def check_neighbours(device: Device, lengths: Sequence[int], *, key_heads: int, heads: int, d: int) -> None:
     """A span has the same bits alone as among others, wherever in the step it starts."""
     case = make_case(sum(lengths), key_heads=key_heads, heads=heads, d=d, slots=len(lengths))
     spans = spread_spans(len(lengths), lengths)
@@ -375,7 +375,7 @@ def check_company(device: Device, lengths: Sequence[int], *, key_heads: int, hea
 
 
 def check_cuts(device: Device, cuts: Sequence[int], *, key_heads: int, heads: int, d: int, decay: Decay) -> None:
-    """A prompt cut anywhere agrees with one go to rounding."""
+    """A prompt cut anywhere agrees with the prompt in one span, up to rounding."""
     n = sum(cuts)
     case = make_case(n, key_heads=key_heads, heads=heads, d=d, decay=decay, seed=2)
     whole, after = run(device, case, [(0, 0, n, 0)])
@@ -389,7 +389,7 @@ def check_cuts(device: Device, cuts: Sequence[int], *, key_heads: int, heads: in
 
 
 def check_far_out(device: Device, rows: int) -> None:
-    """Gates at both ends of float32, keys and queries of zeros, silu where exp overflows: all finite, the formula's."""
+    """Gates at both ends of float32, zero keys and queries, silu where exp overflows: finite results of the formula."""
     d = 64
     case = make_case(rows, key_heads=1, heads=2, d=d)
     case.conv[: 2 * d, :3] = 0  # so that zero rows make zero keys and queries

@@ -1,4 +1,4 @@
-"""Checks of embed and take_rows on any device: exact, since nothing is added up."""
+"""Checks of embed and take_rows on any device: exact, as there are no sums."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.quant_blocks import decoded, random_tensor
 
 
 def check_embed(device: Device, name: str, rows: int, cols: int, seed: int) -> None:
-    """All rows in random order, some twice, equal what gguf decodes exactly (NaN: as NaN)."""
+    """All rows in random order, some twice, equal those of the gguf package exactly (NaN: as NaN)."""
     tensor = random_tensor(name, rows, cols, seed, wild=True)
     tokens = np.random.default_rng(seed).permutation(np.arange(rows + rows // 2) % rows).astype(np.int32)
     table = upload_weight(device, [tensor])

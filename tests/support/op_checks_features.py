@@ -13,7 +13,7 @@ from luce.runtime.step import Span, Step
 
 
 def check_capture(device: Device, rows: int, hidden: int) -> None:
-    """Two layers side by side: one as it is, one with what is still to be added."""
+    """Two layers side by side: one as it is, one with a delta to be added."""
     rng = np.random.default_rng(rows)
     x, delta = (rng.standard_normal((rows, hidden)).astype(np.float32) for _ in range(2))
     x[:, :4] = [0.0, -0.0, np.inf, 3.4e38]
@@ -33,7 +33,7 @@ def check_capture(device: Device, rows: int, hidden: int) -> None:
 
 
 def check_ring(device: Device) -> None:
-    """Rows lie where their positions say; what is rejected is overwritten; of a long span the end stays."""
+    """Rows are at the places of their positions; rejected rows are overwritten; the end of a long span remains."""
     ring = FeatureRing(device, (1, 4), 6, slots=3, capacity=8)
     held = np.zeros((3, 8, 12), np.uint16)
     position = [0, 0, 0]
@@ -59,7 +59,7 @@ def check_ring(device: Device) -> None:
 
 
 def check_tails(device: Device, width: int) -> None:
-    """What is read of a ring, and stored in another one, at any place and over its end."""
+    """Rows read from a ring and stored in another, at any place and across its end."""
     ring, other = (FeatureRing(device, (1, 4), width, slots=3, capacity=8) for _ in range(2))
     rows = np.random.default_rng(2).integers(0, 1 << 16, (8, 2 * width), np.uint16)
     for slot, position in ((0, 0), (1, 3), (2, 16), (1, 7)):

@@ -1,4 +1,4 @@
-"""Checks of matmul on any device against float64, and of what it promises about equal bits."""
+"""Checks of matmul on any device against float64, and of its promises of equal bits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_product(device: Device, name: str, rows: int, cols: int, n: int) -> No
     assert (np.abs(actual - reference.astype(np.float64)) <= 2 * limit).all()
 
 
-def check_company(device: Device, name: str, rows: int, cols: int, counts: Sequence[int]) -> None:
+def check_neighbours(device: Device, name: str, rows: int, cols: int, counts: Sequence[int]) -> None:
     """The first rows of x have the same bits in every batch size of `counts`, and at every place in the batch."""
     tensor = random_tensor(name, rows, cols, seed=5)
     x = _x(max(counts), cols, seed=6)
@@ -82,7 +82,7 @@ def check_company(device: Device, name: str, rows: int, cols: int, counts: Seque
 
 @contextlib.contextmanager
 def tiles(count: int) -> Iterator[None]:
-    """Blocks have that many tiles wherever kernels can."""
+    """Blocks have `count` tiles wherever a kernel supports that."""
     matmul_int8.dense_shape.cache_clear()
     try:
         with mock.patch.object(matmul_int8, "tiles_per_block", lambda *_: count):
@@ -169,7 +169,7 @@ def check_range(device: Device, name: str, n: int) -> None:
 
 
 def check_outliers(device: Device, n: int) -> None:
-    """A value a million times larger than its row's others, which meets zeros, does not cost these their bits."""
+    """A value a million times larger than the rest of its row, multiplied by zeros, costs the others no bits."""
     cols = 256
     tensor = random_tensor("Q8_0", 5, cols, seed=23)
     tensor.raw[:, 2 + 7] = 0
@@ -183,7 +183,7 @@ def check_outliers(device: Device, n: int) -> None:
 
 
 def check_same_everywhere(devices: Sequence[Device], name: str, rows: int, cols: int, n: int) -> None:
-    """Sums of bytes have the same bits on devices with tensor cores and without, of 32 and of 64 lanes."""
+    """Sums of int8 products have the same bits on devices with and without tensor cores, of 32 and 64 lanes."""
     tensor = random_tensor(name, rows, cols, seed=15)
     x = _x(n, cols, seed=16)
     first, *others = (_product(device, x, [tensor]) for device in devices)
@@ -192,7 +192,7 @@ def check_same_everywhere(devices: Sequence[Device], name: str, rows: int, cols:
 
 
 def check_quantise(device: Device, n: int, cols: int, group: int) -> None:
-    """The bytes, scales and sums of the definition; rows that are room only are zeros."""
+    """The values, scales and sums of the definition; padded rows are zeros."""
     wide = _x(n, cols + 5, seed=17) * np.float32(2.0) ** np.random.default_rng(3).integers(-30, 30, (n, 1))
     wide = wide.astype(np.float32)
     wide[0, 3 : 3 + 128] = 0
@@ -217,7 +217,7 @@ def check_nan_in_int8(device: Device, name: str) -> None:
 
 
 def check_quantised_gate(device: Device, activation: Activation, n: int, cols: int, group: int) -> None:
-    """In bytes what quantise makes of the gated activation; rows that are room only are zeros."""
+    """The int8 rows of quantise of the gated activation; padded rows are zeros."""
     both = device.upload(_x(n, 2 * cols + 3, seed=33))
     gate, up = both[:, 1 : 1 + cols], both[:, cols + 3 :]
     made = quantise_gated(device, gate, up, activation, group)
@@ -226,8 +226,8 @@ def check_quantised_gate(device: Device, activation: Activation, n: int, cols: i
 
 
 def check_slices(device: Device, n: int, features: int) -> None:
-    """Parts of several formats, F32 among them, with room for the unpacked weights of `features` features; and the same
-    bits where the weights are kept unpacked, after which nobody needs their blocks."""
+    """Parts of several types, F32 among them, with a buffer for `features` features; and the same bits with an fp16
+    copy of the weights, which makes their quant blocks superfluous."""
     names = {"Q4_K": 7, "F16": 1, "F32": 3, "Q8_0": 130, "Q6_K": 12}
     tensors = [random_tensor(name, rows, 512, seed) for seed, (name, rows) in enumerate(names.items())]
     x = _x(n, 512, seed=8)
@@ -295,5 +295,5 @@ def check_empty(device: Device) -> None:
 
 
 def each_few() -> list[int]:
-    """The row counts that kernels for few rows serve."""
+    """The numbers of rows of the kernels for few rows."""
     return list(range(1, FEW_ROWS + 1))

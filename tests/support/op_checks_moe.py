@@ -41,7 +41,7 @@ def probabilities(logits: NDArray[Any], gating: Gating) -> NDArray[np.float64]:
 
 
 def _route(device: Device, logits: Floats, top_k: int, family: str, seed: int = 0) -> tuple[Routing, dict[str, Any]]:
-    """The routing, downloaded, and what it was asked for, with the arrays that FAMILIES stands for."""
+    """The downloaded routing, and its arguments with the arrays that FAMILIES names."""
     rng = np.random.default_rng(seed)
     experts = logits.shape[1]
     asked = {"bias": None, "expert_scale": None} | FAMILIES[family]
@@ -121,7 +121,7 @@ def check_nan(device: Device, experts: int, top_k: int) -> None:
     np.testing.assert_array_equal(soft.ids[2], np.arange(top_k))
 
 
-def check_route_company(device: Device, experts: int, top_k: int, family: str, rows: int) -> None:
+def check_route_neighbours(device: Device, experts: int, top_k: int, family: str, rows: int) -> None:
     """A row's experts and weights have the same bits alone and in a batch, in a matrix of its own and in a slice."""
     wide = np.random.default_rng(3).standard_normal((rows, experts + 5)).astype(np.float32)
     logits = wide[:, 2 : 2 + experts]
@@ -153,7 +153,7 @@ def _x(shape: Sequence[int]) -> Floats:
 
 
 def routed(device: Device, ids: NDArray[np.int32], experts: int) -> Routing:
-    """A routing of given ids, with weights that expert_matmul does not look at."""
+    """A routing with these ids; expert_matmul does not read its weights."""
     there = device.upload(ids)
     return Routing(there, there, group(device, there, experts))
 
@@ -204,7 +204,9 @@ def check_product(
     assert (error <= limit).all(), f"{(error / limit).max():.1f} times the limit"
 
 
-def check_product_company(device: Device, name: str, counts: Sequence[int], *, experts: int, k: int, cols: int) -> None:
+def check_product_neighbours(
+    device: Device, name: str, counts: Sequence[int], *, experts: int, k: int, cols: int
+) -> None:
     """The first rows have the same bits in every batch size of `counts`, and at every place in the batch."""
     n = max(counts)
     tensors = _tensors([(name, 7)], experts, cols)
@@ -260,7 +262,7 @@ def check_combine(device: Device, n: int, k: int, rows: int) -> None:
 
 
 def check_combine_order(device: Device) -> None:
-    """Slots are added in ascending order: 1e8 + -1e8 + 1 is 1, other orders round the 1 away or keep less of it."""
+    """Slots are added in ascending order: 1e8 + -1e8 + 1 is 1, other orders round the 1 away or lose a part of it."""
     y = np.array([[1e8], [-1e8], [1]], np.float32)
     for order, expected in (([0, 1, 2], 1), ([0, 2, 1], 0), ([2, 0, 1], 0)):
         ones = device.upload(np.ones((1, 3), np.float32))
@@ -341,7 +343,7 @@ def _mlp(rng: np.random.Generator, name: str, down: str, experts: int, inner: in
 
 
 def _one_mlp(tensors: Sequence[RawTensor], expert: int, row: NDArray[np.float64]) -> NDArray[np.float64]:
-    """One expert's float64 result for a row of floats that its bytes stand for, its inner row quantised."""
+    """One expert's float64 result for a quantised row, with its inner row quantised."""
     inner = tensors[2].cols
     gate, up = (decoded(t)[expert * inner : (expert + 1) * inner].astype(np.float64) @ row for t in tensors[:2])
     middle = quantised((gate / (1 + np.exp(-gate)) * up)[None], group_for(tensors[2].type.name)).floats(inner)[0]

@@ -45,7 +45,7 @@ def check_rms_norm(device: Device, n: int, d: int) -> None:
 
 
 def check_add_rms_norm(device: Device, n: int, d: int) -> None:
-    """The stream holds the float32 sum afterwards; what lies beside the slices stays as it is."""
+    """The stream holds the float32 sum afterwards; the columns beside the slices do not change."""
     x, delta, weight = rows(n, d), rows(n, d, 1), vector(d)
     stream = device.upload(np.pad(x, ((0, 0), (0, 5)), constant_values=7.0))
     more = device.upload(np.pad(delta, ((0, 0), (2, 0)), constant_values=np.nan))
@@ -57,7 +57,7 @@ def check_add_rms_norm(device: Device, n: int, d: int) -> None:
 
 
 def check_quantised_norm(device: Device, n: int, d: int, *, adding: bool, group: int) -> None:
-    """The norm of the other ops, and in bytes what quantise makes of that; rows that are room only are zeros."""
+    """The norm of the other ops, and the int8 rows of quantise of it; padded rows are zeros."""
     x, delta, weight = rows(n, d), rows(n, d, 1), device.upload(vector(d))
     first, second = device.upload(x), device.upload(x)
     more = device.upload(delta) if adding else None
@@ -70,7 +70,7 @@ def check_quantised_norm(device: Device, n: int, d: int, *, adding: bool, group:
 
 
 def check_head_rms_norm(device: Device, n: int, heads: int, d: int) -> None:
-    """In place on heads that lie apart, as queries beside their gates do; the gates stay as they are."""
+    """In place on heads with gaps between, like queries beside their gates; the gates do not change."""
     x, weight = rows(n * heads, d).reshape(n, heads, d), vector(d)
     fused = np.full((n, heads * 2 * d + 9), 7.0, np.float32)
     fused[:, : heads * 2 * d].reshape(n, heads, 2 * d)[:, :, :d] = x
@@ -102,6 +102,6 @@ def check_rows_alone(device: Device, d: int, heads: int) -> None:
 
 
 def check_no_rows(device: Device) -> None:
-    """A step may want no logits at all."""
+    """A step may need no logits."""
     w = device.upload(vector(8))
     assert rms_norm(device, device.zeros((0, 8)), w, EPS).shape == (0, 8)

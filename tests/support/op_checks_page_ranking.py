@@ -11,7 +11,7 @@ from tests.support.op_checks_attention import loaded, spread_out, stored
 
 
 def check_moments(device: Device, type: str, kv_heads: int, d: int) -> None:
-    """Of pages in any order, some named twice, and of none; keys whose mean is large are among them."""
+    """Moments of pages in any order, some listed twice, and of no pages; some keys have a large mean."""
     rng = np.random.default_rng(d + kv_heads)
     keys = rng.standard_normal((5 * PAGE, kv_heads, d)).astype(np.float32)
     keys[:PAGE] += 30
@@ -25,7 +25,7 @@ def check_moments(device: Device, type: str, kv_heads: int, d: int) -> None:
 
 
 def check_queries(device: Device, heads: int, d: int) -> None:
-    """After spans of any length, and rows that are written again, the newest of each slot are in their places."""
+    """After spans of any length, and rows written again, the newest queries of each slot are in their places."""
     rng = np.random.default_rng(heads)
     pool = device.upload(stored(np.zeros((PAGE, 1, d), np.float32), "f16"))
     kept = device.zeros((3, NEWEST_QUERIES, heads, d))

@@ -42,7 +42,7 @@ def check_table(device: Device, positions: NDArray[np.int32], half: int, base: f
 
 
 def check_rope(device: Device, n: int, heads: int, d: int, half: int, *, adjacent: bool) -> None:
-    """Pairs as complex numbers times e^(i phi); what is not rotated, and what lies beside, keeps its bits."""
+    """Pairs as complex numbers times e^(i phi); the other elements, and the columns beside, keep their bits."""
     rng = np.random.default_rng(n * d)
     x = rng.standard_normal((n, heads, d)).astype(np.float32)
     phi = rng.uniform(-np.pi, np.pi, (n, half))

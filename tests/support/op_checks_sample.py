@@ -13,7 +13,7 @@ from luce.runtime.step import MAX_CANDIDATES
 
 
 def first_best(row: NDArray[np.float32]) -> int:
-    """The definition: a scan that only a larger number, or a number after NaN, overrules."""
+    """The definition: a scan that takes a larger number, or a number after NaN."""
     best = 0
     for index, value in enumerate(row.tolist()):
         if not math.isnan(value) and (math.isnan(row[best]) or value > row[best]):
@@ -73,7 +73,7 @@ def check_top_k(device: Device, vocab: int) -> None:
 
 
 def check_argmax_logsumexp(device: Device, vocab: int, scale: float, softcap: float) -> None:
-    """Norms against float64, far from zero on both sides, with what is banned; ids and logits also of ties, NaN and
+    """Norms against float64, far from zero on both sides, with banned tokens; ids and logits also of ties, NaN and
     infinities; as rows of their own and as a slice of a wider matrix."""
     rng = np.random.default_rng(vocab)
     logits = (rng.standard_normal((5, vocab)) * 8).astype(np.float32)
