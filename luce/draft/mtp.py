@@ -52,8 +52,8 @@ def mtp_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, co
 
 
 class MTPModel:
-    """The layer for multi-token prediction on a device, for `slots` sequences, of which it sees the last `context`
-    positions or somewhat more.
+    """The layer for multi-token prediction on a device, for `slots` sequences. It sees the last `context` positions of
+    each, or somewhat more.
 
     `rows` uint16 [n, hidden], bfloat16: the target's hidden states before its last norm (luce.layers.features). Raises
     UnsupportedError if the file has no such layer, or naming the tensor that is missing.

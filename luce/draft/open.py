@@ -57,7 +57,7 @@ class DraftPlan:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Bytes on its device: `weights` and `state` (its context), `features` (the ring), and `head`: the target's
-        embedding and head, of which a daemon needs a copy. A daemon's ring has a copy in this process's host memory.
+        embedding and head, which a daemon loads itself. A daemon's ring has a copy in this process's host memory.
         """
         weights, state = self.spec.bytes(self.device)
         copied = self.remote and self.spec.borrows_head

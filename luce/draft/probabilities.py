@@ -1,4 +1,4 @@
-"""Probabilities of a draft's tokens, and drafting token by token for as long as they are high enough."""
+"""Probabilities of a draft's tokens, and drafting token by token while they are high enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is, as data: a family file turns GGUF metadata into a ModelSpec; layers are built from that alone.
+"""A model as data: a family file turns GGUF metadata into a ModelSpec; layers are built from that alone.
 
 Shapes are in elements. Tensor names follow the GGUF convention `blk.N.NAME`; a spec names only the tensors whose names
 differ between families.
@@ -184,11 +184,11 @@ CHATML = MessageMarkers(starts=("<|im_start|>",), ends=("<|im_end|>",))
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a family's chat template and replies are written."""
+    """The format of a family's prompts and replies."""
 
     reasoning: Markers | None = None
     tool_call: Markers | None = None
-    #: what the template does that a client may not expect, for people
+    #: facts about the template that may surprise a client, for people
     notes: tuple[str, ...] = ()
     #: around each message of a prompt
     message: MessageMarkers | None = None

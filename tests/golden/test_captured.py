@@ -1,4 +1,4 @@
-"""What drafters read of every family: the outputs of layers, as bfloat16, wherever layers and drafter are."""
+"""Captured features of every family: the outputs of layers as bfloat16, on any placement of layers and drafter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_ring(device: Device, reference: Reference, slots: int = 4) -> FeatureRi
 
 
 def held(ring: FeatureRing, slot: int, length: int) -> NDArray[np.uint16]:
-    """What the ring has of the newest positions, in order; rows that did not count took the places of the oldest."""
+    """The ring's rows of the newest positions, in order; rejected rows have overwritten the oldest."""
     rows = ring.device.download(ring.rows).reshape(ring.slots, CAPACITY, -1)
     first = max(0, length + 16 - CAPACITY)
     return np.array(rows[slot, np.arange(first, length) % CAPACITY])
@@ -45,7 +45,7 @@ def floats(values: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (values.astype(np.uint32) << 16).view(np.float32)
 
 
-def text(driver: Driver, prompt: NDArray[np.int32], *, guessed: bool = True) -> tuple[int, int]:
+def text(driver: Driver, prompt: NDArray[np.int32], *, drafted: bool = True) -> tuple[int, int]:
     """A prompt in two chunks beside another sequence, some rows one by one, and two verifications, of a chain and of a
     tree: (slot, length)."""
     sequence, other = driver.start(), driver.start()
@@ -54,12 +54,12 @@ def text(driver: Driver, prompt: NDArray[np.int32], *, guessed: bool = True) -> 
     driver.feed((sequence, prompt[90:130]), wanted=False)
     for token in prompt[130:134, None]:
         driver.feed((sequence, token), (other, token))
-    if guessed:
+    if drafted:
         driver.verify((sequence, np.concatenate((prompt[134:137], prompt[:4]))))
         driver.accept(sequence, 3)
         driver.tree(sequence, prompt[[137, 3, 4, 138, 9, 139]], (0, 1, 0, 3, 3))
         driver.accept_path(sequence, (0, 3, 5))
-    for token in () if guessed else prompt[134:140, None]:
+    for token in () if drafted else prompt[134:140, None]:
         driver.feed((sequence, token))
     driver.feed((sequence, prompt[140:142]))
     return sequence.slot, sequence.length
@@ -92,10 +92,10 @@ def test_placements_change_nothing(reference: Reference, make_driver: MakeDriver
         results.append(held(ring, *text(driver, prompt)))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
-    # Rows one by one have the bits that they have in a verification, and rows that do not count are gone.
+    # Rows one by one have the bits of a verification, and rejected rows are gone.
     ring = make_ring(HostDevice(), reference)
     driver = make_driver(reference, [ring.device], ring=ring)
-    np.testing.assert_array_equal(held(ring, *text(driver, prompt, guessed=False)), results[0])
+    np.testing.assert_array_equal(held(ring, *text(driver, prompt, drafted=False)), results[0])
 
 
 @pytest.mark.parametrize(("count", "place"), [(1, 0), (3, 2), (3, 0)])
@@ -179,11 +179,11 @@ def test_what_a_daemon_captures_is_there_with_the_output(
     for token in prompt[40:, None]:
         alone.feed((sequence, token))
     expected = ring.device.download(ring.rows).reshape(ring.slots, CAPACITY, -1)[sequence.slot]
-    told: list[bool] = []
+    flagged: list[bool] = []
     send = Requests.send
 
     def noted(self: Requests, message: Any) -> None:
-        told.append(message.output_flag is not None)
+        flagged.append(message.output_flag is not None)
         send(self, message)
 
     monkeypatch.setattr(Requests, "send", noted)
@@ -198,8 +198,8 @@ def test_what_a_daemon_captures_is_there_with_the_output(
             now = ring.device.download(ring.rows).reshape(ring.slots, CAPACITY, -1)[sequence.slot]
             np.testing.assert_array_equal(now[: at + 1], expected[: at + 1])
         driver.backend.close()
-    # The answer to the first one brings what it captured, which the second one may have to wait for.
-    assert not told[0] and told[2:] == [True] * 19
+    # The response to the first step brings its captured rows, for which the second step may have to wait.
+    assert not flagged[0] and flagged[2:] == [True] * 19
 
 
 @pytest.mark.parametrize(
@@ -220,9 +220,9 @@ def test_a_gpu_captures_the_same(
         ring = make_ring(placed[0], reference)
         driver = make_driver(reference, placed, ring=ring, verify=16)
         results.append(floats(held(ring, *text(driver, prompt))))
-    # What products round shows in all values of a row, and at its largest in rows where an expert is chosen otherwise
-    # or a state has added it up: as far as logits may be off, so may be what they are made from. Of a file that is met
-    # as bytes, single values are off by up to a sixth of the largest one.
+    # Rounding in products shows in all values of a row, most in rows where another expert is chosen or a recurrent
+    # state has accumulated it: the limits of logits hold for the features as well. With int8 products single values are
+    # off by up to a sixth of the largest one.
     limits, layers = reference.limits(reference.kind(1)), len(ring.layers)
     for result in results[1:]:
         for values, expected in zip(np.split(result, layers, 1), np.split(results[0], layers, 1), strict=True):

@@ -27,7 +27,7 @@ FIT = DraftReference("qwen35-a-draft-fit-F32")
 
 
 class Drafted:
-    """A drafter beside its target, and what is told to it of texts whose captured rows are known."""
+    """A drafter with its target's head, and texts whose captured rows are known."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class Drafted:
         self.ring = FeatureRing(
             device, self.spec.captured(reference.target.spec), self.spec.hidden, slots=slots, capacity=capacity
         )
-        ends = TargetHead(device, backend.shards[0], backend.shards[-1])
+        head = TargetHead(device, backend.shards[0].ends, backend.shards[-1].ends)
         assert self.spec.mask_token is not None
-        mask = device.download(ends.embed(np.array([self.spec.mask_token], np.int32)))[0]
+        mask = device.download(head.embed(np.array([self.spec.mask_token], np.int32)))[0]
         self.model = DFlashModel(file, self.spec, device, slots=slots, context=256, rows=self.ring.rows, mask=mask)
-        self.drafter = DFlashDrafter(self.model, self.ring, ends)
+        self.drafter = DFlashDrafter(self.model, self.ring, head)
         stack.callback(self.drafter.close)
 
-    def tell(self, slot: int, captured: F32, at: int, to: int, **verified: Any) -> None:
+    def observe(self, slot: int, captured: F32, at: int, to: int, **verified: Any) -> None:
         """Rows of a text are in the target's cache, and their features in the ring. `verified`: as a Span says it."""
         rows = slot * self.ring.capacity + np.arange(at, to) % self.ring.capacity
         values = self.ring.device.download(self.ring.rows).copy()
@@ -102,15 +102,15 @@ def test_blocks_of_a_run(name: str, device: str, stack: ExitStack, request: pyte
     expected = {
         part: reference.expected[f"spec_17_{part}"] for part in ("committed", "block", "accept", "draft_margin")
     }
-    told = compared = 0
+    observed = compared = 0
     # The emulated device is slow.
     steps = 5 if device == "emulated" else len(expected["committed"])
     for step, committed in enumerate(expected["committed"][:steps].tolist()):
         # The target computed all rows of the last verification, whether they count or not. GPUs read them at once.
         end = min(committed + 3, len(captured))
-        drafted.tell(0, captured, told, end, speculative=told > 0)
-        assert drafted.model.context.cached(0).stop == (told if own.host or not told else end)
-        told = committed
+        drafted.observe(0, captured, observed, end, speculative=observed > 0)
+        assert drafted.model.context.cached(0).stop == (observed if own.host or not observed else end)
+        observed = committed
         block = drafted.propose(0, tokens[: committed + 1])
         if expected["draft_margin"][step] > 0.05:
             compared += 1
@@ -120,24 +120,24 @@ def test_blocks_of_a_run(name: str, device: str, stack: ExitStack, request: pyte
 
 def test_what_is_not_read_before_it_counts(stack: ExitStack) -> None:
     drafted, (tokens, captured) = Drafted(stack, FIT, EmulatedDevice(), capacity=64), text(FIT)
-    drafted.tell(0, captured, 0, 17)
+    drafted.observe(0, captured, 0, 17)
     drafted.propose(0, tokens[:18])
     context = drafted.model.context
-    # A tree, whose rows lie elsewhere; and rows behind some that nobody has read.
-    drafted.tell(0, captured, 17, 22, speculative=True, ancestors=(0,))
+    # A tree, whose rows lie elsewhere; and rows behind a gap.
+    drafted.observe(0, captured, 17, 22, speculative=True, ancestors=(0,))
     assert context.cached(0) == range(17)
-    drafted.tell(0, captured, 19, 22, speculative=True)
+    drafted.observe(0, captured, 19, 22, speculative=True)
     assert context.cached(0) == range(17)
     # Those that fit are read, and go when other rows take their places.
-    drafted.tell(0, captured, 17, 25, speculative=True)
+    drafted.observe(0, captured, 17, 25, speculative=True)
     assert context.cached(0) == range(25)
-    drafted.tell(0, captured, 20, 24, speculative=True)
+    drafted.observe(0, captured, 20, 24, speculative=True)
     assert context.cached(0) == range(24)
 
 
 def test_most(stack: ExitStack) -> None:
     drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0)), text(FIT)
-    drafted.tell(0, captured, 0, 17)
+    drafted.observe(0, captured, 0, 17)
     whole = drafted.propose(0, tokens[:18])
     assert len(whole) == drafted.drafter.block == 7
     assert drafted.propose(0, tokens[:18], most=3) == whole[:3]
@@ -146,9 +146,9 @@ def test_most(stack: ExitStack) -> None:
 def test_without_features_there_is_no_guess(stack: ExitStack) -> None:
     drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0)), text(FIT)
     assert drafted.propose(0, tokens[:18]) == []
-    drafted.tell(0, captured, 0, 16)
+    drafted.observe(0, captured, 0, 16)
     assert drafted.propose(0, tokens[:18]) == []
-    drafted.tell(0, captured, 16, 17)
+    drafted.observe(0, captured, 16, 17)
     assert len(drafted.propose(0, tokens[:18])) == 7
     drafted.drafter.forget(0)
     assert drafted.propose(0, tokens[:18]) == []
@@ -157,42 +157,42 @@ def test_without_features_there_is_no_guess(stack: ExitStack) -> None:
 def test_a_hole_leaves_what_lies_behind_it(stack: ExitStack) -> None:
     # Restored without a tail, or drafting was off: what follows is the context, as if the text began there.
     drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0)), text(FIT)
-    drafted.tell(0, captured, 0, 10)
+    drafted.observe(0, captured, 0, 10)
     drafted.propose(0, tokens[:11])
-    drafted.tell(0, captured, 20, 40)
-    drafted.tell(1, captured, 20, 40)
+    drafted.observe(0, captured, 20, 40)
+    drafted.observe(1, captured, 20, 40)
     assert drafted.propose(0, tokens[:41]) == drafted.propose(1, tokens[:41])
 
 
 def test_rewound_and_told_anew(stack: ExitStack) -> None:
     drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0)), text(FIT)
-    drafted.tell(0, captured, 0, 40)
+    drafted.observe(0, captured, 0, 40)
     drafted.propose(0, tokens[:41])
     # Another text from position 12 on.
-    drafted.tell(0, captured[::-1], 12, 30)
+    drafted.observe(0, captured[::-1], 12, 30)
     both = np.concatenate([captured[:12], captured[::-1][12:30]])
-    drafted.tell(1, both, 0, 30)
+    drafted.observe(1, both, 0, 30)
     assert drafted.propose(0, tokens[:31]) == drafted.propose(1, tokens[:31])
 
 
 def test_several_sequences_at_once(stack: ExitStack) -> None:
     drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0)), text(FIT)
     long = text(FIT, "long")
-    drafted.tell(0, captured, 0, 25)
-    drafted.tell(1, long[1], 0, 160)
+    drafted.observe(0, captured, 0, 25)
+    drafted.observe(1, long[1], 0, 160)
     asked = [Draftable(0, tokens[:26], 9), Draftable(1, long[0][:161], 2)]
     both = [list(proposal.tokens) for proposal in drafted.drafter.propose(asked)()]
     alone = Drafted(stack, FIT, HostDevice(0))
-    alone.tell(0, captured, 0, 25)
-    alone.tell(1, long[1], 0, 160)
+    alone.observe(0, captured, 0, 25)
+    alone.observe(1, long[1], 0, 160)
     assert both == [alone.propose(0, tokens[:26]), alone.propose(1, long[0][:161], 2)]
 
 
 def test_a_ring_shorter_than_the_text(stack: ExitStack) -> None:
-    # Both know the last 64 rows; one was told them in one go, the other as they came.
+    # Both have the last 64 rows; one observed them at once, the other step by step.
     tokens, captured = text(FIT, "long")
     drafted = Drafted(stack, FIT, HostDevice(0), capacity=64)
-    drafted.tell(0, captured, 0, 160)
+    drafted.observe(0, captured, 0, 160)
     for at in range(96, 160, 16):
-        drafted.tell(1, captured, at, at + 16)
+        drafted.observe(1, captured, at, at + 16)
     assert drafted.propose(0, tokens[:161]) == drafted.propose(1, tokens[:161])

@@ -46,7 +46,7 @@ def test_block(name: str, lanes: int, products: list[str], limit: float) -> None
 
 
 def test_a_reply_by_graphs_that_share_their_memory() -> None:
-    # Rows are read while nobody has waited for the output of the step that they were verified in.
+    # Rows are read before the output of their verification has been waited for.
     reference, device = DraftReference("qwen35-a-draft-fit-F32"), SharingDevice()
     with open_draft(reference.path) as file, open_gguf(reference.target.path) as target:
         spec = spec_of(file, reference.path)

@@ -28,14 +28,15 @@ BLOCKS = Reference("qwen35-b-Q4_K_M")
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, its --draft, the least share of guesses that are right, and how much of it runs by default: prompts and
-    tokens."""
+    """A target and its --draft."""
 
     target: Path
     draft: str
+    #: the least acceptance rate
     right: float
+    #: prompts and tokens that run by default
     part: tuple[int, int]
-    #: whether the draft guesses trees
+    #: the draft proposes trees
     tree: bool = False
 
 

@@ -43,9 +43,9 @@ class Drafted:
         for slot in range(slots):
             rows[slot * 64 : slot * 64 + 17] = bfloat16(REFERENCE.expected["hidden_17"][-1])
         device.write(self.ring.rows, rows)
-        self.ends = TargetHead(device, backend.shards[0], backend.shards[-1])
+        self.head = TargetHead(device, backend.shards[0].ends, backend.shards[-1].ends)
         self.model = MTPModel(self.file, spec, device, slots=slots, context=64, rows=self.ring.rows)
-        self.drafter = MTPDrafter(self.model, self.ring, self.ends)
+        self.drafter = MTPDrafter(self.model, self.ring, self.head)
         stack.callback(self.drafter.close)
         if device.host:
             # As a GPU does it before the first step: nothing attends, so layers compute with whatever lay in memory.
@@ -56,10 +56,10 @@ class Drafted:
         """Logits of row t of slot 0, after the rows before it."""
         rows = range(self.model.context.cached(0).stop, t)
         if len(rows):
-            tokens = self.ends.embed(PROMPT[rows.start + 1 : rows.stop + 1])
+            tokens = self.head.embed(PROMPT[rows.start + 1 : rows.stop + 1])
             self.model.append_context([0], [len(rows)], tokens, self.device.upload(states[rows.start : rows.stop]))
-        last = self.model.predict([0], self.ends.embed(PROMPT[t + 1 : t + 2]), self.device.upload(states[t : t + 1]))
-        output = self.ends.last.project(self.device.download(last), logits=True)()
+        last = self.model.predict([0], self.head.embed(PROMPT[t + 1 : t + 2]), self.device.upload(states[t : t + 1]))
+        output = self.head.last.project(self.device.download(last), logits=True)()
         return output.logits[0]
 
 
@@ -114,13 +114,13 @@ def check_first_token(at: int, device: Device, stack: ExitStack) -> None:
 
 
 def test_rows_of_drafts_are_forgotten(device: Device, stack: ExitStack) -> None:
-    # What was drafted beyond the text leaves no trace in later proposals.
+    # Tokens drafted beyond the text leave no trace in later proposals.
     drafted = Drafted(stack, device)
-    told = 0
+    observed = 0
     for at in (6, 7, 12):
-        drafted.drafter.observe([Span(0, 0, at - 1 - told, told)])
+        drafted.drafter.observe([Span(0, 0, at - 1 - observed, observed)])
         stepwise = drafted.drafter.propose([Draftable(0, PROMPT[:at], 9)])()
-        told = at - 1
+        observed = at - 1
     drafted.drafter.observe([Span(1, 0, 11, 0)])
     assert drafted.drafter.propose([Draftable(1, PROMPT[:12], 9)])()[0].tokens == stepwise[0].tokens
 

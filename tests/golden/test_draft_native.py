@@ -16,7 +16,7 @@ ROWS, BLOCK, HIDDEN = 70, 8, 64
 
 
 def computed(directory: Path, window: int, captured: F32, rows: F32) -> F32:
-    """What a model of random weights, which is saved in a directory, makes of captured rows and a block's rows."""
+    """The output of a model with random weights, saved in a directory, for captured rows and a block's rows."""
     torch = pytest.importorskip("torch", reason="torch is an oracle of this test and not installed")
     pytest.importorskip(CLASS, reason="transformers is an oracle of this test and not installed, or has no such class")
     from transformers.cache_utils import DFlashCache

@@ -62,21 +62,21 @@ def test_the_target_itself(name: str, stack: ExitStack) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_was_read_is_not_read_again(name: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (tokens, begin) = drafter(stack, name), text(name)
-    told: list[int] = []
+    read: list[int] = []
     forward = LocalShard.forward
 
     def counted(self: LocalShard, step: Step, *given: Any) -> Any:
-        told.append(step.rows if not len(step.output_rows) else 0)
+        read.append(step.rows if not len(step.output_rows) else 0)
         return forward(self, step, *given)
 
     monkeypatch.setattr(LocalShard, "forward", counted)
     at, found = begin + 1, []
     for accepted in (1, 3, 2, 5, 1):
         propose(model, tokens[:at])
-        # The seed and what is proposed behind it are verified.
+        # The seed and the proposed tokens behind it are verified.
         model.observe([Span(0, 0, 6, at - 1, speculative=True)])
-        found.append(sum(told))
-        told.clear()
+        found.append(sum(read))
+        read.clear()
         at += accepted
     # The prompt, then what lies between two seeds.
     assert found == [begin, 0, 2, 1, 4]

@@ -47,7 +47,7 @@ class Opened:
 
     @property
     def coarse(self) -> float:
-        """How much further a GPU may be off: rows meet weights in bytes as bytes, of which no reference knows."""
+        """The factor of the limits on a GPU, where int8 products round in a way that the references do not."""
         types = {tensor.type for tensor in self.file.tensors.values()}
         return 4.0 if not self.device.host and types & INT8_TYPES else 1.0
 

@@ -1,4 +1,4 @@
-"""Drafting behind a restored prefix: the guesses of a text that was never interrupted, if its tail was kept."""
+"""Drafting behind a restored prefix: proposals equal those of an uninterrupted text if its feature tail was saved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prompt_of(kind: str) -> list[int]:
 
 
 def ask(model: Model, prompt: list[int], count: int) -> tuple[list[int], Guesses, int, str]:
-    """Reply, guesses, tokens from the cache, and from where."""
+    """The reply, the proposals, the tokens from the cache, and the tier that held them."""
     with recorded(model) as found:
         generation = model.generate(prompt, max_tokens=count, temperature=0, ignore_eos=True)
         reply = [token.id for token in generation if token.id >= 0]
@@ -53,13 +53,13 @@ def ask(model: Model, prompt: list[int], count: int) -> tuple[list[int], Guesses
     return reply, found, timings.cached_tokens, timings.cache_tier
 
 
-#: guessing trees, of as many rows as there can be
+#: settings for trees of the most rows
 TREES: dict[str, Any] = {"ddtree": True, "verify_width": 16}
 
 
 @cache
 def whole(kind: str, *, tree: bool = False) -> tuple[list[int], dict[int, list[int]]]:
-    """The reply, and the guesses by length of the text, where nothing is kept."""
+    """The reply, and the proposals by length of the text, without a cache."""
     with load(kind, cache_ram=0, **(TREES if tree else {})) as model:
         reply, found, _, _ = ask(model, prompt_of(kind), ALL)
     return reply, dict(found)
@@ -67,10 +67,10 @@ def whole(kind: str, *, tree: bool = False) -> tuple[list[int], dict[int, list[i
 
 def goes_on(kind: str, model: Model, tier: str, *, tail: bool = True, tree: bool = False) -> None:
     """The rest of the reply is drafted as in `whole`, from its first token on."""
-    prompt, (reply, guesses) = prompt_of(kind), whole(kind, tree=tree)
+    prompt, (reply, proposals) = prompt_of(kind), whole(kind, tree=tree)
     rest, found, cached, where = ask(model, prompt + reply[:BEFORE], ALL - BEFORE)
     assert (rest, where) == (reply[BEFORE:], tier) and cached == len(prompt) + BEFORE - 1
-    common = [(tokens, guesses[at]) for at, tokens in found if at in guesses]
+    common = [(tokens, proposals[at]) for at, tokens in found if at in proposals]
     assert len(common) > 3
     assert all(tokens == expected for tokens, expected in common) == tail
     assert found[0][1]
@@ -86,7 +86,7 @@ def test_from_memory(kind: str, draft: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("draft", [{}, {"draft_ipc_bin": str(HERE)}], ids=["here", "daemon"])
 def test_behind_trees(draft: dict[str, str], tmp_path: Path) -> None:
-    """Rows of the branches that counted are where a text's rows are, also in what is kept."""
+    """Rows of accepted branches lie where the rows of a text lie, in a saved tail too."""
     settings = {"kv_cache_dir": str(tmp_path), "kv_cache_min_tokens": 1, **TREES, **draft}
     with load("dflash", **settings) as model:
         assert ask(model, prompt_of("dflash"), BEFORE)[0] == whole("dflash", tree=True)[0][:BEFORE]
@@ -96,12 +96,12 @@ def test_behind_trees(draft: dict[str, str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("residency", ["persistent", "request-scoped"])
 def test_a_prompt_that_was_kept_whole(residency: str) -> None:
-    prompt, (reply, guesses) = prompt_of("dflash"), whole("dflash")
+    prompt, (reply, proposals) = prompt_of("dflash"), whole("dflash")
     with load("dflash", draft_residency=residency) as model:
         ask(model, prompt, 1)
         again, found, cached, _ = ask(model, prompt, ALL)
     assert (again, cached) == (reply, len(prompt))
-    assert all(tokens == guesses[at] for at, tokens in found if at in guesses) and found[0][0] == len(prompt) + 1
+    assert all(tokens == proposals[at] for at, tokens in found if at in proposals) and found[0][0] == len(prompt) + 1
 
 
 def saved(directory: Path, kind: str = "dflash", **settings: Any) -> None:

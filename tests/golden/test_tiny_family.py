@@ -53,7 +53,7 @@ def test_the_draft_s_block_equals_pytorch(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("length", [1024, 2048])
 def test_finds_passkeys(model: tuple[str, luce.Model], length: int) -> None:
-    """A number told once in other text is repeated when asked for, wherever it stood."""
+    """A number that the text states once is repeated on request, from any position."""
     name, runs = model
     random = np.random.default_rng(length)
     filler = runs.tokenize((FOLDER.parents[1] / "LICENSE").read_text())[: length - 64]

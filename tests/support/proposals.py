@@ -27,7 +27,7 @@ def loaded_drafter(model: Model) -> Any:
 
 @contextmanager
 def recorded(model: Model) -> Iterator[list[tuple[int, list[int]]]]:
-    """What is proposed meanwhile: length of the text, tokens."""
+    """The proposals made meanwhile: length of the text, tokens."""
     drafter, found = drafter_of(model), []
 
     def propose(asked: Sequence[Draftable]) -> PendingProposals:

@@ -58,8 +58,8 @@ def gru(t: Tensors, x: NDArray[np.float64], h: NDArray[np.float64]) -> NDArray[n
 def chain(
     t: Tensors, table: NDArray[np.float64], seed: int, z: NDArray[np.float64], logits: NDArray[np.float64]
 ) -> tuple[list[int], list[float]]:
-    """What dflash.md section 14 says of a block: rows z [places, hidden] with logits [places, vocab] behind a seed; the
-    tokens, and how likely each is or says that it is right."""
+    """A block corrected by the formulas of the heads: rows z [positions, hidden] and logits [positions, vocab] behind a
+    seed -> the tokens, and the probability of each, or the head's own estimate of it."""
     before, h, tokens, sure = seed, t.get(f"{DOMINO}start"), [], []
     for row, own in zip(z, logits, strict=True):
         if h is not None:
@@ -117,8 +117,8 @@ def check_blocks(name: str, device: Device, path: Path) -> None:
             tensors, table.astype(np.float64), int(seeds[text]), z[text].astype(np.float64), logits[text]
         )
         assert ids[text, :, 0].tolist() == expected
-        told = np.exp(scores[text, :, 0]) if sure is None else sure[text]
-        np.testing.assert_allclose(told, probabilities, atol=1e-5)
+        found_probabilities = np.exp(scores[text, :, 0]) if sure is None else sure[text]
+        np.testing.assert_allclose(found_probabilities, probabilities, atol=1e-5)
         moved += int((ids[text, :, 0] != order[text, :, 0]).sum())
     assert moved > texts * places // 2
 
@@ -196,8 +196,8 @@ def made(kind: str, vocab: int = 768, **head: int) -> MadeDraft:
     return own.with_domino(vocab, **head) if kind == "domino" else own.with_dspark(vocab, **head)
 
 
-def guessed(path: Path, **settings: Any) -> tuple[list[tuple[int, list[int]]], str]:
-    """What is proposed behind a prompt, whose reply is the expected one, and the drafter's state."""
+def proposed(path: Path, **settings: Any) -> tuple[list[tuple[int, list[int]]], str]:
+    """The proposals behind a prompt, whose reply is the expected one, and the drafter's state."""
     with luce.load(TARGET.path, draft=str(path), **SETTINGS, **settings) as model:
         prompt = TARGET.expected["prompt_17"].tolist()
         with recorded(model) as found:
@@ -212,23 +212,23 @@ def guessed(path: Path, **settings: Any) -> tuple[list[tuple[int, list[int]]], s
 def test_a_draft_with_a_head(kind: str, tmp_path: Path) -> None:
     draft = made(kind, **({"confidence": 64 + RANK} if kind == "dspark" else {}))
     path = draft.write(tmp_path / "draft.gguf")
-    found, state = guessed(path)
+    found, state = proposed(path)
     assert state == "on" and len(found) > 2
     # A tree's first chain is the corrected one.
-    trees, _ = guessed(path, ddtree=True)
+    trees, _ = proposed(path, ddtree=True)
     assert {tokens[0] for _, tokens in trees[:1]} == {found[0][1][0]}
     off = made(kind)
     off.keys[f"dflash.{kind}.enabled"] = 0
-    plain, state = guessed(off.write(tmp_path / "off.gguf"))
+    plain, state = proposed(off.write(tmp_path / "off.gguf"))
     assert state == "on" and plain != found
 
 
 def test_a_head_for_other_tokens_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found, state = guessed(made("dspark", vocab=700).write(tmp_path / "draft.gguf"))
+    found, state = proposed(made("dspark", vocab=700).write(tmp_path / "draft.gguf"))
     assert state == "on" and "its dspark head is for 700 tokens, but the model has 768" in caplog.text
     off = made("dspark")
     off.keys["dflash.dspark.enabled"] = 0
-    assert guessed(off.write(tmp_path / "off.gguf"))[0] == found
+    assert proposed(off.write(tmp_path / "off.gguf"))[0] == found
 
 
 @pytest.mark.parametrize("name", ["gru.weight_hh", "head.w2", "head.b1"])

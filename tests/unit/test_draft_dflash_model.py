@@ -37,7 +37,7 @@ class Made:
         )
 
     def expected(self, at: int, first: int = 0) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """What the formula gives behind the captured rows first .. at - 1."""
+        """The formula's block behind the captured rows first .. at - 1."""
         noise = np.concatenate([[self.seed], np.repeat([self.mask], self.spec.block - 1, axis=0)]).astype(np.float64)
         tensors = {name: tensor.astype(np.float64) for name, tensor in self.made.tensors.items()}
         return formula(self.spec, tensors, self.captured[first:at].astype(np.float64), noise, at)[1:]
@@ -121,7 +121,7 @@ def sliding_keys() -> dict[str, Any]:
 
 
 def test_cached_is_one_shot(sliding: Made) -> None:
-    # Random gaps, some longer than a piece; a block behind each. One-shot: a new draft, told the same rows at once.
+    # Random gaps, some longer than a chunk; a block behind each, compared with a new draft that reads the rows at once.
     rng = np.random.default_rng(1)
     cached, at = sliding.drafting(), 0
     while at < 2000:
@@ -149,7 +149,7 @@ def test_rewind(sliding: Made) -> None:
 
 
 def test_rewind_beyond_the_rings(sliding: Made) -> None:
-    # What was overwritten is not seen: as if it had been forgotten.
+    # Overwritten rows are not seen, as if they had been dropped.
     drafting = sliding.drafting()
     drafting.append_context(2600)
     drafting.model.context.rewind(0, 1200)

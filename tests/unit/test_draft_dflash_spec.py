@@ -1,4 +1,4 @@
-"""What keys and tensors of a draft file become, and what is refused by name."""
+"""Keys and tensors of a draft file as a DFlashSpec, and refusals that name them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What --draft and its companions open, and what is refused."""
+"""The drafters that --draft and its companion flags open, and the settings that they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafters take: sizes are those of the load, plans leave room for them, and people are told."""
+"""Memory of drafters: the planned sizes are those of the load, plans reserve them, and inspect shows them."""
 
 from __future__ import annotations
 

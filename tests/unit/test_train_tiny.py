@@ -37,7 +37,7 @@ def corpus() -> data.Corpus:
 
 
 def logits(path: Path, ids: np.ndarray) -> np.ndarray:
-    """What Luce's CPU backend computes."""
+    """The outputs of Luce's CPU backend."""
     with open_gguf(path) as file:
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
         backend = LayerSplitBackend(file, spec, [HostDevice()], slots=1, context=256)

@@ -88,7 +88,7 @@ _HEADS = {
 }
 _CAPTURE_NORMS = ("aux_hidden_norm.", "aux_hidden_norms.")
 
-# Keys of config.json that are read, and keys that do not change what the draft computes.
+# Keys of config.json that are read, and keys without an effect on the draft.
 _INTEGERS = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",

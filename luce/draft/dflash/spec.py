@@ -303,7 +303,7 @@ def _rope(source: Source, head_dim: int) -> Rope:
 
 
 def _sliding(source: Source, layers: int, window: int) -> tuple[Sequence[bool], int]:
-    """Which layers slide, and their window, 0 for none."""
+    """A flag for each layer that slides, and the window of these layers, 0 for none."""
     if window:
         return [layer < layers - 1 for layer in range(layers)], window
     size = source.integer("attention.sliding_window", 0)
@@ -353,9 +353,11 @@ def _fused(source: Source, hidden: int) -> int:
             f"{source.path}: tensor {name} has shape {list(fusion.shape)}, expected [N * {hidden}, {hidden}] with N of "
             f"1 to {_MOST_CAPTURES}"
         )
-    for key, told in (("dflash.n_target_layers", count), ("dflash.n_target_features", fusion.cols)):
-        if source.integer(key, told) != told:
-            _log.warning("%s: %s is %d, but %s says %d", source.path, source.key(key), source.integer(key), name, told)
+    for key, expected in (("dflash.n_target_layers", count), ("dflash.n_target_features", fusion.cols)):
+        if source.integer(key, expected) != expected:
+            _log.warning(
+                "%s: %s is %d, but %s says %d", source.path, source.key(key), source.integer(key), name, expected
+            )
     return count
 
 
