@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import importlib
 import re
 import shlex
@@ -22,6 +23,7 @@ from luce.config.settings import FIELDS, flag
 from luce.draft import messages as draft_messages
 from luce.draft.ngram import NgramDrafter
 from luce.ipc import lifecycle
+from luce.kvcache.disk.stats import DiskStats
 from luce.models.registry import FAMILIES
 from luce.ops.weight import KERNEL_TYPES
 from luce.remote import messages
@@ -166,6 +168,26 @@ async def test_endpoints_are_those_of_the_server() -> None:
         served = set((await here.get("/props"))[1]["api"]["endpoints"])
     # Each path under /v1 is there without it too.
     assert shown == served - {e.replace("/v1", "") for e in served if "/v1" in e}
+
+
+def key_paths(value: object, path: str = "") -> set[str]:
+    """The keys of a JSON value, joined by dots; items of lists have the path of the list."""
+    if isinstance(value, list):
+        return set().union(*(key_paths(item, path) for item in value))
+    if not isinstance(value, dict):
+        return set()
+    return set().union(*({f"{path}{key}", *key_paths(item, f"{path}{key}.")} for key, item in value.items()))
+
+
+async def test_json_that_pages_name_is_what_the_server_sends() -> None:
+    async with running(verify_width=8, model={"drafter": NgramDrafter(block=7)}) as here:
+        reply = await here.chat()
+        bodies = [reply, *reply["choices"], (await here.get("/props"))[1], (await here.get("/v1/cache"))[1]]
+    served = set().union(*map(key_paths, bodies)) | {f"tiers.disk.{f.name}" for f in dataclasses.fields(DiskStats)}
+    roots = "runtime|speculative|tiers|finish_details|usage|timings"
+    shown = {name for path in PAGES for name in re.findall(rf"`((?:{roots})\.[\w.]+)`", path.read_text())}
+    assert shown
+    assert shown - served == set()
 
 
 def test_fields_of_requests_are_in_the_guide() -> None:
