@@ -18,12 +18,12 @@ VERBS = {
     "serve": "serve a model over HTTP",
     "chat": "talk with a model",
     "run": "answer one prompt and exit",
-    "inspect": "show what a model file holds and where its layers would go",
+    "inspect": "show the contents of a model file and the placement of its layers",
     "bench": "measure how fast a model runs on this machine",
     "cache": "list, check and remove the prompts that are cached on disk",
     "pull": "download a model",
     "shard": "hold layers for a server in another process",
-    "doctor": "show drivers, devices and kernel builds of this machine",
+    "doctor": "show drivers, devices and kernel builds of this machine, and problems with them",
 }
 
 

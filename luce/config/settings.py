@@ -144,7 +144,7 @@ class Config(_Sampling):
         "how activations reach daemons: shared (shared memory), stream (inside the messages), auto (shared where "
         "possible)",
         flags=("target-shard-ipc-transport",),
-        metavar="WAY",
+        metavar="TRANSPORT",
         group="daemons",
     )
     shard_activations: str = _setting(
@@ -253,7 +253,7 @@ class Config(_Sampling):
         "auto",
         choice("auto", "packed"),
         "weights that GPUs use for prompts: auto (also unpacked to f16, in up to half of the free memory), packed",
-        metavar="HOW",
+        metavar="FORMAT",
         group="engine",
     )
     draft: str = _setting(
@@ -286,7 +286,7 @@ class Config(_Sampling):
         choice("auto", "persistent", "request-scoped"),
         "when the draft's weights are loaded: persistent (always), request-scoped (only while requests run), auto "
         "(persistent)",
-        metavar="WHEN",
+        metavar="MODE",
         group="drafting",
     )
     draft_swa: int = _setting(
@@ -389,7 +389,7 @@ class Config(_Sampling):
         choice("reshard", "exact"),
         "which snapshots on disk are used: reshard (those of every placement of the model), exact (only those of the "
         "same devices with the same layers)",
-        metavar="WHICH",
+        metavar="MODE",
         group="prefix cache",
     )
     kv_cache_flush_timeout: float = _setting(
