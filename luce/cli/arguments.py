@@ -38,9 +38,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_settings(parser: argparse.ArgumentParser, groups: Iterable[str]) -> None:
     """The flags of these groups of settings. Verbs that load a model also take --dry-run."""
     if "limits" in groups:
-        parser.add_argument(
-            "--dry-run", action="store_true", help="print the placement of the layers; load nothing"
-        )
+        parser.add_argument("--dry-run", action="store_true", help="print the placement of the layers; load nothing")
     add_flags(parser, groups)
 
 

@@ -5,6 +5,7 @@ checked here, whatever their origin, and all errors of one start are reported to
 device or a file. Called by every package that reads a setting; imports only errors and log.
 
     settings     the table of settings: Config
+    field        the fields of that table
     sampling     the table of sampling values: SamplingParams
     values       parsers from texts to values
     conflicts    settings that contradict each other

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from luce.config.sampling import SAMPLERS, SamplingParams
+from luce.config.field import SamplingDefaults, setting
+from luce.config.sampling import SamplingParams
 from luce.config.values import (
-    Parser,
     choice,
     device,
     devices,
@@ -27,15 +27,6 @@ from luce.config.values import (
     variables,
     weights,
 )
-
-
-def _setting(
-    default: Any, parse: Parser, help: str, *, flags: Sequence[str] = (), metavar: str = "", group: str
-) -> Any:
-    """A field. `flags` are aliases without dashes; a tuple default means that the flag may be repeated."""
-    meta = {"parse": parse, "help": help, "flags": tuple(flags), "metavar": metavar, "group": group}
-    return dataclasses.field(default=default, metadata=meta)
-
 
 #: the groups in the order of the sample file; their names are headings in `--help`
 GROUPS = (
@@ -57,46 +48,18 @@ GROUPS = (
 _CACHE_TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
 
 
-if TYPE_CHECKING:
-
-    class _Sampling:
-        """A field for each sampling value with a setting; code reads them by the names of SAMPLERS."""
-
-else:
-    _Sampling = dataclasses.make_dataclass(
-        "_Sampling",
-        [
-            (
-                name,
-                sampler.kind,
-                _setting(
-                    sampler.setting,
-                    sampler.parse,
-                    f"{sampler.help}; used when a request does not set it",
-                    flags=[alias.replace("_", "-") for alias in sampler.aliases[:1]],
-                    metavar=sampler.metavar,
-                    group="sampling",
-                ),
-            )
-            for name, sampler in SAMPLERS.items()
-            if sampler.setting is not None
-        ],
-        frozen=True,
-    )
-
-
 @dataclass(frozen=True)
-class Config(_Sampling):
+class Config(SamplingDefaults):
     """All settings. Sizes are in the unit that the help text names."""
 
-    target_device: str = _setting(
+    target_device: str = setting(
         "auto",
         device,
         "device that runs the model: auto (the first GPU that works, else the CPU), cuda:N, hip:N, cpu:N",
         metavar="DEVICE",
         group="placement",
     )
-    target_devices: tuple[str, ...] = _setting(
+    target_devices: tuple[str, ...] = setting(
         (),
         devices,
         "devices that the model's layers are split over, in order: cuda:N, hip:N, cpu:N, tcp://HOST:PORT/cuda:N, or "
@@ -105,7 +68,7 @@ class Config(_Sampling):
         metavar="DEVICE[,DEVICE...]",
         group="placement",
     )
-    target_layer_split: tuple[float, ...] = _setting(
+    target_layer_split: tuple[float, ...] = setting(
         (),
         weights,
         "share of the layers on each of the target devices (default: in proportion to their free memory)",
@@ -113,7 +76,7 @@ class Config(_Sampling):
         metavar="WEIGHT[,WEIGHT...]",
         group="placement",
     )
-    target_shard_ipc_bin: tuple[tuple[str, Path], ...] = _setting(
+    target_shard_ipc_bin: tuple[tuple[str, Path], ...] = setting(
         (),
         interpreters,
         "Python interpreter or virtual environment that runs daemons for the GPUs of the other vendor; if there are "
@@ -122,23 +85,23 @@ class Config(_Sampling):
         metavar="PATH",
         group="daemons",
     )
-    peer_access: bool = _setting(
+    peer_access: bool = setting(
         True,
         text,
         "let GPUs copy directly to each other where they can; --no-peer-access: always copy through host memory",
         group="peer copies",
     )
-    isolate_shards: bool = _setting(
+    isolate_shards: bool = setting(
         False, text, "start one daemon per device, not one for all neighbouring devices of a backend", group="daemons"
     )
-    shard_env: tuple[str, ...] = _setting(
+    shard_env: tuple[str, ...] = setting(
         (),
         variables,
         "environment variable for the daemons of a backend, such as hip:HSA_OVERRIDE_GFX_VERSION=11.0.0 (repeatable)",
         metavar="BACKEND:NAME=VALUE",
         group="daemons",
     )
-    shard_transport: str = _setting(
+    shard_transport: str = setting(
         "auto",
         choice("auto", "shared", "stream"),
         "how activations reach daemons: shared (shared memory), stream (inside the messages), auto (shared where "
@@ -147,7 +110,7 @@ class Config(_Sampling):
         metavar="TRANSPORT",
         group="daemons",
     )
-    shard_activations: str = _setting(
+    shard_activations: str = setting(
         "f32",
         choice("f32", "f16", "bf16"),
         "type of activations inside messages (over a network, or with --shard-transport stream): f16 and bf16 halve "
@@ -155,38 +118,38 @@ class Config(_Sampling):
         metavar="TYPE",
         group="daemons",
     )
-    shard_key_file: Path | None = _setting(
+    shard_key_file: Path | None = setting(
         None,
         path,
         "file with the key and certificate for network daemons at tcp://HOST:PORT/BACKEND:N",
         metavar="FILE",
         group="daemons",
     )
-    shard_timeout: float = _setting(
+    shard_timeout: float = setting(
         60.0,
         number(0.1, 86400),
         "seconds in which a daemon must answer a request, plus 0.1 s per row of the request",
         metavar="SECONDS",
         group="daemons",
     )
-    shard_start_timeout: float = _setting(
+    shard_start_timeout: float = setting(
         600.0,
         number(1, 86400),
         "seconds in which a daemon must start, and in which it must read each of its layers",
         metavar="SECONDS",
         group="daemons",
     )
-    max_ctx: int = _setting(
+    max_ctx: int = setting(
         0,
         integer(0),
         "context length of a sequence in tokens (0: the trained length, at most 8192)",
         metavar="N",
         group="engine",
     )
-    parallel: int = _setting(
+    parallel: int = setting(
         1, integer(1, 256), "sequences that are generated at the same time", metavar="N", group="engine"
     )
-    chunk: int = _setting(
+    chunk: int = setting(
         0,
         integer(0, 8192),
         "prompt tokens in one step (0: 2048 on GPUs, 512 if a device is a CPU)",
@@ -194,21 +157,21 @@ class Config(_Sampling):
         metavar="N",
         group="engine",
     )
-    cache_type_k: str = _setting(
+    cache_type_k: str = setting(
         "auto",
         choice(*_CACHE_TYPES),
         "type in which keys are stored: auto (f16 on GPUs, f32 on the CPU), f16, bf16, q8_0, q4_0",
         metavar="TYPE",
         group="engine",
     )
-    cache_type_v: str = _setting(
+    cache_type_v: str = setting(
         "auto",
         choice(*_CACHE_TYPES),
         "type in which values are stored: the same choices as for keys",
         metavar="TYPE",
         group="engine",
     )
-    kvflash: str = _setting(
+    kvflash: str = setting(
         "off",
         resident_tokens,
         "keys and values on the devices, per sequence; further ones are swapped out to host memory, and longer "
@@ -217,7 +180,7 @@ class Config(_Sampling):
         metavar="N|auto",
         group="KVFlash",
     )
-    kvflash_policy: str = _setting(
+    kvflash_policy: str = setting(
         "qk",
         choice("qk", "drafter", "lru"),
         "which pages stay on the devices beside a sequence's first and last ones: qk (those that the newest token "
@@ -226,7 +189,7 @@ class Config(_Sampling):
         metavar="POLICY",
         group="KVFlash policy",
     )
-    kvflash_drafter: str = _setting(
+    kvflash_drafter: str = setting(
         "",
         path_or_mode,
         "GGUF file of the small model for --kvflash-policy drafter, with any vocabulary (default: the model of "
@@ -234,7 +197,7 @@ class Config(_Sampling):
         metavar="FILE",
         group="KVFlash policy",
     )
-    kvflash_tau: int = _setting(
+    kvflash_tau: int = setting(
         64,
         integer(1),
         "tokens of a reply after which --kvflash-policy scores the pages again, or 1/45 of the sequence if that is "
@@ -242,21 +205,21 @@ class Config(_Sampling):
         metavar="N",
         group="KVFlash policy",
     )
-    kvflash_host_mb: int = _setting(
+    kvflash_host_mb: int = setting(
         0,
         mebibytes,
         "MiB of host memory for pages that are swapped out (0: half of the memory that is free at the start)",
         metavar="SIZE",
         group="KVFlash policy",
     )
-    prompt_weights: str = _setting(
+    prompt_weights: str = setting(
         "auto",
         choice("auto", "packed"),
         "weights that GPUs use for prompts: auto (also unpacked to f16, in up to half of the free memory), packed",
         metavar="FORMAT",
         group="engine",
     )
-    draft: str = _setting(
+    draft: str = setting(
         "",
         path_or_name,
         "drafter for speculative decoding, which does not change replies. PATH: a DFlash draft (GGUF file, "
@@ -266,14 +229,14 @@ class Config(_Sampling):
         metavar="PATH|mtp|ngram",
         group="drafting",
     )
-    draft_device: str = _setting(
+    draft_device: str = setting(
         "auto",
         device,
         "device that runs the draft: auto (that of the last layers), cuda:N, hip:N, cpu:N, tcp://HOST:PORT/BACKEND:N",
         metavar="DEVICE",
         group="drafting",
     )
-    draft_ipc_bin: Path | None = _setting(
+    draft_ipc_bin: Path | None = setting(
         None,
         path,
         "Python interpreter or virtual environment that runs a daemon for the draft on its device",
@@ -281,7 +244,7 @@ class Config(_Sampling):
         metavar="PATH",
         group="drafting",
     )
-    draft_residency: str = _setting(
+    draft_residency: str = setting(
         "auto",
         choice("auto", "persistent", "request-scoped"),
         "when the draft's weights are loaded: persistent (always), request-scoped (only while requests run), auto "
@@ -289,7 +252,7 @@ class Config(_Sampling):
         metavar="MODE",
         group="drafting",
     )
-    draft_swa: int = _setting(
+    draft_swa: int = setting(
         0,
         integer(0),
         "sliding window of all layers of a DFlash draft but the last, if its file does not name one (0: as in the "
@@ -297,10 +260,10 @@ class Config(_Sampling):
         metavar="N",
         group="drafting",
     )
-    draft_ctx_max: int = _setting(
+    draft_ctx_max: int = setting(
         4096, integer(64), "most tokens of context that the draft reads", metavar="N", group="drafting"
     )
-    draft_feature_tail: int = _setting(
+    draft_feature_tail: int = setting(
         2048,
         integer(0),
         "tokens at the end of a cached prefix whose features (hidden states) are cached too, so that drafts that read "
@@ -308,50 +271,50 @@ class Config(_Sampling):
         metavar="N",
         group="drafting",
     )
-    ddtree: bool = _setting(
+    ddtree: bool = setting(
         False,
         text,
         "let a DFlash draft propose a tree with several tokens for a position, not one sequence",
         group="drafting",
     )
-    ddtree_budget: int = _setting(
+    ddtree_budget: int = setting(
         15,
         integer(0, 64),
         "most draft tokens in a tree; a step verifies at most 15 per sequence, so a larger budget changes nothing",
         metavar="N",
         group="drafting",
     )
-    verify_width: int = _setting(
+    verify_width: int = setting(
         0,
         integer(0, 16),
         "tokens of a sequence that one step verifies (0: chosen from measured times)",
         metavar="N",
         group="drafting",
     )
-    threads: int = _setting(
+    threads: int = setting(
         0,
         integer(0, 4096),
         "threads for matrix products on the CPU device (0: all cores)",
         metavar="N",
         group="limits",
     )
-    max_queue: int = _setting(
+    max_queue: int = setting(
         64, integer(0, 65536), "requests that may wait; further ones are answered with 503", metavar="N", group="limits"
     )
-    max_queue_seconds: float = _setting(
+    max_queue_seconds: float = setting(
         0.0, number(0, 86400), "longest wait in the queue (0: no limit)", metavar="SECONDS", group="limits"
     )
-    timeout: float = _setting(
+    timeout: float = setting(
         0.0, number(0, 86400), "longest run of one request (0: no limit)", metavar="SECONDS", group="limits"
     )
-    cache_ram: int = _setting(
+    cache_ram: int = setting(
         4096,
         mebibytes,
         "MiB of host memory for the prefix cache (0: no prefix cache, on disk neither)",
         metavar="SIZE",
         group="prefix cache",
     )
-    cache_interval: int = _setting(
+    cache_interval: int = setting(
         8192,
         integer(64),
         "tokens between checkpoints in a long prompt, for models with recurrent state",
@@ -359,7 +322,7 @@ class Config(_Sampling):
         metavar="N",
         group="prefix cache",
     )
-    kv_cache_dir: str = _setting(
+    kv_cache_dir: str = setting(
         "auto",
         path_or_mode,
         "directory of the prefix cache on disk, which survives restarts (auto: in the user's cache directory; off: "
@@ -368,7 +331,7 @@ class Config(_Sampling):
         metavar="DIR",
         group="prefix cache on disk",
     )
-    kv_cache_budget: int = _setting(
+    kv_cache_budget: int = setting(
         20480,
         mebibytes,
         "MiB that the prefix cache on disk may use (0: no limit)",
@@ -376,7 +339,7 @@ class Config(_Sampling):
         metavar="SIZE",
         group="prefix cache on disk",
     )
-    kv_cache_min_tokens: int = _setting(
+    kv_cache_min_tokens: int = setting(
         512,
         integer(1),
         "shortest prompt that is written to disk",
@@ -384,7 +347,7 @@ class Config(_Sampling):
         metavar="N",
         group="prefix cache",
     )
-    kv_cache_placement: str = _setting(
+    kv_cache_placement: str = setting(
         "reshard",
         choice("reshard", "exact"),
         "which snapshots on disk are used: reshard (those of every placement of the model), exact (only those of the "
@@ -392,7 +355,7 @@ class Config(_Sampling):
         metavar="MODE",
         group="prefix cache",
     )
-    kv_cache_flush_timeout: float = _setting(
+    kv_cache_flush_timeout: float = setting(
         30.0,
         number(0, 3600),
         "longest time at shutdown for writing snapshots that are not on disk yet",
@@ -400,7 +363,7 @@ class Config(_Sampling):
         metavar="SECONDS",
         group="prefix cache",
     )
-    chat_template: Path | None = _setting(
+    chat_template: Path | None = setting(
         None,
         path,
         "Jinja file used instead of the model file's own template",
@@ -408,9 +371,9 @@ class Config(_Sampling):
         metavar="FILE",
         group="chat template",
     )
-    host: str = _setting("127.0.0.1", text, "address to listen on", metavar="ADDRESS", group="server")
-    port: int = _setting(8080, integer(0, 65535), "port to listen on (0: any free one)", metavar="N", group="server")
-    alias: tuple[str, ...] = _setting(
+    host: str = setting("127.0.0.1", text, "address to listen on", metavar="ADDRESS", group="server")
+    port: int = setting(8080, integer(0, 65535), "port to listen on (0: any free one)", metavar="N", group="server")
+    alias: tuple[str, ...] = setting(
         (),
         names,
         "names of the model in responses and /v1/models",
@@ -418,62 +381,62 @@ class Config(_Sampling):
         metavar="NAME[,NAME...]",
         group="server",
     )
-    strict_model: bool = _setting(False, text, "answer 404 to requests that name another model", group="server")
-    api_key: tuple[str, ...] = _setting(
+    strict_model: bool = setting(False, text, "answer 404 to requests that name another model", group="server")
+    api_key: tuple[str, ...] = setting(
         (), names, "key that clients must send (repeatable)", metavar="KEY[,KEY...]", group="server"
     )
-    api_key_file: Path | None = _setting(
+    api_key_file: Path | None = setting(
         None, path, "file with one key per line; SIGHUP reads it again", metavar="FILE", group="server"
     )
-    allowed_host: tuple[str, ...] = _setting(
+    allowed_host: tuple[str, ...] = setting(
         (),
         names,
         "further Host header values accepted on a loopback address without a key",
         metavar="NAME[,NAME...]",
         group="server",
     )
-    cors_origin: tuple[str, ...] = _setting(
+    cors_origin: tuple[str, ...] = setting(
         (),
         names,
         "origins whose pages browsers let call the server; * for all",
         metavar="ORIGIN[,ORIGIN...]",
         group="server",
     )
-    metrics_public: bool = _setting(False, text, "serve /metrics without a key", group="server")
-    max_body_mib: int = _setting(64, integer(1, 4096), "largest request body", metavar="MIB", group="server")
-    max_n: int = _setting(8, integer(1, 64), "largest `n` of a request", metavar="N", group="server")
-    max_batch_prompts: int = _setting(
+    metrics_public: bool = setting(False, text, "serve /metrics without a key", group="server")
+    max_body_mib: int = setting(64, integer(1, 4096), "largest request body", metavar="MIB", group="server")
+    max_n: int = setting(8, integer(1, 64), "largest `n` of a request", metavar="N", group="server")
+    max_batch_prompts: int = setting(
         64, integer(1, 1024), "most prompts in one /v1/completions request", metavar="N", group="server"
     )
-    sse_ping: float = _setting(
+    sse_ping: float = setting(
         10.0,
         number(0.1, 3600),
         "seconds between keep-alive comments in a silent stream",
         metavar="SECONDS",
         group="server",
     )
-    write_timeout: float = _setting(
+    write_timeout: float = setting(
         60.0,
         number(0.1, 3600),
         "seconds after which a client that does not read its stream is disconnected",
         metavar="SECONDS",
         group="server",
     )
-    drain_seconds: float = _setting(
+    drain_seconds: float = setting(
         30.0,
         number(0, 3600),
         "time that running requests have to finish after SIGTERM",
         metavar="SECONDS",
         group="server",
     )
-    log_level: str = _setting(
+    log_level: str = setting(
         "info",
         choice("debug", "info", "warning", "error"),
         "lowest level of the messages that are logged",
         metavar="LEVEL",
         group="log",
     )
-    log_json: bool = _setting(False, text, "write log lines as JSON objects", group="log")
+    log_json: bool = setting(False, text, "write log lines as JSON objects", group="log")
 
 
 FIELDS: Mapping[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Config)}
