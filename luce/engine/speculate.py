@@ -321,7 +321,7 @@ class Speculator:
         tree = self._tree_tokens
         if sequence.paging.max_draft is not None:
             # The query of the last of these rows may rank pages, and a tree's rows at one position overwrite each
-            # other's queries (luce.ops.rank).
+            # other's queries (luce.ops.page_ranking).
             depth = min(depth, sequence.paging.max_draft - (tree is not None))
         tokens = min(depth if tree is None else tree, self._max_verify_rows - 1, budget)
         if known.off or min(depth, tokens) <= 0:

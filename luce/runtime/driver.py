@@ -96,14 +96,17 @@ _CONFIG, _ATTRIBUTE = struct.Struct("@7IPPI"), struct.Struct("@I4xI60x")
 
 @dataclass(frozen=True)
 class Properties:
-    """Facts about a device. `arch` is the compiler's target: `sm_90a`, `gfx90a:sramecc+:xnack-`. Sizes in bytes."""
+    """Facts about a device."""
 
     name: str
+    #: the compiler's target: `sm_90a`, `gfx90a:sramecc+:xnack-`
     arch: str
     lanes: int
+    #: bytes of shared memory of a block, by default and at most
     shared: int
     shared_optin: int
     multiprocessors: int
+    #: bytes
     memory: int
 
 

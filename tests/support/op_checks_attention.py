@@ -29,10 +29,13 @@ F32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class History:
-    """One sequence: keys and values float32 [length, kv_heads, d] exact in fp16, queries [length, heads, d]."""
+    """One sequence, with keys and values that are exact in fp16."""
 
+    #: [length, heads, d]
     q: F32
+    #: [length, kv_heads, d]
     k: F32
+    #: [length, kv_heads, d]
     v: F32
 
     @classmethod
@@ -75,17 +78,17 @@ def fill(shape: tuple[int, ...], value: float, dtype: np.dtype[Any]) -> NDArray[
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows [position, position + rows) of a sequence are computed; `missing` pages (by number) are not resident.
-
-    parents, of a tree: row i sees itself and what row parents[i] < i sees, of the rows before all if that is -1, and
-    stands behind it. `both`: rows see each other if they are less than that apart.
-    """
+    """Rows [position, position + rows) of a sequence, to be computed."""
 
     history: History
     position: int
     rows: int
+    #: pages, by number, that are not resident
     missing: frozenset[int] = frozenset()
+    #: of a draft tree: row i sees itself and the keys that row parents[i] < i sees, or all before the chunk if that is
+    #: -1; its position follows that row's
     parents: tuple[int, ...] = ()
+    #: rows see each other if their distance is less than this
     both: int = 0
 
     @property
