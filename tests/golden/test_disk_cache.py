@@ -17,6 +17,7 @@ import pytest
 
 import luce
 from luce.api import Model
+from luce.backend import layersplit
 from luce.errors import ShardLostError
 from luce.kvcache import saver
 from luce.kvcache.disk import manifest as manifests
@@ -27,6 +28,7 @@ from luce.remote.rpc import Requests
 from luce.remote.saved_state import RemoteSavedState
 from luce.remote.shard_groups import RemoteState
 from luce.runtime.step import PAGE
+from luce.shard.pipeline import Chain
 from luce.shard.saved_state import JoinedSavedState
 from luce.shard.sizes import mirrored
 from tests.support.daemons import HERE, key_file, listener
@@ -225,8 +227,8 @@ def test_data_of_remote_shards_passes_in_small_windows(tmp_path: Path, monkeypat
     fetched: list[int] = []
     fetch = RemoteSavedState._fetch
 
-    def watched(kept: RemoteSavedState, names: list[str], *given: Any) -> Any:
-        tensors = fetch(kept, names, *given)
+    def watched(saved: RemoteSavedState, names: list[str], *given: Any) -> Any:
+        tensors = fetch(saved, names, *given)
         fetched.append(sum(tensor.nbytes for tensor in tensors.values()))
         assert len(tensors) == 1 or fetched[-1] <= window
         return tensors
@@ -237,28 +239,36 @@ def test_data_of_remote_shards_passes_in_small_windows(tmp_path: Path, monkeypat
         ask(model, prompt, 4)
         cache = model.engine.cache
         assert cache is not None
-        # What daemons have put aside is counted here, and nothing of it is here.
-        kept = [
+        # The saved states of daemons count here, and none of their bytes are in this process.
+        remote = [
             part
             for checkpoint in cache.memory.tree.checkpoints
             for part in cast("JoinedSavedState", checkpoint.state).parts[1:]
         ]
-        assert kept and all(isinstance(part, RemoteSavedState) and part.nbytes for part in kept)
+        assert remote and all(isinstance(part, RemoteSavedState) and part.nbytes for part in remote)
     assert len(fetched) > 3 and sum(fetched) > 3 * window
 
 
 def test_a_daemon_is_asked_only_while_its_shard_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Steps of which nothing is wanted go on behind the engine's back.
+    # The engine does not wait for steps without output: they may still run.
     reference = Reference("qwen35-a-F32")
     monkeypatch.setattr(saved_state, "WINDOW_BYTES", 50_000)
     monkeypatch.setattr(saver, "PAUSE_RATIO", 0)
     idle: list[bool] = []
+    chains: list[Chain] = []
     ask_daemon = Requests.ask
 
-    def watched(requests: Requests, message: Any, **more: Any) -> Any:
+    class WatchedChain(Chain):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            chains.append(self)
+
+    def watched(requests: Requests, message: Any, *given: Any, **more: Any) -> Any:
         if not isinstance(message, Forward):
-            idle.append(model._backend._chain.idle)
-        return ask_daemon(requests, message, **more)
+            idle.append(chains[-1].idle)
+        return ask_daemon(requests, message, *given, **more)
+
+    monkeypatch.setattr(layersplit, "Chain", WatchedChain)
 
     prompt = reference.expected["prompt_long"].tolist()
     with placed(reference, tmp_path / "cache", "daemons", max_ctx=2048, chunk=16) as model:
@@ -437,7 +447,7 @@ def test_messages_of_ten_turns_are_read_once_whatever_restarts_between_them(path
             assert ask_next(model, resumed, turn) == expected[turn]
             cache = model.engine.cache
             assert cache is not None and cache.disk is not None
-        # All but the last token of what was read and said, which nobody has read.
+        # All tokens of the prompt and the reply but the last one, which no step has computed.
         assert expected[turn][1] == (expected[turn - 1][2] - 1 if turn else 0)
         assert cache.disk.store is not None
         manifests = [entry.manifest for entry in cache.disk.store.snapshots]

@@ -213,7 +213,7 @@ def test_trees_change_nothing(policy: str, name: str, monkeypatch: pytest.Monkey
             return [[t.id for t in generation if t.id >= 0] for generation in running], model.engine.stats()
 
     expected, stats = replies()
-    assert stats.paging is not None and stats.paging.rescored > 10
+    assert stats.paging is not None and stats.paging.rescores > 10
     texts = [[*ids, *reply] for ids, reply in zip(prompts, expected, strict=True)]
 
     def follow(text: Sequence[int], count: int) -> Sequence[int]:
