@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from luce.draft.drafter import Draftable, PendingProposals, Proposal
 from luce.runtime.step import Span
+from tests.support.scripted_backend import ScriptedBackend
 
 #: the continuation of a text: (tokens so far, number) -> tokens
 Continuation = Callable[[Sequence[int], int], Sequence[int]]
@@ -119,3 +121,18 @@ class BranchingDrafter(ScriptedDrafter):
 def sometimes(share: float, seed: int) -> Callable[[int], bool]:
     """Wrong at some positions, always the same."""
     return lambda position: bool(np.random.default_rng((seed, position)).random() < share)
+
+
+def always(position: int) -> bool:
+    """For a drafter that is wrong at every position."""
+    return True
+
+
+def never(position: int) -> bool:
+    """For a drafter that is wrong nowhere."""
+    return False
+
+
+def oracle(backend: ScriptedBackend, wrong: Callable[[int], bool] = never, **options: Any) -> ScriptedDrafter:
+    """A drafter that knows the replies of a scripted backend."""
+    return ScriptedDrafter(backend.reply, vocab=backend.capacity.vocab, wrong=wrong, **options)

@@ -18,6 +18,8 @@ from luce.runtime.step import Step
 from tests.support.scripted_backend import ScriptedBackend
 
 EOS, STOP = 1, 2
+#: a prompt for tests of drafting
+PROMPT = (20, 21, 22)
 PATIENCE = 60.0
 
 
@@ -151,3 +153,20 @@ def submit(
         timeout=timeout,
     )
     return reply, handle
+
+
+def same(reply: Reply, plain: Reply) -> None:
+    """Holds two replies to the same tokens, texts, log probabilities and end."""
+    tokens, expected = (
+        [token for event in one.events if isinstance(event, Tokens) for token in event.tokens] for one in (reply, plain)
+    )
+    assert tokens == expected
+    ends = reply.finished(), plain.finished()
+    assert len({(end.reason, end.text, end.stop) for end in ends}) == 1
+
+
+def draft_counts(made: Engine) -> tuple[int, int, int]:
+    """Verifications, verified draft rows, accepted draft rows."""
+    stats = made.stats().draft
+    assert stats is not None
+    return stats.steps, stats.proposed, stats.accepted

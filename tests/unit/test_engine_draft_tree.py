@@ -1,4 +1,4 @@
-"""Trees of guesses in the engine: their rows, their pages, and replies that are those of plain decoding."""
+"""Draft trees in the engine: their rows, their pages, and replies that are those of plain decoding."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from luce.engine import draft_tree
 from luce.engine.events import FinishReason
 from luce.kvcache.page_table import PageTable
 from luce.runtime.step import PAGE, Span
-from tests.support.drafters import BranchingDrafter, sometimes
+from tests.support.drafters import BranchingDrafter, never, sometimes
+from tests.support.replies import EOS, PROMPT, draft_counts, engine, same, submit
 from tests.support.scripted_backend import ScriptedBackend, after
-from tests.unit.test_engine_loop import EOS, engine, submit
-from tests.unit.test_engine_speculate import PROMPT, drafted, never, same
 
 
 @st.composite
@@ -174,7 +173,7 @@ def test_the_reply_is_that_of_plain_decoding(wrong: Callable[[int], bool], recur
     with engine(backend, drafter=branching(backend, wrong), verify_width=width, **TREES) as made:
         reply, _ = submit(made, PROMPT, max_tokens=200)
         reply.finished()
-        steps, proposed, accepted = drafted(made)
+        steps, proposed, accepted = draft_counts(made)
     assert backend.broken is None and reply.ids == backend.reply(PROMPT, 200)
     if width == 16:
         assert accepted > steps and proposed > 10 * steps and len(backend.moved) > steps // 8
@@ -240,7 +239,7 @@ def test_sampled_replies_are_those_of_plain_decoding(params: dict[str, Any]) -> 
     with engine(backend, drafter=drafter, verify_width=16, tree_tokens=15) as made:
         reply, _ = submit(made, PROMPT, **({"max_tokens": 50} | params))
         reply.finished()
-        steps, _, accepted = drafted(made)
+        steps, _, accepted = draft_counts(made)
     same(reply, plain)
     assert accepted > steps and backend.moved
 
@@ -271,7 +270,7 @@ def test_a_chain_where_pages_are_missing() -> None:
     with engine(backend, drafter=branching(backend), verify_width=16, **TREES) as made:
         reply, _ = submit(made, PROMPT, max_tokens=60)
         reply.finished()
-        assert drafted(made)[2]
+        assert draft_counts(made)[2]
     assert backend.broken is None and reply.ids == backend.reply(PROMPT, 60) and not backend.moved
 
 
