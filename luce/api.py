@@ -40,7 +40,8 @@ from luce.text.tokenizer import Tokenizer
 
 
 class Generation(Iterator[Token]):
-    """The tokens of one reply as they come. Closing it, or dropping the last reference, cancels what is left.
+    """Iterates over the tokens of one reply as they come. Closing it, or dropping the last reference, cancels the
+    reply.
 
     `finish` is set when the iteration has ended: reason, seed, timings.
     """
@@ -72,7 +73,7 @@ class Generation(Iterator[Token]):
         return self._ready.pop()
 
     def close(self) -> None:
-        """Cancel what is left of the reply. Idempotent."""
+        """Cancel the reply. Idempotent."""
         self._handle.cancel()
 
     def __del__(self) -> None:
@@ -151,25 +152,26 @@ class Model:
         ]
 
     def down(self) -> str:
-        """Why nothing can be generated any more, such as a daemon that has died too often; empty otherwise."""
+        """Why no reply can be generated any more, such as a daemon that has died too often; empty otherwise."""
         return self._backend.down()
 
     def memory(self) -> dict[str, Memory]:
-        """What each shard's device, and that of a draft's daemon, had left when it was last looked at, by its name.
+        """Memory of each shard's device and of a drafter's daemon at the last measurement, by the device's name.
 
-        Those that are not known lack."""
+        Devices without a measurement are not in it.
+        """
         draft = self._draft_device
-        left = None if draft is None else draft.left()
-        return ({} if draft is None or left is None else {str(draft.name): left}) | self._backend.memory()
+        memory = None if draft is None else draft.left()
+        return ({} if draft is None or memory is None else {str(draft.name): memory}) | self._backend.memory()
 
     def daemons(self) -> tuple[DaemonState, ...]:
-        """The shards that are in daemons, and the draft if it is in one."""
+        """The daemons of shards, and the drafter's if it has one."""
         draft = self._draft_device
-        apart = () if draft is None else (daemon_state("draft", str(draft.name), draft.daemon),)
-        return *self._backend.daemons(), *apart
+        drafting = () if draft is None else (daemon_state("draft", str(draft.name), draft.daemon),)
+        return *self._backend.daemons(), *drafting
 
     def times(self) -> tuple[ShardTimes, ...]:
-        """What the shards' work and the copies between them took since the load."""
+        """Seconds that the shards' work and the copies between them took since the load."""
         return self._backend.times()
 
     def tokenize(self, text: str, *, specials: bool = True) -> list[int]:

@@ -37,8 +37,8 @@ class SequenceHandle:
 class Admission:
     """Admits as many sequences as may run and wait, and carries commands to the engine's thread.
 
-    Of each sequence it is told in turn: `submit`, `note_started` (it has a slot), `note_ended` (its slot is free) and
-    `note_delivered` (its sink has the last event).
+    The calls for each sequence are, in turn: `submit`, `note_started` (it has a slot), `note_ended` (its slot is free)
+    and `note_delivered` (its sink has the last event).
     """
 
     def __init__(self, *, slots: int, max_queue: int) -> None:

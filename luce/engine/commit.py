@@ -55,7 +55,8 @@ class Committer:
             self.extend(reply, rows, scheduled)
             return
         self.prompt_tokens += scheduled.rows
-        # Where the logits behind the prompt were cached, the reply has begun before the prompt's last rows are read.
+        # Where the logits of the prompt's last row were cached, the reply has begun before the prompt's last rows are
+        # read.
         begun = bool(sequence.reply)
         if not begun:
             reply.on_event(Progress(sequence.computed, total, reply.cached_tokens))

@@ -67,7 +67,7 @@ class CacheState:
     max_tokens: int | None = None
     #: lengths, ascending, at which a step ends while the prompt is read, so that a checkpoint can be taken there
     lengths: tuple[int, ...] = ()
-    #: whether the cache saves the logits behind the prompt
+    #: whether the cache saves the logits of the prompt's last row
     saves_logits: bool = False
     #: whether prompts often diverge somewhere inside the prompt, so that a checkpoint is taken there
     has_boundary: bool = False

@@ -205,7 +205,7 @@ class Speculator:
         if pending is not None:
             self._request = _Request(tuple(texts), pending, started, budget, len(decoding))
             if self._tree_tokens is None:
-                self._guess_lengths(texts, budget)
+                self._estimate_lengths(texts, budget)
 
     @property
     def pending(self) -> bool:
@@ -299,7 +299,7 @@ class Speculator:
         """Idempotent."""
         self._notify(self.drafter.close)
 
-    def _guess_lengths(self, texts: Many[tuple[Sequence, Draftable]], budget: int) -> None:
+    def _estimate_lengths(self, texts: Many[tuple[Sequence, Draftable]], budget: int) -> None:
         """Give drafts as many tokens as they will probably have, so that the step can be planned meanwhile."""
         likely = [one.max_tokens if self._fixed else min(one.max_tokens, self._sequences[s].rows) for s, one in texts]
         for (sequence, _), count in zip(texts, fair_shares(budget, likely), strict=True):

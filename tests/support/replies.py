@@ -20,7 +20,7 @@ from tests.support.scripted_backend import ScriptedBackend
 EOS, STOP = 1, 2
 #: a prompt for tests of drafting
 PROMPT = (20, 21, 22)
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 class Letters:
@@ -66,7 +66,7 @@ class Reply:
             self.on(event)
 
     def wait(self) -> Finished | Failed:
-        assert self.over.wait(PATIENCE), "no last event"
+        assert self.over.wait(TIMEOUT), "no last event"
         last = self.events[-1]
         assert isinstance(last, Finished | Failed)
         return last
@@ -104,7 +104,7 @@ class Gate:
             pass
 
     def wait(self) -> None:
-        assert self.reached.wait(PATIENCE)
+        assert self.reached.wait(TIMEOUT)
 
     def let(self) -> None:
         """Let one step pass."""
@@ -123,7 +123,7 @@ def engine(backend: ScriptedBackend, **options: Any) -> Iterator[Engine]:
     made = make_engine(backend, **({"eos": frozenset({EOS})} | options))
     try:
         yield made
-        assert made.wait_idle(PATIENCE)
+        assert made.wait_idle(TIMEOUT)
         stats = made.stats()
         assert (stats.waiting, stats.running, stats.pages_used, stats.stalled) == (0, 0, 0, 0)
     finally:

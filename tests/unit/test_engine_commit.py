@@ -1,5 +1,5 @@
-"""What is sampled with a drafter has the distribution that the parameters ask for, whatever is guessed and how sure of
-it the drafter says it is: held against probabilities that are computed here, in float64."""
+"""Replies sampled with a drafter have the distribution that the parameters ask for, whatever the drafter proposes and
+with which probability: held against probabilities that are computed here, in float64."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class Markov(ScriptedBackend):
         return TABLE[history[-1]].copy()
 
 
-def guess(before: int, position: int) -> int:
+def draft_token(before: int, position: int) -> int:
     """The likeliest token at two of three positions, else another one."""
     return int(TABLE[before].argmax()) if position % 3 else (5 * position + before) % VOCAB
 
 
-def guesses(text: Many[int], count: int) -> list[int]:
+def drafts(text: Many[int], count: int) -> list[int]:
     text = list(text)
     for _ in range(count):
-        text.append(guess(text[-1], len(text)))
+        text.append(draft_token(text[-1], len(text)))
     return text[-count:]
 
 
@@ -89,7 +89,7 @@ def probabilities(params: SamplingParams, history: Many[int], reply: int) -> NDA
 def deviation(params: SamplingParams, replies: Many[Many[int]]) -> float:
     """By how many of its standard deviations Pearson's statistic is above its mean.
 
-    Draws are grouped by what was guessed at their place, which is known before they are made, so that a guess that
+    Draws are grouped by what was drafted at their place, which is known before they are made, so that a draft that
     counts too often or too rarely shows. Where probabilities change from draw to draw, the sums of (drawn - expected)
     are held against the sum of the draws' covariances, and have as many degrees of freedom as that has.
     """
@@ -97,7 +97,7 @@ def deviation(params: SamplingParams, replies: Many[Many[int]]) -> float:
     for reply in replies:
         text = list(PROMPT)
         for count, token in enumerate(reply):
-            expected, group = probabilities(params, text, count), guess(text[-1], len(text))
+            expected, group = probabilities(params, text, count), draft_token(text[-1], len(text))
             assert expected[token] > 0, "a token that the parameters rule out"
             differences[group] += np.eye(VOCAB)[token] - expected
             covariances[group] += np.diag(expected) - np.outer(expected, expected)
@@ -111,8 +111,8 @@ def deviation(params: SamplingParams, replies: Many[Many[int]]) -> float:
 
 
 class Bushes(ScriptedDrafter):
-    """Guesses two tokens at each place of the first text: what `guess` says, which the next place follows, and one
-    more."""
+    """Proposes two tokens at each place of the first text: what `draft_token` says, which the next place follows, and
+    one more."""
 
     def _propose(self, one: Draftable) -> Proposal:
         chain = super()._propose(one).tokens
@@ -133,7 +133,7 @@ def draw(
 ) -> tuple[list[list[int]], float]:
     """Replies by different seeds, four at once, and how many tokens a verification gave."""
     backend = Markov(vocab=VOCAB, recurrent=recurrent, branch_pages=30 * tree)
-    drafter = (Bushes if tree else ScriptedDrafter)(guesses, vocab=VOCAB, probabilities=True)
+    drafter = (Bushes if tree else ScriptedDrafter)(drafts, vocab=VOCAB, probabilities=True)
     options = {"verify_width": width, "tree_tokens": 15 if tree else None}
     with engine(backend, eos=frozenset(), drafter=drafter, **options) as made:
         running = [
@@ -152,30 +152,30 @@ def draw(
 def test_the_distribution(name: str) -> None:
     width, recurrent = (3, False) if name == "cold" else (4, True)
     found, pace = draw(PARAMS[name], width=width, recurrent=recurrent)
-    assert pace > 1.2, "hardly a guess counts, so there is nothing to be seen"
+    assert pace > 1.2, "hardly a draft token is accepted, so the test sees nothing"
     assert deviation(SamplingParams(**PARAMS[name]), found) < 4
 
 
 @pytest.mark.parametrize("name", ["temperature", "all"])
 def test_the_distribution_with_trees(name: str) -> None:
     found, pace = draw(PARAMS[name], width=4, tree=True)
-    assert pace > 1.2, "hardly a guess counts, so there is nothing to be seen"
+    assert pace > 1.2, "hardly a draft token is accepted, so the test sees nothing"
     assert deviation(SamplingParams(**PARAMS[name]), found) < 4
 
 
-def redrawn(token: int, guessed: int, again: Callable[[], int], random: np.random.Generator) -> int:
-    """Behind a wrong guess the token that told so is thrown away, and another one drawn from the row."""
-    return token if token == guessed else again()
+def redrawn(token: int, drafted: int, again: Callable[[], int], random: np.random.Generator) -> int:
+    """After a wrong draft token the token that was drawn is thrown away, and another one is drawn from the row."""
+    return token if token == drafted else again()
 
 
-def believed(token: int, guessed: int, again: Callable[[], int], random: np.random.Generator) -> int:
-    """One of twenty guesses counts whatever was drawn."""
-    return guessed if random.random() < 1 / 20 else token
+def believed(token: int, drafted: int, again: Callable[[], int], random: np.random.Generator) -> int:
+    """One of twenty draft tokens is accepted whatever was drawn."""
+    return drafted if random.random() < 1 / 20 else token
 
 
-def doubted(token: int, guessed: int, again: Callable[[], int], random: np.random.Generator) -> int:
-    """One of four right guesses is drawn again."""
-    return again() if token == guessed and random.random() < 1 / 4 else token
+def doubted(token: int, drafted: int, again: Callable[[], int], random: np.random.Generator) -> int:
+    """In place of one of four right draft tokens another token is drawn."""
+    return again() if token == drafted and random.random() < 1 / 4 else token
 
 
 @pytest.mark.parametrize("mutation", [redrawn, believed, doubted])

@@ -15,7 +15,7 @@ from luce.engine.admission import SequenceHandle
 from luce.engine.events import Event, Failed, Finished, FinishReason, Progress, Started, Tokens
 from luce.errors import BackendError, DeviceError, QueueFullError, RequestError, ShardLostError, UnavailableError
 from luce.runtime.step import Step
-from tests.support.replies import PATIENCE, Gate, Letters, Reply, engine, make_engine, submit
+from tests.support.replies import TIMEOUT, Gate, Letters, Reply, engine, make_engine, submit
 from tests.support.scripted_backend import ScriptedBackend
 
 
@@ -37,7 +37,7 @@ def test_cancellation(stage: str) -> None:
             submit(made, [52, 53], max_tokens=100)
             reached.set()
         victim, ticket = submit(made, [60] * 20, max_tokens=None, on=watch)
-        assert reached.wait(PATIENCE)
+        assert reached.wait(TIMEOUT)
         seen = len(victim.events)
         ticket.cancel()
         ticket.cancel()
@@ -47,7 +47,7 @@ def test_cancellation(stage: str) -> None:
         # Held by the gate, the step that ran when it was cancelled is the last that it may still have had.
         assert stage == "queued" or len(victim.events) <= seen + 3
         neighbour.finished()
-        assert made.wait_idle(PATIENCE)
+        assert made.wait_idle(TIMEOUT)
         ticket.cancel()
         assert not made.parts.admission.commands
         assert made.stats().cancelled == 1
@@ -63,7 +63,7 @@ def test_a_sequence_cancels_itself_from_its_sink() -> None:
 
         def watch(event: Event) -> None:
             if isinstance(event, Started):
-                held.wait(PATIENCE)
+                held.wait(TIMEOUT)
             if isinstance(event, Tokens):
                 box[0].cancel()
 
@@ -85,7 +85,7 @@ def test_a_sink_may_submit() -> None:
                 again.set()
 
         submit(made, on=watch)
-        assert again.wait(PATIENCE)
+        assert again.wait(TIMEOUT)
         second[0].finished()
 
 
@@ -154,7 +154,7 @@ def test_a_sink_that_raises_fails_its_own_sequence(kind: type[Event]) -> None:
         bad, _ = submit(made, on=watch)
         bad.wait()
         good.finished()
-        assert made.wait_idle(PATIENCE)
+        assert made.wait_idle(TIMEOUT)
         assert sum(isinstance(e, Finished | Failed) for e in bad.events) == 1
         assert isinstance(bad.events[-1], Finished if kind is Finished else Failed)
     assert good.ids == backend.reply([40, 41], 6)
@@ -237,7 +237,7 @@ def test_drain_and_stop() -> None:
         gate.let()
         assert runs.finished().reason is FinishReason.SHUTDOWN
         assert 1 <= len(runs.ids) <= 3
-        assert made.wait_idle(PATIENCE)
+        assert made.wait_idle(TIMEOUT)
 
 
 def test_close_ends_what_runs_and_what_waits() -> None:
@@ -252,7 +252,7 @@ def test_close_ends_what_runs_and_what_waits() -> None:
     while not made.parts.admission.closing:
         time.sleep(0.001)
     gate.let()
-    closing.join(PATIENCE)
+    closing.join(TIMEOUT)
     assert not closing.is_alive()
     assert runs.finished().reason is FinishReason.SHUTDOWN
     assert len(runs.ids) == 1
@@ -364,7 +364,7 @@ def test_any_clients_get_one_last_event_each(clients: list[Client], failures: se
             )
             tickets.append(ticket)
             replies.append(reply)
-        assert made.wait_idle(PATIENCE)
+        assert made.wait_idle(TIMEOUT)
     assert backend.broken is None
     for client, reply in zip(clients, replies, strict=True):
         assert [isinstance(e, Finished | Failed) for e in reply.events] == [False] * (len(reply.events) - 1) + [True]
@@ -402,7 +402,7 @@ def test_many_threads_submit_and_cancel() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert made.wait_idle(PATIENCE)
+        assert made.wait_idle(TIMEOUT)
     assert len(replies) + refused == 90
     for reply in replies:
         assert sum(isinstance(e, Finished | Failed) for e in reply.events) == 1

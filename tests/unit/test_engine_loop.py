@@ -12,7 +12,7 @@ import pytest
 from luce.engine.admission import Admission
 from luce.engine.events import FinishReason, Progress, PromptLogits, PromptScores, Tokens
 from luce.errors import ContextError, QueueFullError, RequestError
-from tests.support.replies import EOS, PATIENCE, STOP, Gate, Letters, engine, submit
+from tests.support.replies import EOS, STOP, TIMEOUT, Gate, Letters, engine, submit
 from tests.support.scripted_backend import ScriptedBackend, after
 
 
@@ -207,7 +207,7 @@ def test_statistics() -> None:
         gate.open.set()
         for reply in replies:
             reply.finished()
-        assert made.wait_idle(PATIENCE)
+        assert made.wait_idle(TIMEOUT)
         stats = made.stats()
     assert (stats.prompt_tokens, stats.predicted_tokens, stats.cancelled) == (210, 15, 0)
     assert stats.steps == len(backend.steps)
@@ -225,7 +225,7 @@ def test_an_idle_engine_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "wait_for_work", counted)
     with engine(ScriptedBackend()) as made:
         submit(made)[0].finished()
-        assert made.wait_idle(PATIENCE)
+        assert made.wait_idle(TIMEOUT)
         time.sleep(0.02)
         before = rounds
         time.sleep(0.05)
