@@ -141,7 +141,7 @@ def test_without_a_tail_the_context_grows(tmp_path: Path, caplog: pytest.LogCapt
         goes_on("dflash", model, "ram", tail=False)
 
 
-def test_a_damaged_tail_costs_guesses_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_tail_costs_proposals_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path)
     for path in tmp_path.rglob("state-features.part"):
         data = bytearray(path.read_bytes())
@@ -149,7 +149,7 @@ def test_a_damaged_tail_costs_guesses_only(tmp_path: Path, caplog: pytest.LogCap
         path.write_bytes(data)
     with load("dflash", kv_cache_dir=str(tmp_path)) as model:
         goes_on("dflash", model, "disk", tail=False)
-    assert "drafting begins anew" in caplog.text
+    assert "drafting begins with an empty context" in caplog.text
 
 
 def test_a_tail_that_is_cut_off_costs_the_snapshot(tmp_path: Path) -> None:
