@@ -31,7 +31,7 @@ from luce.remote.device import RemoteDevice
 from luce.remote.shard import daemon_state
 from luce.runtime.device import Memory
 from luce.shard.shard import DaemonState
-from luce.shard.sizes import handed_on
+from luce.shard.sizes import activation_bytes
 from luce.shard.timing import ShardTimes
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
@@ -116,7 +116,7 @@ class Model:
         self.config = config
         self.path = file.paths[0]
         self.context = backend.capacity.context
-        self.chunk = backend.chunk
+        self.chunk = backend.options.chunk
         general = file.metadata.string("general.name", default="")
         self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else general or self.path.stem
@@ -126,7 +126,7 @@ class Model:
             EngineOptions.of(
                 config,
                 eos=parts.tokenizer.eos_ids,
-                chunk=backend.chunk,
+                chunk=backend.options.chunk,
                 no_drafter_reason=parts.no_drafter_reason,
             ),
             disk=parts.disk,
@@ -146,7 +146,9 @@ class Model:
                 "weights": part.weights,
                 "unpacked": part.unpacked,
                 "state": part.state,
-                "activation_bytes_per_token": handed_on(self._backend.spec, part.layers.stop),
+                "activation_bytes_per_token": activation_bytes(
+                    self._backend.spec, part.layers.stop, self._backend.options.captured
+                ),
             }
             for part in self._backend.devices
         ]

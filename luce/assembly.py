@@ -13,9 +13,10 @@ from typing import Any
 import threadpoolctl
 
 from luce.api import Model, ModelParts
-from luce.backend.kvflash_size import Wanted, tail_pages
+from luce.backend.kvflash_size import KVFlashRequest, tail_pages
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.placement import Claim, served_chunk, served_context
+from luce.backend.placement import default_chunk, default_context
+from luce.backend.serving_options import Claim, ServingOptions
 from luce.config.directories import cache_directory
 from luce.config.resolve import resolve
 from luce.config.settings import Config, flag
@@ -29,7 +30,7 @@ from luce.kvcache.disk.fingerprint import Fingerprint
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.draft_scorer import DraftScorer
 from luce.kvcache.paging import KVFlash
-from luce.kvcache.policies import open_policy, ranked
+from luce.kvcache.policies import open_policy, ranks_pages
 from luce.layers.features import FeatureRing
 from luce.models.keys import Source
 from luce.models.registry import read_spec
@@ -109,7 +110,7 @@ def _open_model(path: Path, config: Config, on_progress: Callable[[float], None]
         for device in devices:
             opened.callback(device.close)
         with _without_draft(LuceError):
-            prepared = open_drafter(opened, config, file, spec, devices, context=served_context(spec, config.max_ctx))
+            prepared = open_drafter(opened, config, file, spec, devices, context=default_context(spec, config.max_ctx))
         ring = None if prepared is None else prepared.ring
         claims = () if prepared is None else prepared.claims
         with _without_draft(*[OutOfMemoryError] if claims else []):
@@ -161,27 +162,31 @@ def open_backend(
 ) -> LayerSplitBackend:
     """The backend of a Config on `devices`; `opened` closes it. `on_progress` as in open_model, `ring` and `claims` as
     in LayerSplitBackend."""
-    backend = LayerSplitBackend(
-        file,
-        spec,
-        devices,
-        weights=config.target_layer_split,
-        slots=config.parallel,
-        context=served_context(spec, config.max_ctx),
-        chunk=served_chunk(devices, config.chunk),
-        kv=KVTypes(config.cache_type_k, config.cache_type_v),
-        verify=verified_rows(config),
-        pool=Wanted.of(config.kvflash),
-        ranked=ranked(config),
-        branch_pages=branch_pages(config),
-        ring=ring,
-        claims=claims,
-        unpack=config.prompt_weights == "auto",
-        peer=config.peer_access,
-        on_progress=on_progress,
-    )
+    options = serving_options(config, spec, devices, claims)
+    backend = LayerSplitBackend(file, spec, devices, options, ring=ring, on_progress=on_progress)
     opened.callback(backend.close)
     return backend
+
+
+def serving_options(
+    config: Config, spec: ModelSpec, devices: Sequence[Device], claims: Sequence[Claim] = ()
+) -> ServingOptions:
+    """The options of a Config for a model on `devices`; no layers are captured. Raises UsageError for a --max-ctx
+    beyond the trained length."""
+    return ServingOptions(
+        slots=config.parallel,
+        kv=KVTypes(config.cache_type_k, config.cache_type_v),
+        verify_rows=verified_rows(config),
+        rank_pages=ranks_pages(config),
+        peer=config.peer_access,
+        context=default_context(spec, config.max_ctx),
+        chunk=default_chunk(devices, config.chunk),
+        kvflash=KVFlashRequest.parse(config.kvflash),
+        branch_pages=branch_pages(config),
+        layer_split=tuple(config.target_layer_split),
+        claims=tuple(claims),
+        unpack=config.prompt_weights == "auto",
+    )
 
 
 def open_kvflash(

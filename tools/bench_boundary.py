@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.bench.measure import Stepper
 from luce.cli.main import main as luce
 from luce.config.settings import Config
@@ -111,7 +112,7 @@ def opened(path: Path, devices: str, rows: int, context: int, settings: dict[str
         for device in placed:
             stack.callback(device.close)
         backend = LayerSplitBackend(
-            file, spec, placed, weights=(1.0,) * len(placed), context=context, chunk=rows, slots=1
+            file, spec, placed, ServingOptions(layer_split=(1.0,) * len(placed), context=context, chunk=rows, slots=1)
         )
         stack.callback(backend.close)
         yield backend

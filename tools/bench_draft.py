@@ -39,7 +39,7 @@ from gguf import GGMLQuantizationType as Type
 import luce
 from luce.assembly import open_backend
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.placement import served_context
+from luce.backend.placement import default_context
 from luce.config.resolve import resolve
 from luce.config.sampling import SamplingParams
 from luce.config.settings import Config
@@ -200,7 +200,7 @@ def opened(target: str, **fields: Any) -> Iterator[tuple[LayerSplitBackend, Draf
         devices = open_placement(config)
         for device in devices:
             stack.callback(device.close)
-        context = served_context(spec, config.max_ctx)
+        context = default_context(spec, config.max_ctx)
         prepared = open_drafter(stack, config, file, spec, devices, context=context)
         ring = None if prepared is None else prepared.ring
         claims = () if prepared is None else prepared.claims
@@ -216,7 +216,7 @@ def timed(
 ) -> dict[str, Any]:
     """Medians over up to `steps` steps of one sequence behind a prompt, with `width` rows each."""
     timed_drafter = None if drafter is None else TimedDrafter(drafter)
-    options = EngineOptions(eos=frozenset(), max_queue=1, chunk=backend.chunk, verify_width=width)
+    options = EngineOptions(eos=frozenset(), max_queue=1, chunk=backend.options.chunk, verify_width=width)
     engine = Engine(backend, options, drafter=timed_drafter)
     try:
         # The last steps of a reply have fewer rows.

@@ -1,4 +1,4 @@
-"""The chain of shards as one model: which layers go on which device, and steps through all of them.
+"""The pipeline of shards as one model: which layers go on which device, and steps through all of them.
 
 Here: the Backend protocol that the engine calls, its only implementation LayerSplitBackend (one device is a split of
 one), placement and memory plans. Not here: what one shard does (luce.shard) and shards in other processes
@@ -13,4 +13,6 @@ one), placement and memory plans. Not here: what one shard does (luce.shard) and
     restore           feeds a stored state to all shards at the same time
     boundary_memory   memory for activations between shards
     kvflash_size      pure: how many pages of a long sequence stay on the devices
+    serving_options   ServingOptions: the settings of a whole model
+    loading           loads the shards of a plan
 """

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.runtime.step import Int32, Output, Step
-from luce.shard.saved_state import Piece, SavedState
+from luce.shard.saved_state import SavedState, StatePiece
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class BackendState(Protocol):
         Raises LuceError; the contents of the pages and of the slot are undefined then.
         """
 
-    def load(self, pieces: Iterable[Piece]) -> None:
+    def load(self, pieces: Iterable[StatePiece]) -> None:
         """Copy pieces to the devices as they come; each shard takes its own tensors at its own pace.
 
         Raises what `pieces` raises, and BackendError naming a tensor that is missing or has another shape or type. The

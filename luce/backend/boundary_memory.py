@@ -1,4 +1,7 @@
-"""How much memory the ways between shards take, and of which device. Reads sizes; Link and Arena take it."""
+"""How much memory the activations at the boundaries between shards take, and of which device.
+
+Only sizes are computed here; Link and Arena allocate.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +13,39 @@ from luce.remote.device import same_daemon
 from luce.remote.shared_layout import shared_size
 from luce.runtime.device import Device
 from luce.runtime.transfer import DEPTH
-from luce.shard.sizes import handed_on, handed_widths
+from luce.shard.sizes import activation_bytes, activation_widths
 
 
 @dataclass(frozen=True)
 class BoundaryMemory:
-    """Bytes for what a shard is handed: on its device, and at most of pinned and shared host memory on the way.
+    """Bytes for the activations that a shard reads.
 
-    It is less where GPUs copy to each other. The memory that a daemon shares is counted once, with its first shard.
+    They are less where GPUs copy to each other. The memory that a daemon shares is counted once, with its first shard.
     """
 
+    #: on the shard's device
     device: int = 0
+    #: at most, of pinned and shared host memory that the activations pass through
     host: int = 0
 
 
 def boundary_memory(
-    spec: ModelSpec, devices: Sequence[Device], layers: Sequence[range], rows: int
+    spec: ModelSpec, devices: Sequence[Device], layers: Sequence[range], rows: int, captured: Sequence[int] = ()
 ) -> tuple[BoundaryMemory, ...]:
-    """Of the shards on `devices`, with steps of up to `rows` rows."""
+    """Of each shard, for steps of up to `rows` rows. `captured`: layers whose output a drafter reads."""
     found = []
-    for number, (device, part) in enumerate(zip(devices, layers, strict=True)):
+    for number, (device, own) in enumerate(zip(devices, layers, strict=True)):
         before = devices[number - 1] if number else None
-        size = DEPTH * rows * handed_on(spec, part.start) if number else 0
+        size = DEPTH * rows * activation_bytes(spec, own.start, captured) if number else 0
         host = 0
         if device.remote and not same_daemon(before, device):
             last = number
             while last + 1 < len(devices) and same_daemon(device, devices[last + 1]):
                 last += 1
-            host = shared_size(rows, handed_widths(spec, part.start), handed_widths(spec, layers[last].stop))
+            widths = [activation_widths(spec, boundary, captured) for boundary in (own.start, layers[last].stop)]
+            host = shared_size(rows, *widths)
         elif not (device.host or (before is not None and before.remote and not device.remote)):
-            # What comes out of shared memory needs no other on the way.
+            # An activation in shared memory is copied to the device from there.
             host = size
         found.append(BoundaryMemory(size, host))
     return tuple(found)

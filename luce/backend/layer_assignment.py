@@ -11,14 +11,14 @@ from luce.models.spec import ModelSpec
 
 
 def split_layers(layers: int, devices: int, weights: Sequence[float] = ()) -> tuple[range, ...]:
-    """Consecutive ranges of layers in proportion to `weights` (default: equal), each at least one layer long.
+    """Consecutive ranges of layers in proportion to `weights` (default: equal), each of at least one layer.
 
     Raises UsageError if that is impossible.
     """
     if weights and len(weights) != devices:
-        given = ",".join(f"{weight:g}" for weight in weights)
+        listed = ",".join(f"{weight:g}" for weight in weights)
         raise UsageError(
-            f"--target-layer-split {given}: {len(weights)} weights for {devices} devices", param="target_layer_split"
+            f"--target-layer-split {listed}: {len(weights)} weights for {devices} devices", param="target_layer_split"
         )
     check_devices(layers, devices)
     weights = tuple(weights) or (1.0,) * devices
@@ -46,10 +46,10 @@ def check_devices(layers: int, devices: int) -> None:
 
 
 def align(spec: ModelSpec, ranges: Sequence[range]) -> tuple[range, ...]:
-    """Ranges whose boundary lies between the last donor of keys and values and its borrowers: it moves to the donor.
+    """Move the boundary between the last donor of keys and values and its borrowers to the donor.
 
     The last donor then needs no mirror on the next device. In Gemma 4 that is the layer of full attention, whose mirror
-    would grow with the context. Only one boundary moves; shards behind it mirror all the donors they borrow from.
+    would grow with the context. Only one boundary moves; later shards mirror all the donors that they borrow from.
     """
     donors = (spec.donor(layer) for layer in range(len(spec.layers)))
     last = max((donor for donor in donors if donor is not None), default=0)
@@ -68,18 +68,17 @@ def plan_layers(spec: ModelSpec, devices: int, weights: Sequence[float] = ()) ->
 
 
 @dataclass(frozen=True)
-class Room:
-    """A device as fill_layers sees it, in bytes.
+class DeviceBudget:
+    """A device as fill_layers sees it, in bytes."""
 
-    free: what layers may take, so without what an embedding or a head takes; may be negative. weights, state: of each
-    layer of the model, if it is placed here. spare: takes layers only if the others cannot hold them. buffers: by the
-    layer that is the first one here, for what is handed over; none if empty.
-    """
-
+    #: for layers, so without the embedding and the head; may be negative
     free: int
+    #: of each layer of the model, if it is placed here
     weights: tuple[int, ...]
     state: tuple[int, ...]
-    spare: bool = False
+    #: whether it takes layers only if the other devices cannot hold them
+    last_resort: bool = False
+    #: of the activations that enter, by the first layer here; none if empty
     buffers: tuple[int, ...] = ()
 
     def used(self, layers: range, donors: Sequence[int | None]) -> int:
@@ -89,35 +88,39 @@ class Room:
         return own + sum(self.state[donor] for donor in mirrors) + (self.buffers[layers.start] if self.buffers else 0)
 
 
-def fill_layers(rooms: Sequence[Room], donors: Sequence[int | None]) -> tuple[range, ...]:
-    """Consecutive ranges of layers by bytes, in proportion to what each device has free, each at least one layer long.
+#: cost of a split (bytes that do not fit, layers on devices of last resort, scaled used^2 / free), and its ranges
+_Split = tuple[tuple[int, int, int], tuple[range, ...]]
 
-    Of all such splits the first of: fewest bytes that do not fit (none, if any split fits); fewest layers on spare
-    devices; least sum of used^2 / free, whose minimum lies where used is proportional to free. So equal devices get
+
+def fill_layers(budgets: Sequence[DeviceBudget], donors: Sequence[int | None]) -> tuple[range, ...]:
+    """Consecutive ranges of layers by bytes, in proportion to the free memory of the devices, each of at least one.
+
+    Of all such splits the first of: fewest bytes that do not fit (none, if any split fits); fewest layers on devices of
+    last resort; least sum of used^2 / free, whose minimum lies where used is proportional to free. So equal devices get
     equal bytes, as far as whole layers go; of equally good splits the one with more layers on the earlier devices.
 
     `donors`: per layer the layer whose keys and values it reads. Raises UsageError if there are more devices than
     layers.
     """
     count = len(donors)
-    check_devices(count, len(rooms))
-    # Integers: used^2 / free times the product of all that is free, so that equal splits compare equal.
-    scale = math.prod(max(1, room.free) for room in rooms)
-    best: dict[int, tuple[tuple[int, int, int], tuple[range, ...]]] = {0: ((0, 0, 0), ())}
-    for index, room in enumerate(rooms):
-        left = len(rooms) - index - 1
-        ends = range(count, count + 1) if not left else range(index + 1, count - left + 1)
-        longer: dict[int, tuple[tuple[int, int, int], tuple[range, ...]]] = {}
+    check_devices(count, len(budgets))
+    # Integers: used^2 / free times the product of all free bytes, so that equal splits compare equal.
+    scale = math.prod(max(1, budget.free) for budget in budgets)
+    best: dict[int, _Split] = {0: ((0, 0, 0), ())}
+    for index, budget in enumerate(budgets):
+        remaining = len(budgets) - index - 1
+        ends = range(count, count + 1) if not remaining else range(index + 1, count - remaining + 1)
+        longer: dict[int, _Split] = {}
         for end in ends:
             for start, (cost, ranges) in best.items():
                 if start >= end:
                     continue
                 layers = range(start, end)
-                used = room.used(layers, donors)
+                used = budget.used(layers, donors)
                 added = (
-                    max(0, used - room.free),
-                    len(layers) if room.spare else 0,
-                    used * used * (scale // max(1, room.free)),
+                    max(0, used - budget.free),
+                    len(layers) if budget.last_resort else 0,
+                    used * used * (scale // max(1, budget.free)),
                 )
                 total = (cost[0] + added[0], cost[1] + added[1], cost[2] + added[2])
                 if end not in longer or total <= longer[end][0]:

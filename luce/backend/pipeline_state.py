@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from luce.backend.restore import load
 from luce.runtime.device import Device
 from luce.runtime.step import Int32
-from luce.shard.saved_state import JoinedSavedState, Piece, SavedState
+from luce.shard.saved_state import JoinedSavedState, SavedState, StatePiece
 from luce.shard.shard import Shard
 
 
@@ -40,7 +40,7 @@ class PipelineState:
         for answer in filter(None, answers):
             answer()
 
-    def load(self, pieces: Iterable[Piece]) -> None:
+    def load(self, pieces: Iterable[StatePiece]) -> None:
         self._wait()
         load(self._shards, pieces)
 

@@ -1,62 +1,64 @@
-"""Where the layers of a file go on the devices at hand, and what they take there. Reads sizes, no weights."""
+"""Where the layers of a file go on the devices, and how much memory they take there. Reads sizes, no weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from luce.backend.boundary_memory import boundary_memory
-from luce.backend.kvflash_size import Share, Wanted, auto_pool, explained, pool_size, smallest_pool, tail_pages
-from luce.backend.layer_assignment import Room, align, check_devices, fill_layers, plan_layers
+from luce.backend.kvflash_size import (
+    DeviceShare,
+    auto_size,
+    describe_shares,
+    resident_size,
+    smallest_size,
+    tail_pages,
+)
+from luce.backend.layer_assignment import DeviceBudget, align, check_devices, fill_layers, plan_layers
 from luce.backend.microbatch import default_microbatch_rows, max_microbatch_rows
-from luce.errors import UsageError
+from luce.backend.serving_options import ServingOptions
+from luce.errors import OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
 from luce.models.spec import ModelSpec
-from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 from luce.runtime.transfer import DEPTH
-from luce.shard.sizes import handed_on, pages_for, state_bytes
+from luce.shard.sizes import activation_bytes, pages_for, state_bytes
 
-#: Of a device's free memory, what is left to activations and to other programs. On an H200 a model of 27 B parameters
-#: with a context of 2 x 8192 tokens took 0.31 GB beside weights and state.
+# Share of a device's free memory that is left to the arrays of a step and to other programs. On an H200 a model of 27 B
+# parameters with a context of 2 x 8192 tokens took 0.31 GB beside weights and state.
 _RESERVE = 0.06
 # Prompt rows in a step when --chunk is not given. Each step of a GPU unpacks all weights: on an H200 that takes 21 of
-# the 234 ms of 2048 rows of a 27B model in one step, 82 ms in four. A CPU has no such cost, and others wait for a step.
+# the 234 ms of 2048 rows of a 27B model in one step, 82 ms in four. A CPU has no such cost, and other sequences wait
+# for a step.
 _GPU_CHUNK, _CPU_CHUNK = 2048, 512
 #: context when --max-ctx is not given and the model was trained for more
 _DEFAULT_CONTEXT = 8192
 
 
 @dataclass(frozen=True)
-class Claim:
-    """Bytes that something else than layers is going to take on a device."""
-
-    device: Device
-    bytes: int
-
-
-@dataclass(frozen=True)
 class ShardPlan:
-    """Layers for a device, and bytes.
-
-    weights, state: what the layers and the context take there. buffers: what is handed over lies there. free: what the
-    device has for all of these; devices of the host have what those before them, and `pinned`, leave of its memory.
-    spare: what may be taken of a GPU beyond what is needed: half of what is left, as other programs come later.
-    handed_on: per token to the next shard, 0 for the last one. claimed: what is not free because something else is
-    going to take it. pinned: host memory on the way of what is handed over, at most.
-    """
+    """Layers for one device, in bytes."""
 
     device: str
     layers: range
     weights: int
+    #: pages and recurrent states of all sequences
     state: int
+    #: what the device has for weights, state and buffers; a device of the host has what the host devices before it and
+    #: `pinned` leave of the host's memory
     free: int
+    #: what may be taken of a GPU beyond the needs: half of the rest, as other programs may start later
     spare: int
-    handed_on: int
+    #: of the activation to the next shard, per token; 0 for the last one
+    activation: int
+    #: not free because something other than layers will take it
     claimed: int = 0
+    #: activations from the shard before
     buffers: int = 0
+    #: host memory that these activations pass through, at most
     pinned: int = 0
 
     @property
@@ -66,40 +68,36 @@ class ShardPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the device holds it."""
+        """Whether the device has them."""
         return self.needed <= self.free
 
 
-def served_context(spec: ModelSpec, asked: int) -> int:
-    """Positions of one sequence for the --max-ctx `asked`, 0 for none. Raises UsageError beyond the trained length."""
+def default_context(spec: ModelSpec, asked: int) -> int:
+    """Positions of one sequence for --max-ctx `asked`, 0 if not given. Raises UsageError beyond the trained length."""
     if asked > spec.context_length:
         raise UsageError(f"--max-ctx {asked}: the model was trained for {spec.context_length} tokens", param="max_ctx")
     return asked or min(spec.context_length, _DEFAULT_CONTEXT)
 
 
-def served_chunk(devices: Sequence[Device], asked: int) -> int:
-    """Prompt rows in a step for the --chunk `asked`, 0 for none."""
+def default_chunk(devices: Sequence[Device], asked: int) -> int:
+    """Prompt rows in a step for --chunk `asked`, 0 if not given."""
     return asked or (_CPU_CHUNK if any(device.host for device in devices) else _GPU_CHUNK)
 
 
-def group_pages(spec: ModelSpec, slots: int, context: int, chunk: int, bound: int | None = None) -> tuple[int, ...]:
-    """Pages of each page group for `slots` sequences of `context` positions; see plan_shards."""
+def group_pages(spec: ModelSpec, options: ServingOptions, max_resident_pages: int | None = None) -> tuple[int, ...]:
+    """Pages of each page group for all sequences, without branch pages.
+
+    `max_resident_pages`: most pages of full attention of a sequence on the devices, None for all.
+    """
     counts = []
     for group in spec.page_groups:
-        pages = pages_for(group.window, context, chunk)
-        counts.append(slots * (pages if bound is None or group.window is not None else min(pages, bound)))
+        pages = pages_for(group.window, options.context, options.chunk)
+        limited = max_resident_pages is not None and group.window is None
+        counts.append(options.slots * (min(pages, max_resident_pages or 0) if limited else pages))
     return tuple(counts)
 
 
-@dataclass(frozen=True)
-class Pool:
-    """Most pages of full attention of a sequence, None for as many as it is long, and why, for people."""
-
-    bound: int | None = None
-    reason: str = ""
-
-
-def usable(device: Device) -> int:
+def usable_bytes(device: Device) -> int:
     """Bytes of a device that weights and states may take now."""
     return int(device.memory().free * (1 - _RESERVE))
 
@@ -108,44 +106,22 @@ def plan_shards(
     file: GGUFFile,
     spec: ModelSpec,
     devices: Sequence[Device],
+    options: ServingOptions,
     *,
-    weights: Sequence[float] = (),
-    slots: int = 1,
-    context: int = 4096,
-    chunk: int = 512,
-    kv: KVTypes = AUTO,
-    verify: int = 0,
-    branch_pages: int = 0,
-    claims: Sequence[Claim] = (),
-    bound: int | None = None,
-    piece: int = 0,
+    max_resident_pages: int | None = None,
 ) -> tuple[ShardPlan, ...]:
     """The shards of a model, one for each device, whether they fit or not.
 
-    `weights` decide (plan_layers), or without them bytes and free memory (fill_layers), where the CPU gets only what
-    the GPUs cannot hold; the boundary of two devices is aligned if both then hold their part. There is room for `slots`
-    sequences of `context` positions, in steps of up to `chunk` rows and speculative spans of up to `verify`, which go
-    through the shards in pieces of about `piece` rows (0: as many as usual), where a sequence has `bound` pages of full
-    attention at most, and for `branch_pages` pages of each group beside theirs; what is claimed is left free. Raises
-    UsageError for more devices than layers, for another number of weights than of devices, and if the heads do not take
-    a type of `kv`.
+    `options.layer_split` decides (plan_layers), or without it bytes and free memory (fill_layers), where the CPU gets
+    only the layers that the GPUs cannot hold; the boundary of two devices is aligned if both then hold their layers.
+    `max_resident_pages` as in group_pages. Memory that is claimed stays free. Raises UsageError for more devices than
+    layers, for another number of weights than of devices, and if the heads do not take a type of `options.kv`.
     """
     check_devices(len(spec.layers), len(devices))
-    pages = [count + branch_pages for count in group_pages(spec, slots, context, chunk, bound)]
-    sizes = _Sizes(
-        file,
-        spec,
-        devices,
-        slots,
-        pages,
-        kv,
-        verify,
-        claims,
-        max_microbatch_rows(piece or default_microbatch_rows(len(devices))),
-    )
-    if weights:
-        return sizes.shards(plan_layers(spec, len(devices), weights))
-    ranges = fill_layers(sizes.rooms(), [spec.donor(layer) for layer in range(len(spec.layers))])
+    sizes = _Sizes(file, spec, devices, options, max_resident_pages)
+    if options.layer_split:
+        return sizes.shards(plan_layers(spec, len(devices), options.layer_split))
+    ranges = fill_layers(sizes.budgets(), [spec.donor(layer) for layer in range(len(spec.layers))])
     # More devices would need mirrors behind the aligned boundary all the same; and no layer shall move to the CPU.
     if len(devices) == 2 and devices[0].host == devices[1].host:
         aligned = sizes.shards(align(spec, ranges))
@@ -154,114 +130,179 @@ def plan_shards(
     return sizes.shards(ranges)
 
 
-def plan_pool(
-    wanted: Wanted | None,
-    plan: Callable[..., tuple[ShardPlan, ...]],
-    spec: ModelSpec,
-    devices: Sequence[Device],
-    *,
-    slots: int,
-    context: int,
-    chunk: int,
-    kv: KVTypes,
-) -> Pool:
-    """The pool that is asked for, as this model and these devices can have it.
+@dataclass(frozen=True)
+class KVFlashPlan:
+    """How much of a sequence is resident."""
 
-    `plan` is plan_shards with everything but `bound`, which is asked what the smallest pool would leave free.
+    #: most pages of full attention of a sequence on the devices; None: all
+    max_resident_pages: int | None = None
+    #: for people; empty without --kvflash
+    reason: str = ""
+
+
+def plan_kvflash(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], options: ServingOptions) -> KVFlashPlan:
+    """The resident pages for `options.kvflash`, as this model and these devices can have them.
+
+    Raises UsageError as plan_shards, whose plan with the fewest resident pages tells the free memory for `auto`.
     """
-    if wanted is None:
-        return Pool()
+    request, context = options.kvflash, options.context
+    if request is None:
+        return KVFlashPlan()
     full = [group for group, kind in enumerate(spec.page_groups) if kind.window is None]
     if not full:
-        return Pool(None, "no pool, as no layer attends to the whole context")
+        return KVFlashPlan(None, "no pool, as no layer attends to the whole context")
     tail = tail_pages(spec.tail)
-    size, why = wanted.size, ""
-    if wanted.auto:
-        least = smallest_pool(tail) // PAGE
-        pages = group_pages(spec, slots, context, chunk, least)
+    size, why = request.size, ""
+    if request.auto:
+        least = smallest_size(tail) // PAGE
+        pages = group_pages(spec, options, least)
         shares = []
-        for shard, device in zip(plan(bound=least), devices, strict=True):
-            page = state_bytes(device, spec, shard.layers, kv).page
+        for shard, device in zip(
+            plan_shards(file, spec, devices, options, max_resident_pages=least), devices, strict=True
+        ):
+            page = state_bytes(device, spec, shard.layers, options).page
             taken = sum(pages[group] * page[group] for group in full)
             position = -(-sum(page[group] for group in full) // PAGE)
-            shares.append(Share(shard.device, shard.free - shard.needed + taken, position))
-        size = auto_pool(shares, slots, wanted.size)
-        why = f" ({explained(shares, slots)}; at most {wanted.size})"
-    chosen = pool_size(size, tail, context)
+            shares.append(DeviceShare(shard.device, shard.free - shard.needed + taken, position))
+        size = auto_size(shares, options.slots, request.size)
+        why = f" ({describe_shares(shares, options.slots)}; at most {request.size})"
+    chosen = resident_size(size, tail, context)
     if chosen is None:
-        return Pool(None, f"no pool, as the smallest has {smallest_pool(tail)} tokens and the context {context}")
-    return Pool(chosen // PAGE, f"a pool of {chosen} tokens for sequences of up to {context}{why}")
+        return KVFlashPlan(None, f"no pool, as the smallest has {smallest_size(tail)} tokens and the context {context}")
+    return KVFlashPlan(chosen // PAGE, f"a pool of {chosen} tokens for sequences of up to {context}{why}")
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The placement of a model on devices."""
+
+    devices: tuple[Device, ...]
+    #: one for each device, whether they fit or not
+    shards: tuple[ShardPlan, ...]
+    kvflash: KVFlashPlan
+    #: pages of each page group for all sequences, without branch pages
+    pages: tuple[int, ...]
+    #: of each device, bytes of host memory for a saved page of full attention
+    page_bytes: Mapping[Device, int]
+
+
+def plan_model(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], options: ServingOptions) -> ModelPlan:
+    """The resident pages (plan_kvflash) and the shards (plan_shards). Raises UsageError as these."""
+    kvflash = plan_kvflash(file, spec, devices, options)
+    resident = kvflash.max_resident_pages
+    shards = plan_shards(file, spec, devices, options, max_resident_pages=resident)
+    page_bytes: Counter[Device] = Counter()
+    for device, shard in zip(devices, shards, strict=True):
+        sizes = zip(state_bytes(device, spec, shard.layers, options).page, spec.page_groups, strict=True)
+        page_bytes[device] += sum(size for size, group in sizes if group.window is None)
+    return ModelPlan(tuple(devices), shards, kvflash, group_pages(spec, options, resident), page_bytes)
+
+
+def check_memory(spec: ModelSpec, plan: ModelPlan, options: ServingOptions) -> None:
+    """Raises OutOfMemoryError, naming a context that would fit, unless every device holds its layers."""
+    resident = plan.kvflash.max_resident_pages
+    for number, (shard, device) in enumerate(zip(plan.shards, plan.devices, strict=True)):
+        if shard.fits:
+            continue
+        # A longer context does not add pages to windows.
+        page = state_bytes(device, spec, shard.layers, options).page
+        full = [group for group, kind in enumerate(spec.page_groups) if kind.window is None and resident is None]
+        free = shard.free - shard.needed + sum(plan.pages[group] * page[group] for group in full)
+        per_page = options.slots * sum(page[group] for group in full)
+        fits = free // per_page * PAGE if per_page and free > 0 else 0
+        advice = f"--max-ctx {fits} would fit" if fits else "not even one page of context would fit"
+        if resident is not None:
+            advice = "a smaller --kvflash may fit"
+        draft = f" beside {shard.claimed} for the draft" if shard.claimed else ""
+        buffers = f", {shard.buffers} of activations" if shard.buffers else ""
+        raise OutOfMemoryError(
+            f"{shard_name(number, shard)} need {shard.needed} bytes ({shard.weights} of weights, "
+            f"{shard.state} of context state{buffers}), {shard.free} are free{draft}; {advice}",
+            param="max_ctx" if resident is None else "kvflash",
+        )
+
+
+def shard_name(number: int, shard: ShardPlan) -> str:
+    """For error messages."""
+    return f"shard {number} ({shard.device}): layers {shard.layers.start}..{shard.layers.stop - 1}"
 
 
 class _Sizes:
-    """What layers take on each of the devices, and what these have."""
+    """Bytes of layers on each of the devices, and the free memory of these."""
 
     def __init__(
         self,
         file: GGUFFile,
         spec: ModelSpec,
         devices: Sequence[Device],
-        slots: int,
-        pages: Sequence[int],
-        kv: KVTypes,
-        verify: int,
-        claims: Sequence[Claim],
-        rows: int,
+        options: ServingOptions,
+        max_resident_pages: int | None,
     ) -> None:
         self._file = file
         self._spec = spec
         self._devices = devices
-        self._slots = slots
-        self._pages = pages
-        self._kv = kv
-        self._verify = verify
-        self._rows = rows
-        # One reading of the host's memory: its devices would differ by what other programs do meanwhile.
-        host = next((usable(device) for device in devices if device.host), 0)
+        self._options = options
+        self._pages = [count + options.branch_pages for count in group_pages(spec, options, max_resident_pages)]
+        self._rows = max_microbatch_rows(options.microbatch or default_microbatch_rows(len(devices)))
+        # One reading of the host's memory for all its devices: other programs change it meanwhile.
+        host = next((usable_bytes(device) for device in devices if device.host), 0)
         self._claimed = [
-            sum(c.bytes for c in claims if (c.device.host if device.host else c.device.name == device.name))
+            sum(c.bytes for c in options.claims if (c.device.host if device.host else c.device.name == device.name))
             for device in devices
         ]
-        free = [host if device.host else usable(device) for device in devices]
+        free = [host if device.host else usable_bytes(device) for device in devices]
         self._free = [max(0, own - claimed) for own, claimed in zip(free, self._claimed, strict=True)]
 
     def shards(self, ranges: Sequence[range]) -> tuple[ShardPlan, ...]:
         """The plan with these layers on the devices."""
-        ways = boundary_memory(self._spec, self._devices, ranges, self._rows)
-        shards, on_host = [], sum(way.host for way in ways)
-        placed = zip(self._devices, ranges, self._free, self._claimed, ways, strict=True)
-        for device, layers, free, claimed, way in placed:
+        captured = self._options.captured
+        boundaries = boundary_memory(self._spec, self._devices, ranges, self._rows, captured)
+        shards, on_host = [], sum(boundary.host for boundary in boundaries)
+        placed = zip(self._devices, ranges, self._free, self._claimed, boundaries, strict=True)
+        for device, layers, free, claimed, boundary in placed:
             weights, state = tensor_bytes(self._file, self._spec, layers, device), self._state(device, layers)
-            needed = weights + state + way.device
+            needed = weights + state + boundary.device
             if device.host:
                 free -= on_host
                 on_host += needed
-            spare = 0 if device.host else max(0, free - needed) // 2
-            given = handed_on(self._spec, layers.stop)
-            sizes = weights, state, max(0, free), spare, given, claimed, way.device, way.host
-            shards.append(ShardPlan(str(device.name), layers, *sizes))
+            shards.append(
+                ShardPlan(
+                    str(device.name),
+                    layers,
+                    weights,
+                    state,
+                    max(0, free),
+                    0 if device.host else max(0, free - needed) // 2,
+                    activation_bytes(self._spec, layers.stop, captured),
+                    claimed,
+                    boundary.device,
+                    boundary.host,
+                )
+            )
         return tuple(shards)
 
-    def rooms(self) -> list[Room]:
-        """The devices as fill_layers wants them; those of the host have equal parts of its memory."""
+    def budgets(self) -> list[DeviceBudget]:
+        """The devices as fill_layers sees them; those of the host have equal parts of its memory."""
         count, hosts = len(self._spec.layers), sum(device.host for device in self._devices)
-        buffers = tuple(DEPTH * self._rows * handed_on(self._spec, layer) if layer else 0 for layer in range(count))
-        rooms = []
+        buffers = tuple(
+            DEPTH * self._rows * activation_bytes(self._spec, layer, self._options.captured) if layer else 0
+            for layer in range(count)
+        )
+        budgets = []
         for index, (device, free) in enumerate(zip(self._devices, self._free, strict=True)):
             one = [range(layer, layer + 1) for layer in range(count)]
             weights = tuple(tensor_bytes(self._file, self._spec, layer, device, layers_only=True) for layer in one)
-            # The first device has the embedding, the last one the head; one in between is like any that has neither.
+            # The first device has the embedding, the last one the head; a device between them has neither.
             last = index == len(self._devices) - 1
             start = 0 if index == 0 else count - 1 if last else 1
             some = range(start, count if last else start + 1)
             ends = tensor_bytes(self._file, self._spec, some, device) - sum(weights[some.start : some.stop])
-            # A borrowing layer keeps nothing itself.
-            keeping = [layer if self._spec.donor(layer.start) is None else range(0) for layer in one]
-            state = tuple(self._state(device, layer) for layer in keeping)
+            # A layer that reads a donor's keys and values has none of its own.
+            stateful = [layer if self._spec.donor(layer.start) is None else range(0) for layer in one]
+            state = tuple(self._state(device, layer) for layer in stateful)
             free = free // (hosts if device.host else 1) - ends
-            rooms.append(Room(free, weights, state, spare=device.host, buffers=buffers))
-        return rooms
+            budgets.append(DeviceBudget(free, weights, state, last_resort=device.host, buffers=buffers))
+        return budgets
 
     def _state(self, device: Device, layers: range) -> int:
-        size = state_bytes(device, self._spec, layers, self._kv, self._verify)
-        return self._slots * size.slot + sum(n * page for n, page in zip(self._pages, size.page, strict=True))
+        return state_bytes(device, self._spec, layers, self._options).total(self._pages, self._options.slots)

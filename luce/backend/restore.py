@@ -1,4 +1,4 @@
-"""Pieces of a stored state on their way to the shards, to all of them at the same time."""
+"""Copies a stored state to all shards at the same time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import queue
 import threading
 from collections.abc import Iterable, Sequence
 
-from luce.shard.saved_state import Piece
+from luce.shard.saved_state import StatePiece
 from luce.shard.shard import Shard
 
-#: pieces that wait for one shard, beside the one that is on its way
-_WAITING = 1
+#: pieces that wait for one shard, beside the one that it is copying
+WAITING = 1
 
 
-def load(shards: Sequence[Shard], pieces: Iterable[Piece]) -> None:
-    """Give each piece to every shard. Those in other processes are waited for by threads: while one takes a piece in,
-    the others get theirs and the next one is made. Raises what `pieces` or a shard raises first; nothing runs then.
+def load(shards: Sequence[Shard], pieces: Iterable[StatePiece]) -> None:
+    """Give each piece to every shard.
+
+    Remote shards have a thread each: while one copies a piece, the others get theirs and the next piece is made. Raises
+    the first error of `pieces` or of a shard; no thread runs any more then.
     """
     feeders = [_Feeder(shard) for shard in shards if shard.remote]
     try:
@@ -38,13 +40,13 @@ def load(shards: Sequence[Shard], pieces: Iterable[Piece]) -> None:
 
 
 class _Feeder(threading.Thread):
-    """Gives pieces to one shard until it gets None; after an error it only throws them away."""
+    """Gives pieces to one shard until it gets None; after an error it drops them."""
 
     def __init__(self, shard: Shard) -> None:
-        super().__init__(name="luce-fill", daemon=True)
+        super().__init__(name="luce-load-state", daemon=True)
         self.error: Exception | None = None
         self._shard = shard
-        self._pieces: queue.Queue[Piece | None] = queue.Queue(_WAITING)
+        self._pieces: queue.Queue[StatePiece | None] = queue.Queue(WAITING)
         self.put = self._pieces.put
         self.start()
 

@@ -163,7 +163,7 @@ def _measure(
             ShardCost(file, spec, part.layers, device, kv, pool)
             for part, device in zip(backend.devices, devices, strict=True)
         ]
-        stepper = Stepper(backend, backend.chunk, kvflash)
+        stepper = Stepper(backend, backend.options.chunk, kvflash)
         stepper.place(0, 0)
         first = seconds(lambda: stepper.read(0, 1))
         report["loads"].append(
@@ -190,7 +190,7 @@ def _measure(
             for _ in range(2):
                 stepper.run(test)
             runs = [stepper.run(test) for _ in range(repeat)]
-            shares = [sum((cost.step(*step) for step in test.plan(backend.chunk)), Cost()) for cost in costs]
+            shares = [sum((cost.step(*step) for step in test.plan(backend.options.chunk)), Cost()) for cost in costs]
             result = _result(test, [run.seconds for run in runs], shares, reached)
             report["results"].append(result | _paging(pool, runs))
 

@@ -12,11 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from luce.backend.placement import served_chunk
 from luce.cli import plan
 from luce.cli.arguments import add_json, add_model, add_settings
 from luce.cli.plan import Opened
-from luce.draft.open import verified_rows
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
 from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, MoE, SandwichLayer
@@ -84,11 +82,10 @@ def place(model: Opened) -> dict[str, Any]:
             instead), window, state per sequence
     kv      per page group: window, layers, KV per token, positions and bytes that one sequence takes at most
     """
-    file, spec, config = model.file, model.served, model.config
+    file, spec, config = model.file, model.spec, model.config
     facts = plan.plan(model)
     context = config.max_ctx or spec.context_length
-    chunk, pool = served_chunk(model.devices, config.chunk), facts.get("pool", {}).get("positions")
-    verify = verified_rows(config)
+    pool = facts.get("pool", {}).get("positions")
     groups: list[dict[str, Any]] = [
         {"window": group.window, "layers": 0, "per_token": 0, "positions": 0, "bytes": 0} for group in spec.page_groups
     ]
@@ -97,7 +94,7 @@ def place(model: Opened) -> dict[str, Any]:
         first, last = shard["layers"]
         for layer in range(first, last + 1):
             block, donor, one = spec.layers[layer], spec.donor(layer), range(layer, layer + 1)
-            state = state_bytes(device, spec, one if donor is None else range(0), model.kv, verify)
+            state = state_bytes(device, spec, one if donor is None else range(0), model.options)
             index = spec.group_of(layer)
             blocks.append(
                 {
@@ -114,7 +111,7 @@ def place(model: Opened) -> dict[str, Any]:
             )
             if index is not None:
                 group = groups[index]
-                pages = pages_for(spec.page_groups[index].window, context, chunk)
+                pages = pages_for(spec.page_groups[index].window, context, model.options.chunk)
                 if pool is not None and spec.page_groups[index].window is None:
                     pages = min(pages, pool // PAGE)
                 group["layers"] += 1

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from luce.backend.kvflash_size import Wanted
-from luce.backend.placement import plan_pool, plan_shards, served_chunk, served_context
+from luce.assembly import serving_options
+from luce.backend.placement import default_context, plan_model
+from luce.backend.serving_options import ServingOptions
 from luce.cli.arguments import settings
 from luce.cli.pull import fetch
 from luce.config.settings import Config
-from luce.draft.open import DraftPlan, branch_pages, plan_drafter, verified_rows
+from luce.draft.open import DraftPlan, plan_drafter
 from luce.errors import ModelError
 from luce.gguf.reader import GGUFFile, open_gguf
-from luce.kvcache.policies import ranked
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
-from luce.ops.kvtype import KVTypes
 from luce.remote.open import open_placement
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
@@ -45,16 +44,11 @@ class Opened:
     devices: list[Device]
     draft: DraftPlan | None
 
-    @property
-    def served(self) -> ModelSpec:
-        """The spec as it is loaded: with what the settings add to what the file says."""
-        captured = () if self.draft is None else self.draft.spec.layers
-        return replace(self.spec, ranked=ranked(self.config), captured=captured)
-
-    @property
-    def kv(self) -> KVTypes:
-        """How the context is stored."""
-        return KVTypes(self.config.cache_type_k, self.config.cache_type_v)
+    @cached_property
+    def options(self) -> ServingOptions:
+        """As the settings ask for it, with what the drafter needs."""
+        claims, captured = ((), ()) if self.draft is None else (self.draft.claims(), self.draft.spec.layers)
+        return replace(serving_options(self.config, self.spec, self.devices, claims), captured=captured)
 
 
 @contextlib.contextmanager
@@ -67,7 +61,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[Opened]:
         devices = open_placement(config)
         for device in devices:
             stack.callback(device.close)
-        context = served_context(spec, config.max_ctx)
+        context = default_context(spec, config.max_ctx)
         draft = plan_drafter(stack, config, file, spec, devices, context=context)
         yield Opened(config, file, spec, devices, draft)
 
@@ -110,40 +104,13 @@ def plan(model: Opened) -> dict[str, Any]:
             their free memory
     fits    whether every device holds its part
     """
-    config, spec = model.config, model.served
-    context, chunk, slots = (
-        served_context(spec, config.max_ctx),
-        served_chunk(model.devices, config.chunk),
-        config.parallel,
-    )
-    planned = functools.partial(
-        plan_shards,
-        model.file,
-        spec,
-        model.devices,
-        weights=config.target_layer_split,
-        slots=slots,
-        context=context,
-        chunk=chunk,
-        kv=model.kv,
-        verify=verified_rows(config),
-        branch_pages=branch_pages(config),
-        claims=() if model.draft is None else model.draft.claims(),
-    )
-    pool = plan_pool(
-        Wanted.of(config.kvflash),
-        planned,
-        spec,
-        model.devices,
-        slots=slots,
-        context=context,
-        chunk=chunk,
-        kv=model.kv,
-    )
-    shards = planned(bound=pool.bound)
+    spec, options = model.spec, model.options
+    planned = plan_model(model.file, spec, model.devices, options)
+    kvflash, shards = planned.kvflash, planned.shards
+    resident = kvflash.max_resident_pages
     entries = []
     for shard, device in zip(shards, model.devices, strict=True):
-        unit = state_bytes(device, spec, shard.layers, model.kv, verified_rows(config))
+        unit = state_bytes(device, spec, shard.layers, options)
         entries.append(
             {
                 "device": shard.device,
@@ -152,18 +119,18 @@ def plan(model: Opened) -> dict[str, Any]:
                 "state": shard.state,
                 "buffers": shard.buffers,
                 "pinned_at_most": shard.pinned,
-                "unpacked_at_most": shard.spare if config.prompt_weights == "auto" else 0,
+                "unpacked_at_most": shard.spare if options.unpack else 0,
                 "free": shard.free,
                 "fits": shard.fits,
                 "kv_per_token": sum(unit.page) // PAGE,
                 "state_per_sequence": unit.slot,
-                "activation_bytes_per_token": shard.handed_on,
+                "activation_bytes_per_token": shard.activation,
             }
         )
     draft = {} if model.draft is None else {"draft": _draft(model.draft, {shard.device for shard in shards})}
     return {
-        "served": {"context": context, "parallel": slots},
-        **({"pool": {"positions": pool.bound and pool.bound * PAGE, "reason": pool.reason}} if pool.reason else {}),
+        "served": {"context": options.context, "parallel": options.slots},
+        **({"pool": {"positions": resident and resident * PAGE, "reason": kvflash.reason}} if kvflash.reason else {}),
         "plan": entries,
         **draft,
         "fits": all(part["fits"] for part in (*entries, *draft.values())),

@@ -24,7 +24,7 @@ from luce.layers.attention import AttentionLayer
 from luce.layers.build import LayerBuilder, placed_bytes
 from luce.layers.decoder_layer import PreNormDecoderLayer, Residual
 from luce.layers.features import FeatureRing
-from luce.layers.state import KVPool
+from luce.layers.state import KVPool, StateOptions
 from luce.models.spec import Attention, ModelSpec
 from luce.ops.activation import add
 from luce.ops.embedding import embed
@@ -69,7 +69,7 @@ class MTPModel:
         self._eps, hidden, index = spec.norm_eps, spec.hidden, len(spec.layers)
         self.context = Context([PageRing(context, CONTEXT_CHUNK)], slots)
         whole = replace(spec, layers=(*spec.layers, like))
-        builder = LayerBuilder(file, whole, range(index, index + 1), device, pages=self.context.pages, slots=slots)
+        builder = LayerBuilder(file, whole, range(index, index + 1), device, StateOptions(self.context.pages, slots))
         weights, name = builder.weights, f"blk.{index}.nextn."
         self._mix = weights.matrix([f"{name}eh_proj.weight"], 2 * hidden, [hidden])
         self._token_norm = weights.vector(f"{name}enorm.weight", hidden)

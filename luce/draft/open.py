@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from luce.backend.placement import Claim, usable
+from luce.backend.placement import usable_bytes
+from luce.backend.serving_options import Claim
 from luce.config.settings import FIELDS, Config
 from luce.draft.drafter import Drafter
 from luce.draft.feature_tail import FeatureTails
@@ -88,7 +89,7 @@ class DraftPlan:
     @property
     def free(self) -> int:
         """Free memory of the device in bytes."""
-        return usable(self.device)
+        return usable_bytes(self.device)
 
 
 def verified_rows(config: Config) -> int:

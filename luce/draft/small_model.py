@@ -19,6 +19,7 @@ from luce.runtime.device import Device
 from luce.runtime.step import Int32, Output, Span, Step
 from luce.shard.local import LocalShard
 from luce.shard.saved_state import SavedState
+from luce.shard.shard_options import DeviceLayers, ShardOptions
 from luce.shard.sizes import state_bytes
 
 _TOKENS = "tokenizer.ggml.tokens"
@@ -33,10 +34,9 @@ def check_tokens(file: GGUFFile, target: Metadata) -> None:
 def model_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> tuple[int, int]:
     """Bytes of a ModelDrafter's weights and context."""
     layers = range(len(spec.layers))
-    size = state_bytes(device, spec, layers)
+    size = state_bytes(device, spec, layers, ShardOptions(slots))
     pages = [slots * ring.pages for ring in _rings(spec, context)]
-    state = slots * size.slot + sum(count * page for count, page in zip(pages, size.page, strict=True))
-    return tensor_bytes(file, spec, layers, device), state
+    return tensor_bytes(file, spec, layers, device), size.total(pages, slots)
 
 
 def _rings(spec: ModelSpec, context: int) -> list[PageRing]:
@@ -57,7 +57,7 @@ class ModelDrafter:
         self._context = Context(_rings(spec, context), slots)
         self._recurrent = spec.recurrent
         layers = range(len(spec.layers))
-        self.shard = LocalShard(file, spec, layers, device, pages=self._context.pages, slots=slots)
+        self.shard = LocalShard(file, spec, DeviceLayers(device, layers), ShardOptions(slots), self._context.pages)
         self._no_pages: list[list[int]] = [[] for _ in spec.page_groups]
         #: the tokens at each slot's cached positions
         self._tokens = [np.empty(0, np.int32)] * slots

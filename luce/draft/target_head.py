@@ -9,6 +9,7 @@ import numpy as np
 
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import LayerBuilder
+from luce.layers.state import StateOptions
 from luce.models.spec import ModelSpec
 from luce.ops.sample import find_candidates
 from luce.runtime.device import Array, Device
@@ -61,7 +62,7 @@ class LoadedHead:
 
     def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device) -> None:
         self.device = device
-        builder = LayerBuilder(file, spec, range(0), device, pages=[0] * len(spec.page_groups), slots=0)
+        builder = LayerBuilder(file, spec, range(0), device, StateOptions([0] * len(spec.page_groups), 0))
         self._embedding = builder.embedding()
         self._head = builder.head()
 

@@ -18,6 +18,6 @@ package calls luce.backend through the Backend protocol.
 A page has five types on its way to the disk and back. PageNode (prefix_tree) names it by its tokens. SavedState
 (luce.shard.saved_state) holds a copy in the host memory of the processes that drive the devices, and hands it out as
 plain arrays by name. Frame (disk.part) is an array in a file. StoredTensor (disk.reader) joins the frames of several
-files to one array that is to be decoded. Piece (luce.shard.saved_state) holds decoded arrays with the slot, the pages
-and the layers that they belong to.
+files to one array that is to be decoded. StatePiece (luce.shard.saved_state) holds decoded arrays with the slot, the
+pages and the layers that they belong to.
 """

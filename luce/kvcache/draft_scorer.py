@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +19,7 @@ from luce.models.spec import ModelSpec
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE, Int32, PageView, Span, Step
 from luce.shard.local import LocalShard
+from luce.shard.shard_options import DeviceLayers, ShardOptions
 
 #: most tokens of a segment, and the last tokens of the text that follow each segment
 _SEGMENT, _TAIL = 2048, 64
@@ -40,13 +40,13 @@ class DraftScorer:
     def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, retokenize: Retokenize | None = None) -> None:
         self._retokenize = retokenize
         self._segment = min(_SEGMENT, spec.context_length - _TAIL)
-        spec = replace(spec, ranked=True)
         layers = range(len(spec.layers))
-        if self._segment < _TAIL or not any(map(spec.ranks, layers)):
+        if self._segment < _TAIL or not any(map(spec.owns_full_pages, layers)):
             raise ModelError(f"{file.paths[0]}: cannot score pages: no full attention, or too short a context")
         self._pages = -(-(self._segment + _TAIL) // PAGE)
         self._groups = len(spec.page_groups)
-        self._shard = LocalShard(file, spec, layers, device, pages=[self._pages] * self._groups, slots=1)
+        options = ShardOptions(slots=1, rank_pages=True)
+        self._shard = LocalShard(file, spec, DeviceLayers(device, layers), options, [self._pages] * self._groups)
 
     def __call__(self, tokens: Int32) -> NDArray[np.float32]:
         """int32 [n] -> float32 [n // PAGE]: the mean attention to the tokens of each full page, by the head with

@@ -68,7 +68,7 @@ class PageScorer(Protocol):
         """Idempotent."""
 
 
-def ranked(config: Config) -> bool:
+def ranks_pages(config: Config) -> bool:
     """Whether the policy needs shards that rank pages."""
     return config.kvflash != "off" and config.kvflash_policy != DraftPolicy.label
 

@@ -24,7 +24,7 @@ from luce.kvcache.page_table import PageTables
 from luce.kvcache.paging import Pager
 from luce.kvcache.prefix_tree import Checkpoint, HostPage, PageNode, Residency
 from luce.runtime.step import PAGE, Int32
-from luce.shard.saved_state import Piece
+from luce.shard.saved_state import StatePiece
 
 _log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Restorer:
     def _load(self, disk: DiskTier, stored: Iterator[_Stored], deadline: Deadline) -> None:
         decoded = disk.decode(stored, self._backend.state.staging_buffer, deadline)
         with contextlib.closing(decoded):
-            self._backend.state.load(Piece(*place, layers, tensors) for tensors, (place, layers) in decoded)
+            self._backend.state.load(StatePiece(*place, layers, tensors) for tensors, (place, layers) in decoded)
 
     def _load_to_host(
         self,

@@ -4,7 +4,7 @@ parts of a spec."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,11 @@ from luce.layers.mlp import GatedMLPLayer
 from luce.layers.moe import MoELayer
 from luce.layers.per_layer import PerLayerInputs
 from luce.layers.rotary import Rotary
-from luce.layers.state import DeltaState, KVPool
+from luce.layers.state import DeltaState, KVPool, StateOptions
 from luce.layers.weights import WeightLoader
 from luce.models import spec as models
 from luce.models.spec import Attention, GatedDeltaNet, GatedMLP, Layer, ModelSpec, MoE, Rope
 from luce.ops.deltanet import DeltaWeights
-from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.page_ranking import NEWEST_QUERIES
 from luce.ops.qkv import HeadNorms
 from luce.ops.weight import stored_bytes
@@ -41,11 +40,7 @@ _PER_LAYER_PARTS = {
 
 
 class LayerBuilder:
-    """Builds the layers `layers` of one shard.
-
-    Sizes of the states: `pages` of each page group, `slots`, the types `kv` and `verify`, most rows of a speculative
-    span.
-    """
+    """Builds the layers `layers` of one shard."""
 
     def __init__(
         self,
@@ -53,21 +48,14 @@ class LayerBuilder:
         spec: ModelSpec,
         layers: range,
         device: Device,
-        *,
-        pages: Sequence[int],
-        slots: int,
-        kv: KVTypes = AUTO,
-        verify: int = 0,
+        states: StateOptions,
     ) -> None:
         self._file = file
         self._spec = spec
         self._layers = layers
         self._lent = spec.lent(layers.stop)
         self._device = device
-        self._pages = pages
-        self._slots = slots
-        self._verify = verify
-        self._kv = kv
+        self._states = states
         self._rotaries: dict[Rope, Rotary] = {}
         self._pools: dict[int, KVPool] = {}
         self.weights = WeightLoader(file, device)
@@ -104,7 +92,7 @@ class LayerBuilder:
         """The keys and values of a layer of another shard. To be built before the layers that borrow them."""
         spec, group = self._spec.layers[donor].mixer, self._spec.group_of(donor)
         assert isinstance(spec, Attention) and group is not None
-        pool = self._pools[donor] = KVPool.allocate(self._device, spec, self._pages[group], self._kv)
+        pool = self._pools[donor] = KVPool.allocate(self._device, spec, self._states.pages[group], self._states.kv)
         return Mirror(self._device, donor, spec, pool=pool, group=group)
 
     def layer(self, index: int) -> PreNormDecoderLayer | SandwichDecoderLayer:
@@ -199,10 +187,10 @@ class LayerBuilder:
         group = self._spec.group_of(index)
         assert group is not None
         if spec.donor is None:
-            self._pools[index] = KVPool.allocate(self._device, spec, self._pages[group], self._kv)
+            self._pools[index] = KVPool.allocate(self._device, spec, self._states.pages[group], self._states.kv)
         newest = None
-        if self._spec.ranks(index):
-            newest = self._device.zeros((self._slots, NEWEST_QUERIES, spec.heads, spec.head_dim))
+        if self._states.rank_pages and self._spec.owns_full_pages(index):
+            newest = self._device.zeros((self._states.slots, NEWEST_QUERIES, spec.heads, spec.head_dim))
         return AttentionLayer(
             self._device,
             spec,
@@ -233,7 +221,7 @@ class LayerBuilder:
                 eps=self._spec.norm_eps,
                 key_heads=spec.key_heads,
             ),
-            state=DeltaState.allocate(self._device, spec, self._slots, self._verify),
+            state=DeltaState.allocate(self._device, spec, self._states.slots, self._states.verify_rows),
         )
 
     def _mlp(self, index: int, spec: GatedMLP, suffix: str) -> GatedMLPLayer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from luce.models.spec import Attention, GatedDeltaNet
@@ -9,6 +10,20 @@ from luce.ops.deltanet import RecurrentState
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """Number and types of the states of a shard's layers."""
+
+    #: pages of each page group
+    pages: Sequence[int]
+    slots: int
+    kv: KVTypes = AUTO
+    #: most rows of a speculative span; 0: there are none
+    verify_rows: int = 0
+    #: whether layers with pages of full attention keep the newest queries of each slot, to rank pages
+    rank_pages: bool = False
 
 
 @dataclass(frozen=True)

@@ -219,10 +219,6 @@ class ModelSpec:
     logit_softcap: float = 0.0
     #: width of per-layer embeddings, 0 for none
     per_layer: int = 0
-    #: the layers whose output a drafter reads, ascending; an option of the run, not of the file
-    captured: tuple[int, ...] = ()
-    #: whether pages of full attention are ranked (KVFlash); an option of the run, not of the file
-    ranked: bool = False
     dialect: Dialect = Dialect()
     #: positions before the newest one that full attention should see, wherever the rest of the context is
     tail: int = 0
@@ -245,10 +241,10 @@ class ModelSpec:
         mixer = self.layers[layer].mixer
         return mixer.donor if isinstance(mixer, Attention) else None
 
-    def ranks(self, layer: int) -> bool:
-        """Whether a layer ranks pages (KVFlash): it does if it has pages of full attention of its own."""
+    def owns_full_pages(self, layer: int) -> bool:
+        """Whether a layer has pages of full attention of its own."""
         mixer = self.layers[layer].mixer
-        return self.ranked and isinstance(mixer, Attention) and mixer.window is None and mixer.donor is None
+        return isinstance(mixer, Attention) and mixer.window is None and mixer.donor is None
 
     def lent(self, boundary: int) -> tuple[int, ...]:
         """The layers before `boundary` whose keys and values later layers read, ascending."""

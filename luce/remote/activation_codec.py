@@ -6,13 +6,15 @@ Captured outputs are bfloat16 already and are sent unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.errors import BackendError
 from luce.models.spec import ModelSpec
 from luce.ops.features import bfloat16
-from luce.shard.sizes import handed_widths
+from luce.shard.sizes import activation_widths
 
 #: types of activations in messages
 TYPES = ("f32", "f16", "bf16")
@@ -22,12 +24,12 @@ _LARGEST = np.float32(np.finfo(np.float16).max)
 class ActivationCodec:
     """Encodes the activations at a boundary. `kind`: one of TYPES. Memory is uint8, laid out as by Arena.floats."""
 
-    def __init__(self, kind: str, spec: ModelSpec, boundary: int) -> None:
+    def __init__(self, kind: str, spec: ModelSpec, boundary: int, captured: Sequence[int] = ()) -> None:
         self._kind = kind
-        widths = handed_widths(spec, boundary)
-        captured = sum(layer < boundary for layer in spec.captured)
+        widths = activation_widths(spec, boundary, captured)
+        features = sum(layer < boundary for layer in captured)
         self._columns = sum(widths)
-        self._rounded = 0 if kind == "f32" else sum(widths[: len(widths) - captured])
+        self._rounded = 0 if kind == "f32" else sum(widths[: len(widths) - features])
 
     def size(self, rows: int) -> int:
         """Bytes of `rows` rows in a message."""

@@ -35,7 +35,7 @@ from luce.remote.validate import check_descriptor
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.open import open_devices
-from luce.shard.memory_watch import BEAT, MemoryWatch
+from luce.shard.memory_watch import INTERVAL, MemoryWatch
 
 _log = logging.getLogger(__name__)
 
@@ -249,8 +249,8 @@ class Session:
         """Measure the devices' free memory each second until a message arrives, unless work is or will be queued."""
         spin = self._spin
         while not self._queued and not (self._service is not None and self._service.announced):
-            self._memory.look()
-            if self._channel.ready(BEAT, spin=spin):
+            self._memory.update()
+            if self._channel.ready(INTERVAL, spin=spin):
                 break
             spin = 0.0
 

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,11 @@ from luce.runtime.host import HostDevice, HostEvent
 from luce.runtime.step import MAX_CANDIDATES, Step
 from luce.runtime.transfer import DEPTH, Link, Transfer
 from luce.shard.local import LocalShard
-from luce.shard.pipeline import Chain, Ran
-from luce.shard.saved_state import HostSavedState, JoinedSavedState, Piece
+from luce.shard.pipeline import Pipeline, Result
+from luce.shard.saved_state import HostSavedState, JoinedSavedState, StatePiece
 from luce.shard.shard import Activation, Pending
-from luce.shard.sizes import handed_on, handed_widths
+from luce.shard.shard_options import DeviceLayers, ShardHooks, ShardOptions
+from luce.shard.sizes import activation_bytes, activation_widths
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ _MAX_ENTRY = 1 << 24
 class _Queued(Event):
     """Done when the pipeline's threads have queued a step, and its work is done."""
 
-    def __init__(self, ran: Future[Ran]) -> None:
+    def __init__(self, ran: Future[Result]) -> None:
         self._ran = ran
 
     def done(self) -> bool:
@@ -170,14 +171,17 @@ class ServedModel(Service):
             raise ModelError(f"{path}: the daemon's file is not the server's: their contents differ")
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         layers = load_layers(load, len(devices), spec)
-        spec = replace(spec, captured=load.captured, ranked=load.ranked)
         self.spec = spec
         self.load = load
         self.devices = devices
         self.arena = arena
         boundaries = layers[0].start, layers[-1].stop
-        self.input_widths, self.output_widths = (handed_widths(spec, boundary) for boundary in boundaries)
-        self._input_codec, self._output_codec = (ActivationCodec(load.activations, spec, each) for each in boundaries)
+        self.input_widths, self.output_widths = (
+            activation_widths(spec, boundary, load.captured) for boundary in boundaries
+        )
+        self._input_codec, self._output_codec = (
+            ActivationCodec(load.activations, spec, each, load.captured) for each in boundaries
+        )
         self._last = layers[-1].stop == len(spec.layers)
         if load.arena != shared_size(load.rows, self.input_widths, self.output_widths):
             raise BackendError(f"{load.arena} bytes of shared memory do not suit steps of {load.rows} rows")
@@ -187,8 +191,8 @@ class ServedModel(Service):
         can_use_flags = load.shared and not problems and all(device.uses_flags for device in devices)
         #: whether the devices wait for the input flag, and raise the output flag, without the host
         self.uses_flags = can_use_flags and self._try_flags()
-        self.chain = Chain(peer=load.peer, enter=self._enter, leave=self._leave)
-        opened.callback(self.chain.close)
+        self.pipeline = Pipeline(peer=load.peer, enter=self._enter, leave=self._leave)
+        opened.callback(self.pipeline.close)
         self._build(file, layers, on_progress)
         self._input_link = None
         if self.input_widths:
@@ -207,27 +211,22 @@ class ServedModel(Service):
     def _build(self, file: GGUFFile, layers: Sequence[range], on_progress: Callable[[float], None]) -> None:
         """Load the layers, a range on each device, into the pipeline."""
         load, done, count = self.load, itertools.count(1), sum(map(len, layers))
+        options = ShardOptions(load.slots, KVTypes(*load.kv), load.verify, load.captured, load.ranked, load.peer)
         for number, (device, part, spare) in enumerate(zip(self.devices, layers, load.spare, strict=True)):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             shard = LocalShard(
                 file,
                 self.spec,
-                part,
-                device,
-                pages=load.pages,
-                slots=load.slots,
-                kv=KVTypes(*load.kv),
-                verify=load.verify,
-                spare=spare,
-                pieces=len(self.devices) > 1,
-                places=self._output_arrays,
-                on_captured=self._copy_captured,
-                on_layer=lambda: on_progress(next(done) / count),
+                DeviceLayers(device, part, spare),
+                options,
+                load.pages,
+                ShardHooks(lambda: on_progress(next(done) / count), self._copy_captured, self._output_arrays),
+                long_graphs=len(self.devices) > 1,
             )
             # Errors of the device name it.
-            self.chain.add(f"layers {part.start}..{part.stop - 1}", str(device.name), shard)
+            self.pipeline.add(f"layers {part.start}..{part.stop - 1}", str(device.name), shard)
             if number:
-                self.chain.link(load.rows * handed_on(self.spec, part.start) // 4)
+                self.pipeline.link(load.rows * activation_bytes(self.spec, part.start, load.captured) // 4)
 
     def _try_flags(self) -> bool:
         """Whether the devices succeed in waiting for a flag and in raising one."""
@@ -242,7 +241,7 @@ class ServedModel(Service):
         return True
 
     def loaded(self) -> Loaded:
-        parts = (part for shard in self.chain.shards for part in shard.info.devices)
+        parts = (part for shard in self.pipeline.shards for part in shard.info.devices)
         layers = (
             LoadedLayers(part.device, (part.layers.start, part.layers.stop), part.weights, part.state, part.unpacked)
             for part in parts
@@ -255,14 +254,14 @@ class ServedModel(Service):
 
     @property
     def frame_limit(self) -> int:
-        return sum(shard.info.state for shard in self.chain.shards) * 2
+        return sum(shard.info.state for shard in self.pipeline.shards) * 2
 
     @property
     def failed(self) -> bool:
-        return self.chain.failure is not None
+        return self.pipeline.failure is not None
 
     def settle(self) -> None:
-        self.chain.settle()
+        self.pipeline.settle()
         self._copying.clear()
         if self._input_link is not None:
             with contextlib.suppress(DeviceError):
@@ -326,12 +325,12 @@ class ServedModel(Service):
 
     def forward(self, message: Announce, input_ready: Event) -> Work:
         """Queue the announced step, whose input is there once `input_ready` is done."""
-        step, chain = _AnnouncedStep.of(message, input_ready), self.chain
-        if len(self.devices) == 1 or (len(step.output_rows) and chain.idle and chain.failure is None):
+        step, pipeline = _AnnouncedStep.of(message, input_ready), self.pipeline
+        if len(self.devices) == 1 or (len(step.output_rows) and pipeline.idle and pipeline.failure is None):
             # Without the pipeline's threads, as a thread takes tens of microseconds to wake up.
-            result, over = chain.through(step)
+            result, over = pipeline.run(step)
             return Work(over, lambda: self._done(message, result))
-        ran = chain.queue(step)
+        ran = pipeline.queue(step)
         return Work(_Queued(ran), lambda: self._done(message, ran.result()[0]), threaded=True)
 
     def _enter(self, step: Step) -> Transfer | None:
@@ -390,36 +389,36 @@ class ServedModel(Service):
 
     def _seconds(self) -> float:
         """What the devices have worked since the last response."""
-        self.chain.look()
-        total = self.chain.worked()
+        self.pipeline.count_times()
+        total = self.pipeline.work_seconds()
         seconds, self._seconds_reported = total - self._seconds_reported, total
         return seconds
 
     def embed(self, message: Embed) -> Tensors:
         """Look up rows of the token table."""
-        self.chain.wait()
+        self.pipeline.wait()
         if message.tokens.ndim != 1 or not within(message.tokens, self.spec.vocab):
             raise BackendError("the tokens are not a list of ids in the vocabulary")
-        rows: NDArray[np.float32] = self.devices[0].download(self.chain.shards[0].ends.embed(message.tokens))
+        rows: NDArray[np.float32] = self.devices[0].download(self.pipeline.shards[0].ends.embed(message.tokens))
         return Tensors({"rows": rows})
 
     def project(self, message: Project) -> Done:
         """Multiply rows with the head."""
-        self.chain.wait()
+        self.pipeline.wait()
         hidden, top = message.hidden, message.top
         if hidden.ndim != 2 or hidden.shape[1] != self.spec.hidden or not 0 <= top <= MAX_CANDIDATES:
             raise BackendError(f"rows of shape {hidden.shape} and {top} candidates cannot be projected")
         if not (0 <= message.scale < math.inf and 0 <= message.softcap < math.inf):
             raise BackendError(f"no norms of logits with scale {message.scale} and softcap {message.softcap}")
-        shard, norms = self.chain.shards[-1], {"scale": message.scale, "softcap": message.softcap}
+        shard, norms = self.pipeline.shards[-1], {"scale": message.scale, "softcap": message.softcap}
         return Done(output=shard.ends.project(hidden, top=top, logits=message.logits, **norms)())
 
     def update_ranking(self, message: UpdateRanking) -> Done:
         """Add pages to the page ranking, or drop a slot from it."""
-        self.chain.wait()
+        self.pipeline.wait()
         if not message.entries and not message.pages:
             check_pages(self.load, message.slot)
-            for shard in self.chain.shards:
+            for shard in self.pipeline.shards:
                 shard.ranking.drop(message.slot)
             return Done()
         pages = [() if group.window is not None else message.pages for group in self.spec.page_groups]
@@ -427,36 +426,36 @@ class ServedModel(Service):
         entries = message.entries
         if len(entries) != len(message.pages) or not all(0 <= entry < _MAX_ENTRY for entry in entries):
             raise BackendError("the entries to rank do not fit the pages")
-        for shard in self.chain.shards:
+        for shard in self.pipeline.shards:
             shard.ranking.add(message.slot, entries, message.pages)
         return Done()
 
     def rank(self, message: RankPages) -> Tensors:
         """Estimate attention shares of ranked pages, by layer."""
-        self.chain.wait()
+        self.pipeline.wait()
         check_pages(self.load, message.slot)
         entries = message.entries
         ascending = entries.ndim == 1 and entries.size > 0 and entries[0] >= 0 and (np.diff(entries) > 0).all()
         if message.position < 0 or not ascending:
             raise BackendError("these entries cannot be ranked")
-        scores = [shard.ranking.rank(message.slot, message.position, entries) for shard in self.chain.shards]
+        scores = [shard.ranking.rank(message.slot, message.position, entries) for shard in self.pipeline.shards]
         return Tensors({"scores": np.concatenate(scores)})
 
     def accept(self, message: Accept) -> Done:
         """Commit draft rows."""
-        self.chain.wait()
+        self.pipeline.wait()
         check_pages(self.load, message.slot)
         if not is_path(message.rows, self.load.verify):
             raise BackendError(f"rows {message.rows} cannot be accepted, the load allows {self.load.verify}")
-        for shard in self.chain.shards:
+        for shard in self.pipeline.shards:
             shard.accept(message.slot, message.rows)
         return Done()
 
     def save(self, message: Save) -> Work:
         """Queue the copies of a state."""
-        self.chain.wait()
+        self.pipeline.wait()
         check_pages(self.load, message.slot, message.pages)
-        shards = self.chain.shards
+        shards = self.pipeline.shards
         parts = [shard.state.save(message.slot, message.pages, held=message.held) for shard in shards]
         saved = self._saved[message.saved] = JoinedSavedState(parts)
         return Work(_Copied(saved), lambda: _description(saved))
@@ -472,18 +471,18 @@ class ServedModel(Service):
 
     def restore(self, message: Restore) -> Done:
         """Copy a saved state into a slot and pages."""
-        self.chain.wait()
+        self.pipeline.wait()
         check_pages(self.load, message.slot, message.pages)
-        for shard, part in zip(self.chain.shards, self._saved_state(message.saved).parts, strict=True):
+        for shard, part in zip(self.pipeline.shards, self._saved_state(message.saved).parts, strict=True):
             shard.state.restore(message.slot, message.pages, part, message.first)
         return Done()
 
     def load_state(self, message: LoadState) -> Done:
         """Copy tensors of the message into a slot and pages."""
-        self.chain.wait()
+        self.pipeline.wait()
         check_pages(self.load, message.slot, message.pages)
-        for shard in self.chain.shards:
-            shard.state.load(Piece(message.slot, message.pages, range(*message.layers), message.tensors))
+        for shard in self.pipeline.shards:
+            shard.state.load(StatePiece(message.slot, message.pages, range(*message.layers), message.tensors))
         return Done()
 
     def drop(self, message: Drop) -> None:

@@ -16,9 +16,8 @@ from luce.ipc.arena import Arena, shared_arena
 from luce.ipc.channel import SMALL_FRAME, ProtocolError
 from luce.ipc.supervisor import Supervisor
 from luce.models.spec import ModelSpec
-from luce.ops.kvtype import KVTypes
 from luce.remote.activation_codec import ActivationCodec
-from luce.remote.device import RemoteDevice
+from luce.remote.device import is_remote
 from luce.remote.messages import Accept, Announce, Done, Forward, Load, Loaded, Response
 from luce.remote.rpc import PER_BYTE, PER_ROW, Expected, Request, Requests
 from luce.remote.shard_groups import RemoteEnds, RemoteRanking, RemoteState, check_ids, check_output
@@ -26,8 +25,9 @@ from luce.remote.shared_layout import OUTPUT_BUFFERS, OUTPUT_BYTES, OutputLayout
 from luce.runtime.device import Device, Event, Flag
 from luce.runtime.host import HostEvent
 from luce.runtime.step import MAX_CANDIDATES, Output, Step
-from luce.shard.shard import Activation, Captured, DaemonState, DeviceInfo, Pending, ShardInfo
-from luce.shard.sizes import handed_widths, mirrored
+from luce.shard.shard import Activation, DaemonState, DeviceInfo, Pending, ShardInfo
+from luce.shard.shard_options import DeviceLayers, OnCaptured, ShardOptions
+from luce.shard.sizes import activation_widths, mirrored
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ def daemon_state(
 class RemoteShard:
     """Layers of a file on the devices of one daemon, a range for each. Loads in the background: see `wait_loaded`.
 
-    `name` is its name in messages; `on_captured` as for LocalShard. `spare`: bytes of each device in which unpacked
-    matrices may be kept; `rows`: most rows of a step, if activations cross a boundary. Raises OutOfMemoryError for the
+    `name` is its name in messages; `parts`: its layers and devices; `rows`: most rows of a step, if activations
+    cross a boundary; `on_captured` as in ShardHooks. Raises OutOfMemoryError for the
     shared memory.
     """
 
@@ -70,18 +70,15 @@ class RemoteShard:
         name: str,
         file: GGUFFile,
         spec: ModelSpec,
-        layers: Sequence[range],
-        devices: Sequence[RemoteDevice],
-        *,
+        parts: Sequence[DeviceLayers],
+        options: ShardOptions,
         pages: Sequence[int],
-        slots: int,
-        kv: KVTypes,
-        verify: int,
-        spare: Sequence[int],
+        *,
         rows: int,
-        peer: bool,
-        on_captured: Captured = lambda step, outputs: None,
+        on_captured: OnCaptured = lambda step, outputs: None,
     ) -> None:
+        layers = [part.layers for part in parts]
+        devices = [part.device for part in parts if is_remote(part.device)]
         self.device = devices[0]
         self.layers = range(layers[0].start, layers[-1].stop)
         self._name = name
@@ -91,9 +88,13 @@ class RemoteShard:
         self._on_captured = on_captured
         self._spin = 0.0 if all(device.host for device in devices) else _SPIN
         boundaries = self.layers.start, self.layers.stop
-        self._input_widths, self._output_widths = (handed_widths(spec, boundary) for boundary in boundaries)
+        self._input_widths, self._output_widths = (
+            activation_widths(spec, boundary, options.captured) for boundary in boundaries
+        )
         activations = devices[0].transport.activations
-        self._input_codec, self._output_codec = (ActivationCodec(activations, spec, each) for each in boundaries)
+        self._input_codec, self._output_codec = (
+            ActivationCodec(activations, spec, each, options.captured) for each in boundaries
+        )
         size = shared_size(rows, self._input_widths, self._output_widths)
         self._arena = self._make_arena(size)
         self._shared = self._arena.fd is not None
@@ -121,23 +122,24 @@ class RemoteShard:
             fingerprint=fingerprint(file),
             layers=ranges,
             pages=tuple(pages),
-            slots=slots,
-            kv=(kv.k, kv.v),
-            verify=verify,
-            captured=spec.captured,
-            ranked=spec.ranked,
-            spare=tuple(spare),
+            slots=options.slots,
+            kv=(options.kv.k, options.kv.v),
+            verify=options.verify_rows,
+            captured=options.captured,
+            ranked=options.rank_pages,
+            spare=tuple(part.unpack_bytes for part in parts),
             rows=rows,
-            peer=peer,
+            peer=options.peer,
             arena=size,
             shared=self._shared,
             activations=activations,
         )
         self._expected = tuple(zip((str(device.name.local) for device in devices), ranges, strict=True))
-        parts = zip(devices, layers, strict=True)
-        self.info = ShardInfo(tuple(DeviceInfo(str(device.name), part, 0, 0, 0) for device, part in parts))
+        self.info = ShardInfo(tuple(DeviceInfo(str(part.device.name), part.layers, 0, 0, 0) for part in parts))
         self.state = RemoteState(self._requests, self.layers, mirrored(spec, self.layers), self._copy_seconds)
-        self.ranking = RemoteRanking(self._requests, sum(map(spec.ranks, self.layers)), self._copy_seconds)
+        self.ranking = RemoteRanking(
+            self._requests, sum(options.ranks(spec, layer) for layer in self.layers), self._copy_seconds
+        )
         self.ends = RemoteEnds(self._requests, self.device, spec.hidden, spec.vocab)
         self._daemon.begin_load(load, Loaded, arena=self._arena, name=name)
 

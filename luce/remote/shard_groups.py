@@ -25,7 +25,7 @@ from luce.remote.rpc import PER_BYTE, PER_ROW, Expected, Request, Requests
 from luce.remote.saved_state import RemoteSavedState
 from luce.runtime.device import Array, Device
 from luce.runtime.step import Int32, Output
-from luce.shard.saved_state import Piece, SavedState, layer_of
+from luce.shard.saved_state import SavedState, StatePiece, layer_of
 from luce.shard.shard import Pending
 
 #: seconds that ranking may take for each byte of scores
@@ -61,7 +61,7 @@ class RemoteState:
         message = Restore(saved.number, slot, _groups(pages), first)
         return self._requests.ask(message, Expected(seconds=self._copy_seconds())).wait
 
-    def load(self, piece: Piece) -> None:
+    def load(self, piece: StatePiece) -> None:
         own = {*self._layers, *self._mirrored}
         if own.isdisjoint(piece.layers):
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,10 @@ from luce.layers.attention import AttentionLayer
 from luce.layers.build import LayerBuilder
 from luce.layers.decoder_layer import Embedding, Head, PreNormDecoderLayer, Residual, SandwichDecoderLayer
 from luce.layers.deltanet import DeltaNetLayer
-from luce.layers.state import DeltaState, KVPool
-from luce.models.spec import Attention, ModelSpec
+from luce.layers.state import DeltaState, KVPool, StateOptions
+from luce.models.spec import ModelSpec
 from luce.ops.embedding import take_rows
 from luce.ops.features import capture
-from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.sample import argmax, find_candidates, top_k_keys, unpack_candidates
 from luce.runtime.device import Array, Device
@@ -26,8 +25,9 @@ from luce.runtime.step import DeviceStep, Int32, Output, Span, SpanArrays, Step,
 from luce.shard.graphs import GraphRunner
 from luce.shard.local_state import LocalState
 from luce.shard.page_ranking import PageRanker
-from luce.shard.shard import Activation, Captured, DeviceInfo, Pending, ShardInfo
-from luce.shard.sizes import mirrored, state_bytes
+from luce.shard.shard import Activation, DeviceInfo, Pending, ShardInfo
+from luce.shard.shard_options import NO_HOOKS, DeviceLayers, ShardHooks, ShardOptions
+from luce.shard.sizes import activation_widths, mirrored, state_bytes
 
 # Rows of a short prompt and of a long one, as far as kernels differ between them.
 _PROMPT_ROWS = (64, 512)
@@ -40,57 +40,46 @@ class LocalShard:
         self,
         file: GGUFFile,
         spec: ModelSpec,
-        layers: range,
-        device: Device,
-        *,
+        own: DeviceLayers,
+        options: ShardOptions,
         pages: Sequence[int],
-        slots: int,
-        kv: KVTypes = AUTO,
-        verify: int = 0,
-        spare: int = 0,
-        pieces: bool = False,
-        on_layer: Callable[[], None] = lambda: None,
-        on_captured: Captured = lambda step, outputs: None,
-        places: Callable[[Step], Sequence[NDArray[Any]] | None] = lambda step: None,
+        hooks: ShardHooks = NO_HOOKS,
+        *,
+        long_graphs: bool = False,
     ) -> None:
-        """`verify`: most rows of a speculative span. `spare`: bytes in which matrices may be kept unpacked. `pieces`:
-        whether long steps come in pieces, while other GPUs of this process work on others. `on_layer` is called when
-        a layer is read, `on_captured` by the last shard where layers are captured. `places`: host memory for the ids,
-        the logits and, if there are any, the keys of the candidates of a step, which its output is in then; None: new
-        arrays.
-        """
+        """`pages` of each page group. `long_graphs`: whether long steps of one span run as CUDA graphs too, because
+        other GPUs of this process work meanwhile."""
+        layers, device = own.layers, own.device
         self.device = device
-        self._places = places
-        builder = LayerBuilder(file, spec, layers, device, pages=pages, slots=slots, kv=kv, verify=verify)
-        self._graphs = GraphRunner(device, self._run, pages, long=pieces)
+        self._hooks = hooks
+        states = StateOptions(pages, options.slots, options.kv, options.verify_rows, options.rank_pages)
+        builder = LayerBuilder(file, spec, layers, device, states)
+        self._graphs = GraphRunner(device, self._run, pages, long=long_graphs)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}
         self._layers: dict[int, PreNormDecoderLayer | SandwichDecoderLayer] = {}
-        ranking = []
         for index in layers:
-            layer = self._layers[index] = builder.layer(index)
-            if isinstance(layer.mixer, AttentionLayer) and spec.ranks(index):
-                ranking.append(layer.mixer)
-            on_layer()
-        self.ranking = PageRanker(device, ranking)
+            self._layers[index] = builder.layer(index)
+            hooks.on_layer()
         self._per_layer = builder.per_layer() if spec.per_layer else None
         self._head = builder.head() if layers.stop == len(spec.layers) else None
-        sizes = state_bytes(device, spec, layers, kv, verify)
-        held = slots * sizes.slot + sum(n * size for n, size in zip(pages, sizes.page, strict=True))
-        states: dict[int, KVPool | DeltaState] = {index: mirror.state for index, mirror in self._mirrors.items()}
-        states |= {index: each.mixer.state for index, each in self._layers.items() if spec.donor(index) is None}
-        self.state = LocalState(device, states, self._mirrors.keys(), {index: spec.group_of(index) for index in states})
+        self._captured = options.captured
+        self._borrowed, self._lent = spec.lent(layers.start), spec.lent(layers.stop)
+        pools: dict[int, KVPool | DeltaState] = {index: mirror.state for index, mirror in self._mirrors.items()}
+        pools |= {index: each.mixer.state for index, each in self._layers.items() if spec.donor(index) is None}
+        self.state = LocalState(device, pools, self._mirrors.keys(), {index: spec.group_of(index) for index in pools})
+        mixers = [each.mixer for index, each in self._layers.items() if options.ranks(spec, index)]
+        self.ranking = PageRanker(device, [mixer for mixer in mixers if isinstance(mixer, AttentionLayer)])
         self.ends = LocalEnds(device, layers, self._embedding, self._head)
-        self._taken, self._lent = spec.lent(layers.start), spec.lent(layers.stop)
-        self._captured, self._on_captured = spec.captured, on_captured
-        self._before = sum(layer < layers.start for layer in spec.captured)
+        widths = activation_widths(spec, layers.start, options.captured)
 
         def warm_up() -> None:
-            builder.weights.store_fp16(spare)
-            self._warm_up(spec, slots)
+            builder.weights.store_fp16(own.unpack_bytes)
+            self._warm_up(len(spec.page_groups), widths, options.slots)
 
         device.warm_up(warm_up)
-        unpacked = builder.weights.store_fp16(spare)
+        unpacked = builder.weights.store_fp16(own.unpack_bytes)
+        held = state_bytes(device, spec, layers, options).total(pages, options.slots)
         self.info = ShardInfo((DeviceInfo(str(device.name), layers, builder.weights.nbytes, held, unpacked),))
         device.synchronize()
 
@@ -114,7 +103,7 @@ class LocalShard:
         # The output is waited for: it is copied before what else there is to do.
         output = self._output(step, left)
         if self._captured:
-            self._on_captured(step, [rows.view(np.uint16) for rows in left[-len(self._captured) :]])
+            self._hooks.on_captured(step, [rows.view(np.uint16) for rows in left[-len(self._captured) :]])
         return output
 
     def _output(self, step: Step, left: Sequence[Array]) -> Pending:
@@ -124,7 +113,7 @@ class LocalShard:
         arrays = [ids, self._picked(logits, step.needs_logits)]
         if step.needs_candidates is not None and step.needs_candidates.any():
             arrays.append(top_k_keys(self.device, self._picked(logits, step.needs_candidates)))
-        return self._fetched(arrays, self._places(step))
+        return self._fetched(arrays, self._hooks.output_memory(step))
 
     def _fetched(self, arrays: Sequence[Array], places: Sequence[NDArray[Any]] | None = None) -> Pending:
         """What is returned of ids, logits and candidates' keys, whose copies to the host are queued here."""
@@ -152,8 +141,11 @@ class LocalShard:
         embeddings = others[:1] if self._per_layer is not None else []
         if self._per_layer is not None:
             stream.inputs = self._per_layer(embeddings[0], step)
-        lent, captured = others[len(embeddings) :][: len(self._taken)], others[len(embeddings) + len(self._taken) :]
-        step.lent.update(zip(self._taken, lent, strict=True))
+        lent, captured = (
+            others[len(embeddings) :][: len(self._borrowed)],
+            others[len(embeddings) + len(self._borrowed) :],
+        )
+        step.lent.update(zip(self._borrowed, lent, strict=True))
         for mirror in self._mirrors.values():
             mirror(step)
         for index, layer in self._layers.items():
@@ -169,18 +161,16 @@ class LocalShard:
         logits = self._head(stream, step)
         return argmax(self.device, logits), logits, *captured
 
-    def _warm_up(self, spec: ModelSpec, slots: int) -> None:
-        """Run prompts, and the next row of one to all sequences."""
-        mixers = [spec.layers[donor].mixer for donor in self._taken]
-        widths = [spec.hidden] * (2 if spec.per_layer else 1)
-        widths += [2 * mixer.kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, Attention)]
-        widths += [spec.hidden // 2] * self._before
-        tables, seen = (1,) * len(spec.page_groups), (False,) * len(spec.page_groups)
+    def _warm_up(self, groups: int, widths: Sequence[int], slots: int) -> None:
+        """Run prompts, and steps of one row for up to `slots` sequences. `widths`: columns of the first activation."""
+        tables, seen = (1,) * groups, (False,) * groups
         shapes = [StepShape(n, 1, n, 1, tables, seen) for n in _PROMPT_ROWS]
         shapes += [StepShape(n, n, 1, n, tables, seen) for n in range(1, min(slots, FEW_ROWS) + 1)]
         for shape in shapes:
-            handed = () if self._embedding is not None else tuple(self.device.empty((shape.rows, w)) for w in widths)
-            self._run(DeviceStep(self.device, shape, self.device.empty(shape.size, np.int32)), handed)
+            activation = (
+                () if self._embedding is not None else tuple(self.device.empty((shape.rows, w)) for w in widths)
+            )
+            self._run(DeviceStep(self.device, shape, self.device.empty(shape.size, np.int32)), activation)
 
     @property
     def replayed(self) -> int:

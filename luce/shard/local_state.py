@@ -16,7 +16,7 @@ from luce.errors import BackendError, DeviceError
 from luce.layers.state import DeltaState, KVPool
 from luce.runtime.device import Array, Device, Event
 from luce.runtime.step import PAGE
-from luce.shard.saved_state import HostSavedState, Piece, SavedState
+from luce.shard.saved_state import HostSavedState, SavedState, StatePiece
 
 # Saved tensors share buffers of so many bytes, and begin at multiples of the second number there.
 BUFFER_BYTES, _ALIGNED = 16 << 20, 256
@@ -78,7 +78,7 @@ class LocalState:
             found.append((tensor, values))
         self._copy_in(found)
 
-    def load(self, piece: Piece) -> None:
+    def load(self, piece: StatePiece) -> None:
         found = []
         for tensor in self._tensors(piece.slot, piece.pages):
             if tensor.layer not in piece.layers:

@@ -1,7 +1,7 @@
-"""What devices have left of their memory, for people.
+"""Free memory of devices, for people.
 
-Whoever drives the devices looks, once a second: what another thread may ask a GPU while the first one captures a graph
-is for the driver to say. Any thread may read what was seen.
+The thread that drives the devices updates it once a second: it alone knows which calls a GPU allows while a graph is
+being captured. Any thread may read it.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from collections.abc import Sequence
 from luce.errors import DeviceError
 from luce.runtime.device import Device, Memory
 
-#: seconds between two looks
-BEAT = 1.0
+#: seconds between two updates
+INTERVAL = 1.0
 
 
 class MemoryWatch:
-    """`seen`: the memory of each of the devices when they were looked at last; empty before, and if one failed."""
+    """The memory of each of the devices as of the last update."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
         self._next = 0.0
+        #: empty before the first update, and if a device failed
         self.seen: tuple[Memory, ...] = ()
 
-    def look(self) -> None:
-        """Ask the devices, unless that was done within a beat. For the thread that drives them."""
+    def update(self) -> None:
+        """Ask the devices, unless the last update is more recent than INTERVAL. For the thread that drives them."""
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + BEAT
+        self._next = now + INTERVAL
         try:
             self.seen = tuple(device.memory() for device in self._devices)
         except DeviceError:
-            # It will say so to whoever needs it.
+            # The next call that needs the device raises it.
             self.seen = ()

@@ -123,7 +123,7 @@ class PageRanker:
 
 def ranking_bytes(spec: ModelSpec) -> int:
     """Host memory for what all shards of a model together keep of a page that is sealed."""
-    mixers = [block.mixer for number, block in enumerate(spec.layers) if spec.ranks(number)]
+    mixers = [block.mixer for number, block in enumerate(spec.layers) if spec.owns_full_pages(number)]
     return sum(moments_bytes(m.kv_heads, m.head_dim) for m in mixers if isinstance(m, Attention))
 
 

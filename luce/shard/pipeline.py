@@ -1,10 +1,11 @@
 """Shards in the order of their layers, and the copies between them: work is only queued here.
 
-The backend drives the chain of a whole model, a daemon the chain of its own devices.
+The backend drives the pipeline of a whole model, a daemon the pipeline of its own devices.
 
-A driver takes about a thousand launches before it blocks whoever queues another one, and a host shard works as it is
-told. So that no shard waits because another one's queue is full, each has a thread of its own: `queue` gives a step to
-all of them. One step alone goes through without them (`through`): a thread takes tens of microseconds to wake.
+A GPU driver takes about a thousand launches before it blocks the thread that queues another one, and a host shard
+computes during the call. So that no shard waits because another one's queue is full, each has a thread of its own:
+`queue` gives a step to all of them. A single step needs no threads (`run`): a thread takes tens of microseconds to
+wake.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from luce.runtime.transfer import Link, Transfer
 from luce.shard.shard import Activation, Pending, Shard, TransientActivation
 from luce.shard.timing import Clock, ShardTimes
 
-#: What a shard makes of a step, and when its work is done; of the last shard, when what `leave` did with it is.
-Ran = tuple[Transfer | Activation | Pending, Event]
-#: gives what the first shard is handed of a step, if anything; on that shard's thread
+#: A shard's result for a step, and the event that ends its work; for the last shard the event that `leave` returns.
+Result = tuple[Transfer | Activation | Pending, Event]
+#: returns the activation of a step for the first shard, if there is one; called on that shard's thread
 Enter = Callable[[Step], Transfer | None]
-#: gets a step, what the last shard has made of it and when that is there, and says when nothing reads it; on its thread
+#: gets a step, the last shard's result and the event that ends its work; returns the event after which nothing reads
+#: the result; called on that shard's thread
 Leave = Callable[[Step, Activation | Pending, Event], Event]
 
-#: Steps per shard that may be queued and not done: enough that no shard waits for the host.
+#: steps per shard that may be queued and not done: enough that no shard waits for the host
 _AHEAD = 2
 
 
-class Chain:
-    """Shards are added in order; each hands on to the next one by a link. `peer` as in Link.
+class Pipeline:
+    """Shards, which are added in order, and a link from each to the next. `peer` as in Link.
 
-    One thread uses a chain; any may ask for `times`. While steps are with the shards' threads (not `idle`), only
-    `queue`, `look`, `wait`, `settle` and `close` may be called.
+    One thread uses a pipeline; any thread may call `times`. While steps are on the shards' threads (not `idle`), only
+    `queue`, `count_times`, `wait`, `settle` and `close` may be called.
     """
 
     def __init__(
@@ -56,15 +58,15 @@ class Chain:
         self._work: list[Clock] = []
         self._copies: list[Clock] = []
         self._threads: list[ThreadPoolExecutor] = []
-        #: steps that were given to the threads and may not have come to their end there
-        self._given: deque[Future[Ran]] = deque()
-        #: when the last shard is done with steps
+        #: results of the last shard for steps that may still be on the threads
+        self._queued: deque[Future[Result]] = deque()
+        #: events that end the last shard's work on steps
         self._ends: deque[Event] = deque()
-        #: why the threads drop what they are given, until `settle`
+        #: why the threads drop queued steps, until `settle`
         self.failure: BaseException | None = None
 
     def add(self, name: str, device: str, shard: Shard) -> None:
-        """The next shard; the chain closes it. `name` stands before its device's errors, `device` in `times`."""
+        """The next shard; the pipeline closes it. `name` precedes its device's errors, `device` stands in `times`."""
         self.shards.append(shard)
         self._names.append(name)
         self._devices.append(device)
@@ -72,120 +74,120 @@ class Chain:
         self._threads.append(ThreadPoolExecutor(1, f"luce {name}"))
 
     def link(self, size: int) -> None:
-        """The way from the shard before the last one to the last one, for `size` float32 values at a time."""
+        """The copies to the shard that was added last from the one before it: `size` float32 values at a time."""
         before, last = self.shards[-2:]
         self._copies.append(Clock())
         self.links.append(Link(before.device, last.device, size, peer=self._peer, watch=self._copies[-1].add))
 
     @property
     def idle(self) -> bool:
-        """Whether no thread has anything to do."""
-        # The last shard comes to a step when all others have been there.
-        return not self._given or self._given[-1].done()
+        """Whether no thread has work."""
+        # The last shard comes to a step after all others.
+        return not self._queued or self._queued[-1].done()
 
-    def queue(self, step: Step) -> Future[Ran]:
-        """Let each shard's thread run a step once the shard before it has. Waits if too many steps are on the way.
+    def queue(self, step: Step) -> Future[Result]:
+        """Let each shard's thread run a step once the shard before it has. Waits if too many steps are queued.
 
-        Returns what the last shard will have made of it. Once a step has failed, those behind it are dropped and fail
-        as well, until `settle`.
+        Returns the future result of the last shard. Once a step has failed, later ones are dropped and fail too, until
+        `settle`.
         """
-        before: Future[Ran] | None = None
+        before: Future[Result] | None = None
         for number, thread in enumerate(self._threads):
             before = thread.submit(self._follow, number, step, before)
         assert before is not None
-        self._given.append(before)
-        while len(self._given) > _AHEAD * len(self.shards):
-            self._given.popleft().result()
+        self._queued.append(before)
+        while len(self._queued) > _AHEAD * len(self.shards):
+            self._queued.popleft().result()
         return before
 
-    def through(self, step: Step) -> Ran:
-        """Run a step through all shards here and now."""
-        ran = self._run(0, step, self._enter(step))
+    def run(self, step: Step) -> Result:
+        """Run a step through all shards on this thread."""
+        result = self._run(0, step, self._enter(step))
         for number in range(1, len(self.shards)):
-            ran = self._run(number, step, _transfer(ran))
-        return ran
+            result = self._run(number, step, _transfer(result))
+        return result
 
-    def _follow(self, number: int, step: Step, before: Future[Ran] | None) -> Ran:
+    def _follow(self, number: int, step: Step, before: Future[Result] | None) -> Result:
         """On a shard's thread."""
-        handed = None if before is None else _transfer(before.result())
+        incoming = None if before is None else _transfer(before.result())
         if self.failure is not None:
-            if handed is not None:
-                handed.release(None)
+            if incoming is not None:
+                incoming.release(None)
             raise self.failure
         try:
-            return self._run(number, step, self._enter(step) if before is None else handed)
+            return self._run(number, step, self._enter(step) if before is None else incoming)
         except BaseException as error:
             self.failure = error
             raise
 
-    def _run(self, number: int, step: Step, handed: Transfer | None) -> Ran:
-        """Queue a shard's work on a step, and the copy of what it hands on. Raises BackendError naming the shard."""
+    def _run(self, number: int, step: Step, incoming: Transfer | None) -> Result:
+        """Queue a shard's work on a step, and the copy of its result. Raises BackendError naming the shard."""
         shard = self.shards[number]
         device = shard.device
         with self._naming(number), contextlib.ExitStack() as failing:
-            if handed is not None:
-                failing.callback(handed.release, None)
-            shard.announce(step, None if handed is None else tuple(handed.arrays))
-            arrays = None if handed is None else handed.receive()
+            if incoming is not None:
+                failing.callback(incoming.release, None)
+            shard.announce(step, None if incoming is None else tuple(incoming.arrays))
+            arrays = None if incoming is None else incoming.receive()
             start = device.record(timing=True)
-            result = shard.forward(step, arrays)
+            made = shard.forward(step, arrays)
             end = device.record(timing=True)
             self._work[number].add(start, end)
-            ran: Transfer | Activation | Pending = result
+            result: Transfer | Activation | Pending = made
             if number < len(self.links):
-                assert isinstance(result, tuple)
-                ran = transfer = self.links[number].send(result, end)
-                done = transfer.source_read or end
+                assert isinstance(made, tuple)
+                result = outgoing = self.links[number].send(made, end)
+                done = outgoing.source_read or end
             else:
-                done = self._leave(step, result, end)
-            if isinstance(result, TransientActivation) and done is not end:
+                done = self._leave(step, made, end)
+            if isinstance(made, TransientActivation) and done is not end:
                 device.wait_for(done)
             failing.pop_all()
-            if handed is not None:
-                # What is handed on may lie in what was handed over.
-                handed.release(done)
+            if incoming is not None:
+                # The result may lie in the memory of the incoming activation.
+                incoming.release(done)
             if number == len(self.links):
                 self._ends.append(done)
                 if len(self._ends) > _AHEAD * len(self.shards):
                     self._ends.popleft().wait()
-            return ran, done
+            return result, done
 
     @contextlib.contextmanager
     def _naming(self, number: int) -> Iterator[None]:
         try:
             yield
         except DeviceError as error:
-            # What another process reports names the shard already.
+            # Errors of another process name the shard already.
             name = "" if self.shards[number].remote else f"{self._names[number]}: "
             raise BackendError(f"{name}{error}") from error
 
-    def look(self) -> None:
+    def count_times(self) -> None:
         """Count the work that is over. Raises LuceError if some of it failed."""
         for clock in (*self._work, *self._copies):
-            clock.look()
+            clock.count()
 
     def times(self) -> tuple[ShardTimes, ...]:
-        """What the shards' work and the copies between them took since the start. Any thread may ask."""
+        """Seconds that the shards' work and the copies between them took since the start. Any thread may ask."""
         copies = [*(clock.durations() for clock in self._copies), None]
         return tuple(
             ShardTimes(device, work.durations(), copied)
             for device, work, copied in zip(self._devices, self._work, copies, strict=True)
         )
 
-    def worked(self) -> float:
+    def work_seconds(self) -> float:
         """Seconds that the shards' work took since the start, as far as it has been counted."""
         return sum(clock.total for clock in self._work)
 
     def wait(self) -> None:
-        """Wait until the threads are idle. Raises what failed there."""
-        if self._given:
-            wait([self._given[-1]])
-            self._given.clear()
+        """Wait until the threads are idle. Raises their first error."""
+        if self._queued:
+            wait([self._queued[-1]])
+            self._queued.clear()
         if self.failure is not None:
             raise self.failure
 
     def settle(self) -> None:
-        """Wait until nothing runs, whether it fails or not. What the threads have not begun is dropped."""
+        """Wait until nothing runs, whether it fails or not. Steps that the threads have not begun are dropped."""
         self.failure = self.failure or BackendError("dropped")
         with contextlib.suppress(BaseException):
             self.wait()
@@ -208,6 +210,6 @@ class Chain:
         self.shards.clear()
 
 
-def _transfer(ran: Ran) -> Transfer:
-    assert isinstance(ran[0], Transfer)
-    return ran[0]
+def _transfer(result: Result) -> Transfer:
+    assert isinstance(result[0], Transfer)
+    return result[0]

@@ -21,15 +21,16 @@ Tensors = Mapping[str, NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tensors of some layers for the given pages of each page group, and for a slot's recurrent states if one is named.
+class StatePiece:
+    """A part of a sequence's state, of any placement: the tensors of some layers."""
 
-    Those of other layers may be among them; mirrors are filled from their donors' tensors.
-    """
-
+    #: whose recurrent states it holds; None: of no slot
     slot: int | None
+    #: pages of each page group that its keys and values belong to
     pages: Sequence[Sequence[int]]
+    #: the layers to copy; mirrors are copied from their donors' tensors
     layers: range
+    #: of these layers, and possibly of others
     tensors: Tensors
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from luce.runtime.device import Array, Device
 from luce.runtime.step import Int32, Output, Step
-from luce.shard.saved_state import Piece, SavedState
+from luce.shard.saved_state import SavedState, StatePiece
 
 #: Arrays that cross a boundary between shards, on a device: float32 [rows, H], the residual stream; in models with
 #: per-layer embeddings float32 [rows, H], the scaled token embeddings, from which every shard derives its layers'
@@ -29,11 +29,6 @@ class TransientActivation(tuple[Array, ...]):
 
 #: What the last shard returns: waits for the step and fetches its output.
 Pending = Callable[[], Output]
-
-#: Called by the last shard with a step and the outputs of the captured layers, uint16 [rows, H] each, while its work on
-#: the step is queued: work that is queued on its device from then on finds them complete. A daemon's shard has them on
-#: the host.
-Captured = Callable[[Step, Sequence[Array]], None]
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,7 @@ class ShardState(Protocol):
         the response, or None where the device itself orders the steps that follow behind the copy.
         """
 
-    def load(self, piece: Piece) -> None:
+    def load(self, piece: StatePiece) -> None:
         """Copy this shard's tensors of a piece, which may be of any placement; floats are converted to this device's.
 
         A thread of its own calls this where the shard is remote, and no other thread calls the shard meanwhile. Raises

@@ -45,7 +45,7 @@ class Clock:
         """A span between two events with timing, which need not have happened yet; in the order of their ends."""
         self._open.append((start, end))
 
-    def look(self) -> None:
+    def count(self) -> None:
         """Count the spans that are over. Raises DeviceError if the work before an event failed."""
         while self._open and self._open[0][1].done():
             start, end = self._open.popleft()

@@ -13,13 +13,14 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
 from luce.runtime.step import MAX_CANDIDATES, PAGE
 from luce.shard.local import LocalShard
-from luce.shard.saved_state import Piece
-from luce.shard.sizes import handed_widths
+from luce.shard.saved_state import StatePiece
+from luce.shard.sizes import activation_widths
 from tests.support.daemons import HERE, devices, key_file, listener, with_flags, within
 from tests.support.drive import Driver, gathered
 from tests.support.golden_checks import TREES, check_rollback, check_tree
@@ -55,7 +56,10 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 transport = "stream" if request.param == "stream" else "shared"
                 opened = stack.enter_context(devices("cpu:0,cpu:1", **settings, shard_transport=transport))
             backend = LayerSplitBackend(
-                file, reference.spec, opened, slots=4, context=256, piece=64, verify=16, ranked=True
+                file,
+                reference.spec,
+                opened,
+                ServingOptions(slots=4, context=256, microbatch=64, verify_rows=16, rank_pages=True),
             )
             stack.callback(backend.close)
             made[reference.name] = backend
@@ -110,7 +114,7 @@ def test_what_passes_is_counted(backend: LayerSplitBackend, reference: Reference
     rows = np.resize(reference.expected["prompt_17"], 60)
     driver.feed((driver.start(), rows))
     own = [{way: count - past[way] for way, count in now.items()} for past, now in zip(before, counted(), strict=True)]
-    size = len(rows) * 4 * sum(handed_widths(reference.spec, backend.capacity.layers[1].start))
+    size = len(rows) * 4 * sum(activation_widths(reference.spec, backend.capacity.layers[1].start))
     for number, moved in enumerate(own):
         direction, other = ("sent", "received") if number else ("received", "sent")
         shared, stream = moved["shared", direction], moved["stream", direction]
@@ -229,7 +233,7 @@ def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> N
     driver.resume(other, kept)
     assert np.array_equal(driver.feed((other, prompt[90:]))[0], expected)
     driver.feed((third, prompt[3:93]))
-    backend.state.load([Piece(third.slot, third.pages, range(len(reference.spec.layers)), tensors)])
+    backend.state.load([StatePiece(third.slot, third.pages, range(len(reference.spec.layers)), tensors)])
     assert np.array_equal(driver.feed((third, prompt[90:]))[0], expected)
 
 
@@ -238,7 +242,9 @@ def test_pages_are_ranked_alike_wherever_layers_are(backend: LayerSplitBackend, 
     prompt = reference.expected["prompt_long"]
     with ExitStack() as stack:
         file = stack.enter_context(open_gguf(reference.path))
-        alone = LayerSplitBackend(file, reference.spec, [HostDevice()], context=256, slots=4, verify=16, ranked=True)
+        alone = LayerSplitBackend(
+            file, reference.spec, [HostDevice()], ServingOptions(context=256, slots=4, verify_rows=16, rank_pages=True)
+        )
         stack.callback(alone.close)
         found = []
         for each in (alone, backend):
@@ -258,7 +264,7 @@ def test_pages_are_ranked_alike_wherever_layers_are(backend: LayerSplitBackend, 
                 tensors = gathered(shard.state.save(None, [own[:2] for own in sequence.pages]))
                 zeros = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
                 shard.state.load(
-                    Piece(None, [own[:2] for own in sequence.pages], range(len(reference.spec.layers)), zeros)
+                    StatePiece(None, [own[:2] for own in sequence.pages], range(len(reference.spec.layers)), zeros)
                 )
             found[-1].append(each.ranking.rank(sequence.slot, 128 + 2, both[1:]))
             each.ranking.add(sequence.slot, [1], pages[:1])
@@ -324,7 +330,7 @@ def test_what_cannot_be_filled_in_changes_nothing(backend: LayerSplitBackend, re
             tensors = {key: np.zeros_like(value) for key, value in saved.items()} | {name: wrong}
             given = {key: value for key, value in tensors.items() if value is not None}
             with pytest.raises(BackendError, match=rf"cannot restore tensor {name}"):
-                shard.state.load(Piece(sequence.slot, sequence.pages, layers, given))
+                shard.state.load(StatePiece(sequence.slot, sequence.pages, layers, given))
     again = driver.save(sequence)
     assert all(np.array_equal(value, again[name]) for name, value in saved.items())
 

@@ -17,6 +17,7 @@ import pytest
 
 from luce import __version__
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.errors import LuceError
 from luce.gguf.reader import open_gguf
 from luce.ipc import supervisor
@@ -172,7 +173,9 @@ def converse(whole: int, seed: int, limits: Timeouts) -> str:
         stack.callback(supervised.close)
         try:
             device = RemoteDevice(name, supervised)
-            backend = LayerSplitBackend(file, REFERENCE.spec, [HostDevice(0), device], slots=2, context=128, piece=8)
+            backend = LayerSplitBackend(
+                file, REFERENCE.spec, [HostDevice(0), device], ServingOptions(slots=2, context=128, microbatch=8)
+            )
             stack.callback(backend.close)
             driver = Driver(backend)
             sequence = driver.start()

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.gguf.reader import open_gguf
+from luce.layers.features import FeatureRing
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.ops.kvtype import AUTO, KVTypes
@@ -34,12 +36,17 @@ def make_driver() -> Iterator[MakeDriver]:
             slots: int = 4,
             weights: Sequence[float] = (),
             kv: KVTypes = AUTO,
+            ring: FeatureRing | None = None,
             **options: Any,
         ) -> Driver:
             file = stack.enter_context(open_gguf(reference.path))
             spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
             backend = LayerSplitBackend(
-                file, spec, devices, slots=slots, context=256, weights=weights, kv=kv, **options
+                file,
+                spec,
+                devices,
+                ServingOptions(slots=slots, context=256, layer_split=tuple(weights), kv=kv, **options),
+                ring=ring,
             )
             stack.callback(backend.close)
             return Driver(backend)

@@ -13,7 +13,7 @@ from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE
-from luce.shard.saved_state import Piece
+from luce.shard.saved_state import StatePiece
 from tests.golden.conftest import MakeDriver
 from tests.support.drive import gathered
 from tests.support.reference import Reference, errors
@@ -91,7 +91,7 @@ def test_tensors_that_do_not_fit_are_refused_and_change_nothing(fault: str, make
     name, tensor = list(driver.save(other).items())[-1]
     wrong = {"missing": {}, "shape": {name: tensor[:-1]}, "type": {name: tensor.astype(np.int32)}}[fault]
     zeros = {key: np.zeros_like(value) for key, value in driver.save(other).items() if key != name}
-    piece = Piece(sequence.slot, sequence.pages, range(len(reference.spec.layers)), {**zeros, **wrong})
+    piece = StatePiece(sequence.slot, sequence.pages, range(len(reference.spec.layers)), {**zeros, **wrong})
     with pytest.raises(BackendError, match=rf"cpu:0: cannot restore tensor {name}"):
         driver.backend.state.load([piece])
     assert (driver.feed((sequence, prompt[90:]))[0] == driver.feed((other, prompt[90:]))[0]).all()

@@ -69,7 +69,7 @@ def text(driver: Driver, prompt: NDArray[np.int32], *, drafted: bool = True) -> 
 def test_outputs_of_layers(reference: Reference, make_driver: MakeDriver) -> None:
     host = HostDevice()
     ring = make_ring(host, reference)
-    driver = make_driver(reference, [host], ring=ring, verify=16)
+    driver = make_driver(reference, [host], ring=ring, verify_rows=16)
     sequence = driver.start()
     driver.feed((sequence, reference.expected["prompt_17"]))
     found = np.split(floats(held(ring, sequence.slot, 17)), len(ring.layers), axis=1)
@@ -88,7 +88,7 @@ def test_placements_change_nothing(reference: Reference, make_driver: MakeDriver
     for count, place in ((1, 0), (3, 0), (3, 2), (len(reference.spec.layers), 1)):
         hosts = [HostDevice(i) for i in range(max(2, count))]
         ring = make_ring(hosts[place], reference)
-        driver = make_driver(reference, hosts[:count], ring=ring, verify=16)
+        driver = make_driver(reference, hosts[:count], ring=ring, verify_rows=16)
         results.append(held(ring, *text(driver, prompt)))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
@@ -134,7 +134,7 @@ def _queued(make_driver: MakeDriver, placed: list[Any], beside: Device, found: l
     """Prompts in pieces, a reply beside a prompt, a few rows; what was captured whenever a step was queued."""
     reference = Reference("qwen35-b-Q4_K_M")
     ring = make_ring(beside, reference)
-    driver = make_driver(reference, placed, ring=ring, verify=16, piece=16)
+    driver = make_driver(reference, placed, ring=ring, verify_rows=16, microbatch=16)
     prompt, sequence, other = reference.expected["prompt_long"], driver.start(), driver.start()
     parts = [[(sequence, prompt[:50])], [(sequence, prompt[50:51]), (other, prompt[:30])], [(other, prompt[30:33])]]
     for number, part in enumerate(parts, 1):
@@ -151,14 +151,14 @@ def test_daemons_change_nothing(name: str, make_driver: MakeDriver, tmp_path: Pa
     prompt = reference.expected["prompt_long"]
     local = [HostDevice(0), HostDevice(1)]
     ring = make_ring(local[0], reference)
-    expected = held(ring, *text(make_driver(reference, local, ring=ring, verify=16, piece=64), prompt))
+    expected = held(ring, *text(make_driver(reference, local, ring=ring, verify_rows=16, microbatch=64), prompt))
     kinds: list[dict[str, Any]] = [{}, {"shard_transport": "stream"}]
     kinds.append({"target_shard_ipc_bin": (("", with_flags(tmp_path / "python")),)})
     for settings, between in itertools.product(kinds, (True, False)):
         with devices("cpu:0,cpu:1", **settings) as (here, daemon):
             ring = make_ring(here, reference)
             placed = [daemon, here] if between else [here, daemon]
-            driver = make_driver(reference, placed, ring=ring, verify=16, piece=64)
+            driver = make_driver(reference, placed, ring=ring, verify_rows=16, microbatch=64)
             results.append(held(ring, *text(driver, prompt)))
             driver.backend.close()
     for result in results:
@@ -173,7 +173,7 @@ def test_what_a_daemon_captures_is_there_with_the_output(
     prompt = reference.expected["prompt_long"][:60]
     here = HostDevice()
     ring = make_ring(here, reference)
-    alone = make_driver(reference, [here, HostDevice(1)], ring=ring, verify=16, piece=16)
+    alone = make_driver(reference, [here, HostDevice(1)], ring=ring, verify_rows=16, microbatch=16)
     sequence = alone.start()
     alone.feed((sequence, prompt[:40]))
     for token in prompt[40:, None]:
@@ -190,7 +190,7 @@ def test_what_a_daemon_captures_is_there_with_the_output(
     python = (("", with_flags(tmp_path / "python")),)
     with devices("cpu:0,cpu:1", target_shard_ipc_bin=python) as (local, daemon):
         ring = make_ring(local, reference)
-        driver = make_driver(reference, [local, daemon], ring=ring, verify=16, piece=16)
+        driver = make_driver(reference, [local, daemon], ring=ring, verify_rows=16, microbatch=16)
         sequence = driver.start()
         driver.feed((sequence, prompt[:40]), wanted=False)
         for at in range(40, 60):
@@ -218,7 +218,7 @@ def test_a_gpu_captures_the_same(
     prompt, results = reference.expected["prompt_long"], []
     for placed in places:
         ring = make_ring(placed[0], reference)
-        driver = make_driver(reference, placed, ring=ring, verify=16)
+        driver = make_driver(reference, placed, ring=ring, verify_rows=16)
         results.append(floats(held(ring, *text(driver, prompt))))
     # Rounding in products shows in all values of a row, most in rows where another expert is chosen or a recurrent
     # state has accumulated it: the limits of logits hold for the features as well. With int8 products single values are

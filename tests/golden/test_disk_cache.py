@@ -28,7 +28,7 @@ from luce.remote.rpc import Requests
 from luce.remote.saved_state import RemoteSavedState
 from luce.remote.shard_groups import RemoteState
 from luce.runtime.step import PAGE
-from luce.shard.pipeline import Chain
+from luce.shard.pipeline import Pipeline
 from luce.shard.saved_state import JoinedSavedState
 from luce.shard.sizes import mirrored
 from tests.support.daemons import HERE, key_file, listener
@@ -255,20 +255,20 @@ def test_a_daemon_is_asked_only_while_its_shard_is_idle(tmp_path: Path, monkeypa
     monkeypatch.setattr(saved_state, "WINDOW_BYTES", 50_000)
     monkeypatch.setattr(saver, "PAUSE_RATIO", 0)
     idle: list[bool] = []
-    chains: list[Chain] = []
+    pipelines: list[Pipeline] = []
     ask_daemon = Requests.ask
 
-    class WatchedChain(Chain):
+    class WatchedPipeline(Pipeline):
         def __init__(self, *given: Any, **more: Any) -> None:
             super().__init__(*given, **more)
-            chains.append(self)
+            pipelines.append(self)
 
     def watched(requests: Requests, message: Any, *given: Any, **more: Any) -> Any:
         if not isinstance(message, Forward):
-            idle.append(chains[-1].idle)
+            idle.append(pipelines[-1].idle)
         return ask_daemon(requests, message, *given, **more)
 
-    monkeypatch.setattr(layersplit, "Chain", WatchedChain)
+    monkeypatch.setattr(layersplit, "Pipeline", WatchedPipeline)
 
     prompt = reference.expected["prompt_long"].tolist()
     with placed(reference, tmp_path / "cache", "daemons", max_ctx=2048, chunk=16) as model:

@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.draft.dflash.drafter import DFlashDrafter
 from luce.draft.dflash.model import DFlashModel
 from luce.draft.drafter import Draftable
@@ -40,7 +41,9 @@ class Drafted:
     ) -> None:
         file = stack.enter_context(open_draft(reference.path))
         target = stack.enter_context(open_gguf(reference.target.path))
-        backend = LayerSplitBackend(target, reference.target.spec, [HostDevice(0), HostDevice(1)], slots=1, context=64)
+        backend = LayerSplitBackend(
+            target, reference.target.spec, [HostDevice(0), HostDevice(1)], ServingOptions(slots=1, context=64)
+        )
         stack.callback(backend.close)
         self.spec = spec_of(file, reference.path)
         self.ring = FeatureRing(

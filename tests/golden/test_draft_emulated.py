@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.draft.dflash.drafter import DFlashDrafter
 from luce.draft.dflash.model import DFlashModel
 from luce.draft.target_head import LoadedHead, TargetHead
@@ -53,7 +54,11 @@ def test_a_reply_by_graphs_that_share_their_memory() -> None:
         layers = spec.captured(reference.target.spec)
         ring = FeatureRing(device, layers, spec.hidden, slots=1, capacity=64)
         backend = LayerSplitBackend(
-            target, reference.target.spec, [device], context=64, chunk=32, verify=4, ring=ring, slots=1
+            target,
+            reference.target.spec,
+            [device],
+            ServingOptions(context=64, chunk=32, verify_rows=4, slots=1),
+            ring=ring,
         )
         assert spec.mask_token is not None
         mask = reference.table_and_head[0][spec.mask_token]

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.draft.drafter import Draftable
 from luce.draft.mtp import MTPDrafter, MTPModel, captured
 from luce.draft.target_head import TargetHead
@@ -34,7 +35,9 @@ class Drafted:
     def __init__(self, stack: ExitStack, device: Device, slots: int = 2) -> None:
         self.file: GGUFFile = stack.enter_context(open_gguf(REFERENCE.path))
         spec = REFERENCE.spec
-        backend = LayerSplitBackend(self.file, spec, [HostDevice(0), HostDevice(1)], slots=1, context=64)
+        backend = LayerSplitBackend(
+            self.file, spec, [HostDevice(0), HostDevice(1)], ServingOptions(slots=1, context=64)
+        )
         stack.callback(backend.close)
         assert captured(spec) == (5,)
         self.device = device

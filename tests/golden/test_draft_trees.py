@@ -41,7 +41,7 @@ def test_replies_are_those_of_plain_decoding(kind: str, place: str, budget: int,
         assert stats.accepted > 10
 
 
-def test_a_tree_finds_more_than_a_chain() -> None:
+def test_a_tree_finds_more_than_a_pipeline() -> None:
     """A tree has the likeliest texts, so of two as large it is right more often."""
     prompt, found = FIT.expected["prompt_long"].tolist(), []
     for ddtree in (False, True):

@@ -15,8 +15,9 @@ import pytest
 
 import luce
 from luce import assembly
-from luce.backend.kvflash_size import Wanted
+from luce.backend.kvflash_size import KVFlashRequest
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.draft.drafter import Drafter
 from luce.draft.open import PreparedDrafter
 from luce.engine.engine_options import EngineStats
@@ -99,9 +100,10 @@ def test_swapped_out_pages_are_invisible_and_the_others_unchanged(name: str) -> 
     reference = Reference(name)
     prompts = [prompt(reference, n, n) for n in (1000, 300, 600)]
     with ExitStack() as opened, open_gguf(reference.path) as file:
-        sizes = {"slots": SLOTS, "context": CONTEXT, "chunk": CHUNK, "verify": 8}
+        sizes = {"slots": SLOTS, "context": CONTEXT, "chunk": CHUNK, "verify_rows": 8}
         bounded, full = (
-            LayerSplitBackend(file, reference.spec, [HostDevice(0)], pool=pool, **sizes) for pool in (Wanted(512), None)
+            LayerSplitBackend(file, reference.spec, [HostDevice(0)], ServingOptions(kvflash=pool, **sizes))
+            for pool in (KVFlashRequest(512), None)
         )
         opened.callback(bounded.close)
         opened.callback(full.close)

@@ -56,7 +56,7 @@ def test_replies_do_not_depend_on_prompts_that_are_read(name: str, make_driver: 
     """Products of more than 16 rows, of which a prompt makes every step, round otherwise."""
     reference = Reference(name)
     prompt, read = reference.expected["prompt_17"], reference.expected["prompt_long"][:20]
-    driver = make_driver(reference, [EmulatedDevice()], verify=16)
+    driver = make_driver(reference, [EmulatedDevice()], verify_rows=16)
     alone, beside, reader, other = (driver.start() for _ in range(4))
     for sequence in (alone, beside):
         driver.feed((sequence, prompt[:5]))
@@ -78,7 +78,7 @@ def test_replies_do_not_depend_on_prompts_that_are_read(name: str, make_driver: 
 def test_rows_of_a_tree_are_those_of_chains(name: str, make_driver: MakeDriver, emulated: Device) -> None:
     reference = Reference(name)
     prompt = reference.expected["prompt_17"]
-    driver = make_driver(reference, [emulated], verify=16)
+    driver = make_driver(reference, [emulated], verify_rows=16)
     guessed, first, second = driver.start(), driver.start(), driver.start()
     for sequence in (guessed, first, second):
         driver.feed((sequence, prompt[:5]))

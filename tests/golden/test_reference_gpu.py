@@ -109,7 +109,7 @@ def test_replayed_steps_of_shards(
 
 @each_file
 def test_rows_of_trees_are_those_of_chains(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
-    driver = make_driver(reference, [gpu, gpu], verify=16, branch_pages=30)
+    driver = make_driver(reference, [gpu, gpu], verify_rows=16, branch_pages=30)
     # The first time launch by launch, then captured, then replayed.
     for parents, path in TREES * 3:
         check_tree(driver, reference.spec.vocab, parents, path, 60)
@@ -117,6 +117,6 @@ def test_rows_of_trees_are_those_of_chains(reference: Reference, make_driver: Ma
 
 @each_file
 def test_rows_that_do_not_count_leave_no_trace(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
-    driver = make_driver(reference, [gpu, gpu], verify=16)
+    driver = make_driver(reference, [gpu, gpu], verify_rows=16)
     for rows, accepted in ((2, 1), (5, 5), (16, 1), (16, 11), (16, 16)) * 2:
         check_rollback(driver, reference.spec.vocab, rows, accepted)

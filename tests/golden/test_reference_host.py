@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from luce.runtime.host import HostDevice
-from luce.shard.sizes import handed_on
+from luce.shard.sizes import activation_bytes
 from tests.golden.conftest import MakeDriver
 from tests.support.golden_checks import TREES, check_batched, check_greedy_tokens, check_logits_in_chunks, check_tree
 from tests.support.reference import Reference, references
@@ -33,7 +33,7 @@ def test_batched(reference: Reference, make_driver: MakeDriver) -> None:
 
 @each_file
 def test_rows_of_trees_are_those_of_chains(reference: Reference, make_driver: MakeDriver) -> None:
-    driver = make_driver(reference, [HostDevice(i) for i in range(3)], verify=16)
+    driver = make_driver(reference, [HostDevice(i) for i in range(3)], verify_rows=16)
     for case, length in ((1, 64), (2, 60)):
         check_tree(driver, reference.spec.vocab, *TREES[case], length)
 
@@ -58,7 +58,7 @@ def test_residual_stream(reference: Reference, make_driver: MakeDriver) -> None:
     for boundary, (shard, wanted) in enumerate(zip(driver.backend.shards[:-1], expected[1:-1], strict=True), 1):
         handed = shard.forward(step, handed)
         assert np.abs(handed[0] - wanted).max() <= reference.limits("f32")["hidden_max_abs"]
-        assert sum(array[0].nbytes for array in handed) == handed_on(reference.spec, boundary)
+        assert sum(array[0].nbytes for array in handed) == activation_bytes(reference.spec, boundary)
 
 
 @each_file

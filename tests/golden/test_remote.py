@@ -39,14 +39,14 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, Path], .
 def test_daemons_change_nothing(
     reference: Reference, make_driver: MakeDriver, key: Path, flags: tuple[tuple[str, Path], ...]
 ) -> None:
-    expected = placement_results(make_driver(reference, LOCAL, piece=64), reference)
+    expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
     with listener(reference.path, key) as (port, _):
         network = f"cpu:0,tcp://127.0.0.1:{port}/cpu:0,tcp://127.0.0.1:{port}/cpu:1"
         over_tcp = network, {"target_shard_ipc_bin": (), "shard_key_file": key}
         by_flags = "cpu:0,cpu:1,cpu:2", {"target_shard_ipc_bin": flags}
         for placement, settings in (*PLACEMENTS.values(), over_tcp, by_flags):
             with devices(placement, **settings) as opened:
-                driver = make_driver(reference, opened, piece=64)
+                driver = make_driver(reference, opened, microbatch=64)
                 found = placement_results(driver, reference)
                 driver.backend.close()
             assert (found == expected).all()
@@ -54,9 +54,9 @@ def test_daemons_change_nothing(
 
 def test_a_daemon_between_two_local_devices(make_driver: MakeDriver) -> None:
     reference = Reference("gemma4-e-Q4_0")
-    expected = placement_results(make_driver(reference, LOCAL, piece=64), reference)
+    expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
     with devices("cpu:0,cpu:1") as opened:
-        driver = make_driver(reference, [*opened, HostDevice(2)], piece=64)
+        driver = make_driver(reference, [*opened, HostDevice(2)], microbatch=64)
         assert (placement_results(driver, reference) == expected).all()
         driver.backend.close()
 
@@ -64,10 +64,10 @@ def test_a_daemon_between_two_local_devices(make_driver: MakeDriver) -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_activations_in_messages(placement: str, make_driver: MakeDriver) -> None:
     reference = Reference("gemma4-e-Q4_0")
-    expected = placement_results(make_driver(reference, LOCAL, piece=64), reference)
+    expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
     names, settings = PLACEMENTS[placement]
     with devices(names, **settings, shard_transport="stream") as opened:
-        driver = make_driver(reference, opened, piece=64)
+        driver = make_driver(reference, opened, microbatch=64)
         assert (placement_results(driver, reference) == expected).all()
         driver.backend.close()
 
@@ -75,10 +75,10 @@ def test_activations_in_messages(placement: str, make_driver: MakeDriver) -> Non
 @pytest.mark.parametrize(("kind", "most"), [("f16", 0.005), ("bf16", 0.03)])
 def test_activations_in_16_bits(kind: str, most: float, make_driver: MakeDriver) -> None:
     reference = Reference("gemma4-e-Q4_0")
-    expected = placement_results(make_driver(reference, LOCAL, piece=64), reference)
+    expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
     names, settings = PLACEMENTS["three daemons"]
     with devices(names, **settings, shard_transport="stream", shard_activations=kind) as opened:
-        driver = make_driver(reference, opened, piece=64)
+        driver = make_driver(reference, opened, microbatch=64)
         error = np.abs(placement_results(driver, reference) - expected).max() / np.abs(expected).max()
         driver.backend.close()
     assert 0 < error < most

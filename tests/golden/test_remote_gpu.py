@@ -33,14 +33,14 @@ def test_daemons_change_nothing(reference: Reference, placement: tuple[str, str]
         pytest.skip(f"needs {placement[0].count('G')} GPUs, {len(gpus)} found")
     names, kinds = (text.replace("G", gpus[0].kind) for text in placement)
     here = open_placement(Config(target_devices=tuple(names.split(","))))
-    driver = make_driver(reference, here, piece=64)
+    driver = make_driver(reference, here, microbatch=64)
     expected = placement_results(driver, reference)
     driver.backend.close()
     for device in here:
         device.close()
     interpreters = tuple((kind, HERE) for kind in kinds.split(","))
     with devices(names, target_shard_ipc_bin=interpreters, isolate_shards=True, shard_start_timeout=300.0) as there:
-        driver = make_driver(reference, there, piece=64)
+        driver = make_driver(reference, there, microbatch=64)
         assert (placement_results(driver, reference) == expected).all()
         left = driver.backend.memory
         assert within(60, lambda: set(left()) == {str(device.name) for device in there})

@@ -48,7 +48,7 @@ def test_pieces_of_prompts(name: str, make_driver: MakeDriver, monkeypatch: pyte
         for made in (devices, plain):
             made.append((CapturingDevice if made is devices else EmulatedDevice)())
             made[-1].name = DeviceName("cuda", index)
-    ours, theirs = (make_driver(reference, each, chunk=128, piece=32) for each in (devices, plain))
+    ours, theirs = (make_driver(reference, each, chunk=128, microbatch=32) for each in (devices, plain))
     prompt, last = reference.expected["prompt_long"][:128], np.array([1], np.int32)
 
     def read(driver: Driver) -> NDArray[np.float32]:

@@ -64,7 +64,7 @@ def test_greedy(reference: Reference, place: str, monkeypatch: pytest.MonkeyPatc
 def test_any_number_of_rows_may_count(name: str, make_driver: MakeDriver) -> None:
     """What is kept behind c of 16 rows is bit for bit what is kept when just these rows ran."""
     reference = Reference(name)
-    driver = make_driver(reference, [HostDevice()], verify=16)
+    driver = make_driver(reference, [HostDevice()], verify_rows=16)
     text, wrong = reference.expected["prompt_17"], reference.expected["prompt_long"][-16:]
     for accepted in range(1, 17):
         guessed, fresh = driver.start(), driver.start()

@@ -64,10 +64,10 @@ def replay(driver: Driver, target: Reference, expected: dict[str, Any], prompt: 
 def test_traces(name: str, prompt: str, make_driver: MakeDriver) -> None:
     reference = DraftReference(name)
     for count in (1, 3):
-        driver = make_driver(reference.target, [HostDevice(i) for i in range(count)], verify=16)
+        driver = make_driver(reference.target, [HostDevice(i) for i in range(count)], verify_rows=16)
         replay(driver, reference.target, reference.expected, prompt, "f32")
     with devices("cpu:0,cpu:1") as opened:
-        driver = make_driver(reference.target, opened, verify=16)
+        driver = make_driver(reference.target, opened, verify_rows=16)
         replay(driver, reference.target, reference.expected, prompt, "f32")
         driver.backend.close()
 
@@ -78,7 +78,7 @@ def test_traces(name: str, prompt: str, make_driver: MakeDriver) -> None:
 def test_traces_on_a_gpu(name: str, prompt: str, make_driver: MakeDriver, gpu: Device) -> None:
     reference = DraftReference(name)
     target = reference.target
-    replay(make_driver(target, [gpu], verify=16), target, reference.expected, prompt, target.kind(16))
+    replay(make_driver(target, [gpu], verify_rows=16), target, reference.expected, prompt, target.kind(16))
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_streams_of_one_gpu_keep_order(reference: Reference, make_driver: MakeDr
 def test_pieces_keep_order(reference: Reference, make_driver: MakeDriver, open_gpus: Open) -> None:
     prompt = np.tile(reference.expected["prompt_long"], 2)[:250]
     alone = make_driver(reference, open_gpus([0]))
-    split = make_driver(reference, open_gpus([0, 0, 0], Dawdling), piece=64)
+    split = make_driver(reference, open_gpus([0, 0, 0], Dawdling), microbatch=64)
     pieces = split_microbatches(alone.step((alone.start(), prompt)), 64)
     expected = np.concatenate([alone.backend.forward(piece).logits for piece in pieces])
     assert len(pieces) == 3
@@ -125,10 +125,10 @@ def test_pieces_are_replayed(
     reference: Reference, make_driver: MakeDriver, open_gpus: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = np.tile(reference.expected["prompt_long"], 2)[:250]
-    eager = make_driver(reference, open_gpus([0, 1]), piece=64)
+    eager = make_driver(reference, open_gpus([0, 1]), microbatch=64)
     expected = eager.feed((eager.start(), prompt))[0]
     monkeypatch.setattr(graphs, "_LONG", 32)
-    replayed = make_driver(reference, open_gpus([0, 1], Dawdling), piece=64)
+    replayed = make_driver(reference, open_gpus([0, 1], Dawdling), microbatch=64)
     for _ in range(4):
         np.testing.assert_array_equal(replayed.feed((replayed.start(), prompt))[0], expected)
     shards = [shard for shard in replayed.backend.shards if isinstance(shard, LocalShard)]
@@ -150,7 +150,7 @@ def test_unpacked_weights_change_no_bits(reference: Reference, make_driver: Make
 @pytest.mark.parametrize("chunk", [1000, 40, 1])
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_gpus(reference: Reference, make_driver: MakeDriver, open_gpus: Open, count: int, chunk: int) -> None:
-    driver = make_driver(reference, open_gpus(range(count)), slots=8, piece=64)
+    driver = make_driver(reference, open_gpus(range(count)), slots=8, microbatch=64)
     check_logits_in_chunks(reference, driver, reference.kind(chunk), chunk)
     check_greedy_tokens(reference, driver, chunk, typical_error(reference, driver))
 
@@ -173,7 +173,7 @@ def test_several_gpus_keep_order(reference: Reference, make_driver: MakeDriver, 
 def test_with_the_host(reference: Reference, make_driver: MakeDriver, open_gpus: Open, order: str) -> None:
     devices: list[Device] = [*open_gpus([0]), HostDevice(), *open_gpus([0])]
     devices = {"gpu first": devices[:2], "host first": devices[1:], "gpu twice": devices}[order]
-    driver = make_driver(reference, devices, weights=[1.0] * len(devices), slots=8, piece=64)
+    driver = make_driver(reference, devices, weights=[1.0] * len(devices), slots=8, microbatch=64)
     check_logits_in_chunks(reference, driver, reference.kind(1000), 1000)
     check_greedy_tokens(reference, driver, 1000, typical_error(reference, driver))
     times = driver.backend.times()

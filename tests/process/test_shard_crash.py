@@ -19,6 +19,7 @@ import pytest
 import luce
 from luce.api import Model
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.errors import DeviceError, LuceError, OutOfMemoryError, ShardLostError
 from luce.gguf.reader import open_gguf
 from luce.ipc import heartbeat, supervisor
@@ -223,7 +224,9 @@ def test_progress_counts_the_layers_of_daemons(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(RemoteShard, "progress", property(noted))
     with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1") as opened:
-        LayerSplitBackend(file, REFERENCE.spec, opened, weights=(1, 1), on_progress=shares.append).close()
+        LayerSplitBackend(
+            file, REFERENCE.spec, opened, ServingOptions(layer_split=(1, 1)), on_progress=shares.append
+        ).close()
     half = len(REFERENCE.spec.layers) // 2
     own = [*range(1, half + 1), *[half] * (len(shares) - half)]
     assert shares == [(done + share * half) / (2 * half) for done, share in zip(own, told, strict=True)]

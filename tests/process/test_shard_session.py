@@ -49,7 +49,7 @@ from luce.runtime.step import MAX_CANDIDATES, PageView, Span, Step
 from luce.shard import memory_watch
 from luce.shard.local import LocalShard
 from luce.shard.shard import Activation, Pending
-from luce.shard.sizes import handed_widths
+from luce.shard.sizes import activation_widths
 from tests.support.daemons import within
 from tests.support.reference import Reference
 from tests.support.values import same
@@ -112,7 +112,7 @@ def server() -> Iterator[Server]:
 
 def load_of(begin: int, end: int) -> Load:
     spec = REFERENCE.spec
-    size = shared_size(ROWS, handed_widths(spec, begin), handed_widths(spec, end))
+    size = shared_size(ROWS, activation_widths(spec, begin), activation_widths(spec, end))
     with open_gguf(REFERENCE.path) as file:
         mark = fingerprint(file)
     pages = (4,) * len(spec.page_groups)

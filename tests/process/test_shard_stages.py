@@ -19,6 +19,7 @@ import luce
 from luce import __version__
 from luce.api import Model
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.errors import BackendError, DeviceError, LuceError, ModelError, OutOfMemoryError, ShardLostError
 from luce.gguf.reader import open_gguf
 from luce.ipc import heartbeat, supervisor
@@ -298,7 +299,7 @@ def test_no_memory_to_accept_rows(plan: Plan) -> None:
     """The processes have accepted different rows: no reply continues from their states."""
     interpreters = {"target_shard_ipc_bin": (("", plan.program),)}
     with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1", **interpreters) as opened:
-        backend = LayerSplitBackend(file, REFERENCE.spec, opened, slots=2, context=128, verify=4)
+        backend = LayerSplitBackend(file, REFERENCE.spec, opened, ServingOptions(slots=2, context=128, verify_rows=4))
         with contextlib.closing(backend):
             driver = Driver(backend)
             for kind, why in MEMORY.items():
@@ -318,7 +319,7 @@ def test_no_memory_to_accept_rows(plan: Plan) -> None:
 def test_no_memory_to_rank_pages(plan: Plan) -> None:
     interpreters = {"target_shard_ipc_bin": (("", plan.program),)}
     with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1", **interpreters) as opened:
-        backend = LayerSplitBackend(file, REFERENCE.spec, opened, slots=2, context=128, ranked=True)
+        backend = LayerSplitBackend(file, REFERENCE.spec, opened, ServingOptions(slots=2, context=128, rank_pages=True))
         with contextlib.closing(backend):
             driver = Driver(backend)
             sequence = driver.start()

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.draft.dflash.model import DFlashModel
 from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
 from luce.draft.dflash.spec import DFlashSpec, read_dflash
@@ -98,7 +99,7 @@ class DraftReference:
         with open_gguf(self.target.path) as file, open_draft(self.path) as draft:
             # One shard per layer: an activation between shards begins with the residual stream.
             devices = [HostDevice(index) for index in range(layers)]
-            backend = LayerSplitBackend(file, spec, devices, slots=1, context=256)
+            backend = LayerSplitBackend(file, spec, devices, ServingOptions(slots=1, context=256))
             driver = Driver(backend)
             step = driver.step((driver.start(), tokens))
             activation, rows = None, []

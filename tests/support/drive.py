@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from luce.backend.layersplit import LayerSplitBackend
 from luce.engine import draft_tree
 from luce.runtime.step import PAGE, PageView, Span, Step
-from luce.shard.saved_state import JoinedSavedState, Piece, SavedState
+from luce.shard.saved_state import JoinedSavedState, SavedState, StatePiece
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Driver:
         """Give a sequence of the same length what `save` returned, in two pieces."""
         layers = len(self.backend.spec.layers)
         parts = range(layers // 2), range(layers // 2, layers)
-        self.backend.state.load(Piece(sequence.slot, sequence.pages, part, saved) for part in parts)
+        self.backend.state.load(StatePiece(sequence.slot, sequence.pages, part, saved) for part in parts)
 
     def step(self, *work: tuple[Sequence, NDArray[np.int32]]) -> Step:
         """The step that `feed` runs; the sequences count its rows as done."""

@@ -18,7 +18,7 @@ from luce.backend.backend import Capacity
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.host import HostEvent
 from luce.runtime.step import MAX_CANDIDATES, PAGE, Candidates, Int32, Output, Span, Step
-from luce.shard.saved_state import HostSavedState, Piece, SavedState, Tensors
+from luce.shard.saved_state import HostSavedState, SavedState, StatePiece, Tensors
 from luce.shard.sizes import pages_for
 
 #: token that follows a history (prompt and reply so far), None to leave it to the hash
@@ -358,7 +358,7 @@ class ScriptedState:
     def reserve(self, pages: int) -> None:
         self.reserved.append(pages)
 
-    def load(self, pieces: Iterable[Piece]) -> None:
+    def load(self, pieces: Iterable[StatePiece]) -> None:
         for piece in pieces:
             for group, numbers in enumerate(piece.pages):
                 if numbers and group in piece.layers:

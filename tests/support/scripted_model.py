@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from luce.backend.kvflash_size import Wanted
+from luce.backend.kvflash_size import KVFlashRequest
 from luce.config.settings import Config
 from luce.draft.drafter import Drafter
 from luce.engine.engine_options import EngineOptions
@@ -133,7 +133,7 @@ class ScriptedModel:
             {"device": "cpu:0", "layers": [0, 2], "weights": 300, "state": 20, "activation_bytes_per_token": 256},
             {"device": "cpu:1", "layers": [3, 3], "weights": 100, "state": 10, "activation_bytes_per_token": 0},
         ]
-        pool = Wanted.of(config.kvflash)
+        pool = KVFlashRequest.parse(config.kvflash)
         self.backend = ScriptedBackend(
             bound=None if pool is None else pool.size // PAGE,
             vocab=VOCAB,

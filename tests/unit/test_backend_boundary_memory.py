@@ -12,11 +12,12 @@ from numpy.typing import DTypeLike
 from luce.backend.boundary_memory import BoundaryMemory, boundary_memory
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.microbatch import max_microbatch_rows
+from luce.backend.serving_options import ServingOptions
 from luce.gguf.reader import open_gguf
 from luce.runtime.device import Array, Device
 from luce.runtime.host import HostDevice
 from luce.runtime.transfer import Link
-from luce.shard.sizes import handed_on
+from luce.shard.sizes import activation_bytes
 from tests.support.daemons import devices, remote
 from tests.support.reference import Reference
 
@@ -55,7 +56,9 @@ def test_ways_in_one_process(hosts: tuple[bool, ...]) -> None:
     for before, after, layers, way in zip(placed, placed[1:], LAYERS[1:], planned, strict=False):
         for device in placed:
             device.own = device.taken = 0
-        Link(before, after, ROWS * handed_on(REFERENCE.spec, layers.start) // 4, peer=False, watch=lambda *_: None)
+        Link(
+            before, after, ROWS * activation_bytes(REFERENCE.spec, layers.start) // 4, peer=False, watch=lambda *_: None
+        )
         pinned = before.taken + after.taken
         assert (way.device, way.host) == ((pinned, 0) if after.host else (after.own, pinned))
         assert way.device > 0
@@ -64,7 +67,7 @@ def test_ways_in_one_process(hosts: tuple[bool, ...]) -> None:
 def test_what_devices_reach_needs_no_host_memory() -> None:
     placed = [Counting(host=False, near=True) for _ in range(3)]
     way = boundary_memory(REFERENCE.spec, placed, LAYERS, ROWS)[1]
-    size = ROWS * handed_on(REFERENCE.spec, LAYERS[1].start) // 4
+    size = ROWS * activation_bytes(REFERENCE.spec, LAYERS[1].start) // 4
     Link(placed[0], placed[1], size, peer=True, watch=lambda *_: None)
     assert placed[1].own == way.device and placed[0].taken + placed[1].taken == 0 < way.host
 
@@ -73,7 +76,7 @@ def test_what_devices_reach_needs_no_host_memory() -> None:
 def test_ways_to_daemons(names: str) -> None:
     isolated = names == "isolated"
     with devices("cpu:0,cpu:1,cpu:2", isolate_shards=isolated) as opened, open_gguf(REFERENCE.path) as file:
-        backend = LayerSplitBackend(file, REFERENCE.spec, opened, context=128, piece=64)
+        backend = LayerSplitBackend(file, REFERENCE.spec, opened, ServingOptions(context=128, microbatch=64))
         try:
             planned = boundary_memory(
                 REFERENCE.spec, opened, [part.layers for part in backend.devices], max_microbatch_rows(64)

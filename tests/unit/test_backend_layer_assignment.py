@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luce.backend.layer_assignment import Room, fill_layers, plan_layers, split_layers
+from luce.backend.layer_assignment import DeviceBudget, fill_layers, plan_layers, split_layers
 from luce.errors import UsageError
 from luce.models.spec import Attention, GatedMLP, ModelSpec, Rope, SandwichLayer
-from luce.shard.sizes import handed_on, mirrored
+from luce.shard.sizes import activation_bytes, mirrored
 from tests.support.reference import Reference
 
 # Layers, weights, where the shards end.
@@ -121,19 +121,19 @@ def test_mirrors_and_traffic() -> None:
     assert mirrored(E2B, range(15)) == ()
     # The stream and the token's embedding in float32; K and V of a sliding and of a full layer.
     ends, sliding, full = 2 * 1536, 2 * 256, 2 * 512
-    assert handed_on(E2B, 13) == 4 * ends
-    assert handed_on(E2B, 14) == 4 * (ends + sliding)
-    assert handed_on(E2B, 18) == 4 * (ends + sliding + full)
+    assert activation_bytes(E2B, 13) == 4 * ends
+    assert activation_bytes(E2B, 14) == 4 * (ends + sliding)
+    assert activation_bytes(E2B, 18) == 4 * (ends + sliding + full)
     # Layers 30 to 33 slide, 34 does not.
-    assert handed_on(E2B, 34) == 4 * (ends + full)
-    assert handed_on(E2B, 35) == 0
-    assert handed_on(replace(E2B, per_layer=0), 13) == 4 * 1536
+    assert activation_bytes(E2B, 34) == 4 * (ends + full)
+    assert activation_bytes(E2B, 35) == 0
+    assert activation_bytes(replace(E2B, per_layer=0), 13) == 4 * 1536
 
 
-def rooms(*free: int, weights: Sequence[int], state: int = 0, spare: int = -1) -> list[Room]:
+def rooms(*free: int, weights: Sequence[int], state: int = 0, spare: int = -1) -> list[DeviceBudget]:
     """Devices with that much free; the one of number `spare` is the CPU."""
     count = len(weights)
-    return [Room(size, tuple(weights), (state,) * count, spare=i == spare) for i, size in enumerate(free)]
+    return [DeviceBudget(size, tuple(weights), (state,) * count, last_resort=i == spare) for i, size in enumerate(free)]
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ def rooms(*free: int, weights: Sequence[int], state: int = 0, spare: int = -1) -
         (rooms(-40, 32, weights=[4] * 8), [1, 8]),
     ],
 )
-def test_by_bytes(given: list[Room], expected: list[int]) -> None:
+def test_by_bytes(given: list[DeviceBudget], expected: list[int]) -> None:
     assert ends(fill_layers(given, [None] * len(given[0].weights))) == expected
 
 
 def test_mirrors_take_room() -> None:
     # Layers 2 and 3 read the keys and values of 0. Behind a boundary these are kept twice.
     sizes = (1, 1, 1, 1)
-    given = [Room(8, sizes, (4, 0, 0, 0)), Room(5, sizes, (4, 0, 0, 0))]
+    given = [DeviceBudget(8, sizes, (4, 0, 0, 0)), DeviceBudget(5, sizes, (4, 0, 0, 0))]
     assert ends(fill_layers(given, [None, None, None, None])) == [1, 4]
     assert ends(fill_layers(given, [None, None, 0, 0])) == [3, 4]
 
@@ -199,7 +199,7 @@ def test_no_other_split_is_better(
     donors = [data.draw(st.sampled_from([None, *range(i)])) if i > 2 else None for i in range(count)]
     buffers = tuple(data.draw(st.integers(0, 9)) for _ in layers) if data.draw(st.booleans()) else ()
     given = [
-        Room(free, tuple(w + more for w, _ in layers), tuple(s for _, s in layers), spare, buffers)
+        DeviceBudget(free, tuple(w + more for w, _ in layers), tuple(s for _, s in layers), spare, buffers)
         for free, more, spare in devices
     ]
 
@@ -210,7 +210,7 @@ def test_no_other_split_is_better(
             used = sum(room.weights[start:stop]) + sum(room.state[layer] for layer in kept)
             used += buffers[start] if buffers else 0
             over += max(0, used - room.free)
-            spared += (stop - start) * room.spare
+            spared += (stop - start) * room.last_resort
             squares += Fraction(used * used, max(1, room.free))
         return over, spared, squares
 

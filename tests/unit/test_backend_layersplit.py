@@ -16,6 +16,7 @@ import luce
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.microbatch import split_microbatches
 from luce.backend.placement import plan_shards
+from luce.backend.serving_options import ServingOptions
 from luce.engine.events import FinishReason
 from luce.errors import BackendError, DeviceError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile, open_gguf
@@ -78,11 +79,11 @@ def allocated(device: Device) -> int:
 @pytest.mark.parametrize("arrays", [0, 1, 10, 20])
 def test_memory_that_runs_out_while_loading(file: GGUFFile, spec: ModelSpec, arrays: int) -> None:
     devices = [EmulatedDevice(), Small(arrays), EmulatedDevice()]
-    shard = plan_shards(file, spec, devices, weights=(3, 2, 3), context=256)[1]
+    shard = plan_shards(file, spec, devices, ServingOptions(layer_split=(3, 2, 3), context=256))[1]
     needs = f"it needs {shard.weights + shard.state + shard.buffers} bytes in all, {shard.state} of them for context"
     asked = r"^shard 1 \(cuda:7\): layers 3\.\.3: .* 123 bytes asked, 45 bytes free"
     with pytest.raises(OutOfMemoryError, match=f"{asked}; {needs}, which a smaller --max-ctx makes less$") as caught:
-        LayerSplitBackend(file, spec, devices, weights=(3, 2, 3), context=256)
+        LayerSplitBackend(file, spec, devices, ServingOptions(layer_split=(3, 2, 3), context=256))
     assert caught.value.exit_code == 3
     del caught
     gc.collect()  # an error's frames may hold on to each other
@@ -92,7 +93,7 @@ def test_memory_that_runs_out_while_loading(file: GGUFFile, spec: ModelSpec, arr
 def test_memory_that_is_too_small_is_refused_before_loading(file: GGUFFile, spec: ModelSpec) -> None:
     devices = [EmulatedDevice(), Small(4 * 10**6, free=3_400_000)]
     with pytest.raises(OutOfMemoryError) as refusal:
-        LayerSplitBackend(file, spec, devices, weights=(1, 1), context=2048)
+        LayerSplitBackend(file, spec, devices, ServingOptions(layer_split=(1, 1), context=2048))
     message = str(refusal.value)
     assert message.startswith("shard 1 (cuda:7): layers 4..7 need ")
     assert (
@@ -102,15 +103,15 @@ def test_memory_that_is_too_small_is_refused_before_loading(file: GGUFFile, spec
     )
     fits = int(message.split("--max-ctx ")[1].split()[0])
     assert [allocated(device) for device in devices] == [0, 0]
-    LayerSplitBackend(file, spec, devices, weights=(1, 1), context=fits).close()
+    LayerSplitBackend(file, spec, devices, ServingOptions(layer_split=(1, 1), context=fits)).close()
     with pytest.raises(OutOfMemoryError):
-        LayerSplitBackend(file, spec, devices, weights=(1, 1), context=fits + 64)
+        LayerSplitBackend(file, spec, devices, ServingOptions(layer_split=(1, 1), context=fits + 64))
 
 
 def test_matrices_stay_unpacked_in_half_of_what_is_left(file: GGUFFile, spec: ModelSpec) -> None:
     unpacked = []
     for free in (1 << 40, 2_000_000, 1_000_000):
-        backend = LayerSplitBackend(file, spec, [Small(10**6, free=free)], context=256, unpack=True)
+        backend = LayerSplitBackend(file, spec, [Small(10**6, free=free)], ServingOptions(context=256, unpack=True))
         (part,) = backend.devices
         assert 0 < part.unpacked <= (free * 0.94 - part.weights - part.state) / 2
         unpacked.append(part.unpacked)
@@ -124,14 +125,14 @@ def test_matrices_stay_unpacked_in_half_of_what_is_left(file: GGUFFile, spec: Mo
 def test_hosts_share_one_memory(file: GGUFFile, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each half fits alone, and the whole on one device, which has no mirror.
     monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(3_300_000, 1 << 40))
-    LayerSplitBackend(file, spec, [HostDevice()], context=256).close()
+    LayerSplitBackend(file, spec, [HostDevice()], ServingOptions(context=256)).close()
     with pytest.raises(OutOfMemoryError, match=r"^shard 1 \(cpu:1\): .* --max-ctx 128 would fit"):
-        LayerSplitBackend(file, spec, [HostDevice(0), HostDevice(1)], context=256, piece=16)
+        LayerSplitBackend(file, spec, [HostDevice(0), HostDevice(1)], ServingOptions(context=256, microbatch=16))
 
 
 def test_close_leaves_nothing(file: GGUFFile, spec: ModelSpec) -> None:
     devices = [EmulatedDevice(), EmulatedDevice(64), EmulatedDevice()]
-    backend = LayerSplitBackend(file, spec, devices, context=256)
+    backend = LayerSplitBackend(file, spec, devices, ServingOptions(context=256))
     step = Driver(backend).step((Driver(backend).start(), PROMPT[:3]))
     assert all(map(allocated, devices))
     shards = backend.shards
@@ -159,7 +160,7 @@ class Failing(HostDevice):
 def test_a_failed_step_leaves_the_backend_usable(file: GGUFFile, spec: ModelSpec, piece: int) -> None:
     with ExitStack() as stack:
         devices = [Failing(0), Failing(1), Failing(2)]
-        backend = LayerSplitBackend(file, spec, devices, slots=8, context=256, piece=piece)
+        backend = LayerSplitBackend(file, spec, devices, ServingOptions(slots=8, context=256, microbatch=piece))
         stack.callback(backend.close)
         driver = Driver(backend)
         expected = driver.feed((driver.start(), PROMPT))[0]
@@ -174,7 +175,7 @@ def test_a_failed_step_leaves_the_backend_usable(file: GGUFFile, spec: ModelSpec
 def test_a_step_that_fails_when_nobody_waits(file: GGUFFile, spec: ModelSpec, asked: bool) -> None:
     with ExitStack() as stack:
         devices = [Failing(0), Failing(1), Failing(2)]
-        backend = LayerSplitBackend(file, spec, devices, slots=8, context=256, piece=64)
+        backend = LayerSplitBackend(file, spec, devices, ServingOptions(slots=8, context=256, microbatch=64))
         stack.callback(backend.close)
         driver = Driver(backend)
         expected = driver.feed((driver.start(), PROMPT))[0]
@@ -183,7 +184,7 @@ def test_a_step_that_fails_when_nobody_waits(file: GGUFFile, spec: ModelSpec, as
         driver.feed((driver.start(), PROMPT[:20]), wanted=False)
         with pytest.raises(BackendError, match=r"^shard 1: lost its way$"):
             if asked:
-                backend._chain.wait()
+                backend._pipeline.wait()
             else:
                 driver.feed((driver.start(), PROMPT))
         assert [backend.lost(), backend.lost()] == ["a step before this one failed: shard 1: lost its way", ""]
@@ -214,11 +215,11 @@ class Meeting(HostDevice):
 @pytest.mark.parametrize("step", [1, 2])
 def test_shards_work_side_by_side(file: GGUFFile, spec: ModelSpec, step: int) -> None:
     with ExitStack() as stack:
-        alone = LayerSplitBackend(file, spec, [HostDevice()], context=256, piece=64)
+        alone = LayerSplitBackend(file, spec, [HostDevice()], ServingOptions(context=256, microbatch=64))
         stack.callback(alone.close)
         barrier = threading.Barrier(2)
         devices = [Meeting(0, barrier, 2 * step), Meeting(1, barrier, 0)]
-        backend = LayerSplitBackend(file, spec, devices, context=256, piece=64)
+        backend = LayerSplitBackend(file, spec, devices, ServingOptions(context=256, microbatch=64))
         stack.callback(backend.close)
         one, two = Driver(alone), Driver(backend)
         prompt = np.tile(PROMPT, 2)[:250]
@@ -230,11 +231,11 @@ def test_shards_work_side_by_side(file: GGUFFile, spec: ModelSpec, step: int) ->
 def test_steps_of_a_prompt_go_side_by_side(file: GGUFFile, spec: ModelSpec) -> None:
     # The first host begins with the second step when the other one begins with the first step.
     with ExitStack() as stack:
-        alone = LayerSplitBackend(file, spec, [HostDevice()], context=256)
+        alone = LayerSplitBackend(file, spec, [HostDevice()], ServingOptions(context=256))
         stack.callback(alone.close)
         barrier = threading.Barrier(2)
         devices = [Meeting(0, barrier, 2), Meeting(1, barrier, 0)]
-        backend = LayerSplitBackend(file, spec, devices, context=256)
+        backend = LayerSplitBackend(file, spec, devices, ServingOptions(context=256))
         stack.callback(backend.close)
         replies = []
         for driver in (Driver(alone), Driver(backend)):
@@ -247,7 +248,7 @@ def test_steps_of_a_prompt_go_side_by_side(file: GGUFFile, spec: ModelSpec) -> N
 
 def test_close_ends_the_threads(file: GGUFFile, spec: ModelSpec) -> None:
     before = set(threading.enumerate())
-    backend = LayerSplitBackend(file, spec, [HostDevice(i) for i in range(3)], slots=3, context=256)
+    backend = LayerSplitBackend(file, spec, [HostDevice(i) for i in range(3)], ServingOptions(slots=3, context=256))
     driver = Driver(backend)
     for _ in range(3):
         driver.feed((driver.start(), PROMPT[:60]), wanted=False)
@@ -295,13 +296,13 @@ class SlowEvent(HostEvent):
 
 def test_the_host_runs_ahead_a_little_only(file: GGUFFile, spec: ModelSpec) -> None:
     devices = [Slow(0), Slow(1)]
-    backend = LayerSplitBackend(file, spec, devices, context=256)
+    backend = LayerSplitBackend(file, spec, devices, ServingOptions(context=256))
     driver = Driver(backend)
     sequence = driver.start()
     ahead = []
     for at in range(0, 150, 10):
         driver.feed((sequence, PROMPT[at : at + 10]), wanted=False)
-        backend._chain.wait()
+        backend._pipeline.wait()
         # Two events a step, before and after.
         ahead.append(len(devices[1].open) // 2)
     assert ahead == [1, 2, 3, 4] + [4] * 11
@@ -312,7 +313,7 @@ def test_the_host_runs_ahead_a_little_only(file: GGUFFile, spec: ModelSpec) -> N
 
 
 def test_times(file: GGUFFile, spec: ModelSpec) -> None:
-    backend = LayerSplitBackend(file, spec, [HostDevice(i) for i in range(3)], slots=4, context=256)
+    backend = LayerSplitBackend(file, spec, [HostDevice(i) for i in range(3)], ServingOptions(slots=4, context=256))
     driver = Driver(backend)
     first = driver.start()
     for tokens in (PROMPT[:60], PROMPT[60:61], PROMPT[61:62]):
@@ -343,6 +344,8 @@ def test_close_during_a_reply() -> None:
 def test_progress_of_loading(file: GGUFFile, spec: ModelSpec) -> None:
     shares: list[float] = []
     devices = [HostDevice(0), HostDevice(1)]
-    LayerSplitBackend(file, spec, devices, weights=(1, 3), context=256, on_progress=shares.append).close()
+    LayerSplitBackend(
+        file, spec, devices, ServingOptions(layer_split=(1, 3), context=256), on_progress=shares.append
+    ).close()
     layers = len(spec.layers)
     assert shares == [(layer + 1) / layers for layer in range(layers)]

@@ -9,7 +9,8 @@ import pytest
 
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.microbatch import default_microbatch_rows, max_microbatch_rows
-from luce.backend.placement import ShardPlan, plan_shards, served_context
+from luce.backend.placement import ShardPlan, default_context, plan_shards
+from luce.backend.serving_options import ServingOptions
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers import build
@@ -26,7 +27,7 @@ from tests.support.sized_device import GIB, Sized
 
 def plan(reference: Reference, devices: Sequence[Device], **options: Any) -> tuple[ShardPlan, ...]:
     with open_gguf(reference.path) as file:
-        return plan_shards(file, reference.spec, devices, **options)
+        return plan_shards(file, reference.spec, devices, ServingOptions(**options))
 
 
 def splits(layers: int) -> list[int]:
@@ -61,10 +62,15 @@ def test_each_shard_reads_its_own_tensors(reference: Reference, monkeypatch: pyt
         loaders = Loaders()
         monkeypatch.setattr(build, "WeightLoader", loaders)
         devices = [HostDevice(index) for index in range(count)]
-        options: dict[str, Any] = {"weights": [1] * count, "slots": 2, "context": 256, "kv": KVTypes("f16", "bf16")}
+        options: dict[str, Any] = {
+            "layer_split": (1,) * count,
+            "slots": 2,
+            "context": 256,
+            "kv": KVTypes("f16", "bf16"),
+        }
         with open_gguf(reference.path) as file:
-            planned = plan_shards(file, spec, devices, **options)
-            backend = LayerSplitBackend(file, spec, devices, **options)
+            planned = plan_shards(file, spec, devices, ServingOptions(**options))
+            backend = LayerSplitBackend(file, spec, devices, ServingOptions(**options))
             try:
                 read = list(loaders.used.values())
                 assert [shard.info.layers for shard in backend.shards] == [shard.layers for shard in planned]
@@ -92,10 +98,10 @@ def test_planned_bytes_on_a_gpu(name: str) -> None:
     spec = reference.spec
     for count in splits(len(spec.layers)):
         devices = [EmulatedDevice() for _ in range(count)]
-        options: dict[str, Any] = {"weights": [1] * count, "context": 64}
+        options: dict[str, Any] = {"layer_split": (1,) * count, "context": 64}
         with open_gguf(reference.path) as file:
-            planned = plan_shards(file, spec, devices, **options)
-            backend = LayerSplitBackend(file, spec, devices, **options)
+            planned = plan_shards(file, spec, devices, ServingOptions(**options))
+            backend = LayerSplitBackend(file, spec, devices, ServingOptions(**options))
             loaded = [(shard.info.weights, shard.info.state) for shard in backend.shards]
             backend.close()
             sizes = {name: info.nbytes for name, info in file.tensors.items()}
@@ -114,7 +120,7 @@ def test_equal_devices_get_equal_bytes(name: str) -> None:
         gpus = [Sized(f"cuda:{index}", 8 * GIB) for index in range(count)]
         with open_gguf(reference.path) as file:
             stored = {name: info.nbytes for name, info in file.tensors.items()}
-            shards = plan_shards(file, reference.spec, gpus, context=64, piece=1)
+            shards = plan_shards(file, reference.spec, gpus, ServingOptions(context=64, microbatch=1))
             names = [shard_tensors(file, reference.spec, shard.layers) for shard in shards]
         sizes = [
             shard.needed - sum(stored[name] for name in ends & read) for shard, read in zip(shards, names, strict=True)
@@ -126,14 +132,14 @@ def test_equal_devices_get_equal_bytes(name: str) -> None:
 def test_devices_of_the_host_share_its_memory() -> None:
     reference = Reference("qwen3-a-F32")
     for weights in ((), (5, 1, 1)):
-        shards = plan(reference, [Sized(f"cpu:{index}", GIB) for index in range(3)], weights=weights)
+        shards = plan(reference, [Sized(f"cpu:{index}", GIB) for index in range(3)], layer_split=weights)
         left = int(GIB * 0.94)
         for shard in shards:
             assert shard.free == left
             left -= shard.needed
     taken = [shard.needed for shard in shards]
     tight = [Sized(f"cpu:{index}", int((sum(taken) - 1) / 0.94)) for index in range(3)]
-    assert [shard.fits for shard in plan(reference, tight, weights=(5, 1, 1))] == [True, True, False]
+    assert [shard.fits for shard in plan(reference, tight, layer_split=(5, 1, 1))] == [True, True, False]
     mixed = plan(reference, [Sized("cuda:0", 8 * GIB), Sized("cpu:0", 4 * GIB)])
     assert [shard.free for shard in mixed] == [int(size * GIB * 0.94) for size in (8, 4)]
     three = plan(reference, [Sized("cuda:0", GIB), Sized("cuda:1", GIB), Sized("cpu:0", 4 * GIB)])
@@ -142,7 +148,7 @@ def test_devices_of_the_host_share_its_memory() -> None:
         mixed[0].buffers
         == 0
         < mixed[1].buffers
-        == 2 * max_microbatch_rows(default_microbatch_rows(2)) * mixed[0].handed_on
+        == 2 * max_microbatch_rows(default_microbatch_rows(2)) * mixed[0].activation
     )
 
 
@@ -155,7 +161,9 @@ def test_the_cpu_gets_what_the_gpu_cannot_hold() -> None:
     small = Sized("cuda:0", (whole.weights + whole.state) * 2 // 3)
     shards = plan(reference, [small, host], context=64)
     assert 1 < len(shards[1].layers) < layers - 1 and all(shard.fits for shard in shards)
-    more = plan(reference, [small, host], context=64, weights=[len(shards[0].layers) + 1, len(shards[1].layers) - 1])
+    more = plan(
+        reference, [small, host], context=64, layer_split=(len(shards[0].layers) + 1, len(shards[1].layers) - 1)
+    )
     assert [shard.fits for shard in more] == [False, True]
 
 
@@ -176,10 +184,10 @@ def test_sequences_and_context_count() -> None:
 
 def test_context() -> None:
     spec = Reference("qwen3-a-F32").spec
-    assert served_context(spec, 0) == min(spec.context_length, 8192)
-    assert served_context(spec, 100) == 100
+    assert default_context(spec, 0) == min(spec.context_length, 8192)
+    assert default_context(spec, 100) == 100
     with pytest.raises(UsageError, match=f"--max-ctx {spec.context_length + 1}: the model was trained for"):
-        served_context(spec, spec.context_length + 1)
+        default_context(spec, spec.context_length + 1)
 
 
 def test_more_devices_than_layers() -> None:
@@ -187,4 +195,4 @@ def test_more_devices_than_layers() -> None:
     count = len(reference.spec.layers) + 1
     for weights in ((), [1] * count):
         with pytest.raises(UsageError, match=f"bad layer split for {count} devices and {count - 1} layers"):
-            plan(reference, [HostDevice(index) for index in range(count)], weights=weights)
+            plan(reference, [HostDevice(index) for index in range(count)], layer_split=weights)

@@ -10,7 +10,7 @@ import pytest
 
 from luce.backend import restore as filling
 from luce.errors import BackendError
-from luce.shard.saved_state import Piece
+from luce.shard.saved_state import StatePiece
 from luce.shard.shard import Shard
 
 
@@ -23,18 +23,18 @@ class Fake:
         self.got: list[int] = []
         self._take = take
 
-    def load(self, piece: Piece) -> None:
+    def load(self, piece: StatePiece) -> None:
         number = piece.slot
         assert number is not None
         self._take(number)
         self.got.append(number)
 
 
-def pieces(count: int, made: list[int] | None = None) -> Iterator[Piece]:
+def pieces(count: int, made: list[int] | None = None) -> Iterator[StatePiece]:
     for number in range(count):
         if made is not None:
             made.append(number)
-        yield Piece(number, (), range(0), {})
+        yield StatePiece(number, (), range(0), {})
 
 
 def fill(shards: list[Fake], given: Any) -> None:
@@ -58,12 +58,12 @@ def test_shards_in_other_processes_take_a_piece_at_the_same_time() -> None:
 
 def test_a_slow_shard_bounds_what_is_made() -> None:
     made: list[int] = []
-    gate, most = threading.Event(), 2 + filling._WAITING
+    gate, most = threading.Event(), 2 + filling.WAITING
 
     def slow(number: int) -> None:
         assert gate.wait(20)
 
-    def watched() -> Iterator[Piece]:
+    def watched() -> Iterator[StatePiece]:
         for piece in pieces(30, made):
             if len(made) == most + 1:
                 # The one that is made now finds no room before the first is taken.
@@ -91,7 +91,7 @@ def test_an_error_of_a_shard_ends_it(remote: bool) -> None:
 
 
 def test_an_error_of_the_pieces_ends_it() -> None:
-    def torn() -> Iterator[Piece]:
+    def torn() -> Iterator[StatePiece]:
         yield from pieces(2)
         raise ValueError("torn")
 

@@ -12,7 +12,7 @@ import pytest
 
 import luce
 from luce import assembly
-from luce.backend.kvflash_size import Wanted
+from luce.backend.kvflash_size import KVFlashRequest
 from luce.backend.layersplit import LayerSplitBackend
 from luce.cli.main import VERBS
 from luce.config.resolve import resolve
@@ -37,7 +37,17 @@ REACHED = {
     "serve": ("cli/serve.py", "server", "log.py", *BELOW),
     "chat": ("cli/chat.py", *BELOW),
     "run": ("cli/run.py", *BELOW),
-    "inspect": ("cli/inspect.py", "cli/plan.py", "draft", "backend", "remote", "ipc", "runtime"),
+    "inspect": (
+        "cli/inspect.py",
+        "cli/plan.py",
+        "assembly",
+        "kvcache/policies.py",
+        "draft",
+        "backend",
+        "remote",
+        "ipc",
+        "runtime",
+    ),
     "bench": ("cli/bench.py", "assembly", "kvcache/policies.py", "backend", "remote", "ipc", "runtime"),
     "cache": ("cli/cache.py", "config"),
 }
@@ -152,7 +162,7 @@ def test_home_directories_of_unknown_users_are_refused(name: str) -> None:
 GIVEN: dict[str, tuple[Any, str, Any]] = {
     "target_device": ("cpu:5", "devices", ["cpu:5"]),
     "target_devices": ("cpu:2,cpu:1", "devices", ["cpu:2", "cpu:1"]),
-    "target_layer_split": ("1,3", "weights", (1.0, 3.0)),
+    "target_layer_split": ("1,3", "layer_split", (1.0, 3.0)),
     "peer_access": ("false", "peer", False),
     "max_ctx": ("99", "context", 99),
     "parallel": ("3", "slots", 3),
@@ -160,7 +170,7 @@ GIVEN: dict[str, tuple[Any, str, Any]] = {
     "cache_type_k": ("bf16", "kv", KVTypes("bf16", "auto")),
     "cache_type_v": ("q8_0", "kv", KVTypes("auto", "q8_0")),
     "prompt_weights": ("packed", "unpack", False),
-    "kvflash": ("auto:512", "pool", Wanted(512, auto=True)),
+    "kvflash": ("auto:512", "kvflash", KVFlashRequest(512, auto=True)),
 }
 
 
@@ -174,9 +184,9 @@ def test_the_backend_gets_the_user_s_values(name: str, monkeypatch: pytest.Monke
     seen: dict[str, Any] = {}
 
     class Watched(LayerSplitBackend):
-        def __init__(self, file: Any, spec: Any, devices: Any, **options: Any) -> None:
-            seen.update(options, devices=[str(device.name) for device in devices])
-            super().__init__(file, spec, devices, **options)
+        def __init__(self, file: Any, spec: Any, devices: Any, options: Any, **more: Any) -> None:
+            seen.update(vars(options), devices=[str(device.name) for device in devices])
+            super().__init__(file, spec, devices, options, **more)
 
     monkeypatch.setattr(assembly, "LayerSplitBackend", Watched)
     value, option, expected = GIVEN[name]

@@ -69,7 +69,7 @@ def test_a_smaller_budget_gives_the_first_ones(scores: Scores, one: int, other: 
 
 
 @pytest.mark.parametrize("budget", [0, 1, 3, 9])
-def test_one_candidate_makes_a_chain(budget: int) -> None:
+def test_one_candidate_makes_a_pipeline(budget: int) -> None:
     scores = np.log(np.full((5, 1), 0.7))
     assert likeliest(scores, budget) == [Node(i, 0, i - 1) for i in range(min(budget, 5))]
 

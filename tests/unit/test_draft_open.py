@@ -12,7 +12,7 @@ import pytest
 import luce
 from luce import assembly
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.placement import Claim
+from luce.backend.serving_options import Claim
 from luce.config.resolve import resolve
 from luce.draft.drafter import Draftable, Drafter
 from luce.draft.ngram import NgramDrafter

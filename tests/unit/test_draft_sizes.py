@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import luce
-from luce.backend.placement import Claim, plan_shards
+from luce.backend.placement import plan_shards
+from luce.backend.serving_options import Claim, ServingOptions
 from luce.cli.main import main
 from luce.config.resolve import resolve
 from luce.draft.dflash.drafter import DFlashDrafter
@@ -86,13 +87,13 @@ def test_plans_leave_room(devices: tuple[str, ...], device: str, left: list[int]
     opened: list[Device] = [Sized(name, GIB) for name in devices]
     with ExitStack() as stack:
         plan = planned(stack, FIT.target, str(FIT.path), opened, draft_device=device)
-        options: dict[str, Any] = {"weights": (1.0, 1.0), "slots": 2, "context": 512}
-        before = plan_shards(plan.target.file, FIT.target.spec, opened, **options)
+        options: dict[str, Any] = {"layer_split": (1.0, 1.0), "slots": 2, "context": 512}
+        before = plan_shards(plan.target.file, FIT.target.spec, opened, ServingOptions(**options))
         for allocated in (False, True):
             (claim,) = plan.claims(allocated=allocated)
             ring = 0 if claim.device.host or not allocated else plan.sizes["features"]
             assert claim.bytes == sum(plan.sizes.values()) - ring > 100_000
-            after = plan_shards(plan.target.file, FIT.target.spec, opened, **options, claims=[claim])
+            after = plan_shards(plan.target.file, FIT.target.spec, opened, ServingOptions(**options, claims=(claim,)))
             assert [b.free - a.free for b, a in zip(before, after, strict=True)] == [n * claim.bytes for n in left]
             assert [shard.claimed for shard in after] == [n * claim.bytes for n in left]
 
@@ -101,7 +102,7 @@ def test_layers_move_to_where_the_draft_is_not() -> None:
     opened: list[Device] = [Sized("cuda:0", GIB), Sized("cuda:1", GIB)]
     with open_gguf(FIT.target.path) as file:
         even, shifted = (
-            plan_shards(file, FIT.target.spec, opened, context=64, claims=claims)
+            plan_shards(file, FIT.target.spec, opened, ServingOptions(context=64, claims=claims))
             for claims in ((), (Claim(opened[1], GIB - (80 << 20)),))
         )
     assert len(shifted[0].layers) > len(even[0].layers)

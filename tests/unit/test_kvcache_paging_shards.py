@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from luce.backend.kvflash_size import Wanted
+from luce.backend.kvflash_size import KVFlashRequest
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.gguf.reader import open_gguf
 from luce.kvcache.page_table import PageTables
 from luce.kvcache.paging import KVFlash, Pager
@@ -145,11 +146,7 @@ def opened(name: str, kv: KVTypes, devices: int) -> Iterator[LayerSplitBackend]:
             file,
             reference.spec,
             [HostDevice(number) for number in range(devices)],
-            slots=SLOTS,
-            context=CONTEXT,
-            chunk=CHUNK,
-            kv=kv,
-            pool=Wanted(512),
+            ServingOptions(slots=SLOTS, context=CONTEXT, chunk=CHUNK, kv=kv, kvflash=KVFlashRequest(512)),
         )
         try:
             yield backend

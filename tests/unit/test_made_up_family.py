@@ -13,6 +13,7 @@ from gguf import GGUFWriter
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.cli.main import main
 from luce.errors import UnsupportedError
 from luce.gguf.reader import open_gguf
@@ -169,7 +170,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_logits(path: Path, shards: int, chunk: int) -> None:
     with open_gguf(path) as file:
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
-        backend = LayerSplitBackend(file, spec, [HostDevice(index) for index in range(shards)], context=256)
+        backend = LayerSplitBackend(
+            file, spec, [HostDevice(index) for index in range(shards)], ServingOptions(context=256)
+        )
         driver = Driver(backend)
         sequence = driver.start()
         parts = [driver.feed((sequence, PROMPT[at : at + chunk]))[0] for at in range(0, len(PROMPT), chunk)]

@@ -13,6 +13,7 @@ from luce.errors import UnsupportedError
 from luce.gguf.reader import open_gguf
 from luce.layers import weights
 from luce.layers.build import LayerBuilder
+from luce.layers.state import StateOptions
 from luce.models.keys import Source
 from luce.models.registry import FAMILIES, read_spec
 from luce.ops.weight import RawTensor, Weight, WeightPart
@@ -35,7 +36,7 @@ def build(path: Path) -> tuple[set[str], set[str]]:
     with open_gguf(path) as file, np.errstate(divide="ignore"):
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
         builder = LayerBuilder(
-            file, spec, range(len(spec.layers)), HostDevice(), pages=[1] * len(spec.page_groups), slots=1
+            file, spec, range(len(spec.layers)), HostDevice(), StateOptions([1] * len(spec.page_groups), 1)
         )
         builder.embedding()
         if spec.per_layer:

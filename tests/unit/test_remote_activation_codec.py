@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from luce.errors import BackendError
 from luce.remote.activation_codec import TYPES, ActivationCodec
-from luce.shard.sizes import handed_widths
+from luce.shard.sizes import activation_widths
 from tests.support.reference import Reference
 
 REFERENCE = Reference("gemma4-e-F32")
 #: two of its layers are captured before the boundary, and the keys of donors cross it
-SPEC = replace(REFERENCE.spec, captured=(0, 3, 7))
+SPEC, CAPTURED = REFERENCE.spec, (0, 3, 7)
 BOUNDARY, ROWS = 6, 5
-WIDTHS = handed_widths(SPEC, BOUNDARY)
+WIDTHS = activation_widths(SPEC, BOUNDARY, CAPTURED)
 VALUES = sum(WIDTHS[:-2])
 
 
@@ -32,7 +30,7 @@ def memory() -> NDArray[np.uint8]:
 
 def transferred(kind: str, source: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The decoded activation, in memory of the same size."""
-    codec, target = ActivationCodec(kind, SPEC, BOUNDARY), np.full_like(source, 7)
+    codec, target = ActivationCodec(kind, SPEC, BOUNDARY, CAPTURED), np.full_like(source, 7)
     data = codec.pack(source, ROWS)
     assert data.nbytes == codec.size(ROWS)
     codec.unpack(data, target, ROWS)
@@ -53,7 +51,7 @@ def test_captured_outputs_stay_as_they_are(kind: str) -> None:
     if kind == "f32":
         assert (found == source[: len(found)]).all()
     else:
-        assert ActivationCodec(kind, SPEC, BOUNDARY).size(ROWS) == 4 * ROWS * sum(WIDTHS) - 2 * ROWS * VALUES
+        assert ActivationCodec(kind, SPEC, BOUNDARY, CAPTURED).size(ROWS) == 4 * ROWS * sum(WIDTHS) - 2 * ROWS * VALUES
 
 
 @pytest.mark.parametrize(("kind", "bits", "least"), [("f16", 11, 2.0**-14), ("bf16", 8, 2.0**-126)])
@@ -78,13 +76,13 @@ def test_values_beyond_float16() -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_other_sizes_are_refused(kind: str) -> None:
-    codec, target = ActivationCodec(kind, SPEC, BOUNDARY), memory()
+    codec, target = ActivationCodec(kind, SPEC, BOUNDARY, CAPTURED), memory()
     for size in (0, codec.size(ROWS) - 1, codec.size(ROWS + 1)):
         with pytest.raises(BackendError, match=f"an activation of .* bytes, expected {codec.size(ROWS)}"):
             codec.unpack(np.zeros(size, np.uint8), target, ROWS)
 
 
 def test_the_end_of_a_model_hands_on_captured_outputs_alone() -> None:
-    codec = ActivationCodec("bf16", SPEC, len(SPEC.layers))
+    codec = ActivationCodec("bf16", SPEC, len(SPEC.layers), CAPTURED)
     assert codec.size(ROWS) == 3 * ROWS * 2 * SPEC.hidden
     assert ActivationCodec("f16", REFERENCE.spec, 0).size(ROWS) == 0

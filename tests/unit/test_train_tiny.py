@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Type
 
 import luce
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
@@ -40,7 +41,7 @@ def logits(path: Path, ids: np.ndarray) -> np.ndarray:
     """The outputs of Luce's CPU backend."""
     with open_gguf(path) as file:
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
-        backend = LayerSplitBackend(file, spec, [HostDevice()], slots=1, context=256)
+        backend = LayerSplitBackend(file, spec, [HostDevice()], ServingOptions(slots=1, context=256))
         try:
             driver = Driver(backend)
             return driver.feed((driver.start(), ids.astype(np.int32)))[0]

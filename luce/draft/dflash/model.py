@@ -24,7 +24,7 @@ from luce.layers.attention import AttentionLayer
 from luce.layers.build import LayerBuilder, placed_bytes
 from luce.layers.decoder_layer import PreNormDecoderLayer, Residual
 from luce.layers.rotary import Rotary
-from luce.layers.state import KVPool
+from luce.layers.state import KVPool, StateOptions
 from luce.models.keys import Source
 from luce.models.spec import Attention
 from luce.ops.activation import scale
@@ -65,7 +65,7 @@ class DFlashModel:
         source = Source(spec.path, file.metadata, file.tensors)
         self.context = Context(_rings(spec, context), slots)
         pages = self.context.pages
-        builder = LayerBuilder(file, model, range(len(spec.layers)), device, pages=pages, slots=slots)
+        builder = LayerBuilder(file, model, range(len(spec.layers)), device, StateOptions(pages, slots))
         weights = builder.weights
         self._fusion = weights.matrix([stored(source, FUSION)], spec.count * hidden, [hidden])
         self._fusion_norm = weights.vector(stored(source, FUSION_NORM), hidden)
