@@ -344,7 +344,7 @@ class DiskTier:
                 store.reload(part)
         snapshot.unusable = ""
 
-    # --- both
+    # --- for any thread
 
     def _scanned(self) -> Store | None:
         """The snapshots. The first requests wait a little until the directory is scanned."""

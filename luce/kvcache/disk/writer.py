@@ -79,6 +79,7 @@ class Writer:
         self._spared: Sequence[Snapshot] = ()
         self._prompt_end: tuple[int, ...] = ()
         self._parts: dict[str, PartWriter] = {}
+        #: on the clock of time.monotonic
         self.started = time.monotonic()
         #: whether the snapshot is written, failed or aborted
         self.over = False
