@@ -17,5 +17,6 @@ luce.shard. Messages have tensors and verbs; nothing here knows a model family.
     daemon            a daemon's session: handles requests until the server is gone
     service           what a session holds, layers or a drafter: dispatches requests to handlers
     daemon_shard      the layers that a daemon holds
+    announced         steps in a daemon between their announcement and the response
     validate          checks requests before they reach a kernel
 """

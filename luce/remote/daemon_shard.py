@@ -11,8 +11,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.ops.kvtype import KVTypes
 from luce.remote.activation_codec import ActivationCodec
+from luce.remote.announced import Announced, AnnouncedStep, CopiedState, QueuedStep, announcement
 from luce.remote.messages import (
     Accept,
     Announce,
@@ -57,7 +56,7 @@ from luce.runtime.host import HostDevice, HostEvent
 from luce.runtime.step import MAX_CANDIDATES, Step
 from luce.runtime.transfer import DEPTH, Link, Transfer
 from luce.shard.local import LocalShard
-from luce.shard.pipeline import Pipeline, Result
+from luce.shard.pipeline import Pipeline
 from luce.shard.saved_state import HostSavedState, JoinedSavedState, StatePiece
 from luce.shard.shard import Activation, Pending
 from luce.shard.shard_options import DeviceLayers, ShardHooks, ShardOptions
@@ -67,65 +66,6 @@ _log = logging.getLogger(__name__)
 
 #: a page's index in its sequence is below this
 _MAX_ENTRY = 1 << 24
-
-
-class _Queued(Event):
-    """Done when the pipeline's threads have queued a step, and its work is done."""
-
-    def __init__(self, ran: Future[Result]) -> None:
-        self._ran = ran
-
-    def done(self) -> bool:
-        return self._ran.done() and self._ran.result()[1].done()
-
-    def wait(self) -> None:
-        self._ran.result()[1].wait()
-
-    def seconds_since(self, start: Event) -> float:
-        return 0.0
-
-
-class _Copied(Event):
-    """Done when the copies of a saved state are complete."""
-
-    def __init__(self, saved: JoinedSavedState) -> None:
-        self._saved = saved
-
-    def done(self) -> bool:
-        return self._saved.ready()
-
-    def wait(self) -> None:
-        self._saved.wait()
-
-    def seconds_since(self, start: Event) -> float:
-        return 0.0
-
-
-@dataclass(frozen=True)
-class _Announced:
-    """A step whose Forward follows."""
-
-    message: Announce
-    #: the step's work, if it is queued already and waits for its input
-    work: Work | None = None
-    #: why the step cannot run; the response to Forward
-    problem: Exception | None = None
-
-
-@dataclass(frozen=True)
-class _AnnouncedStep(Step):
-    """A step on its way through the pipeline, with the message that announced it."""
-
-    #: keyword arguments of a subclass need defaults
-    message: Announce | None = None
-    #: when the input is ready
-    input_ready: Event | None = None
-
-    @classmethod
-    def of(cls, message: Announce, input_ready: Event) -> _AnnouncedStep:
-        """The step of a message."""
-        values = {field.name: getattr(message.step, field.name) for field in fields(Step)}
-        return cls(**values, message=message, input_ready=input_ready)
 
 
 class _SharedMemory(HostDevice):
@@ -204,9 +144,9 @@ class ServedModel(Service):
         self._seconds_reported = 0.0
         #: by number
         self._saved: dict[int, JoinedSavedState] = {}
-        self._announced: _Announced | None = None
+        self._announced: Announced | None = None
         #: what was announced before the request that is being handled
-        self._previous: _Announced | None = None
+        self._previous: Announced | None = None
 
     def _build(self, file: GGUFFile, layers: Sequence[range], on_progress: Callable[[float], None]) -> None:
         """Load the layers, a range on each device, into the pipeline."""
@@ -288,9 +228,9 @@ class ServedModel(Service):
             if message.input_flag is not None:
                 work = self.forward(message, Flag(self.arena.input_flag, message.input_flag))
         except Exception as error:
-            self._announced = _Announced(message, problem=error)
+            self._announced = Announced(message, problem=error)
         else:
-            self._announced = _Announced(message, work)
+            self._announced = Announced(message, work)
 
     def run(self, message: Forward) -> Work:
         """The work of the announced step, queued now unless it has been queued already."""
@@ -325,24 +265,24 @@ class ServedModel(Service):
 
     def forward(self, message: Announce, input_ready: Event) -> Work:
         """Queue the announced step, whose input is there once `input_ready` is done."""
-        step, pipeline = _AnnouncedStep.of(message, input_ready), self.pipeline
+        step, pipeline = AnnouncedStep.of(message, input_ready), self.pipeline
         if len(self.devices) == 1 or (len(step.output_rows) and pipeline.idle and pipeline.failure is None):
             # Without the pipeline's threads, as a thread takes tens of microseconds to wake up.
             result, over = pipeline.run(step)
             return Work(over, lambda: self._done(message, result))
         ran = pipeline.queue(step)
-        return Work(_Queued(ran), lambda: self._done(message, ran.result()[0]), threaded=True)
+        return Work(QueuedStep(ran), lambda: self._done(message, ran.result()[0]), threaded=True)
 
     def _enter(self, step: Step) -> Transfer | None:
         """The input of the first shard; on its thread."""
-        message, input_ready = _announcement(step)
+        message, input_ready = announcement(step)
         if self._input_link is None:
             return None
         return self._input_link.send(self.arena.floats(message.source, step.rows, self.input_widths), input_ready)
 
     def _output_arrays(self, step: Step) -> Sequence[NDArray[Any]] | None:
         """Where the Output goes, unless it goes into the response."""
-        message, _ = _announcement(step)
+        message, _ = announcement(step)
         if message.output_flag is None:
             return None
         memory = self.arena.memory[message.output : message.output + OUTPUT_BYTES]
@@ -350,7 +290,7 @@ class ServedModel(Service):
 
     def _leave(self, step: Step, result: Activation | Pending, end: Event) -> Event:
         """Raise the output flag of a step, or copy the output activation to the arena; on the last shard's thread."""
-        message, _ = _announcement(step)
+        message, _ = announcement(step)
         last = self.devices[-1]
         if not isinstance(result, tuple):
             if message.output_flag is not None:
@@ -379,7 +319,7 @@ class ServedModel(Service):
 
     def _copy_captured(self, step: Step, outputs: Sequence[Array]) -> None:
         """Copy the captured outputs of the last shard to the place of an output activation."""
-        message, _ = _announcement(step)
+        message, _ = announcement(step)
         self._output_copies.wait_for(self.devices[-1].record())
         arrays = self.arena.floats(message.target, step.rows, self.output_widths)
         for target, output in zip(arrays, outputs, strict=True):
@@ -458,7 +398,7 @@ class ServedModel(Service):
         shards = self.pipeline.shards
         parts = [shard.state.save(message.slot, message.pages, held=message.held) for shard in shards]
         saved = self._saved[message.saved] = JoinedSavedState(parts)
-        return Work(_Copied(saved), lambda: _description(saved))
+        return Work(CopiedState(saved), lambda: _description(saved))
 
     def fetch(self, message: Fetch) -> Tensors:
         """Tensors of a saved state. Waits until they are copied."""
@@ -494,12 +434,6 @@ class ServedModel(Service):
         if number not in self._saved:
             raise BackendError(f"there is no saved state {number}")
         return self._saved[number]
-
-
-def _announcement(step: Step) -> tuple[Announce, Event]:
-    """The message that announced a step, and when its input is ready."""
-    assert isinstance(step, _AnnouncedStep) and step.message is not None and step.input_ready is not None
-    return step.message, step.input_ready
 
 
 def _description(saved: JoinedSavedState) -> Saved:

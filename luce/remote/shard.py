@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,7 +48,7 @@ def daemon_state(
         up=daemon.ready(),
         restarts=daemon.generation,
         transport="stream",
-        words=False,
+        gpu_waits=False,
         moved={
             (way, to): n for way, counts in traffic.items() for to, n in zip(("sent", "received"), counts, strict=True)
         },
@@ -58,9 +59,9 @@ def daemon_state(
 class RemoteShard:
     """Layers of a file on the devices of one daemon, a range for each. Loads in the background: see `wait_loaded`.
 
-    `name` is its name in messages; `parts`: its layers and devices; `rows`: most rows of a step, if activations
-    cross a boundary; `on_captured` as in ShardHooks. Raises OutOfMemoryError for the
-    shared memory.
+    `name` is its name in messages; `parts`: its layers and devices; `pages` of each page group; `rows`: most rows of a
+    step, if activations cross a boundary; `on_captured` as in ShardHooks. Raises OutOfMemoryError for the shared
+    memory.
     """
 
     remote = True
@@ -117,23 +118,6 @@ class RemoteShard:
         for device in devices:
             device.arena, device.last_event = self._arena, self._last_event
         ranges = tuple((part.start, part.stop) for part in layers)
-        load = Load(
-            path=str(file.paths[0].resolve()),
-            fingerprint=fingerprint(file),
-            layers=ranges,
-            pages=tuple(pages),
-            slots=options.slots,
-            kv=(options.kv.k, options.kv.v),
-            verify=options.verify_rows,
-            captured=options.captured,
-            ranked=options.rank_pages,
-            spare=tuple(part.unpack_bytes for part in parts),
-            rows=rows,
-            peer=options.peer,
-            arena=size,
-            shared=self._shared,
-            activations=activations,
-        )
         self._expected = tuple(zip((str(device.name.local) for device in devices), ranges, strict=True))
         self.info = ShardInfo(tuple(DeviceInfo(str(part.device.name), part.layers, 0, 0, 0) for part in parts))
         self.state = RemoteState(self._requests, self.layers, mirrored(spec, self.layers), self._copy_seconds)
@@ -141,6 +125,8 @@ class RemoteShard:
             self._requests, sum(options.ranks(spec, layer) for layer in self.layers), self._copy_seconds
         )
         self.ends = RemoteEnds(self._requests, self.device, spec.hidden, spec.vocab)
+        load = _load_message(file, parts, options, pages, rows)
+        load = msgspec.structs.replace(load, arena=size, shared=self._shared, activations=activations)
         self._daemon.begin_load(load, Loaded, arena=self._arena, name=name)
 
     def _make_arena(self, size: int) -> Arena:
@@ -196,7 +182,7 @@ class RemoteShard:
         shared = self._shared_sent, self._shared_received
         state = daemon_state(number, self.info.device, self._daemon, shared=shared)
         transport = "shared" if self._shared else "stream"
-        return replace(state, transport=transport, words=self._uses_flags, waited=self._requests.waited)
+        return replace(state, transport=transport, gpu_waits=self._uses_flags, waited=self._requests.waited)
 
     def announce(self, step: Step, activation: Activation | None) -> None:
         self._release()
@@ -334,3 +320,25 @@ class _Announced:
     target: int
     input_flag: Flag | None
     output_flag: Flag | None
+
+
+def _load_message(
+    file: GGUFFile, parts: Sequence[DeviceLayers], options: ShardOptions, pages: Sequence[int], rows: int
+) -> Load:
+    """What the daemon loads, without the fields about its transport."""
+    return Load(
+        path=str(file.paths[0].resolve()),
+        fingerprint=fingerprint(file),
+        layers=tuple((part.layers.start, part.layers.stop) for part in parts),
+        pages=tuple(pages),
+        slots=options.slots,
+        kv=(options.kv.k, options.kv.v),
+        verify=options.verify_rows,
+        captured=options.captured,
+        ranked=options.rank_pages,
+        spare=tuple(part.unpack_bytes for part in parts),
+        rows=rows,
+        peer=options.peer,
+        arena=0,
+        shared=False,
+    )

@@ -86,8 +86,8 @@ def _shards(model: Model) -> list[dict[str, Any]]:
 
 def _daemon(state: DaemonState) -> dict[str, Any]:
     """A shard in a daemon. `gpu_waits`: its devices wait for flags in shared memory; otherwise the host starts them."""
-    names = ("shard", "device", "up", "restarts", "transport")
-    return {name: getattr(state, name) for name in names} | {"gpu_waits": state.words}
+    names = ("shard", "device", "up", "restarts", "transport", "gpu_waits")
+    return {name: getattr(state, name) for name in names}
 
 
 def _paging(stats: PagingStats) -> dict[str, Any]:

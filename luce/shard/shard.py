@@ -92,7 +92,7 @@ class DaemonState:
     #: how activations travel: `shared` or `stream`
     transport: str
     #: whether its devices wait for flags in shared memory, and raise them, by themselves
-    words: bool
+    gpu_waits: bool
     #: bytes since the load, by transport and direction (`sent` or `received`)
     moved: Mapping[tuple[str, str], int]
     #: seconds that threads of the server have waited for its responses; None for a draft, whose time drafting reports

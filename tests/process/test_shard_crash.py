@@ -113,7 +113,7 @@ def test_flags_that_a_lost_daemon_raised_are_not_believed(end: str, tmp_path: Pa
     python = interpreter(tmp_path / "python", COUNTS_UP.format(todo=str(todo)))
     with load(target_shard_ipc_bin=python) as model:
         assert reply(model) == EXPECTED
-        assert [daemon.words for daemon in model.daemons()] == [True]
+        assert [daemon.gpu_waits for daemon in model.daemons()] == [True]
         todo.write_text(end)
         # The flag may be seen before the daemon has died.
         seen = "it raised the output flag beyond the last step"

@@ -7,7 +7,7 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -392,12 +392,14 @@ def test_steps_behind_a_failed_step_fail_too(server: Server, monkeypatch: pytest
 def test_heartbeats_say_what_the_daemon_does(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     build, forward, go = LocalShard.__init__, LocalShard.forward, threading.Event()
 
-    def read(self: LocalShard, *arguments: Any, on_layer: Callable[[], None], **options: Any) -> None:
+    def read(self: LocalShard, *arguments: Any, **options: Any) -> None:
+        *others, hooks = arguments
+
         def one() -> None:
-            on_layer()
+            hooks.on_layer()
             go.wait(60)
 
-        build(self, *arguments, on_layer=one, **options)
+        build(self, *others, replace(hooks, on_layer=one), **options)
 
     def stopped(self: LocalShard, step: Step, handed: Activation | None) -> Activation | Pending:
         go.wait(60)
@@ -418,7 +420,6 @@ def test_heartbeats_say_what_the_daemon_does(server: Server, monkeypatch: pytest
     assert server.pong() == Pong()
     server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
     server.send(BOTH)
-    # Each layer waits until it is allowed to be read.
     assert within(60, lambda: server.pong().loaded > 0)
     loading = at("Load", 1)
     assert loading.loaded == 1 / LAYERS and loading.seconds > 0
@@ -458,7 +459,7 @@ def test_heartbeats_have_the_free_memory(server: Server, monkeypatch: pytest.Mon
     monkeypatch.setattr(HostDevice, "memory", memory)
     monkeypatch.setattr(LocalShard, "forward", stopped)
     for module in (daemon, memory_watch):
-        monkeypatch.setattr(module, "BEAT", 0.01)
+        monkeypatch.setattr(module, "INTERVAL", 0.01)
     assert server.pong().memory == ()
     server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
     assert told((100, 1000), (100, 1001))
