@@ -105,6 +105,39 @@ def test_the_architecture_page_is_the_map() -> None:
     assert [name for name, _ in rows] == [*FLOW, "kernels/"]
 
 
+#: lines of a function and of a module, and parameters of a constructor beside self
+LONGEST_FUNCTION, LONGEST_MODULE, MOST_PARAMETERS = 70, 500, 8
+
+
+def too_large(path: Path) -> dict[int, str]:
+    """What of a module is beyond the limits, by the line at which it begins."""
+    text = path.read_text()
+    lines = len(text.splitlines())
+    found = {1: f"the module has {lines} lines"} if lines > LONGEST_MODULE else {}
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        length = (node.end_lineno or 0) - node.lineno + 1
+        arguments = node.args
+        parameters = len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]) - 1
+        if length > LONGEST_FUNCTION:
+            found[node.lineno] = f"{node.name} has {length} lines"
+        if node.name == "__init__" and parameters > MOST_PARAMETERS:
+            found[node.lineno] = f"{node.name} has {parameters} parameters; options objects count as one"
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_functions_constructors_and_modules_are_short(path: Path) -> None:
+    # An exception has its reason in place: `# size: why` behind the def, or on a line of its own for the module.
+    lines = path.read_text().splitlines()
+    reasons = {number for number, line in enumerate(lines, 1) if re.search(r"\S +# size: \w{3,}", line)}
+    module = {1 for line in lines if re.match(r"# size: \w{3,}", line)}
+    found = too_large(path)
+    assert {number: what for number, what in found.items() if number not in reasons | module} == {}
+    assert (reasons | module) <= found.keys(), "these are within the limits by now"
+
+
 #: names that several modules share, and what each of these modules is
 SHARED_NAMES = {
     "attention": "attention: the op and the layer",

@@ -1,0 +1,105 @@
+"""The tests themselves: they reach into no private names, and import nothing from each other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "tests").rglob("*.py"))
+PRIVATE = re.compile(r"(?:^|\.)_[^_.][^.]*$")
+#: public names of the standard library that begin with an underscore
+PUBLIC = {"_exit", "_replace", "_asdict", "_fields"}
+#: what a test still reaches into or imports, by file. The lists only shrink: make the name public or a parameter, and
+#: move what tests share to tests/support.
+PRIVATE_NAMES: dict[str, set[str]] = {
+    "tests/contracts/test_shard.py": {"_sealed"},
+    "tests/golden/test_disk_cache.py": {"_daemon", "_fetch", "_requests"},
+    "tests/golden/test_kvflash.py": {"_backend"},
+    "tests/golden/test_replay.py": {"_LONG"},
+    "tests/golden/test_split_gpu.py": {"_LONG", "_activate"},
+    "tests/support/drafters.py": {"_propose"},
+    "tests/unit/test_backend_layersplit.py": {"_at", "_pipeline"},
+    "tests/unit/test_bench_measure.py": {"_pager"},
+    "tests/unit/test_cli_bench.py": {"_COPIED", "_ROWS", "_SIDE"},
+    "tests/unit/test_cli_plan.py": {"_backend"},
+    "tests/unit/test_engine_commit.py": {"_propose"},
+    "tests/unit/test_engine_speculate.py": {"_propose"},
+    "tests/unit/test_runtime_blas.py": {"_Cublas"},
+    "tests/unit/test_text_template.py": {"_child"},
+}
+IMPORTS: dict[str, set[str]] = {
+    "tests/golden/test_cache_types.py": {"tests.golden.conftest"},
+    "tests/golden/test_captured.py": {"tests.golden.conftest"},
+    "tests/golden/test_reference_emulated.py": {"tests.golden.conftest"},
+    "tests/golden/test_reference_gpu.py": {"tests.golden.conftest"},
+    "tests/golden/test_reference_host.py": {"tests.golden.conftest"},
+    "tests/golden/test_remote.py": {"tests.golden.conftest"},
+    "tests/golden/test_remote_gpu.py": {"tests.golden.conftest"},
+    "tests/golden/test_replay.py": {"tests.golden.conftest"},
+    "tests/golden/test_speculative.py": {"tests.golden.conftest"},
+    "tests/golden/test_speculative_reference.py": {"tests.golden.conftest"},
+    "tests/golden/test_split_gpu.py": {"tests.golden.conftest", "tests.golden.test_reference_gpu"},
+    "tests/gpu/test_emulated_agreement.py": {"tests.golden.conftest"},
+}
+each = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Private names of others: attributes of what is neither self nor cls, imports, and names for monkeypatch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and PRIVATE.match(node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names if PRIVATE.match(alias.name))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            if name in ("setattr", "getattr", "delattr"):
+                texts = (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+                yield from (text.rpartition(".")[2] for text in texts if PRIVATE.search(text))
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Modules of tests outside tests/support that are imported."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and re.match(r"tests\.(?!support\b)", node.module or ""):
+            yield node.module or ""
+
+
+@each
+def test_tests_reach_into_no_private_names(path: Path) -> None:
+    allowed = PRIVATE_NAMES.get(str(path.relative_to(ROOT)), set())
+    found = set(private_names(ast.parse(path.read_text()))) - PUBLIC
+    assert found - allowed == set()
+    assert allowed - found == set(), "take these from the list"
+
+
+@each
+def test_tests_import_nothing_from_each_other(path: Path) -> None:
+    allowed = IMPORTS.get(str(path.relative_to(ROOT)), set())
+    found = set(imported(ast.parse(path.read_text())))
+    assert found - allowed == set()
+    assert allowed - found == set(), "take these from the list"
+
+
+def test_the_lists_name_files_that_exist() -> None:
+    assert {*PRIVATE_NAMES, *IMPORTS} <= {str(path.relative_to(ROOT)) for path in FILES}
+
+
+@pytest.mark.parametrize(
+    "code, found",
+    [
+        ("thing._secret", {"_secret"}),
+        ("self._own; cls._own; thing.__dict__", set()),
+        ("from luce.api import _within", {"_within"}),
+        ("monkeypatch.setattr(module, '_LIMIT', 3)", {"_LIMIT"}),
+        ("monkeypatch.setattr('luce.api._LIMIT', 3)", {"_LIMIT"}),
+    ],
+)
+def test_private_names_are_found(code: str, found: set[str]) -> None:
+    assert set(private_names(ast.parse(code))) == found
