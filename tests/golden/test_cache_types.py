@@ -14,8 +14,8 @@ from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE
 from luce.shard.saved_state import StatePiece
-from tests.golden.conftest import MakeDriver
 from tests.support.drive import gathered
+from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, errors
 
 # Mean over rows of the normalised squared error of the logits, 17-token prompt and last 16 rows of the 154-token one:

@@ -17,10 +17,10 @@ from luce.runtime.host import HostDevice
 from luce.runtime.step import Output, Step
 from luce.shard.local import LocalShard
 from luce.shard.shard import Activation, Pending
-from tests.golden.conftest import MakeDriver
 from tests.support.daemons import devices, with_flags
 from tests.support.drive import Driver
 from tests.support.emulated import EmulatedDevice
+from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, errors, references
 
 each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from luce.runtime.device import Device
-from tests.golden.conftest import MakeDriver
 from tests.support.emulated import EmulatedDevice
 from tests.support.golden_checks import check_logits_in_chunks
+from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, check_logits
 
 SMALLEST = ("qwen3-a-MIX", "qwen35-a-Q8_0", "qwen35moe-a-Q4_0", "gemma4-e-Q4_0", "gemma4-moe-F32", "laguna-a-F32")

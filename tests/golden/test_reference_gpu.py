@@ -11,8 +11,6 @@ from luce.runtime.device import Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
 from luce.shard.local import LocalShard
-from tests.golden.conftest import MakeDriver
-from tests.support.drive import Driver
 from tests.support.golden_checks import (
     TREES,
     check_batched,
@@ -22,7 +20,9 @@ from tests.support.golden_checks import (
     check_rollback,
     check_tree,
     greedy,
+    typical_error,
 )
+from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, check_greedy, references
 
 pytestmark = pytest.mark.gpu
@@ -36,13 +36,6 @@ def eager(gpu: GpuDevice) -> Iterator[GpuDevice]:
     device.captures = False
     yield device
     device.close()
-
-
-def typical_error(reference: Reference, driver: Driver) -> float:
-    """Root mean square error of the logits of the 17-token prompt, fed token by token as when decoding."""
-    sequence, prompt = driver.start(), reference.expected["prompt_17"]
-    actual = np.concatenate([driver.feed((sequence, prompt[i : i + 1]))[0] for i in range(len(prompt))])
-    return float(np.sqrt(((actual - reference.expected["logits_17"]) ** 2).mean()))
 
 
 @each_file

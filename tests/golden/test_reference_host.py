@@ -7,8 +7,8 @@ import pytest
 
 from luce.runtime.host import HostDevice
 from luce.shard.sizes import activation_bytes
-from tests.golden.conftest import MakeDriver
 from tests.support.golden_checks import TREES, check_batched, check_greedy_tokens, check_logits_in_chunks, check_tree
+from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, references
 
 each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)

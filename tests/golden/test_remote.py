@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from luce.runtime.host import HostDevice
-from tests.golden.conftest import MakeDriver
 from tests.support.daemons import HERE, devices, key_file, listener, with_flags
+from tests.support.make_driver import MakeDriver
 from tests.support.placements import placement_results
 from tests.support.reference import Reference, references
 

@@ -7,8 +7,8 @@ import pytest
 from luce.config.settings import Config
 from luce.remote.open import open_placement
 from luce.runtime.open import found
-from tests.golden.conftest import MakeDriver
 from tests.support.daemons import HERE, devices, within
+from tests.support.make_driver import MakeDriver
 from tests.support.placements import placement_results
 from tests.support.reference import Reference, references
 

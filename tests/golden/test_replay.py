@@ -17,11 +17,11 @@ from luce.runtime.step import Span, Step
 from luce.shard import graphs
 from luce.shard.graphs import MAX_ROWS, MAX_SPAN
 from luce.shard.shard import TransientActivation
-from tests.golden.conftest import MakeDriver
 from tests.support.capturing import CapturingDevice
 from tests.support.drive import Driver
 from tests.support.emulated import EmulatedDevice
 from tests.support.golden_checks import check_replayed
+from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference
 
 

@@ -13,9 +13,9 @@ from luce import assembly
 from luce.draft.drafter import Drafter
 from luce.draft.open import PreparedDrafter
 from luce.runtime.host import HostDevice
-from tests.golden.conftest import MakeDriver
 from tests.support.daemons import HERE
 from tests.support.drafters import ScriptedDrafter, sometimes
+from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, references
 
 PLACES: dict[str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ from luce.config.sampling import SamplingParams
 from luce.engine.events import Event, Tokens
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
-from tests.golden.conftest import MakeDriver
 from tests.support.daemons import HERE, devices
 from tests.support.drafts import DraftReference, references
 from tests.support.drive import Driver
+from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, errors
 
 each_prompt = pytest.mark.parametrize("prompt", ["17", "long"])

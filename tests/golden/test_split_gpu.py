@@ -18,10 +18,9 @@ from luce.runtime.host import HostDevice
 from luce.runtime.open import found
 from luce.shard import graphs
 from luce.shard.local import LocalShard
-from tests.golden.conftest import MakeDriver
-from tests.golden.test_reference_gpu import typical_error
 from tests.support.drive import Driver
-from tests.support.golden_checks import check_greedy_tokens, check_logits_in_chunks
+from tests.support.golden_checks import check_greedy_tokens, check_logits_in_chunks, typical_error
+from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, references
 
 pytestmark = pytest.mark.gpu

@@ -15,8 +15,8 @@ from luce.ops.qkv import HeadNorms, Rotation, prepare_queries
 from luce.ops.sample import argmax
 from luce.ops.weight import upload_weight
 from luce.runtime.device import Device
-from tests.golden.conftest import MakeDriver, make_driver
 from tests.support.emulated import EmulatedDevice
+from tests.support.make_driver import MakeDriver, make_driver
 from tests.support.op_checks_matmul import product_limit, rounds_to_fp16
 from tests.support.quant_blocks import decoded, random_tensor
 from tests.support.quantised import seen

@@ -26,6 +26,13 @@ def check_logits_in_chunks(reference: Reference, driver: Driver, kind: str, chun
     check_logits(reference, kind, rows)
 
 
+def typical_error(reference: Reference, driver: Driver) -> float:
+    """Root mean square error of the logits of the 17-token prompt, fed token by token as when decoding."""
+    sequence, prompt = driver.start(), reference.expected["prompt_17"]
+    actual = np.concatenate([driver.feed((sequence, prompt[i : i + 1]))[0] for i in range(len(prompt))])
+    return float(np.sqrt(((actual - reference.expected["logits_17"]) ** 2).mean()))
+
+
 def greedy(driver: Driver, prompt: NDArray[np.int32], steps: int, chunk: int) -> list[int]:
     """Greedy continuation of a prompt fed in chunks."""
     sequence = driver.start()

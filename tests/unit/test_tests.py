@@ -14,8 +14,7 @@ FILES = sorted((ROOT / "tests").rglob("*.py"))
 PRIVATE = re.compile(r"(?:^|\.)_[^_.][^.]*$")
 #: public names of the standard library that begin with an underscore
 PUBLIC = {"_exit", "_replace", "_asdict", "_fields"}
-#: what a test still reaches into or imports, by file. The lists only shrink: make the name public or a parameter, and
-#: move what tests share to tests/support.
+#: what a test still reaches into, by file. The list only shrinks: make the name public or a parameter.
 PRIVATE_NAMES: dict[str, set[str]] = {
     "tests/contracts/test_shard.py": {"_sealed"},
     "tests/golden/test_disk_cache.py": {"_daemon", "_fetch", "_requests"},
@@ -31,20 +30,6 @@ PRIVATE_NAMES: dict[str, set[str]] = {
     "tests/unit/test_engine_speculate.py": {"_propose"},
     "tests/unit/test_runtime_blas.py": {"_Cublas"},
     "tests/unit/test_text_template.py": {"_child"},
-}
-IMPORTS: dict[str, set[str]] = {
-    "tests/golden/test_cache_types.py": {"tests.golden.conftest"},
-    "tests/golden/test_captured.py": {"tests.golden.conftest"},
-    "tests/golden/test_reference_emulated.py": {"tests.golden.conftest"},
-    "tests/golden/test_reference_gpu.py": {"tests.golden.conftest"},
-    "tests/golden/test_reference_host.py": {"tests.golden.conftest"},
-    "tests/golden/test_remote.py": {"tests.golden.conftest"},
-    "tests/golden/test_remote_gpu.py": {"tests.golden.conftest"},
-    "tests/golden/test_replay.py": {"tests.golden.conftest"},
-    "tests/golden/test_speculative.py": {"tests.golden.conftest"},
-    "tests/golden/test_speculative_reference.py": {"tests.golden.conftest"},
-    "tests/golden/test_split_gpu.py": {"tests.golden.conftest", "tests.golden.test_reference_gpu"},
-    "tests/gpu/test_emulated_agreement.py": {"tests.golden.conftest"},
 }
 each = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 
@@ -81,14 +66,11 @@ def test_tests_reach_into_no_private_names(path: Path) -> None:
 
 @each
 def test_tests_import_nothing_from_each_other(path: Path) -> None:
-    allowed = IMPORTS.get(str(path.relative_to(ROOT)), set())
-    found = set(imported(ast.parse(path.read_text())))
-    assert found - allowed == set()
-    assert allowed - found == set(), "take these from the list"
+    assert set(imported(ast.parse(path.read_text()))) == set()
 
 
-def test_the_lists_name_files_that_exist() -> None:
-    assert {*PRIVATE_NAMES, *IMPORTS} <= {str(path.relative_to(ROOT)) for path in FILES}
+def test_the_list_names_files_that_exist() -> None:
+    assert set(PRIVATE_NAMES) <= {str(path.relative_to(ROOT)) for path in FILES}
 
 
 @pytest.mark.parametrize(
