@@ -163,7 +163,7 @@ class Model:
         Devices without a measurement are not in it.
         """
         draft = self._draft_device
-        memory = None if draft is None else draft.left()
+        memory = None if draft is None else draft.reported_memory()
         return ({} if draft is None or memory is None else {str(draft.name): memory}) | self._backend.memory()
 
     def daemons(self) -> tuple[DaemonState, ...]:

@@ -127,7 +127,7 @@ class LayerSplitBackend:
         """Free memory of the devices, by name, where it is known: of this process's devices as of the last step, of a
         daemon's as of its last heartbeat. Any thread may ask."""
         own = dict(zip((str(device.name) for device in self._own), self._memory.seen, strict=False))
-        remote = {str(device.name): device.left() for device in self._devices if is_remote(device)}
+        remote = {str(device.name): device.reported_memory() for device in self._devices if is_remote(device)}
         return own | {name: memory for name, memory in remote.items() if memory is not None}
 
     def daemons(self) -> tuple[DaemonState, ...]:

@@ -108,7 +108,7 @@ class ShardLoader:
 
     def _layers(self, number: int) -> DeviceLayers:
         shard = self._plan.shards[number]
-        return DeviceLayers(self._plan.devices[number], shard.layers, shard.spare if self._options.unpack else 0)
+        return DeviceLayers(self._plan.devices[number], shard.layers, shard.unpack_bytes if self._options.unpack else 0)
 
     def _report(self, own: int) -> None:
         done = own + sum(shard.progress * len(shard.layers) for shard in self._remote.values())

@@ -51,7 +51,7 @@ class ShardPlan:
     #: `pinned` leave of the host's memory
     free: int
     #: what may be taken of a GPU beyond the needs: half of the rest, as other programs may start later
-    spare: int
+    unpack_bytes: int
     #: of the activation to the next shard, per token; 0 for the last one
     activation: int
     #: not free because something other than layers will take it

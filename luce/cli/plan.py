@@ -119,7 +119,7 @@ def plan(model: Opened) -> dict[str, Any]:
                 "state": shard.state,
                 "buffers": shard.buffers,
                 "pinned_at_most": shard.pinned,
-                "unpacked_at_most": shard.spare if options.unpack else 0,
+                "unpacked_at_most": shard.unpack_bytes if options.unpack else 0,
                 "free": shard.free,
                 "fits": shard.fits,
                 "kv_per_token": sum(unit.page) // PAGE,

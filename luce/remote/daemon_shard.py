@@ -151,13 +151,17 @@ class ServedModel(Service):
     def _build(self, file: GGUFFile, layers: Sequence[range], on_progress: Callable[[float], None]) -> None:
         """Load the layers, a range on each device, into the pipeline."""
         load, done, count = self.load, itertools.count(1), sum(map(len, layers))
-        options = ShardOptions(load.slots, KVTypes(*load.kv), load.verify, load.captured, load.ranked, load.peer)
-        for number, (device, part, spare) in enumerate(zip(self.devices, layers, load.spare, strict=True)):
+        options = ShardOptions(
+            load.slots, KVTypes(*load.kv), load.verify_rows, load.captured, load.rank_pages, load.peer
+        )
+        for number, (device, part, unpack_bytes) in enumerate(
+            zip(self.devices, layers, load.unpack_bytes, strict=True)
+        ):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             shard = LocalShard(
                 file,
                 self.spec,
-                DeviceLayers(device, part, spare),
+                DeviceLayers(device, part, unpack_bytes),
                 options,
                 load.pages,
                 ShardHooks(lambda: on_progress(next(done) / count), self._copy_captured, self._output_arrays),
@@ -385,8 +389,8 @@ class ServedModel(Service):
         """Commit draft rows."""
         self.pipeline.wait()
         check_pages(self.load, message.slot)
-        if not is_path(message.rows, self.load.verify):
-            raise BackendError(f"rows {message.rows} cannot be accepted, the load allows {self.load.verify}")
+        if not is_path(message.rows, self.load.verify_rows):
+            raise BackendError(f"rows {message.rows} cannot be accepted, the load allows {self.load.verify_rows}")
         for shard in self.pipeline.shards:
             shard.accept(message.slot, message.rows)
         return Done()

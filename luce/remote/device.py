@@ -69,9 +69,9 @@ class RemoteDevice(HostDevice):
 
     def memory(self) -> Memory:
         """As the daemon reported it last."""
-        return self.left() or Memory(self._facts.free, self._facts.total)
+        return self.reported_memory() or Memory(self._facts.free, self._facts.total)
 
-    def left(self) -> Memory | None:
+    def reported_memory(self) -> Memory | None:
         """Memory at the last heartbeat, None while the daemon is not running. Any thread may call it."""
         seen = self.daemon.memory()
         return seen[self._number] if seen else None

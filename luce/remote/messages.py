@@ -44,14 +44,14 @@ class Load(msgspec.Struct, tag=True):
     slots: int
     #: KV types of keys and of values
     kv: tuple[str, str]
-    #: most draft rows of a sequence in one step
-    verify: int
-    #: layers whose outputs go to the drafter; the last shard hands them on too
+    #: most rows of a speculative span or of a draft tree
+    verify_rows: int
+    #: layers whose outputs go to the drafter; the last shard sends them too
     captured: tuple[int, ...]
     #: whether pages can be ranked
-    ranked: bool
-    #: bytes of each device in which unpacked matrices may be kept
-    spare: tuple[int, ...]
+    rank_pages: bool
+    #: bytes of each device that unpacked matrices may take
+    unpack_bytes: tuple[int, ...]
     #: most rows of a Forward
     rows: int
     #: whether devices may copy to each other directly

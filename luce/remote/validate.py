@@ -27,12 +27,12 @@ def load_layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
     contiguous = all(before.stop == after.start for before, after in pairwise(layers))
     if len(layers) != devices or not contiguous or not all(layers) or layers[-1].stop > len(spec.layers):
         raise BackendError(f"layers {load.layers} for {devices} devices and a model of {len(spec.layers)} layers")
-    if len(load.spare) != devices:
-        raise BackendError(f"spare memory of {len(load.spare)} devices, but there are {devices}")
+    if len(load.unpack_bytes) != devices:
+        raise BackendError(f"unpack_bytes for {len(load.unpack_bytes)} devices, but there are {devices}")
     if (
         layers[0].start < 0
         or not 0 < load.slots <= 1 << 16
-        or not 0 <= load.verify <= RECURRENT_ROWS
+        or not 0 <= load.verify_rows <= RECURRENT_ROWS
         or len(load.pages) != len(spec.page_groups)
         or not all(0 < pages < 1 << 24 for pages in load.pages)
         or not 0 < load.rows <= 1 << 20
@@ -80,7 +80,7 @@ def _spans_fit(step: Step, load: Load) -> bool:
             return False
         if not span.ancestors:
             root = span
-        elif root is None or not _is_branch(span, root, load.verify):
+        elif root is None or not _is_branch(span, root, load.verify_rows):
             return False
         at += span.rows
     return at == len(step.tokens)
@@ -92,10 +92,10 @@ def _is_span(span: Span, load: Load) -> bool:
         span.rows > 0
         and span.position >= 0
         and 0 <= span.slot < load.slots
-        and 0 <= span.accepted <= load.verify
-        and (not span.speculative or span.rows <= load.verify)
+        and 0 <= span.accepted <= load.verify_rows
+        and (not span.speculative or span.rows <= load.verify_rows)
         and (span.position > 0 or not (span.accepted or span.speculative))
-        and (not span.path or (len(span.path) == span.accepted and is_path(span.path, load.verify)))
+        and (not span.path or (len(span.path) == span.accepted and is_path(span.path, load.verify_rows)))
     )
 
 

@@ -325,7 +325,7 @@ def test_a_shard_gets_the_step_as_it_was_sent(server: Server, monkeypatch: pytes
 
 
 #: layers on two devices of a daemon
-BOTH = changed(WHOLE, layers=((0, 2), (2, LAYERS)), spare=(0, 0))
+BOTH = changed(WHOLE, layers=((0, 2), (2, LAYERS)), unpack_bytes=(0, 0))
 
 
 def prompts(server: Server, count: int) -> list[Response]:

@@ -264,14 +264,14 @@ def test_memory_of_devices(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> Non
     daemon = watch(waits)
     first, second = (RemoteDevice(DeviceName("cpu", number), daemon, number) for number in (0, 1))
     # Before the first heartbeat with memory, that of the start.
-    assert first.left() is None and first.memory() == Memory(1, 2)
+    assert first.reported_memory() is None and first.memory() == Memory(1, 2)
     monkeypatch.setattr(Peer, "pong", Pong(memory=((3, 4), (5, 6))))
-    assert within(60, lambda: first.left() is not None)
-    assert first.left() == first.memory() == Memory(3, 4) and second.left() == Memory(5, 6)
+    assert within(60, lambda: first.reported_memory() is not None)
+    assert first.reported_memory() == first.memory() == Memory(3, 4) and second.reported_memory() == Memory(5, 6)
     monkeypatch.setattr(Peer, "pong", Pong(memory=((7, 8), (5, 6))))
-    assert within(60, lambda: first.left() == Memory(7, 8))
+    assert within(60, lambda: first.reported_memory() == Memory(7, 8))
     daemon.close()
-    assert first.left() is None
+    assert first.reported_memory() is None
 
 
 @pytest.mark.parametrize(
