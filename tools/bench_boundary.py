@@ -123,7 +123,7 @@ def measured(backend: LayerSplitBackend, options: argparse.Namespace, notes: Not
     stepper = Stepper(backend, options.prompt)
     prompts = []
     for _ in range(3):
-        stepper.place(0, 0)
+        stepper.move_to(0, 0)
         began = time.monotonic()
         stepper.read(0, options.prompt)
         prompts.append(time.monotonic() - began)

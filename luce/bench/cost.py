@@ -1,4 +1,5 @@
-"""Bytes that a step must at least move, and the operations it must do. Pure: a file's directory and a spec in."""
+"""The bytes that a step must move and the operations that it must do. Pure: computed from a file's directory and a
+spec."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from luce.runtime.step import PAGE
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes moved and operations done; a multiplication and an addition are two."""
+    """Bytes moved and floating-point operations done; a multiply-add counts as two operations."""
 
     bytes: float = 0
     flops: float = 0
@@ -30,31 +31,45 @@ class Cost:
 
 @dataclass(frozen=True)
 class Rows:
-    """A span as far as it costs: `rows` rows from `position` on."""
+    """The part of a span that its cost depends on."""
 
     rows: int
+    #: position of the first row
     position: int
 
 
 class ShardCost:
-    """What the layers of one shard cost. Weights count as the device holds them: in the file's types on a GPU, float32
-    on the CPU. `pool`: most positions of a sequence that layers of full attention see, None for all."""
+    """The cost of the layers of one shard.
+
+    Weights count as the device holds them: in the file's types on a GPU, as float32 on the CPU. `max_resident`: the
+    most positions of a sequence that layers with full attention see; None for all.
+    """
 
     def __init__(
-        self, file: GGUFFile, spec: ModelSpec, layers: range, device: Device, kv: KVTypes, pool: int | None = None
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        layers: range,
+        device: Device,
+        kv: KVTypes,
+        max_resident: int | None = None,
     ) -> None:
         self._spec = spec
         self._layers = layers
         self._device = device
         self._kv = kv
-        self._pool = pool or spec.context_length
+        self._max_resident = max_resident or spec.context_length
         self._tensors = [file.tensors[name] for name in sorted(shard_tensors(file, spec, layers, layers_only=True))]
         head = EMBEDDING if spec.tied_head else "output.weight"
         self._head = file.tensors[head] if layers.stop == len(spec.layers) else None
 
     def step(self, spans: Sequence[Rows], wanted: int) -> Cost:
-        """One step: every weight once, of experts as many as rows choose on average if all are alike; keys, values and
-        states of the spans; the head for `wanted` rows. Activations are left out, and the embedding's few rows."""
+        """The cost of one step whose logits are wanted for `wanted` rows.
+
+        Every weight counts once; of the experts, as many count as the rows choose on average if all experts are equally
+        likely. Keys, values and recurrent states of the spans count, and the head if `wanted` is not 0. Activations and
+        the few rows of the embedding do not count.
+        """
         rows = sum(span.rows for span in spans)
         total = Cost()
         for tensor in self._tensors:
@@ -78,21 +93,21 @@ class ShardCost:
         return Cost(size, flops)
 
     def _experts(self, layer: int) -> MoE | None:
-        block = self._spec.layers[layer]
-        if isinstance(block, SandwichLayer):
-            return block.experts
-        return block.ffn if isinstance(block.ffn, MoE) else None
+        spec = self._spec.layers[layer]
+        if isinstance(spec, SandwichLayer):
+            return spec.experts
+        return spec.ffn if isinstance(spec.ffn, MoE) else None
 
     def _mixing(self, layer: int, span: Rows) -> Cost:
         mixer = self._spec.layers[layer].mixer
         if isinstance(mixer, Attention):
-            window = mixer.window or self._pool
-            # Rows have a window each, and one pool together.
+            window = mixer.window or self._max_resident
+            # Each row has a window of its own; all rows share the resident positions.
             keys = min(span.position + span.rows, window + (span.rows - 1 if mixer.window else 0))
-            # One key more from row to row until the window is full.
+            # Each row sees one key more than the row before, until the window is full.
             seen = int(np.minimum(np.arange(1, span.rows + 1) + span.position, window).sum())
             pages = KVPool.page_bytes(self._device, mixer, self._kv) / PAGE
             return Cost(pages * keys, 4.0 * mixer.heads * mixer.head_dim * seen)
-        # Decay, S^T k, k u^T and S^T q, each over the whole state.
+        # The decay, S^T k, k u^T and S^T q: each reads the whole state.
         flops = 7.0 * mixer.value_heads * mixer.head_dim**2 * span.rows
         return Cost(2 * DeltaState.slot_bytes(mixer), flops)

@@ -1,6 +1,7 @@
 """Steps on a backend, timed from the host: prompts, decoding, verification, many sequences.
 
-Where the backend bounds the pages of a sequence, they come and go as in the engine (luce.kvcache.paging).
+If the backend limits the resident pages of a sequence, pages are swapped out and in as in the engine
+(luce.kvcache.paging).
 """
 
 from __future__ import annotations
@@ -22,41 +23,41 @@ from luce.kvcache.prefix_tree import HostPage, Residency
 from luce.runtime.step import Int32, Span, Step
 
 Kind = Literal["prompt", "decode", "verify", "batch"]
-# Steps of a verification test: enough to time with the host's clock.
-_VERIFIED = 16
+# Steps of a verification test: enough for the host's clock.
+_VERIFICATIONS = 16
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`size` prompt tokens, generated tokens, verified rows or sequences, each sequence at position `depth`.
-
-    `steps`: tokens that a batch's sequences generate.
-    """
+    """The work of one test."""
 
     kind: Kind
+    #: prompt tokens, generated tokens, verified rows or sequences, by kind
     size: int
+    #: position at which each sequence begins
     depth: int
+    #: tokens that each sequence of a batch generates
     steps: int = 1
 
     @property
     def name(self) -> str:
-        """As the table calls it."""
+        """The name in the table."""
         label = {"prompt": "prompt {}", "decode": "decode {}", "verify": "verify {} rows", "batch": "{} sequences"}
         return label[self.kind].format(self.size) + (f" at {self.depth}" if self.depth else "")
 
     @property
     def context(self) -> int:
-        """Positions that a sequence needs."""
+        """Positions that one sequence needs."""
         return self.depth + (self.size if self.kind != "batch" else self.steps)
 
     def plan(self, chunk: int) -> list[tuple[list[Rows], int]]:
-        """Spans and wanted rows of each step."""
+        """The spans of each step, and the number of its rows whose logits are wanted."""
         at = self.depth
         if self.kind == "prompt":
             starts = range(0, self.size, chunk)
             return [([Rows(min(chunk, self.size - s), at + s)], int(s + chunk >= self.size)) for s in starts]
         if self.kind == "verify":
-            return [([Rows(self.size, at)], self.size)] * _VERIFIED
+            return [([Rows(self.size, at)], self.size)] * _VERIFICATIONS
         if self.kind == "decode":
             return [([Rows(1, at + n)], 1) for n in range(self.size)]
         return [([Rows(1, at + n)] * self.size, self.size) for n in range(self.steps)]
@@ -64,11 +65,11 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Rows that a run computes."""
-        return self.size * {"verify": _VERIFIED, "batch": self.steps}.get(self.kind, 1)
+        return self.size * {"verify": _VERIFICATIONS, "batch": self.steps}.get(self.kind, 1)
 
 
 def seconds(work: Callable[[], object], times: int = 1) -> float:
-    """Wall time of a number of calls."""
+    """Seconds that `times` calls take on the host's clock."""
     start = time.perf_counter()
     for _ in range(times):
         work()
@@ -77,119 +78,121 @@ def seconds(work: Callable[[], object], times: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What went between devices and host memory, and why.
+    """Pages that were swapped between devices and host memory."""
 
-    pages_out, pages_in: that left and came back; bytes: copied for that, of pages that left once; looks: times that the
-    policy was asked, and the seconds that this took, with the pages that moved then.
-    """
-
-    pages_out: int = 0
-    pages_in: int = 0
-    bytes: int = 0
-    looks: int = 0
-    look_seconds: float = 0
+    pages_swapped_out: int = 0
+    pages_swapped_in: int = 0
+    #: bytes copied in both directions; a page is copied to host memory once, however often it is swapped out
+    swapped_bytes: int = 0
+    #: rounds of scoring
+    rescores: int = 0
+    #: seconds of the scoring, with the pages swapped for it
+    rescore_seconds: float = 0
 
     def since(self, before: Traffic) -> Traffic:
-        """What has come since."""
-        own, theirs = dataclasses.astuple(self), dataclasses.astuple(before)
-        return Traffic(*(now - then for now, then in zip(own, theirs, strict=True)))
+        """The difference to earlier counts."""
+        own, earlier = dataclasses.astuple(self), dataclasses.astuple(before)
+        return Traffic(*(now - then for now, then in zip(own, earlier, strict=True)))
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a piece of work took."""
+    """The cost of a piece of work, as measured."""
 
     seconds: float
     traffic: Traffic
 
 
 @dataclass(frozen=True)
-class _Filled:
-    """A sequence of `length` positions that does not fit, and where its other pages are."""
+class _Prefilled:
+    """A sequence that has more pages than may be resident."""
 
     length: int
     residency: Residency
-    away: dict[int, HostPage]
+    #: pages in host memory, by entry
+    host_pages: dict[int, HostPage]
 
 
 class Stepper:
-    """Sequences with random prompts on a backend, continued greedily. Slot s is sequence s.
+    """Continues sequences with random prompts greedily on a backend. Slot s holds sequence s.
 
-    `kvflash`: which pages stay on the devices, needed where the backend bounds the pages of a sequence.
+    `kvflash`: the options of paging; needed if the backend limits the resident pages of a sequence.
     """
 
     def __init__(self, backend: Backend, chunk: int, kvflash: KVFlash | None = None) -> None:
         self._backend = backend
         self._chunk = chunk
         self._pages = PageTables.over(backend, chunk)
-        self._pager = None if kvflash is None else Pager.over(backend, self._pages, kvflash, chunk)
+        #: None if all pages of a sequence are resident
+        self.pager = None if kvflash is None else Pager.over(backend, self._pages, kvflash, chunk)
         self._random = np.random.default_rng(0)
         self._texts = np.zeros((backend.capacity.slots, backend.capacity.context + 1), np.int32)
         self._position = [0] * backend.capacity.slots
-        self._filled: dict[int, _Filled] = {}
+        self._prefilled: dict[int, _Prefilled] = {}
 
-    def look(self, slot: int) -> tuple[float, int] | None:
-        """Seconds of a look at the pages of a sequence, and tokens from one to the next; None if it fits."""
+    def time_rescore(self, slot: int) -> tuple[float, int] | None:
+        """Seconds of one round of scoring of a sequence's pages, and the tokens between two rounds; None if all of its
+        pages are resident."""
         position = self._position[slot]
-        if self._pager is None or self._pager.residency(slot, position) is None:
+        if self.pager is None or self.pager.residency(slot, position) is None:
             return None
-        pager, text = self._pager, self._texts[slot, : position + 1]
+        pager, text = self.pager, self._texts[slot, : position + 1]
         return seconds(lambda: pager.rescore(slot, position, text)), pager.rescore_interval(position)
 
     def read(self, slot: int, rows: int) -> None:
-        """Read `rows` prompt tokens, in chunks, and wait for the token that follows them."""
+        """Read `rows` prompt tokens in chunks, and wait for the next token."""
         begin = self._position[slot]
         end = begin + rows
         self._texts[slot, begin:end] = self._random.integers(0, self._backend.capacity.vocab, rows, np.int32)
         prompt, limits, at = self._texts[slot, :end], PagingLimits(), begin
-        if self._pager is not None and end > self._pager.max_positions:
-            limits = PagingLimits(prompt_multiple=self._pager.segment, query_rows=QUESTION_ROWS)
-            self._pager.begin_prompt(slot, prompt, begin)
+        if self.pager is not None and end > self.pager.max_positions:
+            limits = PagingLimits(prompt_multiple=self.pager.segment, query_rows=QUESTION_ROWS)
+            self.pager.begin_prompt(slot, prompt, begin)
         while at < end:
-            self._page(slot, end)
+            self._rescore_if_due(slot, end)
             count = min(rows_to_boundary(at, end, limits), self._chunk)
             self._forward([slot], prompt[at : at + count], count, wanted=int(at + count == end))
             at += count
 
     def verify(self, slot: int, rows: int) -> None:
-        """Rows of one sequence whose next tokens are all wanted; the sequence does not advance."""
+        """Compute `rows` rows of one sequence with the logits of each; the sequence does not advance."""
         tokens = self._random.integers(0, self._backend.capacity.vocab, rows, np.int32)
         self._forward([slot], tokens, rows, wanted=rows)
         self._position[slot] -= rows
 
     def decode(self, slots: Sequence[int]) -> None:
-        """One greedy token more for each sequence."""
+        """Generate one greedy token for each sequence."""
         for slot in slots:
-            self._page(slot, self._position[slot] + 1)
+            self._rescore_if_due(slot, self._position[slot] + 1)
         self._forward(slots, np.array([self.newest(slot) for slot in slots], np.int32), 1, wanted=1)
 
     def newest(self, slot: int) -> int:
-        """The token that follows a sequence's rows."""
+        """The newest token of a sequence, whose row is not computed yet."""
         return int(self._texts[slot, self._position[slot]])
 
-    def place(self, slot: int, position: int) -> None:
-        """Let a sequence stand at a position. Its pages hold what they held: time does not depend on it.
+    def move_to(self, slot: int, position: int) -> None:
+        """Set the length of a sequence. Its pages keep their content: the time of a step does not depend on it.
 
-        A sequence that does not fit must have been filled up to there.
+        A sequence with more pages than may be resident must have been prefilled to this position.
         """
         self._release(slot)
-        filled = self._filled.get(slot)
-        if filled is None or filled.length != position:
+        prefilled = self._prefilled.get(slot)
+        if prefilled is None or prefilled.length != position:
             for at in range(0, position, self._chunk):
                 self._pages.extend(slot, at, min(self._chunk, position - at))
         else:
-            assert self._pager is not None
-            away = self._pager.swapped_out(position, filled.residency)
+            assert self.pager is not None
+            swapped_out = self.pager.swapped_out(position, prefilled.residency)
             for group in self._pages.groups:
-                group.resume(slot, position, (), () if group.max_resident is None else away)
-            self._pager.resume(slot, filled.away, filled.residency)
+                group.resume(slot, position, (), () if group.max_resident is None else swapped_out)
+            self.pager.resume(slot, prefilled.host_pages, prefilled.residency)
         self._position[slot] = position
 
-    def fill(self, slots: Sequence[int], depth: int) -> Run:
-        """Let sequences read `depth` tokens, so that what `place` finds in their pages are numbers like any others."""
+    def prefill(self, slots: Sequence[int], depth: int) -> Run:
+        """Let sequences read `depth` tokens, so that their pages hold ordinary numbers when tests begin there."""
         for slot in slots:
-            self._filled.pop(slot, None)
-            self.place(slot, 0)
+            self._prefilled.pop(slot, None)
+            self.move_to(slot, 0)
 
         def read() -> None:
             for slot in slots:
@@ -197,11 +200,11 @@ class Stepper:
 
         run = self._timed(read)
         for slot in slots:
-            if self._pager is not None and (residency := self._pager.residency(slot, depth)) is not None:
-                entries = self._pager.swapped_out(depth, residency)
-                pages = {entry: self._pager.host_page(slot, entry) for entry in entries}
+            if self.pager is not None and (residency := self.pager.residency(slot, depth)) is not None:
+                entries = self.pager.swapped_out(depth, residency)
+                pages = {entry: self.pager.host_page(slot, entry) for entry in entries}
                 known = {entry: page for entry, page in pages.items() if page is not None}
-                self._filled[slot] = _Filled(depth, residency, known)
+                self._prefilled[slot] = _Prefilled(depth, residency, known)
         return run
 
     def _timed(self, work: Callable[[], object], times: int = 1) -> Run:
@@ -209,25 +212,26 @@ class Stepper:
         return Run(seconds(work, times), self._traffic().since(before))
 
     def _traffic(self) -> Traffic:
-        if self._pager is None:
+        if self.pager is None:
             return Traffic()
-        stats = self._pager.stats()
+        stats = self.pager.stats()
         return Traffic(stats.swapped_out, stats.swapped_in, stats.moved_bytes, stats.rescores, stats.rescore_seconds)
 
     def _release(self, slot: int) -> None:
-        if self._pager is not None:
-            self._pager.release(slot)
+        if self.pager is not None:
+            self.pager.release(slot)
         self._pages.release(slot)
         self._pages.reserve(slot, self._backend.capacity.context)
 
-    def _page(self, slot: int, end: int) -> None:
-        """Let the pages that matter be there, of a sequence of which the tokens before `end` are known."""
+    def _rescore_if_due(self, slot: int, end: int) -> None:
+        """Score the pages of a sequence again if that is due. Its tokens before `end` are known."""
         position = self._position[slot]
-        if self._pager is not None and self._pager.rescore_due(slot, position):
-            self._pager.rescore(slot, position, self._texts[slot, :end])
+        if self.pager is not None and self.pager.rescore_due(slot, position):
+            self.pager.rescore(slot, position, self._texts[slot, :end])
 
     def _forward(self, slots: Sequence[int], tokens: Int32, rows: int, wanted: int) -> None:
-        """`rows` rows of each sequence in one step; the next tokens of the last `wanted` of them are waited for."""
+        """Compute `rows` rows of each sequence in one step, and wait for the next tokens of the last `wanted` of
+        them."""
         starts = [self._position[slot] for slot in slots]
         for slot, position in zip(slots, starts, strict=True):
             self._pages.extend(slot, position, rows)
@@ -241,12 +245,12 @@ class Stepper:
                 self._texts[slot, self._position[slot]] = output.ids[(index + 1) * wanted - 1]
 
     def run(self, test: Workload) -> Run:
-        """One run of a test."""
+        """Run a test once."""
         slots = range(test.size if test.kind == "batch" else 1)
         for slot in slots:
-            self.place(slot, test.depth)
+            self.move_to(slot, test.depth)
         if test.kind == "prompt":
             return self._timed(lambda: self.read(0, test.size))
         if test.kind == "verify":
-            return self._timed(lambda: self.verify(0, test.size), _VERIFIED)
+            return self._timed(lambda: self.verify(0, test.size), _VERIFICATIONS)
         return self._timed(lambda: self.decode(slots), test.steps if test.kind == "batch" else test.size)

@@ -1,4 +1,4 @@
-"""`luce bench MODEL`: speed of prompts, decoding, verification and many sequences, beside the limits of the devices."""
+"""`luce bench MODEL`: the speed of prompts, decoding, verification and batches, beside the limits of the devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +36,22 @@ from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 from luce.text.tokenizer import Tokenizer
 
-# Tokens that each of many sequences generates, if -n does not say.
+# Tokens that each sequence of a batch generates if -n is 0.
 _STEPS = 32
-#: groups of the settings that this verb takes
+#: groups of settings that this verb takes
 SETTINGS = ("placement", "peer copies", "daemons", "engine", "KVFlash", "KVFlash policy")
-#: flags that take lists of sizes: default and help
+#: by flag, the default and the help text of a list of sizes
 _SIZES = {
     ("-p", "--prompt"): ("512", "prompt tokens to read"),
     ("-n", "--generate"): ("128", "tokens to generate"),
-    ("-d", "--depth"): ("0", "tokens of context before them"),
+    ("-d", "--depth"): ("0", "tokens of context before each test"),
     ("--rows",): ("", "rows of one sequence to verify in a step"),
-    ("--sequences",): ("", "sequences to decode side by side, at the first depth"),
+    ("--sequences",): ("", "sequences to decode as a batch, at the first depth"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, what to measure, the form of the output and the flags of the settings."""
+    """Add MODEL, the sizes of the tests, --json and the flags of the settings."""
     add_model(parser)
     for flags, (default, text) in _SIZES.items():
         shown = f"{text} (default: {default})" if default else text
@@ -73,18 +73,18 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.ExitStack() as opened:
             devices = [opened.enter_context(contextlib.closing(d)) for d in open_placement(config)]
             report = _facts(file, spec, devices)
-            # Daemons have no request for it.
+            # The wire protocol has no request for a measurement.
             reached = [None if device.remote else limits(device) for device in devices]
         for device, limit in zip(report["devices"], reached, strict=True):
             device["limits"] = None if limit is None else dataclasses.asdict(limit)
-        # Sequences side by side need slots, long contexts need pages: not both at once.
+        # A batch needs slots and a long context needs pages: each has a load of its own.
         for tests in filter(None, (single, many)):
-            needs = dataclasses.replace(
+            load = dataclasses.replace(
                 config,
                 max_ctx=max(config.max_ctx, *(test.context for test in tests)),
                 parallel=max([config.parallel, *(test.size for test in tests if test.kind == "batch")]),
             )
-            _measure(file, spec, needs, tests, reached, arguments.repeat, report, status.update)
+            _measure(file, spec, load, tests, reached, arguments.repeat, report, status.update)
     if arguments.json:
         print(json.dumps(report))
     else:
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tests(arguments: argparse.Namespace) -> tuple[list[Workload], list[Workload]]:
-    """Tests of one sequence, and of many. Raises UsageError naming the flag of a bad list."""
+    """Tests of one sequence, and tests of batches. Raises UsageError naming the flag of a bad list."""
     prompts, generated = _sizes("-p", arguments.prompt, 0), _sizes("-n", arguments.generate, 0)
     depths, rows = _sizes("-d", arguments.depth, 0), _sizes("--rows", arguments.rows, 1)
     sequences = _sizes("--sequences", arguments.sequences, 1)
@@ -114,7 +114,7 @@ def _tests(arguments: argparse.Namespace) -> tuple[list[Workload], list[Workload
 
 
 def _sizes(flag: str, text: str, low: int) -> list[int]:
-    """`512,2048` as numbers."""
+    """The integers of `512,2048`, from `low` on."""
     parts = [part for part in text.split(",") if part]
     if not all(part.isascii() and part.isdigit() and int(part) >= low for part in parts):
         raise UsageError(
@@ -131,7 +131,7 @@ def _facts(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device]) -> dict[s
         "bytes": sum(tensor.nbytes for tensor in file.tensors.values()),
         "devices": [{"device": str(device.name), **device.describe()} for device in devices],
         "loads": [],
-        "fills": [],
+        "prefills": [],
         "results": [],
     }
 
@@ -144,10 +144,10 @@ def _measure(
     reached: Sequence[Limits | None],
     repeat: int,
     report: dict[str, Any],
-    tell: Any,
+    show_status: Callable[[str], None],
 ) -> None:
-    """Load the model and run tests: adds to the report's loads, fills and results."""
-    tell("loading the model")
+    """Load the model and run tests. Adds to `loads`, `prefills` and `results` of the report."""
+    show_status("loading the model")
     with contextlib.ExitStack() as opened:
         started = time.perf_counter()
         devices = open_placement(config)
@@ -157,14 +157,14 @@ def _measure(
         loaded = time.perf_counter() - started
         kvflash = open_kvflash(opened, backend, devices, config, lambda: _tokenizer(file, spec))
         resident = backend.capacity.max_resident_pages
-        pool = None if resident is None else resident * PAGE
+        max_resident = None if resident is None else resident * PAGE
         kv = KVTypes(config.cache_type_k, config.cache_type_v)
         costs = [
-            ShardCost(file, spec, part.layers, device, kv, pool)
+            ShardCost(file, spec, part.layers, device, kv, max_resident)
             for part, device in zip(backend.devices, devices, strict=True)
         ]
         stepper = Stepper(backend, backend.options.chunk, kvflash)
-        stepper.place(0, 0)
+        stepper.move_to(0, 0)
         first = seconds(lambda: stepper.read(0, 1))
         report["loads"].append(
             {
@@ -172,7 +172,7 @@ def _measure(
                 "sequences": config.parallel,
                 "seconds": loaded,
                 "first_token_seconds": first,
-                "pool": pool,
+                "max_resident_tokens": max_resident,
                 "policy": None if kvflash is None else kvflash.policy.name,
                 "shards": [
                     {"device": part.device, "layers": [part.layers.start, part.layers.stop - 1]}
@@ -180,50 +180,55 @@ def _measure(
                 ],
             }
         )
-        filled = 0
+        prefilled = 0
         for test in tests:
-            tell(test.name)
-            if test.depth and test.depth != filled:
-                report["fills"].append(_fill(stepper, pool, config.parallel, test.depth))
-                filled = test.depth
-            # The first runs load kernels and capture graphs.
+            show_status(test.name)
+            if test.depth and test.depth != prefilled:
+                report["prefills"].append(_prefill(stepper, max_resident, config.parallel, test.depth))
+                prefilled = test.depth
+            # The first runs load kernels and capture CUDA graphs.
             for _ in range(2):
                 stepper.run(test)
             runs = [stepper.run(test) for _ in range(repeat)]
             shares = [sum((cost.step(*step) for step in test.plan(backend.options.chunk)), Cost()) for cost in costs]
             result = _result(test, [run.seconds for run in runs], shares, reached)
-            report["results"].append(result | _paging(pool, runs))
+            report["results"].append(result | _paging(max_resident, runs))
 
 
 def _tokenizer(file: GGUFFile, spec: ModelSpec) -> Tokenizer:
     return Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
 
 
-def _fill(stepper: Stepper, pool: int | None, sequences: int, depth: int) -> dict[str, Any]:
-    """What it took to let sequences read their context, and what a look at the pages of one takes then."""
-    run = stepper.fill(range(sequences), depth)
-    look = stepper.look(0)
+def _prefill(stepper: Stepper, max_resident: int | None, sequences: int, depth: int) -> dict[str, Any]:
+    """Let sequences read their context. Returns the time of it, and the time of one round of scoring afterwards."""
+    run = stepper.prefill(range(sequences), depth)
+    rescore = stepper.time_rescore(0)
     return {
         "depth": depth,
         "sequences": sequences,
         "seconds": run.seconds,
         "tokens_per_second": sequences * depth / run.seconds,
-        **_paging(pool, [run]),
-        "look": None if look is None else {"seconds": look[0], "every": look[1]},
+        **_paging(max_resident, [run]),
+        "rescore": None if rescore is None else {"seconds": rescore[0], "interval_tokens": rescore[1]},
     }
 
 
-def _paging(pool: int | None, runs: Sequence[Run]) -> dict[str, Any]:
-    """What went between devices and host memory in a run on average, None without a pool."""
+def _paging(max_resident: int | None, runs: Sequence[Run]) -> dict[str, Any]:
+    """The mean of the runs' Traffic, None if all pages are resident."""
+    if max_resident is None:
+        return {"paging": None}
     fields = [dataclasses.asdict(run.traffic) for run in runs]
-    return {"paging": None if pool is None else {name: statistics.fmean(f[name] for f in fields) for name in fields[0]}}
+    return {"paging": {name: statistics.fmean(field[name] for field in fields) for name in fields[0]}}
 
 
 def _result(
     test: Workload, times: Sequence[float], costs: Sequence[Cost], reached: Sequence[Limits | None]
 ) -> dict[str, Any]:
-    """Rates are of the median run. A share of a limit is the time that the devices would need at their limits, one
-    after another, by the time that was needed; None where a device's limit is not known."""
+    """The result of a test; its rates are those of the median run.
+
+    `of_copy_bandwidth` and `of_matmul_rate` divide the time that the devices need at their limits, one after another,
+    by the measured time. They are None if the limit of a device is not known.
+    """
     median = statistics.median(times)
     rates = sorted(test.tokens / t for t in times)
     known = [(cost, limit) for cost, limit in zip(costs, reached, strict=True) if limit is not None]
@@ -244,7 +249,7 @@ def _result(
 
 
 def show(console: Console, report: dict[str, Any]) -> None:
-    """The report as tables."""
+    """Print the report as tables."""
     console.print(f"{report['model']} ({report['family']}, {report['bytes'] / 1e9:.2f} GB), luce {report['luce']}")
     for device in report["devices"]:
         limit = device["limits"]
@@ -260,19 +265,28 @@ def show(console: Console, report: dict[str, Any]) -> None:
         console.print(
             f"{load['sequences']} x {load['context']} tokens: loaded in {load['seconds']:.2f} s, "
             f"first token {load['first_token_seconds']:.2f} s later"
-            + (f"; a pool of {load['pool']}, policy {load['policy']}" if load["pool"] else "")
+            + (f"; {load['max_resident_tokens']} resident tokens, policy {load['policy']}" if load["policy"] else "")
         )
-    for fill in report["fills"]:
-        told = [f"{fill['sequences']} x {fill['depth']} tokens read at {fill['tokens_per_second']:.0f} tok/s"]
-        if fill["paging"]:
-            told.append(_traffic(fill["paging"]))
-        if fill["look"]:
-            told.append(f"a look at what matters takes {fill['look']['seconds']:.3f} s every {fill['look']['every']}")
-        console.print("; ".join(told))
+    for prefill in report["prefills"]:
+        parts = [f"{prefill['sequences']} x {prefill['depth']} tokens read at {prefill['tokens_per_second']:.0f} tok/s"]
+        if prefill["paging"]:
+            parts.append(_traffic(prefill["paging"]))
+        if rescore := prefill["rescore"]:
+            parts.append(f"scoring pages takes {rescore['seconds']:.3f} s every {rescore['interval_tokens']} tokens")
+        console.print("; ".join(parts))
     table = Table()
     table.add_column("test")
     paged = any(result["paging"] for result in report["results"])
-    for name in ("tok/s", "+-", "ms/step", "GB/s", "of copy", "TFLOP/s", "of products", *(["paged"] if paged else [])):
+    for name in (
+        "tok/s",
+        "+-",
+        "ms/step",
+        "GB/s",
+        "of copy",
+        "TFLOP/s",
+        "of products",
+        *(["swapped"] if paged else []),
+    ):
         table.add_column(name, justify="right")
     for result in report["results"]:
         of_copy, of_products = result["of_copy_bandwidth"], result["of_matmul_rate"]
@@ -291,4 +305,5 @@ def show(console: Console, report: dict[str, Any]) -> None:
 
 
 def _traffic(paging: dict[str, Any]) -> str:
-    return f"{paging['pages_out']:.0f} pages out, {paging['pages_in']:.0f} in, {paging['bytes'] / 1e6:.1f} MB"
+    out, back, size = paging["pages_swapped_out"], paging["pages_swapped_in"], paging["swapped_bytes"] / 1e6
+    return f"{out:.0f} pages out, {back:.0f} in, {size:.1f} MB"

@@ -18,7 +18,7 @@ COMMAND += ["--target-shard-ipc-bin", str(HERE)]
 
 
 @pytest.fixture(autouse=True)
-def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def invented_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "limits", lambda device: Limits(2e9, 1e9, 1e12))
 
 

@@ -1,4 +1,4 @@
-"""The steps that `luce bench` times: each is a step as the engine would make it."""
+"""The steps that `luce bench` times: they equal the engine's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_replies_are_those_of_the_prompts(windows: tuple[int | None, ...]) -> No
     # The scripted backend's tokens are a hash of what it reads back through the pages.
     backend = ScriptedBackend(chunk=CHUNK, windows=windows, context=200)
     stepper = Stepper(backend, CHUNK)
-    stepper.fill([0, 2], 70)
+    stepper.prefill([0, 2], 70)
     for _ in range(20):
         stepper.decode([0, 2])
     assert backend.broken is None
@@ -35,7 +35,7 @@ def test_replies_are_those_of_the_prompts(windows: tuple[int | None, ...]) -> No
 @pytest.mark.parametrize(
     "test", [Workload("prompt", 40, 9), Workload("decode", 5, 70), Workload("verify", 4, 0), Workload("batch", 3, 9, 5)]
 )
-def test_plans_are_what_runs(test: Workload) -> None:
+def test_plans_equal_the_steps_that_run(test: Workload) -> None:
     ran: list[tuple[list[Rows], int]] = []
 
     class Recorder(ScriptedBackend):
@@ -62,14 +62,15 @@ def paged(backend: ScriptedBackend, tau: int = 16) -> Stepper:
     return Stepper(backend, backend.chunk, KVFlash(Hashed(), 4, tau, 1 << 30))
 
 
-def test_pages_come_and_go_as_in_the_engine() -> None:
+def test_pages_are_swapped_as_in_the_engine() -> None:
     """A row's token depends on which pages it sees."""
     sizes = {"chunk": 2 * PAGE, "context": 30 * PAGE, "bound": 9, "slots": 2, "windows": (None, 100)}
     backend = ScriptedBackend(**sizes)  # type: ignore[arg-type]
     stepper = paged(backend)
     depth = 20 * PAGE + 9
-    filled = stepper.fill([0, 1], depth)
-    assert filled.traffic.pages_out > 20 and filled.traffic.pages_in > 0 and filled.traffic.looks == 2
+    prefilled = stepper.prefill([0, 1], depth)
+    assert prefilled.traffic.pages_swapped_out > 20 and prefilled.traffic.pages_swapped_in > 0
+    assert prefilled.traffic.rescores == 2
     for _ in range(100):
         stepper.decode([0, 1])
     assert backend.broken is None
@@ -82,9 +83,9 @@ def test_pages_come_and_go_as_in_the_engine() -> None:
         stats = engine.stats().paging
     finally:
         engine.close()
-    pager = stepper._pager
+    pager = stepper.pager
     assert stats is not None and pager is not None
-    # The engine counts what was there at the end of each reply; neither copies what left twice.
+    # Neither copies a page to host memory twice.
     found = pager.stats()
     assert (found.swapped_out, found.swapped_in, found.rescores, found.moved_bytes) == (
         stats.swapped_out,
@@ -110,33 +111,33 @@ def test_every_run_begins_with_the_same_pages(kind: Kind) -> None:
     backend = Unread(chunk=2 * PAGE, context=30 * PAGE, bound=9, slots=2, hook=hook)
     stepper = paged(backend)
     views.append([])
-    stepper.fill([0, 1], 20 * PAGE)
+    stepper.prefill([0, 1], 20 * PAGE)
     test = Workload(kind, {"batch": 2, "verify": 3}.get(kind, 100), 20 * PAGE, 100 if kind == "batch" else 1)
     runs = []
     for _ in range(3):
         views.append([])
         runs.append(stepper.run(test).traffic)
-    # Another prompt brings other pages back.
+    # Another prompt swaps other pages in.
     same = slice(0, 1) if kind == "prompt" else slice(None)
     assert views[1][same] == views[2][same] == views[3][same]
     if kind == "verify":
-        assert runs[0].pages_out <= 1 and not runs[0].looks
+        assert runs[0].pages_swapped_out <= 1 and not runs[0].rescores
     else:
-        assert runs[0].pages_out > 1 and runs[0].looks > 0 and runs[0].look_seconds > 0
-    assert len({run.looks for run in runs}) == 1
-    assert len({(run.pages_out, run.pages_in) for run in runs}) == 1 or kind == "prompt"
+        assert runs[0].pages_swapped_out > 1 and runs[0].rescores > 0 and runs[0].rescore_seconds > 0
+    assert len({run.rescores for run in runs}) == 1
+    assert len({(run.pages_swapped_out, run.pages_swapped_in) for run in runs}) == 1 or kind == "prompt"
 
 
-def test_a_look_at_pages() -> None:
+def test_the_time_of_a_round_of_scoring() -> None:
     backend = ScriptedBackend(chunk=2 * PAGE, context=200 * PAGE, bound=9, slots=1)
     stepper = paged(backend)
-    stepper.fill([0], 9 * PAGE)
-    assert stepper.look(0) is None, "all of it is there"
-    for depth, every in ((10 * PAGE, 16), (150 * PAGE, 150 * PAGE // 45)):
-        stepper.fill([0], depth)
-        look = stepper.look(0)
-        assert look is not None and look[0] > 0 and look[1] == every
-    assert Stepper(ScriptedBackend(chunk=CHUNK), CHUNK).look(0) is None
+    stepper.prefill([0], 9 * PAGE)
+    assert stepper.time_rescore(0) is None, "all pages are resident"
+    for depth, interval in ((10 * PAGE, 16), (150 * PAGE, 150 * PAGE // 45)):
+        stepper.prefill([0], depth)
+        rescore = stepper.time_rescore(0)
+        assert rescore is not None and rescore[0] > 0 and rescore[1] == interval
+    assert Stepper(ScriptedBackend(chunk=CHUNK), CHUNK).time_rescore(0) is None
 
 
 def test_names() -> None:
@@ -151,6 +152,6 @@ def test_names() -> None:
 
 def test_every_sequence_gets_a_prompt_of_its_own() -> None:
     backend = ScriptedBackend(chunk=CHUNK)
-    Stepper(backend, CHUNK).fill(range(4), 9)
+    Stepper(backend, CHUNK).prefill(range(4), 9)
     assert len({tuple(seen) for seen in backend.state.seen}) == 4
     assert np.unique([len(seen) for seen in backend.state.seen]).tolist() == [9]

@@ -1,4 +1,4 @@
-"""`luce bench` on a tiny model; the devices' limits are made up, as measuring them takes a gigabyte."""
+"""`luce bench` on a tiny model. The limits of the devices are invented: to measure them takes 1 GiB."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 
-from luce.bench import limits as measured
-from luce.bench.limits import Limits
+from luce.bench.limits import Limits, Sizes, host_limits
 from luce.cli import bench
 from luce.cli.main import main
-from luce.runtime.host import HostDevice
 
 MODEL = Path(__file__).parents[1] / "reference/qwen35-a-Q8_0.gguf"
 SMALL = ["-p", "9,70", "-n", "4", "-d", "0,20", "--rows", "3", "--sequences", "1,3", "-r", "2"]
 
 
 @pytest.fixture(autouse=True)
-def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def invented_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "limits", lambda device: Limits(2e9, None if device.name.index else 1e9, 1e12))
 
 
@@ -54,59 +52,65 @@ def test_two_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert [shard["layers"] for shard in report["loads"][0]["shards"]] == [[0, 1], [2, 7]]
 
 
-def test_a_pool(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prompts and decoding far beyond it, with what went between devices and host memory for them."""
+def test_paging(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts and decoding far beyond the resident pages, with the pages swapped for them."""
     flags = ["--target-devices", "cpu:0,cpu:1", "--chunk", "128", "--kvflash", "512", "--kvflash-tau", "16"]
     lists = ["-p", "600", "-n", "30", "-d", "0,1000", "--rows", "", "--sequences", "", "-r", "1"]
     report = run(capsys, *flags, *lists)
     (load,) = report["loads"]
-    assert (load["pool"], load["policy"]) == (512, "qk")
-    (large,) = report["fills"]
+    assert (load["max_resident_tokens"], load["policy"]) == (512, "qk")
+    (large,) = report["prefills"]
     assert (large["depth"], large["sequences"]) == (1000, 1)
-    # Of 16 pages there are 8; what came back took the place of others.
-    assert large["paging"]["pages_out"] - large["paging"]["pages_in"] == 16 - 8
-    assert large["look"]["seconds"] > 0 and large["look"]["every"] == 1000 // 45
+    # Of 16 pages 8 are resident; a page that is swapped in replaces another.
+    assert large["paging"]["pages_swapped_out"] - large["paging"]["pages_swapped_in"] == 16 - 8
+    assert large["rescore"]["seconds"] > 0 and large["rescore"]["interval_tokens"] == 1000 // 45
     assert large["tokens_per_second"] == 1000 / large["seconds"]
     for result in report["results"]:
         paging = result["paging"]
-        far = result["depth"] + result["size"] > 512
-        assert (paging["pages_out"] > 0) == far and (paging["bytes"] > 0) == far
+        swaps = result["depth"] + result["size"] > 512
+        assert (paging["pages_swapped_out"] > 0) == (paging["swapped_bytes"] > 0) == swaps
         # Once at the end of a prompt, and in a reply after 22 tokens.
-        assert paging["looks"] == far
+        assert paging["rescores"] == swaps
     first = report["results"][0]["paging"]
-    assert first["pages_out"] - first["pages_in"] == 10 - 8
+    assert first["pages_swapped_out"] - first["pages_swapped_in"] == 10 - 8
 
 
-def test_a_pool_for_many(capsys: pytest.CaptureFixture[str]) -> None:
+def test_paging_of_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--target-devices", "cpu:0", "--kvflash", "512", "--kvflash-policy", "lru"]
     lists = ["-d", "900", "-p", "", "-n", "", "--sequences", "2", "-r", "1"]
     assert main(["bench", str(MODEL), *flags, *lists]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for expected in (
         "2 x 932 tokens: loaded in",
-        "a pool of 512, policy lru",
+        "512 resident tokens, policy lru",
         "2 x 900 tokens read at",
         "pages out, 0 in,",
-        "a look at what matters takes",
-        "every 64",
+        "scoring pages takes",
+        "every 64 tokens",
     ):
         assert expected in text
 
 
-def test_a_pool_that_is_read_by_a_drafter(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drafter_that_scores_pages(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = MODEL.parents[2] / "models" / "tiny"
     flags = ["--kvflash-policy", "drafter", "--kvflash-drafter", str(tiny / "drafter.gguf"), "--kvflash", "512"]
     rest = ["-d", "0", "-p", "600", "-n", "", "-r", "1", "--target-devices", "cpu:0", "--json"]
     assert main(["bench", str(tiny / "target.gguf"), *flags, *rest]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["loads"][0]["policy"] == "drafter" and report["results"][0]["paging"]["looks"] == 2
+    assert report["loads"][0]["policy"] == "drafter" and report["results"][0]["paging"]["rescores"] == 2
 
 
-def test_no_pool(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_paging(capsys: pytest.CaptureFixture[str]) -> None:
     report = run(capsys, "--target-devices", "cpu:0")
-    assert {load["pool"] for load in report["loads"]} == {load["policy"] for load in report["loads"]} == {None}
+    assert (
+        {load["max_resident_tokens"] for load in report["loads"]}
+        == {load["policy"] for load in report["loads"]}
+        == {None}
+    )
     assert {result["paging"] for result in report["results"]} == {None}
-    assert [(fill["depth"], fill["paging"], fill["look"]) for fill in report["fills"]] == [(20, None, None)]
+    assert [(prefill["depth"], prefill["paging"], prefill["rescore"]) for prefill in report["prefills"]] == [
+        (20, None, None)
+    ]
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,10 +135,7 @@ def test_bad_lists(flags: list[str], message: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == f"luce: {message}\n"
 
 
-def test_host_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "_COPIED", 1 << 20)
-    monkeypatch.setattr(measured, "_SIDE", {"cpu": 64})
-    monkeypatch.setattr(measured, "_ROWS", {"cpu": 16})
-    reached = measured.limits(HostDevice())
+def test_host_limits() -> None:
+    reached = host_limits(Sizes(copied_bytes=1 << 20, side=64, rows=16))
     assert reached.read is not None and reached.matmul is not None
     assert min(reached.copy, reached.read, reached.matmul) > 1e6

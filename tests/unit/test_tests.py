@@ -23,8 +23,6 @@ PRIVATE_NAMES: dict[str, set[str]] = {
     "tests/golden/test_split_gpu.py": {"_LONG", "_activate"},
     "tests/support/drafters.py": {"_propose"},
     "tests/unit/test_backend_layersplit.py": {"_at", "_pipeline"},
-    "tests/unit/test_bench_measure.py": {"_pager"},
-    "tests/unit/test_cli_bench.py": {"_COPIED", "_ROWS", "_SIDE"},
     "tests/unit/test_cli_plan.py": {"_backend"},
     "tests/unit/test_engine_commit.py": {"_propose"},
     "tests/unit/test_engine_speculate.py": {"_propose"},
