@@ -104,11 +104,6 @@ class LayerSplitBackend:
         """Layers and bytes on each device."""
         return tuple(part for shard in self._pipeline.shards for part in shard.info.devices)
 
-    @property
-    def idle(self) -> bool:
-        """Whether no thread of the pipeline has work."""
-        return self._pipeline.idle
-
     def lost(self) -> str:
         if self._pipeline.failure is not None:
             _log.error("a step failed: %s", self._pipeline.failure)

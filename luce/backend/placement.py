@@ -27,14 +27,14 @@ from luce.runtime.step import PAGE
 from luce.runtime.transfer import DEPTH
 from luce.shard.sizes import activation_bytes, pages_for, state_bytes
 
-# Share of a device's free memory that is left to the arrays of a step and to other programs. On an H200 a model of 27 B
-# parameters with a context of 2 x 8192 tokens took 0.31 GB beside weights and state.
+# Share of a device's free memory that is reserved for the arrays of a step and for other programs. On an H200 a model
+# of 27 B parameters with a context of 2 x 8192 tokens took 0.31 GB beside weights and state.
 _RESERVE = 0.06
-# Prompt rows in a step when --chunk is not given. Each step of a GPU unpacks all weights: on an H200 that takes 21 of
-# the 234 ms of 2048 rows of a 27B model in one step, 82 ms in four. A CPU has no such cost, and other sequences wait
-# for a step.
+# Default of --chunk: prompt rows in a step. Each step of a GPU unpacks all weights: on an H200 that takes 21 of the
+# 234 ms of 2048 rows of a 27B model in one step, 82 ms in four. A CPU has no such cost, and other sequences wait for a
+# step.
 _GPU_CHUNK, _CPU_CHUNK = 2048, 512
-#: context when --max-ctx is not given and the model was trained for more
+#: most positions of the default of --max-ctx
 _DEFAULT_CONTEXT = 8192
 
 
@@ -47,18 +47,18 @@ class ShardPlan:
     weights: int
     #: pages and recurrent states of all sequences
     state: int
-    #: what the device has for weights, state and buffers; a device of the host has what the host devices before it and
-    #: `pinned` leave of the host's memory
+    #: free memory for weights, state and buffers; for a device of the host: the host's free memory without `pinned` and
+    #: without the needs of the host devices before this one
     free: int
-    #: what may be taken of a GPU beyond the needs: half of the rest, as other programs may start later
+    #: memory of a GPU for unpacked matrices: half of the rest, as other programs may start later
     unpack_bytes: int
-    #: of the activation to the next shard, per token; 0 for the last one
+    #: the activation to the next shard, per token; 0 for the last shard
     activation: int
-    #: not free because something other than layers will take it
+    #: reserved for something other than layers, and not part of `free`
     claimed: int = 0
-    #: activations from the shard before
+    #: buffers for the activations from the previous shard
     buffers: int = 0
-    #: host memory that these activations pass through, at most
+    #: most host memory that these activations pass through
     pinned: int = 0
 
     @property
@@ -68,19 +68,22 @@ class ShardPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has them."""
+        """Whether the device has as many bytes as needed."""
         return self.needed <= self.free
 
 
 def default_context(spec: ModelSpec, asked: int) -> int:
-    """Positions of one sequence for --max-ctx `asked`, 0 if not given. Raises UsageError beyond the trained length."""
+    """Positions of one sequence for --max-ctx `asked`; 0: the default.
+
+    Raises UsageError if `asked` is more than the trained length.
+    """
     if asked > spec.context_length:
         raise UsageError(f"--max-ctx {asked}: the model was trained for {spec.context_length} tokens", param="max_ctx")
     return asked or min(spec.context_length, _DEFAULT_CONTEXT)
 
 
 def default_chunk(devices: Sequence[Device], asked: int) -> int:
-    """Prompt rows in a step for --chunk `asked`, 0 if not given."""
+    """Prompt rows in a step for --chunk `asked`; 0: the default."""
     return asked or (_CPU_CHUNK if any(device.host for device in devices) else _GPU_CHUNK)
 
 
@@ -112,17 +115,18 @@ def plan_shards(
 ) -> tuple[ShardPlan, ...]:
     """The shards of a model, one for each device, whether they fit or not.
 
-    `options.layer_split` decides (plan_layers), or without it bytes and free memory (fill_layers), where the CPU gets
-    only the layers that the GPUs cannot hold; the boundary of two devices is aligned if both then hold their layers.
-    `max_resident_pages` as in group_pages. Memory that is claimed stays free. Raises UsageError for more devices than
-    layers, for another number of weights than of devices, and if the heads do not take a type of `options.kv`.
+    `options.layer_split` divides the layers (plan_layers). Without it, bytes and free memory do (fill_layers): the CPU
+    gets only the layers that the GPUs cannot hold, and the boundary of two devices is aligned if their layers still
+    fit. `max_resident_pages` as in group_pages. Claimed memory stays free. Raises UsageError if there are more devices
+    than layers, if the numbers of weights and devices differ, and if the heads do not support a type of `options.kv`.
     """
     check_devices(len(spec.layers), len(devices))
     sizes = _Sizes(file, spec, devices, options, max_resident_pages)
     if options.layer_split:
         return sizes.shards(plan_layers(spec, len(devices), options.layer_split))
     ranges = fill_layers(sizes.budgets(), [spec.donor(layer) for layer in range(len(spec.layers))])
-    # More devices would need mirrors behind the aligned boundary all the same; and no layer shall move to the CPU.
+    # More devices would need mirrors after the aligned boundary anyway. Between a GPU and the CPU, aligning could move
+    # layers to the CPU.
     if len(devices) == 2 and devices[0].host == devices[1].host:
         aligned = sizes.shards(align(spec, ranges))
         if all(shard.fits for shard in aligned):
@@ -136,21 +140,22 @@ class KVFlashPlan:
 
     #: most pages of full attention of a sequence on the devices; None: all
     max_resident_pages: int | None = None
-    #: for people; empty without --kvflash
+    #: the decision as a text for logs; empty without --kvflash
     reason: str = ""
 
 
 def plan_kvflash(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], options: ServingOptions) -> KVFlashPlan:
-    """The resident pages for `options.kvflash`, as this model and these devices can have them.
+    """The resident pages for `options.kvflash` with this model and these devices.
 
-    Raises UsageError as plan_shards, whose plan with the fewest resident pages tells the free memory for `auto`.
+    For `auto`, a plan with the fewest resident pages (plan_shards) gives the free memory. Raises UsageError as
+    plan_shards.
     """
     request, context = options.kvflash, options.context
     if request is None:
         return KVFlashPlan()
     full = [group for group, kind in enumerate(spec.page_groups) if kind.window is None]
     if not full:
-        return KVFlashPlan(None, "no pool, as no layer attends to the whole context")
+        return KVFlashPlan(None, "off: no layer attends to the whole context")
     tail = tail_pages(spec.tail)
     size, why = request.size, ""
     if request.auto:
@@ -168,8 +173,11 @@ def plan_kvflash(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], opt
         why = f" ({describe_shares(shares, options.slots)}; at most {request.size})"
     chosen = resident_size(size, tail, context)
     if chosen is None:
-        return KVFlashPlan(None, f"no pool, as the smallest has {smallest_size(tail)} tokens and the context {context}")
-    return KVFlashPlan(chosen // PAGE, f"a pool of {chosen} tokens for sequences of up to {context}{why}")
+        return KVFlashPlan(
+            None,
+            f"off: the context of {context} tokens is too short for {smallest_size(tail)} resident tokens, the minimum",
+        )
+    return KVFlashPlan(chosen // PAGE, f"{chosen} resident tokens of each sequence of up to {context}{why}")
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,7 @@ class ModelPlan:
     kvflash: KVFlashPlan
     #: pages of each page group for all sequences, without branch pages
     pages: tuple[int, ...]
-    #: of each device, bytes of host memory for a saved page of full attention
+    #: bytes of host memory for a saved page of full attention, by device
     page_bytes: Mapping[Device, int]
 
 
@@ -199,7 +207,7 @@ def plan_model(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], optio
 
 
 def check_memory(spec: ModelSpec, plan: ModelPlan, options: ServingOptions) -> None:
-    """Raises OutOfMemoryError, naming a context that would fit, unless every device holds its layers."""
+    """Raises OutOfMemoryError, naming a context that would fit, if a device cannot hold its layers."""
     resident = plan.kvflash.max_resident_pages
     for number, (shard, device) in enumerate(zip(plan.shards, plan.devices, strict=True)):
         if shard.fits:
@@ -223,12 +231,12 @@ def check_memory(spec: ModelSpec, plan: ModelPlan, options: ServingOptions) -> N
 
 
 def shard_name(number: int, shard: ShardPlan) -> str:
-    """For error messages."""
+    """The shard's number, device and layers, for error messages."""
     return f"shard {number} ({shard.device}): layers {shard.layers.start}..{shard.layers.stop - 1}"
 
 
 class _Sizes:
-    """Bytes of layers on each of the devices, and the free memory of these."""
+    """Bytes of layers on each device, and the free memory of each device."""
 
     def __init__(
         self,
@@ -244,7 +252,7 @@ class _Sizes:
         self._options = options
         self._pages = [count + options.branch_pages for count in group_pages(spec, options, max_resident_pages)]
         self._rows = max_microbatch_rows(options.microbatch or default_microbatch_rows(len(devices)))
-        # One reading of the host's memory for all its devices: other programs change it meanwhile.
+        # The host's memory is read once for all its devices, as other programs change it meanwhile.
         host = next((usable_bytes(device) for device in devices if device.host), 0)
         self._claimed = [
             sum(c.bytes for c in options.claims if (c.device.host if device.host else c.device.name == device.name))
@@ -254,7 +262,7 @@ class _Sizes:
         self._free = [max(0, own - claimed) for own, claimed in zip(free, self._claimed, strict=True)]
 
     def shards(self, ranges: Sequence[range]) -> tuple[ShardPlan, ...]:
-        """The plan with these layers on the devices."""
+        """The plan for these ranges of layers, one for each device."""
         captured = self._options.captured
         boundaries = boundary_memory(self._spec, self._devices, ranges, self._rows, captured)
         shards, on_host = [], sum(boundary.host for boundary in boundaries)
@@ -282,7 +290,7 @@ class _Sizes:
         return tuple(shards)
 
     def budgets(self) -> list[DeviceBudget]:
-        """The devices as fill_layers sees them; those of the host have equal parts of its memory."""
+        """The input of fill_layers. Devices of the host get equal parts of its memory."""
         count, hosts = len(self._spec.layers), sum(device.host for device in self._devices)
         buffers = tuple(
             DEPTH * self._rows * activation_bytes(self._spec, layer, self._options.captured) if layer else 0

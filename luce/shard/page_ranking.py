@@ -1,4 +1,4 @@
-"""What a shard knows of the pages of long sequences, on the host, and which of them a query would attend to."""
+"""Estimates how much a query attends to each page of a long sequence, from statistics of its keys on the host."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from luce.ops.page_ranking import NEWEST_QUERIES, moments_bytes, page_moments
 from luce.runtime.device import Device
 from luce.runtime.step import Int32
 
-#: copies to the host that nobody waits for
-_BEHIND = 4
+#: most pending copies to the host; `add` waits for the oldest one beyond that
+_MAX_PENDING = 4
 
 
-class _Sealed:
-    """The pages of one sequence: which are sealed, and for each layer their moments, float32 [pages, groups,
-    kv_heads, 2, d].
+class PageStatistics:
+    """The pages of one sequence that have statistics, and for each layer their moments.
 
-    Memory grows by doubling, and with a layer's first moments.
+    Moments are float32 [pages, groups, kv_heads, 2, d]. Memory grows by doubling; a layer's memory is allocated with
+    its first moments.
     """
 
     def __init__(self, layers: int) -> None:
@@ -32,14 +32,14 @@ class _Sealed:
         self.moments: list[NDArray[np.float32] | None] = [None] * layers
 
     def mark(self, entries: Int32) -> None:
-        """These are sealed from now on, though their moments may be on their way."""
+        """Count these pages as known. The copies of their moments may be pending."""
         end = int(entries.max(initial=-1)) + 1
         if end > len(self.known):
             self.known = np.concatenate([self.known, np.zeros(max(end - len(self.known), len(self.known)), np.bool_)])
         self.known[entries] = True
 
     def put(self, layer: int, entries: Int32, rows: NDArray[np.float32]) -> None:
-        """The moments of entries that are marked."""
+        """Store the moments of marked entries."""
         memory = self.moments[layer]
         if memory is None or len(memory) < len(self.known):
             larger = np.empty((len(self.known), *rows.shape[1:]), np.float32)
@@ -49,49 +49,50 @@ class _Sealed:
         memory[entries] = rows
 
     def take(self, layer: int, entries: Int32) -> NDArray[np.float32]:
-        """The moments of these."""
+        """The moments of these entries."""
         memory = self.moments[layer]
         assert memory is not None
-        # All of them, which is the common case, need no copy.
+        # The common case, a request for all entries, needs no copy.
         return memory[: len(entries)] if len(entries) == entries[-1] + 1 else memory[entries]
 
 
 class PageRanker:
-    """See luce.shard.shard.ShardRanking. `layers`: those that keep queries, in their order."""
+    """See luce.shard.shard.ShardRanking. `layers`: those that store their newest queries, in their order."""
 
     def __init__(self, device: Device, layers: Sequence[AttentionLayer]) -> None:
         self._device = device
         self._layers = list(layers)
-        self._sealed: dict[int, _Sealed] = {}
-        #: moments of each layer that are on their way to the host
-        self._pending: deque[tuple[_Sealed, Int32, list[Callable[[], NDArray[np.float32]]]]] = deque()
+        #: by slot
+        self.statistics: dict[int, PageStatistics] = {}
+        #: moments of each layer whose copies to the host are queued
+        self._pending: deque[tuple[PageStatistics, Int32, list[Callable[[], NDArray[np.float32]]]]] = deque()
 
     def add(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
-        """Queues the work; who writes to the pages later does so behind it."""
-        sealed = self._sealed.setdefault(slot, _Sealed(len(self._layers)))
+        """Queue the work. Steps that write to the pages later run after it."""
+        statistics = self.statistics.setdefault(slot, PageStatistics(len(self._layers)))
         places, numbers = np.array(entries, np.int32), np.array(pages, np.int32)
         found = [page_moments(self._device, each.state.k, each.head_dim, numbers) for each in self._layers]
-        sealed.mark(places)
-        self._pending.append((sealed, places, [self._device.fetch(moments) for moments in found]))
-        self._receive(_BEHIND)
+        statistics.mark(places)
+        self._pending.append((statistics, places, [self._device.fetch(moments) for moments in found]))
+        self._receive(_MAX_PENDING)
 
     def drop(self, slot: int) -> None:
-        """What is on its way to the host goes nowhere. Idempotent."""
-        self._sealed.pop(slot, None)
+        """Pending copies of the slot's statistics are discarded. Idempotent."""
+        self.statistics.pop(slot, None)
 
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
-        """Raises BackendError if a page is not sealed."""
+        """Raises BackendError if a page has no statistics."""
         result = np.zeros((len(self._layers), len(entries)))
         if not result.size:
             return result
-        sealed = self._sealed.get(slot)
-        if sealed is None or int(entries[-1]) >= len(sealed.known) or not sealed.known[entries].all():
-            raise BackendError(f"slot {slot}: not all of these pages are sealed")
+        statistics = self.statistics.get(slot)
+        if statistics is None or int(entries[-1]) >= len(statistics.known) or not statistics.known[entries].all():
+            raise BackendError(f"slot {slot}: some of these pages have no statistics")
         self._receive(0)
         for number, layer in enumerate(self._layers):
             assert layer.queries is not None
             query = self._device.download(layer.queries[slot, position % NEWEST_QUERIES])
-            result[number] = attention_estimate(query, sealed.take(number, entries), layer.scale)
+            result[number] = attention_estimate(query, statistics.take(number, entries), layer.scale)
         return result
 
     def attended(self, slot: int, end: int, rows: int) -> NDArray[np.float32]:
@@ -107,31 +108,33 @@ class PageRanker:
             np.maximum(result, shares, out=result)
         return result
 
-    def _receive(self, left: int) -> None:
-        """Put what was queued first where it belongs, until so much is left on its way."""
-        while len(self._pending) > left:
-            sealed, entries, found = self._pending.popleft()
+    def _receive(self, pending: int) -> None:
+        """Store queued moments, oldest first, until at most `pending` copies are queued."""
+        while len(self._pending) > pending:
+            statistics, entries, found = self._pending.popleft()
             for layer, rows in enumerate(found):
-                sealed.put(layer, entries, rows())
+                statistics.put(layer, entries, rows())
 
     def close(self) -> None:
-        """Release what it knows. Idempotent."""
+        """Release the statistics. Idempotent."""
         self._layers.clear()
-        self._sealed.clear()
+        self.statistics.clear()
         self._pending.clear()
 
 
 def ranking_bytes(spec: ModelSpec) -> int:
-    """Host memory for what all shards of a model together keep of a page that is sealed."""
-    mixers = [block.mixer for number, block in enumerate(spec.layers) if spec.owns_full_pages(number)]
+    """Bytes of host memory for the statistics of a page, in all shards of a model."""
+    mixers = [layer.mixer for number, layer in enumerate(spec.layers) if spec.owns_full_pages(number)]
     return sum(moments_bytes(m.kv_heads, m.head_dim) for m in mixers if isinstance(m, Attention))
 
 
 def attention(
     queries: NDArray[np.float32], keys: NDArray[np.float32], scale: float, hidden: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """float32 [rows, heads, d] and [n, kv_heads, d], bool [n, rows] -> float32 [rows, n]: the largest share that a head
-    gives to each key that is not hidden."""
+    """The largest share of attention that a head of each row gives to each key; hidden keys get none.
+
+    float32 [rows, heads, d] and [n, kv_heads, d], bool [n, rows] -> float32 [rows, n].
+    """
     rows, heads, d = queries.shape
     n, kv_heads, _ = keys.shape
     columns = queries.reshape(rows, kv_heads, heads // kv_heads, d).transpose(1, 3, 2, 0).reshape(kv_heads, d, -1)
@@ -146,9 +149,10 @@ def attention(
 
 
 def attention_estimate(query: NDArray[np.float32], moments: NDArray[np.float32], scale: float) -> NDArray[np.float64]:
-    """float32 [heads, d] and [n, groups, kv_heads, 2, d] -> float64 [n]: the largest share that a head gives a page.
+    """The largest share of attention that a head gives to each page, estimated.
 
-    Of keys with mean m and variances v the mean of exp(q k) is about exp(q m + q^2 v / 2), as if they were normal.
+    float32 [heads, d] and moments float32 [n, groups, kv_heads, 2, d] -> float64 [n]. For keys with mean m and
+    variances v, the mean of exp(q k) is about exp(q m + q^2 v / 2), which is exact for normally distributed keys.
     """
     heads, d = query.shape
     n, groups, kv_heads, _, _ = moments.shape

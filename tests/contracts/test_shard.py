@@ -258,7 +258,7 @@ def test_pages_are_ranked_alike_wherever_layers_are(backend: LayerSplitBackend, 
             driver.accept(sequence, 3)
             both = np.arange(2, dtype=np.int32)
             found.append([each.ranking.rank(sequence.slot, position, both) for position in range(128, 144)])
-            # What a page held when it was sealed counts, wherever the page goes.
+            # The contents of a page when it was added count, wherever the page goes.
             driver.feed((sequence, prompt[:3]))
             for shard in each.shards:
                 tensors = gathered(shard.state.save(None, [own[:2] for own in sequence.pages]))
@@ -269,25 +269,25 @@ def test_pages_are_ranked_alike_wherever_layers_are(backend: LayerSplitBackend, 
             found[-1].append(each.ranking.rank(sequence.slot, 128 + 2, both[1:]))
             each.ranking.add(sequence.slot, [1], pages[:1])
             found[-1].append(each.ranking.rank(sequence.slot, 128 + 5, both))
-            with pytest.raises(BackendError, match="not all of these pages are sealed"):
+            with pytest.raises(BackendError, match="some of these pages have no statistics"):
                 each.ranking.rank(sequence.slot, 128, np.arange(3, dtype=np.int32))
-            with pytest.raises(BackendError, match="not all of these pages are sealed"):
+            with pytest.raises(BackendError, match="some of these pages have no statistics"):
                 each.ranking.rank(other.slot, 19, both)
             assert sum(shard.ranking.rank(sequence.slot, 128, both).shape[0] for shard in each.shards) > 0
             assert each.capacity.ranking_bytes == alone.capacity.ranking_bytes
             if each is alone:
                 (shard,) = alone.shards
                 assert isinstance(shard, LocalShard)
-                kept = shard.ranking._sealed[sequence.slot].moments
+                stored = shard.ranking.statistics[sequence.slot].moments
                 assert (
-                    sum(moments.nbytes for moments in kept if moments is not None)
+                    sum(moments.nbytes for moments in stored if moments is not None)
                     == 2 * alone.capacity.ranking_bytes
                     > 0
                 )
             each.ranking.add(other.slot, [0], pages[:1])
             for _ in range(2):
                 each.ranking.drop(sequence.slot)
-            with pytest.raises(BackendError, match="not all of these pages are sealed"):
+            with pytest.raises(BackendError, match="some of these pages have no statistics"):
                 each.ranking.rank(sequence.slot, 128, both)
             assert each.ranking.rank(other.slot, 19, both[:1]).tolist() == [1.0]
             each.ranking.drop(other.slot)

@@ -233,7 +233,7 @@ def test_trees_change_nothing(policy: str, name: str, monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("hashed")
 @pytest.mark.parametrize("name", ["qwen35-a-F32", "gemma4-e-F32", "qwen3-a-F32"])
 def test_a_restart(name: str, tmp_path: Path) -> None:
-    """Whatever placement saved it and restores it; a pool of another size reads nothing of this one's."""
+    """Whatever placement saved it and restores it; another number of resident pages reads nothing of this one's."""
     reference = Reference(name)
     ids = prompt(reference, 1500)
     saved = tmp_path / "saved"
@@ -293,9 +293,9 @@ def test_the_size_that_auto_finds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "luce.backend.layersplit")
     with load(Reference("qwen35-a-F32").path, kvflash="auto:700") as model:
         assert residency(model).max_resident_pages * PAGE == 768
-    assert "a pool of 768 tokens for sequences of up to 2048 (cpu:0: " in caplog.text
+    assert "768 resident tokens of each sequence of up to 2048 (cpu:0: " in caplog.text
     assert "; at most 700)" in caplog.text
     caplog.clear()
     with load(Reference("qwen35-a-F32").path, kvflash="512", max_ctx=500) as model:
         assert model.engine.stats().paging is None
-    assert "no pool, as the smallest has 512 tokens and the context 500" in caplog.text
+    assert "off: the context of 500 tokens is too short for 512 resident tokens, the minimum" in caplog.text

@@ -33,7 +33,7 @@ def test_bits(name: str, make_driver: MakeDriver) -> None:
     assert device.captured == 4 and device.launched == 8
 
 
-def test_shards_hand_on_what_they_replay(make_driver: MakeDriver) -> None:
+def test_shards_send_what_they_replay(make_driver: MakeDriver) -> None:
     # On one device, so that both shards' graphs share their memory.
     reference, device = Reference("gemma4-e-Q4_0"), CapturingDevice()
     check_replayed(reference, make_driver(reference, [device, device]), make_driver(reference, [EmulatedDevice()]))
@@ -41,8 +41,8 @@ def test_shards_hand_on_what_they_replay(make_driver: MakeDriver) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen35-a-Q8_0", "gemma4-e-Q4_0"])
-def test_pieces_of_prompts(name: str, make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_LONG", 32)
+def test_microbatches_of_prompts(name: str, make_driver: MakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "LONG_ROWS", 32)
     reference, devices, plain = Reference(name), [], []
     for index in range(2):
         for made in (devices, plain):
@@ -57,7 +57,7 @@ def test_pieces_of_prompts(name: str, make_driver: MakeDriver, monkeypatch: pyte
         return driver.feed((sequence, last))[0]
 
     expected = read(theirs)
-    # Two pieces of one shape each time: the first of all runs eagerly, the second is captured, the others are replayed.
+    # Two microbatches of one shape each time: the first runs eagerly, the second is captured, the others are replayed.
     for _ in range(3):
         np.testing.assert_array_equal(read(ours), expected)
     for device in devices:
@@ -93,7 +93,7 @@ def test_what_is_captured(make_driver: MakeDriver) -> None:
 def test_long_steps_are_captured_where_products_can_be(long: bool, gemm: bool, captured: int) -> None:
     device, rows = CapturingDevice(), np.arange(300, dtype=np.int32)
     device.captures_gemm = gemm
-    replayer = graphs.GraphRunner(device, lambda step, handed: (device.empty(1),), (), long=long)
+    replayer = graphs.GraphRunner(device, lambda step, inputs: (device.empty(1),), (), long=long)
     step = Step.of_spans([Span(0, 0, 300, 0)], rows, ())
     results = [replayer.run(step, ()) for _ in range(3)]
     assert (device.captured, isinstance(results[-1], TransientActivation)) == (captured, captured == 1)

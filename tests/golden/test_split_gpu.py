@@ -108,7 +108,7 @@ def test_streams_of_one_gpu_keep_order(reference: Reference, make_driver: MakeDr
 
 
 @each_file
-def test_pieces_keep_order(reference: Reference, make_driver: MakeDriver, open_gpus: Open) -> None:
+def test_microbatches_keep_order(reference: Reference, make_driver: MakeDriver, open_gpus: Open) -> None:
     prompt = np.tile(reference.expected["prompt_long"], 2)[:250]
     alone = make_driver(reference, open_gpus([0]))
     split = make_driver(reference, open_gpus([0, 0, 0], Dawdling), microbatch=64)
@@ -120,13 +120,13 @@ def test_pieces_keep_order(reference: Reference, make_driver: MakeDriver, open_g
 
 
 @each_file
-def test_pieces_are_replayed(
+def test_microbatches_are_replayed(
     reference: Reference, make_driver: MakeDriver, open_gpus: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = np.tile(reference.expected["prompt_long"], 2)[:250]
     eager = make_driver(reference, open_gpus([0, 1]), microbatch=64)
     expected = eager.feed((eager.start(), prompt))[0]
-    monkeypatch.setattr(graphs, "_LONG", 32)
+    monkeypatch.setattr(graphs, "LONG_ROWS", 32)
     replayed = make_driver(reference, open_gpus([0, 1], Dawdling), microbatch=64)
     for _ in range(4):
         np.testing.assert_array_equal(replayed.feed((replayed.start(), prompt))[0], expected)

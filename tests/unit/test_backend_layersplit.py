@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import DTypeLike, NDArray
 
 import luce
+from luce.backend import layersplit
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.microbatch import split_microbatches
 from luce.backend.placement import plan_shards
@@ -23,6 +24,7 @@ from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.spec import ModelSpec
 from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
 from luce.runtime.host import HostCopyStream, HostDevice, HostEvent
+from luce.shard.pipeline import Pipeline
 from tests.support.drive import Driver
 from tests.support.emulated import EmulatedDevice
 from tests.support.reference import Reference
@@ -40,6 +42,20 @@ def file() -> Iterator[GGUFFile]:
 @pytest.fixture
 def spec() -> ModelSpec:
     return REFERENCE.spec
+
+
+@pytest.fixture
+def pipelines(monkeypatch: pytest.MonkeyPatch) -> list[Pipeline]:
+    """The pipelines of the test's backends, in the order of their construction."""
+    made: list[Pipeline] = []
+
+    class WatchedPipeline(Pipeline):
+        def __init__(self, *, peer: bool) -> None:
+            super().__init__(peer=peer)
+            made.append(self)
+
+    monkeypatch.setattr(layersplit, "Pipeline", WatchedPipeline)
+    return made
 
 
 class Small(EmulatedDevice):
@@ -172,7 +188,9 @@ def test_a_failed_step_leaves_the_backend_usable(file: GGUFFile, spec: ModelSpec
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_step_that_fails_when_nobody_waits(file: GGUFFile, spec: ModelSpec, asked: bool) -> None:
+def test_a_step_that_fails_without_a_waiting_call(
+    file: GGUFFile, spec: ModelSpec, pipelines: list[Pipeline], asked: bool
+) -> None:
     with ExitStack() as stack:
         devices = [Failing(0), Failing(1), Failing(2)]
         backend = LayerSplitBackend(file, spec, devices, ServingOptions(slots=8, context=256, microbatch=64))
@@ -184,7 +202,7 @@ def test_a_step_that_fails_when_nobody_waits(file: GGUFFile, spec: ModelSpec, as
         driver.feed((driver.start(), PROMPT[:20]), wanted=False)
         with pytest.raises(BackendError, match=r"^shard 1: lost its way$"):
             if asked:
-                backend._pipeline.wait()
+                pipelines[-1].wait()
             else:
                 driver.feed((driver.start(), PROMPT))
         assert [backend.lost(), backend.lost()] == ["a step before this one failed: shard 1: lost its way", ""]
@@ -291,10 +309,10 @@ class SlowEvent(HostEvent):
 
     def wait(self) -> None:
         # What was recorded before it has happened as well.
-        self._open -= {event for event in self._open if event._at <= self._at}
+        self._open -= {event for event in self._open if event.seconds_since(self) <= 0}
 
 
-def test_the_host_runs_ahead_a_little_only(file: GGUFFile, spec: ModelSpec) -> None:
+def test_the_host_runs_ahead_a_little_only(file: GGUFFile, spec: ModelSpec, pipelines: list[Pipeline]) -> None:
     devices = [Slow(0), Slow(1)]
     backend = LayerSplitBackend(file, spec, devices, ServingOptions(context=256))
     driver = Driver(backend)
@@ -302,7 +320,7 @@ def test_the_host_runs_ahead_a_little_only(file: GGUFFile, spec: ModelSpec) -> N
     ahead = []
     for at in range(0, 150, 10):
         driver.feed((sequence, PROMPT[at : at + 10]), wanted=False)
-        backend._pipeline.wait()
+        pipelines[-1].wait()
         # Two events a step, before and after.
         ahead.append(len(devices[1].open) // 2)
     assert ahead == [1, 2, 3, 4] + [4] * 11

@@ -250,16 +250,19 @@ def test_dry_run_is_the_plan_of_inspect_and_of_the_load(capsys: pytest.CaptureFi
 def test_dry_run_with_a_pool(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--target-devices", "cpu:0,cpu:1", "--max-ctx", "4000", "--parallel", "2", "--kvflash", "513"]
     facts, told = dry_run(capsys, *flags), inspected(capsys, str(HYBRID), *flags)
-    assert facts["pool"] == {"positions": 768, "reason": "a pool of 768 tokens for sequences of up to 4000"}
+    assert facts["pool"] == {"positions": 768, "reason": "768 resident tokens of each sequence of up to 4000"}
     (group,) = told["kv"]
     assert (group["positions"], group["bytes"]) == (768, 768 * group["per_token"])
     with luce.load(HYBRID, target_devices="cpu:0,cpu:1", max_ctx=4000, parallel=2, kvflash="513") as model:
         assert [shard["state"] for shard in model.placement] == [shard["state"] for shard in facts["plan"]]
     short = dry_run(capsys, "--max-ctx", "300", "--kvflash", "auto")
-    assert short["pool"] == {"positions": None, "reason": "no pool, as the smallest has 512 tokens and the context 300"}
+    assert short["pool"] == {
+        "positions": None,
+        "reason": "off: the context of 300 tokens is too short for 512 resident tokens, the minimum",
+    }
     assert main(["serve", str(HYBRID), "--dry-run", "--max-ctx", "4000", "--kvflash", "auto"]) == 0
     text = capsys.readouterr().out
-    for expected in ("a pool of", "bytes free / 2 / 1 sequences", "bytes per token", "at most"):
+    for expected in ("resident tokens of", "bytes free / 2 / 1 sequences", "bytes per token", "at most"):
         assert expected in " ".join(text.split())
 
 
