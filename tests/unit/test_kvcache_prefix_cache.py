@@ -142,7 +142,7 @@ def test_pages_move_to_the_host_when_the_pool_runs_dry_and_come_back(kind: dict[
 
 def test_host_memory_is_reserved_for_pages_that_may_leave_the_devices() -> None:
     page = PAGE * 16
-    # DeviceBudget for two contexts of eight pages; a budget of six and a half.
+    # Memory for two contexts of eight pages; a budget of six and a half.
     with rig(slots=2, cache=13 * page // 2) as r:
         said = r.backend.state.reserved
         assert said == [6]
