@@ -56,7 +56,7 @@ class Blas(ABC):
         """Release the library's handle. Idempotent."""
 
 
-class _Cublas(Blas):
+class Cublas(Blas):
     """The C interface: CuPy refuses to capture its own, which takes 12 us a call."""
 
     captured, compute = True, 68  # CUBLAS_COMPUTE_32F
@@ -120,4 +120,4 @@ def load(vendor: Vendor, stream: int, empty: Callable[[int], Array]) -> Blas | N
         return _Hipblas(cublas, device.get_cublas_handle)
     # The name finds the library that CuPy has loaded, wherever its file is.
     found = open_library((f"libcublas.so.{cublas.getVersion(handle) // 10000}",))
-    return None if found is None else _Cublas(found[0], stream, empty(WORKSPACE))
+    return None if found is None else Cublas(found[0], stream, empty(WORKSPACE))

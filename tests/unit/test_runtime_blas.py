@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.errors import DeviceError
-from luce.runtime.blas import WORKSPACE, _Cublas
+from luce.runtime.blas import WORKSPACE, Cublas
 
 _TYPES = {0: np.float32, 2: np.float16}  # CUDA_R_32F, CUDA_R_16F
 _COMPUTE_32F = 68  # CUBLAS_COMPUTE_32F
@@ -70,9 +70,9 @@ class Library:
         return 0
 
 
-def opened(library: Library) -> tuple[_Cublas, Any]:
+def opened(library: Library) -> tuple[Cublas, Any]:
     workspace = on_device(np.empty(WORKSPACE, np.uint8))
-    return _Cublas(library, 5, workspace), workspace  # type: ignore[arg-type]
+    return Cublas(library, 5, workspace), workspace  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

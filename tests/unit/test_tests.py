@@ -23,7 +23,6 @@ PRIVATE_NAMES: dict[str, set[str]] = {
     "tests/unit/test_cli_plan.py": {"_backend"},
     "tests/unit/test_engine_commit.py": {"_propose"},
     "tests/unit/test_engine_speculate.py": {"_propose"},
-    "tests/unit/test_runtime_blas.py": {"_Cublas"},
     "tests/unit/test_text_template.py": {"_child"},
 }
 each = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
