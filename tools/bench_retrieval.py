@@ -82,7 +82,7 @@ def main() -> None:
             seconds = time.perf_counter() - started
             paging = model.engine.stats().paging
         marks = "".join(".X"[right] for right in found)
-        print(f"{policy or 'no pool'}: {sum(found)} of {len(found)}, by depth {marks}, {seconds:.1f} s; {paging}")
+        print(f"{policy or 'no paging'}: {sum(found)} of {len(found)}, by depth {marks}, {seconds:.1f} s; {paging}")
 
 
 if __name__ == "__main__":

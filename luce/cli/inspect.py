@@ -1,4 +1,4 @@
-"""`luce inspect MODEL`: what a file holds, where its layers would go, and what each of them takes. Reads no weights."""
+"""`luce inspect MODEL`: facts of a file, the placement of its layers, and the size of each. Reads no weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, MoE, Sandwic
 from luce.runtime.step import PAGE
 from luce.shard.sizes import pages_for, state_bytes
 
-#: groups of the settings that this verb takes
+#: groups of settings that this verb takes
 SETTINGS = ("placement", "daemons", "engine", "KVFlash", "drafting")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, the form of the output and the flags of the settings."""
+    """Add MODEL, --layers, --json and the flags of the settings."""
     add_model(parser)
-    parser.add_argument("--layers", action="store_true", help="a table of all layers (--json always has it)")
+    parser.add_argument("--layers", action="store_true", help="show a table of all layers (--json always contains it)")
     add_json(parser)
     add_settings(parser, SETTINGS)
 
@@ -45,18 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(file: GGUFFile, spec: ModelSpec) -> dict[str, Any]:
-    """Facts of a file that do not depend on devices; all sizes in bytes."""
+    """The facts of a file that do not depend on devices. Sizes are in bytes."""
     types: Counter[str] = Counter()
     for tensor in file.tensors.values():
         types[tensor.type.name] += tensor.nbytes
-    attention = [block.mixer for block in spec.layers if isinstance(block.mixer, Attention)]
+    attention = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention)]
     heads = dict.fromkeys((mixer.heads, mixer.kv_heads, mixer.head_dim) for mixer in attention)
-    experts = dict.fromkeys(moe for block in spec.layers for moe in _mixtures(block))
+    experts = dict.fromkeys(moe for layer in spec.layers for moe in _mixtures(layer))
     return {
         "path": str(file.paths[0]),
         "name": file.metadata.string("general.name", default=""),
         "family": spec.family,
-        "layers": dict(Counter(_mixer(block) for block in spec.layers)),
+        "layers": dict(Counter(_mixer(layer) for layer in spec.layers)),
         "skipped_layers": list(spec.skipped_layers),
         "hidden": spec.hidden,
         "vocabulary": spec.vocab,
@@ -76,31 +76,31 @@ def describe(file: GGUFFile, spec: ModelSpec) -> dict[str, Any]:
 
 
 def place(model: Opened) -> dict[str, Any]:
-    """What the layers take on the devices, in bytes: luce.cli.plan.plan, and
+    """The memory of the layers on the devices, in bytes: luce.cli.plan.plan, and
 
-    blocks  per layer: mixer, feed-forward part, device, weights, KV per token, donor (the layer whose KV it reads
-            instead), window, state per sequence
-    kv      per page group: window, layers, KV per token, positions and bytes that one sequence takes at most
+    per_layer  mixer; ffn; device; weights; kv_per_token; donor, the layer whose keys and values it reads; window;
+               state_per_sequence
+    kv         per page group: window; layers; per_token; positions and bytes of one sequence at most
     """
     file, spec, config = model.file, model.spec, model.config
     facts = plan.plan(model)
     context = config.max_ctx or spec.context_length
-    pool = facts.get("pool", {}).get("positions")
+    max_resident = facts.get("kvflash", {}).get("max_resident_tokens")
     groups: list[dict[str, Any]] = [
         {"window": group.window, "layers": 0, "per_token": 0, "positions": 0, "bytes": 0} for group in spec.page_groups
     ]
-    blocks: list[dict[str, Any]] = []
+    layers: list[dict[str, Any]] = []
     for shard, device in zip(facts["plan"], model.devices, strict=True):
         first, last = shard["layers"]
         for layer in range(first, last + 1):
-            block, donor, one = spec.layers[layer], spec.donor(layer), range(layer, layer + 1)
+            layer_spec, donor, one = spec.layers[layer], spec.donor(layer), range(layer, layer + 1)
             state = state_bytes(device, spec, one if donor is None else range(0), model.options)
             index = spec.group_of(layer)
-            blocks.append(
+            layers.append(
                 {
                     "layer": layer,
-                    "mixer": _mixer(block),
-                    "ffn": _ffn(block),
+                    "mixer": _mixer(layer_spec),
+                    "ffn": _ffn(layer_spec),
                     "device": str(device.name),
                     "weights": tensor_bytes(file, spec, one, device, layers_only=True),
                     "kv_per_token": sum(state.page) // PAGE,
@@ -112,31 +112,31 @@ def place(model: Opened) -> dict[str, Any]:
             if index is not None:
                 group = groups[index]
                 pages = pages_for(spec.page_groups[index].window, context, model.options.chunk)
-                if pool is not None and spec.page_groups[index].window is None:
-                    pages = min(pages, pool // PAGE)
+                if max_resident is not None and spec.page_groups[index].window is None:
+                    pages = min(pages, max_resident // PAGE)
                 group["layers"] += 1
                 group["per_token"] += state.page[index] // PAGE
                 group["positions"] = pages * PAGE
                 group["bytes"] += state.page[index] * pages
-    totals = {name: sum(block[name] for block in blocks) for name in ("kv_per_token", "state_per_sequence")}
+    totals = {name: sum(layer[name] for layer in layers) for name in ("kv_per_token", "state_per_sequence")}
     weights = sum(shard["weights"] for shard in facts["plan"])
-    return {"blocks": blocks, "kv": groups, **facts, "weights": weights, **totals}
+    return {"per_layer": layers, "kv": groups, **facts, "weights": weights, **totals}
 
 
-def _mixer(block: Layer | SandwichLayer) -> str:
-    if not isinstance(block.mixer, Attention):
+def _mixer(layer: Layer | SandwichLayer) -> str:
+    if not isinstance(layer.mixer, Attention):
         return "gated DeltaNet"
-    return "attention" if block.mixer.window is None else "sliding attention"
+    return "attention" if layer.mixer.window is None else "sliding attention"
 
 
-def _ffn(block: Layer | SandwichLayer) -> str:
-    names = (["MLP"] if isinstance(block.ffn, GatedMLP) else []) + ["MoE"] * len(_mixtures(block))
+def _ffn(layer: Layer | SandwichLayer) -> str:
+    names = (["MLP"] if isinstance(layer.ffn, GatedMLP) else []) + ["MoE"] * len(_mixtures(layer))
     return ", ".join(names)
 
 
-def _mixtures(block: Layer | SandwichLayer) -> list[MoE]:
-    """The MoE part of a block, in the place of its MLP or beside it, if it has one."""
-    part = block.experts if isinstance(block, SandwichLayer) else block.ffn
+def _mixtures(layer: Layer | SandwichLayer) -> list[MoE]:
+    """The MoE part of a layer, in the place of its MLP or beside it; empty if it has none."""
+    part = layer.experts if isinstance(layer, SandwichLayer) else layer.ffn
     return [part] if isinstance(part, MoE) else []
 
 
@@ -144,7 +144,7 @@ def _between(markers: dict[str, str] | None) -> str:
     return "not marked" if markers is None else f"{markers['open'].strip()} ... {markers['close']}"
 
 
-def _show(facts: dict[str, Any], layers: bool) -> None:
+def _show(facts: dict[str, Any], with_layers: bool) -> None:
     console = Console(highlight=False)
     table = Table(show_header=False, box=None)
     rows = {
@@ -177,7 +177,7 @@ def _show(facts: dict[str, Any], layers: bool) -> None:
     console.print(kinds)
     if facts["kv"]:
         console.print(_kv_table(facts))
-    if layers:
+    if with_layers:
         console.print(_layer_table(facts))
     console.print(plan.table(facts))
 
@@ -199,21 +199,21 @@ def _kv_table(facts: dict[str, Any]) -> Table:
 
 
 def _layer_table(facts: dict[str, Any]) -> Table:
-    # No frame, and the devices left to the plan: a line should fit 80 columns.
+    # Without a frame and without devices, which the plan shows, a line fits 80 columns.
     columns = ("layer", "mixer", "FFN", "weights", "KV/token", "window", "state")
     table = Table(*columns, title="layers", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for block in facts["blocks"]:
+    for layer in facts["per_layer"]:
         table.add_row(
-            str(block["layer"]),
-            block["mixer"],
-            block["ffn"],
-            f"{block['weights']:,}",
-            f"{block['kv_per_token']:,}" if block["donor"] is None else f"layer {block['donor']}'s",
-            "" if block["mixer"] == "gated DeltaNet" else _window(block["window"]),
-            f"{block['state_per_sequence']:,}",
+            str(layer["layer"]),
+            layer["mixer"],
+            layer["ffn"],
+            f"{layer['weights']:,}",
+            f"{layer['kv_per_token']:,}" if layer["donor"] is None else f"layer {layer['donor']}'s",
+            "" if layer["mixer"] == "gated DeltaNet" else _window(layer["window"]),
+            f"{layer['state_per_sequence']:,}",
         )
-    ends = facts["weights"] - sum(block["weights"] for block in facts["blocks"])
-    table.add_row("", "embedding, head", "", f"{ends:,}")
+    rest = facts["weights"] - sum(layer["weights"] for layer in facts["per_layer"])
+    table.add_row("", "embedding, head", "", f"{rest:,}")
     weights, kv, state = (f"{facts[name]:,}" for name in ("weights", "kv_per_token", "state_per_sequence"))
     table.add_row("", "total", "", weights, kv, "", state)
     return table

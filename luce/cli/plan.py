@@ -1,4 +1,4 @@
-"""Where a model's layers would go: what `--dry-run` prints, and the part of `luce inspect` that depends on devices."""
+"""The placement of a model's layers before the load, for `--dry-run` and `luce inspect`."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Opened:
-    """A model file and the devices that the settings name; nothing is loaded."""
+    """A model file and the devices that the settings name, without a load."""
 
     config: Config
     file: GGUFFile
     spec: ModelSpec
     devices: list[Device]
+    #: None without a drafter that has weights
     draft: DraftPlan | None
 
     @cached_property
     def options(self) -> ServingOptions:
-        """As the settings ask for it, with what the drafter needs."""
+        """The options of the settings, with the memory and the features that the drafter needs."""
         claims, captured = ((), ()) if self.draft is None else (self.draft.claims(), self.draft.spec.layers)
         return replace(serving_options(self.config, self.spec, self.devices, claims), captured=captured)
 
 
 @contextlib.contextmanager
 def opened(arguments: argparse.Namespace) -> Iterator[Opened]:
-    """What a command line names."""
+    """Open the file and the devices of a command line; they are closed at the end of the block."""
     config = settings(arguments)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open_gguf(fetch(arguments.model)))
@@ -67,7 +68,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[Opened]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan instead of loading; the exit status is 0 if every device holds its part, else a ModelError's."""
+    """Print the plan; load nothing. The exit status is 0 if every device holds its part, else that of a ModelError."""
     with opened(arguments) as model:
         facts = plan(model)
     if getattr(arguments, "json", False):
@@ -77,37 +78,36 @@ def run(arguments: argparse.Namespace) -> int:
     for shard in facts["plan"]:
         if not shard["fits"]:
             first, last = shard["layers"]
-            asked = shard["weights"] + shard["state"] + shard["buffers"]
+            needed = shard["weights"] + shard["state"] + shard["buffers"]
             print(
-                f"luce: {shard['device']}: layers {first}..{last} need {asked} bytes, {shard['free']} are free",
+                f"luce: {shard['device']}: layers {first}..{last} need {needed} bytes, {shard['free']} are free",
                 file=sys.stderr,
             )
     if not facts.get("draft", {"fits": True})["fits"]:
         draft = facts["draft"]
-        asked = sum(draft[name] for name in ("weights", "state", "features", "head"))
-        print(f"luce: {draft['device']}: the draft needs {asked} bytes, {draft['free']} are free", file=sys.stderr)
+        needed = sum(draft[name] for name in ("weights", "state", "features", "head"))
+        print(f"luce: {draft['device']}: the draft needs {needed} bytes, {draft['free']} are free", file=sys.stderr)
     return 0 if facts["fits"] else ModelError.exit_code
 
 
 def plan(model: Opened) -> dict[str, Any]:
-    """The placement as JSON has it, sizes in bytes.
+    """The placement for JSON; sizes are in bytes.
 
-    served  context: positions of one sequence; parallel: sequences
-    pool    with --kvflash, positions of a sequence whose keys and values are on the devices at a time, None for all,
-            and the reason
-    plan    per shard: device; layers (first, last); weights, with the embedding and the head; state of all sequences;
-            buffers for what is handed over, and pinned_at_most of host memory on its way; unpacked_at_most, for
-            weights that are kept unpacked as well; free; fits; kv_per_token and state_per_sequence, with mirrors of
-            other shards' keys and values; activation_bytes_per_token to the next shard
-    draft   of a --draft with weights: device, kind, file; weights, state; features of the target that it reads; ends, a
-            daemon's copy of the embedding and the head; free; fits: what shares a device with layers is left out of
-            their free memory
-    fits    whether every device holds its part
+    served   context: positions of one sequence; parallel: sequences
+    kvflash  with --kvflash: max_resident_tokens of a sequence, None for all; reason
+    plan     per shard: device; layers (first, last); weights, with the embedding and the head; state of all sequences;
+             buffers for activations; pinned_at_most, the host memory of copies between devices; unpacked_at_most, the
+             second, unpacked form of weights; free; fits; kv_per_token and state_per_sequence, with mirrors of other
+             shards' keys and values; activation_bytes_per_token to the next shard
+    draft    with a --draft that has weights: device, kind, file; weights; state; features of the target; head, a
+             daemon's copy of the embedding and the head; free; fits. The free memory of a shard on the same device does
+             not contain this memory.
+    fits     whether every device holds its part
     """
     spec, options = model.spec, model.options
     planned = plan_model(model.file, spec, model.devices, options)
     kvflash, shards = planned.kvflash, planned.shards
-    resident = kvflash.max_resident_pages
+    tokens = None if kvflash.max_resident_pages is None else kvflash.max_resident_pages * PAGE
     entries = []
     for shard, device in zip(shards, model.devices, strict=True):
         unit = state_bytes(device, spec, shard.layers, options)
@@ -130,7 +130,7 @@ def plan(model: Opened) -> dict[str, Any]:
     draft = {} if model.draft is None else {"draft": _draft(model.draft, {shard.device for shard in shards})}
     return {
         "served": {"context": options.context, "parallel": options.slots},
-        **({"pool": {"positions": resident and resident * PAGE, "reason": kvflash.reason}} if kvflash.reason else {}),
+        **({"kvflash": {"max_resident_tokens": tokens, "reason": kvflash.reason}} if kvflash.reason else {}),
         "plan": entries,
         **draft,
         "fits": all(part["fits"] for part in (*entries, *draft.values())),
@@ -138,20 +138,20 @@ def plan(model: Opened) -> dict[str, Any]:
 
 
 def _draft(draft: DraftPlan, shared: Collection[str]) -> dict[str, Any]:
-    """The drafter; on a device that holds layers, these fit only beside it."""
+    """The entry of the drafter. It fits on a device with layers: the plan of these layers leaves memory for it."""
     name, taken = str(draft.device.name), sum(draft.sizes.values())
     fits = name in shared or taken <= draft.free
     return {"device": name, **draft.spec.facts, **draft.sizes, "free": draft.free, "fits": fits}
 
 
 def table(facts: dict[str, Any]) -> Table:
-    """The plan for people."""
+    """The plan as a table."""
     served = facts["served"]
     sequences = f"{served['parallel']} sequence" + ("s" if served["parallel"] > 1 else "")
     title = f"plan: {sequences} of {served['context']:,} tokens"
-    if "pool" in facts:
-        title += f"; {facts['pool']['reason']}"
-    columns = "device", "layers", "weights", "context", "buffers", "free", "fits", "hands on"
+    if "kvflash" in facts:
+        title += f"; KVFlash: {facts['kvflash']['reason']}"
+    columns = "device", "layers", "weights", "context", "buffers", "free", "fits", "activations"
     shown = Table(*columns, title=title, title_justify="left")
     for shard in facts["plan"]:
         first, last = shard["layers"]

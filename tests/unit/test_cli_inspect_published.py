@@ -79,7 +79,7 @@ def delta_net(hidden: int, value_heads: int) -> int:
 
 
 def attention(hidden: int, heads: int, kv_heads: int, size: int, *, gate: int = 0, norms: int = 2) -> int:
-    """`gate`: outputs of a gate; `norms` of the block, as wide as the stream. Head norms are included."""
+    """`gate`: outputs of a gate; `norms` of the layer, as wide as the stream. Head norms are included."""
     return hidden * (size * (2 * heads + 2 * kv_heads) + gate) + 2 * size + norms * hidden
 
 
@@ -206,15 +206,15 @@ def test_every_model_has_expected_sizes() -> None:
 def test_states(model: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None) -> None:
     facts = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0", "--chunk", "512")
     expected = EXPECTED[model.name]
-    blocks = facts["blocks"]
-    assert [block["layer"] for block in blocks] == list(range(expected.layers))
+    layers = facts["per_layer"]
+    assert [layer["layer"] for layer in layers] == list(range(expected.layers))
     attending: set[int] = set()
     for window, group in expected.groups.items():
         for layer in group.layers:
-            assert (blocks[layer]["kv_per_token"], blocks[layer]["window"]) == (group.values * 2, window)
+            assert (layers[layer]["kv_per_token"], layers[layer]["window"]) == (group.values * 2, window)
         for layer in group.borrowing:
-            assert (blocks[layer]["kv_per_token"], blocks[layer]["window"]) == (0, window)
-            assert blocks[layer]["donor"] == group.layers[-1]
+            assert (layers[layer]["kv_per_token"], layers[layer]["window"]) == (0, window)
+            assert layers[layer]["donor"] == group.layers[-1]
         attending |= {*group.layers, *group.borrowing}
     assert facts["kv"] == [
         {
@@ -227,10 +227,10 @@ def test_states(model: Published, tmp_path: Path, capsys: pytest.CaptureFixture[
         for window, group in expected.groups.items()
     ]
     assert facts["kv_per_token"] == sum(group["per_token"] for group in facts["kv"])
-    recurrent = [block for block in blocks if block["layer"] not in attending]
-    assert all(block["mixer"] == "gated DeltaNet" and block["kv_per_token"] == 0 for block in recurrent)
-    assert {block["state_per_sequence"] * len(recurrent) for block in recurrent} <= {expected.memory + expected.conv}
-    assert sum(block["state_per_sequence"] for block in blocks) == facts["state_per_sequence"]
+    recurrent = [layer for layer in layers if layer["layer"] not in attending]
+    assert all(layer["mixer"] == "gated DeltaNet" and layer["kv_per_token"] == 0 for layer in recurrent)
+    assert {layer["state_per_sequence"] * len(recurrent) for layer in recurrent} <= {expected.memory + expected.conv}
+    assert sum(layer["state_per_sequence"] for layer in layers) == facts["state_per_sequence"]
     assert facts["state_per_sequence"] == expected.memory + expected.conv
 
 
@@ -244,8 +244,8 @@ def test_figures_that_the_models_are_published_with(
     assert dense["skipped_layers"] == [64]
     assert sparse["layers"] == {"gated DeltaNet": 30, "attention": 10}
     assert (dense["experts"], sparse["experts"]) == ([], [{"count": 256, "used": 8, "size": 512}])
-    assert {block["ffn"] for block in dense["blocks"]} == {"MLP"}
-    assert {block["ffn"] for block in sparse["blocks"]} == {"MoE"}
+    assert {layer["ffn"] for layer in dense["per_layer"]} == {"MLP"}
+    assert {layer["ffn"] for layer in sparse["per_layer"]} == {"MoE"}
 
 
 def test_experts_beside_and_in_place_of_a_dense_part(
@@ -256,8 +256,8 @@ def test_experts_beside_and_in_place_of_a_dense_part(
         for model in PUBLISHED
         if model.name in ("Gemma4-26B-A4B", "Laguna-XS.2")
     )
-    assert {block["ffn"] for block in beside["blocks"]} == {"MLP, MoE"}
-    assert [block["ffn"] for block in place["blocks"]] == ["MLP"] + 39 * ["MoE"]
+    assert {layer["ffn"] for layer in beside["per_layer"]} == {"MLP, MoE"}
+    assert [layer["ffn"] for layer in place["per_layer"]] == ["MLP"] + 39 * ["MoE"]
     assert beside["experts"] == [{"count": 128, "used": 8, "size": 704}]
     sizes = [[(h["query"], h["kv"], h["size"]) for h in facts["heads"]] for facts in (beside, place)]
     assert sizes == [[(16, 8, 256), (16, 2, 512)], [(48, 8, 128), (64, 8, 128)]]
@@ -276,8 +276,8 @@ def test_weights(model: Published, tmp_path: Path, capsys: pytest.CaptureFixture
         stored[tensor.name.split(".")[1] if tensor.name.startswith("blk.") else tensor.name] += times * tensor.n_bytes
     facts = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0")
     columns = stored["per_layer_token_embd.weight"] // EXPECTED[model.name].layers
-    for block in facts["blocks"]:
-        assert block["weights"] == stored[str(block["layer"])] + columns
+    for layer in facts["per_layer"]:
+        assert layer["weights"] == stored[str(layer["layer"])] + columns
     skipped = sum(stored[str(layer)] for layer in facts["skipped_layers"])
     assert facts["weights"] == sum(stored.values()) - skipped
 
@@ -294,17 +294,17 @@ def test_weights_on_the_host(model: Published, tmp_path: Path, capsys: pytest.Ca
 def test_shards_add_up(model: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str], cards: None) -> None:
     whole = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0")
     facts = inspected(model, tmp_path, capsys, "--target-devices", "cuda:0,cuda:1", "--target-layer-split", "1,3")
-    assert [block["device"] for block in facts["blocks"]] == [
+    assert [layer["device"] for layer in facts["per_layer"]] == [
         shard["device"] for shard in facts["plan"] for _ in range(shard["layers"][0], shard["layers"][1] + 1)
     ]
     for name in ("kv_per_token", "state_per_sequence"):
-        assert whole[name] == facts[name] == sum(block[name] for block in facts["blocks"])
+        assert whole[name] == facts[name] == sum(layer[name] for layer in facts["per_layer"])
     for shard in facts["plan"]:
         first, last = shard["layers"]
-        donors = {block["donor"] for block in facts["blocks"][first : last + 1]} - {None}
+        donors = {layer["donor"] for layer in facts["per_layer"][first : last + 1]} - {None}
         kept = {*range(first, last + 1), *donors}
-        assert shard["kv_per_token"] == sum(facts["blocks"][layer]["kv_per_token"] for layer in kept)
-        assert shard["state_per_sequence"] == sum(facts["blocks"][layer]["state_per_sequence"] for layer in kept)
+        assert shard["kv_per_token"] == sum(facts["per_layer"][layer]["kv_per_token"] for layer in kept)
+        assert shard["state_per_sequence"] == sum(facts["per_layer"][layer]["state_per_sequence"] for layer in kept)
     assert facts["kv"] == whole["kv"]
 
 
@@ -332,12 +332,12 @@ def test_layer_table(
     assert main(["inspect", path, "--target-devices", "cuda:0", "--layers"]) == 0
     lines = capsys.readouterr().out.splitlines()
     start = next(index for index, line in enumerate(lines) if line.split()[:3] == ["layer", "mixer", "FFN"])
-    for block, line in zip(facts["blocks"], lines[start + 1 :], strict=False):
-        assert line.split()[0] == str(block["layer"])
-        assert f"{block['weights']:,}" in line and block["mixer"] in line
-        kv = f"{block['kv_per_token']:,}" if block["donor"] is None else f"layer {block['donor']}'s"
+    for layer, line in zip(facts["per_layer"], lines[start + 1 :], strict=False):
+        assert line.split()[0] == str(layer["layer"])
+        assert f"{layer['weights']:,}" in line and layer["mixer"] in line
+        kv = f"{layer['kv_per_token']:,}" if layer["donor"] is None else f"layer {layer['donor']}'s"
         assert f" {kv} " in line
-    total = lines[start + len(facts["blocks"]) + 2]
+    total = lines[start + len(facts["per_layer"]) + 2]
     for name in ("weights", "kv_per_token", "state_per_sequence"):
         assert f" {facts[name]:,}" in total
 

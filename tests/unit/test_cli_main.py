@@ -233,7 +233,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_dry_run_is_the_plan_of_inspect_and_of_the_load(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--target-devices", "cpu:0,cpu:1,cpu:2", "--max-ctx", "300", "--parallel", "2"]
     facts = dry_run(capsys, *flags)
-    assert facts["served"] == {"context": 300, "parallel": 2} and facts["fits"] is True and "pool" not in facts
+    assert facts["served"] == {"context": 300, "parallel": 2} and facts["fits"] is True and "kvflash" not in facts
     told = inspected(capsys, str(HYBRID), *flags)
     figures = ("device", "layers", "weights", "state", "activation_bytes_per_token")
     for shard, other in zip(facts["plan"], told["plan"], strict=True):
@@ -247,17 +247,20 @@ def test_dry_run_is_the_plan_of_inspect_and_of_the_load(capsys: pytest.CaptureFi
     assert [shard["activation_bytes_per_token"] for shard in facts["plan"]] == [4 * hidden, 4 * hidden, 0]
 
 
-def test_dry_run_with_a_pool(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_with_kvflash(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--target-devices", "cpu:0,cpu:1", "--max-ctx", "4000", "--parallel", "2", "--kvflash", "513"]
     facts, told = dry_run(capsys, *flags), inspected(capsys, str(HYBRID), *flags)
-    assert facts["pool"] == {"positions": 768, "reason": "768 resident tokens of each sequence of up to 4000"}
+    assert facts["kvflash"] == {
+        "max_resident_tokens": 768,
+        "reason": "768 resident tokens of each sequence of up to 4000",
+    }
     (group,) = told["kv"]
     assert (group["positions"], group["bytes"]) == (768, 768 * group["per_token"])
     with luce.load(HYBRID, target_devices="cpu:0,cpu:1", max_ctx=4000, parallel=2, kvflash="513") as model:
         assert [shard["state"] for shard in model.placement] == [shard["state"] for shard in facts["plan"]]
     short = dry_run(capsys, "--max-ctx", "300", "--kvflash", "auto")
-    assert short["pool"] == {
-        "positions": None,
+    assert short["kvflash"] == {
+        "max_resident_tokens": None,
         "reason": "off: the context of 300 tokens is too short for 512 resident tokens, the minimum",
     }
     assert main(["serve", str(HYBRID), "--dry-run", "--max-ctx", "4000", "--kvflash", "auto"]) == 0

@@ -87,8 +87,9 @@ def as_loaded(facts: dict[str, Any], model: luce.Model) -> None:
     loaded = model.placement
     assert [[s[n] for n in figures] for s in loaded] == [[s[n] for n in figures] for s in facts["plan"]]
     assert all(s["unpacked"] <= p["unpacked_at_most"] for s, p in zip(loaded, facts["plan"], strict=True))
-    bound = model._backend.capacity.max_resident_pages
-    assert facts.get("pool", {"positions": None})["positions"] == (None if bound is None else bound * PAGE)
+    paging = model.engine.stats().paging
+    resident = None if paging is None else paging.max_resident_pages * PAGE
+    assert facts.get("kvflash", {"max_resident_tokens": None})["max_resident_tokens"] == resident
     if "draft" in facts:
         stats = model.engine.stats().draft
         assert stats is not None
@@ -157,13 +158,13 @@ def test_daemons_have_what_was_planned(settings: dict[str, Any], capsys: pytest.
         as_loaded(facts, model)
 
 
-@pytest.mark.parametrize("pool", [[], ["--kvflash", "512"]])
-def test_layers_add_up_to_shards(pool: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--devices", "cpu:0,cpu:1", "--max-ctx", "1000", "--draft", "ngram", *pool]
+@pytest.mark.parametrize("kvflash", [[], ["--kvflash", "512"]])
+def test_layers_add_up_to_shards(kvflash: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--devices", "cpu:0,cpu:1", "--max-ctx", "1000", "--draft", "ngram", *kvflash]
     assert main(["inspect", str(HYBRID.path), "--json", *flags]) == 0
     facts = json.loads(capsys.readouterr().out)
     for name in ("kv_per_token", "state_per_sequence"):
-        layers = sum(block[name] for block in facts["blocks"])
+        layers = sum(layer[name] for layer in facts["per_layer"])
         assert layers == sum(shard[name] for shard in facts["plan"]) == facts[name] > 0
 
 

@@ -20,7 +20,6 @@ PRIVATE_NAMES: dict[str, set[str]] = {
     "tests/golden/test_kvflash.py": {"_backend"},
     "tests/golden/test_split_gpu.py": {"_activate"},
     "tests/support/drafters.py": {"_propose"},
-    "tests/unit/test_cli_plan.py": {"_backend"},
     "tests/unit/test_engine_commit.py": {"_propose"},
     "tests/unit/test_engine_speculate.py": {"_propose"},
     "tests/unit/test_text_template.py": {"_child"},
