@@ -29,12 +29,12 @@ from luce.shard.shard import Activation, DeviceInfo, Pending, ShardInfo
 from luce.shard.shard_options import NO_HOOKS, DeviceLayers, ShardHooks, ShardOptions
 from luce.shard.sizes import activation_widths, mirrored, state_bytes
 
-# Rows of a short prompt and of a long one, as far as kernels differ between them.
+# Rows of a short and of a long prompt, for which different kernels run.
 _PROMPT_ROWS = (64, 512)
 
 
 class LocalShard:
-    """Layers `layers` of a file on a device; the first of the model's shards embeds, the last one has the head."""
+    """See luce.shard.shard.Shard. The first of a model's shards has the token table, the last one has the head."""
 
     def __init__(
         self,
@@ -47,8 +47,11 @@ class LocalShard:
         *,
         long_graphs: bool = False,
     ) -> None:
-        """`pages` of each page group. `long_graphs`: whether long steps of one span run as CUDA graphs too, because
-        other GPUs of this process work meanwhile."""
+        """Read the layers `own` from a file.
+
+        `pages`: pages of each page group. `long_graphs`: whether long steps of one span run as CUDA graphs too; for
+        processes that drive several GPUs.
+        """
         layers, device = own.layers, own.device
         self.device = device
         self._hooks = hooks
@@ -96,47 +99,47 @@ class LocalShard:
 
     def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
         if activation is None and self._embedding is None:
-            raise BackendError(f"shard {self.info.layers} on {self.info.device}: no activation was handed over")
-        left = self._graphs.run(step, activation or ())
+            raise BackendError(f"shard {self.info.layers} on {self.info.device}: the activation is missing")
+        result = self._graphs.run(step, activation or ())
         if self._head is None:
-            return left
-        # The output is waited for: it is copied before what else there is to do.
-        output = self._output(step, left)
+            return result
+        # The caller waits for the output, so its copies precede the work on features.
+        output = self._output(step, result)
         if self._captured:
-            self._hooks.on_captured(step, [rows.view(np.uint16) for rows in left[-len(self._captured) :]])
+            self._hooks.on_captured(step, [rows.view(np.uint16) for rows in result[-len(self._captured) :]])
         return output
 
-    def _output(self, step: Step, left: Sequence[Array]) -> Pending:
+    def _output(self, step: Step, result: Sequence[Array]) -> Pending:
         if not len(step.output_rows):
             return lambda: Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
-        ids, logits, *_ = left
-        arrays = [ids, self._picked(logits, step.needs_logits)]
+        ids, logits, *_ = result
+        arrays = [ids, self._select(logits, step.needs_logits)]
         if step.needs_candidates is not None and step.needs_candidates.any():
-            arrays.append(top_k_keys(self.device, self._picked(logits, step.needs_candidates)))
-        return self._fetched(arrays, self._hooks.output_memory(step))
+            arrays.append(top_k_keys(self.device, self._select(logits, step.needs_candidates)))
+        return self._fetch(arrays, self._hooks.output_memory(step))
 
-    def _fetched(self, arrays: Sequence[Array], places: Sequence[NDArray[Any]] | None = None) -> Pending:
-        """What is returned of ids, logits and candidates' keys, whose copies to the host are queued here."""
+    def _fetch(self, arrays: Sequence[Array], places: Sequence[NDArray[Any]] | None = None) -> Pending:
+        """Queue the copies of ids, logits and, if there are any, the keys of candidates to the host."""
         into: Sequence[NDArray[Any] | None] = (None,) * len(arrays) if places is None else places
         ids, logits, *top = [self.device.fetch(array, place) for array, place in zip(arrays, into, strict=True)]
         return lambda: Output(ids(), logits(), unpack_candidates(*(part() for part in top)) if top else None)
 
-    def _picked(self, logits: Array, rows: NDArray[np.bool_]) -> Array:
+    def _select(self, logits: Array, rows: NDArray[np.bool_]) -> Array:
         if rows.all():
             return logits
         if not rows.any():
             return logits[:0]
         return take_rows(self.device, logits, self.device.upload(np.flatnonzero(rows).astype(np.int32)))
 
-    def _run(self, step: DeviceStep, handed: Activation) -> tuple[Array, ...]:
-        """Queue a step's work: what is handed on, or (ids, logits) of the wanted rows if there are any, and what was
-        captured."""
+    def _run(self, step: DeviceStep, activation: Activation) -> tuple[Array, ...]:
+        """Queue the work on a step. The last shard returns ids and logits of the output rows, if there are any, and the
+        captured features; the others return the activation for the next shard."""
         if self._embedding is not None:
-            handed = (self._embedding(step),)
+            activation = (self._embedding(step),)
             if self._per_layer is not None:
-                # The blocks change the stream; the next shard needs the embeddings as well.
-                handed += handed if self._head is not None else (self._embedding(step),)
-        x, *others = handed
+                # The layers change the stream; the next shard needs the embeddings as well.
+                activation += activation if self._head is not None else (self._embedding(step),)
+        x, *others = activation
         stream = Residual(self.device, x)
         embeddings = others[:1] if self._per_layer is not None else []
         if self._per_layer is not None:
@@ -189,10 +192,10 @@ class LocalShard:
                 layer.mixer.accept(spans)
 
     def attended(self, slot: int, end: int, rows: int) -> NDArray[np.float32]:
-        """What the slot's last `rows` rows, at most NEWEST_QUERIES, attend to: float32 [rows, end].
+        """The attention of the slot's last `rows` rows, at most NEWEST_QUERIES, to each key: float32 [rows, end].
 
-        For each of the sequence's `end` keys, which lie in pages 0, 1, ... of the pools, the largest share that a head
-        of a layer that ranks gives to it.
+        The largest share that a head of a ranking layer gives to the key. The sequence's `end` keys lie in pages 0, 1,
+        ... of the page groups.
         """
         return self.ranking.attended(slot, end, rows)
 
@@ -206,7 +209,7 @@ class LocalShard:
 
 
 class LocalEnds:
-    """See luce.shard.shard.ShardEnds. `embedding` of the first shard, `head` of the last one."""
+    """See luce.shard.shard.ShardEnds. Only the first shard has `embedding`, and only the last one `head`."""
 
     def __init__(self, device: Device, layers: range, embedding: Embedding | None, head: Head | None) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""Pages and recurrent states of a shard of this process, to host memory and back."""
+"""Saves, restores and loads pages and recurrent states of a shard of this process."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from luce.runtime.device import Array, Device, Event
 from luce.runtime.step import PAGE
 from luce.shard.saved_state import HostSavedState, SavedState, StatePiece
 
-# Saved tensors share buffers of so many bytes, and begin at multiples of the second number there.
-BUFFER_BYTES, _ALIGNED = 16 << 20, 256
+#: most bytes of a buffer that several saved tensors share
+BUFFER_BYTES = 16 << 20
+# A saved tensor begins at a multiple of so many bytes of its buffer.
+_ALIGNMENT = 256
 _MISSING: NDArray[np.generic] = np.empty(0, np.uint8)
 
 
 class LocalState:
     """See luce.shard.shard.ShardState.
 
-    `layers`: the pool or recurrent state of each layer that has one here; `mirrors`: which of these are copies of an
-    earlier shard's keys and values; `groups`: the page group of each layer, None of a recurrent one.
+    `layers`: the pages or the recurrent states of each layer that has its own; `mirrors`: those of `layers` that are
+    copies of an earlier shard's keys and values; `groups`: the page group of each layer, None for a recurrent one.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class LocalState:
         self.mirrors = mirrors
         self.groups = groups
         self._out, self._in = device.copy_stream(), device.copy_stream()
-        #: host memory that copies still read or write
+        #: host memory that running copies read or write, with the events that end the copies
         self._copied: deque[tuple[Event, object]] = deque()
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> HostSavedState:
@@ -65,7 +67,7 @@ class LocalState:
 
     def restore(self, slot: int | None, pages: Sequence[Sequence[int]], saved: SavedState, first: int = 0) -> None:
         assert isinstance(saved, HostSavedState)
-        # The copies out may still run; they are on another stream.
+        # The copies that save the state may still run on the other stream.
         self._in.wait_for(saved.copied)
         found = []
         for tensor in self._tensors(slot, pages):
@@ -85,7 +87,7 @@ class LocalState:
                 continue
             values = piece.tensors.get(tensor.name)
             if values is not None and values.dtype.kind == tensor.array.dtype.kind == "f":
-                # The device that saved it may store other floats than this one.
+                # The device that saved the state may store another type of floats.
                 values = values.astype(tensor.array.dtype, copy=False)
             if values is None or values.shape != tensor.shape or values.dtype != tensor.array.dtype:
                 raise BackendError(
@@ -95,7 +97,7 @@ class LocalState:
         self._copy_in(found)
 
     def close(self) -> None:
-        """Wait for the copies, whose host memory must outlive them, and release the states. Idempotent."""
+        """Wait for the copies, which need their host memory, and release the states. Idempotent."""
         with contextlib.suppress(DeviceError):
             for copied, _ in self._copied:
                 copied.wait()
@@ -103,7 +105,7 @@ class LocalState:
         self.layers = {}
 
     def _copy_in(self, found: Sequence[tuple[_Tensor, NDArray[np.generic]]]) -> None:
-        """Copy to the device behind the work that is queued; work that is queued from now on comes after it."""
+        """Queue copies to the device: after the work queued before, and before the work queued later."""
         self._in.wait_for(self._device.record())
         for tensor, values in found:
             for here, there in tensor.runs:
@@ -113,15 +115,15 @@ class LocalState:
         self._hold(done, found)
 
     def _hold(self, copied: Event, memory: object) -> None:
-        """Keep host memory until the copies that use it are done."""
+        """Hold host memory until the copies that use it are done."""
         self._copied.append((copied, memory))
         while self._copied and self._copied[0][0].done():
             self._copied.popleft()
 
     def _buffers(self, kinds: Sequence[tuple[tuple[int, ...], np.dtype[np.generic]]]) -> list[NDArray[np.generic]]:
-        """Arrays of these shapes and dtypes in host memory, pinned if the system has so much of it."""
+        """Arrays of these shapes and dtypes in host memory, which is pinned if the system allows as much."""
         arrays: list[NDArray[np.generic]] = []
-        sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED for shape, dtype in kinds]
+        sizes = [-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in kinds]
         memory, at = np.empty(0, np.uint8), 0
         for index, ((shape, dtype), size) in enumerate(zip(kinds, sizes, strict=True)):
             if at + size > len(memory):
@@ -151,7 +153,7 @@ class _Tensor:
 
     layer: int
     name: str
-    #: the pool or the states of all slots that it is part of
+    #: the keys, the values or the states of all sequences, on the device
     array: Array
     #: shape of the saved tensor
     shape: tuple[int, ...]
@@ -162,7 +164,7 @@ class _Tensor:
 
 
 def _buffer_size(sizes: Sequence[int]) -> int:
-    """Bytes of the first arrays that share a buffer: at least one."""
+    """Bytes of the next buffer, which holds at least the first array."""
     total = 0
     for size in sizes:
         if total and total + size > BUFFER_BYTES:
@@ -172,7 +174,7 @@ def _buffer_size(sizes: Sequence[int]) -> int:
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """(rows of the pool, rows of the saved tensor) of pages that lie side by side."""
+    """Ranges of consecutive pages: (rows of the device's array, rows of the saved tensor)."""
     begin = 0
     for end in range(1, len(pages) + 1):
         if end == len(pages) or pages[end] != pages[end - 1] + 1:

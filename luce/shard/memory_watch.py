@@ -1,7 +1,7 @@
-"""Free memory of devices, for people.
+"""Free memory of devices, for reports.
 
-The thread that drives the devices updates it once a second: it alone knows which calls a GPU allows while a graph is
-being captured. Any thread may read it.
+The thread that drives the devices updates the figures at most once a second: only this thread knows which calls a GPU
+allows while a graph is being captured. Any thread may read them.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Sequence
 from luce.errors import DeviceError
 from luce.runtime.device import Device, Memory
 
-#: seconds between two updates
+#: least seconds between two updates
 INTERVAL = 1.0
 
 
 class MemoryWatch:
-    """The memory of each of the devices as of the last update."""
+    """The memory of each device at the last update."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
         self._next = 0.0
-        #: empty before the first update, and if a device failed
+        #: memory of each device; empty before the first update, and if a device failed
         self.seen: tuple[Memory, ...] = ()
 
     def update(self) -> None:
-        """Ask the devices, unless the last update is more recent than INTERVAL. For the thread that drives them."""
+        """Ask the devices, unless the last update is less than INTERVAL ago. For the thread that drives them."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -34,5 +34,5 @@ class MemoryWatch:
         try:
             self.seen = tuple(device.memory() for device in self._devices)
         except DeviceError:
-            # The next call that needs the device raises it.
+            # The next call that needs the device raises the error.
             self.seen = ()

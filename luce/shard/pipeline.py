@@ -1,11 +1,10 @@
-"""Shards in the order of their layers, and the copies between them: work is only queued here.
+"""Shards in the order of their layers, and the copies between them. All calls only queue work.
 
 The backend drives the pipeline of a whole model, a daemon the pipeline of its own devices.
 
 A GPU driver takes about a thousand launches before it blocks the thread that queues another one, and a host shard
-computes during the call. So that no shard waits because another one's queue is full, each has a thread of its own:
-`queue` gives a step to all of them. A single step needs no threads (`run`): a thread takes tens of microseconds to
-wake.
+computes during the call. Each shard has its own thread, so no shard waits because another one's queue is full; `queue`
+submits a step to all threads. A single step needs no threads (`run`): a thread takes tens of microseconds to wake.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from luce.runtime.transfer import Link, Transfer
 from luce.shard.shard import Activation, Pending, Shard, TransientActivation
 from luce.shard.timing import Clock, ShardTimes
 
-#: A shard's result for a step, and the event that ends its work; for the last shard the event that `leave` returns.
+#: A shard's result for a step, and the event that ends its work; for the last shard, the event that `leave` returns.
 Result = tuple[Transfer | Activation | Pending, Event]
-#: returns the activation of a step for the first shard, if there is one; called on that shard's thread
+#: Returns the activation of a step for the first shard, if there is one. Called on that shard's thread.
 Enter = Callable[[Step], Transfer | None]
-#: gets a step, the last shard's result and the event that ends its work; returns the event after which nothing reads
-#: the result; called on that shard's thread
+#: Gets a step, the last shard's result and the event that ends its work. Returns the event after which nothing reads
+#: the result. Called on that shard's thread.
 Leave = Callable[[Step, Activation | Pending, Event], Event]
 
-#: steps per shard that may be queued and not done: enough that no shard waits for the host
+#: most unfinished steps in the queue, per shard: enough that no shard waits for the host
 _AHEAD = 2
 
 
 class Pipeline:
-    """Shards, which are added in order, and a link from each to the next. `peer` as in Link.
+    """Shards, added in order, and a link from each to the next. `peer` as in Link.
 
     One thread uses a pipeline; any thread may call `times`. While steps are on the shards' threads (not `idle`), only
     `queue`, `count_times`, `wait`, `settle` and `close` may be called.
@@ -66,7 +65,7 @@ class Pipeline:
         self.failure: BaseException | None = None
 
     def add(self, name: str, device: str, shard: Shard) -> None:
-        """The next shard; the pipeline closes it. `name` precedes its device's errors, `device` stands in `times`."""
+        """Append a shard, which the pipeline closes. `name` precedes its device's errors; `times` reports `device`."""
         self.shards.append(shard)
         self._names.append(name)
         self._devices.append(device)
@@ -74,7 +73,7 @@ class Pipeline:
         self._threads.append(ThreadPoolExecutor(1, f"luce {name}"))
 
     def link(self, size: int) -> None:
-        """The copies to the shard that was added last from the one before it: `size` float32 values at a time."""
+        """Link the last two shards, for activations of at most `size` float32 values."""
         before, last = self.shards[-2:]
         self._copies.append(Clock())
         self.links.append(Link(before.device, last.device, size, peer=self._peer, watch=self._copies[-1].add))
@@ -82,11 +81,11 @@ class Pipeline:
     @property
     def idle(self) -> bool:
         """Whether no thread has work."""
-        # The last shard comes to a step after all others.
+        # The last shard runs a step after all others.
         return not self._queued or self._queued[-1].done()
 
     def queue(self, step: Step) -> Future[Result]:
-        """Let each shard's thread run a step once the shard before it has. Waits if too many steps are queued.
+        """Run a step on the shards' threads, one shard after the other. Waits while too many steps are queued.
 
         Returns the future result of the last shard. Once a step has failed, later ones are dropped and fail too, until
         `settle`.
@@ -108,7 +107,7 @@ class Pipeline:
         return result
 
     def _follow(self, number: int, step: Step, before: Future[Result] | None) -> Result:
-        """On a shard's thread."""
+        """Run a step on a shard's thread once the previous shard has run it."""
         incoming = None if before is None else _transfer(before.result())
         if self.failure is not None:
             if incoming is not None:
@@ -162,12 +161,12 @@ class Pipeline:
             raise BackendError(f"{name}{error}") from error
 
     def count_times(self) -> None:
-        """Count the work that is over. Raises LuceError if some of it failed."""
+        """Count the time of finished work. Raises LuceError if some of the work failed."""
         for clock in (*self._work, *self._copies):
             clock.count()
 
     def times(self) -> tuple[ShardTimes, ...]:
-        """Seconds that the shards' work and the copies between them took since the start. Any thread may ask."""
+        """Seconds that the shards' work and the copies between them took since the start. Any thread may call it."""
         copies = [*(clock.durations() for clock in self._copies), None]
         return tuple(
             ShardTimes(device, work.durations(), copied)
@@ -175,7 +174,7 @@ class Pipeline:
         )
 
     def work_seconds(self) -> float:
-        """Seconds that the shards' work took since the start, as far as it has been counted."""
+        """Seconds that the shards' counted work took since the start."""
         return sum(clock.total for clock in self._work)
 
     def wait(self) -> None:
@@ -187,7 +186,7 @@ class Pipeline:
             raise self.failure
 
     def settle(self) -> None:
-        """Wait until nothing runs, whether it fails or not. Steps that the threads have not begun are dropped."""
+        """Wait until nothing runs, and ignore failures. Steps that the threads have not begun are dropped."""
         self.failure = self.failure or BackendError("dropped")
         with contextlib.suppress(BaseException):
             self.wait()

@@ -1,6 +1,6 @@
-"""What shards put aside of a sequence, each in host memory of the process that drives its devices.
+"""The saved state of a sequence: each shard's part is in host memory of the process that drives the shard's devices.
 
-Nothing of it moves between processes until somebody asks for a window of it. It goes with the last reference.
+Tensors move between processes only when a caller reads a window of them. The memory is freed with the last reference.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from numpy.typing import NDArray
 from luce.runtime.device import Event
 from luce.runtime.step import PAGE
 
-#: tensors by name: `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype), `blk.N.memory`, `.past`
+#: Tensors by name: `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype), `blk.N.memory`, `.past`
 Tensors = Mapping[str, NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
 class StatePiece:
-    """A part of a sequence's state, of any placement: the tensors of some layers."""
+    """A part of a sequence's state, independent of the placement: the tensors of some layers."""
 
-    #: whose recurrent states it holds; None: of no slot
+    #: slot of the recurrent states; None: there are none
     slot: int | None
-    #: pages of each page group that its keys and values belong to
+    #: pages of each page group for the keys and values
     pages: Sequence[Sequence[int]]
-    #: the layers to copy; mirrors are copied from their donors' tensors
+    #: layers to copy; mirrors are copied from their donors' tensors
     layers: range
-    #: of these layers, and possibly of others
+    #: tensors of these layers, and possibly of others
     tensors: Tensors
 
 
 class SavedState(Protocol):
-    """A sequence's state as `save` found it."""
+    """A sequence's state at the time of `save`."""
 
     @property
     def nbytes(self) -> int:
@@ -43,29 +43,32 @@ class SavedState(Protocol):
 
     @property
     def pages(self) -> int:
-        """Pages of full attention in it; known before they are copied."""
+        """Number of saved pages of full attention; known before they are copied."""
 
     def ready(self) -> bool:
-        """Whether it is all copied, without waiting. Raises LuceError if it never will be."""
+        """Whether all copies are done, without waiting. Raises LuceError if they failed."""
 
     def wait(self) -> None:
-        """Until it is."""
+        """Wait until all copies are done."""
 
     def windows(self, first: int = 0, count: int | None = None) -> Iterator[Tensors]:
-        """All of it; of tensors that are made of pages, `count` pages from `first` on.
+        """All tensors; of tensors that are made of pages, `count` pages from `first` on.
 
-        What is in other processes comes in windows of bounded size, each when the iterator comes to it. Mirrors of
-        other shards' keys and values are left out. Raises LuceError.
+        Tensors of other processes come in windows of bounded size, which the iterator fetches one at a time. Mirrors of
+        other shards' keys and values are excluded. Raises LuceError.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class HostSavedState:
-    """Tensors in this process, there when `copied` has happened. `paged`: those that are made of pages."""
+    """Tensors in this process."""
 
     tensors: Tensors
+    #: ends the copies to the tensors
     copied: Event
+    #: names of the tensors that are made of pages
     paged: frozenset[str] = frozenset()
+    #: names of the tensors that copy another shard's keys and values
     mirrors: frozenset[str] = frozenset()
 
     @property
@@ -87,7 +90,7 @@ class HostSavedState:
         yield self.rows(first, count, self.tensors.keys() - self.mirrors)
 
     def rows(self, first: int, count: int | None, names: Container[str]) -> Tensors:
-        """Some tensors; of those that are made of pages, `count` pages from `first` on."""
+        """The tensors `names`; of those that are made of pages, `count` pages from `first` on."""
         end = None if count is None else (first + count) * PAGE
         return {
             name: tensor[first * PAGE : end] if name in self.paged else tensor
@@ -98,14 +101,16 @@ class HostSavedState:
 
 @dataclass(frozen=True, eq=False)
 class JoinedSavedState:
-    """What several shards have kept, in their order. `quiet` waits until nobody else talks to them."""
+    """The saved states of several shards."""
 
+    #: in the order of the shards
     parts: Sequence[SavedState]
-    quiet: Callable[[], None] = field(default=lambda: None)
+    #: waits until no other thread calls the shards
+    wait_idle: Callable[[], None] = field(default=lambda: None)
 
     @property
     def nbytes(self) -> int:
-        self.quiet()
+        self.wait_idle()
         return sum(part.nbytes for part in self.parts)
 
     @property
@@ -113,11 +118,11 @@ class JoinedSavedState:
         return max((part.pages for part in self.parts), default=0)
 
     def ready(self) -> bool:
-        self.quiet()
+        self.wait_idle()
         return all(part.ready() for part in self.parts)
 
     def wait(self) -> None:
-        self.quiet()
+        self.wait_idle()
         for part in self.parts:
             part.wait()
 
@@ -125,13 +130,13 @@ class JoinedSavedState:
         for part in self.parts:
             windows = part.windows(first, count)
             # Steps may have begun since the last one.
-            self.quiet()
+            self.wait_idle()
             while (window := next(windows, None)) is not None:
                 yield window
-                self.quiet()
+                self.wait_idle()
 
 
 def layer_of(name: str) -> int:
-    """N of `blk.N.NAME`, -1 if the name is another one."""
+    """N of a tensor's name `blk.N.NAME`, -1 for other names."""
     match = re.match(r"blk\.(\d{1,6})\.", name)
     return -1 if match is None else int(match[1])

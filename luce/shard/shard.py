@@ -1,4 +1,4 @@
-"""A shard: consecutive layers on one device, behind a small set of verbs that are the same here and in a daemon."""
+"""A shard: consecutive layers on one device, with the same interface in this process and in a daemon."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ class TransientActivation(tuple[Array, ...]):
     __slots__ = ()
 
 
-#: What the last shard returns: waits for the step and fetches its output.
+#: The result of the last shard: a function that waits for the step and fetches its output.
 Pending = Callable[[], Output]
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """The part of a shard that lies on one device."""
+    """The part of a shard on one device."""
 
     device: str
     layers: range
-    #: bytes of weights, and of pages and recurrent states
+    #: bytes
     weights: int
+    #: bytes of pages and recurrent states
     state: int
-    #: bytes of matrices that are kept unpacked as float16 beside the weights, for products of many rows
+    #: bytes of matrices that are stored unpacked as float16 as well, for products of many rows
     unpacked: int
 
 
@@ -48,7 +49,7 @@ class DeviceInfo:
 class ShardInfo:
     """Facts about a shard for /props, inspect and logs."""
 
-    #: a daemon's shard may have several, in the order of their layers
+    #: in the order of their layers; only a daemon's shard may have several
     devices: tuple[DeviceInfo, ...]
 
     @property
@@ -81,21 +82,22 @@ class ShardInfo:
 class DaemonState:
     """A daemon that holds a shard or a drafter, for /metrics and /health."""
 
-    #: number of its shard, or `draft`
+    #: number of the shard, or `draft`
     shard: int | str
     #: names of its devices, with commas
     device: str
-    #: whether it answers
+    #: whether the daemon runs
     up: bool
-    #: how often it was lost before
+    #: how often the daemon was lost and started again
     restarts: int
     #: how activations travel: `shared` or `stream`
     transport: str
-    #: whether its devices wait for flags in shared memory, and raise them, by themselves
+    #: whether its devices, not its host, wait for and raise flags in shared memory
     gpu_waits: bool
-    #: bytes since the load, by transport and direction (`sent` or `received`)
+    #: bytes of activations since the load, by transport and direction (`sent` or `received`)
     moved: Mapping[tuple[str, str], int]
-    #: seconds that threads of the server have waited for its responses; None for a draft, whose time drafting reports
+    #: seconds that threads of the server have waited for its responses; None for a draft, whose time is part of
+    #: drafting
     waited: float | None
 
 
@@ -105,9 +107,9 @@ class ShardState(Protocol):
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> SavedState:
         """Copy a sequence's state to host memory: the given pages of each page group, and the slot's recurrent states.
 
-        luce.shard.saved_state names the tensors. Without a slot no recurrent states are saved, and nothing of a group
-        without pages. Steps that follow wait for the copy, unless the caller keeps the pages unchanged until it is done
-        (`held`).
+        luce.shard.saved_state names the tensors. Without a slot, no recurrent states are saved; without pages of a
+        group, nothing of this group. Later steps wait for the copy, unless the caller promises not to change the pages
+        until the copy is done (`held`).
         """
 
     def restore(
@@ -115,16 +117,17 @@ class ShardState(Protocol):
     ) -> Callable[[], None] | None:
         """The reverse of `save`, into any slot and as many pages.
 
-        `first`: the first page to copy of a state that was saved without a slot, of one group. Returns what waits for
-        the response, or None where the device itself orders the steps that follow behind the copy.
+        `first`: the first page to copy, if the state was saved without a slot and has one group. Returns a function
+        that waits for the daemon's response, or None if the device runs later steps after the copy by itself.
         """
 
     def load(self, piece: StatePiece) -> None:
-        """Copy this shard's tensors of a piece, which may be of any placement; floats are converted to this device's.
+        """Copy this shard's tensors of a piece, whatever placement saved it. Floats are converted to this device's
+        type.
 
-        A thread of its own calls this where the shard is remote, and no other thread calls the shard meanwhile. Raises
-        BackendError naming the tensor if one is missing or has another shape or type; nothing of the piece is copied
-        then.
+        A remote shard has its own thread for this call, and no other thread calls the shard meanwhile. Raises
+        BackendError naming the tensor if one is missing or has another shape or type; then nothing of the piece is
+        copied.
         """
 
 
@@ -132,25 +135,25 @@ class ShardRanking(Protocol):
     """Estimates which pages a sequence attends to. Only of a shard that was loaded to rank pages."""
 
     def add(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
-        """Compute from full pages of full attention, as they are now, the statistics that `rank` needs.
+        """Compute the statistics that `rank` needs, from the present contents of full pages of full attention.
 
-        `entries`: which pages of the slot's sequence they are; earlier statistics of these are replaced. They lie in
-        host memory. Steps that write to the pages later wait for the work.
+        `entries`: the pages' places in the slot's sequence; earlier statistics of these are replaced. The statistics
+        are stored in host memory. Later steps that write to the pages wait for the work.
         """
 
     def drop(self, slot: int) -> None:
         """Release the statistics of a slot's pages. Idempotent."""
 
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
-        """How much of its attention the slot's row at `position` gives to some pages, estimated: float64 [layers, n].
+        """Estimate the share of its attention that the slot's row at `position` gives to each page.
 
-        `entries`: int32 [n], entries of the sequence in ascending order, which were added. One row of the result for
-        each layer that ranks.
+        `entries`: int32 [n], added entries of the sequence in ascending order. `position`: of one of the last
+        NEWEST_QUERIES rows of the slot's last span. Returns float64 [layers, n], a row for each ranking layer.
 
-        The row at `position` is one of the last NEWEST_QUERIES of the slot's last span. For each query head, its
-        softmax over the keys of these pages, of which mean and variance of each channel are known for each 16
-        (luce.shard.page_ranking); summed over a page; then the largest of the layer's heads. Products in float32, the
-        rest in float64, so the split into shards changes nothing. Raises BackendError if a page was not added.
+        Formula: for each query head, the softmax over the keys of these pages, estimated from mean and variance of each
+        channel over groups of 16 keys (luce.shard.page_ranking); summed over a page; then the largest of the layer's
+        heads. Products are in float32 and the rest in float64, so the split into shards changes nothing. Raises
+        BackendError if a page was not added.
         """
 
 
@@ -159,71 +162,71 @@ class ShardEnds(Protocol):
 
     @property
     def device(self) -> Device:
-        """That of the shard."""
+        """The shard's device."""
 
     def embed(self, tokens: Int32) -> Array:
-        """Rows of the token table as they are, without the model's scale: int32 [n] -> float32 [n, H].
+        """Rows of the token table, without the model's scale: int32 [n] -> float32 [n, H].
 
-        On the shard's device; on the host if the shard is remote. Raises BackendError if this is not the first shard.
+        The result is on the shard's device, or on the host if the shard is remote. Raises BackendError if this is not
+        the first shard.
         """
 
     def project(
         self, hidden: Array, *, top: int = 0, logits: bool = False, scale: float = 0.0, softcap: float = 0.0
     ) -> Pending:
-        """Queue the head's product with rows that the caller has normed: the model's norm and softcap are left out.
+        """Queue the head's product with rows that the caller has normed, without the model's norm and softcap.
 
-        `hidden` is float32 [n, H], on this shard's device or on the host. The output has the rows' ids; the `top`
-        largest logits of each, at most MAX_CANDIDATES, if `top` is not 0, and with a `scale` their norms as
-        luce.ops.sample.argmax_logsumexp has them; all logits if `logits`, else none. Raises BackendError if this is not
-        the last shard.
+        `hidden` is float32 [n, H], on this shard's device or on the host. The output has the rows' ids; if `top` is not
+        0, the `top` largest logits of each row, at most MAX_CANDIDATES, and with a `scale` their norms
+        (luce.ops.sample.argmax_logsumexp); if `logits`, all logits. Raises BackendError if this is not the last shard.
         """
 
 
 class Shard(Protocol):
-    """Loaded when constructed. One thread calls it; a failed call leaves it usable.
+    """Consecutive layers of a model, loaded by the constructor. One thread calls a shard.
 
-    Raises BackendError or DeviceError; ShardLostError if the states of all sequences are gone, until `lost` has
-    reported it.
+    Calls raise BackendError or DeviceError, and the shard stays usable. They raise ShardLostError if the states of all
+    sequences are lost, until `lost` has reported the loss.
     """
 
     @property
     def info(self) -> ShardInfo:
-        """Its layers, devices and sizes."""
+        """Layers, devices and sizes."""
 
     @property
     def device(self) -> Device:
-        """Where `forward` reads its activation and leaves its result."""
+        """The device of the activation that `forward` reads, and of its result."""
 
     @property
     def remote(self) -> bool:
-        """Whether it is in another process, so that calls wait for that process."""
+        """Whether the shard is in another process. Calls wait for that process."""
 
     @property
     def state(self) -> ShardState:
-        """Pages and recurrent states of sequences, to host memory and back."""
+        """Saves and restores pages and recurrent states of sequences."""
 
     @property
     def ranking(self) -> ShardRanking:
-        """Attention to pages."""
+        """Estimates attention to pages."""
 
     @property
     def ends(self) -> ShardEnds:
-        """Token table and head."""
+        """The token table and the head."""
 
     def lost(self) -> str:
-        """Why the states of all sequences have been lost since the last call; empty if they have not."""
+        """The reason why the states of all sequences were lost since the last call; empty if they were not."""
 
     def down(self) -> str:
-        """Why this shard will never work again; empty while it works. Any thread may ask."""
+        """The reason why this shard will never work again; empty while it works. Any thread may call it."""
 
     def announce(self, step: Step, activation: Activation | None) -> None:
-        """The step of the next `forward`, and the arrays that its activation will lie in, before it is there."""
+        """Announce the step of the next `forward` and the arrays of its activation, before these have their values."""
 
     def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
-        """Queue the layers' work on a step's rows. The first shard gets None.
+        """Queue the layers' work on a step's rows. `activation` is None for the first shard.
 
-        The activation may be overwritten, and the result may lie in it. The last shard returns Pending, the others an
-        Activation.
+        The work may overwrite the activation, and the result may share its memory. The last shard returns Pending, the
+        others an Activation.
         """
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""How a model is loaded and runs, as far as one shard needs to know it."""
+"""Options of a shard, and the functions that it calls."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from luce.runtime.step import Step
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """Settings that are the same for all shards of a model, and that no model file holds."""
+    """Settings that are the same for all shards of a model and do not come from its file."""
 
-    #: most sequences at a time: each has a slot for its recurrent states
+    #: most sequences at a time; each has a slot for its recurrent states
     slots: int = 1
     #: types of keys and values in the pages
     kv: KVTypes = AUTO
-    #: most rows of a speculative span or of a draft tree; 0: there are none
+    #: most rows of a speculative span or of a draft tree; 0: neither is possible
     verify_rows: int = 0
     #: layers whose output a drafter reads, ascending
     captured: tuple[int, ...] = ()
     #: whether pages of full attention can be ranked (KVFlash)
     rank_pages: bool = False
-    #: whether GPUs copy to each other where the pair allows it; otherwise they copy through pinned host memory
+    #: whether two GPUs copy to each other directly, if they can; otherwise they copy through pinned host memory
     peer: bool = True
 
     def ranks(self, spec: ModelSpec, layer: int) -> bool:
@@ -42,13 +42,13 @@ class DeviceLayers:
 
     device: Device
     layers: range
-    #: bytes of the device in which matrices may be kept unpacked beside the weights
+    #: most bytes of the device for unpacked copies of matrices
     unpack_bytes: int = 0
 
 
-#: Called by the last shard with a step and the outputs of the captured layers, uint16 [rows, H] each, while its work on
-#: the step is queued: work that is queued on its device from then on finds them complete. A daemon's shard has them on
-#: the host.
+#: Gets a step and the outputs of the captured layers, uint16 [rows, H] each. The last shard calls it when the work on
+#: the step is queued; work that is queued on its device later finds the outputs complete. The outputs of a daemon's
+#: shard are on the host.
 OnCaptured = Callable[[Step, Sequence[Array]], None]
 
 
@@ -56,12 +56,12 @@ OnCaptured = Callable[[Step, Sequence[Array]], None]
 class ShardHooks:
     """Functions that a shard of this process calls."""
 
-    #: when a layer has been read
+    #: called after each layer that was read
     on_layer: Callable[[], None] = lambda: None
-    #: by the last shard, where layers are captured
+    #: called by the last shard, if layers are captured
     on_captured: OnCaptured = lambda step, outputs: None
-    #: gives the host memory for the ids, the logits and, if there are any, the keys of the candidates of a step's
-    #: output; None: new arrays
+    #: returns host memory for the output of a step: ids, logits and, if there are candidates, their keys; None: new
+    #: arrays
     output_memory: Callable[[Step], Sequence[NDArray[Any]] | None] = lambda step: None
 
 

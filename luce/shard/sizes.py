@@ -1,4 +1,4 @@
-"""Bytes and columns of layers' states and of the activations between shards. Pure."""
+"""Sizes of layers' states and of the activations between shards. Pure."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from luce.shard.shard_options import ShardOptions
 
 
 def activation_bytes(spec: ModelSpec, boundary: int, captured: Sequence[int] = ()) -> int:
-    """Bytes per token that cross the boundary between layers boundary - 1 and boundary: the float32 values of
-    activation_widths. At the end of the model these are the features that are captured for a drafter."""
+    """Bytes per token that cross the boundary between layers boundary - 1 and boundary.
+
+    These are the float32 values of activation_widths. At the end of the model they are the features that are captured
+    for a drafter.
+    """
     return 4 * sum(activation_widths(spec, boundary, captured))
 
 
 def activation_widths(spec: ModelSpec, boundary: int, captured: Sequence[int] = ()) -> tuple[int, ...]:
     """Columns of each array of the Activation that crosses a boundary.
 
-    The residual stream; with per-layer embeddings the token's embedding too; the keys and values of donors before the
-    boundary that later layers read: none of these at either end of the model. Of each of the layers `captured` before
-    the boundary its output, two values of bfloat16 in a column.
+    The arrays: the residual stream; with per-layer embeddings, the token's embedding; the keys and values of donors
+    before the boundary that later layers read. Neither end of the model has any of these. Then the output of each layer
+    of `captured` before the boundary, with two bfloat16 values in a column.
     """
     features = [spec.hidden // 2 for layer in captured if layer < boundary]
     if boundary in (0, len(spec.layers)):
@@ -35,29 +38,29 @@ def activation_widths(spec: ModelSpec, boundary: int, captured: Sequence[int] = 
 
 
 def mirrored(spec: ModelSpec, layers: range) -> tuple[int, ...]:
-    """The layers of earlier shards whose keys and values `layers` read: their shard has a copy of these."""
+    """The layers of earlier shards whose keys and values `layers` read; the shard of `layers` has a copy of these."""
     donors = {spec.donor(layer) for layer in layers}
     return tuple(sorted(donor for donor in donors if donor is not None and donor < layers.start))
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on a device beside the weights."""
+    """Bytes of states on a device."""
 
-    #: of one page in each page group
+    #: bytes of one page of each page group
     page: tuple[int, ...]
-    #: of one sequence's recurrent states and newest queries
+    #: bytes of one sequence's recurrent states and newest queries
     slot: int
 
     def total(self, pages: Sequence[int], slots: int) -> int:
-        """Bytes of so many pages of each group and so many sequences."""
+        """Bytes of `pages` pages of each page group and of `slots` sequences."""
         return slots * self.slot + sum(count * size for count, size in zip(pages, self.page, strict=True))
 
 
 def state_bytes(device: Device, spec: ModelSpec, layers: range, options: ShardOptions) -> StateBytes:
-    """The states of a shard's layers on a device.
+    """Bytes of the states of a shard's layers on a device.
 
-    Raises UsageError if their heads do not take a type of `options.kv`.
+    Raises UsageError if their heads do not support a type of `options.kv`.
     """
     page = [0] * len(spec.page_groups)
     slot = 0
@@ -75,7 +78,7 @@ def state_bytes(device: Device, spec: ModelSpec, layers: range, options: ShardOp
 
 
 def pages_for(window: int | None, context: int, chunk: int) -> int:
-    """Pages of one group that a sequence of `context` positions needs at most, with steps of up to `chunk` rows.
+    """The most pages of one group that a sequence of `context` positions needs, with steps of up to `chunk` rows.
 
     A windowed group holds the positions that the oldest row of a chunk still sees, and the chunk itself.
     """
