@@ -1,4 +1,4 @@
-"""The pipeline of shards as one model: which layers go on which device, and steps through all of them.
+"""The pipeline of shards as one model: the placement of layers on devices, and steps through all shards.
 
 Here: the Backend protocol that the engine calls, its only implementation LayerSplitBackend (one device is a split of
 one), placement and memory plans. Not here: what one shard does (luce.shard) and shards in other processes
@@ -6,13 +6,13 @@ one), placement and memory plans. Not here: what one shard does (luce.shard) and
 
     backend           the protocol
     layersplit        LayerSplitBackend
-    placement         layers of a file on the devices at hand, and the memory they take
+    placement         assigns the layers of a file to devices, and plans the memory
     layer_assignment  pure: layers to devices, by weights or by bytes
     microbatch        splits a step into replies, prompts, and microbatches for the pipeline
-    pipeline_state    saving, restoring and ranking pages, in all shards
-    restore           feeds a stored state to all shards at the same time
+    pipeline_state    saves, restores and ranks pages, in all shards
+    restore           loads a stored state into all shards at the same time
     boundary_memory   memory for activations between shards
-    kvflash_size      pure: how many pages of a long sequence stay on the devices
+    kvflash_size      pure: number of resident tokens of a long sequence (KVFlash)
     serving_options   ServingOptions: the settings of a whole model
     loading           loads the shards of a plan
 """

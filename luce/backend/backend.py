@@ -1,4 +1,4 @@
-"""The interface of the engine to the model. `LayerSplitBackend` implements it; tests use a scripted one."""
+"""The engine's interface to the model. `LayerSplitBackend` implements it; tests use a scripted backend."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from luce.shard.saved_state import SavedState, StatePiece
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a backend has room for. It does not change once the model is loaded."""
+    """Sizes and limits of a loaded model. They do not change."""
 
-    #: logits per row
+    #: logits of a row
     vocab: int
     #: most positions of one sequence
     context: int
@@ -29,17 +29,17 @@ class Capacity:
     pages: tuple[int, ...]
     #: bytes of host memory for a saved page of full attention, in all layers
     page_bytes: int
-    #: most pages of full attention that a sequence holds on the devices (KVFlash); None: all of its pages
+    #: most resident pages of full attention of a sequence (KVFlash); None: all pages are resident
     max_resident_pages: int | None
     #: further pages of each group for the branches of draft trees, numbered after `pages`; 0: no draft trees
     branch_pages: int
     #: most rows of a speculative span or of a draft tree; 0: neither is possible
     verify_rows: int
-    #: whether a slot has a recurrent state, which cannot be rewound by shortening
+    #: whether a slot has a recurrent state, which shortening a sequence cannot rewind
     recurrent: bool
     #: layers of each shard; they cover all layers, in order
     layers: tuple[range, ...]
-    #: bytes of host memory that `ranking` keeps of a page
+    #: bytes of host memory for the statistics of a page; 0: pages are not ranked
     ranking_bytes: int
 
 
@@ -47,28 +47,28 @@ class BackendState(Protocol):
     """Saves and restores the pages and recurrent states of sequences, in all shards."""
 
     def save(self, slot: int | None, pages: Sequence[Sequence[int]], *, held: bool = False) -> SavedState:
-        """As luce.shard.shard.ShardState.save, for all layers. Raises LuceError."""
+        """See luce.shard.shard.ShardState.save; for all layers. Raises LuceError."""
 
     def restore(self, slot: int | None, pages: Sequence[Sequence[int]], saved: SavedState, first: int = 0) -> None:
-        """The reverse of `save`, into any slot and as many pages; as luce.shard.shard.ShardState.restore.
+        """The reverse of `save`, into any slot and as many pages. See luce.shard.shard.ShardState.restore.
 
-        Raises LuceError; the contents of the pages and of the slot are undefined then.
+        Raises LuceError; then the contents of the pages and of the slot are undefined.
         """
 
     def load(self, pieces: Iterable[StatePiece]) -> None:
-        """Copy pieces to the devices as they come; each shard takes its own tensors at its own pace.
+        """Copy the tensors of `pieces` to the devices, all shards at the same time.
 
-        Raises what `pieces` raises, and BackendError naming a tensor that is missing or has another shape or type. The
-        contents of the pages and of the slot are undefined then.
+        Raises the errors of `pieces`, and BackendError naming a tensor that is missing or has another shape or type.
+        Then the contents of the pages and of the slot are undefined.
         """
 
     def staging_buffer(self, size: int) -> NDArray[np.uint8]:
-        """Host memory of `size` bytes, of the kind that `load` copies from fastest. Raises LuceError."""
+        """`size` bytes of the host memory from which `load` copies fastest. Raises LuceError."""
 
     def reserve(self, pages: int) -> None:
-        """Prepare host memory in the background for so many pages of full attention, which may be saved soon.
+        """Prepare host memory in the background for saving `pages` pages of full attention soon.
 
-        Only for the part of them that lies on devices of this process.
+        Only for their keys and values on devices of this process.
         """
 
 
@@ -76,10 +76,10 @@ class BackendRanking(Protocol):
     """Estimates which pages of full attention a sequence attends to."""
 
     def add(self, slot: int, entries: Sequence[int], pages: Sequence[int]) -> None:
-        """As luce.shard.shard.ShardRanking.add, in all layers."""
+        """See luce.shard.shard.ShardRanking.add; in all layers."""
 
     def drop(self, slot: int) -> None:
-        """As luce.shard.shard.ShardRanking.drop, in all layers. Raises LuceError."""
+        """See luce.shard.shard.ShardRanking.drop; in all layers. Raises LuceError."""
 
     def rank(self, slot: int, position: int, entries: Int32) -> NDArray[np.float64]:
         """The mean over the layers of luce.shard.shard.ShardRanking.rank: float64 [n]. Raises LuceError."""
@@ -94,34 +94,34 @@ class Backend(Protocol):
 
     @property
     def state(self) -> BackendState:
-        """Pages and recurrent states of sequences, to host memory and back."""
+        """Saves and restores pages and recurrent states of sequences."""
 
     @property
     def ranking(self) -> BackendRanking:
-        """Attention to pages. Only for a backend that was loaded to rank pages."""
+        """Estimates attention to pages. Only for a backend that was loaded to rank pages."""
 
     def lost(self) -> str:
-        """Why the states of all sequences have been lost since the last call; empty if they have not."""
+        """The reason why the states of all sequences were lost since the last call; empty if they were not."""
 
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         """Run one step. Raises BackendError or DeviceError: the step's sequences are lost, later steps work.
 
-        ShardLostError: every other sequence that has run a step is lost too, and steps fail until `lost` has reported
-        it. `queued` is called once, unless the step has failed by then, and before the wait for the output where that
-        is possible: the step's captured features precede all work that is queued on the drafter's device from then on.
+        Raises ShardLostError: every other sequence that has run a step is lost too, and steps fail until `lost` has
+        reported the loss. `queued` is called once, unless the step fails earlier; if possible, before the wait for the
+        output. The step's captured features precede all work that is queued on the drafter's device after this call.
         """
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
         """Accept these rows, at least the first one, of the slot's speculative spans.
 
-        The slot's next span accepts none, and `state.save` saves the states after these rows. Raises LuceError; the
-        states of all sequences are lost then, as `lost` reports.
+        The slot's next span accepts no rows, and `state.save` saves the states after these rows. Raises LuceError;
+        then the states of all sequences are lost, as `lost` reports.
         """
 
     def move_features(self, slot: int, position: int, path: Sequence[int]) -> None:
         """Move the captured features of the accepted rows `path` of a draft tree to their positions.
 
-        `position`: that of the tree's root. For a drafter that reads features.
+        `position`: the position of the tree's root. For a drafter that reads features.
         """
 
     def close(self) -> None:

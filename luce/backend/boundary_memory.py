@@ -1,6 +1,6 @@
-"""How much memory the activations at the boundaries between shards take, and of which device.
+"""Sizes of the memory for activations at the boundaries between shards, by device.
 
-Only sizes are computed here; Link and Arena allocate.
+This module computes sizes only; Link and Arena allocate the memory.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from luce.shard.sizes import activation_bytes, activation_widths
 
 @dataclass(frozen=True)
 class BoundaryMemory:
-    """Bytes for the activations that a shard reads.
+    """The most bytes for the activations that a shard reads.
 
-    They are less where GPUs copy to each other. The memory that a daemon shares is counted once, with its first shard.
+    GPUs that copy to each other need less. The shared memory of a daemon is counted once, with its first shard.
     """
 
     #: on the shard's device
     device: int = 0
-    #: at most, of pinned and shared host memory that the activations pass through
+    #: pinned and shared host memory that the activations pass through
     host: int = 0
 
 
 def boundary_memory(
     spec: ModelSpec, devices: Sequence[Device], layers: Sequence[range], rows: int, captured: Sequence[int] = ()
 ) -> tuple[BoundaryMemory, ...]:
-    """Of each shard, for steps of up to `rows` rows. `captured`: layers whose output a drafter reads."""
+    """The memory of each shard, for steps of up to `rows` rows. `captured`: layers whose output a drafter reads."""
     found = []
     for number, (device, own) in enumerate(zip(devices, layers, strict=True)):
         before = devices[number - 1] if number else None
@@ -45,7 +45,7 @@ def boundary_memory(
             widths = [activation_widths(spec, boundary, captured) for boundary in (own.start, layers[last].stop)]
             host = shared_size(rows, *widths)
         elif not (device.host or (before is not None and before.remote and not device.remote)):
-            # An activation in shared memory is copied to the device from there.
+            # A remote shard's activation is copied to the device from shared memory.
             host = size
         found.append(BoundaryMemory(size, host))
     return tuple(found)

@@ -1,7 +1,7 @@
-"""How many positions of a sequence have their keys and values on the devices (KVFlash). Pure.
+"""The number of resident positions of a sequence: their keys and values are on the devices (KVFlash). Pure.
 
-A sequence may be longer than that. Its first page and its last ones are always resident; of the pages between, those
-with the highest scores are (luce.kvcache.paging). Sizes are in positions and multiples of four pages.
+A sequence may have more positions. Its first page and its last pages are always resident; of the other pages, those
+with the highest scores are resident (luce.kvcache.paging). Sizes are in positions and multiples of four pages.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _STEP = 4 * PAGE
 class KVFlashRequest:
     """The value of --kvflash."""
 
-    #: resident positions of a sequence; the most of them if `auto`
+    #: resident positions of a sequence; with `auto`, the most resident positions
     size: int
-    #: whether the free memory of the devices decides
+    #: whether the free memory of the devices sets the number
     auto: bool = False
 
     @classmethod
     def parse(cls, text: str) -> KVFlashRequest | None:
-        """Of a checked value: `off` (None), `N`, `auto` or `auto:N`."""
+        """Parse a checked value: `off` (None), `N`, `auto` or `auto:N`."""
         if text == "off":
             return None
         kind, _, number = text.partition(":")
@@ -38,22 +38,22 @@ class KVFlashRequest:
 
 
 def tail_pages(positions: int) -> int:
-    """Pages before the newest that are always resident: four, or all that the last `positions` positions touch."""
+    """The last pages that are always resident: four, or all pages of the last `positions` positions."""
     return max(4, -(-positions // PAGE) + 1 if positions else 0)
 
 
 def smallest_size(tail: int) -> int:
-    """The smallest number of resident positions where the last `tail` pages are always resident.
+    """The smallest number of resident positions if the last `tail` pages are always resident.
 
-    Beside these and the sink it holds the page that is being filled and one that may be swapped out.
+    It includes the sink, the page that is being filled, and one page that may be swapped out.
     """
     return _round_up((SINK + tail + 2) * PAGE)
 
 
 def resident_size(wanted: int, tail: int, context: int) -> int | None:
-    """The resident positions for a request of `wanted`; None if the context is too short to swap pages out.
+    """The number of resident positions for a request of `wanted`; None if the context is too short to swap pages out.
 
-    `wanted` is rounded up to whole steps and is at least smallest_size; the context, rounded down, limits it.
+    The number is at least `wanted`, rounded up to four pages, and smallest_size; at most the context, rounded down.
     """
     size = max(_round_up(wanted), smallest_size(tail))
     if size > context:
@@ -63,27 +63,30 @@ def resident_size(wanted: int, tail: int, context: int) -> int | None:
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """A device as auto_size sees it."""
+    """The memory of a device for auto_size."""
 
     device: str
-    #: bytes that are free beside weights and states
+    #: free bytes after weights and states
     free: int
     #: bytes of one position of a sequence
     position: int
 
     def positions(self, slots: int) -> int | None:
-        """Positions of each of `slots` sequences in half of the free memory; None if they take no memory here."""
+        """Positions of each of `slots` sequences in half of the free memory; None if a position takes no memory
+        here."""
         return max(0, self.free) // 2 // (slots * self.position) if self.position else None
 
 
 def auto_size(devices: Sequence[DeviceShare], slots: int, most: int = AUTO_MOST) -> int:
-    """Positions of each of `slots` sequences for which half of the free memory of every device is enough; at most
-    `most`."""
+    """The most positions of each of `slots` sequences that fit into half of every device's free memory.
+
+    The result is at most `most`.
+    """
     return min([most, *(count for share in devices if (count := share.positions(slots)) is not None)])
 
 
 def describe_shares(devices: Sequence[DeviceShare], slots: int) -> str:
-    """The computation of auto_size, for people."""
+    """The computation of auto_size as a text."""
     return "; ".join(
         f"{share.device}: {share.free} bytes free / 2 / {slots} sequences / {share.position} bytes per token "
         f"= {share.positions(slots)}"

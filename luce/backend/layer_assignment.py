@@ -1,4 +1,4 @@
-"""Layers to devices. Pure: sizes in, ranges out."""
+"""Assigns layers to devices. Pure: sizes in, ranges out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from luce.models.spec import ModelSpec
 def split_layers(layers: int, devices: int, weights: Sequence[float] = ()) -> tuple[range, ...]:
     """Consecutive ranges of layers in proportion to `weights` (default: equal), each of at least one layer.
 
-    Raises UsageError if that is impossible.
+    Raises UsageError if such a split is impossible.
     """
     if weights and len(weights) != devices:
         listed = ",".join(f"{weight:g}" for weight in weights)
@@ -38,7 +38,7 @@ def split_layers(layers: int, devices: int, weights: Sequence[float] = ()) -> tu
 
 
 def check_devices(layers: int, devices: int) -> None:
-    """Raises UsageError unless every device can have a layer."""
+    """Raises UsageError if there are more devices than layers, or none."""
     if not 0 < devices <= layers:
         raise UsageError(
             f"--target-devices: bad layer split for {devices} devices and {layers} layers", param="target_devices"
@@ -69,37 +69,40 @@ def plan_layers(spec: ModelSpec, devices: int, weights: Sequence[float] = ()) ->
 
 @dataclass(frozen=True)
 class DeviceBudget:
-    """A device as fill_layers sees it, in bytes."""
+    """The free memory of a device and the sizes of layers on it, in bytes."""
 
-    #: for layers, so without the embedding and the head; may be negative
+    #: free memory for layers, without the embedding and the head; may be negative
     free: int
-    #: of each layer of the model, if it is placed here
+    #: of each layer of the model
     weights: tuple[int, ...]
+    #: of each layer of the model
     state: tuple[int, ...]
-    #: whether it takes layers only if the other devices cannot hold them
+    #: whether the device gets layers only if the other devices cannot hold them
     last_resort: bool = False
-    #: of the activations that enter, by the first layer here; none if empty
+    #: buffers for the activations that enter, by the first layer here; empty: none
     buffers: tuple[int, ...] = ()
 
     def used(self, layers: range, donors: Sequence[int | None]) -> int:
-        """Bytes of a shard of these layers. Donors in earlier shards are mirrored: their state is here as well."""
+        """Bytes of a shard of these layers. Donors in earlier shards are mirrored, so the shard has their state as
+        well."""
         mirrors = {donor for donor in donors[layers.start : layers.stop] if donor is not None and donor < layers.start}
         own = sum(self.weights[layers.start : layers.stop]) + sum(self.state[layers.start : layers.stop])
         return own + sum(self.state[donor] for donor in mirrors) + (self.buffers[layers.start] if self.buffers else 0)
 
 
-#: cost of a split (bytes that do not fit, layers on devices of last resort, scaled used^2 / free), and its ranges
+#: Cost of a split (bytes that do not fit, layers on devices of last resort, scaled used^2 / free), and its ranges.
 _Split = tuple[tuple[int, int, int], tuple[range, ...]]
 
 
 def fill_layers(budgets: Sequence[DeviceBudget], donors: Sequence[int | None]) -> tuple[range, ...]:
     """Consecutive ranges of layers by bytes, in proportion to the free memory of the devices, each of at least one.
 
-    Of all such splits the first of: fewest bytes that do not fit (none, if any split fits); fewest layers on devices of
-    last resort; least sum of used^2 / free, whose minimum lies where used is proportional to free. So equal devices get
-    equal bytes, as far as whole layers go; of equally good splits the one with more layers on the earlier devices.
+    The best split has, in this order of importance: the fewest bytes that do not fit (none, if any split fits); the
+    fewest layers on devices of last resort; the least sum of used^2 / free, whose minimum is at used proportional to
+    free. So equal devices get about equal bytes. Of equally good splits, the one with more layers on the earlier
+    devices wins.
 
-    `donors`: per layer the layer whose keys and values it reads. Raises UsageError if there are more devices than
+    `donors`: for each layer, the layer whose keys and values it reads. Raises UsageError if there are more devices than
     layers.
     """
     count = len(donors)

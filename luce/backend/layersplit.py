@@ -1,9 +1,9 @@
 """The only backend: runs a step through its shards in order; activations go from device to device.
 
-Devices work on their own once work is queued, so a step is only queued here, shard by shard, with events between the
-devices (luce.runtime.transfer). Only the output is waited for: while a shard works on one step, or on one microbatch of
-a long step, the shard before it works on the next. A step without output rows returns at once; if it fails, the next
-one fails, and the states of all sequences count as lost.
+The backend queues a step shard by shard, with events between the devices (luce.runtime.transfer), and waits for the
+output only. While a shard works on one step, or on one microbatch of a long step, the shard before it works on the next
+one. A step without output rows returns at once; if it fails, the next step fails, and the states of all sequences count
+as lost.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ _log = logging.getLogger(__name__)
 class LayerSplitBackend:
     """See luce.backend.backend.Backend. Runs a model on devices, which stay open when it is closed.
 
-    `options.layer_split` or bytes decide which layers go where (luce.backend.placement.plan_shards). `ring` stores the
-    features of every step; its layers take the place of `options.captured`. `on_progress` gets the share of the layers
-    that are read. Raises UsageError if the split is impossible or the heads do not take a type of `options.kv`,
-    OutOfMemoryError naming shard, bytes and the context that would fit. Nothing stays allocated then.
+    luce.backend.placement.plan_shards places the layers. `ring` stores the features of every step; its layers replace
+    `options.captured`. `on_progress` gets the share of the layers that are read, 0..1.
+
+    Raises UsageError if the split is impossible or the heads do not support a type of `options.kv`, and
+    OutOfMemoryError naming shard, bytes and a context that would fit. Then nothing stays allocated.
     """
 
     def __init__(
@@ -65,14 +66,16 @@ class LayerSplitBackend:
         self.spec = spec
         self.options = options
         self._ring = ring
-        #: features that are not in the ring yet, because another thread drives its device: on the host
+        #: features on the host that are not in the ring yet: only the thread of `forward` drives the ring's device
         self._features: deque[tuple[Step, list[NDArray[np.uint16]]]] = deque()
         self._microbatch = options.microbatch or default_microbatch_rows(len(devices))
         self._devices = tuple(devices)
         self._own = [device for device in devices if not device.remote]
         self._memory = MemoryWatch(self._own)
-        #: whether steps may have failed that no call has waited for, and why one did
-        self._unwaited, self._lost = False, ""
+        #: whether steps without output rows may have failed, as no call has waited for them
+        self._unwaited = False
+        #: why the states of all sequences were lost, until `lost` reports it
+        self._lost = ""
         plan = plan_model(file, spec, devices, options)
         if plan.kvflash.reason:
             _log.info("--kvflash: %s", plan.kvflash.reason)
@@ -115,23 +118,25 @@ class LayerSplitBackend:
         return lost
 
     def down(self) -> str:
-        """Why all further steps will fail; empty while they need not. Any thread may ask."""
+        """The reason why all further steps will fail; empty while steps can succeed. Any thread may call it."""
         return "; ".join(filter(None, [shard.down() for shard in self.shards]))
 
     def memory(self) -> dict[str, Memory]:
-        """Free memory of the devices, by name, where it is known: of this process's devices as of the last step, of a
-        daemon's as of its last heartbeat. Any thread may ask."""
+        """Free memory of the devices by name, as far as it is known. Any thread may call it.
+
+        The figures are from the last step for this process's devices, and from the last heartbeat for a daemon's.
+        """
         own = dict(zip((str(device.name) for device in self._own), self._memory.seen, strict=False))
         remote = {str(device.name): device.reported_memory() for device in self._devices if is_remote(device)}
         return own | {name: memory for name, memory in remote.items() if memory is not None}
 
     def daemons(self) -> tuple[DaemonState, ...]:
-        """The daemons that hold shards. Any thread may ask."""
+        """The daemons that hold shards. Any thread may call it."""
         shards = enumerate(self.shards)
         return tuple(shard.daemon_state(number) for number, shard in shards if isinstance(shard, RemoteShard))
 
     def times(self) -> tuple[ShardTimes, ...]:
-        """Seconds that the shards' work and the copies between them took since the start. Any thread may ask."""
+        """Seconds that the shards' work and the copies between them took since the start. Any thread may call it."""
         return self._pipeline.times()
 
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
@@ -140,7 +145,7 @@ class LayerSplitBackend:
         parts = separate_prompts(step)
         runs = [[part] for part in parts]
         if self._pipeline.links:
-            # Prompts follow each other through the shards, and replies do not wait for their end.
+            # Prompts follow each other through the shards. Replies run before them, so they do not wait for prompts.
             ahead = int(len(parts[0].output_rows) > 0)
             runs = [parts[:ahead], parts[ahead:]]
         *runs, last = filter(None, runs)
@@ -152,7 +157,8 @@ class LayerSplitBackend:
             raise
 
     def _run(self, parts: Sequence[Step], queued: Callable[[], None]) -> list[Output]:
-        """Run parts of a step, several only if there are links. The outputs of the microbatches with output rows."""
+        """Run parts of a step, several only if there are links. Returns the outputs of microbatches with output
+        rows."""
         pipeline = self._pipeline
         batches = (
             [batch for part in parts for batch in split_microbatches(part, self._microbatch)]
@@ -203,13 +209,13 @@ class LayerSplitBackend:
         self._pipeline.close()
 
     def _join(self, outputs: Sequence[Output]) -> Output:
-        """The outputs of microbatches as one."""
+        """Join the outputs of microbatches."""
         if len(outputs) == 1:
             return outputs[0]
         return Output.joined([Output(np.empty(0, np.int32), np.empty((0, self.capacity.vocab), np.float32)), *outputs])
 
     def _on_captured(self, device: Device, step: Step, outputs: Sequence[Array]) -> None:
-        """Features of a step on the last shard's `device`, or on the host if that is remote. On the shard's thread."""
+        """Take the features of a step from the last shard's `device`; from the host if it is remote. On its thread."""
         assert self._ring is not None
         if device is self._ring.device:
             self._ring.put(step, outputs)
@@ -230,7 +236,7 @@ class LayerSplitBackend:
             raise
 
     def _give_up(self, why: object) -> None:
-        """Wait until nothing runs, whether it fails or not."""
+        """Wait until nothing runs, and ignore failures. `why`: why steps without a waiting call are lost."""
         self._pipeline.settle()
         self._features.clear()
         if self._unwaited:

@@ -1,4 +1,4 @@
-"""Loads the shards of a planned model: daemons read their weights while this process reads its own."""
+"""Loads the shards of a planned model. Daemons read their weights while this process reads its own."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from luce.shard.sizes import activation_bytes
 class ShardLoader:
     """Adds the shards of a plan to a pipeline.
 
-    `on_captured` is called with the device of the last shard before the step. `on_progress` gets the share of the
-    layers that are read, after each layer of this process and about once a second from daemons.
+    `on_captured` gets the device of a shard and returns the shard's hook. `on_progress` gets the share of the layers
+    that are read, 0..1: after each layer of this process, and about once a second from daemons.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class ShardLoader:
         self._read = itertools.count(1)
 
     def load(self, pipeline: Pipeline) -> None:
-        """Raises LuceError; the caller closes the pipeline then, and nothing stays allocated."""
+        """Load all shards. Raises LuceError; then the caller closes the pipeline, and nothing stays allocated."""
         try:
             for number, group in self._groups:
                 if _all_remote(group):
                     self._remote[number] = self._load_remote(number, group)
             for number, group in self._groups:
                 with self._naming(number):
-                    shard = self._neighbour(number, group) if number in self._remote else self._load_local(number)
+                    shard = self._pinned_remote(number, group) if number in self._remote else self._load_local(number)
                     pipeline.add(f"shard {number}", ",".join(str(device.name) for device in group), shard)
                     if number:
                         begin = self._plan.shards[number].layers.start
@@ -85,15 +85,15 @@ class ShardLoader:
             on_captured=self._on_captured(group[-1]),
         )
 
-    def _neighbour(self, number: int, group: Sequence[Device]) -> RemoteShard:
-        """The shard of a daemon, whose shared memory the devices before and after it can copy from and to directly."""
+    def _pinned_remote(self, number: int, group: Sequence[Device]) -> RemoteShard:
+        """The shard of a daemon, with its shared memory pinned for the devices before and after it."""
         shard, devices = self._remote[number], self._plan.devices
         shard.pin([*devices[max(0, number - 1) : number], *devices[number + len(group) :][:1]])
         return shard
 
     def _load_local(self, number: int) -> LocalShard:
         own = self._layers(number)
-        # Several GPUs of this process replay long steps, but for a device that is there twice: two graphs at a time
+        # Several GPUs of this process replay long steps, unless a device occurs twice: two graphs that run at a time
         # would share its memory.
         gpus = [group[0].name for _, group in self._groups if not (group[0].remote or group[0].host)]
         return LocalShard(
@@ -116,7 +116,7 @@ class ShardLoader:
 
     @contextlib.contextmanager
     def _naming(self, number: int, *, named: bool = False) -> Iterator[None]:
-        """Name the shard in errors of memory, unless they do (`named`), and say what helps."""
+        """Add the shard's name, unless it is there (`named`), and advice to errors of memory."""
         shard: ShardPlan = self._plan.shards[number]
         try:
             yield
@@ -130,7 +130,7 @@ class ShardLoader:
 
 
 def shard_groups(devices: Sequence[Device]) -> list[tuple[int, list[Device]]]:
-    """The devices of each shard, with the index of the first: one device, or all neighbours that one daemon has."""
+    """The devices of each shard, with the index of the first one: one device, or consecutive devices of one daemon."""
     groups: list[tuple[int, list[Device]]] = []
     for number, device in enumerate(devices):
         if same_daemon(devices[number - 1] if number else None, device):

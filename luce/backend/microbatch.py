@@ -1,5 +1,7 @@
-"""Splits a step into replies and prompts, which run one after the other, and these into microbatches, which follow each
-other through the pipeline. Pure."""
+"""Splits a step into replies and prompts, which run one after the other, and these into microbatches for the pipeline.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,16 @@ import numpy as np
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import PAGE, PageView, Span, Step
 
-# The fewest rows of a span on either side of a cut: more than kernels treat as single steps.
+# The fewest rows of a span on either side of a cut: more rows than kernels treat as single steps.
 _MIN_SPAN_ROWS = FEW_ROWS + 1
 
 
 def separate_prompts(step: Step) -> list[Step]:
-    """The step as several steps: the rows that continue replies, and then each prompt by itself. Prompts of few rows
-    stay together while they have at most FEW_ROWS rows.
+    """The step as several steps: the rows that continue replies, and then each prompt in a step of its own.
 
-    Products of more than FEW_ROWS rows round in another way, and a BLAS library's rounding depends on their number. So
-    a reply, drafted or not, has the same bits whichever prompts are read meanwhile, and so has a prompt. Rows of more
-    than FEW_ROWS replies have other bits in any case.
+    Short prompts share a step of at most FEW_ROWS rows. Products of more than FEW_ROWS rows round in another way, and a
+    BLAS library's rounding depends on their number. So a reply, drafted or not, and a prompt have the same bits
+    whatever other prompts are in the step. Rows of more than FEW_ROWS replies have other bits in any case.
     """
     if step.rows <= FEW_ROWS:
         return [step]
@@ -52,7 +53,7 @@ def max_microbatch_rows(rows: int) -> int:
 
 
 def split_microbatches(step: Step, rows: int) -> list[Step]:
-    """The step as microbatches of about `rows` rows; whole if it has less than one and a half times that.
+    """The step as microbatches of about `rows` rows; one microbatch if it has fewer than 1.5 * `rows`.
 
     A span is cut after whole pages of its rows, where chunked kernels begin a chunk anyway, and keeps at least
     _MIN_SPAN_ROWS rows after the cut. So kernels whose bits do not depend on the number of rows give the same bits.
@@ -64,7 +65,7 @@ def split_microbatches(step: Step, rows: int) -> list[Step]:
 
 
 def _near(step: Step, row: int) -> int:
-    """The nearest place at or before a row where the step may be cut."""
+    """The last row at or before `row` where the step may be cut."""
     span = next(s for s in step.spans if row < s.start + s.rows)
     if span.ancestors:
         # A draft tree stays in one microbatch.
@@ -76,7 +77,7 @@ def _near(step: Step, row: int) -> int:
 
 
 def _part(step: Step, begin: int, end: int) -> Step:
-    """Rows [begin, end) as a step."""
+    """Rows [begin, end) of the step as a step."""
     picked = [i for i, s in enumerate(step.spans) if s.start < end and begin < s.start + s.rows]
     spans = tuple(_clip(step.spans[i], begin, end) for i in picked)
     of_part = (step.output_rows >= begin) & (step.output_rows < end)
@@ -100,7 +101,7 @@ def _clip(span: Span, begin: int, end: int) -> Span:
 
 
 def _view(view: PageView, picked: list[int], spans: tuple[Span, ...], begin: int, end: int) -> PageView:
-    """The pages that the part's spans see: those that begin at or before their last row."""
+    """The pages that the part's spans see: pages that begin at or before a span's last row."""
     first, last = view.first[picked], np.array([s.position + s.rows for s in spans])
     known = np.arange(first.shape[1]) < view.count[picked, None]
     count = np.count_nonzero(known & (first < last[:, None]), axis=1).astype(np.int32)
@@ -112,6 +113,6 @@ def _view(view: PageView, picked: list[int], spans: tuple[Span, ...], begin: int
         view.dest[begin:end],
         # A span with a mask of seen rows is too short to be cut.
         None if view.seen is None else view.seen[begin:end],
-        # Copies for branches in other parts are made here too, early, and again in time by those parts.
+        # Copies for branches in other parts are made here too, and again by those parts.
         view.copies if any(span.ancestors for span in spans) else None,
     )

@@ -1,4 +1,4 @@
-"""What `Backend.state` and `Backend.ranking` do with the shards of a pipeline: every shard gets the call."""
+"""`Backend.state` and `Backend.ranking` of a pipeline: they call every shard."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from luce.shard.shard import Shard
 class PipelineState:
     """See luce.backend.backend.BackendState.
 
-    `wait` lets the shards' threads become idle before they are called from here. `page_bytes`: of each device, host
-    memory for a page of full attention.
+    `wait` waits until the shards' threads are idle, so that this thread may call the shards. `page_bytes`: bytes of
+    host memory for a saved page of full attention, by device.
     """
 
     def __init__(self, shards: Sequence[Shard], wait: Callable[[], None], page_bytes: Mapping[Device, int]) -> None:
@@ -36,9 +36,9 @@ class PipelineState:
         assert isinstance(saved, JoinedSavedState)
         self._wait()
         shards = zip(self._shards, saved.parts, strict=True)
-        answers = [shard.state.restore(slot, pages, part, first) for shard, part in shards]
-        for answer in filter(None, answers):
-            answer()
+        waits = [shard.state.restore(slot, pages, part, first) for shard, part in shards]
+        for wait in filter(None, waits):
+            wait()
 
     def load(self, pieces: Iterable[StatePiece]) -> None:
         self._wait()

@@ -1,4 +1,4 @@
-"""Copies a stored state to all shards at the same time."""
+"""Loads a stored state into all shards at the same time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterable, Sequence
 from luce.shard.saved_state import StatePiece
 from luce.shard.shard import Shard
 
-#: pieces that wait for one shard, beside the one that it is copying
+#: most pieces that wait for a shard while it copies another one
 WAITING = 1
 
 
 def load(shards: Sequence[Shard], pieces: Iterable[StatePiece]) -> None:
-    """Give each piece to every shard.
+    """Load each piece into every shard.
 
-    Remote shards have a thread each: while one copies a piece, the others get theirs and the next piece is made. Raises
-    the first error of `pieces` or of a shard; no thread runs any more then.
+    Each remote shard has a thread: while one shard copies a piece, the other shards copy theirs, and `pieces` makes the
+    next one. Raises the first error of `pieces` or of a shard; then no thread runs any more.
     """
     feeders = [_Feeder(shard) for shard in shards if shard.remote]
     try:
@@ -40,7 +40,7 @@ def load(shards: Sequence[Shard], pieces: Iterable[StatePiece]) -> None:
 
 
 class _Feeder(threading.Thread):
-    """Gives pieces to one shard until it gets None; after an error it drops them."""
+    """Loads pieces into one shard until it gets None. After an error it drops the pieces."""
 
     def __init__(self, shard: Shard) -> None:
         super().__init__(name="luce-load-state", daemon=True)

@@ -1,4 +1,4 @@
-"""How a model is loaded onto devices and runs: what the settings ask for."""
+"""Options of a whole model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from luce.shard.shard_options import ShardOptions
 
 @dataclass(frozen=True)
 class Claim:
-    """Bytes that something other than layers will take on a device."""
+    """Memory of a device that is reserved for something other than layers."""
 
     device: Device
     bytes: int
@@ -19,21 +19,21 @@ class Claim:
 
 @dataclass(frozen=True)
 class ServingOptions(ShardOptions):
-    """Settings of a whole model."""
+    """Settings of a whole model and of its shards."""
 
     #: most positions of one sequence
     context: int = 4096
     #: most prompt rows of a step
     chunk: int = 512
-    #: how many pages of a long sequence stay on the devices; None: all
+    #: --kvflash, for the number of resident pages of a sequence; None: all pages are resident
     kvflash: KVFlashRequest | None = None
     #: further pages of each page group, for branches of draft trees
     branch_pages: int = 0
     #: weights of --target-layer-split; empty: split by bytes
     layer_split: tuple[float, ...] = ()
-    #: memory that a drafter will take of the devices
+    #: memory of the devices that a drafter will take
     claims: tuple[Claim, ...] = ()
-    #: whether GPUs keep matrices unpacked beside the weights, in spare memory; that makes prompts faster
+    #: whether GPUs store unpacked copies of matrices in free memory, which makes prompts faster
     unpack: bool = False
-    #: rows of a microbatch, in which long steps pass through several shards; 0: the usual number
+    #: rows of a microbatch, for long steps on several shards; 0: the default
     microbatch: int = 0
