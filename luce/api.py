@@ -1,4 +1,4 @@
-"""A loaded model as a Python object. The command line and the server stand on the same object."""
+"""A loaded model as a Python object, which the command line and the server use too."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from luce.text.tokenizer import Tokenizer
 
 
 class Generation(Iterator[Token]):
-    """Iterates over the tokens of one reply as they come. Closing it, or dropping the last reference, cancels the
-    reply.
+    """Iterates over the tokens of one reply while they are generated. `close`, or the end of the last reference to it,
+    cancels the reply.
 
     `finish` is set when the iteration has ended: reason, seed, timings.
     """
@@ -107,7 +107,7 @@ class Model:
     def __init__(self, parts: ModelParts, config: Config, resources: contextlib.ExitStack) -> None:
         """`resources` are released by `close`."""
         backend, file = parts.backend, parts.file
-        self._backend = backend
+        self.backend = backend
         self._draft_device = parts.draft_device
         self._resources = resources
         self.spec = parts.spec
@@ -137,8 +137,8 @@ class Model:
 
     @property
     def placement(self) -> list[dict[str, Any]]:
-        """Of each shard: device; layers (first, last); bytes of weights, of state, and of weights also kept unpacked;
-        bytes of activations per token to the next shard."""
+        """For each shard: device; layers (first, last); weights, unpacked (the second, unpacked form of weights) and
+        state in bytes; activation_bytes_per_token to the next shard."""
         return [
             {
                 "device": part.device,
@@ -147,47 +147,47 @@ class Model:
                 "unpacked": part.unpacked,
                 "state": part.state,
                 "activation_bytes_per_token": activation_bytes(
-                    self._backend.spec, part.layers.stop, self._backend.options.captured
+                    self.backend.spec, part.layers.stop, self.backend.options.captured
                 ),
             }
-            for part in self._backend.devices
+            for part in self.backend.devices
         ]
 
     def down(self) -> str:
         """Why no reply can be generated any more, such as a daemon that has died too often; empty otherwise."""
-        return self._backend.down()
+        return self.backend.down()
 
     def memory(self) -> dict[str, Memory]:
         """Memory of each shard's device and of a drafter's daemon at the last measurement, by the device's name.
 
-        Devices without a measurement are not in it.
+        Devices without a measurement are left out.
         """
         draft = self._draft_device
         memory = None if draft is None else draft.reported_memory()
-        return ({} if draft is None or memory is None else {str(draft.name): memory}) | self._backend.memory()
+        return ({} if draft is None or memory is None else {str(draft.name): memory}) | self.backend.memory()
 
     def daemons(self) -> tuple[DaemonState, ...]:
         """The daemons of shards, and the drafter's if it has one."""
         draft = self._draft_device
         drafting = () if draft is None else (daemon_state("draft", str(draft.name), draft.daemon),)
-        return *self._backend.daemons(), *drafting
+        return *self.backend.daemons(), *drafting
 
     def times(self) -> tuple[ShardTimes, ...]:
-        """Seconds that the shards' work and the copies between them took since the load."""
-        return self._backend.times()
+        """Seconds of the shards' work and of the copies between them since the load."""
+        return self.backend.times()
 
     def tokenize(self, text: str, *, specials: bool = True) -> list[int]:
         """Ids of a text, without an automatic BOS. `specials`: whether texts of control tokens become these tokens."""
         return self.tokenizer.encode(text, specials=specials)
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """The text of ids; control tokens have none, bytes that are no character become U+FFFD."""
+        """The text of ids. Control tokens have no text; bytes that form no character become U+FFFD."""
         decoder = Detokenizer(self.tokenizer)
         return "".join([decoder.push(int(i)) for i in ids]) + decoder.flush()
 
     def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = (), *, remember: bool = True) -> ReplyText:
-        """The text of one reply to a prompt, cut at the first of the stop strings. `remember`: whether its ids are
-        remembered for later prompts."""
+        """The text of one reply to a prompt; the first stop string ends it. `remember`: whether later prompts that
+        repeat the reply get its ids."""
         return ReplyText(self.tokenizer, stops, (lambda reply: self.chat.remember(prompt, reply)) if remember else None)
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
@@ -220,8 +220,8 @@ class Model:
     ) -> Generation:
         """Continue a prompt: text (tokenised with its special tokens, BOS in front if the file asks for it) or ids.
 
-        `sampling` are values of luce.config.sampling.SAMPLERS (temperature, top_k, seed, ...); for those that are None
-        or absent the Config's defaults hold. Raises UsageError for a value outside its range, TypeError for an unknown
+        `sampling` are values of luce.config.sampling.SAMPLERS (temperature, top_k, seed, ...); a value that is None or
+        absent is the Config's default. Raises UsageError for a value outside its range, TypeError for an unknown
         name.
 
         Iterates over tokens with `.id`, `.text`, `.logprob`; text that was held back at the end comes as a last token
@@ -250,13 +250,13 @@ class Model:
             on_progress,
         )
 
-    def _sampling(self, given: Mapping[str, float | None]) -> dict[str, Any]:
-        """The sampling values of a call, beside max_tokens, which `generate` has an argument for."""
-        if unknown := given.keys() - SAMPLERS:
+    def _sampling(self, sampling: Mapping[str, float | None]) -> dict[str, Any]:
+        """The sampling values of a call, except max_tokens, which is an argument of `generate`."""
+        if unknown := sampling.keys() - SAMPLERS:
             raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
         values = {}
         for name, sampler in SAMPLERS.items():
-            value = given.get(name)
+            value = sampling.get(name)
             try:
                 values[name] = sampling_default(self.config, name) if value is None else sampler.parse(str(value))
             except ValueError as error:
@@ -277,7 +277,7 @@ class Model:
 
 
 def _fingerprint(file: GGUFFile) -> str:
-    """8 hex digits that change with the tensor directory: names, shapes, types, places."""
+    """8 hex digits that change with the tensor directory: names, shapes, types, offsets."""
     digest = hashlib.blake2b(digest_size=4)
     for tensor in file.tensors.values():
         digest.update(f"{tensor.name} {tensor.shape} {tensor.type} {tensor.offset}\n".encode())

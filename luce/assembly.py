@@ -1,4 +1,4 @@
-"""`luce.load(...)`: from a file and a Config to a Model: what is opened, in which order, and what closes it again."""
+"""`luce.load(...)`: opens everything that a Model needs, in order, from a file and a Config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from luce.backend.serving_options import Claim, ServingOptions
 from luce.config.directories import cache_directory
 from luce.config.resolve import resolve
 from luce.config.settings import Config, flag
-from luce.draft.open import branch_pages, open_drafter, verified_rows
+from luce.draft.drafter import Drafter
+from luce.draft.open import PreparedDrafter, branch_pages, open_drafter, verified_rows
 from luce.draft.remote import RemoteDrafter
 from luce.errors import LuceError, ModelError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
@@ -49,50 +50,54 @@ _log = logging.getLogger(__name__)
 
 
 def load(path: str | Path, **fields: Any) -> Model:
-    """Load a GGUF file (or an alias such as `smollm2`) onto devices.
+    """Load a GGUF file, or an alias such as `smollm2`, onto devices.
 
-    Every field of luce.config.settings.Config is a keyword of the same spelling and with the same checks as the flag:
+    Every field of luce.config.settings.Config is a keyword with the checks of its flag:
     `luce.load("model.gguf", target_devices="cuda:0", max_ctx=4096)`. Raises LuceError: UsageError for a bad keyword,
     ModelError for a bad file, DeviceError for a bad device.
     """
     return open_model(resolve_model(str(path)), resolve(fields, spell=str))
 
 
-_UNDRAFTED = "replies go on without drafting: %s"
-
-
-class _UndraftedError(Exception):
-    """The drafter cannot be had, for the reason that the cause tells."""
+class _DrafterError(Exception):
+    """The drafter cannot be used; the message is the reason."""
 
 
 def open_model(path: Path, config: Config, on_progress: Callable[[float], None] = lambda fraction: None) -> Model:
     """A Model from a file and a checked Config. `on_progress` gets the share of the layers that are read.
 
-    A --draft that is missing or refused, or for which there is no memory, is done without; EngineStats.draft says why.
+    The model has no drafter if the file of --draft is missing or refused, or if there is no memory for it;
+    EngineStats.draft has the reason.
     """
     try:
         return _open_model(path, config, on_progress)
-    except _UndraftedError as error:
-        why = str(error)
-    _log.warning(_UNDRAFTED, why)
+    except _DrafterError as error:
+        reason = str(error)
+    _warn_without_drafter(reason)
     scorer = config.kvflash_drafter or config.draft
-    alone = dataclasses.replace(config, draft="", ddtree=False, kvflash_drafter=scorer)
-    return _open_model(path, alone, on_progress, undrafted=why)
+    without = dataclasses.replace(config, draft="", ddtree=False, kvflash_drafter=scorer)
+    return _open_model(path, without, on_progress, no_drafter_reason=reason)
+
+
+def _warn_without_drafter(reason: str) -> None:
+    _log.warning("replies go on without drafting: %s", reason)
 
 
 @contextlib.contextmanager
-def _without_draft(*kinds: type[LuceError]) -> Iterator[None]:
-    """Errors of these kinds, but for those of the command line, are the drafter's."""
+def _as_drafter_error(*kinds: type[LuceError]) -> Iterator[None]:
+    """Turn errors of these kinds into a _DrafterError, except those of the command line."""
     try:
         yield
     except UsageError:
         raise
     except kinds as error:
-        raise _UndraftedError(str(error)) from error
+        raise _DrafterError(str(error)) from error
 
 
-def _open_model(path: Path, config: Config, on_progress: Callable[[float], None], *, undrafted: str = "") -> Model:
-    """As open_model; `undrafted`: why there is no drafter although one is wanted."""
+def _open_model(
+    path: Path, config: Config, on_progress: Callable[[float], None], *, no_drafter_reason: str = ""
+) -> Model:
+    """As open_model. `no_drafter_reason`: why there is no drafter although --draft names one. Raises _DrafterError."""
     if config.threads:
         threadpoolctl.threadpool_limits(config.threads, user_api="blas")
     _check_cache_ram(config)
@@ -100,53 +105,60 @@ def _open_model(path: Path, config: Config, on_progress: Callable[[float], None]
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(open_gguf(path))
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
-        tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
-        if tokenizer.vocab > spec.vocab:
-            raise ModelError(f"{path}: {tokenizer.vocab} tokens, but tensor token_embd.weight has {spec.vocab} rows")
-        chat = _chat_format(file, tokenizer, spec.dialect, config)
-        if chat.template is not None:
-            opened.callback(chat.template.close)
+        tokenizer = _open_tokenizer(path, file, spec)
+        chat = _open_chat_format(opened, file, tokenizer, spec.dialect, config)
         devices = open_placement(config)
         for device in devices:
             opened.callback(device.close)
-        with _without_draft(LuceError):
+        with _as_drafter_error(LuceError):
             prepared = open_drafter(opened, config, file, spec, devices, context=default_context(spec, config.max_ctx))
-        ring = None if prepared is None else prepared.ring
-        claims = () if prepared is None else prepared.claims
-        with _without_draft(*[OutOfMemoryError] if claims else []):
+        ring, claims, tails = (None, (), None) if prepared is None else (prepared.ring, prepared.claims, prepared.tails)
+        with _as_drafter_error(*[OutOfMemoryError] if claims else []):
             backend = open_backend(opened, file, spec, devices, config, on_progress, ring=ring, claims=claims)
         drafter = None
         if prepared is not None:
-            try:
-                drafter = prepared.open(backend.shards[0], backend.shards[-1])
-            except UsageError:
-                raise
-            except LuceError as error:
-                # The layers stay where they are, beside the room that was left for it.
-                undrafted = str(error)
-                _log.warning(_UNDRAFTED, undrafted)
-            else:
-                opened.callback(drafter.close)
-        tails = None if prepared is None else prepared.tails
-        disk = None if directory is None else _disk(directory, file, backend, chat, config)
-        kvflash = open_kvflash(opened, backend, devices, config, lambda: tokenizer)
-        resources = contextlib.ExitStack()
+            drafter, no_drafter_reason = _load_drafter(opened, prepared, backend)
         parts = ModelParts(
             file=file,
             spec=spec,
             tokenizer=tokenizer,
             chat=chat,
             backend=backend,
-            disk=disk,
-            kvflash=kvflash,
+            disk=None if directory is None else _disk_tier(directory, file, backend, chat, config),
+            kvflash=open_kvflash(opened, backend, devices, config, lambda: tokenizer),
             drafter=drafter,
             feature_tails=tails,
             draft_device=drafter.device if isinstance(drafter, RemoteDrafter) else None,
-            no_drafter_reason=undrafted,
+            no_drafter_reason=no_drafter_reason,
         )
+        resources = contextlib.ExitStack()
         model = Model(parts, config, resources)
         resources.enter_context(opened.pop_all())
         return model
+
+
+def _open_tokenizer(path: Path, file: GGUFFile, spec: ModelSpec) -> Tokenizer:
+    """The tokenizer of a target. Raises ModelError if it has more tokens than the embedding has rows."""
+    tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
+    if tokenizer.vocab > spec.vocab:
+        raise ModelError(f"{path}: {tokenizer.vocab} tokens, but tensor token_embd.weight has {spec.vocab} rows")
+    return tokenizer
+
+
+def _load_drafter(
+    opened: contextlib.ExitStack, prepared: PreparedDrafter, backend: LayerSplitBackend
+) -> tuple[Drafter | None, str]:
+    """The drafter of a loaded target, or None and the reason. `opened` closes it. Raises UsageError."""
+    try:
+        drafter = prepared.open(backend.shards[0], backend.shards[-1])
+    except UsageError:
+        raise
+    except LuceError as error:
+        # The layers keep their placement, beside the memory that was left for the drafter.
+        _warn_without_drafter(str(error))
+        return None, str(error)
+    opened.callback(drafter.close)
+    return drafter, ""
 
 
 def open_backend(
@@ -160,8 +172,8 @@ def open_backend(
     ring: FeatureRing | None = None,
     claims: Sequence[Claim] = (),
 ) -> LayerSplitBackend:
-    """The backend of a Config on `devices`; `opened` closes it. `on_progress` as in open_model, `ring` and `claims` as
-    in LayerSplitBackend."""
+    """The backend of a Config on `devices`. `opened` closes it; `on_progress` is as in open_model, `ring` and `claims`
+    are as in LayerSplitBackend."""
     options = serving_options(config, spec, devices, claims)
     backend = LayerSplitBackend(file, spec, devices, options, ring=ring, on_progress=on_progress)
     opened.callback(backend.close)
@@ -196,10 +208,10 @@ def open_kvflash(
     config: Config,
     tokenizer: Callable[[], Tokenizer],
 ) -> KVFlash | None:
-    """What is to stay on the devices, and how much host memory the rest may take; None where all stays.
+    """The options of paging; None if all pages are resident.
 
-    `opened` closes the policy. `tokenizer`: of the model, for policies that read. Raises UsageError, ModelError and
-    DeviceError where --kvflash-drafter cannot be used at all.
+    `opened` closes the policy. `tokenizer` returns the model's, for policies that read its tokens. Raises UsageError,
+    ModelError and DeviceError if --kvflash-drafter cannot be used at all.
     """
     if backend.capacity.max_resident_pages is None:
         return None
@@ -210,16 +222,23 @@ def open_kvflash(
 
 
 def _check_cache_ram(config: Config) -> None:
-    """Raises UsageError for more than this machine has: it would be taken, until some process is ended for it."""
-    there = host_memory().total >> 20
-    elsewhere = any("/" in device for device in (*config.target_devices, config.target_device))
-    if config.cache_ram > max(there, Config.cache_ram) and not elsewhere:
+    """Raises UsageError if --cache-ram exceeds this machine's memory: the cache would grow until the system kills a
+    process."""
+    total = host_memory().total >> 20
+    other_machine = any("/" in device for device in (*config.target_devices, config.target_device))
+    if config.cache_ram > max(total, Config.cache_ram) and not other_machine:
         raise UsageError(
-            f"{flag('cache_ram')} {config.cache_ram}: this machine has {there} MiB of memory", param="cache_ram"
+            f"{flag('cache_ram')} {config.cache_ram}: this machine has {total} MiB of memory", param="cache_ram"
         )
 
 
-def _chat_format(file: GGUFFile, tokenizer: Tokenizer, dialect: Dialect, config: Config) -> ChatFormat:
+def _open_chat_format(
+    opened: contextlib.ExitStack, file: GGUFFile, tokenizer: Tokenizer, dialect: Dialect, config: Config
+) -> ChatFormat:
+    """The chat format of --chat-template or of the file; `opened` closes the template.
+
+    Raises UsageError for the flag's template and ModelError for the file's.
+    """
     source: str | None = file.metadata.string("tokenizer.chat_template", default=None)
     origin = f"{file.paths[0]}: tokenizer.chat_template"
     error: type[LuceError] = ModelError
@@ -232,38 +251,44 @@ def _chat_format(file: GGUFFile, tokenizer: Tokenizer, dialect: Dialect, config:
     if source is None:
         return ChatFormat(None, tokenizer, dialect)
     bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    return ChatFormat(ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error), tokenizer, dialect)
+    template = ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error)
+    opened.callback(template.close)
+    return ChatFormat(template, tokenizer, dialect)
 
 
 def _scorer(
     opened: contextlib.ExitStack, config: Config, tokenizer: Callable[[], Tokenizer], devices: Sequence[Device]
 ) -> Callable[[], DraftScorer]:
-    """What loads the drafter that scores pages, beside the last layers or as near as can be.
+    """A function that loads the drafter that scores pages, on the last device of this process or else on cpu:0.
 
-    Raises UsageError, ModelError, DeviceError for a file or a device that cannot be used at all.
+    Raises UsageError, ModelError or DeviceError if the file or the device cannot be used at all.
     """
     path = Path(config.kvflash_drafter or config.draft).expanduser()
     file = opened.enter_context(open_gguf(path))
     spec = read_spec(Source(str(path), file.metadata, file.tensors))
-    theirs = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
-    own = [device for device in devices if not device.remote]
-    device = own[-1] if own else opened.enter_context(contextlib.closing(open_device(named(["cpu:0"])[0])))
-    ours = tokenizer()
-    return partial(DraftScorer, file, spec, device, None if theirs.alike(ours) else Retokenizer(ours, theirs))
+    draft_tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
+    local = [device for device in devices if not device.remote]
+    device = local[-1] if local else opened.enter_context(contextlib.closing(open_device(named(["cpu:0"])[0])))
+    target_tokenizer = tokenizer()
+    same = draft_tokenizer.alike(target_tokenizer)
+    retokenizer = None if same else Retokenizer(target_tokenizer, draft_tokenizer)
+    return partial(DraftScorer, file, spec, device, retokenizer)
 
 
-def _disk(directory: Path, file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config) -> DiskTier:
-    """The prefix cache's directory."""
+def _disk_tier(
+    directory: Path, file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config
+) -> DiskTier:
+    """The disk tier of the prefix cache. Snapshots of other files and settings have other fingerprints."""
     resident = backend.capacity.max_resident_pages
     meaning = {
         "format": str(manifest.FORMAT),
         "--cache-type-k": config.cache_type_k,
         "--cache-type-v": config.cache_type_v,
-        # Behind a sequence's first so many pages, what is computed depends on them.
+        # Values of positions after the first `resident` pages depend on this number.
         "--kvflash": "off" if resident is None else f"{resident} pages",
     }
     if config.shard_activations != "f32":
-        # What layers of daemons keep follows from values of fewer bits.
+        # Keys, values and states of layers in daemons are computed from activations of fewer bits.
         meaning["--shard-activations"] = config.shard_activations
     if config.kv_cache_placement == "exact":
         layers = (f"{part.device} {part.layers.start}..{part.layers.stop - 1}" for part in backend.devices)

@@ -80,10 +80,10 @@ class DraftPlan:
         `allocated`: its ring is allocated already, which lowers a GPU's free memory now, but the host's only once the
         ring is written to.
         """
-        own, far = sum(self.sizes.values()), self.device.name.place
+        own, elsewhere = sum(self.sizes.values()), self.device.name.place
         if self.remote:
             here = Claim(HostDevice(), self._ring)
-            return (here,) if far else (Claim(self.device, own), here)
+            return (here,) if elsewhere else (Claim(self.device, own), here)
         return (Claim(self.device, own - (self._ring if allocated and not self.device.host else 0)),)
 
     @property

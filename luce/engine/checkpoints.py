@@ -1,8 +1,8 @@
-"""The prefix cache in the life of a sequence: where it resumes, and where checkpoints are saved.
+"""Restores the cached prefix of a sequence, and saves checkpoints while it runs.
 
-A checkpoint of a model with recurrent states or windows is large, so there are few of them: at a prompt's first and
-last boundary, at intervals in between, where prompts were seen to diverge, behind the prompt, and at the reply's end.
-Other models resume behind any page, and need the last two only.
+Checkpoints of a model with recurrent states or windows are large, so there are few of them: at the first and the last
+boundary of a prompt, at intervals between them, at lengths where prompts diverged, at the prompt's end, and at the
+reply's end. Other models can resume after any page: they need only the last two.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _PROMPT_END = 64
 
 
 class Checkpoints:
-    """The checkpoints of all sequences, with features for the drafter. `interval`: tokens between two of a long prompt.
+    """The checkpoints of all sequences, with features for the drafter. `interval`: tokens between two checkpoints of a
+    long prompt.
 
-    All methods but `cuts` run on the engine's thread.
+    All methods but `checkpoint_lengths` run on the engine's thread.
     """
 
     def __init__(self, cache: PrefixCache, backend: Backend, speculator: Speculator | None, interval: int) -> None:
@@ -45,11 +46,15 @@ class Checkpoints:
         #: for each prompt being read, its last checkpoint, if that is not queued for the disk yet
         self._last: dict[Sequence, Checkpoint] = {}
 
-    def cuts(self, boundaries: Many[int], length: int, shared: int | None = None) -> tuple[int, ...]:
-        """The lengths of a prompt at which checkpoints are saved: its first boundary, which conversations share, its
-        last one, which the next turn shares whatever the reply is, and intervals between them. `shared`: at this length
-        too, and none behind it."""
-        end = length if shared is None else min(shared, length)
+    def checkpoint_lengths(
+        self, boundaries: Many[int], length: int, max_cached_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """The lengths of a prompt of `length` tokens at which checkpoints are saved.
+
+        These are its first boundary, which conversations share, its last boundary, which the next turn shares with any
+        reply, and intervals between them. With `max_cached_tokens`, this length is added, and longer ones are left out.
+        """
+        end = length if max_cached_tokens is None else min(max_cached_tokens, length)
         found = {end} if 0 < end < length else set()
         if self._cache.checkpoints_only:
             inside = [at for at in boundaries if 0 < at < end]
@@ -64,7 +69,7 @@ class Checkpoints:
         assert sequence.slot is not None
         hit = self._cache.resume(sequence.prompt, sequence.slot, sequence.cache.max_tokens)
         if self._cache.checkpoints_only and hit.length < hit.matched < len(sequence.prompt):
-            # Prompts diverge here that were alike so far: with a checkpoint here the next such prompt resumes.
+            # Two prompts diverge at this length. With a checkpoint here, the next prompt that diverges here can resume.
             sequence.cache.lengths = tuple(sorted({*sequence.cache.lengths, hit.matched}))
         if not hit.length:
             return None
@@ -74,7 +79,7 @@ class Checkpoints:
                 self._speculator.resume(sequence.slot, hit.length, hit.checkpoint.features)
         return hit
 
-    def reading(self, sequence: Sequence) -> None:
+    def prompt_part_read(self, sequence: Sequence) -> None:
         """A part of the prompt has been read, and a part remains."""
         if sequence.computed not in sequence.cache.lengths:
             return
@@ -85,26 +90,26 @@ class Checkpoints:
         if last and checkpoint is not None:
             self._last[sequence] = checkpoint
 
-    def read(self, sequence: Sequence, logits: NDArray[np.float32] | None) -> None:
-        """The prompt has been read. `logits` of its last row, float32 [vocab], are copied."""
+    def prompt_read(self, sequence: Sequence, logits: NDArray[np.float32] | None) -> None:
+        """The prompt has been read. `logits`: of its last row, float32 [vocab]; they are copied."""
         if logits is not None:
             logits = logits.copy()
         # States are large: if a checkpoint lies just before, the disk gets only the logits of the prompt's end.
-        alone = not (self._cache.checkpoints_only and sequence.cache.has_boundary)
-        self._save(sequence, logits, extras=SnapshotExtras() if alone else None)
+        complete = not (self._cache.checkpoints_only and sequence.cache.has_boundary)
+        self._save(sequence, logits, extras=SnapshotExtras() if complete else None)
         last = self._last.pop(sequence, None)
         if last is not None:
             rest = tuple(sequence.prompt[last.length :].tolist())
             self._cache.enqueue(last, SnapshotExtras(prompt_end=None if logits is None else (rest, logits)))
 
-    def finished(self, sequence: Sequence, texts: Texts) -> None:
+    def reply_finished(self, sequence: Sequence, texts: Texts) -> None:
         """The reply is complete. `texts` as in TextOutput."""
         reply: ReplyTokens | None = None
         if texts and sequence.reply and not sequence.prompt_remaining:
             reply = ReplyTokens(texts, tuple(sequence.tokens[sequence.computed :].tolist()))
         self._save(sequence, extras=SnapshotExtras(reply))
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_ended(self, sequence: Sequence) -> None:
         """The sequence has ended, complete or not."""
         self._newest.pop(sequence, None)
         last = self._last.pop(sequence, None)

@@ -64,12 +64,12 @@ class Committer:
             reply.score_prompt(scheduled, output)
         if sequence.prompt_remaining:
             if checkpoints is not None:
-                checkpoints.reading(sequence)
+                checkpoints.prompt_part_read(sequence)
             return
         reply.report_scores()
         row = rows[-1] if rows else OutputRow(-1)
         if checkpoints is not None:
-            checkpoints.read(sequence, row.logits)
+            checkpoints.prompt_read(sequence, row.logits)
         if not begun:
             self._begin(reply, row, now)
 

@@ -81,7 +81,7 @@ class Delivery:
             return
         checkpoints = self._parts.checkpoints
         if checkpoints is not None and not reply.handle.ended:
-            checkpoints.finished(reply.sequence, reply.output.texts)
+            checkpoints.reply_finished(reply.sequence, reply.output.texts)
         self._end(reply, Finished(reason, text, reply.timings(time.monotonic()), reply.seed, stop))
 
     def fail(self, reply: Reply, error: LuceError) -> None:
@@ -107,7 +107,7 @@ class Delivery:
         handle.ended = True
         del self._replies[sequence], self._by_handle[handle]
         if parts.checkpoints is not None:
-            parts.checkpoints.ended(sequence)
+            parts.checkpoints.sequence_ended(sequence)
         if parts.speculator is not None:
             parts.speculator.forget(sequence)
         if parts.paging is not None and sequence.slot is not None:

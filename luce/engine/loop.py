@@ -200,7 +200,7 @@ class Engine:
         checkpoints = self.parts.checkpoints
         return CacheState(
             max_tokens=max_tokens,
-            lengths=() if checkpoints is None else checkpoints.cuts(boundaries, len(ids), max_tokens),
+            lengths=() if checkpoints is None else checkpoints.checkpoint_lengths(boundaries, len(ids), max_tokens),
             saves_logits=checkpoints is not None and (max_tokens is None or max_tokens >= len(ids)),
             has_boundary=any(0 < at < len(ids) for at in boundaries),
         )

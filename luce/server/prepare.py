@@ -53,7 +53,7 @@ class Job:
     #: key of fair queueing, empty without one
     session: str
     #: tokens of each prompt that the prefix cache may hold; None: all, and the reply
-    shared: int | None
+    max_cached_tokens: int | None
     #: seconds, 0 for no limit
     timeout: float
     #: number of fields of the body that Luce does not know
@@ -169,7 +169,7 @@ def _job(
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
         model=name,
         session=_session(request, headers),
-        shared=_shared(request),
+        max_cached_tokens=_max_cached_tokens(request),
         timeout=request.timeout_s or 0.0,
         unknown_fields=unknown,
         stream=bool(request.stream),
@@ -219,8 +219,8 @@ def _refuse_unsupported(request: Common) -> None:
             raise unsupported(name, f"only the neutral value {neutral[0]:g} is supported")
 
 
-def _shared(request: Common) -> int | None:
-    """Job.shared, from `prefix_cache`. Common prefixes are always found, so `auto` is `full`."""
+def _max_cached_tokens(request: Common) -> int | None:
+    """Job.max_cached_tokens, from `prefix_cache`. The cache always finds common prefixes, so `auto` means `full`."""
     options = request.prefix_cache
     if options is None:
         return None

@@ -85,12 +85,12 @@ class Replies:
         self._running[choice] = self._model.engine.submit(
             prompt,
             params,
-            output=self._model.reply_text(job.stops, prompt, remember=job.shared is None),
+            output=self._model.reply_text(job.stops, prompt, remember=job.max_cached_tokens is None),
             on_event=self._sink(choice),
             session=job.session,
             timeout=job.timeout,
             boundaries=job.boundaries[choice // job.n],
-            max_cached_tokens=job.shared,
+            max_cached_tokens=job.max_cached_tokens,
         )
         self._stage[choice] = "queued"
         self._submitted[choice] = time.monotonic()

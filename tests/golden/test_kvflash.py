@@ -261,7 +261,7 @@ def test_a_restart(name: str, tmp_path: Path) -> None:
 def held(model: luce.Model) -> int:
     """Bytes of keys, values and states."""
     arrays = {}
-    for shard in model._backend.shards:
+    for shard in model.backend.shards:
         assert isinstance(shard, LocalShard)
         for state in shard.state.layers.values():
             arrays.update({id(array): array for array in vars(state).values() if hasattr(array, "nbytes")})

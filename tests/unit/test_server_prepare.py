@@ -79,20 +79,22 @@ def test_stop_strings(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scope", "shared"),
+    ("scope", "max_cached_tokens"),
     [
         *((name, 0) for name in ("off", "none", "disabled", "OFF")),
         *((name, None) for name in ("full", "full-prefix", "auto", "Auto:30", "auto:1000000", None)),
         *(("1000", 1000), (1000, 1000), (1, 1), ("1000000", 1000000)),
     ],
 )
-def test_scopes_limit_the_cached_prompt(model: Model, scope: Any, shared: int | None) -> None:
-    assert chat(model, prefix_cache={"scope": scope, "window": 5}).shared == shared
+def test_scopes_limit_the_cached_prompt(model: Model, scope: Any, max_cached_tokens: int | None) -> None:
+    assert chat(model, prefix_cache={"scope": scope, "window": 5}).max_cached_tokens == max_cached_tokens
     assert (
-        completion_job(json.dumps({"prompt": "a", "prefix_cache": {"scope": scope}}).encode(), {}, model).shared
-        == shared
+        completion_job(
+            json.dumps({"prompt": "a", "prefix_cache": {"scope": scope}}).encode(), {}, model
+        ).max_cached_tokens
+        == max_cached_tokens
     )
-    assert chat(model).shared is chat(model, prefix_cache={}).shared is None
+    assert chat(model).max_cached_tokens is chat(model, prefix_cache={}).max_cached_tokens is None
 
 
 @pytest.mark.parametrize(
