@@ -185,7 +185,7 @@ def test_rows_of_trees_are_those_of_chains(backend: LayerSplitBackend, reference
 
 
 @pytest.mark.parametrize("accepted", [1, 6])
-def test_states_are_saved_behind_the_rows_that_count(backend: LayerSplitBackend, accepted: int) -> None:
+def test_states_are_saved_after_the_accepted_rows(backend: LayerSplitBackend, accepted: int) -> None:
     ids = np.arange(40, dtype=np.int32)
     driver = Driver(backend)
     guessed, fresh = driver.start(), driver.start()
@@ -193,11 +193,11 @@ def test_states_are_saved_behind_the_rows_that_count(backend: LayerSplitBackend,
     driver.verify((guessed, ids[20:26]))
     driver.accept(guessed, accepted)
     driver.feed((fresh, ids[20 : 20 + accepted]))
-    kept, expected = driver.save(guessed), driver.save(fresh)
-    assert kept.keys() == expected.keys()
+    saved_state, expected = driver.save(guessed), driver.save(fresh)
+    assert saved_state.keys() == expected.keys()
     rows = 20 + accepted
-    for name, tensor in kept.items():
-        # Rows of a page behind the last that counts may hold anything.
+    for name, tensor in saved_state.items():
+        # Rows of a page after the last accepted one may hold anything.
         own = slice(rows) if name.endswith((".k", ".v")) else slice(None)
         np.testing.assert_array_equal(tensor[own], expected[name][own], err_msg=name)
     after = driver.feed((guessed, ids[30:31]), (fresh, ids[30:31]))
@@ -221,8 +221,8 @@ def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> N
     driver, prompt = Driver(backend), reference.expected["prompt_long"]
     sequence, other, third = driver.start(), driver.start(), driver.start()
     driver.feed((sequence, prompt[:90]))
-    kept = driver.keep(sequence)
-    tensors = gathered(kept)
+    saved_state = driver.keep(sequence)
+    tensors = gathered(saved_state)
     for shard in backend.shards:
         own = gathered(shard.state.save(sequence.slot, sequence.pages))
         assert own and all(int(name.split(".")[1]) in shard.info.layers for name in own)
@@ -230,7 +230,7 @@ def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> N
         assert all(np.array_equal(tensors[name], own[name]) and tensors[name].dtype == own[name].dtype for name in own)
     expected = driver.feed((sequence, prompt[90:]))[0]
     driver.feed((other, prompt[5:95]))
-    driver.resume(other, kept)
+    driver.resume(other, saved_state)
     assert np.array_equal(driver.feed((other, prompt[90:]))[0], expected)
     driver.feed((third, prompt[3:93]))
     backend.state.load([StatePiece(third.slot, third.pages, range(len(reference.spec.layers)), tensors)])
@@ -300,15 +300,15 @@ def test_pages_are_ranked_alike_wherever_layers_are(backend: LayerSplitBackend, 
     assert found[0][16] == [1.0] and len({tuple(scores) for scores in found[0][:16]}) == 16
 
 
-def test_what_is_put_aside_is_read_while_steps_run(backend: LayerSplitBackend, reference: Reference) -> None:
+def test_a_saved_state_is_read_while_steps_run(backend: LayerSplitBackend, reference: Reference) -> None:
     driver, prompt = Driver(backend), reference.expected["prompt_long"]
     sequence, other = driver.start(), driver.start()
     driver.feed((sequence, prompt[:90]))
-    kept, saved = driver.keep(sequence), driver.save(sequence)
+    saved_state, saved = driver.keep(sequence), driver.save(sequence)
     for _ in range(5):
         driver.feed((other, prompt[:20]), wanted=False)
-        kept.ready()
-        windows = kept.windows()
+        saved_state.ready()
+        windows = saved_state.windows()
         driver.feed((other, prompt[20:23]), wanted=False)
         found: dict[str, NDArray[np.generic]] = {}
         for tensors in windows:
@@ -340,7 +340,7 @@ def test_a_failed_step_leaves_a_shard_usable(backend: LayerSplitBackend, referen
     step = driver.step((driver.start(), reference.expected["prompt_17"]))
     expected = backend.forward(step)
     with pytest.raises(BackendError):
-        # Nothing is handed to a shard that does not embed.
+        # A shard that does not embed gets no activation.
         result = backend.shards[-1].forward(step, None)
         assert callable(result)
         result()

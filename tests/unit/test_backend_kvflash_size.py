@@ -1,4 +1,4 @@
-"""Sizes of KVFlash's pool."""
+"""Numbers of resident tokens (KVFlash)."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_by_bytes(given: list[DeviceBudget], expected: list[int]) -> None:
 
 
 def test_mirrors_take_room() -> None:
-    # Layers 2 and 3 read the keys and values of 0. Behind a boundary these are kept twice.
+    # Layers 2 and 3 read the keys and values of 0. After a boundary, both shards have them.
     sizes = (1, 1, 1, 1)
     given = [DeviceBudget(8, sizes, (4, 0, 0, 0)), DeviceBudget(5, sizes, (4, 0, 0, 0))]
     assert ends(fill_layers(given, [None, None, None, None])) == [1, 4]
@@ -206,8 +206,8 @@ def test_no_other_split_is_better(
     def cost(bounds: Sequence[int]) -> tuple[int, int, Fraction]:
         over, spared, squares = 0, 0, Fraction(0)
         for room, (start, stop) in zip(given, pairwise(bounds), strict=True):
-            kept = {*range(start, stop), *(d for d in donors[start:stop] if d is not None and d < start)}
-            used = sum(room.weights[start:stop]) + sum(room.state[layer] for layer in kept)
+            stateful = {*range(start, stop), *(d for d in donors[start:stop] if d is not None and d < start)}
+            used = sum(room.weights[start:stop]) + sum(room.state[layer] for layer in stateful)
             used += buffers[start] if buffers else 0
             over += max(0, used - room.free)
             spared += (stop - start) * room.last_resort

@@ -161,7 +161,7 @@ def test_close_leaves_nothing(file: GGUFFile, spec: ModelSpec) -> None:
 
 
 class Failing(HostDevice):
-    """A host whose next allocation fails when told so."""
+    """A host whose next allocation fails on request."""
 
     fail: Exception | None = None
 
@@ -172,11 +172,11 @@ class Failing(HostDevice):
         return super().empty(shape, dtype)
 
 
-@pytest.mark.parametrize("piece", [64, 512])
-def test_a_failed_step_leaves_the_backend_usable(file: GGUFFile, spec: ModelSpec, piece: int) -> None:
+@pytest.mark.parametrize("batch", [64, 512])
+def test_a_failed_step_leaves_the_backend_usable(file: GGUFFile, spec: ModelSpec, batch: int) -> None:
     with ExitStack() as stack:
         devices = [Failing(0), Failing(1), Failing(2)]
-        backend = LayerSplitBackend(file, spec, devices, ServingOptions(slots=8, context=256, microbatch=piece))
+        backend = LayerSplitBackend(file, spec, devices, ServingOptions(slots=8, context=256, microbatch=batch))
         stack.callback(backend.close)
         driver = Driver(backend)
         expected = driver.feed((driver.start(), PROMPT))[0]
@@ -207,7 +207,7 @@ def test_a_step_that_fails_without_a_waiting_call(
                 driver.feed((driver.start(), PROMPT))
         assert [backend.lost(), backend.lost()] == ["a step before this one failed: shard 1: lost its way", ""]
         assert (driver.feed((driver.start(), PROMPT))[0] == expected).all()
-        # Whoever waits for a step hears of its end; the others keep what they have.
+        # The call that waits for a failing step raises its error; other sequences keep their states.
         devices[2].fail = DeviceError("lost its way")
         with pytest.raises(BackendError, match=r"^shard 2: lost its way$"):
             driver.feed((driver.start(), PROMPT))
@@ -241,8 +241,8 @@ def test_shards_work_side_by_side(file: GGUFFile, spec: ModelSpec, step: int) ->
         stack.callback(backend.close)
         one, two = Driver(alone), Driver(backend)
         prompt = np.tile(PROMPT, 2)[:250]
-        pieces = split_microbatches(one.step((one.start(), prompt)), 64)
-        expected = np.concatenate([alone.forward(piece).logits for piece in pieces])
+        batches = split_microbatches(one.step((one.start(), prompt)), 64)
+        expected = np.concatenate([alone.forward(batch).logits for batch in batches])
         assert (two.feed((two.start(), prompt))[0] == expected).all()
 
 

@@ -1,4 +1,4 @@
-"""Steps cut into pieces, run by the scripted backend, which checks each against the contract of a step."""
+"""Steps split into microbatches, run by the scripted backend, which checks each against the contract of a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step_of(*spans: tuple[int, int], wanted: tuple[int, ...] = ()) -> Step:
 
 
 def sizes(step: Step, rows: int) -> list[int]:
-    return [piece.rows for piece in split_microbatches(step, rows)]
+    return [batch.rows for batch in split_microbatches(step, rows)]
 
 
 def tree_of(slot: int, start: int, rows: int) -> list[Span]:
@@ -94,7 +94,7 @@ def test_short_steps_stay_whole() -> None:
     [
         (512, [128] * 4),
         (520, [128, 128, 128, 136]),
-        # A piece of a span begins after whole pages of its rows,
+        # A microbatch of a span begins after whole pages of its rows,
         (700, [128, 128, 128, 128, 188]),
         # and the last one is not so short that kernels treat it as single steps.
         (256 + 16, [128, 144]),
@@ -108,7 +108,7 @@ def test_cuts_after_pages(rows: int, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("before", [50, 56, 60])
 def test_trees_stay_together(before: int) -> None:
-    """Two trees of ten rows behind a prompt's: none is cut, and what a branch is behind are rows of its own piece."""
+    """Two trees of ten rows behind a prompt's: none is cut, and the ancestors of a branch are in its own microbatch."""
     prompt = step_of((before, 0), (20, 70), (100, 0))
     trees = [
         span
@@ -116,40 +116,40 @@ def test_trees_stay_together(before: int) -> None:
         for span in tree_spans((0, 1, 2, 1, 4, 5, 0, 7, 8), Span(slot, start, 10, 70))
     ]
     step = replace(prompt, spans=(prompt.spans[0], *trees, prompt.spans[2]))
-    pieces = split_microbatches(step, 60)
-    assert len(pieces) > 1
+    batches = split_microbatches(step, 60)
+    assert len(batches) > 1
     at, found = 0, []
-    for piece in pieces:
-        for span in piece.spans:
+    for batch in batches:
+        for span in batch.spans:
             behind = tuple(row + at for row in span.ancestors)
             found += [replace(span, start=span.start + at, ancestors=behind)] if span.speculative else []
             assert all(row >= 0 for row in span.ancestors)
-        at += piece.rows
+        at += batch.rows
     assert found == trees
 
 
 def test_cuts_keep_single_rows_with_others() -> None:
     # Three sequences decode beside a prompt: pages count from the prompt's first row of the step.
-    pieces = split_microbatches(step_of((1, 9), (1, 70), (1, 0), (512, 64), wanted=(0, 1, 2, 514)), 256)
-    assert [piece.rows for piece in pieces] == [3 + 192, 320]
-    assert [piece.spans for piece in pieces] == [
+    batches = split_microbatches(step_of((1, 9), (1, 70), (1, 0), (512, 64), wanted=(0, 1, 2, 514)), 256)
+    assert [batch.rows for batch in batches] == [3 + 192, 320]
+    assert [batch.spans for batch in batches] == [
         (Span(0, 0, 1, 9), Span(1, 1, 1, 70), Span(2, 2, 1, 0), Span(3, 3, 192, 64)),
         (Span(3, 0, 320, 256),),
     ]
-    assert [piece.output_rows.tolist() for piece in pieces] == [[0, 1, 2], [319]]
-    assert [piece.needs_logits.tolist() for piece in pieces] == [[True, False, True], [True]]
+    assert [batch.output_rows.tolist() for batch in batches] == [[0, 1, 2], [319]]
+    assert [batch.needs_logits.tolist() for batch in batches] == [[True, False, True], [True]]
 
 
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.integers(1, 5))
 def test_sizes(spans: list[int], pages: int) -> None:
     step, rows = step_of(*((size, 0) for size in spans)), pages * PAGE
-    pieces = split_microbatches(step, rows)
-    assert sum(piece.rows for piece in pieces) == step.rows
-    assert max(piece.rows for piece in pieces) <= max_microbatch_rows(rows)
-    np.testing.assert_array_equal(np.concatenate([piece.tokens for piece in pieces]), step.tokens)
-    np.testing.assert_array_equal(np.concatenate([piece.positions for piece in pieces]), step.positions)
-    for piece in pieces[:-1]:
-        last = piece.spans[-1]
+    batches = split_microbatches(step, rows)
+    assert sum(batch.rows for batch in batches) == step.rows
+    assert max(batch.rows for batch in batches) <= max_microbatch_rows(rows)
+    np.testing.assert_array_equal(np.concatenate([batch.tokens for batch in batches]), step.tokens)
+    np.testing.assert_array_equal(np.concatenate([batch.positions for batch in batches]), step.positions)
+    for batch in batches[:-1]:
+        last = batch.spans[-1]
         ends = last.position + last.rows
         assert ends == spans[last.slot] or (ends % PAGE == 0 and spans[last.slot] - ends > 16)
 
@@ -160,7 +160,7 @@ def test_sizes(spans: list[int], pages: int) -> None:
     pages=st.integers(1, 3),
     window=st.sampled_from([None, 1, 32, 100]),
 )
-def test_pieces_give_the_replies_of_whole_steps(
+def test_microbatches_give_the_replies_of_whole_steps(
     prompts: list[tuple[int, int, bool]], pages: int, window: int | None
 ) -> None:
     chunk, rows = 512, pages * PAGE
@@ -180,7 +180,7 @@ def test_pieces_give_the_replies_of_whole_steps(
         if plan.step.rows > 16 and replying:
             # And with them prompts of which few rows are left.
             assert replying <= parts[0].rows <= 16
-        outputs = [backend.forward(piece) for part in parts for piece in split_microbatches(part, rows)]
+        outputs = [backend.forward(batch) for part in parts for batch in split_microbatches(part, rows)]
         output = Output(*(np.concatenate([getattr(o, part) for o in outputs]) for part in ("ids", "logits")))
         scheduler.advance(plan)
         for part in plan.sequences:

@@ -47,11 +47,11 @@ class Loaders:
 
 
 def wanted(file: GGUFFile, spec: ModelSpec) -> set[str]:
-    """Tensors that the family uses: all but those of skipped blocks and projections of borrowing layers."""
-    skipped = tuple(f"blk.{block}." for block in spec.skipped_layers)
-    kept = {name for name in file.tensors if not (skipped and name.startswith(skipped))}
+    """Tensors that the family uses: all but those of skipped layers and projections of borrowing layers."""
+    skipped = tuple(f"blk.{layer}." for layer in spec.skipped_layers)
+    found = {name for name in file.tensors if not (skipped and name.startswith(skipped))}
     borrowing = [layer for layer in range(len(spec.layers)) if spec.donor(layer) is not None]
-    return kept - {f"blk.{i}.{part}.weight" for i in borrowing for part in ("attn_k", "attn_v", "attn_k_norm")}
+    return found - {f"blk.{i}.{part}.weight" for i in borrowing for part in ("attn_k", "attn_v", "attn_k_norm")}
 
 
 @pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)

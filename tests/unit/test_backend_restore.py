@@ -1,4 +1,4 @@
-"""Pieces reach all shards: those in other processes side by side, never many at a time, and errors end it."""
+"""Every shard gets every piece: remote shards at the same time, few pieces at a time; an error ends the load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from luce.backend import restore as filling
+from luce.backend import restore
 from luce.errors import BackendError
 from luce.shard.saved_state import StatePiece
 from luce.shard.shard import Shard
@@ -37,28 +37,30 @@ def pieces(count: int, made: list[int] | None = None) -> Iterator[StatePiece]:
         yield StatePiece(number, (), range(0), {})
 
 
-def fill(shards: list[Fake], given: Any) -> None:
+def load_all(shards: list[Fake], pieces_to_load: Any) -> None:
     before = set(threading.enumerate())
     try:
-        filling.load(cast("list[Shard]", shards), given)
+        restore.load(cast("list[Shard]", shards), pieces_to_load)
     finally:
         assert not set(threading.enumerate()) - before
 
 
 def test_every_shard_gets_every_piece_in_order() -> None:
     shards = [Fake(False), Fake(True), Fake(True)]
-    fill(shards, pieces(20))
+    load_all(shards, pieces(20))
     assert all(shard.got == list(range(20)) for shard in shards)
 
 
 def test_shards_in_other_processes_take_a_piece_at_the_same_time() -> None:
     both = threading.Barrier(2, timeout=20)
-    fill([Fake(True, lambda number: both.wait() and None), Fake(True, lambda number: both.wait() and None)], pieces(5))
+    load_all(
+        [Fake(True, lambda number: both.wait() and None), Fake(True, lambda number: both.wait() and None)], pieces(5)
+    )
 
 
 def test_a_slow_shard_bounds_what_is_made() -> None:
     made: list[int] = []
-    gate, most = threading.Event(), 2 + filling.WAITING
+    gate, most = threading.Event(), 2 + restore.WAITING
 
     def slow(number: int) -> None:
         assert gate.wait(20)
@@ -70,7 +72,7 @@ def test_a_slow_shard_bounds_what_is_made() -> None:
                 gate.set()
             yield piece
 
-    thread = threading.Thread(target=fill, args=([Fake(True, slow)], watched()))
+    thread = threading.Thread(target=load_all, args=([Fake(True, slow)], watched()))
     thread.start()
     assert not gate.wait(0.2) and len(made) <= most
     gate.set()
@@ -86,7 +88,7 @@ def test_an_error_of_a_shard_ends_it(remote: bool) -> None:
 
     other, made = Fake(True), list[int]()
     with pytest.raises(BackendError, match=r"blk\.0\.k"):
-        fill([other, Fake(remote, refuse)], pieces(1000, made))
+        load_all([other, Fake(remote, refuse)], pieces(1000, made))
     assert len(made) < 1000 and other.got == list(range(len(other.got)))
 
 
@@ -97,5 +99,5 @@ def test_an_error_of_the_pieces_ends_it() -> None:
 
     shard = Fake(True)
     with pytest.raises(ValueError, match="torn"):
-        fill([shard], torn())
+        load_all([shard], torn())
     assert shard.got == [0, 1]
