@@ -63,19 +63,19 @@ class Requests:
         self.newest: Request | None = None
         #: seconds that threads have waited for responses and outputs; any thread may read it
         self.waited = 0.0
-        self._daemon = daemon
+        self.daemon = daemon
         self._before = before
         self._open: deque[Request] = deque()
         self._numbers = 0
 
     def channel(self) -> Channel[Response]:
         """The channel to the daemon. Raises ShardLostError."""
-        return self._daemon.channel(self.generation)
+        return self.daemon.channel(self.generation)
 
     def lost(self) -> str:
         """Why the daemon has been lost since the last call, and all state with it; empty if it has not."""
-        known, self.generation = self.generation, self._daemon.generation
-        return "" if known == self.generation else self._daemon.loss()
+        known, self.generation = self.generation, self.daemon.generation
+        return "" if known == self.generation else self.daemon.loss()
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message that has no response."""
@@ -89,7 +89,7 @@ class Requests:
             # Any thread may hold the last reference to a saved state, and release it meanwhile.
             self._send(channel, Drop(tuple(self.dropped.popleft() for _ in range(len(self.dropped)))))
         self._send(channel, message)
-        request = Request(self, channel, self._numbers, expected or Expected(), self._daemon.timeouts.request)
+        request = Request(self, channel, self._numbers, expected or Expected(), self.daemon.timeouts.request)
         self._open.append(request)
         self.newest = request
         return request
@@ -109,7 +109,7 @@ class Requests:
 
     def lost_by(self, channel: Channel[Response], why: ChannelError) -> NoReturn:
         """Let all open requests fail because the channel failed. Raises ShardLostError."""
-        error = self._daemon.lost(channel, why)
+        error = self.daemon.lost(channel, why)
         for request in self._open:
             request.error = error
         self._open.clear()
@@ -118,7 +118,7 @@ class Requests:
 
     def _send(self, channel: Channel[Response], message: msgspec.Struct) -> None:
         self._numbers += 1
-        pending, seconds = self._receive_pending if self._open else None, self._daemon.timeouts.request
+        pending, seconds = self._receive_pending if self._open else None, self.daemon.timeouts.request
         try:
             channel.send(self._numbers, message, timeout=seconds, receive_pending=pending)
         except ChannelError as error:
@@ -136,7 +136,7 @@ class Requests:
             number, response = head.channel.receive(timeout=head.timeout, limit=expected.limit, spin=expected.spin)
             if number != head.number:
                 raise ProtocolError(f"it responded to request {number} instead of {head.number}")
-            head.finish(response, self._daemon.name)
+            head.finish(response, self.daemon.name)
             self._open.popleft()
         except ChannelError as error:
             self.lost_by(head.channel, _with_limit(head.timeout, error))

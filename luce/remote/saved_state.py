@@ -59,12 +59,12 @@ class RemoteSavedState:
         for name, tensor in self._tensors.items():
             own = _size(tensor, count)
             if names and size + own > WINDOW_BYTES:
-                yield self._fetch(names, first, count, size)
+                yield self.fetch(names, first, count, size)
                 names, size = [], 0
             names.append(name)
             size += own
         if names:
-            yield self._fetch(names, first, count, size)
+            yield self.fetch(names, first, count, size)
 
     def _take(self, response: Response) -> None:
         if not isinstance(response, Saved):
@@ -78,7 +78,7 @@ class RemoteSavedState:
             raise ProtocolError("it saved tensors of more bytes than it reports")
         self._tensors, self._nbytes = tensors, response.nbytes
 
-    def _fetch(self, names: list[str], first: int, count: int | None, size: int) -> saved_state.Tensors:
+    def fetch(self, names: list[str], first: int, count: int | None, size: int) -> saved_state.Tensors:
         """Fetch tensors of `size` bytes in total."""
         found: dict[str, NDArray[np.generic]] = {}
 

@@ -188,19 +188,19 @@ def test_rows_of_trees_are_those_of_chains(backend: LayerSplitBackend, reference
 def test_states_are_saved_after_the_accepted_rows(backend: LayerSplitBackend, accepted: int) -> None:
     ids = np.arange(40, dtype=np.int32)
     driver = Driver(backend)
-    guessed, fresh = driver.start(), driver.start()
-    driver.feed((guessed, ids[:20]), (fresh, ids[:20]))
-    driver.verify((guessed, ids[20:26]))
-    driver.accept(guessed, accepted)
+    drafted, fresh = driver.start(), driver.start()
+    driver.feed((drafted, ids[:20]), (fresh, ids[:20]))
+    driver.verify((drafted, ids[20:26]))
+    driver.accept(drafted, accepted)
     driver.feed((fresh, ids[20 : 20 + accepted]))
-    saved_state, expected = driver.save(guessed), driver.save(fresh)
+    saved_state, expected = driver.save(drafted), driver.save(fresh)
     assert saved_state.keys() == expected.keys()
     rows = 20 + accepted
     for name, tensor in saved_state.items():
         # Rows of a page after the last accepted one may hold anything.
         own = slice(rows) if name.endswith((".k", ".v")) else slice(None)
         np.testing.assert_array_equal(tensor[own], expected[name][own], err_msg=name)
-    after = driver.feed((guessed, ids[30:31]), (fresh, ids[30:31]))
+    after = driver.feed((drafted, ids[30:31]), (fresh, ids[30:31]))
     np.testing.assert_array_equal(*after)
 
 

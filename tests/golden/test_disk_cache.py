@@ -19,14 +19,14 @@ import luce
 from luce.api import Model
 from luce.backend import layersplit
 from luce.errors import ShardLostError
+from luce.ipc.child import Child
 from luce.kvcache import saver
 from luce.kvcache.disk import manifest as manifests
 from luce.kvcache.disk.part import PartReader
 from luce.remote import saved_state
-from luce.remote.messages import Forward
+from luce.remote.messages import Fetch, Forward, LoadState, Save
 from luce.remote.rpc import Requests
 from luce.remote.saved_state import RemoteSavedState
-from luce.remote.shard_groups import RemoteState
 from luce.runtime.step import PAGE
 from luce.shard.pipeline import Pipeline
 from luce.shard.saved_state import JoinedSavedState
@@ -225,7 +225,7 @@ def test_data_of_remote_shards_passes_in_small_windows(tmp_path: Path, monkeypat
     reference, window = Reference("qwen35-a-F32"), 100_000
     monkeypatch.setattr(saved_state, "WINDOW_BYTES", window)
     fetched: list[int] = []
-    fetch = RemoteSavedState._fetch
+    fetch = RemoteSavedState.fetch
 
     def watched(saved: RemoteSavedState, names: list[str], *given: Any) -> Any:
         tensors = fetch(saved, names, *given)
@@ -233,7 +233,7 @@ def test_data_of_remote_shards_passes_in_small_windows(tmp_path: Path, monkeypat
         assert len(tensors) == 1 or fetched[-1] <= window
         return tensors
 
-    monkeypatch.setattr(RemoteSavedState, "_fetch", watched)
+    monkeypatch.setattr(RemoteSavedState, "fetch", watched)
     prompt = reference.expected["prompt_long"].tolist()
     with placed(reference, tmp_path / "cache", "daemons") as model:
         ask(model, prompt, 4)
@@ -278,27 +278,28 @@ def test_a_daemon_is_asked_only_while_its_shard_is_idle(tmp_path: Path, monkeypa
         assert len(idle) > 20 and all(idle)
 
 
-@pytest.mark.parametrize(
-    ("owner", "verb"), [(RemoteState, "save"), (RemoteSavedState, "_fetch"), (RemoteState, "load")]
-)
+@pytest.mark.parametrize("kind", [Save, Fetch, LoadState])
 def test_a_daemon_that_ends_costs_the_request_and_not_the_snapshots(
-    owner: Any, verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = Reference("qwen35-a-F32")
     prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
     with placed(reference, tmp_path / "cache", "one") as model:
         known = saved(model, prompt)
         ask(model, prompt, 4)
-    called = getattr(owner, verb)
+    ask_daemon = Requests.ask
     calls: list[int] = []
 
-    def deadly(one: Any, *given: Any, **more: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            os.kill(one._requests._daemon.peer.process.pid, signal.SIGKILL)
-        return called(one, *given, **more)
+    def deadly(requests: Requests, message: Any, *given: Any) -> Any:
+        if isinstance(message, kind):
+            calls.append(1)
+            if len(calls) == 2:
+                peer = requests.daemon.peer
+                assert isinstance(peer, Child)
+                os.kill(peer.process.pid, signal.SIGKILL)
+        return ask_daemon(requests, message, *given)
 
-    monkeypatch.setattr(owner, verb, deadly)
+    monkeypatch.setattr(Requests, "ask", deadly)
     with placed(reference, tmp_path / "cache", "daemons") as model:
         # Other prompts and this one, until the daemon has ended; then everything is as before.
         for ids in (prompt[::-1], prompt, prompt[::-1], prompt):

@@ -146,7 +146,7 @@ def test_most(stack: ExitStack) -> None:
     assert drafted.propose(0, tokens[:18], most=3) == whole[:3]
 
 
-def test_without_features_there_is_no_guess(stack: ExitStack) -> None:
+def test_without_features_there_is_no_proposal(stack: ExitStack) -> None:
     drafted, (tokens, captured) = Drafted(stack, FIT, HostDevice(0)), text(FIT)
     assert drafted.propose(0, tokens[:18]) == []
     drafted.observe(0, captured, 0, 16)

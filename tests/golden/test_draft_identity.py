@@ -111,9 +111,9 @@ def check(name: str, place: str, count: int, tokens: int) -> None:
             assert reply == expected[number], f"prompt {number}"
         stats = model.engine.stats().draft
     assert stats is not None and stats.state == "on"
-    print(f"{name}, {place}: {stats.accepted} of {stats.proposed} guesses right in {stats.steps} verifications")
+    print(f"{name}, {place}: {stats.accepted} of {stats.proposed} draft tokens accepted in {stats.steps} verifications")
     assert stats.proposed > count * tokens // 10
-    # Neither none of the guesses count, where there was something to learn, nor all: rows are taken back.
+    # Where the draft can learn, some of its tokens are accepted, but not all: rows are taken back.
     assert pair.right * stats.proposed <= stats.accepted < stats.proposed
 
 

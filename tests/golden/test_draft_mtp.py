@@ -139,7 +139,7 @@ def test_several_sequences(device: Device, stack: ExitStack) -> None:
     assert [alone.drafter.propose([one])()[0].tokens[:1] for one in asked] == [one.tokens[:1] for one in both]
 
 
-def test_without_states_there_is_no_guess(stack: ExitStack) -> None:
+def test_without_states_there_is_no_proposal(stack: ExitStack) -> None:
     drafted = Drafted(stack, HostDevice(0))
     assert drafted.drafter.propose([Draftable(0, PROMPT[:9], 9)])()[0].tokens == ()
     drafted.drafter.observe([Span(0, 0, 8, 0)])

@@ -29,7 +29,7 @@ KINDS = {
 }
 #: tokens of the reply before it is interrupted, and of all of it
 BEFORE, ALL = 10, 40
-Guesses = list[tuple[int, list[int]]]
+Proposals = list[tuple[int, list[int]]]
 
 
 def load(kind: str, **settings: Any) -> Model:
@@ -43,7 +43,7 @@ def prompt_of(kind: str) -> list[int]:
     return prompt
 
 
-def ask(model: Model, prompt: list[int], count: int) -> tuple[list[int], Guesses, int, str]:
+def ask(model: Model, prompt: list[int], count: int) -> tuple[list[int], Proposals, int, str]:
     """The reply, the proposals, the tokens from the cache, and the tier that held them."""
     with recorded(model) as found:
         generation = model.generate(prompt, max_tokens=count, temperature=0, ignore_eos=True)

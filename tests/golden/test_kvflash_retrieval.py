@@ -61,7 +61,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def check_replies(expected: Sequence[tuple[bool, list[int]]], place: str, numbers: Sequence[int]) -> None:
-    """The same as on one device, and of what a draft guesses some tokens count."""
+    """The same as on one device; some tokens of the draft are accepted."""
     with opened("qk", **PLACES[place]) as model:
         every = list(cases(model, CONTEXT, DEPTHS))
         found = list(recalled(model, [every[number] for number in numbers]))

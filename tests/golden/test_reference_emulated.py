@@ -62,11 +62,11 @@ def test_replies_do_not_depend_on_prompts_that_are_read(name: str, make_driver: 
         driver.feed((sequence, prompt[:5]))
     rows = [driver.feed((alone, prompt[i : i + 1]))[0] for i in (5, 6, 7)]
     (first, _) = driver.feed((beside, prompt[5:6]), (reader, read))
-    # Guesses of which one counts, and a prompt; a step of no more rows than decoding may have is one.
+    # A draft with one accepted token, and prompts; a step of no more rows than decoding may have is one.
     work = driver.step((beside, prompt[[6, 8, 9]]), (other, read))
     beside.length -= 3
-    guess, *prompts = work.spans
-    step = replace(work, spans=(replace(guess, speculative=True), *prompts))
+    draft, *prompts = work.spans
+    step = replace(work, spans=(replace(draft, speculative=True), *prompts))
     verified = driver.backend.forward(step).logits[:3]
     driver.accept(beside, 1)
     (last, _) = driver.feed((beside, prompt[7:8]), (reader, read[:6]))
@@ -79,11 +79,11 @@ def test_rows_of_a_tree_are_those_of_chains(name: str, make_driver: MakeDriver, 
     reference = Reference(name)
     prompt = reference.expected["prompt_17"]
     driver = make_driver(reference, [emulated], verify_rows=16)
-    guessed, first, second = driver.start(), driver.start(), driver.start()
-    for sequence in (guessed, first, second):
+    drafted, first, second = driver.start(), driver.start(), driver.start()
+    for sequence in (drafted, first, second):
         driver.feed((sequence, prompt[:5]))
-    logits = driver.tree(guessed, prompt[5:9], (0, 0, 2))
+    logits = driver.tree(drafted, prompt[5:9], (0, 0, 2))
     (one,), (two,) = (driver.feed((s, prompt[own])) for s, own in ((first, [5, 6]), (second, [5, 7, 8])))
     np.testing.assert_array_equal(logits, np.concatenate((one, two[1:])))
-    driver.accept_path(guessed, (0, 2, 3))
-    np.testing.assert_array_equal(*driver.feed((guessed, prompt[9:10]), (second, prompt[9:10])))
+    driver.accept_path(drafted, (0, 2, 3))
+    np.testing.assert_array_equal(*driver.feed((drafted, prompt[9:10]), (second, prompt[9:10])))

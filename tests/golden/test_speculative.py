@@ -67,18 +67,18 @@ def test_any_number_of_rows_may_count(name: str, make_driver: MakeDriver) -> Non
     driver = make_driver(reference, [HostDevice()], verify_rows=16)
     text, wrong = reference.expected["prompt_17"], reference.expected["prompt_long"][-16:]
     for accepted in range(1, 17):
-        guessed, fresh = driver.start(), driver.start()
+        drafted, fresh = driver.start(), driver.start()
         rows = np.concatenate((text[1 : 1 + accepted], wrong[accepted:]))
-        driver.feed((guessed, text[:1]), (fresh, text[:1]))
-        driver.verify((guessed, rows))
-        driver.accept(guessed, accepted)
+        driver.feed((drafted, text[:1]), (fresh, text[:1]))
+        driver.verify((drafted, rows))
+        driver.accept(drafted, accepted)
         driver.feed((fresh, text[1 : 1 + accepted]))
-        kept, expected = driver.save(guessed), driver.save(fresh)
+        kept, expected = driver.save(drafted), driver.save(fresh)
         assert kept.keys() == expected.keys()
         for key, tensor in kept.items():
             own = slice(1 + accepted) if key.endswith((".k", ".v")) else slice(None)
             np.testing.assert_array_equal(tensor[own], expected[key][own], err_msg=f"{accepted}: {key}")
-        driver.end(guessed)
+        driver.end(drafted)
         driver.end(fresh)
 
 

@@ -102,7 +102,7 @@ def test_a_prefix_that_is_kept_on_the_way(
     monkeypatch.setattr(Speculator, "resume", lambda self, slot, end, tail: begun.append(end))
     with watched(monkeypatch, **SPLITS[split], **draft) as model:
         assert model.ask(prompts[0], [3]) == (replies[0], [(0, 3), (3, 1)])
-        # Not read again, and not reset: the fourth token alone, and guesses go on from there.
+        # Not read again, and not reset: the fourth token alone, and drafting continues there.
         assert model.ask(prompts[1], [3]) == (replies[1], [(3, 1)])
         stats = model.model.engine.stats()
     assert begun == ([3] if draft else [])

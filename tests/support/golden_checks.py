@@ -110,25 +110,25 @@ def check_replayed(reference: Reference, driver: Driver, eager: Driver) -> None:
 def check_rollback(driver: Driver, vocab: int, rows: int, accepted: int) -> None:
     """States and logits behind a speculative span are, bit for bit, those of the rows that count, run one by one."""
     ids = np.random.default_rng(rows).integers(0, vocab, 60).astype(np.int32)
-    guessed, fresh = driver.start(), driver.start()
-    driver.feed((guessed, ids[:20]), (fresh, ids[:20]))
+    drafted, fresh = driver.start(), driver.start()
+    driver.feed((drafted, ids[:20]), (fresh, ids[:20]))
     wrong = np.concatenate((ids[20 : 20 + accepted], ids[40 : 40 + rows - accepted]))
-    (speculative,) = driver.verify((guessed, wrong))
+    (speculative,) = driver.verify((drafted, wrong))
     for row in range(accepted):
         (logits,) = driver.feed((fresh, ids[20 + row : 21 + row]))
         np.testing.assert_array_equal(speculative[row], logits[0])
-    driver.accept(guessed, accepted)
+    driver.accept(drafted, accepted)
     # Once more behind rows that wait, then with a long span behind them.
     at = 20 + accepted
-    (again,) = driver.verify((guessed, ids[at : at + 3]))
-    driver.accept(guessed, 2)
+    (again,) = driver.verify((drafted, ids[at : at + 3]))
+    driver.accept(drafted, 2)
     (logits,) = driver.feed((fresh, ids[at : at + 2]))
     np.testing.assert_array_equal(again[:2], logits)
     for count in (20, 1):
         at += 2
-        (one,), (two,) = (driver.feed((sequence, ids[at : at + count])) for sequence in (guessed, fresh))
+        (one,), (two,) = (driver.feed((sequence, ids[at : at + count])) for sequence in (drafted, fresh))
         np.testing.assert_array_equal(one, two)
-    driver.end(guessed)
+    driver.end(drafted)
     driver.end(fresh)
 
 
@@ -146,10 +146,10 @@ def check_tree(driver: Driver, vocab: int, parents: Sequence[int], path: Sequenc
     kept behind the rows that count is what a sequence keeps that never had others."""
     count = len(parents) + 1
     ids = np.random.default_rng(count).integers(0, vocab, length + 60).astype(np.int32)
-    guessed = driver.start()
-    driver.feed((guessed, ids[:length]))
+    drafted = driver.start()
+    driver.feed((drafted, ids[:length]))
     tokens = ids[length : length + count]
-    logits = driver.tree(guessed, tokens, parents)
+    logits = driver.tree(drafted, tokens, parents)
     paths = {0: [0]}
     for row, parent in enumerate(parents, 1):
         paths[row] = [*paths[parent], row]
@@ -164,28 +164,28 @@ def check_tree(driver: Driver, vocab: int, parents: Sequence[int], path: Sequenc
     driver.feed((fresh, ids[:length]))
     for at in path:
         driver.feed((fresh, tokens[at : at + 1]))
-    driver.accept_path(guessed, path)
-    assert guessed.length == fresh.length
+    driver.accept_path(drafted, path)
+    assert drafted.length == fresh.length
     # Once more behind rows that wait: a tree, of which only the root counts, a chain and a long span.
     more = ids[length + count :]
-    again = driver.tree(guessed, more[:4], (0, 1, 0))
-    driver.accept_path(guessed, (0, 3))
+    again = driver.tree(drafted, more[:4], (0, 1, 0))
+    driver.accept_path(drafted, (0, 3))
     (plain,) = driver.feed((fresh, more[[0, 3]]))
     np.testing.assert_array_equal(again[[0, 3]], plain)
-    (again,) = driver.verify((guessed, more[4:7]))
-    driver.accept(guessed, 2)
+    (again,) = driver.verify((drafted, more[4:7]))
+    driver.accept(drafted, 2)
     (plain,) = driver.feed((fresh, more[4:6]))
     np.testing.assert_array_equal(again[:2], plain)
-    driver.tree(guessed, more[6:10], (0, 0, 0))
-    driver.accept_path(guessed, (0, 2))
+    driver.tree(drafted, more[6:10], (0, 0, 0))
+    driver.accept_path(drafted, (0, 2))
     driver.feed((fresh, more[[6, 8]]))
-    rows = guessed.length
-    kept, expected = driver.save(guessed), driver.save(fresh)
+    rows = drafted.length
+    kept, expected = driver.save(drafted), driver.save(fresh)
     assert kept.keys() == expected.keys()
     for name, tensor in kept.items():
         own = slice(rows) if name.endswith((".k", ".v")) else slice(None)
         np.testing.assert_array_equal(tensor[own], expected[name][own], err_msg=name)
     for size in (1, 20):
-        np.testing.assert_array_equal(*driver.feed((guessed, more[10 : 10 + size]), (fresh, more[10 : 10 + size])))
-    driver.end(guessed)
+        np.testing.assert_array_equal(*driver.feed((drafted, more[10 : 10 + size]), (fresh, more[10 : 10 + size])))
+    driver.end(drafted)
     driver.end(fresh)

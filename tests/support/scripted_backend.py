@@ -267,8 +267,8 @@ class ScriptedBackend:
             self.state.proposed[span.slot] += step.tokens[own].tolist()
             return
         seen = self.state.seen[span.slot]
-        guessed, self.state.proposed[span.slot] = self.state.proposed[span.slot], []
-        assert span.accepted <= len(guessed), "more rows are accepted than were speculative"
+        proposed, self.state.proposed[span.slot] = self.state.proposed[span.slot], []
+        assert span.accepted <= len(proposed), "more rows are accepted than were speculative"
         if span.position == 0:
             seen.clear()
         elif self.resumes:
@@ -277,8 +277,8 @@ class ScriptedBackend:
             numbers = view.table[index, : view.count[index]].tolist()
             seen[:] = self.state.rows[full][_rows_of(numbers), 0][: span.position].tolist()
         else:
-            assert span.accepted or not guessed, "not even the seed is accepted"
-            seen += [guessed[row] for row in span.path or range(span.accepted)]
+            assert span.accepted or not proposed, "not even the seed is accepted"
+            seen += [proposed[row] for row in span.path or range(span.accepted)]
         assert span.position == len(seen), f"slot {span.slot} has {len(seen)} positions, the span begins elsewhere"
         (self.state.proposed[span.slot] if span.speculative else seen).extend(step.tokens[own].tolist())
 

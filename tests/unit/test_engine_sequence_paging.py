@@ -59,7 +59,7 @@ def residency(engine: Engine) -> PagingStats:
 
 
 def prompts(seed: int, count: int = 6) -> list[list[int]]:
-    """Some that fit and some that do not, of tokens that repeat so that guesses are right."""
+    """Some that fit and some that do not, of tokens that repeat so that drafts are accepted."""
     random = np.random.default_rng(seed)
     lengths = random.integers(1, 30 * PAGE, count)
     return [np.resize(random.integers(0, VOCAB, 50), length).tolist() for length in lengths]
