@@ -77,7 +77,7 @@ def test_bad_calls(tmp_path: Path) -> None:
     (tmp_path / "texts.json").write_text('{"code": 3}')
     both = [str(TARGET), "--draft", "nothing.gguf"]
     for arguments, message in (
-        (["steps", *both, "--max-ctx"], "pairs of a flag"),
+        (["steps", *both, "--max-ctx"], "expected flags with one value each, got --max-ctx"),
         (["steps", *both, "--wrong", "1"], "--wrong"),
         (["acceptance", *both, "--prompts", str(tmp_path / "none.json")], "none.json: [Errno 2]"),
         (["acceptance", *both, "--prompts", str(tmp_path / "texts.json")], "expected a list of texts for each task"),

@@ -64,13 +64,13 @@ def test_a_reply_by_graphs_that_share_their_memory() -> None:
         mask = reference.table_and_head[0][spec.mask_token]
         model = DFlashModel(file, spec, device, slots=1, context=64, rows=ring.rows, mask=mask)
         read: list[int] = []
-        remember = model.remember
+        append_context = model.append_context
 
         def noted(slots: Sequence[int], counts: Sequence[int], rows: Int32) -> None:
             read.extend(counts)
-            remember(slots, counts, rows)
+            append_context(slots, counts, rows)
 
-        model.remember = noted  # type: ignore[method-assign]
+        model.append_context = noted  # type: ignore[method-assign]
         end = LoadedHead(target, reference.target.spec, device)
         drafter = DFlashDrafter(model, ring, TargetHead(device, end, end))
         engine = make_engine(backend, chunk=32, drafter=drafter, verify_width=4)

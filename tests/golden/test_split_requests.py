@@ -155,7 +155,7 @@ def test_a_start_that_fails_here_leaves_no_daemon(where: str, monkeypatch: pytes
     if where == "plan":
         monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(1, 1))
     elif where == "load":
-        monkeypatch.setattr(LayerBuilder, "block", fail)
+        monkeypatch.setattr(LayerBuilder, "layer", fail)
     else:
         monkeypatch.setattr(api, "Engine", fail)
     threads = set(threading.enumerate())

@@ -290,7 +290,7 @@ def test_no_memory_in_a_save(plan: Plan, caplog: pytest.LogCaptureFixture) -> No
             plan.say(f"save: {kind}")
             # The reply goes on without a cached prefix.
             assert len(reply(model, turned)) == 6
-            assert re.search(rf"a prefix could not be kept: shard 1 \(cpu:1\): .*{why}", caplog.text)
+            assert re.search(rf"a checkpoint could not be saved: shard 1 \(cpu:1\): .*{why}", caplog.text)
             caplog.clear()
             assert reply(model) == EXPECTED and children() == before
 

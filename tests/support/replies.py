@@ -112,9 +112,11 @@ class Gate:
 
 
 def make_engine(backend: Any, **options: Any) -> Engine:
-    """An engine: `options` are fields of EngineOptions and parameters of Engine."""
+    """An engine. `options`: fields of EngineOptions, parameters of Engine; the chunk is the scripted backend's own."""
     parts = {name: options.pop(name) for name in ("disk", "kvflash", "drafter", "feature_tails") if name in options}
-    settings = {"eos": frozenset(), "max_queue": 64, "chunk": backend.chunk} | options
+    if "chunk" not in options:
+        options["chunk"] = backend.chunk
+    settings = {"eos": frozenset(), "max_queue": 64} | options
     return Engine(backend, EngineOptions(**settings), **parts)
 
 
