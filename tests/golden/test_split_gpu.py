@@ -55,26 +55,26 @@ class Dawdling(GpuDevice):
         super().__init__(*args)
         self._random = random.Random(repr(args))
         source = 'extern "C" __global__ void dawdle(long long t) { for (t += clock64(); clock64() < t;) {} }'
-        self._dawdle = self._cupy.RawKernel(source, "dawdle")
+        self._dawdle = self.cupy.RawKernel(source, "dawdle")
 
     def maybe_dawdle(self, odds: int, stream: Any) -> None:
         if not self._random.randrange(odds):
             self._dawdle((1,), (1,), (1_500_000,), stream=stream)
 
     def launch(self, *args: Any, **options: Any) -> None:
-        self._activate()
+        self.activate()
         self.maybe_dawdle(40, self._stream)
         super().launch(*args, **options)
 
     def copy_stream(self) -> CopyStream:
-        self._activate()
+        self.activate()
         return DawdlingStream(self)
 
 
 class DawdlingStream(GpuCopyStream):
     def copy(self, target: Array, source: Array) -> None:
         assert isinstance(self._device, Dawdling)
-        self._device._activate()
+        self._device.activate()
         self._device.maybe_dawdle(2, self._stream)
         super().copy(target, source)
 
