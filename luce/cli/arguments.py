@@ -7,22 +7,10 @@ from collections.abc import Iterable
 
 from luce.config.flags import add_flags
 from luce.config.resolve import resolve
-from luce.config.settings import FIELDS, Config
+from luce.config.settings import FIELDS, GROUPS, Config
 
 #: groups of the settings that every verb with a loaded model takes
-LOADED = (
-    "placement",
-    "peer copies",
-    "daemons",
-    "engine",
-    "KVFlash",
-    "KVFlash policy",
-    "drafting",
-    "prefix cache",
-    "prefix cache on disk",
-    "limits",
-    "chat template",
-)
+LOADED = tuple(group for group in GROUPS if group not in ("sampling", "server", "log"))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -72,7 +72,7 @@ class Restorer:
         whole = length == snapshot.manifest.length
         try:
             with contextlib.closing(disk.open(snapshot, deadline)) as reader:
-                tokens, residency = disk.read(
+                tokens, residency = disk.read_ahead.run(
                     lambda: (reader.tokens(), reader.residency() if whole else None), deadline
                 )
                 first = reader.manifest.first_page * PAGE
@@ -89,7 +89,7 @@ class Restorer:
                 self._resume_paging(slot, host, residency)
                 logits = features = prompt_end = None
                 if whole:
-                    logits, features, prompt_end = disk.read(
+                    logits, features, prompt_end = disk.read_ahead.run(
                         lambda: (reader.logits(), _features(reader), reader.prompt_end_logits(rest)), deadline
                     )
                 interim = snapshot.manifest.interim or not whole
@@ -145,7 +145,7 @@ class Restorer:
         return host
 
     def _load(self, disk: DiskTier, stored: Iterator[_Stored], deadline: Deadline) -> None:
-        decoded = disk.decode(stored, self._backend.state.staging_buffer, deadline)
+        decoded = disk.read_ahead.decode(stored, self._backend.state.staging_buffer, deadline)
         with contextlib.closing(decoded):
             self._backend.state.load(StatePiece(*place, layers, tensors) for tensors, (place, layers) in decoded)
 

@@ -12,6 +12,7 @@ from luce.engine.events import Event, Failed, Finished, Tokens
 from luce.engine.loop import Engine
 from luce.kvcache.policies import AgePolicy, Scores
 from luce.runtime.step import PAGE, Int32
+from tests.support.cached_engine import Silent
 
 WAIT = 60
 
@@ -41,26 +42,13 @@ class Hashed(AgePolicy):
         self.seen.pop(slot, None)
 
 
-class Plain:
-    """Text is of no concern here."""
-
-    stopped = None
-    texts = ()
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
 class Asked:
     """A sequence, and what comes of it."""
 
     def __init__(self, engine: Engine, prompt: Sequence[int], n: int, logprobs: int | None = None) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         params = SamplingParams(max_tokens=n, ignore_eos=True, logprobs=logprobs)
-        self.ticket = engine.submit(prompt, params, output=Plain(), on_event=self._events.put)
+        self.ticket = engine.submit(prompt, params, output=Silent(), on_event=self._events.put)
         self.cached = 0
         self.drafted = 0
 

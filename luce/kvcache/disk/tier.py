@@ -10,12 +10,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from luce import log
 from luce.errors import LuceError
@@ -24,13 +21,12 @@ from luce.kvcache.disk.fingerprint import Fingerprint, read_about, write_about
 from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.part import DamagedError
 from luce.kvcache.disk.read_ahead import ReadAhead
-from luce.kvcache.disk.reader import Reader, StoredTensor, verify
+from luce.kvcache.disk.reader import Reader, verify
 from luce.kvcache.disk.stats import CachedPrefix, DiskStats, UnusedSnapshots
 from luce.kvcache.disk.store import Store, StoreFullError
 from luce.kvcache.disk.write_thread import LEAST_SECONDS, WriteThread
 from luce.kvcache.disk.writer import NewSnapshot, Writer
 from luce.runtime.step import PAGE, Int32
-from luce.shard.saved_state import Tensors
 
 T = TypeVar("T")
 
@@ -77,7 +73,8 @@ class DiskTier:
         self._started = time.monotonic()
         #: the last snapshot that was begun
         self._writer: Writer | None = None
-        self._read_ahead = ReadAhead()
+        #: decodes tensors of snapshots ahead of the devices
+        self.read_ahead = ReadAhead()
         self._writing = WriteThread(self.stats, self._open_store, lambda: self.wake(), self._discard_unfinished)
         self._writing.start()
 
@@ -157,7 +154,7 @@ class DiskTier:
         # Identifying the model may take minutes: it is not waited for if there is nothing to write.
         idle = not self.waiting and not self._opened.is_set()
         self._writing.close(0.0 if idle else seconds + LEAST_SECONDS)
-        self._read_ahead.close(LEAST_SECONDS)
+        self.read_ahead.close(LEAST_SECONDS)
 
     def reply_tokens(self, digest: str) -> list[int] | None:
         """The tokens of a reply's text, None if no snapshot has them. Thread-safe; reads a file."""
@@ -165,7 +162,7 @@ class DiskTier:
         if store is None or not self.readable or store.with_reply(digest) is None:
             return None
         try:
-            return self.read(lambda: store.reply_tokens(digest), Deadline())
+            return self.read_ahead.run(lambda: store.reply_tokens(digest), Deadline())
         except SlowDiskError as error:
             self._pause_reads("the text of a reply is tokenized again", error)
             return None
@@ -186,20 +183,7 @@ class DiskTier:
     def open(self, snapshot: Snapshot, deadline: Deadline) -> Reader:
         """Open a snapshot. Raises DamagedError, OSError or SlowDiskError."""
         assert self._store is not None
-        return self._read_ahead.open(self._store, snapshot, deadline)
-
-    def read(self, task: Callable[[], T], deadline: Deadline) -> T:
-        """See ReadAhead.run."""
-        return self._read_ahead.run(task, deadline)
-
-    def decode(
-        self,
-        stored: Iterable[tuple[Mapping[str, StoredTensor], T]],
-        memory: Callable[[int], NDArray[np.uint8]],
-        deadline: Deadline,
-    ) -> Generator[tuple[Tensors, T]]:
-        """See ReadAhead.decode."""
-        return self._read_ahead.decode(stored, memory, deadline)
+        return self.read_ahead.open(self._store, snapshot, deadline)
 
     def record_hit(self, snapshot: Snapshot, tokens: int, seconds: float) -> None:
         """Count `tokens` of a snapshot as restored."""
