@@ -27,7 +27,7 @@ class NgramDrafter:
         pass
 
     def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
-        return lambda: [self._propose(one) for one in asked]
+        return lambda: [self.propose_one(one) for one in asked]
 
     def forget(self, slot: int) -> None:
         pass
@@ -41,7 +41,8 @@ class NgramDrafter:
     def close(self) -> None:
         pass
 
-    def _propose(self, one: Draftable) -> Proposal:
+    def propose_one(self, one: Draftable) -> Proposal:
+        """The proposal for one text; empty where its end does not occur before."""
         place = _behind(one.tokens, self._longest, self._shortest)
         if place is None:
             return Proposal()

@@ -87,7 +87,7 @@ class ChatTemplate:
             raise RequestError(f"chat template: a variable is not a JSON value: {problem}") from None
         try:
             with self._lock:
-                if self._child.poll() is not None:
+                if self.process.poll() is not None:
                     self._end()
                     self._start()
                 return self._ask(line)
@@ -100,14 +100,15 @@ class ChatTemplate:
 
     def _start(self) -> None:
         library_path = environment("LD_LIBRARY_PATH")
-        self._child = subprocess.Popen(
+        #: the child that renders
+        self.process = subprocess.Popen(
             [sys.executable, "-I", "-c", _CHILD, *sys.path, _LUCE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={"LD_LIBRARY_PATH": library_path} if library_path else {},
             start_new_session=True,  # Ctrl+C at the terminal must not reach the child
         )
-        self._end = weakref.finalize(self, _end, self._child)
+        self._end = weakref.finalize(self, _end, self.process)
         try:
             self._ask(json.dumps({"source": self.source, "seconds": self._seconds}))
         except _ChildError:
@@ -115,11 +116,11 @@ class ChatTemplate:
             raise
 
     def _ask(self, line: str) -> str:
-        assert self._child.stdin is not None and self._child.stdout is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         try:
-            self._child.stdin.write(line.encode() + b"\n")
-            self._child.stdin.flush()
-            response = self._child.stdout.readline()
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
+            response = self.process.stdout.readline()
         except BrokenPipeError:
             response = b""
         except BaseException:
@@ -128,9 +129,9 @@ class ChatTemplate:
             raise
         if not response.endswith(b"\n"):
             self._end()
-            if self._child.returncode == -signal.SIGALRM:
+            if self.process.returncode == -signal.SIGALRM:
                 raise _ChildError(f"took longer than {self._seconds:g} s")
-            raise _ChildError(f"its process ended with status {self._child.returncode}")
+            raise _ChildError(f"its process ended with status {self.process.returncode}")
         message = json.loads(response)
         if "error" in message:
             raise _ChildError(message["error"])

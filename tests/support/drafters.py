@@ -58,7 +58,7 @@ class ScriptedDrafter:
         def wait() -> list[Proposal]:
             self._drafting = False
             self._hook("wait")
-            return [self._propose(one) for one in asked]
+            return [self.propose_one(one) for one in asked]
 
         return wait
 
@@ -75,7 +75,7 @@ class ScriptedDrafter:
     def close(self) -> None:
         self.closed = True
 
-    def _propose(self, one: Draftable) -> Proposal:
+    def propose_one(self, one: Draftable) -> Proposal:
         text = one.tokens.tolist()
         known = self._known.get(one.slot, [])
         assert text[: len(known)] == known and len(text) > len(known), "a text that does not continue the last one"
@@ -91,8 +91,8 @@ class ScriptedDrafter:
 class BranchingDrafter(ScriptedDrafter):
     """Proposes trees in which tokens of the continuation are among the proposals, on any branch."""
 
-    def _propose(self, one: Draftable) -> Proposal:
-        chain = super()._propose(one).tokens
+    def propose_one(self, one: Draftable) -> Proposal:
+        chain = super().propose_one(one).tokens
         random = np.random.default_rng(len(one.tokens))
         tokens: list[int] = []
         parents: list[int] = []

@@ -114,8 +114,8 @@ class Bushes(ScriptedDrafter):
     """Proposes two tokens at each place of the first text: what `draft_token` says, which the next place follows, and
     one more."""
 
-    def _propose(self, one: Draftable) -> Proposal:
-        chain = super()._propose(one).tokens
+    def propose_one(self, one: Draftable) -> Proposal:
+        chain = super().propose_one(one).tokens
         nodes = [(token, 2 * place - 2 if place else -1) for place, token in enumerate(chain)]
         both = [node for token, parent in nodes for node in ((token, parent), ((token + 3) % VOCAB, parent))]
         tokens, parents = zip(*both[: one.max_tokens], strict=True)

@@ -47,8 +47,8 @@ def test_the_reply_is_that_of_plain_decoding(wrong: Callable[[int], bool], recur
 class Numberless(ScriptedDrafter):
     """Knows of every other token only how sure it is."""
 
-    def _propose(self, one: Draftable) -> Proposal:
-        tokens = super()._propose(one).tokens
+    def propose_one(self, one: Draftable) -> Proposal:
+        tokens = super().propose_one(one).tokens
         return Proposal(tokens, [0.9 if i % 2 else float("nan") for i in range(len(tokens))])
 
 

@@ -14,13 +14,6 @@ FILES = sorted((ROOT / "tests").rglob("*.py"))
 PRIVATE = re.compile(r"(?:^|\.)_[^_.][^.]*$")
 #: public names of the standard library that begin with an underscore
 PUBLIC = {"_exit", "_replace", "_asdict", "_fields"}
-#: what a test still reaches into, by file. The list only shrinks: make the name public or a parameter.
-PRIVATE_NAMES: dict[str, set[str]] = {
-    "tests/support/drafters.py": {"_propose"},
-    "tests/unit/test_engine_commit.py": {"_propose"},
-    "tests/unit/test_engine_speculate.py": {"_propose"},
-    "tests/unit/test_text_template.py": {"_child"},
-}
 each = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 
 
@@ -48,19 +41,12 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 @each
 def test_tests_reach_into_no_private_names(path: Path) -> None:
-    allowed = PRIVATE_NAMES.get(str(path.relative_to(ROOT)), set())
-    found = set(private_names(ast.parse(path.read_text()))) - PUBLIC
-    assert found - allowed == set()
-    assert allowed - found == set(), "take these from the list"
+    assert set(private_names(ast.parse(path.read_text()))) - PUBLIC == set()
 
 
 @each
 def test_tests_import_nothing_from_each_other(path: Path) -> None:
     assert set(imported(ast.parse(path.read_text()))) == set()
-
-
-def test_the_list_names_files_that_exist() -> None:
-    assert set(PRIVATE_NAMES) <= {str(path.relative_to(ROOT)) for path in FILES}
 
 
 @pytest.mark.parametrize(

@@ -221,14 +221,14 @@ def test_the_next_conversation_works_after_one_was_stopped(counting: ChatTemplat
 
 
 def test_a_child_that_was_killed_is_replaced(counting: ChatTemplate) -> None:
-    os.kill(counting._child.pid, signal.SIGKILL)
-    counting._child.wait()
+    os.kill(counting.process.pid, signal.SIGKILL)
+    counting.process.wait()
     assert counting.render(HELLO, n=1) == "1"
 
 
 def test_a_child_that_is_killed_meanwhile_fails_its_conversation_only() -> None:
     template = ChatTemplate("{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}", seconds=60)
-    killer = threading.Timer(0.2, os.kill, (template._child.pid, signal.SIGKILL))
+    killer = threading.Timer(0.2, os.kill, (template.process.pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(RequestError, match="ended with status -9"):
         template.render(HELLO, n=99999)
@@ -248,12 +248,12 @@ def test_conversations_at_the_same_time_do_not_mix() -> None:
 
 def test_the_child_ends_with_its_template() -> None:
     template = ChatTemplate("x")
-    child = template._child
+    child = template.process
     template.close()
     template.close()
     assert child.returncode is not None
     assert template.render(HELLO) == "x"
-    child = template._child
+    child = template.process
     del template
     gc.collect()
     assert child.returncode is not None
@@ -262,6 +262,6 @@ def test_the_child_ends_with_its_template() -> None:
 def test_the_child_sees_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LUCE_API_KEY", "secret")
     template = ChatTemplate("x")
-    environment = Path(f"/proc/{template._child.pid}/environ").read_bytes()
+    environment = Path(f"/proc/{template.process.pid}/environ").read_bytes()
     template.close()
     assert b"LUCE_API_KEY" not in environment
