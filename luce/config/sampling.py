@@ -22,8 +22,8 @@ class Sampler:
     """Range, help and names of one sampling value."""
 
     kind: type[int] | type[float]
-    low: int
-    high: int
+    low: float
+    high: float
     #: one line for `--help` and the sample file
     help: str = ""
     #: `low` itself is not allowed
@@ -40,11 +40,13 @@ class Sampler:
     def parse(self, text: str) -> Any:
         """The value of a text. Raises ValueError that names the range."""
         if self.kind is int:
-            return integer(self.low, self.high)(text)
+            return integer(int(self.low), int(self.high))(text)
         return number(self.low, self.high, above=self.above)(text)
 
 
-def _row(default: float | None, kind: type[int] | type[float], low: int, high: int, help: str = "", **more: Any) -> Any:
+def _row(
+    default: float | None, kind: type[int] | type[float], low: float, high: float, help: str = "", **more: Any
+) -> Any:
     return field(default=default, metadata={"sampler": Sampler(kind, low, high, help, **more)})
 
 
@@ -79,13 +81,13 @@ class SamplingParams:
         setting=0.0,
         metavar="P",
     )
+    # From 0.01: float32 logits divided by a number near 0 overflow, and the reply has no likeliest token then.
     repetition_penalty: float = _row(
         1.0,
         float,
-        0,
+        0.01,
         10,
         "penalty for tokens that occur in the text already (1: off)",
-        above=True,
         setting=1.0,
         aliases=("repeat_penalty", "rep_pen"),
         metavar="X",

@@ -77,7 +77,8 @@ class Sampler:
     def choose(self, logits: Logits) -> int:
         """The token at the reply's end, given logits float32 [vocab], which are not changed.
 
-        Raises BackendError if the logits hold NaN or +inf, RequestError if `logit_bias` bans every token.
+        Raises BackendError if the logits hold NaN or +inf, RequestError if `logit_bias` bans every token, or bans all
+        but the ends before `min_tokens`.
         """
         values = self.adjust(logits)
         temperature = self.params.temperature
@@ -85,7 +86,8 @@ class Sampler:
         top = float(values[best])
         if not math.isfinite(top):
             if top == -math.inf:
-                raise RequestError("logit_bias: every token is banned", param="logit_bias", code="invalid_value")
+                param = "logit_bias" if len(self._banned) == len(values) else "min_tokens"
+                raise RequestError(f"{param}: every token is banned", param=param, code="invalid_value")
             raise BackendError(f"position {self._position}: the logits are not finite")
         if temperature == 0:
             return best

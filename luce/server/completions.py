@@ -71,8 +71,8 @@ async def _stream(
     request: web.Request, server: Server, job: Job, builder: ResponseBuilder, replies: Replies
 ) -> web.StreamResponse:
     out = EventStream(request, server.config.write_timeout)
-    await out.start()
     try:
+        await out.start()
         try:
             for index in range(job.choices):
                 await _send(out, builder.opening(index))

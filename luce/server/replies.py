@@ -80,7 +80,8 @@ class Replies:
         params, repeat = job.params, choice % job.n
         if params.seed is not None and repeat:
             # Replies to one prompt differ; the first is the same as that of a request with n = 1.
-            params = dataclasses.replace(params, seed=params.seed + repeat)
+            # Within 64 bits, so that a client can send the reported seed.
+            params = dataclasses.replace(params, seed=(params.seed + repeat + 2**63) % 2**64 - 2**63)
         prompt = job.prompts[choice // job.n]
         self._running[choice] = self._model.engine.submit(
             prompt,

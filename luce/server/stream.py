@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -32,7 +33,7 @@ class EventStream:
 
     async def start(self) -> None:
         """Send status and headers."""
-        await self.response.prepare(self._request)
+        await self._sent(self.response.prepare(self._request))
 
     async def send(self, value: Any) -> None:
         """One event with a JSON value."""
@@ -51,9 +52,12 @@ class EventStream:
         await self._write(b"data: [DONE]\n\n")
 
     async def _write(self, data: bytes) -> None:
+        await self._sent(self.response.write(data))
+
+    async def _sent(self, sending: Awaitable[object]) -> None:
         try:
             async with asyncio.timeout(self._timeout):
-                await self.response.write(data)
+                await sending
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from luce.runtime.step import Step
+from luce.server import completions
+from luce.server.stream import EventStream
 from tests.support.http_server import Running, running
 from tests.support.scripted_model import saying
 
@@ -102,6 +106,28 @@ async def test_the_next_reply_is_right() -> None:
                 await reader.readuntil(b"\n\n")
         reply = await here.chat()
         assert reply["choices"][0]["message"] == expected["choices"][0]["message"]
+
+
+async def test_a_reset_before_the_first_byte_is_no_error_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def reset(request: web.Request, write_timeout: float) -> EventStream:
+        # What a reset by the client does to the transport; the handler hears of it one turn of the loop later.
+        assert request.transport is not None
+        request.transport.abort()
+        return EventStream(request, write_timeout)
+
+    monkeypatch.setattr(completions, "EventStream", reset)
+    caplog.set_level(logging.INFO)
+    async with running() as here:
+        async with connected(here, request(stream=True)) as reader:
+            assert await reader.read() == b""
+        await here.quiet()
+        _, text, _ = await here.get("/metrics")
+        assert 'luce_requests_total{endpoint="/v1/chat/completions",status="499"} 1.0' in text
+        assert 'status="500"' not in text and "Traceback" not in caplog.text
+        (line,) = [record for record in caplog.records if record.getMessage() == "request"]
+        assert line.fields["status"] == 499  # type: ignore[attr-defined]
 
 
 async def test_a_client_that_does_not_read_is_dropped() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from luce.config.sampling import SamplingParams
+from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.engine import sampling
 from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
 from luce.errors import BackendError, RequestError
@@ -277,6 +277,41 @@ def test_banning_every_token_is_the_clients_fault() -> None:
     with pytest.raises(RequestError) as caught:
         sampler(params).choose(np.zeros(4, np.float32))
     assert caught.value.param == "logit_bias"
+
+
+def test_min_tokens_that_leaves_no_token_is_the_clients_fault() -> None:
+    for bias in ({}, {0: -100.0}):
+        params = SamplingParams(temperature=1.0, min_tokens=1, logit_bias=bias)
+        with pytest.raises(RequestError) as caught:
+            sampler(params, ends=range(len(bias), 4)).choose(np.zeros(4, np.float32))
+        assert caught.value.param == "min_tokens"
+
+
+def ends_of(name: str) -> list[Any]:
+    """The ends of a sampling value's range, and the floats next to them."""
+    row = SAMPLERS[name]
+    if row.kind is int:
+        return [int(row.low), int(row.low) + 1, int(row.high) - 1, int(row.high)]
+    inside = [math.nextafter(row.low, math.inf), math.nextafter(row.high, -math.inf), row.high]
+    return inside if row.above else [row.low, *inside]
+
+
+@given(
+    values=st.fixed_dictionaries({name: st.sampled_from(ends_of(name)) for name in SAMPLERS}),
+    bias=st.dictionaries(st.integers(0, 19), st.sampled_from([-100.0, -99.9, 0.0, 99.9, 100.0]), max_size=4),
+    scale=st.sampled_from([0.0, 1e-30, 1.0, 100.0, 65504.0]),
+    seed=st.integers(0, 9),
+)
+def test_every_end_of_every_range_gives_a_token(
+    values: dict[str, Any], bias: dict[int, float], scale: float, seed: int
+) -> None:
+    # 65504 is float16's largest number: no layer of any family gives more.
+    logits = rows(seed, 20, scale)
+    one = sampler(SamplingParams(**values, logit_bias=bias), [1, 2, 3, 3], reply=[4, 5, 5] * 9, seed=values["seed"])
+    with np.errstate(all="raise", under="ignore"):
+        adjusted = one.adjust(logits)
+        assert not np.isnan(adjusted).any() and np.isfinite(adjusted.max())
+        assert np.isfinite(adjusted[one.choose(logits)])
 
 
 @pytest.mark.parametrize("alternatives", [0, 1, 20, 300])
