@@ -10,6 +10,18 @@ from dataclasses import replace
 from luce.models.keys import Source, attention_heads, linear_rope_scaling, model, rope_dims
 from luce.models.spec import CHATML, Attention, Dialect, GatedMLP, Layer, ModelSpec, Rope
 
+# Of the templates of models stored under this name: Llama 3, whose files name one of its three; ChatML; OpenChat;
+# DeepSeek Coder.
+_EOS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|end_of_turn|>",
+    "<|EOT|>",
+)
+
 
 def spec(source: Source) -> ModelSpec:
     """The spec of a llama file."""
@@ -38,5 +50,6 @@ def spec(source: Source) -> ModelSpec:
     # Models stored under this name have templates of many kinds; ChatML is the one with markers of its own.
     return replace(
         model(source, "llama", (layer,) * source.positive("block_count")),
+        eos=_EOS,
         dialect=Dialect(message=CHATML),
     )

@@ -28,6 +28,7 @@ _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _QWEN2 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
 _QWEN35 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
+_LINE_BREAKS = r"(?:\r?\n)+"
 _LLAMA3 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
 
 
@@ -37,6 +38,8 @@ class _Pre:
 
     #: each splits the pieces that the one before it made
     patterns: tuple[str, ...]
+    #: before the patterns, each run of line breaks begins a piece, which goes on to the next run
+    breaks_lead: bool = False
     #: a piece that is itself a token is taken before merges are tried
     whole: bool = False
     #: for files without the key
@@ -52,7 +55,8 @@ _PRE: Mapping[str, _Pre] = {
     "llama-bpe": _Pre((_LLAMA3,), whole=True, add_bos=True),
     "llama3": _Pre((_LLAMA3,), whole=True, add_bos=True),
     "llama-v3": _Pre((_LLAMA3,), whole=True, add_bos=True),
-    "laguna": _Pre((_LLAMA3,), whole=True),
+    # As in Laguna's tokenizer.json. llama.cpp cuts at "\n" alone, which differs where lines end in "\r\n".
+    "laguna": _Pre((_QWEN2,), breaks_lead=True),
 }
 _GEMMA4 = _Pre((r"\n+",), add_bos=True)
 _SENTENCEPIECE = _Pre((), add_bos=True)
@@ -151,7 +155,8 @@ class Tokenizer:
         ids = {text: i for i, text in enumerate(self._texts)}
         #: the file's own ids, None where it names none
         self.bos_id, self.eos_id = (_named_id(metadata, name, self.vocab) for name in ("bos", "eos"))
-        ends = (self.eos_id, _named_id(metadata, "eot", self.vocab), *(ids.get(text) for text in eos_texts))
+        others = (_named_id(metadata, name, self.vocab) for name in ("eot", "eom"))
+        ends = (self.eos_id, *others, *(ids.get(text) for text in eos_texts))
         #: all ids that end a reply
         self.eos_ids = frozenset(i for i in ends if i is not None)
         wanted = kind.always_bos or _value(metadata, "add_bos_token", bool, default=pre.add_bos)
@@ -290,7 +295,10 @@ def _bpe(
         ignore_merges=pre.whole,
     )
     bpe = tokenizers.Tokenizer(model)
-    steps: list[Any] = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
+    steps: list[Any] = []
+    if pre.breaks_lead:
+        steps.append(pre_tokenizers.Split(tokenizers.Regex(_LINE_BREAKS), "merged_with_next"))
+    steps += [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
     if kind.spelled:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     if steps:

@@ -216,6 +216,8 @@ def test_what_does_not_fit_the_model(tmp_path: Path) -> None:
         (5, 32, (1, 8, 15, 22, 29)),
         (1, 9, (4,)),
         (3, 8, (1, 3, 5)),
+        # 15.5 and 44.5 go to the even neighbour.
+        (5, 62, (1, 16, 30, 44, 59)),
     ],
 )
 def test_captures_without_a_key(count: int, layers: int, expected: tuple[int, ...]) -> None:

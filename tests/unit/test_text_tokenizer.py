@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import random
 import re
 import sys
 import unicodedata
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +44,9 @@ DOCUMENTED = {
         True,
     ),
 }
-DOCUMENTED["laguna"] = DOCUMENTED["llama3"] = DOCUMENTED["llama-v3"] = DOCUMENTED["llama-bpe"]
+DOCUMENTED["llama3"] = DOCUMENTED["llama-v3"] = DOCUMENTED["llama-bpe"]
+# A run of line breaks begins a piece that ends before the next run.
+DOCUMENTED["laguna"] = ([r"(?:\r?\n)+(?:(?!\r?\n)[\x00-\U0010ffff])*", *DOCUMENTED["qwen2"][0]], False)
 
 # Kinds of characters that pre-tokenizers distinguish; none newer than Unicode 6, so that all tables agree.
 ALPHABET = "aeinorst IN'sSmMlLdDvV 0159.,!?-_=()[]{}<|>\"\\/\n\r\t\v\f\x1c\x85\xa0\u2003\u3000\0\x7féÀßſİ𝒳Ωж"
@@ -175,6 +179,45 @@ def test_byte_level_vocabularies_agree_with_textbook_bpe(pre: str) -> None:
         assert tokenizer.encode(text, specials=False) == byte_pair_ids(ids, rank, text, pre)
 
 
+def test_laguna_splits_as_its_published_tokenizer_does() -> None:
+    """The pre-tokenizer of Laguna's tokenizer.json, read by the library that wrote the file."""
+    published = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {
+                "type": "Split",
+                "pattern": {"Regex": r"(?:\r?\n)+(?!\r?\n)"},
+                "behavior": "MergedWithNext",
+                "invert": False,
+            },
+            {
+                "type": "Split",
+                "pattern": {"Regex": DOCUMENTED["qwen2"][0][0]},
+                "behavior": "Isolated",
+                "invert": False,
+            },
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        ],
+    }
+    keys = all_pairs() | {"tokenizer.ggml.pre": "laguna"}
+    tokenizer = Tokenizer(keys)
+    ids, _ = tables(keys)
+    bpe = {"type": "BPE", "ignore_merges": False, "vocab": ids, "merges": keys["tokenizer.ggml.merges"]}
+    other = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "pre_tokenizer": published, "model": bpe}))
+    for text in (
+        "x = 12345",
+        "if a:\n    b()\n\n\n    c()\n",
+        "a;\r\nb\r\n\r\n  c\n \r d\r\r\n",
+        "it's 2026-11-23\n\n\ty",
+    ):
+        assert tokenizer.encode(text, specials=False) == other.encode(text).ids, text
+
+
+def test_laguna_takes_digits_one_by_one_and_cuts_before_line_breaks() -> None:
+    keys = byte_level(("1 2", "; Ċ", "Ċ Ċ", "Ċ Ġ"), pre="laguna")
+    assert Tokenizer(keys).encode("12;\n\n b", specials=False) == [*b"12;", 258, *b" b"]
+
+
 def test_whole_pieces_come_before_merges_only_where_documented() -> None:
     # "abc" cannot be reached by merges: "bc" is joined first.
     keys = byte_level(("b c", "a b", "ab c"), pre="llama-bpe")
@@ -262,10 +305,16 @@ def test_bytes_and_texts_of_tokens() -> None:
 
 
 def test_ends_of_a_reply_come_from_the_file_and_from_the_family() -> None:
-    keys = byte_level(control=("<eos>", "<turn>"), visible=("</assistant>",), eos_token_id=256, eot_token_id=257)
+    keys = byte_level(
+        control=("<eos>", "<turn>", "<more>"),
+        visible=("</assistant>",),
+        eos_token_id=256,
+        eot_token_id=257,
+        eom_token_id=258,
+    )
     tokenizer = Tokenizer(keys, eos_texts=("</assistant>", "<absent>"))
-    assert tokenizer.eos_id == 256 and tokenizer.eos_ids == {256, 257, 258}
-    assert tokenizer.is_control(258) and tokenizer.encode("</assistant>", specials=False) == [*b"</assistant>"]
+    assert tokenizer.eos_id == 256 and tokenizer.eos_ids == {256, 257, 258, 259}
+    assert tokenizer.is_control(259) and tokenizer.encode("</assistant>", specials=False) == [*b"</assistant>"]
 
 
 def test_the_file_decides_about_bos_else_the_kind() -> None:
@@ -313,6 +362,7 @@ def test_gemma_always_begins_with_bos() -> None:
         ({"token_type": [6] * 256}, FormatError, "byte token"),
         ({"merges": None}, FormatError, "tokenizer.ggml.merges"),
         ({"eos_token_id": 256}, FormatError, "tokenizer.ggml.eos_token_id"),
+        ({"eom_token_id": -1}, FormatError, "tokenizer.ggml.eom_token_id"),
         ({"bos_token_id": True}, FormatError, "tokenizer.ggml.bos_token_id"),
         ({"model": "llama"}, FormatError, "tokenizer.ggml.scores"),
         ({"model": "llama", "scores": [1.0]}, FormatError, "tokenizer.ggml.scores"),
