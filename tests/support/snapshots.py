@@ -18,6 +18,11 @@ LAYERS = (range(2), range(2, 4))
 MODEL = "0123456789abcdef0123456789abcdef"
 
 
+def ids(n: int, seed: int = 0) -> Int32:
+    """`n` random tokens."""
+    return np.random.default_rng(seed).integers(0, 1000, n).astype(np.int32)
+
+
 def conversation_of(turns: int, step: int = 100, seed: int = 0) -> list[Int32]:
     """The tokens after each turn of a conversation: each begins with those of the turn before."""
     whole = np.random.default_rng(seed).integers(0, 1000, turns * step).astype(np.int32)

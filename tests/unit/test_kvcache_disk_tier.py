@@ -1,114 +1,26 @@
-"""The engine with a prefix cache on the disk, over the scripted backend: restarts, damage, disks that fail."""
+"""The engine with a prefix cache on the disk, over the scripted backend: what restarts find, and what is written."""
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import os
-import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from luce.config.sampling import SamplingParams
 from luce.engine.events import Event, Finished, Progress
-from luce.errors import BackendError
 from luce.kvcache import saver
-from luce.kvcache.disk import part, store
-from luce.kvcache.disk.deadline import Deadline
-from luce.kvcache.disk.directory import LAYOUT, Directory
 from luce.kvcache.disk.fingerprint import Fingerprint
-from luce.kvcache.disk.manifest import ReplyTokens
-from luce.kvcache.disk.part import DamagedError, PartReader
-from luce.kvcache.disk.reader import Reader
 from luce.kvcache.disk.store import Store
-from luce.kvcache.disk.tier import DiskTier
 from luce.runtime.step import PAGE
-from tests.support import snapshots
-from tests.support.cached_engine import EXACT, FREE, Rig, Silent, each_kind, finish, ids
+from tests.support.cached_engine import EXACT, Silent, each_kind, finish, ids
 from tests.support.daemons import within
-from tests.support.replies import make_engine
-from tests.support.scripted_backend import ScriptedBackend
-
-MODEL = Fingerprint("0123456789abcdef", {"--cache-type-k": "f16"})
-
-
-@contextmanager
-def rig(
-    directory: Path,
-    *,
-    budget: int = 0,
-    known: bool = True,
-    model: Fingerprint = MODEL,
-    identify: Callable[[], Fingerprint] | None = None,
-    interval: int = 8192,
-    flush: float = 30,
-    **backend: Any,
-) -> Iterator[Rig]:
-    """An engine that starts anew over a directory; all is written when it ends."""
-    scripted = ScriptedBackend(context=512, chunk=32, slots=2, **backend)
-    scripted.resumes = not scripted.capacity.recurrent
-    identify = identify or (lambda: model)
-    disk = DiskTier(directory, budget=budget, identify=identify, known=known, layers=scripted.capacity.layers)
-    engine = make_engine(
-        scripted,
-        cache_bytes=1 << 22,
-        checkpoint_interval=interval,
-        disk=disk,
-        min_disk_tokens=1,
-        flush_seconds=flush,
-    )
-    try:
-        yield Rig(engine, scripted)
-    finally:
-        engine.close()
-    assert scripted.broken is None, scripted.broken
-
-
-def tier(r: Rig) -> DiskTier:
-    assert r.engine.cache is not None and r.engine.cache.disk is not None
-    return r.engine.cache.disk
-
-
-def wait_for(r: Rig, snapshots: int) -> None:
-    """Until so many are written, or are not going to be."""
-    stats = tier(r).stats
-    assert within(60, lambda: stats.saves + stats.skipped + stats.failures >= snapshots)
-
-
-def writing_threads() -> list[threading.Thread]:
-    """The writing threads of all disk tiers."""
-    return [thread for thread in threading.enumerate() if thread.name == "luce-cache-write"]
-
-
-def descriptors(directory: Path) -> list[str]:
-    """Files below a directory that this process has open."""
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            found.append(os.readlink(link))
-    return [path for path in found if path.startswith(str(directory))]
-
-
-def snapshots_left(directory: Path) -> int:
-    """Snapshots that a start would find; nothing else is left below the directory then."""
-    found = Store(directory, MODEL.model, 0)
-    assert not found.quarantines and not list((found.root / "tmp").iterdir())
-    return len(found.snapshots)
-
-
-def files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file() and "trash" not in path.parts)
+from tests.support.disk_tier import MODEL, files, rig, snapshots_left, tier, wait_for
 
 
 @each_kind
@@ -185,34 +97,6 @@ def test_snapshots_are_written_behind_the_reply(tmp_path: Path) -> None:
         assert tier(r).stats.hits == 1
 
 
-def test_a_sequence_that_ends_before_the_model_is_identified_is_written(tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def identify() -> Fingerprint:
-        assert gate.wait(60)
-        return MODEL
-
-    with rig(tmp_path, known=False, identify=identify) as r:
-        expected, _ = r.ask(ids(100), 3)
-        threading.Timer(0.05, gate.set).start()
-    with rig(tmp_path) as r:
-        assert r.ask(ids(100), 3) == (expected, 100)
-
-
-def test_closing_does_not_wait_for_identification_without_work(tmp_path: Path) -> None:
-    gate = threading.Event()
-
-    def identify() -> Fingerprint:
-        gate.wait(60)
-        return MODEL
-
-    with rig(tmp_path, known=False, identify=identify, flush=120):
-        pass
-    assert writing_threads() and not gate.is_set()
-    gate.set()
-    assert within(60, lambda: not writing_threads())
-
-
 @each_kind
 def test_clearing_discards_the_snapshot_in_progress(
     kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,56 +151,6 @@ def test_pages_do_not_change_while_they_are_copied(pages: tuple[int, ...], tmp_p
     with rig(tmp_path, pages=pages) as r:
         for prompt in prompts:
             assert r.ask(prompt, 4) == (r.backend.reply(prompt, 4), 400)
-
-
-def test_no_page_is_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The writer is slower than the engine: each checkpoint of a long prompt continues the previous one all the same.
-    sync = os.fsync
-
-    def slow(fd: int) -> None:
-        time.sleep(0.01)
-        sync(fd)
-
-    with rig(tmp_path, recurrent=True, interval=100) as r:
-        while tier(r).store is None:
-            pass
-        monkeypatch.setattr(part.os, "fsync", slow)
-        r.ask(ids(400), 5)
-    opened = store.Store(tmp_path, MODEL.model, 0)
-    entries = sorted(opened.snapshots, key=lambda entry: entry.manifest.length)
-    assert [entry.manifest.length for entry in entries] == [100, 200, 300, 400, 404]
-    for before, entry in pairwise(entries):
-        assert entry.manifest.parent == before.manifest.id
-        assert entry.manifest.first_page == before.manifest.length // PAGE
-
-
-def test_while_sequences_run_the_disk_gets_a_small_share_of_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with rig(tmp_path) as r:
-        r.ask(ids(100), 3)
-        assert r.engine.cache is not None and r.engine.cache.saver is not None
-        saving = r.engine.cache.saver
-        while saving.busy:
-            pass
-        now, worked = [time.monotonic() + 1000], list[float]()
-
-        def export(checkpoint: object) -> Iterator[None]:
-            for _ in range(5):
-                now[0] += 0.002
-                worked.append(now[0])
-                yield None
-
-        monkeypatch.setattr(saver.time, "monotonic", lambda: now[0])
-        saving.export = export(None)
-        for _ in range(1000):
-            now[0] += 0.001
-            saving.pump(idle=False)
-        assert len(worked) == 5 and min(np.diff(worked)) > 40 * 0.002
-        saving.export = export(None)
-        for _ in range(5):
-            saving.pump(idle=True)
-        assert len(worked) == 10
 
 
 @each_kind
@@ -423,215 +257,6 @@ def test_short_prompts_are_not_written(tmp_path: Path) -> None:
         assert [r.ask(ids(90, seed=1), 3)[1], r.ask(ids(110), 3)[1]] == [0, 110]
 
 
-def test_a_snapshot_of_another_shape_is_a_miss_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with rig(tmp_path, recurrent=True) as r:
-        expected, _ = r.ask(ids(100), 3)
-    before = files(tmp_path)
-    with rig(tmp_path, recurrent=True) as r:
-
-        def refuse(*given: object) -> None:
-            raise BackendError("tensor blk.0.k has another shape")
-
-        r.backend.state.load = refuse  # type: ignore[method-assign]
-        assert r.ask(ids(100), 3) == (expected, 0)
-        assert "blk.0.k" in caplog.text
-        assert tier(r).stats.refused == 1 and not tier(r).stats.damaged
-        assert "blk.0.k" in next(entry.unusable for entry in r.engine.cached_prefixes() if entry.unusable)
-    assert set(files(tmp_path)) >= set(before)
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_damage_is_a_miss(data: st.DataObject, tmp_path: Path) -> None:
-    """Any file, any byte: never a wrong token, never an error, and the next start is clean."""
-    kind: dict[str, Any] = data.draw(st.sampled_from([FREE, *EXACT]))
-    shutil.rmtree(tmp_path)
-    history = ids(150)
-    with rig(tmp_path, **kind) as r:
-        reply, _ = r.ask(history, 5, [70, 145])
-        turn = [*history, *reply, *ids(90, seed=1)]
-        r.ask(turn, 5, [70, 145, 240])
-    paths = [path for path in files(tmp_path) if path.name != "lock"]
-    # Shares, not numbers: how many files there are, and their sizes, may differ from run to run.
-    share = st.floats(0, 1, exclude_max=True)
-    path = paths[int(data.draw(share) * len(paths))]
-    content = bytearray(path.read_bytes())
-    place = int(data.draw(share) * len(content))
-    if data.draw(st.booleans()):
-        content[place] ^= 1 << data.draw(st.integers(0, 7))
-    else:
-        del content[place:]
-    path.write_bytes(content)
-    for _ in range(2):
-        with rig(tmp_path, **kind) as r:
-            for prompt in (turn, history, [*turn, 1, 2]):
-                assert r.ask(prompt, 5, [70, 145])[0] == r.backend.reply(prompt, 5)
-            assert r.engine.stats().pages_used == 0
-
-
-def failing(error: int) -> Any:
-    def fail(*given: object, **more: object) -> Any:
-        raise OSError(error, os.strerror(error))
-
-    return fail
-
-
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
-@pytest.mark.parametrize("call", ["mkdir", "fsync", "rename", "open"])
-def test_a_disk_that_fails_costs_nothing_but_the_snapshot(
-    call: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with rig(tmp_path) as r:
-        r.ask(ids(80), 2)
-        while tier(r).stats.saves < 2:
-            pass
-        with monkeypatch.context() as patch:
-            if call == "mkdir":
-                patch.setattr(Path, "mkdir", failing(error))
-            else:
-                patch.setattr(store.os, call, failing(error))
-            for seed in range(1, 6):
-                prompt = ids(100, seed)
-                assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 0)
-                assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 100)
-            while not tier(r).stats.failures:
-                pass
-    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1 and "--kv-cache-dir" in warnings[0].getMessage()
-    with rig(tmp_path) as r:
-        assert r.ask(ids(80), 2) == (r.backend.reply(ids(80), 2), 80)
-        # Where no file can be opened, none can be removed either.
-        assert call == "open" or not list((tmp_path / LAYOUT / "tmp").iterdir())
-
-
-def test_writing_pauses_after_repeated_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with rig(tmp_path) as r:
-        r.ask(ids(80), 2)
-        while tier(r).stats.saves < 2:
-            pass
-        monkeypatch.setattr(part.os, "fsync", failing(errno.EIO))
-        for seed in range(1, 9):
-            r.ask(ids(100, seed), 3)
-        while tier(r).stats.failures < 3:
-            pass
-        assert not tier(r).accepts
-        assert r.ask(ids(100, 9), 3)[0] == r.backend.reply(ids(100, 9), 3)
-    assert tier(r).stats.failures == 3
-
-
-@pytest.mark.parametrize("how", ["file", "readonly"])
-def test_a_directory_that_cannot_be_used_is_one_warning(
-    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = tmp_path / "cache"
-    if how == "file":
-        directory.write_text("no directory")
-    else:
-        monkeypatch.setattr(Path, "mkdir", failing(errno.EROFS))
-    with rig(directory) as r:
-        for _ in range(2):
-            assert r.ask(ids(100), 3)[0] == r.backend.reply(ids(100), 3)
-    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "--kv-cache-dir" in warning.getMessage()
-
-
-def test_a_snapshot_that_another_server_rewrote_is_not_quarantined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    text, other = np.arange(100, dtype=np.int32), Store(tmp_path, MODEL.model, 0)
-    snapshots.write(other, text)
-    with rig(tmp_path) as r:
-        disk = tier(r)
-        assert within(60, lambda: disk.store is not None)
-        (entry,) = disk.store.snapshots
-        other.clear()
-        # The same tokens, of other bytes: those of a prompt that was read in other pieces, say.
-        monkeypatch.setattr(snapshots, "state", lambda ids: {"blk.2.memory": ids.astype(np.float32)})
-        snapshots.write(other, text)
-        with pytest.raises(DamagedError) as found:
-            disk.open(entry, Deadline())
-        disk.record_failure(entry, found.value)
-        assert within(60, lambda: not disk.waiting)
-        assert not disk.current_stats().quarantines
-        (entry,) = disk.store.find(text)
-        snapshots.check(disk.store, entry, text)
-        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-        # What is wrong with all of its files as they were written is said.
-        disk.record_failure(entry, DamagedError("its tokens are others"))
-        assert within(60, lambda: not disk.waiting)
-        assert "though all of it is readable: its tokens are others" in caplog.text
-
-
-@pytest.mark.parametrize("all_of_it", [True, False])
-def test_an_evicted_snapshot_causes_no_warning_and_a_missing_file_does(
-    all_of_it: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with rig(tmp_path, recurrent=True) as r:
-        r.ask(ids(100), 3)
-    with rig(tmp_path, recurrent=True) as r:
-        assert within(60, lambda: tier(r).store is not None)
-        if all_of_it:
-            Store(tmp_path, MODEL.model, 0).clear()
-        for path in tmp_path.rglob("state-000*"):
-            path.unlink()
-        assert r.ask(ids(100), 3) == (r.backend.reply(ids(100), 3), 0)
-        assert within(60, lambda: not tier(r).waiting)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert all("moved to trash" in warning for warning in warnings) and bool(warnings) != all_of_it
-
-
-def test_snapshots_that_cannot_be_removed_are_unused_and_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with rig(tmp_path) as r:
-        r.ask(ids(100), 3)
-        wait_for(r, 2)
-        assert r.engine.cache is not None
-        with monkeypatch.context() as patched:
-            patched.setattr(store.os, "rename", failing(errno.EROFS))
-            r.engine.clear_cache()
-            assert within(60, lambda: not tier(r).waiting)
-            assert all(entry.unusable for entry in r.engine.cached_prefixes())
-            assert r.ask(ids(100), 3)[1] == 0
-    assert "could not be removed and stay unused until the next start: [Errno 30]" in caplog.text
-
-
-def test_a_directory_that_cannot_be_written_is_read_though_it_exceeds_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with rig(tmp_path) as r:
-        r.ask(ids(100), 3)
-    monkeypatch.setattr(Directory, "lock", failing(errno.EROFS))
-    with rig(tmp_path, budget=1000) as r:
-        assert r.ask(ids(100), 3) == (r.backend.reply(ids(100), 3), 100)
-
-
-def test_a_directory_that_vanishes_is_no_harm(tmp_path: Path) -> None:
-    with rig(tmp_path / "cache") as r:
-        r.ask(ids(100), 3)
-    with rig(tmp_path / "cache") as r:
-        while tier(r).store is None:
-            pass
-        shutil.rmtree(tmp_path / "cache")
-        for prompt in (ids(100), ids(120, seed=1)):
-            assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 0)
-        assert r.ask(ids(100), 3) == (r.backend.reply(ids(100), 3), 100)
-
-
-def test_a_parent_removed_during_a_write_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with rig(tmp_path) as r:
-        r.ask(ids(100), 3)
-        wait_for(r, 2)
-        shutil.rmtree(tmp_path / LAYOUT)
-        r.ask(ids(200), 3)
-        wait_for(r, 4)
-        assert tier(r).stats.failures == 0
-        r.ask(ids(300), 3)
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    with rig(tmp_path) as r:
-        assert r.ask(ids(300), 3)[1] == 300
-
-
 def test_a_small_budget_holds(tmp_path: Path) -> None:
     budget = 60_000
     with rig(tmp_path, budget=budget, recurrent=True) as r:
@@ -643,26 +268,6 @@ def test_a_small_budget_holds(tmp_path: Path) -> None:
     assert stats is not None and total <= 1.1 * budget
     with rig(tmp_path, budget=budget, recurrent=True) as r:
         assert r.ask([*prompt, *r.backend.reply(prompt, 3), 5], 3)[1] == 202
-
-
-def test_unfinished_writes_are_dropped_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, sync = threading.Event(), os.fsync
-
-    def slow(fd: int) -> None:
-        gate.wait(120)
-        sync(fd)
-
-    with rig(tmp_path, flush=0.1) as r:
-        assert within(60, lambda: tier(r).store is not None)
-        monkeypatch.setattr(part.os, "fsync", slow)
-        for seed in range(3):
-            r.ask(ids(200, seed), 3)
-        disk = tier(r)
-    # It has ended, and the disk hangs still.
-    assert disk.stats.saves == 0 and not gate.is_set()
-    gate.set()
-    assert within(60, lambda: not writing_threads())
-    assert snapshots_left(tmp_path) == disk.stats.saves <= 1
 
 
 def test_conversations_of_any_length_are_found_after_a_restart(tmp_path: Path) -> None:
@@ -708,37 +313,6 @@ def test_models_with_states_resume_only_at_checkpoints(kind: dict[str, Any], tmp
     assert (entries[360].first_page, entries[360].parent) == (4, entries[400].id)
 
 
-@each_kind
-def test_behind_a_damaged_snapshot_the_next_shorter_one_is_resumed(kind: dict[str, Any], tmp_path: Path) -> None:
-    first, second = ids(150), ids(400)
-    with rig(tmp_path, **kind) as r:
-        for prompt in (first, second):
-            r.ask(prompt, 1)
-    found = Store(tmp_path, MODEL.model, 0).exact(np.array(second, np.int32))
-    assert found is not None and found.manifest.first_page == 2
-    damaged = found.path / (found.manifest.pages or found.manifest.state)[0].name
-    data = bytearray(damaged.read_bytes())
-    data[40] ^= 1
-    damaged.write_bytes(data)
-    with rig(tmp_path, **kind) as r:
-        assert r.ask([*second, 7], 4) == (r.backend.reply([*second, 7], 4), 150)
-        assert (tier(r).stats.damaged, tier(r).stats.hits) == (1, 1)
-
-
-def test_a_damaged_page_is_not_resumed_in_part(tmp_path: Path) -> None:
-    first = ids(400)
-    with rig(tmp_path) as r:
-        r.ask(first, 5)
-    for path in tmp_path.rglob("pages-*.part"):
-        data = bytearray(path.read_bytes())
-        data[40] ^= 1
-        path.write_bytes(data)
-    prompt = [*first[:300], *ids(60, seed=1)]
-    with rig(tmp_path) as r:
-        assert r.ask(prompt, 5) == (r.backend.reply(prompt, 5), 0)
-        assert tier(r).stats.damaged == 1
-
-
 def test_a_resume_from_memory_counts_as_a_use_on_the_disk(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         r.ask(ids(200), 5)
@@ -753,98 +327,6 @@ def test_a_resume_from_memory_counts_as_a_use_on_the_disk(tmp_path: Path) -> Non
         assert within(60, lambda: all(entry.last_used > 1e9 for entry in opened.snapshots))
         assert tier(r).stats.saves == 2
     assert all(entry.last_used > 1e9 for entry in Store(tmp_path, MODEL.model, 0).snapshots)
-
-
-def test_a_slow_disk_delays_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
-    sync = os.fsync
-
-    def slow(fd: int) -> None:
-        gate.wait(30)
-        sync(fd)
-
-    with rig(tmp_path) as r:
-        while tier(r).store is None:
-            pass
-        monkeypatch.setattr(part.os, "fsync", slow)
-        for seed in range(12):
-            prompt = ids(100, seed)
-            assert r.ask(prompt, 3)[0] == r.backend.reply(prompt, 3)
-        assert tier(r).stats.saves == 0
-        # Little waits in memory; what was too much is skipped.
-        assert tier(r).waiting <= 4 and tier(r).stats.skipped > 0
-        assert r.engine.cache is not None and r.engine.cache.stats().disk is tier(r).stats
-        assert 1 < tier(r).stats.queued <= saver.MAX_QUEUED + 2
-        gate.set()
-        assert within(60, lambda: not r.engine.cache.stats().disk.queued)
-
-
-@pytest.mark.parametrize(
-    ("owner", "call", "at"),
-    [(Store, "open", 0), (Reader, "tokens", 0), (PartReader, "read", 1), (PartReader, "read", 2)],
-)
-def test_a_disk_that_hangs_is_left_alone(
-    owner: Any, call: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    prompts = [ids(200, seed) for seed in range(3)]
-    with rig(tmp_path) as r:
-        for prompt in prompts:
-            r.ask(prompt, 3)
-    gate, real, calls = threading.Event(), getattr(owner, call), itertools.count()
-
-    def hangs(*arguments: Any) -> Any:
-        if next(calls) >= at:
-            assert gate.wait(60)
-        return real(*arguments)
-
-    with rig(tmp_path) as r:
-        disk = tier(r)
-        disk.wait_opened(60)
-        with monkeypatch.context() as patched:
-            patched.setattr(Deadline, "seconds", 0.05)
-            patched.setattr(owner, call, hangs)
-            for prompt in prompts[:2]:
-                assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 0)
-            assert disk.stats.slow == 1, "the second one did not try"
-            gate.set()
-        (warning,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
-        assert "the disk takes too long; nothing is read from it for a minute" in warning.getMessage()
-        # It is asked again when that is over; what hung was not damaged.
-        disk.reads_paused_until = 0.0
-        assert r.ask(prompts[2], 3) == (r.backend.reply(prompts[2], 3), 200)
-        assert disk.stats.hits == 1 and not [entry for entry in disk.contents() if entry.unusable]
-    assert within(60, lambda: not descriptors(tmp_path))
-
-
-def test_a_reply_that_a_slow_disk_holds_is_tokenized_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, real = threading.Event(), Store.reply_tokens
-
-    def hangs(*arguments: Any) -> Any:
-        assert gate.wait(60)
-        return real(*arguments)
-
-    text = np.arange(100, dtype=np.int32)
-    snapshots.write(Store(tmp_path, MODEL.model, 0), text, reply=ReplyTokens((("digest", 90, 101),), (7,)))
-    with rig(tmp_path) as r:
-        disk = tier(r)
-        disk.wait_opened(60)
-        with monkeypatch.context() as patched:
-            patched.setattr(Deadline, "seconds", 0.05)
-            patched.setattr(Store, "reply_tokens", hangs)
-            assert disk.reply_tokens("digest") is None
-            gate.set()
-        assert disk.reply_tokens("digest") is None
-        disk.reads_paused_until = 0.0
-        assert disk.reply_tokens("digest") == [*range(90, 100), 7] and disk.reply_tokens("another") is None
-
-
-def test_text_that_is_unknown_at_the_start_is_found_when_the_directory_is_read(tmp_path: Path) -> None:
-    with rig(tmp_path) as r:
-        r.ask(ids(100), 3)
-    with rig(tmp_path, known=False) as r:
-        while tier(r).store is None:
-            pass
-        assert r.ask(ids(100), 3)[1] == 100
 
 
 def test_bytes_written_grow_with_what_is_new(tmp_path: Path) -> None:
