@@ -36,9 +36,9 @@ LONG = REFERENCE.expected["prompt_long"].tolist()
 EXPECTED = REFERENCE.expected["greedy_17"][:8].tolist()
 
 
-def load(**settings: Any) -> Model:
+def load(model: Path = REFERENCE.path, **settings: Any) -> Model:
     given = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": HERE, "max_ctx": 2048}
-    return luce.load(REFERENCE.path, **{**given, **settings})
+    return luce.load(model, **{**given, **settings})
 
 
 def reply(model: Model) -> list[int]:
@@ -185,6 +185,29 @@ def test_death_of_an_idle_daemon_fails_nothing() -> None:
             assert within(60, lambda: bool(children()) and children() != {pid})  # noqa: B023
             assert reply(model) == EXPECTED
             assert within(60, lambda: set(model.memory()) == {"cpu:0", "cpu:1"})
+
+
+def test_no_page_of_a_daemon_that_died_idle_is_shared() -> None:
+    dense = Reference("qwen3-a-F32")
+    first = [(7 * i) % 700 + 5 for i in range(230)]
+    second = [*first[:200], *range(40, 60)]
+    greedy: dict[str, Any] = {"max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    with luce.load(dense.path, target_devices="cpu:0", max_ctx=2048, cache_ram=0) as alone:
+        expected = [token.id for token in alone.generate(second, **greedy)]
+    with load(model=dense.path) as model:
+        # Prompts share whole pages, without a checkpoint between them.
+        assert model.engine.cache is not None and not model.engine.cache.checkpoints_only
+        list(model.generate(first, **greedy))
+        (pid,) = children()
+        os.kill(pid, signal.SIGKILL)
+        assert within(60, lambda: bool(children()) and children() != {pid})
+        generation = model.generate(second, **greedy)
+        assert [token.id for token in generation] == expected
+        assert generation.finish is not None and generation.finish.timings.cached_tokens == 0
+        # What the new daemon holds is shared again.
+        again = model.generate(second, **greedy)
+        assert [token.id for token in again] == expected
+        assert again.finish is not None and again.finish.timings.cached_tokens >= 192
 
 
 def test_one_of_three_daemons_dies() -> None:

@@ -66,6 +66,18 @@ def test_a_repeated_prompt_needs_no_step_for_its_first_token(kind: dict[str, Any
         assert len(r.backend.steps) == steps + 2
 
 
+@each_kind
+def test_a_prompt_that_equals_the_end_of_a_reply_is_not_resumed_at_its_end(kind: dict[str, Any]) -> None:
+    with rig(**kind) as r:
+        reply, _ = r.ask(ids(150), 20)
+        # The checkpoint behind the reply has no logits that the next token could be chosen from.
+        turn = [*ids(150), *reply[:-1]]
+        expected = r.backend.reply(turn, 6)
+        first, cached = r.ask(turn, 6)
+        assert first == expected and 0 < cached < len(turn)
+        assert r.ask(turn, 6) == (expected, len(turn))
+
+
 def test_seconds_saved() -> None:
     with rig() as r:
         r.ask(ids(100), 1)
