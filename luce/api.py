@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import queue
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -43,34 +44,47 @@ class Generation(Iterator[Token]):
     """Iterates over the tokens of one reply while they are generated. `close`, or the end of the last reference to it,
     cancels the reply.
 
-    `finish` is set when the iteration has ended: reason, seed, timings.
+    Text that was held back until the reply's end comes with the last token. `finish` (reason, seed, timings) is set
+    together with that token. Where no token ends the reply but a deadline, the text held back is `finish.text`.
     """
 
     def __init__(
         self, submit: Callable[[Callable[[Event], None]], SequenceHandle], progress: Callable[[int, int], None] | None
     ) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._ready: list[Token] = []
+        self._ready: deque[Token] = deque()
         self._progress = progress
+        self._last: Finished | Failed | None = None
         self.finish: Finished | None = None
         self._handle = submit(self._events.put)
 
     def __next__(self) -> Token:
-        while not self._ready:
-            if self.finish is not None:
-                raise StopIteration
-            event = self._events.get()
-            if isinstance(event, Tokens):
-                self._ready = list(event.tokens[::-1])
-            elif isinstance(event, Finished):
-                self.finish = event
-                if event.text:
-                    self._ready = [Token(-1, event.text)]
-            elif isinstance(event, Failed):
-                raise event.error
-            elif isinstance(event, Progress) and self._progress is not None:
-                self._progress(event.done, event.total)
-        return self._ready.pop()
+        while not self._ready and self._last is None:
+            self._take(self._events.get())
+        if isinstance(self._last, Finished) and len(self._ready) <= 1:
+            self.finish = self._last
+        if self._ready:
+            return self._ready.popleft()
+        if isinstance(self._last, Failed):
+            raise self._last.error
+        raise StopIteration
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Tokens):
+            self._ready.extend(event.tokens)
+            if event.ends:
+                # The engine has sent the last event as well.
+                self._take(self._events.get())
+        elif isinstance(event, Finished):
+            if self._ready and event.text:
+                token = self._ready.pop()
+                self._ready.append(replace(token, text=token.text + event.text))
+                event = replace(event, text="")
+            self._last = event
+        elif isinstance(event, Failed):
+            self._last = event
+        elif isinstance(event, Progress) and self._progress is not None:
+            self._progress(event.done, event.total)
 
     def close(self) -> None:
         """Cancel the reply. Idempotent."""
@@ -224,8 +238,7 @@ class Model:
         absent is the Config's default. Raises UsageError for a value outside its range, TypeError for an unknown
         name.
 
-        Iterates over tokens with `.id`, `.text`, `.logprob`; text that was held back at the end comes as a last token
-        of id -1. `on_progress` gets (done, total) prompt rows.
+        Iterates over tokens with `.id`, `.text`, `.logprob`. `on_progress` gets (done, total) prompt rows.
         """
         if isinstance(prompt, str):
             prompt = self.tokenizer.with_bos(self.tokenizer.encode(prompt, specials=True))

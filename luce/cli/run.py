@@ -96,6 +96,7 @@ def _reply(model: Model, prompt: str, arguments: argparse.Namespace, sampling: d
         end = {
             "event": "end",
             "reason": finish.reason.value,
+            "text": finish.text,
             "seed": finish.seed,
             "prompt_tokens": timings.prompt_tokens,
             "predicted_tokens": timings.predicted_tokens,
@@ -104,5 +105,5 @@ def _reply(model: Model, prompt: str, arguments: argparse.Namespace, sampling: d
         }
         print(json.dumps(end))
     else:
-        print()
+        print(shown(finish.text))
     return 0

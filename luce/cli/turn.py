@@ -69,10 +69,10 @@ class Turn:
             self._prompt = len(ids)
             tokens = generation = wait(lambda: model.generate(ids, **options))
             while not self._interrupt.pressed and (token := wait(lambda: next(tokens, None))) is not None:
-                if token.id >= 0:
-                    self._times.append(time.monotonic())
-                self.pieces.append(token.text)
-                self._reply.write(token.text)
+                self._times.append(time.monotonic())
+                self._add(token.text)
+            if generation.finish is not None:
+                self._add(generation.finish.text)
             self.answered = not self._interrupt.pressed
         finally:
             if generation is not None:
@@ -80,6 +80,10 @@ class Turn:
                 self.finish = generation.finish
             self._reply.end()
             self.answered = self.answered or (self._interrupt.pressed and any(self.pieces))
+
+    def _add(self, text: str) -> None:
+        self.pieces.append(text)
+        self._reply.write(text)
 
     def speed(self, context: int) -> str:
         """The line below the reply."""

@@ -102,7 +102,7 @@ class Committer:
             # The reply's last token may be a draft token as well, whatever ended the reply.
             accepted = path[1:] if child is None else [*path[1:], child]
             self._accept(reply, scheduled, path, accepted, ended=reason is not None)
-        self._delivery.later(reply, lambda: reply.on_event(Tokens(tuple(tokens))))
+        self._delivery.later(reply, lambda: reply.on_event(Tokens(tuple(tokens), reason is not None)))
         if reason is not None:
             self._delivery.finish(reply, reason, stop)
 

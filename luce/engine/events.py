@@ -99,6 +99,8 @@ class Tokens:
     """The tokens of one step."""
 
     tokens: tuple[Token, ...]
+    #: whether they end the reply: the next event is the last one
+    ends: bool = False
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def ask(model: Model, prompt: list[int], count: int) -> tuple[list[int], Proposa
     """The reply, the proposals, the tokens from the cache, and the tier that held them."""
     with recorded(model) as found:
         generation = model.generate(prompt, max_tokens=count, temperature=0, ignore_eos=True)
-        reply = [token.id for token in generation if token.id >= 0]
+        reply = [token.id for token in generation]
     assert generation.finish is not None
     timings = generation.finish.timings
     return reply, found, timings.cached_tokens, timings.cache_tier

@@ -34,8 +34,9 @@ class ScriptedChat:
 
 
 class ScriptedGeneration(Iterator[Token]):
-    def __init__(self, pieces: Sequence[Any], prompt: int, pause: float) -> None:
+    def __init__(self, pieces: Sequence[Any], prompt: int, pause: float, held: str = "") -> None:
         self._pieces = iter(pieces)
+        self._held = held
         self._prompt = prompt
         self._pause = pause
         self._count = 0
@@ -50,7 +51,8 @@ class ScriptedGeneration(Iterator[Token]):
             raise piece
         if piece is None:
             timings = Timings(prompt_tokens=self._prompt, predicted_tokens=self._count)
-            self.finish = Finished(FinishReason.EOS, "", timings, 7)
+            reason = FinishReason.DEADLINE if self._held else FinishReason.EOS
+            self.finish = Finished(reason, self._held, timings, 7)
             raise StopIteration
         time.sleep(self._pause)
         self._count += 1
@@ -66,6 +68,8 @@ class ScriptedModel:
     def __init__(self, *replies: str | Sequence[Any], pause: float = 0.0, config: Config | None = None) -> None:
         self._replies = list(replies)
         self._pause = pause
+        #: text that a deadline cuts off behind each reply's last token
+        self.held = ""
         self.config = config or Config()
         self.chat = ScriptedChat()
         self.name = "scripted"
@@ -86,7 +90,7 @@ class ScriptedModel:
         reply = self._replies.pop(0)
         if isinstance(reply, str):
             reply = [reply[i : i + 3] for i in range(0, len(reply), 3)]
-        self.generations.append(ScriptedGeneration(reply, len(ids), self._pause))
+        self.generations.append(ScriptedGeneration(reply, len(ids), self._pause, self.held))
         return self.generations[-1]
 
 

@@ -78,6 +78,13 @@ def test_the_conversation_has_all_messages(capsys: pytest.CaptureFixture[str]) -
     assert talk.notes == ""
 
 
+def test_the_conversation_keeps_the_text_that_a_deadline_cuts_off() -> None:
+    model = ScriptedModel("Hello,")
+    model.held = " you"
+    talk = Talk(model, Keys("hi"))
+    assert [message.content for message in talk.chat.conversation.messages] == ["hi", "Hello, you"]
+
+
 @pytest.mark.parametrize("word", ["/bye", "/exit", "/quit", "exit", "quit"])
 def test_leaving(word: str) -> None:
     talk = Talk(ScriptedModel(), Keys(word, "never sent"))

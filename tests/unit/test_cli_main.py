@@ -129,6 +129,16 @@ def test_run_joins_prompt_and_input(
     assert capsys.readouterr() == ("Fine.\n", "")
 
 
+def test_run_prints_the_text_that_a_deadline_cuts_off(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    scripted("Fine,", "Fine,").held = " thanks"
+    assert main(["run", "x.gguf", "hi"]) == 0
+    assert capsys.readouterr().out == "Fine, thanks\n"
+    assert main(["run", "x.gguf", "hi", "--json"]) == 0
+    *tokens, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "".join(token["text"] for token in tokens) == "Fine,"
+    assert (end["reason"], end["text"]) == ("deadline", " thanks")
+
+
 def test_run_without_a_template_continues_the_text(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = scripted()
     model.chat.template = None
