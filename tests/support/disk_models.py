@@ -27,7 +27,7 @@ def load(path: Path, directory: Path, **more: Any) -> Model:
 def ask(model: Model, prompt: list[int], n: int) -> tuple[list[int], int, str]:
     """(greedy reply, tokens from the cache, tier)."""
     generation = model.generate(prompt, max_tokens=n, temperature=0, ignore_eos=True)
-    tokens = [token.id for token in generation if token.id >= 0]
+    tokens = [token.id for token in generation]
     assert generation.finish is not None
     return tokens, generation.finish.timings.cached_tokens, generation.finish.timings.cache_tier
 
