@@ -21,6 +21,7 @@ from prompt_toolkit.application.run_in_terminal import run_in_terminal
 from prompt_toolkit.auto_suggest import AutoSuggestFromHistory
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
+from prompt_toolkit.filters import completion_is_selected, has_completions, is_searching
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -152,7 +153,7 @@ class TerminalInput:
             key_bindings=self._keys(),
             enable_suspend=True,
             prompt_continuation=[("class:prompt", "... ")],
-            placeholder=FormattedText([("ansibrightblack", "a message, or /? for help")]),
+            placeholder=_placeholder,
             color_depth=ColorDepth.DEPTH_1_BIT if plain else None,
             tempfile_suffix=".md",
         )
@@ -175,9 +176,10 @@ class TerminalInput:
             return False
 
     def _keys(self) -> KeyBindings:
+        """Keys of our own. While something is searched or completed, prompt_toolkit's have their turn."""
         keys = KeyBindings()
 
-        @keys.add("enter")
+        @keys.add("enter", filter=~is_searching & ~completion_is_selected)
         def _(event: KeyPressEvent) -> None:
             buffer = event.current_buffer
             if in_block(buffer.text):
@@ -188,28 +190,40 @@ class TerminalInput:
             else:
                 buffer.validate_and_handle()
 
-        @keys.add("escape", "enter")
-        @keys.add("c-j")
+        @keys.add("enter", filter=completion_is_selected)
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.complete_state = None
+
+        @keys.add("escape", "enter", filter=~is_searching)
+        @keys.add("c-j", filter=~is_searching)
         def _(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
 
-        @keys.add("c-g")
+        @keys.add("c-g", filter=~is_searching & ~has_completions)
         def _(event: KeyPressEvent) -> None:
             event.current_buffer.open_in_editor()
 
-        @keys.add("c-c")
+        @keys.add("c-c", filter=has_completions)
         def _(event: KeyPressEvent) -> None:
-            now = time.monotonic()
-            if now - self._last_interrupt < _TWICE_SECONDS:
-                event.app.exit(exception=EOFError)
-                return
+            event.current_buffer.cancel_completion()
+
+        @keys.add("c-c", filter=~is_searching & ~has_completions)
+        def _(event: KeyPressEvent) -> None:
+            now, last = time.monotonic(), self._last_interrupt
             self._last_interrupt = now
             if event.current_buffer.text:
                 event.current_buffer.reset()
+            elif now - last < _TWICE_SECONDS:
+                event.app.exit(exception=EOFError)
             else:
                 run_in_terminal(lambda: print("(press again to leave, or /bye)"))
 
         return keys
+
+
+def _placeholder() -> FormattedText:
+    """What an empty line shows. A search shows its match there, although the line is still empty."""
+    return FormattedText([] if is_searching() else [("ansibrightblack", "a message, or /? for help")])
 
 
 def _open_editor() -> None:
