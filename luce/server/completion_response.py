@@ -51,28 +51,39 @@ class CompletionResponse(ResponseBuilder):
             offsets.append(choice.offset)
             choice.offset += len(choice.decoder.push(token.id))
         return {
-            "tokens": [self._model.tokenizer.token_text(token.id) for token in tokens],
+            "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,
         }
 
     def _top(self, token: Token) -> dict[str, float | None]:
-        """The most likely tokens, and the chosen one."""
-        name = self._model.tokenizer.token_text
-        return {name(i): finite(p) for i, p in token.top} | {name(token.id): finite(token.logprob)}
+        """The most likely tokens by name, and the chosen one. Of two tokens with one name, the chosen or likelier one
+        has it; the other one is `token_id:N`."""
+        names = {token.id: self._name(token.id)}
+        for i, _ in token.top:
+            name = self._name(i)
+            names.setdefault(i, f"token_id:{i}" if name in names.values() else name)
+        return {names[i]: finite(logprob) for i, logprob in token.top} | {names[token.id]: finite(token.logprob)}
+
+    def _name(self, token: int) -> str:
+        r"""The text of a token. OpenAI's form for bytes that are no whole characters is `bytes:\xf0\x9f`."""
+        tokenizer = self._model.tokenizer
+        try:
+            return tokenizer.token_bytes(token).decode() or tokenizer.token_text(token)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.token_bytes(token))
 
     def _prompt_logprobs(self, choice: Choice) -> Json:
-        name, bos = self._model.tokenizer.token_text, self._model.tokenizer.bos_id
         texts = token_texts(choice.prompt, self._model)
-        if choice.prompt[0] == bos and not (choice.echo or "").startswith(texts[0]):
+        if choice.prompt[0] == self._model.tokenizer.bos_id and not (choice.echo or "").startswith(texts[0]):
             texts[0] = ""  # an added BOS is not part of the text
         offsets, at = [], 0
         for text in texts:
             offsets.append(at)
             at += len(text)
         return {
-            "tokens": [name(token) for token in choice.prompt],
+            "tokens": [self._name(token) for token in choice.prompt],
             "token_logprobs": [None, *(finite(token.logprob) for token in choice.scores)],
             "top_logprobs": [None, *(self._top(token) for token in choice.scores)],
             "text_offset": offsets,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
+from collections.abc import Sequence
+from itertools import chain, product
 from typing import Any
 
 import pytest
 
+from luce.text.tokenizer import NORMAL, USER_DEFINED, Tokenizer
 from tests.support.http_server import Running, running
-from tests.support.scripted_model import BOS, VOCAB, saying
+from tests.support.scripted_model import BOS, VOCAB, metadata, saying, tokenizer
 
 PATH = "/v1/completions"
 SAYS = {"script": saying(" wörld.", marker="hello")}
@@ -70,7 +72,7 @@ async def test_echo_with_scores_is_the_models_own_distribution() -> None:
         assert choice["text"] == "hé!" and choice["finish_reason"] == "length"
         assert body["usage"]["completion_tokens"] == 0
         scores = choice["logprobs"]
-        assert scores["tokens"] == ["h", "\ufffd", "\ufffd", "!"]
+        assert scores["tokens"] == ["h", "bytes:\\xc3", "bytes:\\xa9", "!"]
         assert scores["text_offset"] == [0, 1, 1, 2]
         assert scores["token_logprobs"][0] is None and scores["top_logprobs"][0] is None
         for at in range(1, len(ids)):
@@ -90,7 +92,7 @@ async def test_logprobs_of_prompt_and_reply_join() -> None:
         assert len({len(column) for column in scores.values()}) == 1
         assert scores["tokens"][:2] == ["<|bos|>", "h"]
         for token, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
-            if "\ufffd" not in token and not token.startswith("<|"):
+            if not token.startswith(("bytes:", "<|")):
                 assert choice["text"][offset] == token
         alone = (await complete(here, "hello", logprobs=1))["choices"][0]["logprobs"]
         assert alone["tokens"] == scores["tokens"][6:] and alone["text_offset"][0] == 0
@@ -99,6 +101,47 @@ async def test_logprobs_of_prompt_and_reply_join() -> None:
         for key, column in scores.items():
             parts = [e["choices"][0]["logprobs"][key] for e in streamed if e["choices"][0]["logprobs"]]
             assert list(chain(*parts)) == column
+
+
+async def test_alternatives_that_are_parts_of_characters_stay_apart() -> None:
+    async with running(model={"script": lambda history: None}) as here:
+        ids = list("naïve 🤗 媽".encode())
+        body = await complete(here, "naïve 🤗 媽", echo=True, logprobs=5, max_tokens=0)
+        scores = body["choices"][0]["logprobs"]
+        assert scores["tokens"][6:11] == [" ", *(f"bytes:\\x{byte:02x}" for byte in "🤗".encode())]
+        for at in range(1, len(ids)):
+            likely = likeliest(here, ids[:at])[:5]
+            row = scores["top_logprobs"][at]
+            assert set(row) == {name(i) for i in (*likely, ids[at])}
+            assert max(row, key=row.__getitem__) == name(likely[0])
+            assert row[scores["tokens"][at]] == scores["token_logprobs"][at]
+
+
+def likeliest(here: Running, history: Sequence[int]) -> list[int]:
+    """All tokens behind a history, the likeliest first."""
+    logits = here.model.backend.logits(history).tolist()
+    return sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+
+
+def name(token: int) -> str:
+    """The name of a token of the byte vocabulary in log probabilities."""
+    return chr(token) if token < 128 else f"bytes:\\x{token:02x}" if token < 256 else tokenizer().token_text(token)
+
+
+@pytest.mark.parametrize("chosen", [259, 260])
+async def test_alternatives_of_one_text_stay_apart(chosen: int) -> None:
+    keys = metadata()
+    keys["tokenizer.ggml.tokens"][259:] = ["é", "Ã©"]  # type: ignore[index]
+    keys["tokenizer.ggml.token_type"][259:] = [USER_DEFINED, NORMAL]  # type: ignore[index]
+    async with running(model={"script": lambda history: None}) as here:
+        here.model.tokenizer = Tokenizer(keys)
+        assert here.model.tokenizer.token_text(259) == here.model.tokenizer.token_text(260) == "é"
+        prompt = next(list(p) for p in product(range(256), repeat=2) if {259, 260} <= {*likeliest(here, p)[:20]})
+        bias = {str(chosen): 100}
+        scores = (await complete(here, prompt, logprobs=20, max_tokens=1, logit_bias=bias))["choices"][0]["logprobs"]
+        assert scores["tokens"] == ["é"] and len(scores["top_logprobs"][0]) == 20
+        assert scores["top_logprobs"][0]["é"] == scores["token_logprobs"][0]
+        assert f"token_id:{519 - chosen}" in scores["top_logprobs"][0]
 
 
 async def test_a_stream_without_echo() -> None:

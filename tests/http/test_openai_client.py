@@ -68,6 +68,17 @@ async def test_completions_with_logprobs(client: openai.AsyncOpenAI) -> None:
         assert logprobs.token_logprobs[0] is None and logprobs.token_logprobs[1] < 0
 
 
+async def test_completions_score_every_byte(client: openai.AsyncOpenAI) -> None:
+    async with running() as here:
+        create = at(client, here).completions.create
+        reply = await create(model="m", prompt="naïve 🤗 媽", echo=True, logprobs=5, max_tokens=0)
+        logprobs = reply.choices[0].logprobs
+        assert logprobs is not None and logprobs.tokens is not None and logprobs.top_logprobs is not None
+        spelled = [rf"bytes:\x{byte:02x}" for byte in "媽".encode()]
+        assert logprobs.tokens[-3:] == spelled
+        assert all(len(row) in (5, 6) for row in logprobs.top_logprobs[1:])
+
+
 async def test_models(client: openai.AsyncOpenAI) -> None:
     async with running() as here:
         api = at(client, here)
