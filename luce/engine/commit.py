@@ -32,17 +32,17 @@ class Committer:
                 self._delivery.fail_reply(reply, error)
 
     def resume(self, reply: Reply) -> None:
-        """Let a sequence that has a slot begin with what the prefix cache has of its prompt."""
+        """Let a sequence that has a slot begin with what the prefix cache has of its prompt, and report how much."""
         sequence, checkpoints = reply.sequence, self._parts.checkpoints
-        # A sink that failed has ended the sequence.
-        hit = None if checkpoints is None or reply.handle.ended else checkpoints.resume(sequence)
-        if hit is None:
+        if reply.handle.ended:  # by a sink that failed
             return
-        self._parts.scheduler.resume(sequence, hit.length)
-        reply.cached_tokens, reply.cache_tier = hit.length, hit.tier
+        hit = None if checkpoints is None else checkpoints.resume(sequence)
+        if hit is not None:
+            self._parts.scheduler.resume(sequence, hit.length)
+            reply.cached_tokens, reply.cache_tier = hit.length, hit.tier
         try:
             reply.on_event(Progress(sequence.computed, len(sequence.prompt), reply.cached_tokens))
-            if hit.logits is not None:
+            if hit is not None and hit.logits is not None:
                 self._begin(reply, OutputRow(int(hit.logits.argmax()), hit.logits), time.monotonic())
         except Exception as error:
             self._delivery.fail_reply(reply, error)

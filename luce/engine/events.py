@@ -67,7 +67,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """Rows of the prompt were computed, or restored from the prefix cache."""
+    """How far the prompt is: once when it begins, with what the prefix cache restored, then after each step."""
 
     #: prompt tokens that are computed or restored
     done: int

@@ -31,9 +31,11 @@ class ChatResponse(ResponseBuilder):
             "logprobs": None,
             "finish_reason": None,
         }
-        if self._job.token_ids:
-            choice["prompt_token_ids"] = list(self.choices[index].prompt)
-        return self._chunk(choice)
+        return self._chunk(choice) | ({} if index else self._request_ids())
+
+    def _request_ids(self) -> Json:
+        """As vLLM: all choices of a chat have one prompt."""
+        return {"prompt_token_ids": list(self.choices[0].prompt)} if self._job.token_ids else {}
 
     def _chunk_choice(self, index: int, delta: Delta | None) -> Json:
         fields: Json = {}

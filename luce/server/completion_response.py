@@ -24,19 +24,18 @@ class CompletionResponse(ResponseBuilder):
             return None
         if not choice.echo and not self._job.token_ids:
             return None
-        opening = self._chunk_choice(index, Delta(choice.echo or ""))
-        if self._job.token_ids:
-            opening["prompt_token_ids"] = list(choice.prompt)
-        return self._chunk(opening)
+        return self._chunk({**self._chunk_choice(index, Delta(choice.echo or "")), **self._prompt_ids(choice)})
 
     def scored(self, index: int) -> Json | None:
         choice = self.choices[index]
         if not self._echo_waits(choice):
             return None
-        scored = {**self._chunk_choice(index, Delta(choice.echo or "")), "logprobs": self._prompt_logprobs(choice)}
-        if self._job.token_ids:
-            scored["prompt_token_ids"] = list(choice.prompt)
-        return self._chunk(scored)
+        opening = self._chunk_choice(index, Delta(choice.echo or ""))
+        return self._chunk({**opening, "logprobs": self._prompt_logprobs(choice), **self._prompt_ids(choice)})
+
+    def _prompt_ids(self, choice: Choice) -> Json:
+        """As vLLM: a request may have several prompts, so each choice has the ids of its own."""
+        return {"prompt_token_ids": list(choice.prompt)} if self._job.token_ids else {}
 
     def _echo_waits(self, choice: Choice) -> bool:
         """Whether the echo waits for the prompt's log probabilities."""
@@ -101,4 +100,5 @@ class CompletionResponse(ResponseBuilder):
             "text": choice.content,
             "logprobs": logprobs,
             **self._ids(choice),
+            **self._prompt_ids(choice),
         }

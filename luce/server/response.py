@@ -146,7 +146,8 @@ class ResponseBuilder(ABC):
         return {**self._chunk(), "usage": self._usage(), "timings": self._timings()}
 
     def _chunk(self, *choices: Json) -> Json:
-        return {**self._head, "object": self.chunk_object, "choices": list(choices)}
+        usage: Json = {"usage": None} if self._job.include_usage else {}
+        return {**self._head, "object": self.chunk_object, "choices": list(choices), **usage}
 
     # --- whole reply
 
@@ -162,7 +163,12 @@ class ResponseBuilder(ABC):
             "choices": [{**self._whole(choice), **self._ending(choice)} for choice in self.choices],
             "usage": self._usage(),
             "timings": self._timings(),
+            **self._request_ids(),
         }
+
+    def _request_ids(self) -> Json:
+        """The ids of the prompt, where they belong to the whole response."""
+        return {}
 
     def _ending(self, choice: Choice) -> Json:
         finished = choice.finished
@@ -179,9 +185,8 @@ class ResponseBuilder(ABC):
         return {"finish_reason": "length" if cause else "stop", "finish_details": details}
 
     def _ids(self, choice: Choice) -> Json:
-        if not self._job.token_ids:
-            return {}
-        return {"token_ids": [token.id for token in choice.tokens], "prompt_token_ids": list(choice.prompt)}
+        """The ids of a choice."""
+        return {"token_ids": [token.id for token in choice.tokens]} if self._job.token_ids else {}
 
     def _usage(self) -> Json:
         done = [choice.finished.timings for choice in self.choices if choice.finished is not None]
@@ -248,9 +253,11 @@ def timings(parts: Iterable[Timings]) -> Json:
         "cache_n": cached,
         "prompt_n": prompt_n,
         "prompt_ms": round(prompt * 1000, 3),
+        "prompt_per_token_ms": round(prompt * 1000 / prompt_n, 3) if prompt_n else 0.0,
         "prompt_per_second": round(prompt_n / prompt, 3) if prompt > 0 else 0.0,
         "predicted_n": predicted_n,
         "predicted_ms": round(predicted * 1000, 3),
+        "predicted_per_token_ms": round(predicted * 1000 / predicted_n, 3) if predicted_n else 0.0,
         "predicted_per_second": round(predicted_n / predicted, 3) if predicted > 0 else 0.0,
         "queue_ms": round(sum(part.queued for part in parts) * 1000, 3),
         "draft_n": sum(part.drafted for part in parts),

@@ -39,6 +39,8 @@ async def test_a_reply_has_the_documented_shape() -> None:
         timings = body["timings"]
         assert timings["prompt_n"] == expected and timings["predicted_n"] == produced
         assert timings["prompt_ms"] > 0 and timings["predicted_ms"] > 0 and timings["queue_ms"] >= 0
+        assert timings["prompt_per_token_ms"] == pytest.approx(timings["prompt_ms"] / expected, abs=1e-3)
+        assert timings["predicted_per_token_ms"] == pytest.approx(timings["predicted_ms"] / produced, abs=1e-3)
         assert headers["server"].startswith("luce/") and int(headers["openai-processing-ms"]) >= 0
 
 
@@ -54,7 +56,7 @@ async def test_a_stream_has_the_text_of_the_whole_reply() -> None:
     assert "".join(texts) == REPLY and all(texts) and "\ufffd" not in "".join(texts)
     assert end["choices"][0]["delta"] == {} and end["choices"][0]["finish_reason"] == "stop"
     assert all(event["choices"][0]["finish_reason"] is None for event in deltas)
-    assert usage["choices"] == []
+    assert usage["choices"] == [] and all(event["usage"] is None for event in events[:-1])
     expected = {**whole["usage"], "prompt_tokens_details": {"cached_tokens": whole["usage"]["prompt_tokens"]}}
     assert usage["usage"] == expected
 
@@ -82,10 +84,10 @@ async def test_the_next_turn_of_a_recurrent_model_begins_behind_the_reply() -> N
     async with running(model={"recurrent": True}) as here:
         first = {"role": "user", "content": "hi"}
         said = await here.chat(messages=[first], return_token_ids=True)
-        ids = [*said["choices"][0]["prompt_token_ids"], *said["choices"][0]["token_ids"]]
+        ids = [*said["prompt_token_ids"], *said["choices"][0]["token_ids"]]
         turn = [first, {"role": "assistant", "content": REPLY}, {"role": "user", "content": "more"}]
         reply = await here.chat(messages=turn, return_token_ids=True)
-        assert reply["choices"][0]["prompt_token_ids"][: len(ids)] == ids
+        assert reply["prompt_token_ids"][: len(ids)] == ids
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == len(ids) - 1
 
 
@@ -246,7 +248,18 @@ async def test_stop_token_ids() -> None:
         assert reply["choices"][0]["message"]["content"] == "Héllo"
         assert reply["choices"][0]["finish_details"]["stop"] == ord(",")
         assert reply["choices"][0]["token_ids"] == list("Héllo,".encode())
-        assert reply["choices"][0]["prompt_token_ids"][0] == 256
+        assert reply["prompt_token_ids"][0] == 256
+
+
+async def test_ids_of_the_prompt_are_at_the_top() -> None:
+    async with running() as here:
+        reply = await here.chat(return_token_ids=True, n=2)
+        assert reply["prompt_token_ids"] == tokenizer_ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+        assert all("prompt_token_ids" not in choice for choice in reply["choices"])
+        events = await here.events(CHAT, {**HI, "return_token_ids": True, "n": 2})
+        assert events[0]["prompt_token_ids"] == reply["prompt_token_ids"]
+        assert all("prompt_token_ids" not in event for event in events[1:])
+        assert "prompt_token_ids" not in await here.chat()
 
 
 async def test_timings_per_token_and_progress() -> None:
@@ -254,7 +267,8 @@ async def test_timings_per_token_and_progress() -> None:
         events = await here.events(CHAT, {**HI, "timings_per_token": True, "return_progress": True})
         progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
         total = progress[0]["total"]
-        assert [p["processed"] for p in progress] == [*range(8, total, 8), total]
+        assert [p["processed"] for p in progress] == [*range(0, total, 8), total]
+        assert {p["cache"] for p in progress} == {0}
         counts = [event["timings"]["predicted_n"] for event in events if "timings" in event]
         assert counts == sorted(counts) and counts[-1] >= len(REPLY)
 
@@ -268,7 +282,7 @@ async def prompt_text(here: Running, messages: list[dict[str, Any]], **fields: A
     status, reply, _ = await here.post(CHAT, body)
     assert status == 200, reply
     names = {256: b"<|im_start|>", 257: b"<|im_end|>"}
-    ids = reply["choices"][0]["prompt_token_ids"]
+    ids = reply["prompt_token_ids"]
     return b"".join(names.get(i) or bytes([i]) for i in ids).decode()
 
 
@@ -303,7 +317,7 @@ async def test_control_tokens_in_content_are_text() -> None:
     async with running() as here:
         body = {**HI, "messages": [{"role": "user", "content": "<|im_end|>"}], "return_token_ids": True}
         _, reply, _ = await here.post(CHAT, {**body, "max_tokens": 1})
-        assert reply["choices"][0]["prompt_token_ids"].count(END) == 1
+        assert reply["prompt_token_ids"].count(END) == 1
 
 
 async def test_surrogates_and_nul_in_content() -> None:
@@ -312,7 +326,7 @@ async def test_surrogates_and_nul_in_content() -> None:
         raw = b'{"messages":[{"role":"user","content":"%s"}],"return_token_ids":true}' % content
         status, reply, _ = await here.post(CHAT, raw)
         assert status == 200
-        text = bytes(i for i in reply["choices"][0]["prompt_token_ids"] if i < 256).decode()
+        text = bytes(i for i in reply["prompt_token_ids"] if i < 256).decode()
         assert text == "user\na\ufffdb\U0001f600\\ud83d\nassistant\n"
 
 

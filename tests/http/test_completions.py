@@ -152,6 +152,7 @@ async def test_a_stream_without_echo() -> None:
         assert "".join(e["choices"][0]["text"] for e in events[:-1]) == " wörld."
         assert events[-2]["choices"][0]["finish_reason"] == "stop"
         assert events[-1]["choices"] == [] and events[-1]["usage"]["prompt_tokens"] == 5
+        assert all(event["usage"] is None for event in events[:-1])
 
 
 async def test_a_stream_with_echo_begins_with_the_prompt() -> None:

@@ -43,6 +43,7 @@ async def test_streamed_chat(client: openai.AsyncOpenAI) -> None:
         assert chunks[0].choices[0].delta.role == "assistant"
         assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == REPLY
         assert chunks[-1].choices == [] and chunks[-1].usage is not None
+        assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks[:-1])
 
 
 async def test_options_of_the_client(client: openai.AsyncOpenAI) -> None:

@@ -22,8 +22,8 @@ def test_the_events_of_a_reply() -> None:
         reply, _ = submit(made, [20] * 9 + [22], max_tokens=3)
         last = reply.finished()
     kinds = [type(event).__name__ for event in reply.events]
-    assert kinds == ["Started", "Progress", "Progress", "Progress", "Tokens", "Tokens", "Tokens", "Finished"]
-    assert reply.events[1:4] == [Progress(4, 10), Progress(8, 10), Progress(10, 10)]
+    assert kinds == ["Started", *["Progress"] * 4, *["Tokens"] * 3, "Finished"]
+    assert reply.events[1:5] == [Progress(0, 10), Progress(4, 10), Progress(8, 10), Progress(10, 10)]
     assert reply.ids == [30, 31, 32]
     assert [t.text for e in reply.events if isinstance(e, Tokens) for t in e.tokens] == ["", "uv", ""]
     assert (last.reason, last.text, last.stop) == (FinishReason.LENGTH, "w", None)
@@ -113,6 +113,7 @@ def test_prompt_scores_and_logits() -> None:
         assert reply.finished().reason is FinishReason.LENGTH
     assert [type(e).__name__ for e in reply.events] == [
         "Started",
+        "Progress",
         *["Progress", "PromptLogits"] * 3,
         "PromptScores",
         "Finished",
