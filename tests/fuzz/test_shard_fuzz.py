@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import socket
 import struct
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -32,6 +30,7 @@ from luce.runtime.host import HostDevice
 from luce.runtime.step import Candidates, Output
 from tests.support.drive import Driver, gathered
 from tests.support.reference import Reference
+from tests.support.threaded_daemon import ThreadedDaemon
 
 REFERENCE = Reference("qwen35-a-Q8_0")
 PROMPT = REFERENCE.expected["prompt_17"]
@@ -123,36 +122,6 @@ def _other(message: msgspec.Struct, chance: random.Random) -> msgspec.Struct:
     )
 
 
-class Thread:
-    """A Peer: a daemon in a thread of this process."""
-
-    silent = ""
-
-    def __init__(self, name: str) -> None:
-        self.requests, requests = socket.socketpair()
-        self.heartbeat, heartbeat = socket.socketpair()
-        arguments = {"can_share": True, "server_timeout": 60.0}
-        self._thread = threading.Thread(target=daemon.serve, args=(requests, heartbeat), kwargs=arguments, daemon=True)
-        self._thread.start()
-
-    def kill(self) -> None:
-        pass
-
-    def join(self) -> str:
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-        return "it has lied"
-
-
-@pytest.fixture(autouse=True)
-def _logs() -> Iterator[None]:
-    """Restores the log level, which daemons of this process change."""
-    logger = logging.getLogger("luce")
-    level = logger.level
-    yield
-    logger.setLevel(level)
-
-
 @pytest.fixture
 def lying(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Daemons of this process lie."""
@@ -169,7 +138,7 @@ def converse(whole: int, seed: int, limits: Timeouts) -> str:
     opening = Open(__version__, ("cpu:1",), "error", 0)
     with ExitStack() as stack:
         file = stack.enter_context(open_gguf(REFERENCE.path))
-        supervised = Supervisor("cpu:1", Thread, opening, limits, Response)
+        supervised = Supervisor("cpu:1", ThreadedDaemon, opening, limits, Response)
         stack.callback(supervised.close)
         try:
             device = RemoteDevice(name, supervised)

@@ -12,6 +12,7 @@ import luce
 from luce.cli.main import main
 from luce.errors import DeviceError, ModelError, ShardLostError, UsageError
 from luce.ipc import channel, heartbeat, supervisor
+from luce.layers.build import LayerBuilder
 from tests.support.daemons import key_file, listener, within
 from tests.support.reference import Reference
 
@@ -53,6 +54,20 @@ def test_a_second_server_at_the_same_time(keys: list[Path], monkeypatch: pytest.
             with pytest.raises(DeviceError, match=r"no heartbeat for 1 s; it serves one server at a time, and may"):
                 load(port, keys[0])
         assert reply(model) == EXPECTED
+
+
+def test_a_start_that_fails_here_leaves_no_connection(keys: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise DeviceError("cpu:0: lost its way")
+
+    with listener(REFERENCE.path, keys[0]) as (port, _):
+        with monkeypatch.context() as patched:
+            patched.setattr(LayerBuilder, "layer", fail)
+            with pytest.raises(DeviceError, match="lost its way"):
+                load(port, keys[0])
+        # It serves one server at a time.
+        with load(port, keys[0]) as model:
+            assert reply(model) == EXPECTED
 
 
 def test_a_daemon_that_comes_back(keys: list[Path]) -> None:

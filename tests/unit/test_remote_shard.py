@@ -1,0 +1,117 @@
+"""What the server checks when a daemon has loaded layers, and what it closes when it cannot load its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import msgspec
+import pytest
+
+from luce import __version__
+from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
+from luce.errors import BackendError, DeviceError
+from luce.gguf.reader import GGUFFile, open_gguf
+from luce.ipc.arena import Arena, shared_arena
+from luce.ipc.lifecycle import Open
+from luce.ipc.supervisor import Supervisor, Timeouts
+from luce.layers.build import LayerBuilder
+from luce.remote import daemon_shard, shard
+from luce.remote.device import RemoteDevice
+from luce.remote.messages import Loaded, LoadedLayers, Response
+from luce.runtime.device import DeviceName
+from luce.runtime.host import HostDevice
+from tests.support.reference import Reference
+from tests.support.threaded_daemon import ThreadedDaemon
+
+REFERENCE = Reference("qwen35-a-Q8_0")
+SPEC = REFERENCE.spec
+LAYERS, HALF = len(SPEC.layers), len(SPEC.layers) // 2
+OPTIONS = ServingOptions(slots=1, context=64, layer_split=(1.0, 1.0))
+
+
+@contextmanager
+def placement() -> Iterator[tuple[GGUFFile, list[HostDevice]]]:
+    """The model's file; a device here and one in a daemon."""
+    opening = Open(__version__, ("cpu:1",), "error", 0)
+    with ExitStack() as stack:
+        file = stack.enter_context(open_gguf(REFERENCE.path))
+        daemon = Supervisor("cpu:1", ThreadedDaemon, opening, Timeouts(60, 60), Response)
+        stack.callback(daemon.close)
+        yield file, [HostDevice(0), RemoteDevice(DeviceName("cpu", 1), daemon)]
+
+
+def load() -> None:
+    """Load the model on both devices, and close it."""
+    with placement() as (file, devices):
+        LayerSplitBackend(file, SPEC, devices, OPTIONS).close()
+
+
+def part(**changes: object) -> Callable[[Loaded], Loaded]:
+    """A lie about the layers of the daemon's device."""
+    return lambda loaded: msgspec.structs.replace(loaded, parts=(msgspec.structs.replace(loaded.parts[0], **changes),))
+
+
+def whole(**changes: object) -> Callable[[Loaded], Loaded]:
+    """A lie about the model."""
+    return lambda loaded: msgspec.structs.replace(loaded, **changes)
+
+
+OTHER_LAYERS = "shard 1 (cpu:1): the daemon has loaded other layers than it was asked to"
+WIDTHS = (SPEC.hidden,)
+
+
+def dimensions(theirs: tuple[object, ...]) -> str:
+    ours = WIDTHS, (), SPEC.vocab
+    return f"shard 1 (cpu:1): the daemon sees a model of dimensions {theirs}, this process {ours}"
+
+
+LIES = {
+    "device": (part(device="cpu:0"), OTHER_LAYERS),
+    "first layer": (part(layers=(HALF - 1, LAYERS)), OTHER_LAYERS),
+    "last layer": (part(layers=(HALF, LAYERS - 1)), OTHER_LAYERS),
+    "no layers": (whole(parts=()), OTHER_LAYERS),
+    "more layers": (
+        lambda loaded: whole(parts=(*loaded.parts, LoadedLayers("cpu:2", (0, 1), 0, 0, 0)))(loaded),
+        OTHER_LAYERS,
+    ),
+    "input": (whole(input_widths=(SPEC.hidden + 1,)), dimensions(((SPEC.hidden + 1,), (), SPEC.vocab))),
+    "output": (whole(output_widths=(7,)), dimensions((WIDTHS, (7,), SPEC.vocab))),
+    "vocabulary": (whole(vocab=SPEC.vocab - 1), dimensions((WIDTHS, (), SPEC.vocab - 1))),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_daemon_that_has_loaded_something_else(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, why = LIES[lie]
+    loaded = daemon_shard.ServedModel.loaded
+    monkeypatch.setattr(daemon_shard.ServedModel, "loaded", lambda self: change(loaded(self)))
+    with pytest.raises(BackendError) as caught:
+        load()
+    assert str(caught.value) == why
+
+
+def test_a_daemon_that_has_loaded_what_it_was_asked_to() -> None:
+    load()
+
+
+def test_shards_in_daemons_are_closed_when_a_layer_here_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    arenas: list[Arena] = []
+
+    def recorded(size: int) -> Arena:
+        arenas.append(shared_arena(size))
+        return arenas[-1]
+
+    def fail(*args: object, **options: object) -> None:
+        # The daemon has been told what to load: there is memory to give back.
+        assert [arena.fd is not None for arena in arenas] == [True]
+        raise DeviceError("cpu:0: lost its way")
+
+    monkeypatch.setattr(shard, "shared_arena", recorded)
+    with placement() as (file, devices):
+        monkeypatch.setattr(LayerBuilder, "layer", fail)
+        with pytest.raises(DeviceError, match="lost its way") as caught:
+            LayerSplitBackend(file, SPEC, devices, OPTIONS)
+        # The daemon still lives, and so does the error, whose frames refer to the shards.
+        assert caught.value and [arena.fd for arena in arenas] == [None]
