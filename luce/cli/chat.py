@@ -19,7 +19,7 @@ from rich.table import Table
 from luce.api import Model
 from luce.assembly import open_model
 from luce.cli import conversation as files
-from luce.cli import options
+from luce.cli import options, progress
 from luce.cli.arguments import LOADED, add_model, add_settings, settings
 from luce.cli.conversation import Conversation, Message
 from luce.cli.markdown import MarkdownWriter, PlainWriter, ReplyWriter, printable
@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the conversation until the user leaves. From a pipe, the exit status is that of the last error."""
     config = settings(arguments)
     path = fetch(arguments.model)
-    with Console(stderr=True).status(f"loading {path.name}"):
-        model = open_model(path, config)
+    with progress.shown(f"loading {path.name}") as wait:
+        model = open_model(path, config, wait.share)
     with model:
         return talk(model, system=arguments.system, plain=arguments.plain)
 

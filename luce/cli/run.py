@@ -9,7 +9,7 @@ from typing import Any
 
 from luce.api import Model
 from luce.assembly import open_model
-from luce.cli import options
+from luce.cli import options, progress
 from luce.cli.arguments import LOADED, add_json, add_model, add_settings, settings
 from luce.cli.markdown import printable
 from luce.cli.pull import fetch
@@ -40,7 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate the reply. The exit status is 130 if Ctrl-C ended it."""
     config, sampling = _checked(arguments)
     prompt = _prompt(arguments)
-    with open_model(fetch(arguments.model), config) as model:
+    path = fetch(arguments.model)
+    with progress.shown(f"loading {path.name}") as wait:
+        model = open_model(path, config, wait.share)
+    with model:
         return _reply(model, prompt, arguments, sampling)
 
 
@@ -78,17 +81,20 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 def _reply(model: Model, prompt: str, arguments: argparse.Namespace, sampling: dict[str, Any]) -> int:
     """Print the reply. A model without a chat template continues the prompt unchanged."""
-    ids: str | list[int] = prompt
-    if model.chat.template is not None or arguments.system:
-        messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        ids = model.chat.prompt([*messages, {"role": "user", "content": prompt}])
     shown = printable if sys.stdout.isatty() else str
-    generation = model.generate(ids, **sampling)
-    for token in generation:
-        if arguments.json:
-            print(json.dumps({"event": "token", "id": token.id, "text": token.text}), flush=True)
-        elif token.text:
-            print(shown(token.text), end="", flush=True)
+    with progress.shown("reading the prompt", unit="tokens") as wait:
+        ids: str | list[int] = prompt
+        if model.chat.template is not None or arguments.system:
+            messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+            ids = model.chat.prompt([*messages, {"role": "user", "content": prompt}])
+        generation = model.generate(ids, on_progress=wait.update, **sampling)
+        for token in generation:
+            if arguments.json:
+                wait.end()
+                print(json.dumps({"event": "token", "id": token.id, "text": token.text}), flush=True)
+            elif token.text:
+                wait.end()
+                print(shown(token.text), end="", flush=True)
     finish = generation.finish
     assert finish is not None
     if arguments.json:

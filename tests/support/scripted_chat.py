@@ -9,7 +9,7 @@ import json
 import queue
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +63,8 @@ class ScriptedGeneration(Iterator[Token]):
 
 
 class ScriptedModel:
-    """Gives `replies` in order: each a text, or its pieces. Records `prompts` and `options`."""
+    """Gives `replies` in order: each a text, or its pieces. Records `prompts` and `options`. Says once that
+    half of a prompt is read."""
 
     def __init__(self, *replies: str | Sequence[Any], pause: float = 0.0, config: Config | None = None) -> None:
         self._replies = list(replies)
@@ -84,9 +85,13 @@ class ScriptedModel:
     def tokenize(self, text: str, *, specials: bool = True) -> list[int]:
         return list(text.encode())
 
-    def generate(self, ids: Sequence[int], **options: Any) -> ScriptedGeneration:
+    def generate(
+        self, ids: Sequence[int], *, on_progress: Callable[[int, int], None] | None = None, **options: Any
+    ) -> ScriptedGeneration:
         self.prompts.append(json.loads(bytes(ids)))
         self.options.append(options)
+        if on_progress is not None:
+            on_progress(4, 8)
         reply = self._replies.pop(0)
         if isinstance(reply, str):
             reply = [reply[i : i + 3] for i in range(0, len(reply), 3)]

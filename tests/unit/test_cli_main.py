@@ -111,7 +111,7 @@ def test_run_is_the_same_twice(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(*replies: Any) -> LoadedModel:
         model = LoadedModel(*replies)
-        monkeypatch.setattr(run_verb, "open_model", lambda path, config: model)
+        monkeypatch.setattr(run_verb, "open_model", lambda path, config, on_progress: model)
         return model
 
     return install
@@ -171,7 +171,7 @@ def test_run_ends_with_130_on_ctrl_c() -> None:
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from luce.cli import run as run_verb\nfrom luce.cli.main import main\n"
         "from tests.support.scripted_chat import HANG, LoadedModel\n"
-        "run_verb.open_model = lambda path, config: LoadedModel(['begun', HANG])\n"
+        "run_verb.open_model = lambda path, config, on_progress: LoadedModel(['begun', HANG])\n"
         "sys.exit(main(['run', 'x.gguf', 'hi']))"
     )
     command = [sys.executable, "-c", code]
