@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import luce
 from luce import log
-from luce.config.environment import child_environment
+from luce.config.environment import child_environment, environment
 from luce.errors import DeviceError
 
 _log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ class Child:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=fds,
-                    env=child_environment({**_path(), **variables}),
+                    env=child_environment({"PYTHONPATH": search_path(interpreter), **variables}),
                     # Ctrl-C must reach the server alone, which ends its daemons in order.
                     process_group=0,
                 )
@@ -111,10 +113,41 @@ def interpreter_of(path: Path) -> Path:
     return path / "bin" / "python" if path.is_dir() else path
 
 
-def _path() -> dict[str, str]:
-    """Variables with which another interpreter imports this Luce, if this one runs from its sources."""
+def search_path(interpreter: Path) -> str:
+    """PYTHONPATH with which an interpreter finds what this process imports.
+
+    For this interpreter all of sys.path: it may come from PYTHONPATH, a wrapper or a .pth file. The current directory
+    is left out, unless PYTHONPATH names it or Luce lies there: `-P` keeps daemons from importing what lies around.
+    Another interpreter has packages of its own; it gets PYTHONPATH as any program does, and this Luce if it runs from
+    its sources.
+    """
     root = Path(luce.__file__).parents[1]
-    return {"PYTHONPATH": str(root)} if (root / "kernels").is_dir() else {}
+    given = [entry for entry in (environment("PYTHONPATH") or "").split(os.pathsep) if entry]
+    if not _is_this(interpreter):
+        entries = [str(root), *given] if (root / "kernels").is_dir() else given
+    else:
+        kept = {*given, str(root)}
+        entries = [entry for entry in sys.path if entry in kept or (entry and not _is_current(entry))]
+        # Last on its path: a hook may find an editable install, which is not on the path then.
+        entries += [] if str(root) in entries else [str(root)]
+    return os.pathsep.join(entries)
+
+
+def _is_this(interpreter: Path) -> bool:
+    """Whether it is the interpreter of this process: the same file in the same environment."""
+    found = shutil.which(interpreter)
+    # An environment's interpreter is a link to one that has no packages, or those of others.
+    return found is not None and all(
+        os.path.realpath(one) == os.path.realpath(other)
+        for one, other in ((found, sys.executable), (os.path.dirname(found), os.path.dirname(sys.executable)))
+    )
+
+
+def _is_current(directory: str) -> bool:
+    # The current directory may have been removed.
+    with contextlib.suppress(OSError):
+        return os.path.samefile(directory, os.curdir)
+    return False
 
 
 def die_with_parent() -> None:
