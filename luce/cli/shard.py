@@ -13,7 +13,8 @@ from luce import log
 from luce.cli.pull import fetch
 from luce.draft.daemon import draft_loader
 from luce.errors import UsageError
-from luce.ipc.child import descriptors, die_with_parent
+from luce.ipc.child import descriptors
+from luce.ipc.parent import die_with_parent
 from luce.ipc.tcp import SERVER_TIMEOUT, accept_servers, format_address, listen, tls_context
 from luce.remote.daemon import serve
 

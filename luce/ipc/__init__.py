@@ -7,6 +7,7 @@ Here: how bytes travel, and how daemons start and end. Not here: what a message 
     lifecycle   the messages about a daemon's life
     arena       memory that two processes share
     child       a daemon as a child process
+    parent      the end of a process with the one that started it
     tcp         daemons on other machines: TLS with a shared key
     heartbeat   pings a daemon
     supervisor  starts a daemon, watches its heartbeat, restarts it

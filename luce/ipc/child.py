@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import shutil
@@ -27,7 +26,6 @@ _log = logging.getLogger(__name__)
 _REMEMBERED, _SHOWN = 20, 3
 #: seconds that the process has to end by itself, then after SIGTERM, then after SIGKILL
 _END_TIMEOUT = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -148,15 +146,6 @@ def _is_current(directory: str) -> bool:
     with contextlib.suppress(OSError):
         return os.path.samefile(directory, os.curdir)
     return False
-
-
-def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, even while this process is stopped.
-
-    If that thread has ended already, the sockets are closed.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def descriptors(text: str) -> Sequence[int]:

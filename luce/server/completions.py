@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,22 +33,26 @@ _BODY_SECONDS = 60.0
 
 async def chat(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
-    return await _answer(request, chat_job, ChatResponse)
+    server = request.app[SERVER]
+    return await _answer(request, partial(server.chat_work, chat_job), ChatResponse)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
-    return await _answer(request, completion_job, CompletionResponse)
+    server = request.app[SERVER]
+    return await _answer(request, partial(server.work, completion_job), CompletionResponse)
 
 
 async def _answer(
-    request: web.Request, prepare: Callable[[bytes, Mapping[str, str], Model], Job], builder_type: type[ResponseBuilder]
+    request: web.Request,
+    prepare: Callable[[bytes, Mapping[str, str], Model], Awaitable[Job]],
+    builder_type: type[ResponseBuilder],
 ) -> web.StreamResponse:
     server = request.app[SERVER]
     server.serving_model()
     body = await _read_body(request, server.config.max_body_mib)
     model = server.serving_model()
-    job = await server.work(prepare, body, request.headers, model)
+    job = await prepare(body, request.headers, model)
     del body
     server.metrics.unknown_fields.inc(job.unknown_fields)
     builder = builder_type(job, model, __version__)

@@ -13,7 +13,7 @@ import msgspec
 from luce.api import Model
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.settings import sampling_default
-from luce.errors import RequestError
+from luce.errors import RequestError, UnavailableError
 from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.schema import ChatRequest, Common, CompletionRequest, Message, ToolChoice, decode
 from luce.text.detokenizer import Detokenizer
@@ -261,6 +261,8 @@ def _chat_prompt(request: ChatRequest, tools: list[dict[str, Any]] | None, model
         raise invalid("chat_template_kwargs", f"the server sets {min(taken)}")
     try:
         return model.chat.prompt(messages, tools=tools, **kwargs)
+    except UnavailableError:
+        raise
     except RequestError as error:
         raise RequestError(str(error), param=error.param or "messages", code=error.code or "template_error") from None
 

@@ -59,6 +59,7 @@ class Server:
         self.idle = asyncio.Event()
         self.idle.set()
         self._pool = ThreadPoolExecutor(_WORKERS, "luce-work")
+        self._chat_pool = ThreadPoolExecutor(_WORKERS, "luce-chat")
 
     def ready_model(self) -> Model:
         """The model. Raises UnavailableError while loading or draining."""
@@ -88,6 +89,8 @@ class Server:
             return 503, {"status": "loading", "progress": round(self.progress, 3)}
         if self.model is not None and (why := self.model.down()):
             return 503, {"status": "error", "reason": why}
+        if self.model is not None and self.model.chat.template is not None and (why := self.model.chat.template.down()):
+            return 503, {"status": "error", "reason": why}
         if stats.stalled > STALLED_SECONDS:
             return 503, {"status": "error", "reason": f"no progress for {stats.stalled:.0f} s"}
         return 200, {"status": "ok"}
@@ -105,12 +108,21 @@ class Server:
 
     async def work(self, function: Callable[..., Result], /, *args: Any) -> Result:
         """The result of a function that computes, called in a worker thread."""
-        context = contextvars.copy_context()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, context.run, function, *args)
+        return await _on_thread(self._pool, function, *args)
+
+    async def chat_work(self, function: Callable[..., Result], /, *args: Any) -> Result:
+        """As `work`, on threads of their own: a function that renders a chat template waits for another process."""
+        return await _on_thread(self._chat_pool, function, *args)
 
     def close(self) -> None:
         """Release the worker threads without waiting for the calls that still run."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._chat_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _on_thread(pool: ThreadPoolExecutor, function: Callable[..., Result], *args: Any) -> Result:
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(pool, context.run, function, *args)
 
 
 SERVER = web.AppKey("server", Server)

@@ -6,7 +6,8 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     detokenizer       ids to whole characters
     output            the text of a reply: stop strings, text that is held back
     reasoning         separates reasoning from content in a reply
-    template          chat templates, rendered by a child process; template_process: that process
+    template          chat templates, rendered by a child process
+    template_child    the server's end of that process; template_process: the process itself
     chat              conversations to prompts
     boundaries        lengths at which prompts diverge
     token_memory      the ids of the texts of earlier replies

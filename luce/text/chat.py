@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from luce.engine.events import Texts
-from luce.errors import RequestError
+from luce.errors import RequestError, UnavailableError
 from luce.models.spec import Dialect
 from luce.text.boundaries import Boundaries
 from luce.text.reasoning import ReasoningSplitter, reasoning_splitter
@@ -122,6 +122,8 @@ class ChatFormat:
         plain = _merged([_plain(message, i) for i, message in enumerate(messages)])
         try:
             return self._render_plain(plain, tools, add_generation_prompt, kwargs)
+        except UnavailableError:
+            raise
         except RequestError:
             led = plain[:1] + [_as_user(message) for message in plain[1:]]
             if led == plain:

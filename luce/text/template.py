@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import signal
 import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from luce.config.environment import environment
-from luce.errors import LuceError, ModelError, RequestError
+from luce.errors import LuceError, ModelError, RequestError, UnavailableError
+from luce.text.template_child import HungError, TemplateChild
+
+_log = logging.getLogger(__name__)
 
 _SECONDS = 10.0
-# The child sees this interpreter's modules and nothing of the environment, which may hold keys.
-_CHILD = "import sys; sys.path[:] = sys.argv[1:]; from luce.text import template_process; template_process.main()"
-# Last on its path: a hook may find an editable install, which is not on the path then.
-_LUCE = str(Path(__file__).parents[2])
+#: time beyond the limit of a render in which the process reads a request or writes a response
+_PATIENCE = 5.0
+#: time beyond it after which `down` tells
+_EXCESS = 1.0
 
 
 class _ChildError(Exception):
     """The child reports an error, or has ended; the text is for the user."""
 
 
+class _DownError(Exception):
+    """There is no child that answers; the text is for the user."""
+
+
 class ChatTemplate:
     """Renders conversations. Thread-safe: renders wait for each other.
 
-    One child process per template (why a process: luce/text/template_process.py) starts here, ends with `close` or
-    with this object, and is replaced if it was stopped. A render takes at most `seconds`, its result has at most
-    2**20 characters and 8 for each byte of the variables as JSON.
+    One child process per template (why a process: luce/text/template_process.py) starts here, ends with `close`, with
+    this object or with this process, and is replaced if it has ended. A render takes at most `seconds`, its result has
+    at most 2**20 characters and 8 for each byte of the variables as JSON. A child that neither reads nor writes for
+    `seconds` and `patience` is replaced too, and the conversation goes to the new one.
 
-    Raises `error`, which names `origin`, if the syntax of the source is invalid.
+    Raises `error`, which names `origin`, if the syntax of the source is invalid, LuceError if no child can be started.
     """
 
     def __init__(
@@ -44,20 +48,30 @@ class ChatTemplate:
         *,
         bos: str = "",
         eos: str = "",
-        unk: str = "",
-        pad: str = "",
         origin: str = "tokenizer.chat_template",
         error: type[LuceError] = ModelError,
         seconds: float = _SECONDS,
+        patience: float = _PATIENCE,
     ) -> None:
         self.source = source
-        self._tokens = {"bos_token": bos, "eos_token": eos, "unk_token": unk, "pad_token": pad}
+        self._tokens = {"bos_token": bos, "eos_token": eos, "unk_token": "", "pad_token": ""}
         self._seconds = seconds
+        self._patience = patience
         self._lock = threading.Lock()
+        self._child: TemplateChild | None = None
+        self._failure = ""
         try:
             self._start()
         except _ChildError as problem:
             raise error(f"{origin}: {problem}") from None
+        except _DownError as problem:
+            raise LuceError(f"{origin}: {problem}") from None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The child that renders. There is none after a failed restart."""
+        assert self._child is not None
+        return self._child.process
 
     def render(
         self,
@@ -70,7 +84,8 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation. Blocks; `kwargs` are further variables, all JSON values.
 
-        Raises RequestError if the template refuses the conversation, fails, or exceeds a limit.
+        Raises RequestError if the template refuses the conversation, fails, or exceeds a limit, UnavailableError if no
+        child answers.
         """
         variables = {
             "documents": None,
@@ -87,62 +102,75 @@ class ChatTemplate:
             raise RequestError(f"chat template: a variable is not a JSON value: {problem}") from None
         try:
             with self._lock:
-                if self.process.poll() is not None:
-                    self._end()
-                    self._start()
-                return self._ask(line)
+                return self._render(line)
         except _ChildError as problem:
             raise RequestError(f"chat template: {problem}") from None
+        except _DownError as problem:
+            raise UnavailableError(f"chat template: {problem}", code="template_down") from None
+
+    def down(self) -> str:
+        """Why no conversation can be rendered now: the child hangs or cannot be started. Empty otherwise."""
+        child = self._child
+        if child is None:
+            return f"chat template: {self._failure}"
+        # A child that renders for longer ends itself.
+        hangs = child.silence() > self._seconds + _EXCESS
+        return f"chat template: its process has not answered for {child.silence():.0f} s" if hangs else ""
 
     def close(self) -> None:
         """End the child. Idempotent; a later render starts a new one."""
-        self._end()
+        if self._child is not None:
+            self._child.end()
+
+    def _render(self, line: str) -> str:
+        if self._child is None or self._child.process.poll() is not None:
+            self._start()
+        try:
+            return self._ask(line)
+        except HungError:
+            # Not the template's doing, whose time has a limit: the process was stopped, or its memory is on a disk.
+            _log.warning("chat template: its process does not answer; it is started anew")
+            self._start()
+        try:
+            return self._ask(line)
+        except HungError:
+            self._start()
+            raise _DownError("its process does not answer") from None
 
     def _start(self) -> None:
-        library_path = environment("LD_LIBRARY_PATH")
-        #: the child that renders
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _CHILD, *sys.path, _LUCE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={"LD_LIBRARY_PATH": library_path} if library_path else {},
-            start_new_session=True,  # Ctrl+C at the terminal must not reach the child
-        )
-        self._end = weakref.finalize(self, _end, self.process)
+        """A new child in the place of the last one. Raises _ChildError and _DownError."""
+        self.close()
+        self._child = None
         try:
+            self._child = TemplateChild()
             self._ask(json.dumps({"source": self.source, "seconds": self._seconds}))
         except _ChildError:
-            self._end()
+            self.close()
             raise
+        except (OSError, HungError) as problem:
+            self.close()
+            self._child = None
+            self._failure = "its process does not answer"
+            if isinstance(problem, OSError):
+                self._failure = f"its process cannot be started: {problem.strerror}: {problem.filename}"
+            raise _DownError(self._failure) from None
 
     def _ask(self, line: str) -> str:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self._child is not None
+        child = self._child
         try:
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
-            response = self.process.stdout.readline()
-        except BrokenPipeError:
-            response = b""
+            response = child.ask(line.encode() + b"\n", self._seconds + self._patience)
         except BaseException:
             # Interrupted between request and response: the next request must not get this response.
-            self._end()
+            child.end()
             raise
         if not response.endswith(b"\n"):
-            self._end()
-            if self.process.returncode == -signal.SIGALRM:
+            child.end()
+            status = child.process.returncode
+            if status == -signal.SIGALRM:
                 raise _ChildError(f"took longer than {self._seconds:g} s")
-            raise _ChildError(f"its process ended with status {self.process.returncode}")
+            raise _ChildError(f"its process ended with status {status}")
         message = json.loads(response)
         if "error" in message:
             raise _ChildError(message["error"])
         return str(message["text"])
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    # Not waiting first: a child that renders would not end. A child without a request loses nothing.
-    child.kill()
-    child.wait()
-    for pipe in (child.stdin, child.stdout):
-        assert pipe is not None
-        with suppress(BrokenPipeError):  # closing flushes what the child did not read
-            pipe.close()

@@ -1,4 +1,4 @@
-"""The child process that renders one chat template; started by luce.text.template, spoken to in lines of JSON.
+"""The child process that renders one chat template; started by luce.text.template_child, spoken to in lines of JSON.
 
 A template comes with a model from the internet. Jinja's sandbox protects Python's internals, but does not prevent
 nested `range` loops, `10 ** 10 ** 10`, `'a' * 10 ** 10`, `'%99999999999d' % 1` or a filter that doubles a string, and a
@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2 import ext, nodes, sandbox
 from jinja2.parser import Parser
+
+from luce.ipc.parent import die_with_parent
 
 _MEMORY = 512 << 20
 _MEMORY_PER_BYTE = 32
@@ -93,8 +95,9 @@ def _limit_memory(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
-def main() -> None:
-    """Respond to lines until the input ends."""
+def main(parent: int) -> None:
+    """Respond to lines until the input ends, or the process `parent`."""
+    die_with_parent(parent)
     environment = _environment()
     template: jinja2.Template | None = None
     for line in sys.stdin.buffer:

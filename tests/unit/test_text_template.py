@@ -6,6 +6,8 @@ import datetime
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from luce.errors import ModelError, RequestError, UsageError
+from luce.errors import LuceError, ModelError, RequestError, UnavailableError, UsageError
 from luce.text.template import ChatTemplate
+from tests.support.daemons import within
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -235,6 +238,83 @@ def test_a_child_that_is_killed_meanwhile_fails_its_conversation_only() -> None:
     killer.join()
     assert template.render(HELLO, n=1) == ""
     template.close()
+
+
+def test_a_child_that_hangs_is_replaced() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", seconds=0.5, patience=0.5)
+    old = template.process
+    for size in (1, 1 << 20):  # less and more than the pipe holds
+        os.kill(template.process.pid, signal.SIGSTOP)
+        assert template.render([{"role": "user", "content": "x" * size}]) == "x" * size
+    assert old.returncode == -signal.SIGKILL and template.down() == ""
+    template.close()
+
+
+def test_a_child_that_hangs_twice_fails_one_conversation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = tmp_path / "sleeper"
+    sleeper.write_text("#!/bin/sh\nexec sleep 1000\n")
+    sleeper.chmod(0o700)
+    template = ChatTemplate("{{ messages[0].content }}", seconds=0.5, patience=0.5)
+    os.kill(template.process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", str(sleeper))
+        with pytest.raises(UnavailableError, match=r"^chat template: its process does not answer$") as caught:
+            template.render(HELLO)
+    assert caught.value.status == 503 and template.down() == "chat template: its process does not answer"
+    assert template.render(HELLO) == "hello" and template.down() == ""
+    template.close()
+
+
+def test_a_template_whose_child_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(LuceError, match=r"^tokenizer\.chat_template: its process cannot be started: No such file"):
+        ChatTemplate("x")
+
+
+def test_the_child_outlives_the_thread_that_made_the_template() -> None:
+    made: list[ChatTemplate] = []
+    thread = threading.Thread(target=lambda: made.append(ChatTemplate("{{ messages[0].content }}")))
+    thread.start()
+    thread.join()
+    process = made[0].process
+    # A child that dies with that thread would be replaced.
+    assert not within(0.5, lambda: process.poll() is not None)
+    made[0].close()
+
+
+# Holds a template whose child is stopped, and tells its id.
+HOLDER = """
+import os, signal, sys
+from luce.text.template import ChatTemplate
+template = ChatTemplate("x")
+os.kill(template.process.pid, signal.SIGSTOP)
+print(template.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_stopped_child_dies_with_a_process_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        assert runs(child)
+        holder.kill()
+        assert within(60, lambda: not runs(child))
+
+
+def test_a_child_ends_at_once_if_its_parent_has_ended_before() -> None:
+    code = "from luce.ipc.parent import die_with_parent; die_with_parent({}); print('goes on')"
+    for parent, shown in ((os.getpid(), b"goes on\n"), (1, b"")):
+        command = [sys.executable, "-c", code.format(parent)]
+        assert subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout == shown
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and no zombie that nobody waits for."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def test_conversations_at_the_same_time_do_not_mix() -> None:
