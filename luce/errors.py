@@ -11,6 +11,7 @@
     ├── BackendError           a shard failed while a step ran              HTTP 500, exit 6
     │   └── ShardLostError     a shard's process is gone, with all its state
     └── RequestError           an invalid request                           HTTP 400
+        ├── MalformedError     not HTTP/1.1
         ├── ContextError       the prompt does not fit the context
         ├── AuthError          missing or wrong key                         HTTP 401
         ├── ForbiddenError     this client may not do it                    HTTP 403
@@ -18,10 +19,13 @@
         ├── MethodError        wrong method for the path                    HTTP 405
         ├── BodyTimeoutError   the body did not arrive in time              HTTP 408
         ├── TooLargeError      the body exceeds the limit                   HTTP 413
+        ├── MediaTypeError     the body is not JSON, or encoded differently HTTP 415
+        ├── ExpectationError   an Expect header that Luce does not know     HTTP 417
         ├── NotSupportedError  a known endpoint that Luce does not serve    HTTP 501
         ├── QueueFullError     the bounded queue is full                    HTTP 503
         ├── UnavailableError   loading or draining                          HTTP 503
-        └── DeadlineError      deadline passed before the first token       HTTP 504
+        ├── DeadlineError      deadline passed before the first token       HTTP 504
+        └── VersionError       neither HTTP/1.0 nor HTTP/1.1                HTTP 505
 
 Every message names the flag, field, file or tensor. Code decides by class and attributes, never by the message.
 """
@@ -98,6 +102,12 @@ class RequestError(LuceError):
     type = "invalid_request_error"
 
 
+class MalformedError(RequestError):
+    """What the client sent is not HTTP/1.1."""
+
+    code = "malformed_http"
+
+
 class ContextError(RequestError):
     """The prompt, or the prompt with its reply, exceeds the context length."""
 
@@ -125,6 +135,24 @@ class TooLargeError(RequestError):
     status = 413
     type = "request_too_large"
     code = "request_too_large"
+
+
+class MediaTypeError(RequestError):
+    """The body is not JSON, or in an unknown encoding; `accepted` lists those that Luce knows if that is the reason."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+    def __init__(self, message: str, *, accepted: str = "") -> None:
+        super().__init__(message)
+        self.accepted = accepted
+
+
+class ExpectationError(RequestError):
+    """The Expect header asks for something that Luce does not know."""
+
+    status = 417
+    code = "expectation_failed"
 
 
 class QueueFullError(RequestError):
@@ -191,6 +219,13 @@ class DeadlineError(RequestError):
     status = 504
     type = "timeout_error"
     code = "deadline"
+
+
+class VersionError(RequestError):
+    """The request is neither HTTP/1.0 nor HTTP/1.1."""
+
+    status = 505
+    code = "http_version_not_supported"
 
 
 class ListenError(LuceError):

@@ -11,6 +11,7 @@ import logging.handlers
 import os
 import queue
 import sys
+import traceback
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import datetime
@@ -27,6 +28,17 @@ _PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERRO
 def event(logger: logging.Logger, name: str, /, level: int = logging.INFO, **fields: Any) -> None:
     """Log `name key=value ...`. Fields that are None are left out."""
     logger.log(level, name, extra={"fields": {key: value for key, value in fields.items() if value is not None}})
+
+
+def failure(logger: logging.Logger, what: str, error: BaseException | None) -> None:
+    """Log a bug: where it happened and the class of the exception, never its message, which may quote a prompt."""
+    lines = [what]
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        lines += ["".join(traceback.format_tb(error.__traceback__)).rstrip(), type(error).__qualname__]
+        error = error.__cause__ or error.__context__
+    logger.error("%s", "\n".join(line for line in lines if line))
 
 
 def split_priority(line: str) -> tuple[int, str]:

@@ -383,10 +383,19 @@ class Config(SamplingDefaults):
     )
     strict_model: bool = setting(False, text, "answer 404 to requests that name another model", group="server")
     api_key: tuple[str, ...] = setting(
-        (), names, "key that clients must send (repeatable)", metavar="KEY[,KEY...]", group="server"
+        (),
+        names,
+        "key that clients must send (repeatable); ps shows it to all users, so prefer --api-key-file or the "
+        "environment variable LUCE_API_KEY",
+        metavar="KEY[,KEY...]",
+        group="server",
     )
     api_key_file: Path | None = setting(
-        None, path, "file with one key per line; SIGHUP reads it again", metavar="FILE", group="server"
+        None,
+        path,
+        "file with one key per line, which other users cannot read; SIGHUP reads it again",
+        metavar="FILE",
+        group="server",
     )
     allowed_host: tuple[str, ...] = setting(
         (),
@@ -398,7 +407,7 @@ class Config(SamplingDefaults):
     cors_origin: tuple[str, ...] = setting(
         (),
         names,
-        "origins whose pages browsers let call the server; * for all",
+        "origins whose pages may call the server; * for all",
         metavar="ORIGIN[,ORIGIN...]",
         group="server",
     )

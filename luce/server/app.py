@@ -14,6 +14,7 @@ from aiohttp.web_urldispatcher import UrlMappingMatchInfo
 from luce import __version__, log
 from luce.errors import (
     LuceError,
+    MediaTypeError,
     MethodError,
     NotFoundError,
     NotSupportedError,
@@ -24,11 +25,14 @@ from luce.errors import (
 )
 from luce.server import cache, completions, props, status
 from luce.server.auth import OPEN_PATHS
+from luce.server.connection import Connection, protocol_error, refusal
 from luce.server.errors import anthropic_error, openai_error
 from luce.server.response import new_id
+from luce.server.sockets import BACKLOG
 from luce.server.state import CALL, ENDPOINTS, SERVER, Call, Server
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+BaseHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 _log = logging.getLogger("luce.http")
 
@@ -53,7 +57,7 @@ _NOT_SERVED = (
 
 def create_app(server: Server) -> web.Application:
     """The application. It answers at once: until `server.model` is set, requests get 503."""
-    app = web.Application(middlewares=[_account, _guard], client_max_size=server.config.max_body_mib << 20)
+    app = web.Application(middlewares=[_guard], client_max_size=server.config.max_body_mib << 20)
     app[SERVER] = server
     app.on_response_prepare.append(_add_headers)
     add = app.router.add_route
@@ -83,44 +87,73 @@ def _served(app: web.Application) -> set[str]:
     return {f"{route.method} {route.resource.canonical}" for route in routes if route.resource is not None}
 
 
-async def start(
-    server: Server, sockets: Iterable[socket.socket], *, keepalive: float = KEEPALIVE_SECONDS
-) -> web.AppRunner:
-    """Answer on listening sockets. `await runner.cleanup()` stops."""
-    runner = web.AppRunner(
-        create_app(server),
-        handler_cancellation=True,  # a client that disconnects cancels its handler, which cancels its sequences
-        access_log=None,
-        keepalive_timeout=keepalive,
-        max_line_size=_HEADER_BYTES,
-        max_field_size=_HEADER_BYTES,
-        shutdown_timeout=_SHUTDOWN_SECONDS,
-    )
+class Listener:
+    """The running application."""
+
+    def __init__(self, runner: web.AppRunner, servers: Iterable[asyncio.Server]) -> None:
+        self._runner = runner
+        self._servers = tuple(servers)
+
+    async def cleanup(self) -> None:
+        """Stop listening, give running handlers a moment, and close the connections."""
+        for server in self._servers:
+            server.close()
+        await self._runner.cleanup()
+
+
+async def start(server: Server, sockets: Iterable[socket.socket], *, keepalive: float = KEEPALIVE_SECONDS) -> Listener:
+    """Answer on listening sockets."""
+    # A client that disconnects cancels its handler, which cancels its sequences.
+    runner = web.AppRunner(create_app(server), handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
     await runner.setup()
-    for sock in sockets:
-        await web.SockSite(runner, sock).start()
-    return runner
+    manager = runner.server
+    assert manager is not None
+    # Around the application, not a middleware: those run after what aiohttp checks itself.
+    manager.request_handler = _accounted(server, manager.request_handler)
+    loop = asyncio.get_running_loop()
+
+    def connect() -> Connection:
+        return Connection(
+            manager,
+            server,
+            loop=loop,
+            keepalive_timeout=keepalive,
+            max_line_size=_HEADER_BYTES,
+            max_field_size=_HEADER_BYTES,
+            auto_decompress=False,
+            access_log=None,
+        )
+
+    return Listener(runner, [await loop.create_server(connect, sock=sock, backlog=BACKLOG) for sock in sockets])
 
 
-@web.middleware
-async def _account(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Outermost: the request's id, error bodies, metrics and the log line."""
-    server = request.app[SERVER]
-    call = request[CALL] = Call(_request_id(request), time.monotonic(), route=_route(request.match_info))
-    log.request_id.set(call.id)
-    server.request_started()
-    code = _CLIENT_CLOSED
-    try:
-        response = await _caught(request, handler)
-        if not call.client_gone:
-            code = response.status
-        return response
-    finally:
-        server.request_ended()
-        _record(request, call, server, code)
+def _accounted(server: Server, handler: BaseHandler) -> BaseHandler:
+    """Outermost: what is no request for any path, the request's id, error bodies, metrics and the log line."""
+
+    async def account(request: web.BaseRequest) -> web.StreamResponse:
+        assert isinstance(request, web.Request)
+        call = request[CALL] = Call(_request_id(request), time.monotonic())
+        log.request_id.set(call.id)
+        connection = request.protocol
+        assert isinstance(connection, Connection)
+        server.request_started()
+        connection.begin(request)
+        code, refused = _CLIENT_CLOSED, protocol_error(request)
+        try:
+            response = await _caught(request, handler) if refused is None else refusal(refused, call.id)
+            if not call.client_gone:
+                code = response.status
+            return response
+        finally:
+            connection.end()
+            server.request_ended()
+            quiet = request.method != "POST" and code != 500 and refused is None
+            _record(request, call, server, code, logging.DEBUG if quiet else logging.INFO)
+
+    return account
 
 
-async def _caught(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _caught(request: web.Request, handler: BaseHandler) -> web.StreamResponse:
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -129,17 +162,19 @@ async def _caught(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _error_response(request, error)
     except asyncio.CancelledError:
         raise
-    except Exception:
-        _log.exception("request handler failed")
+    except Exception as error:
+        log.failure(_log, "request handler failed", error)
         return _error_response(request, LuceError("internal error"))
 
 
 @web.middleware
 async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Checks of the Host header and of the key; paths with doubled slashes."""
+    """Checks of the Host header, of the Origin and of the key; paths with doubled slashes."""
     server = request.app[SERVER]
+    request[CALL].route = _route(request.match_info)
     if not server.keys.required:
         server.host_check.check(request.headers.get("Host"))
+    server.cors.check(request.headers.get("Origin"), request.headers.get("Host"))
     if request.method == "OPTIONS":
         return web.Response(status=204)
     path = request.path
@@ -194,6 +229,8 @@ def _error_response(request: web.Request, error: LuceError) -> web.Response:
         response.headers["Retry-After"] = str(error.retry_after)
     if isinstance(error, MethodError):
         response.headers["Allow"] = error.allow
+    if isinstance(error, MediaTypeError) and error.accepted:
+        response.headers["Accept-Encoding"] = error.accepted
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response
@@ -205,16 +242,15 @@ def _route(found: UrlMappingMatchInfo) -> str:
     return "other" if resource is None else resource.canonical
 
 
-def _record(request: web.Request, call: Call, server: Server, code: int) -> None:
+def _record(request: web.Request, call: Call, server: Server, code: int, level: int) -> None:
     """Metrics and the log line."""
     seconds = time.monotonic() - call.arrived
     server.metrics.requests.labels(call.route, str(code)).inc()
     server.metrics.request_seconds.labels(call.route).observe(seconds)
-    quiet = request.method != "POST" and code != 500
     log.event(
         _log,
         "request",
-        logging.DEBUG if quiet else logging.INFO,
+        level,
         route=call.route,
         status=code,
         seconds=seconds,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +18,9 @@ from luce.errors import AuthError, ForbiddenError, UsageError
 #: paths that need no key
 OPEN_PATHS = frozenset({"/", "/health", "/livez"})
 
+_ADMIN = b"admin"
+# Permissions of other users than the owner. A group may read: so does systemd's credential.
+_OTHERS = stat.S_IRWXO | stat.S_IWGRP
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -87,19 +92,29 @@ def _digest(key: bytes) -> bytes:
 
 
 def _read(origin: str, path: Path) -> list[tuple[bytes, bool]]:
-    """Digests of the keys of a file, and whether each is an admin's."""
+    """Digests of the keys of a file, and whether each is an admin's. The errors name a line, never what is in it."""
+    where = f"{origin} {path}"
     try:
-        lines = path.read_bytes().splitlines()
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            lines = file.read().splitlines()
     except OSError as error:
-        raise UsageError(f"{origin} {path}: {error.strerror}", param="api_key_file") from None
+        raise UsageError(f"{where}: {error.strerror}", param="api_key_file") from None
+    if mode & _OTHERS:
+        raise UsageError(f"{where}: other users can read or change it; run chmod 600", param="api_key_file")
     keys = []
-    for line in lines:
-        parts = line.strip().split(b":")
+    for number, line in enumerate(map(bytes.strip, lines), 1):
+        if not line or line.startswith(b"#"):
+            continue
+        parts = line.split(b":")
         key = parts[0] if len(parts) == 1 else parts[1]
-        if key and not line.lstrip().startswith(b"#"):
-            keys.append((_digest(key), parts[2:] == [b"admin"]))
+        # `KEY:admin` would make `admin` a key.
+        if not key or key == _ADMIN or len(parts) > 3 or parts[2:] not in ([], [_ADMIN]):
+            expected = "expected KEY, NAME:KEY or NAME:KEY:admin"
+            raise UsageError(f"{where}: line {number}: {expected}", param="api_key_file")
+        keys.append((_digest(key), len(parts) == 3))
     if not keys:
-        raise UsageError(f"{origin} {path}: contains no key", param="api_key_file")
+        raise UsageError(f"{where}: contains no key", param="api_key_file")
     return keys
 
 
@@ -123,7 +138,32 @@ class HostCheck:
     def check(self, host: str | None) -> None:
         """Raises ForbiddenError for a Host header that does not name this server."""
         if self._active and host is not None and _name(host) not in self._names:
-            raise ForbiddenError("this Host header is not accepted here; see --allowed-host", param="host")
+            raise _not_this_server()
+
+    def check_admin(self, host: str | None) -> None:
+        """The same on every address, for what only this machine may do without a key; an IP address is also right."""
+        if host is not None and (name := _name(host)) not in self._names and not _is_address(name):
+            raise _not_this_server()
+
+
+def _authority(origin: str) -> str:
+    """`name:port` of an Origin header, `none` of one without."""
+    try:
+        return urlsplit(origin).netloc.lower() or "none"
+    except ValueError:
+        return "none"
+
+
+def _not_this_server() -> ForbiddenError:
+    return ForbiddenError("this Host header is not accepted here; see --allowed-host", param="host")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _name(host: str) -> str:
@@ -135,7 +175,7 @@ def _name(host: str) -> str:
 
 
 class Cors:
-    """The browser origins that may read responses: those of --cors-origin.
+    """The browser origins whose pages may call the server: those of --cors-origin, and the server's own.
 
     Without the flag, only pages from this machine (http://localhost:...) may, and only if the server listens on a
     loopback address and needs no key.
@@ -144,6 +184,13 @@ class Cors:
     def __init__(self, config: Config, *, keyed: bool) -> None:
         self._origins = frozenset(config.cors_origin)
         self._local = not config.cors_origin and not keyed and is_loopback(config.host)
+
+    def check(self, origin: str | None, host: str | None) -> None:
+        """Raises ForbiddenError for a request that a page of another origin sends. Browsers send some of them without
+        asking first, and only keep the response from the page."""
+        if origin is None or self._allows(origin) or _authority(origin) == (host or "").lower():
+            return
+        raise ForbiddenError("pages of this Origin may not call this server; see --cors-origin", param="origin")
 
     def headers(self, origin: str | None, requested: str | None) -> dict[str, str]:
         """Headers of the response to a request from `origin` that asks to send the headers `requested`."""

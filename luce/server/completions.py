@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from luce import __version__
+from luce import __version__, log
 from luce.api import Model
 from luce.engine.events import Event, Failed, Finished, FinishReason, Progress, PromptScores, Tokens
-from luce.errors import BodyTimeoutError, DeadlineError, LuceError, RequestError, TooLargeError
+from luce.errors import DeadlineError, LuceError
+from luce.server.body import read_body
 from luce.server.chat_response import ChatResponse
 from luce.server.completion_response import CompletionResponse
 from luce.server.errors import openai_error
@@ -27,8 +28,6 @@ from luce.server.stream import ClientGoneError, EventStream
 from luce.text.reasoning import Delta
 
 _log = logging.getLogger(__name__)
-
-_BODY_SECONDS = 60.0
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
@@ -50,7 +49,7 @@ async def _answer(
 ) -> web.StreamResponse:
     server = request.app[SERVER]
     server.serving_model()
-    body = await _read_body(request, server.config.max_body_mib)
+    body = await read_body(request, server)
     model = server.serving_model()
     job = await prepare(body, request.headers, model)
     del body
@@ -105,7 +104,7 @@ async def _stream(
             raise
         except Exception as error:
             if not isinstance(error, LuceError):
-                _log.exception("stream failed")
+                log.failure(_log, "stream failed", error)
                 error = LuceError("internal error")
             request[CALL].log_fields["error"] = error.code or error.type
             # The status is sent already, so the error is sent as an event, and the connection closes after it.
@@ -135,22 +134,6 @@ async def _send(out: EventStream, chunk: dict[str, Any] | None) -> None:
 def _scored(builder: ResponseBuilder, index: int) -> bytes | None:
     chunk = builder.scored(index)
     return None if chunk is None else msgspec.json.encode(chunk)
-
-
-async def _read_body(request: web.Request, limit_mib: int) -> bytes:
-    """The body, decompressed. The application's client_max_size bounds its size in memory."""
-    too_large = TooLargeError(f"the request body exceeds {limit_mib} MiB (--max-body-mib)")
-    if request.content_length is not None and request.content_length > limit_mib << 20:
-        raise too_large
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            return await request.read()
-    except TimeoutError:
-        raise BodyTimeoutError(f"the request body did not arrive within {_BODY_SECONDS:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large from None
-    except web.RequestPayloadError:
-        raise RequestError("request body: not encoded as its headers say", code="invalid_body") from None
 
 
 def _short(session: str) -> str | None:

@@ -11,7 +11,8 @@ from luce.config.environment import environment
 from luce.errors import ListenError
 
 _FIRST_INHERITED = 3
-_BACKLOG = 1024
+#: connections that the kernel keeps until they are accepted
+BACKLOG = 1024
 
 
 def inherited() -> list[socket.socket]:
@@ -61,7 +62,7 @@ def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(address)
-        sock.listen(_BACKLOG)
+        sock.listen(BACKLOG)
     except OSError:
         sock.close()
         raise

@@ -15,6 +15,9 @@ _HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
+#: a comment, which clients skip
+PING = b": ping\n\n"
+
 
 class ClientGoneError(Exception):
     """The client no longer reads the stream."""
@@ -45,7 +48,7 @@ class EventStream:
 
     async def ping(self) -> None:
         """A comment, which clients skip; it keeps proxies from closing the connection."""
-        await self._write(b": ping\n\n")
+        await self._write(PING)
 
     async def done(self) -> None:
         """The event that ends OpenAI's streams."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.http_server import running
+from tests.support.key_files import write_keys
 
 LONG = "Tell me more. " * 10
 
@@ -69,8 +70,7 @@ async def test_without_a_cache_there_is_nothing_to_list() -> None:
 
 
 async def test_only_admins_may_look_where_there_are_keys(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("alice:one\nbob:two:admin\n")
+    keys = write_keys(tmp_path / "keys", "alice:one\nbob:two:admin\n")
     async with running(api_key=("owner",), api_key_file=keys) as here:
         found = {}
         for key in ("one", "two", "owner", "wrong"):

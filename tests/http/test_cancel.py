@@ -25,8 +25,8 @@ FOREVER = {"script": saying("x", end=False), "delay": 0.005}
 
 def request(content: str = "hi", **fields: Any) -> bytes:
     body = json.dumps({"messages": [{"role": "user", "content": content}], "temperature": 0, **fields}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 @contextlib.asynccontextmanager

@@ -20,6 +20,7 @@ from luce.shard.shard import DaemonState
 from luce.shard.timing import BOUNDS, Durations, ShardTimes
 from luce.text.chat import ChatFormat
 from tests.support.http_server import Running, running
+from tests.support.key_files import write_keys
 from tests.support.scripted_model import REPLY, saying
 
 CHAT = "/v1/chat/completions"
@@ -160,7 +161,10 @@ async def test_bodies_that_are_too_large() -> None:
             for start in range(0, len(large), 65536):
                 yield large[start : start + 65536]
 
-        async with here.client.post(here.url + CHAT, data=pieces()) as response:  # chunked: no Content-Length
+        json_type = {"Content-Type": "application/json"}
+        async with here.client.post(
+            here.url + CHAT, data=pieces(), headers=json_type
+        ) as response:  # chunked: no Content-Length
             assert response.status == 413
         bomb = gzip.compress(b" " * (64 << 20))
         status, _, _ = await here.post(CHAT, bomb, headers={"Content-Encoding": "gzip"})
@@ -221,8 +225,7 @@ async def test_request_ids() -> None:
 
 
 async def test_keys(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# comment\nfile-key\n\nbob:bob-key\nann:ann-key:admin\n")
+    file = write_keys(tmp_path / "keys", "# comment\nfile-key\n\nbob:bob-key\nann:ann-key:admin\n")
     async with running(api_key=("flag-key",), api_key_file=file) as here:
         status, body, headers = await here.post(CHAT, HI)
         assert status == 401 and headers["WWW-Authenticate"] == "Bearer"
@@ -361,8 +364,8 @@ async def test_an_error_in_a_stream_ends_the_connection() -> None:
     async with running(model={"hook": failing_after(3)}) as here:
         reader, writer = await asyncio.open_connection("127.0.0.1", here.port)
         body = json.dumps({**HI, "temperature": 0, "stream": True}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         text = await reader.read()  # to the end of the connection, which is otherwise kept alive for 75 s
         assert b'"engine_error"' in text and b"data: [DONE]\n\n" in text and text.endswith(b"0\r\n\r\n")
         writer.close()

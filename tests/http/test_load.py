@@ -87,11 +87,13 @@ def test_no_body_gives_a_500() -> None:
 
     collect()
 
+    json_type = {"Content-Type": "application/json"}
+
     async def send() -> Counter[int]:
         async with running(model={"context": 128}) as here:
             seen: Counter[int] = Counter()
             for path, raw in bodies:
-                async with here.client.post(here.url + path, data=raw) as response:
+                async with here.client.post(here.url + path, data=raw, headers=json_type) as response:
                     text = await response.text()
                     seen[response.status] += 1
                     assert response.status in (200, 400), (raw, text)

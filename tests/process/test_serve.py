@@ -20,6 +20,7 @@ import pytest
 
 from luce.kvcache.disk.directory import LAYOUT
 from tests.support.daemons import within
+from tests.support.key_files import write_keys
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "reference" / "qwen3-a-F32.gguf"
@@ -95,7 +96,8 @@ class Child:
         """A response whose headers have been read."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = None if body is None else json.dumps(body).encode()
-        connection.request("GET" if body is None else "POST", path, data, {"x-api-key": key} if key else {})
+        headers = ({"x-api-key": key} if key else {}) | ({} if data is None else {"Content-Type": "application/json"})
+        connection.request("GET" if data is None else "POST", path, data, headers)
         self._open.append(connection)
         response = connection.getresponse()
         self._open.append(response)
@@ -142,8 +144,7 @@ def last_event(response: http.client.HTTPResponse) -> tuple[dict[str, Any], int]
 
 
 def test_a_life_under_systemd(serve: Any, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("one\n")
+    keys = write_keys(tmp_path / "keys", "one\n")
     child = serve("--api-key-file", str(keys), WATCHDOG_USEC="400000")
     states = child.notified("READY=1")
     assert any("EXTEND_TIMEOUT_USEC=" in state for state in states[:-1])

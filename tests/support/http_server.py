@@ -34,8 +34,12 @@ class Running:
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Json, Any]:
         """Status, JSON body and headers of a POST; `body` is JSON or bytes."""
-        sent = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
-        async with self.client.post(self.url + path, **sent, **options) as response:
+        if isinstance(body, bytes):
+            options["headers"] = {"Content-Type": "application/json"} | options.get("headers", {})
+            options["data"] = io.BytesIO(body)
+        else:
+            options["json"] = body
+        async with self.client.post(self.url + path, **options) as response:
             return response.status, await response.json(content_type=None), response.headers
 
     async def get(self, path: str, **options: Any) -> tuple[int, Any, Any]:

@@ -80,3 +80,8 @@ def test_the_service_is_closed(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = re.search(r"exposure level for luce.service: ([0-9.]+)", done.stdout)
     assert found and float(found[1]) <= EXPOSURE and done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_unit_writes_no_core_files() -> None:
+    # A core would hold prompts and keys.
+    assert "LimitCORE=0" in (FOLDER / "luce.service").read_text().splitlines()

@@ -78,3 +78,15 @@ def test_lines_for_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_gathers_once_the_writer_has_stopped() -> None:
     assert lines() and not logging.getLogger().handlers
+
+
+def test_a_failure_is_logged_without_messages(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        try:
+            int("a-" + "prompt")
+        except ValueError as error:
+            raise KeyError("a-" + "key") from error
+    except KeyError as error:
+        log.failure(logging.getLogger("luce.test"), "it failed", error)
+    assert "it failed" in caplog.text and "KeyError" in caplog.text and "ValueError" in caplog.text
+    assert "test_log.py" in caplog.text and "a-prompt" not in caplog.text and "a-key" not in caplog.text

@@ -9,6 +9,7 @@ import pytest
 from luce.config.settings import Config
 from luce.errors import AuthError, UsageError
 from luce.server.auth import Keys, is_loopback
+from tests.support.key_files import write_keys
 
 
 def accepts(keys: Keys, key: str) -> bool:
@@ -24,7 +25,7 @@ def test_without_any_key_everybody_may() -> None:
 
 
 def test_a_credential_of_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "api-keys").write_text("a:one\ntwo\n")
+    write_keys(tmp_path / "api-keys", "a:one\ntwo\n", 0o440)
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
     keys = Keys(Config())
     assert keys.required and accepts(keys, "one") and accepts(keys, "two") and not accepts(keys, "a:one")
@@ -32,12 +33,11 @@ def test_a_credential_of_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("content", [None, b"", b"# only this\n", b"name:\n", b"::\n"])
 def test_a_file_without_keys_never_opens_the_server(tmp_path: Path, content: bytes | None) -> None:
-    file = tmp_path / "keys"
-    file.write_bytes(b"good\n")
+    file = write_keys(tmp_path / "keys", "good\n")
     keys = Keys(Config(api_key_file=file))
     file.unlink()
     if content is not None:
-        file.write_bytes(content)
+        write_keys(file, content)
     with pytest.raises(UsageError, match="--api-key-file"):
         keys.reload()
     assert accepts(keys, "good") and not accepts(keys, "")
@@ -45,9 +45,39 @@ def test_a_file_without_keys_never_opens_the_server(tmp_path: Path, content: byt
         Keys(Config(api_key_file=file))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "name:sesame:amdin",
+        "name:sesame:admin:admin",
+        "name:sesame:",
+        "name::admin",
+        "sesame:admin",
+        ":",
+        "n:sesame:ADMIN",
+    ],
+)
+def test_a_line_that_is_not_understood_is_refused_without_its_content(tmp_path: Path, line: str) -> None:
+    file = write_keys(tmp_path / "keys", f"one\n# comment\n{line}\n")
+    with pytest.raises(UsageError) as caught:
+        Keys(Config(api_key_file=file))
+    expected = f"--api-key-file {file}: line 3: expected KEY, NAME:KEY or NAME:KEY:admin"
+    assert str(caught.value) == expected and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o620, 0o644, 0o666])
+def test_a_file_that_others_can_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
+    file = write_keys(tmp_path / "keys", "sesame\n")
+    keys = Keys(Config(api_key_file=file))
+    file.chmod(mode)
+    with pytest.raises(UsageError) as caught:
+        keys.reload()
+    assert str(caught.value) == f"--api-key-file {file}: other users can read or change it; run chmod 600"
+    assert accepts(keys, "sesame")
+
+
 def test_keys_may_be_any_bytes(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_bytes(b"k\xff\xfe\r\n")
+    file = write_keys(tmp_path / "keys", b"k\xff\xfe\r\n")
     keys = Keys(Config(api_key_file=file))
     assert accepts(keys, b"k\xff\xfe".decode(errors="surrogateescape")) and not accepts(keys, "k")
 
