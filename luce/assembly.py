@@ -21,12 +21,14 @@ from luce.config.directories import cache_directory
 from luce.config.resolve import resolve
 from luce.config.settings import Config, flag
 from luce.draft.drafter import Drafter
+from luce.draft.feature_tail import FeatureTails
 from luce.draft.open import PreparedDrafter, branch_pages, open_drafter, verified_rows
 from luce.draft.remote import RemoteDrafter
 from luce.errors import LuceError, ModelError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub import resolve_model
 from luce.kvcache.disk import fingerprint, manifest
+from luce.kvcache.disk.expansion import SnapshotLimits
 from luce.kvcache.disk.fingerprint import Fingerprint
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.draft_scorer import DraftScorer
@@ -124,7 +126,7 @@ def _open_model(
             tokenizer=tokenizer,
             chat=chat,
             backend=backend,
-            disk=None if directory is None else _disk_tier(directory, file, backend, chat, config),
+            disk=None if directory is None else _disk_tier(directory, file, backend, chat, tails, config),
             kvflash=open_kvflash(opened, backend, devices, config, lambda: tokenizer),
             drafter=drafter,
             feature_tails=tails,
@@ -276,7 +278,12 @@ def _scorer(
 
 
 def _disk_tier(
-    directory: Path, file: GGUFFile, backend: LayerSplitBackend, chat: ChatFormat, config: Config
+    directory: Path,
+    file: GGUFFile,
+    backend: LayerSplitBackend,
+    chat: ChatFormat,
+    tails: FeatureTails | None,
+    config: Config,
 ) -> DiskTier:
     """The disk tier of the prefix cache. Snapshots of other files and settings have other fingerprints."""
     resident = backend.capacity.max_resident_pages
@@ -294,16 +301,20 @@ def _disk_tier(
         layers = (f"{part.device} {part.layers.start}..{part.layers.stop - 1}" for part in backend.devices)
         meaning["--kv-cache-placement exact"] = ", ".join(layers)
     texts = {"the chat template": "" if chat.template is None else chat.template.source}
-    record = directory / "contents.json"
-    known = fingerprint.recorded_digest(file.paths, record) is not None
+    known = fingerprint.recorded_digest(file.paths, directory) is not None
 
     def identify() -> Fingerprint:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        contents = fingerprint.recorded_digest(file.paths, record) or fingerprint.content_digest(file.paths, record)
-        return Fingerprint.of(contents, meaning, texts)
+        found = fingerprint.recorded_digest(file.paths, directory)
+        return Fingerprint.of(found or fingerprint.content_digest(file.paths, directory), meaning, texts)
 
+    capacity = backend.capacity
     disk = DiskTier(
-        directory, budget=config.kv_cache_budget << 20, identify=identify, known=known, layers=backend.capacity.layers
+        directory,
+        budget=config.kv_cache_budget << 20,
+        identify=identify,
+        known=known,
+        layers=capacity.layers,
+        limits=SnapshotLimits.of(capacity, features=0 if tails is None else tails.most_bytes),
     )
     chat.memory.look_up = disk.reply_tokens
     return disk

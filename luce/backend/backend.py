@@ -29,6 +29,8 @@ class Capacity:
     pages: tuple[int, ...]
     #: bytes of host memory for a saved page of full attention, in all layers
     page_bytes: int
+    #: the most bytes of host memory for the rest of a checkpoint: recurrent states, windows and a page that is not full
+    checkpoint_bytes: int
     #: most resident pages of full attention of a sequence (KVFlash); None: all pages are resident
     max_resident_pages: int | None
     #: further pages of each group for the branches of draft trees, numbered after `pages`; 0: no draft trees

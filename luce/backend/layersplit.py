@@ -253,6 +253,7 @@ def _capacity(spec: ModelSpec, plan: ModelPlan, options: ServingOptions) -> Capa
         windows=tuple(group.window for group in spec.page_groups),
         pages=plan.pages,
         page_bytes=sum(plan.page_bytes.values()),
+        checkpoint_bytes=plan.checkpoint_bytes,
         max_resident_pages=plan.kvflash.max_resident_pages,
         branch_pages=options.branch_pages,
         verify_rows=options.verify_rows,

@@ -192,6 +192,8 @@ class ModelPlan:
     pages: tuple[int, ...]
     #: bytes of host memory for a saved page of full attention, by device
     page_bytes: Mapping[Device, int]
+    #: the most bytes of host memory for the rest of a checkpoint: recurrent states, windows and a page that is not full
+    checkpoint_bytes: int
 
 
 def plan_model(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], options: ServingOptions) -> ModelPlan:
@@ -200,10 +202,15 @@ def plan_model(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], optio
     resident = kvflash.max_resident_pages
     shards = plan_shards(file, spec, devices, options, max_resident_pages=resident)
     page_bytes: Counter[Device] = Counter()
+    checkpoint_bytes = 0
     for device, shard in zip(devices, shards, strict=True):
-        sizes = zip(state_bytes(device, spec, shard.layers, options).page, spec.page_groups, strict=True)
-        page_bytes[device] += sum(size for size, group in sizes if group.window is None)
-    return ModelPlan(tuple(devices), shards, kvflash, group_pages(spec, options, resident), page_bytes)
+        sizes = state_bytes(device, spec, shard.layers, options)
+        checkpoint_bytes += sizes.slot
+        for size, group in zip(sizes.page, spec.page_groups, strict=True):
+            page_bytes[device] += size if group.window is None else 0
+            checkpoint_bytes += size * pages_for(group.window or 1, options.context, PAGE)
+    pages = group_pages(spec, options, resident)
+    return ModelPlan(tuple(devices), shards, kvflash, pages, page_bytes, checkpoint_bytes)
 
 
 def check_memory(spec: ModelSpec, plan: ModelPlan, options: ServingOptions) -> None:

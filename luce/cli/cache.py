@@ -17,12 +17,11 @@ from luce.cli.arguments import add_json, add_settings, settings
 from luce.cli.options import raise_together
 from luce.config.directories import cache_directory
 from luce.errors import UsageError
-from luce.kvcache.disk.directory import LAYOUT
-from luce.kvcache.disk.files import size_of
+from luce.kvcache.disk.files import open_directory
 from luce.kvcache.disk.fingerprint import read_about
 from luce.kvcache.disk.index import Snapshot
+from luce.kvcache.disk.manifest import LAYOUT
 from luce.kvcache.disk.part import DamagedError
-from luce.kvcache.disk.reader import verify
 from luce.kvcache.disk.store import Store
 
 #: groups of the settings that this verb takes
@@ -138,7 +137,8 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
 
 def _show(snapshots: list[Snapshot]) -> int:
     for snapshot in snapshots:
-        about = read_about(snapshot.path.parent)
+        with open_directory(snapshot.root, LAYOUT, snapshot.manifest.model) as directory:
+            about = read_about(directory)
         settings = {} if about is None else {"settings": about.settings}
         print(json.dumps({"path": str(snapshot.path), **_facts(snapshot), **settings}, indent=2))
     return 0
@@ -148,7 +148,7 @@ def _verify(store: Store, snapshots: list[Snapshot]) -> int:
     damaged = 0
     for snapshot in snapshots:
         try:
-            verify(snapshot)
+            store.verify(snapshot)
             store.chain(snapshot)
             print(f"{snapshot.manifest.id}: ok")
         except (DamagedError, OSError) as error:
@@ -172,9 +172,9 @@ def _remove(store: Store, ids: list[str], *, everything: bool) -> int:
 
 
 def _collect(store: Store) -> int:
-    before = size_of(store.root)
+    before = store.disk_bytes()
     store.collect_garbage()
-    print(f"{before - size_of(store.root):,} bytes freed, {store.nbytes:,} bytes in {len(store.snapshots)} snapshots")
+    print(f"{before - store.disk_bytes():,} bytes freed, {store.nbytes:,} bytes in {len(store.snapshots)} snapshots")
     return 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from pathlib import Path
 
 import platformdirs
@@ -22,8 +24,18 @@ def user_state_directory() -> Path:
     return Path(environment("STATE_DIRECTORY") or platformdirs.user_state_dir("luce"))
 
 
+def refusal(status: os.stat_result) -> str:
+    """Why a directory is not safe for prompts, "" if it is: its files must be this user's alone to change."""
+    if status.st_uid != os.geteuid():
+        return f"user {status.st_uid} owns it, and Luce runs as user {os.geteuid()}"
+    if status.st_mode & stat.S_IWOTH:
+        return f"everybody may write to it (mode {stat.S_IMODE(status.st_mode):04o}); `chmod o-w` mends that"
+    return ""
+
+
 def cache_directory(config: Config) -> Path | None:
-    """The directory of --kv-cache-dir, None if it is off. Raises UsageError if the path is not a directory."""
+    """The directory of --kv-cache-dir, None if it is off. Raises UsageError if the path is not a directory, or not a
+    safe one."""
     if config.kv_cache_dir == "off":
         return None
     if config.kv_cache_dir == "auto":
@@ -34,4 +46,6 @@ def cache_directory(config: Config) -> Path | None:
         existing = next(path for path in (directory, *directory.parents) if path.exists())
         if not existing.is_dir():
             raise UsageError(f"{flag('kv_cache_dir')} {directory}: {existing} is not a directory", param="kv_cache_dir")
+        if existing == directory and (reason := refusal(existing.stat())):
+            raise UsageError(f"{flag('kv_cache_dir')} {directory}: {reason}", param="kv_cache_dir")
     return directory

@@ -55,6 +55,11 @@ class FeatureTails:
         self._window = FeatureWindow(ring)
         self._max_positions = max_positions
 
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes of a tail that `restore` can use."""
+        return max(self._max_positions, self._ring.capacity) * len(self._ring.layers) * self._ring.hidden * 2
+
     def observe(self, spans: Sequence[Span]) -> None:
         """These rows are in the ring."""
         for span in spans:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from luce.kvcache.disk import manifest as manifests
+from luce.kvcache.disk.files import open_directory
 from luce.kvcache.disk.part import PartReader
 from luce.shard.sizes import mirrored
 from tests.support.disk_models import ask, load, saved
@@ -87,7 +89,7 @@ def test_borrowed_keys_and_values_are_stored_once(shards: str, tmp_path: Path) -
     for path in tmp_path.rglob("manifest.json"):
         manifest = manifests.decode(path.read_bytes(), path.parent.parent.name, path.parent.name)
         for info in (*manifest.pages, *manifest.state):
-            part = PartReader(path.parent, info)
+            part = PartReader(partial(open_directory, path.parent), info)
             for frame in part.frames:
                 if frame.name.startswith("blk."):
                     stored[manifest.id, info.name.split("-")[0], frame.name, frame.page] += 1

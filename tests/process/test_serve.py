@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import pytest
 
-from luce.kvcache.disk.directory import LAYOUT
+from luce.kvcache.disk.manifest import LAYOUT
 from tests.support.daemons import within
 from tests.support.key_files import write_keys
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from luce.kvcache.disk.expansion import SnapshotLimits
 from luce.kvcache.disk.fingerprint import Fingerprint
 from luce.kvcache.disk.store import Store
 from luce.kvcache.disk.tier import DiskTier
@@ -36,7 +37,14 @@ def rig(
     scripted = ScriptedBackend(context=512, chunk=32, slots=2, **backend)
     scripted.resumes = not scripted.capacity.recurrent
     identify = identify or (lambda: model)
-    disk = DiskTier(directory, budget=budget, identify=identify, known=known, layers=scripted.capacity.layers)
+    disk = DiskTier(
+        directory,
+        budget=budget,
+        identify=identify,
+        known=known,
+        layers=scripted.capacity.layers,
+        limits=SnapshotLimits.of(scripted.capacity),
+    )
     engine = make_engine(
         scripted,
         cache_bytes=1 << 22,

@@ -93,6 +93,7 @@ class ScriptedBackend:
             windows=tuple(windows),
             pages=counts,
             page_bytes=tuple(windows).count(None) * PAGE * 2 * np.dtype(np.int64).itemsize,
+            checkpoint_bytes=slots * (1 << 20),
             max_resident_pages=bound,
             branch_pages=branch_pages,
             verify_rows=verify,

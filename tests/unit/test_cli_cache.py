@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from luce.cli import cache as cache_verb
 from luce.cli.main import main
-from luce.kvcache.disk import store as stores
+from luce.kvcache.disk.files import open_directory
 from luce.kvcache.disk.fingerprint import Fingerprint, write_about
 from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.store import Store
@@ -50,7 +50,8 @@ def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureF
     shown = json.loads(capsys.readouterr().out)
     assert shown["key"] == snapshot.manifest.key and shown["path"] == str(snapshot.path)
     assert snapshot.manifest.page_keys not in json.dumps(shown)
-    write_about(snapshot.path.parent, Fingerprint("weights", {"--cache-type-k": "q8_0"}))
+    with open_directory(snapshot.path.parent) as directory:
+        write_about(directory, Fingerprint("weights", {"--cache-type-k": "q8_0"}))
     assert cache(filled, "show", snapshot.manifest.id) == 0
     assert json.loads(capsys.readouterr().out) == {**shown, "settings": {"--cache-type-k": "q8_0"}}
 
@@ -111,12 +112,12 @@ def test_ids_may_follow_flags(filled: Path, capsys: pytest.CaptureFixture[str]) 
 def test_rm_reports_a_snapshot_that_it_cannot_remove(
     arguments: tuple[str, ...], filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*given: object) -> None:
+    def refuse(*given: object, **more: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     last = Store(filled, MODEL, 0).find(conversation_of(3)[2])[0].manifest.id
     with monkeypatch.context() as patched:
-        patched.setattr(stores.os, "rename", refuse)
+        patched.setattr(os, "rename", refuse)
         assert cache(filled, *arguments, *([] if "--all" in arguments else [last])) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err == f"luce: --kv-cache-dir {filled}: [Errno 13] Permission denied\n"
@@ -126,13 +127,13 @@ def test_rm_reports_a_snapshot_that_it_cannot_remove(
 def test_verify_tolerates_snapshots_that_a_server_changes(
     filled: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check = cache_verb.verify
+    check = Store.verify
 
-    def busy(snapshot: Snapshot) -> None:
+    def busy(store: Store, snapshot: Snapshot) -> None:
         Store(filled, MODEL, 0).clear()
-        check(snapshot)
+        check(store, snapshot)
 
-    monkeypatch.setattr(cache_verb, "verify", busy)
+    monkeypatch.setattr(Store, "verify", busy)
     assert cache(filled, "verify") == 0
     assert capsys.readouterr().out.count(": removed or replaced meanwhile\n") == 3
 

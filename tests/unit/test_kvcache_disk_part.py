@@ -13,20 +13,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.kvcache.disk.part import DamagedError, PartReader, PartWriter, word_sum
+from luce.kvcache.disk.files import open_directory
+from luce.kvcache.disk.part import DamagedError, PartInfo, PartReader, PartWriter, word_sum
+
+
+def part_writer(path: Path) -> PartWriter:
+    with open_directory(path.parent) as directory:
+        return PartWriter(directory, path.name)
+
+
+def part_reader(directory: Path, info: PartInfo) -> PartReader:
+    return PartReader(lambda: open_directory(directory), info)
+
 
 DTYPES = st.sampled_from(["<f4", "<f2", "<u2", "u1", "<i4"])
 
 
 def write(path: Path, arrays: list[np.ndarray]) -> tuple[PartReader, bytes]:  # type: ignore[type-arg]
     path.unlink(missing_ok=True)
-    writer = PartWriter(path)
+    writer = part_writer(path)
     for number, array in enumerate(arrays):
         writer.add(f"blk.{number}.k", array, number)
     info = writer.finish()
     data = path.read_bytes()
     assert len(data) == info.bytes == writer.nbytes
-    return PartReader(path.parent, info), data
+    return part_reader(path.parent, info), data
 
 
 @settings(max_examples=50)
@@ -66,7 +77,7 @@ def test_noise_grows_little(tmp_path: Path) -> None:
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_found(place: float, bit: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("parts") / "part"
-    writer = PartWriter(path)
+    writer = part_writer(path)
     arrays = [np.arange(300, dtype=np.float32).reshape(3, 100), np.random.default_rng(0).integers(0, 256, 99, np.uint8)]
     for array in arrays:
         writer.add("blk.0.k", array)
@@ -75,7 +86,7 @@ def test_any_flipped_bit_is_found(place: float, bit: int, tmp_path_factory: pyte
     data[int(place * len(data))] ^= 1 << bit
     path.write_bytes(data)
     with pytest.raises(DamagedError):
-        reader = PartReader(path.parent, info)
+        reader = part_reader(path.parent, info)
         try:
             for frame in reader.frames:
                 reader.read(frame)
@@ -110,14 +121,14 @@ def test_sums_of_words(data: bytes) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
 def test_a_truncated_file_is_found(share: float, tmp_path: Path) -> None:
-    writer = PartWriter(tmp_path / "part")
+    writer = part_writer(tmp_path / "part")
     array = np.arange(300, dtype=np.float32)
     writer.add("blk.0.k", array)
     info = writer.finish()
     data = (tmp_path / "part").read_bytes()
     (tmp_path / "part").write_bytes(data[: int(share * len(data))])
     with pytest.raises(DamagedError):
-        PartReader(tmp_path, info)
+        part_reader(tmp_path, info)
 
 
 def test_a_file_stays_open_while_a_read_is_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

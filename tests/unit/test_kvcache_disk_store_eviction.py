@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from luce.kvcache.disk import store as stores
-from luce.kvcache.disk.directory import LAYOUT
+from luce.kvcache.disk.files import OpenDirectory, open_directory
+from luce.kvcache.disk.manifest import LAYOUT
 from luce.kvcache.disk.store import Store, StoreFullError
 from luce.runtime.step import PAGE, Int32
 from tests.support.snapshots import MODEL, conversation_of, ids, sound, write
@@ -156,8 +155,8 @@ def test_a_snapshot_larger_than_the_budget_is_not_written(tmp_path: Path) -> Non
 def test_the_file_system_keeps_some_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path, MODEL, 0)
     write(store, ids(100))
-    disk = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(stores.shutil, "disk_usage", lambda path: disk._replace(free=0))
+    everything, _ = open_directory(tmp_path).free()
+    monkeypatch.setattr(OpenDirectory, "free", lambda directory: (everything, 0))
     with pytest.raises(StoreFullError):
         write(store, ids(100, seed=1))
     # It tried: what was there is gone.

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from luce.errors import BackendError
-from luce.kvcache.disk import part, store
 from luce.kvcache.disk.deadline import Deadline
-from luce.kvcache.disk.directory import LAYOUT, Directory
+from luce.kvcache.disk.directory import Directory
+from luce.kvcache.disk.manifest import LAYOUT
 from luce.kvcache.disk.part import DamagedError
 from luce.kvcache.disk.store import Store
 from tests.support import snapshots
@@ -89,10 +89,7 @@ def test_a_disk_that_fails_costs_nothing_but_the_snapshot(
         while tier(r).stats.saves < 2:
             pass
         with monkeypatch.context() as patch:
-            if call == "mkdir":
-                patch.setattr(Path, "mkdir", failing(error))
-            else:
-                patch.setattr(store.os, call, failing(error))
+            patch.setattr(os, call, failing(error))
             for seed in range(1, 6):
                 prompt = ids(100, seed)
                 assert r.ask(prompt, 3) == (r.backend.reply(prompt, 3), 0)
@@ -112,7 +109,7 @@ def test_writing_pauses_after_repeated_failures(tmp_path: Path, monkeypatch: pyt
         r.ask(ids(80), 2)
         while tier(r).stats.saves < 2:
             pass
-        monkeypatch.setattr(part.os, "fsync", failing(errno.EIO))
+        monkeypatch.setattr(os, "fsync", failing(errno.EIO))
         for seed in range(1, 9):
             r.ask(ids(100, seed), 3)
         while tier(r).stats.failures < 3:
@@ -130,7 +127,7 @@ def test_a_directory_that_cannot_be_used_is_one_warning(
     if how == "file":
         directory.write_text("no directory")
     else:
-        monkeypatch.setattr(Path, "mkdir", failing(errno.EROFS))
+        monkeypatch.setattr(os, "mkdir", failing(errno.EROFS))
     with rig(directory) as r:
         for _ in range(2):
             assert r.ask(ids(100), 3)[0] == r.backend.reply(ids(100), 3)
@@ -191,7 +188,7 @@ def test_snapshots_that_cannot_be_removed_are_unused_and_reported(
         wait_for(r, 2)
         assert r.engine.cache is not None
         with monkeypatch.context() as patched:
-            patched.setattr(store.os, "rename", failing(errno.EROFS))
+            patched.setattr(os, "rename", failing(errno.EROFS))
             r.engine.clear_cache()
             assert within(60, lambda: not tier(r).waiting)
             assert all(entry.unusable for entry in r.engine.cached_prefixes())

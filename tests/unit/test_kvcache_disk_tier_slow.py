@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from luce.kvcache import saver
-from luce.kvcache.disk import part, store
+from luce.kvcache.disk import store
 from luce.kvcache.disk.deadline import Deadline
 from luce.kvcache.disk.fingerprint import Fingerprint
 from luce.kvcache.disk.manifest import ReplyTokens
@@ -69,7 +69,7 @@ def test_no_page_is_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with rig(tmp_path, recurrent=True, interval=100) as r:
         while tier(r).store is None:
             pass
-        monkeypatch.setattr(part.os, "fsync", slow)
+        monkeypatch.setattr(os, "fsync", slow)
         r.ask(ids(400), 5)
     opened = store.Store(tmp_path, MODEL.model, 0)
     entries = sorted(opened.snapshots, key=lambda entry: entry.manifest.length)
@@ -117,7 +117,7 @@ def test_unfinished_writes_are_dropped_at_the_end(tmp_path: Path, monkeypatch: p
 
     with rig(tmp_path, flush=0.1) as r:
         assert within(60, lambda: tier(r).store is not None)
-        monkeypatch.setattr(part.os, "fsync", slow)
+        monkeypatch.setattr(os, "fsync", slow)
         for seed in range(3):
             r.ask(ids(200, seed), 3)
         disk = tier(r)
@@ -139,7 +139,7 @@ def test_a_slow_disk_delays_no_request(tmp_path: Path, monkeypatch: pytest.Monke
     with rig(tmp_path) as r:
         while tier(r).store is None:
             pass
-        monkeypatch.setattr(part.os, "fsync", slow)
+        monkeypatch.setattr(os, "fsync", slow)
         for seed in range(12):
             prompt = ids(100, seed)
             assert r.ask(prompt, 3)[0] == r.backend.reply(prompt, 3)

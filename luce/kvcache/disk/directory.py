@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
+import re
 import secrets
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from luce.kvcache.disk.files import process_runs, size_of, sync_directory
-from luce.kvcache.disk.manifest import FORMAT
+from luce.kvcache.disk.files import OpenDirectory, make_directory, open_directory, process_runs
+from luce.kvcache.disk.manifest import FORMAT, LAYOUT
 
-LAYOUT = f"luce-v{FORMAT}"
+TMP, TRASH, LOCK = "tmp", "trash", "lock"
 #: directories in tmp/ older than this have no writer, whatever process number they name
 _ABANDONED_SECONDS = 3600.0
 #: damaged snapshots that stay in trash/
 _QUARANTINED = 3
+#: how their names begin
+_BAD = "bad-"
 #: part of a file system that stays free: these bytes, or this share if that is less
 _FREE_BYTES, _FREE_SHARE = 2 << 30, 0.05
+_MODEL = re.compile(r"[0-9a-f]{32}")
 
 
 class Directory:
-    """`root` with the snapshots of all models. `model`: the one to write. Raises OSError if it cannot be created."""
+    """`root` with the snapshots of all models. `model`: the one to write, "" for none.
+
+    Every method raises OSError if the directory cannot be used, of which UnsafeDirectoryError says why Luce refuses it.
+    """
 
     def __init__(self, root: Path, model: str) -> None:
-        self.root = root / LAYOUT
-        self.model = self.root / model
-        self.tmp = self.root / "tmp"
-        self.trash = self.root / "trash"
+        self.root = root
+        self.model = model
         #: bytes of damaged snapshots in trash/
         self.trash_bytes = 0
-        #: directories of earlier formats, with their bytes
-        self._outdated = {path: size_of(path) for path in _outdated(root)}
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.prepare()
+        make_directory(root)
+        with open_directory(root) as opened:
+            #: directories of earlier formats, with their bytes
+            self._outdated = {name: opened.size_of(name) for name in opened.directories() if _outdated(name)}
+        # An earlier process may have ended between making them and synchronising their names.
+        self.prepare(synchronise=True)
         self._sweep()
 
     @property
@@ -45,96 +50,154 @@ class Directory:
         """Bytes that earlier formats left behind."""
         return sum(self._outdated.values())
 
-    def prepare(self) -> None:
-        """Create the missing subdirectories. Raises OSError if `root` itself is gone, as its disk may be."""
-        self.root.mkdir(mode=0o700, exist_ok=True)
-        for directory in (self.tmp, self.trash, self.model):
-            directory.mkdir(mode=0o700, exist_ok=True)
+    def open(self, *names: str) -> OpenDirectory:
+        """Open the directory of this format, or one below it."""
+        return open_directory(self.root, LAYOUT, *names)
 
-    def models(self) -> list[Path]:
-        """The directories of all models."""
+    def prepare(self, *, synchronise: bool = False) -> None:
+        """Create the missing subdirectories. FileNotFoundError: `root` itself is gone, as its disk may be."""
+        with open_directory(self.root) as root, _made(root, LAYOUT) as layout:
+            for name in filter(None, (TMP, TRASH, self.model)):
+                _made(layout, name).close()
+            if synchronise:
+                # Not where nothing may be written.
+                with contextlib.suppress(OSError):
+                    root.sync()
+                    layout.sync()
+
+    def models(self) -> list[str]:
+        """The names of the models that have a directory."""
         try:
-            items = list(os.scandir(self.root))
+            with self.open() as layout:
+                return [name for name in layout.directories() if _MODEL.fullmatch(name)]
         except FileNotFoundError:
             return []
-        others = (item for item in items if item.name not in ("tmp", "trash"))
-        return [self.root / item.name for item in others if item.is_dir(follow_symlinks=False)]
 
-    def new_tmp(self) -> Path:
-        """A new directory below tmp/ that names this process. Raises OSError."""
-        path = self.tmp / f"{os.getpid()}-{secrets.token_hex(8)}"
-        path.mkdir(mode=0o700)
-        return path
+    def new_tmp(self) -> OpenDirectory:
+        """A new directory below tmp/ that names this process."""
+        name = f"{os.getpid()}-{secrets.token_hex(8)}"
+        with self.open(TMP) as tmp:
+            if not tmp.make(name):
+                raise FileExistsError(errno.EEXIST, "not a new directory", str(tmp.path / name))
+            return tmp.enter(name)
 
-    def publish(self, path: Path, name: str) -> bool:
-        """Rename a directory below tmp/ to a snapshot of the model; False if there is one of that name. Raises
-        OSError."""
-        try:
-            os.rename(path, self.model / name)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            return False
-        sync_directory(self.model)
-        return True
+    def discard(self, path: OpenDirectory) -> None:
+        """Remove a directory below tmp/ with all that it holds, as far as that is possible."""
+        with contextlib.suppress(OSError), self.open(TMP) as tmp:
+            tmp.remove(path.path.name)
 
-    def remove(self, path: Path) -> None:
-        """Remove a snapshot: first by renaming it, so that it disappears at once. Raises OSError."""
-        trash = self.trash / f"{path.name}-{secrets.token_hex(4)}"
-        # Another server may have removed it.
-        with contextlib.suppress(FileNotFoundError):
-            self.trash.mkdir(mode=0o700, exist_ok=True)
-            os.rename(path, trash)
-        shutil.rmtree(trash, ignore_errors=True)
+    def publish(self, path: OpenDirectory, id: str) -> bool:
+        """Rename a directory below tmp/ to a snapshot of the model; False if there is one of that name."""
+        with self.open(TMP) as tmp, self.open(self.model) as model:
+            try:
+                tmp.move(path.path.name, model, id)
+                published = True
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                published = False
+            # Also where another process has renamed its own, which may not be on the disk yet.
+            model.sync()
+        return published
 
-    def quarantine(self, path: Path) -> None:
-        """Move a damaged snapshot to trash/, where the last ones stay for a while."""
-        with contextlib.suppress(OSError):
-            os.rename(path, self.trash / f"bad-{time.time_ns()}-{path.name}")
+    def remove(self, model: str, ids: Sequence[str]) -> None:
+        """Remove snapshots: first by renaming them, so that each disappears at once."""
+        # Another server may have removed them.
+        with (
+            contextlib.suppress(FileNotFoundError),
+            self.open() as layout,
+            layout.enter(model) as directory,
+            _made(layout, TRASH) as trash,
+        ):
+            self._throw(directory, ids, trash)
+
+    def quarantine(self, model: str, ids: Sequence[str]) -> None:
+        """Move damaged snapshots to trash/, where the last ones stay for a while."""
+        with contextlib.suppress(OSError), self.open(model) as directory, self.open(TRASH) as trash:
+            for id in ids:
+                with contextlib.suppress(OSError):
+                    directory.move(id, trash, f"{_BAD}{time.time_ns()}-{id}")
+            directory.sync()
             self.empty_trash(_QUARANTINED)
 
     def empty_trash(self, quarantined: int = 0) -> None:
         """Remove all of trash/ but the last `quarantined` damaged snapshots."""
-        bad = sorted(path for path in self.trash.iterdir() if path.name.startswith("bad-"))
-        spared = bad[::-1][:quarantined]
-        for path in self.trash.iterdir():
-            if path not in spared:
-                shutil.rmtree(path, ignore_errors=True)
-        self.trash_bytes = sum(size_of(path) for path in spared)
+        with self.open(TRASH) as trash:
+            names = trash.names()
+            spared = sorted(name for name in names if name.startswith(_BAD))[::-1][:quarantined]
+            for name in set(names).difference(spared):
+                trash.remove(name)
+            self.trash_bytes = sum(trash.size_of(name) for name in spared)
 
     def remove_outdated(self) -> None:
         """Remove what earlier formats left behind."""
-        while self._outdated:
-            shutil.rmtree(self._outdated.popitem()[0], ignore_errors=True)
+        with open_directory(self.root) as root, self.open(TRASH) as trash:
+            while self._outdated:
+                with contextlib.suppress(FileNotFoundError):
+                    self._throw(root, [self._outdated.popitem()[0]], trash)
 
     def shortage(self, size: int) -> int:
         """Bytes that the file system lacks for `size` more bytes, negative if it has more."""
-        disk = shutil.disk_usage(self.root)
-        return size + min(_FREE_BYTES, int(disk.total * _FREE_SHARE)) - disk.free
+        with self.open() as layout:
+            everything, free = layout.free()
+        return size + min(_FREE_BYTES, int(everything * _FREE_SHARE)) - free
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[bool]:
-        """Hold the lock of the directory; False if another process holds it. Raises OSError."""
-        with open(os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
+        """Hold the lock of the directory; False if another process holds it."""
+        with self.open() as layout, layout.lock(LOCK) as locked:
+            yield locked
+
+    def nbytes(self) -> int:
+        """Bytes of everything of this format."""
+        with open_directory(self.root) as root:
+            return root.size_of(LAYOUT)
+
+    def holds(self, suffix: str) -> bool:
+        """Whether `root` or a directory in it has a file whose name ends so."""
+        with open_directory(self.root) as root:
+            if any(name.endswith(suffix) for name in root.names()):
+                return True
+            for directory in root.directories():
+                # Others may have their directories beside.
+                with contextlib.suppress(OSError), root.enter(directory) as inner:
+                    if any(name.endswith(suffix) for name in inner.names()):
+                        return True
+        return False
+
+    def _throw(self, directory: OpenDirectory, names: Sequence[str], trash: OpenDirectory) -> None:
+        """Move entries to trash/ and remove them there."""
+        moved = []
+        try:
+            for name in names:
+                new = f"{name}-{secrets.token_hex(4)}"
+                with contextlib.suppress(FileNotFoundError):
+                    directory.move(name, trash, new)
+                    moved.append(new)
+        finally:
+            # Else the power may go when files of a snapshot are removed and its name is not.
+            directory.sync()
+            for new in moved:
+                trash.remove(new)
 
     def _sweep(self) -> None:
         """Remove what writers left behind that have ended."""
-        for path in self.tmp.iterdir():
-            with contextlib.suppress(OSError):
-                if not process_runs(path.name) or time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-                    shutil.rmtree(path, ignore_errors=True)
+        with self.open(TMP) as tmp:
+            for name in tmp.names():
+                with contextlib.suppress(OSError):
+                    if not process_runs(name) or time.time() - tmp.status(name).st_mtime > _ABANDONED_SECONDS:
+                        tmp.remove(name)
         self.empty_trash(_QUARANTINED)
 
 
-def _outdated(root: Path) -> Iterator[Path]:
-    """The directories of earlier formats. They are not read, but they occupy disk space."""
-    for path in root.glob("luce-v*"):
-        version = path.name.removeprefix("luce-v")
-        if version.isdecimal() and int(version) < FORMAT and path.is_dir() and not path.is_symlink():
-            yield path
+def _made(parent: OpenDirectory, name: str) -> OpenDirectory:
+    """Open a directory, which is created if it is missing, so that it stays without power."""
+    if parent.make(name):
+        parent.sync()
+    return parent.enter(name)
+
+
+def _outdated(name: str) -> bool:
+    """Whether a directory is of an earlier format. They are not read, but they occupy disk space."""
+    version = name.removeprefix("luce-v")
+    return name != version and version.isdecimal() and int(version) < FORMAT

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from luce.kvcache.disk.files import write_file
+from luce.kvcache.disk.files import OpenDirectory, open_directory
 from luce.kvcache.disk.threads import Threads
+
+_log = logging.getLogger(__name__)
 
 _CHUNK = 32 << 20
 _THREADS = 4
 #: digests in a record
 _RECORDED = 64
+#: the record, in --kv-cache-dir
+RECORD = "contents.json"
 #: the fingerprint in a model's directory
 _ABOUT = "about.json"
+#: largest file of either that is read
+_MOST_BYTES = 1 << 20
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -51,32 +56,35 @@ class Fingerprint(msgspec.Struct, frozen=True):
         )
 
 
-def write_about(directory: Path, fingerprint: Fingerprint) -> None:
+def write_about(directory: OpenDirectory, fingerprint: Fingerprint) -> None:
     """Write the fingerprint into a model's directory, for people. Raises OSError."""
     if read_about(directory) != fingerprint:
-        write_file(directory / _ABOUT, msgspec.json.encode(fingerprint))
+        directory.replace(_ABOUT, msgspec.json.encode(fingerprint))
 
 
-def read_about(directory: Path) -> Fingerprint | None:
+def read_about(directory: OpenDirectory) -> Fingerprint | None:
     """The fingerprint in a model's directory, None if it cannot be read."""
     try:
-        return msgspec.json.decode((directory / _ABOUT).read_bytes(), type=Fingerprint)
-    except (OSError, msgspec.DecodeError):
+        return msgspec.json.decode(directory.read(_ABOUT, _MOST_BYTES), type=Fingerprint)
+    except (OSError, msgspec.DecodeError, RecursionError):
         return None
 
 
-def recorded_digest(paths: Sequence[Path], record: Path) -> str | None:
-    """The digest that `content_digest` recorded for these files, None if there is none or the files have changed."""
+def recorded_digest(paths: Sequence[Path], root: Path) -> str | None:
+    """The digest that `content_digest` recorded for these files, None if there is none or the files have changed.
+
+    `root`: --kv-cache-dir.
+    """
     try:
-        known = json.loads(record.read_text())
-        digest = known.get(_identity(paths))
-    except (OSError, ValueError, AttributeError):
+        with open_directory(root) as directory:
+            return _read_record(directory).get(_identity(paths))
+    except OSError:
         return None
-    return digest if isinstance(digest, str) else None
 
 
-def content_digest(paths: Sequence[Path], record: Path) -> str:
-    """A digest of the bytes of files, whatever their paths are. Reads all bytes, and writes the result to `record`.
+def content_digest(paths: Sequence[Path], root: Path) -> str:
+    """A digest of the bytes of files, whatever their paths are. Reads all bytes, and records the result below `root`,
+    which is --kv-cache-dir.
 
     Raises OSError if a file cannot be read. Goes on if the record cannot be written.
     """
@@ -92,8 +100,12 @@ def content_digest(paths: Sequence[Path], record: Path) -> str:
     finally:
         threads.close(0.0)
     digest = hashed.hexdigest()
-    with contextlib.suppress(OSError):
-        _write_record(record, identity, digest)
+    try:
+        with open_directory(root) as directory:
+            others = [(k, v) for k, v in _read_record(directory).items() if k != identity]
+            directory.replace(RECORD, msgspec.json.encode(dict([*others[-_RECORDED:], (identity, digest)])))
+    except OSError as error:
+        _log.warning("the digest of the model is not recorded, so the next start reads all of its files: %s", error)
     return digest
 
 
@@ -107,12 +119,12 @@ def _identity(paths: Sequence[Path]) -> str:
     return ";".join(f"{f.st_dev}:{f.st_ino}:{f.st_size}:{f.st_mtime_ns}" for f in facts)
 
 
-def _write_record(record: Path, identity: str, digest: str) -> None:
+def _read_record(directory: OpenDirectory) -> dict[str, str]:
+    """The record in --kv-cache-dir, empty if there is none."""
     try:
-        known = json.loads(record.read_text())
-        entries = [(str(k), str(v)) for k, v in known.items() if k != identity][-_RECORDED:]
-    except (OSError, ValueError, AttributeError):
-        entries = []
-    new = record.with_name(f"{record.name}.{os.getpid()}")
-    new.write_text(json.dumps(dict([*entries, (identity, digest)])))
-    new.replace(record)
+        return msgspec.json.decode(directory.read(RECORD, _MOST_BYTES), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        _log.warning("%s is not used: %s", directory.path / RECORD, error)
+        return {}

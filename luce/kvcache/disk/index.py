@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from luce.kvcache.disk.manifest import Manifest, keys, own_page_keys, page_keys, snapshot_id
+from luce.kvcache.disk.files import OpenDirectory, open_directory
+from luce.kvcache.disk.manifest import LAYOUT, Manifest, keys, own_page_keys, page_keys, snapshot_id
 from luce.kvcache.disk.part import DamagedError
 from luce.runtime.step import PAGE, Int32
 
@@ -17,13 +18,23 @@ class Snapshot:
     """A checkpoint on the disk."""
 
     manifest: Manifest
-    path: Path
+    #: --kv-cache-dir
+    root: Path
     #: seconds since the epoch
     last_used: float
     #: why it is not used, "" if it is
     unusable: str = ""
     #: the snapshots that continue this one
     children: set[Snapshot] = field(default_factory=set)
+
+    @property
+    def path(self) -> Path:
+        """Its directory, for people: `open` reaches it without following links."""
+        return self.root / LAYOUT / self.manifest.model / self.manifest.id
+
+    def open(self) -> OpenDirectory:
+        """Open its directory. Raises OSError."""
+        return open_directory(self.root, LAYOUT, self.manifest.model, self.manifest.id)
 
     @property
     def superseded(self) -> bool:
@@ -75,13 +86,25 @@ class Index:
     def chain(self, snapshot: Snapshot) -> list[Snapshot]:
         """A snapshot and those that it continues, shortest first. Raises DamagedError if one is missing."""
         with self._lock:
-            chain = [snapshot]
-            while (parent := chain[-1].manifest.parent) is not None:
-                found = self._snapshots.get((snapshot.manifest.model, parent))
+            chain = {snapshot: None}
+            last = snapshot
+            while (parent := last.manifest.parent) is not None:
+                found = self._get(snapshot.manifest.model, parent)
                 if found is None or found in chain:
                     raise DamagedError(f"{snapshot.manifest.id}: snapshot {parent}, which it continues, is gone")
-                chain.append(found)
-            return chain[::-1]
+                chain[last := found] = None
+            return list(chain)[::-1]
+
+    def with_descendants(self, snapshot: Snapshot) -> list[Snapshot]:
+        """A snapshot and those that continue it, and those that continue these: each behind the one that it
+        continues."""
+        found = {snapshot: None}
+        waiting = [snapshot]
+        while waiting:
+            new = [child for child in waiting.pop().children if child not in found]
+            found |= dict.fromkeys(new)
+            waiting += new
+        return list(found)
 
     def with_reply(self, digest: str) -> Snapshot | None:
         """The newest snapshot with the tokens of a reply's text."""
@@ -166,15 +189,21 @@ class Index:
             yield self._by_page, own_page_keys(snapshot.manifest)
 
     def _link(self) -> list[Snapshot]:
-        """Set the children of all snapshots; returns the snapshots whose parent is gone."""
+        """Set the children of all snapshots; returns the snapshots whose parent is gone, or that continue each other
+        in a circle."""
         for snapshot in self._snapshots.values():
             snapshot.children = set()
-        orphans = []
+        orphans, roots = [], []
         for (model, _), snapshot in self._snapshots.items():
-            if snapshot.manifest.parent is not None:
-                parent = self._get(model, snapshot.manifest.parent)
-                if parent is None or parent.manifest.length < snapshot.manifest.first_page * PAGE:
-                    orphans.append(snapshot)
-                else:
-                    parent.children.add(snapshot)
-        return orphans
+            if snapshot.manifest.parent is None:
+                roots.append(snapshot)
+                continue
+            parent = self._get(model, snapshot.manifest.parent)
+            if parent is None or parent.manifest.length < snapshot.manifest.first_page * PAGE:
+                orphans.append(snapshot)
+            else:
+                parent.children.add(snapshot)
+        reached = set(roots)
+        for root in (*roots, *orphans):
+            reached.update(self.with_descendants(root))
+        return orphans + [snapshot for snapshot in self._snapshots.values() if snapshot not in reached]

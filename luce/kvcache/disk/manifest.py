@@ -6,6 +6,7 @@ The manifest is written last. A directory without a whole manifest is not a snap
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -15,12 +16,18 @@ from luce.runtime.step import PAGE, Int32
 
 #: version of the directory, of manifests and of parts; see FORMAT.md
 FORMAT = 4
+#: the directory below --kv-cache-dir
+LAYOUT = f"luce-v{FORMAT}"
 #: the file of a manifest
 MANIFEST = "manifest.json"
 #: tensors of a checkpoint beside the model's own; FEATURES begins the names of several tensors
 LOGITS, PROMPT_END, RESIDENCY, FEATURES = "logits", "prompt_end", "residency", "features"
+#: largest file of a manifest that is read: page keys of 30 million tokens
+MOST_BYTES = 16 << 20
 #: hex digits of a key in ids and in `page_keys`
 _DIGITS = 32
+_ID = re.compile(r"[0-9a-f]{32}-\d{1,18}")
+_PART = re.compile(r"[a-z0-9-]{1,100}\.part")
 
 
 class ReplyTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -95,14 +102,23 @@ def decode(data: bytes, model: str, id: str) -> Manifest:
         raise DamagedError(f"{id}: wrong checksum of the manifest")
     try:
         manifest = msgspec.json.decode(line, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise DamagedError(f"{id}: {error}") from error
     if (manifest.format, manifest.model, manifest.id) != (FORMAT, model, id):
         raise DamagedError(f"{id}: the manifest is that of {manifest.model}/{manifest.id}, format {manifest.format}")
+    if snapshot_id(manifest.key, manifest.length) != id or manifest.parent == id:
+        raise DamagedError(f"{id}: the manifest has the key of another snapshot, or continues itself")
     names = [part.name for part in manifest.parts]
+    for name in names:
+        if not _PART.fullmatch(name):
+            raise DamagedError(f"{id}: the manifest names a part {name[:100]!r}")
+    if len(set(names)) != len(names):
+        raise DamagedError(f"{id}: the manifest names a part twice")
     pages = manifest.length // PAGE
-    if any("/" in name or name.startswith(".") for name in names) or not 0 <= manifest.first_page <= pages:
-        raise DamagedError(f"{id}: the manifest names impossible files or pages")
+    if not 0 <= manifest.first_page <= pages or any(part.bytes < 0 for part in manifest.parts):
+        raise DamagedError(f"{id}: the manifest names impossible pages or sizes")
+    if manifest.reply is not None and any(not 0 <= begin <= end for _, begin, end in manifest.reply.texts):
+        raise DamagedError(f"{id}: the manifest names impossible positions of a reply")
     if len(manifest.page_keys) not in (0, _DIGITS * (pages - manifest.first_page)):
         raise DamagedError(f"{id}: the manifest has a wrong number of page keys")
     return manifest
@@ -130,6 +146,11 @@ def with_state(manifest: Manifest, other: Manifest) -> Manifest:
 def snapshot_id(key: str, length: int) -> str:
     """The id of the snapshot of `length` tokens with this key."""
     return f"{key[:_DIGITS]}-{length}"
+
+
+def is_snapshot_id(name: str) -> bool:
+    """Whether a directory's name is that of a snapshot."""
+    return _ID.fullmatch(name) is not None
 
 
 def page_keys(ids: Int32, first_page: int = 0) -> Iterator[str]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -21,6 +20,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from luce.errors import LuceError
+from luce.kvcache.disk.files import IrregularFileError, OpenDirectory
+from luce.kvcache.disk.open_files import ReopenedFile
 
 _MAGIC = b"LUCEPART"
 _TRAILER = struct.Struct("<Q16s8s")
@@ -34,6 +35,12 @@ _ALIGNED = 64
 _ROUND = 1 << 20
 #: largest frame that a reader accepts: bytes before compression
 _MOST = 1 << 30
+#: largest index that a reader accepts: a million tokens of a model of a hundred layers have 16 MiB
+_LARGEST_INDEX = 64 << 20
+#: dtypes of tensors
+_DTYPES = frozenset({"|u1", "|i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8"})
+#: bytes that `check` decodes at once
+_CHECKED = 1 << 20
 
 
 class DamagedError(LuceError):
@@ -54,6 +61,11 @@ class Frame(msgspec.Struct, frozen=True):
     stored: tuple[int, ...]
     #: `word_sum` of each zstd frame: finds every flipped bit, even those that the decoder ignores
     sums: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class PartInfo(msgspec.Struct, frozen=True):
@@ -108,14 +120,10 @@ def decode(frame: Frame, stored: Sequence[memoryview], into: NDArray[np.generic]
     """
     try:
         dtype = np.dtype(frame.dtype)
-        size = int(np.prod(frame.shape, dtype=np.int64)) * dtype.itemsize
-        count = len(stored)
-        if not 0 <= size <= _MOST or dtype.hasobject or count not in (1, dtype.itemsize) or count not in (1, *_PLANES):
-            raise ValueError(f"{size} bytes of {dtype} in {count} planes")
         array = np.empty(frame.shape, dtype) if into is None else into
         if (array.shape, array.dtype) != (frame.shape, dtype):
             raise ValueError(f"{frame.shape} of {dtype} instead of {array.shape} of {array.dtype}")
-        planes = _tools.buffer("planes", size).reshape(count, -1)
+        planes = _tools.buffer("planes", frame.nbytes).reshape(len(stored), -1)
         for plane, data, expected in zip(planes, stored, frame.sums, strict=True):
             if word_sum(data) != expected:
                 raise ValueError("wrong checksum")
@@ -126,15 +134,38 @@ def decode(frame: Frame, stored: Sequence[memoryview], into: NDArray[np.generic]
         raise DamagedError(f"{frame.name}: {error}") from error
 
 
+def check(frame: Frame, stored: Sequence[memoryview]) -> None:
+    """Decode the planes of a frame without keeping them. Raises DamagedError."""
+    try:
+        memory = _tools.buffer("checked", _CHECKED).data
+        for data, expected in zip(stored, frame.sums, strict=True):
+            if word_sum(data) != expected:
+                raise ValueError("wrong checksum")
+            left = _plane_size(data, frame.nbytes // len(stored))
+            with _tools.opener.stream_reader(data) as reader:
+                while left and (count := reader.readinto(memory[: min(left, len(memory))])):
+                    left -= count
+            if left:
+                raise ValueError("a plane ends too early")
+    except (ValueError, zstandard.ZstdError) as error:
+        raise DamagedError(f"{frame.name}: {error}") from error
+
+
 def _open(stored: memoryview, plane: memoryview) -> None:
     """Decode a zstd frame that holds exactly one plane. zstd writes straight to memory that is large enough."""
-    if zstandard.frame_content_size(stored) != len(plane):
-        raise ValueError(f"a plane of {zstandard.frame_content_size(stored)} bytes instead of {len(plane)}")
-    if not plane:
+    if not _plane_size(stored, len(plane)):
         return
     with _tools.opener.stream_reader(stored) as reader:
         if reader.readinto(plane) != len(plane):
             raise ValueError("a plane ends too early")
+
+
+def _plane_size(stored: memoryview, expected: int) -> int:
+    """The bytes of a plane, which must be the expected ones."""
+    size = zstandard.frame_content_size(stored)
+    if size != expected:
+        raise ValueError(f"a plane of {size} bytes instead of {expected}")
+    return expected
 
 
 def _split(values: NDArray[np.generic]) -> Iterator[memoryview]:
@@ -164,11 +195,11 @@ def _join(planes: NDArray[np.uint8], array: NDArray[np.generic]) -> None:
 
 
 class PartWriter:
-    """Writes one part."""
+    """Writes one part. Raises OSError, FileExistsError if there is anything of its name."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
+    def __init__(self, directory: OpenDirectory, name: str) -> None:
+        self._name = name
+        self._file = directory.create(name)
         self._frames: list[Frame] = []
         self._file.write(_MAGIC)
         #: bytes in the file so far
@@ -193,11 +224,10 @@ class PartWriter:
         index = msgspec.json.encode(self._frames)
         self._file.write(index)
         self._file.write(_TRAILER.pack(len(index), bytes.fromhex(digest(index)), _MAGIC))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.sync()
         self._file.close()
         self.nbytes += len(index) + _TRAILER.size
-        return PartInfo(self._path.name, self.nbytes, digest(index))
+        return PartInfo(self._name, self.nbytes, digest(index))
 
     def close(self) -> None:
         """Stop writing. Idempotent."""
@@ -206,13 +236,17 @@ class PartWriter:
 
 class PartReader:
     """Reads one part. Thread-safe. Raises OSError, DamagedError if the file is not the part of the manifest, and
-    ValueError after `close`."""
+    ValueError after `close`. `place` opens the directory of the part."""
 
-    def __init__(self, directory: Path, info: PartInfo) -> None:
-        self._file: BinaryIO = open(directory / info.name, "rb")  # noqa: SIM115
-        self._lock = threading.Lock()
-        #: reads in progress, and whether the last of them closes the file
-        self._reads, self._closing = 0, False
+    def __init__(self, place: Callable[[], OpenDirectory], info: PartInfo) -> None:
+        def open_part() -> int:
+            with place() as directory:
+                return directory.open(info.name)
+
+        try:
+            self._file = ReopenedFile(open_part)
+        except IrregularFileError as error:
+            raise DamagedError(str(error)) from error
         try:
             self.frames = self._index(info)
         except BaseException:
@@ -221,49 +255,69 @@ class PartReader:
 
     def read(self, frame: Frame, into: NDArray[np.generic] | None = None) -> NDArray[np.generic]:
         """The tensor of a frame, in `into` if that is given. Raises DamagedError or OSError."""
+        return decode(frame, self._stored(frame), into)
+
+    def check(self, frame: Frame) -> None:
+        """Read a frame without its tensor: takes little memory, whatever its size. Raises DamagedError or OSError."""
+        check(frame, self._stored(frame))
+
+    def close(self) -> None:
+        """Idempotent. Reads in progress finish first."""
+        self._file.close()
+
+    def _stored(self, frame: Frame) -> list[memoryview]:
+        """The planes of a frame as they are stored, valid until the thread reads the next ones."""
         # Planes are aligned for `word_sum`.
         places = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in frame.stored)]
         memory = _tools.buffer("stored", places[-1]).data
         stored = [memory[at : at + size] for at, size in zip(places, frame.stored, strict=False)]
-        if self._read(stored, frame.offset) != sum(frame.stored):
-            raise DamagedError(f"{frame.name}: the file ends too early")
-        return decode(frame, stored, into)
-
-    def close(self) -> None:
-        """Idempotent. Reads in progress finish first."""
-        with self._lock:
-            self._closing = True
-            if not self._reads:
-                self._file.close()
-
-    def _read(self, into: Sequence[memoryview], offset: int) -> int:
         # A descriptor that is closed during a read may name another file afterwards: its bytes would make a healthy
-        # snapshot look damaged.
-        with self._lock:
-            fd = self._file.fileno()
-            self._reads += 1
-        try:
-            return os.preadv(fd, into, offset)
-        finally:
-            with self._lock:
-                self._reads -= 1
-                if self._closing and not self._reads:
-                    self._file.close()
+        # snapshot look damaged. This one stays open.
+        with self._file.descriptor() as fd:
+            read = os.preadv(fd, stored, frame.offset)
+        if read != sum(frame.stored):
+            raise DamagedError(f"{frame.name}: the file ends too early")
+        return stored
 
     def _index(self, info: PartInfo) -> tuple[Frame, ...]:
-        fd = self._file.fileno()
-        size = os.fstat(fd).st_size
-        begin, trailer = os.pread(fd, len(_MAGIC), 0), os.pread(fd, _TRAILER.size, max(0, size - _TRAILER.size))
-        if size != info.bytes or size < len(_MAGIC) + _TRAILER.size:
-            raise DamagedError(f"{info.name}: {size} bytes instead of {info.bytes}")
-        length, found, end = _TRAILER.unpack(trailer)
-        at = size - _TRAILER.size - length
-        if begin != _MAGIC or end != _MAGIC or found.hex() != info.index or at < len(_MAGIC):
-            raise DamagedError(f"{info.name}: not the part of the manifest")
-        index = os.pread(fd, length, at)
+        with self._file.descriptor() as fd:
+            size = self._file.size
+            begin, trailer = os.pread(fd, len(_MAGIC), 0), os.pread(fd, _TRAILER.size, max(0, size - _TRAILER.size))
+            if size != info.bytes or size < len(_MAGIC) + _TRAILER.size:
+                raise DamagedError(f"{info.name}: {size} bytes instead of {info.bytes}")
+            length, found, end = _TRAILER.unpack(trailer)
+            at = size - _TRAILER.size - length
+            if begin != _MAGIC or end != _MAGIC or found.hex() != info.index or at < len(_MAGIC):
+                raise DamagedError(f"{info.name}: not the part of the manifest")
+            if length > _LARGEST_INDEX:
+                raise DamagedError(f"{info.name}: an index of {length} bytes; the largest have {_LARGEST_INDEX}")
+            index = os.pread(fd, length, at)
         if digest(index) != info.index:
             raise DamagedError(f"{info.name}: wrong checksum of the index")
         try:
-            return msgspec.json.decode(index, type=tuple[Frame, ...])
-        except msgspec.DecodeError as error:
+            frames = msgspec.json.decode(index, type=tuple[Frame, ...])
+        except (msgspec.DecodeError, RecursionError) as error:
             raise DamagedError(f"{info.name}: {error}") from error
+        for frame in frames:
+            if problem := _problem(frame, at):
+                raise DamagedError(f"{info.name}: {frame.name[:100]}: {problem}")
+        return frames
+
+
+def _problem(frame: Frame, end: int) -> str:
+    """Why no writer has made a frame, "" if one may have. `end`: of all frames of its file."""
+    if frame.dtype not in _DTYPES or any(length < 0 for length in frame.shape):
+        return f"{frame.shape} of {frame.dtype[:20]!r}"
+    size, count = frame.nbytes, len(frame.stored)
+    if size > _MOST or count not in (1, np.dtype(frame.dtype).itemsize) or count not in (1, *_PLANES):
+        return f"{size} bytes in {count} planes"
+    if len(frame.sums) != count or any(not 0 <= stored <= _most_stored(size // count) for stored in frame.stored):
+        return f"{sum(frame.stored)} stored bytes for {size}"
+    if not len(_MAGIC) <= frame.offset <= end - sum(frame.stored):
+        return "it lies outside its file"
+    return ""
+
+
+def _most_stored(size: int) -> int:
+    """The most bytes of a zstd frame of `size` bytes: noise grows by blocks' headers."""
+    return size + (size >> 7) + 1024

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.draft.feature_tail import FeatureTail
+from luce.kvcache.disk.expansion import SnapshotLimits, check_tokens
 from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.manifest import FEATURES, LOGITS, PROMPT_END, RESIDENCY
 from luce.kvcache.disk.part import DamagedError, Frame, PartInfo, PartReader
@@ -57,13 +57,14 @@ class StoredTensor:
 
 
 class Reader:
-    """A snapshot and the snapshots that it continues (`chain`, shortest first), all files open. Thread-safe.
+    """A snapshot and the snapshots that it continues (`chain`, shortest first), all indexes read. Thread-safe.
 
-    Raises DamagedError or OSError.
+    Raises DamagedError or OSError. `limits` of the model, None if it is not known.
     """
 
-    def __init__(self, chain: Sequence[Snapshot]) -> None:
+    def __init__(self, chain: Sequence[Snapshot], limits: SnapshotLimits | None = None) -> None:
         self.manifest = chain[-1].manifest
+        self._limits = limits
         self._parts: list[PartReader] = []
         #: runs of pages in order: first page, number of pages, frames; a run's frames may have more pages at their end
         self.page_runs: list[tuple[int, int, list[tuple[PartReader, Frame]]]] = []
@@ -73,9 +74,12 @@ class Reader:
                 end = snapshot.manifest.length // PAGE if after is None else after.manifest.first_page
                 self._open_pages(snapshot, end)
             for info in self.manifest.state:
-                part = self._opened(chain[-1].path, info)
+                part = self._opened(chain[-1], info)
                 self._state += [(part, frame) for frame in part.frames]
-            self._tokens = self._opened(chain[-1].path, self.manifest.tokens)
+            if limits is not None:
+                limits.check(self.manifest, (frame for _, frame in self._state))
+            self._tokens = self._opened(chain[-1], self.manifest.tokens)
+            check_tokens(self.manifest, self._tokens.frames)
         except BaseException:
             self.close()
             raise
@@ -136,10 +140,15 @@ class Reader:
         return None
 
     def features(self) -> FeatureTail | None:
-        """Features of the last positions for drafters, if they are stored. Raises DamagedError or OSError."""
+        """Features of the last positions for drafters, if they are stored and a drafter may use them. Raises
+        DamagedError or OSError."""
         frames = [(part, frame) for part, frame in self._state if frame.name.partition(".")[0] == FEATURES]
-        if not frames:
+        most = math.inf if self._limits is None else self._limits.features
+        if not frames or not most:
             return None
+        size = sum(frame.nbytes for _, frame in frames)
+        if size > most:
+            raise DamagedError(f"{self.manifest.id}: {size} bytes of features; the drafter can use {most}")
         names = {frame.name for _, frame in frames}
         rows = [part.read(frame) for part, frame in frames]
         alike = all(r.ndim == 2 and r.dtype == np.uint16 and r.shape[1:] == rows[0].shape[1:] for r in rows)
@@ -162,9 +171,11 @@ class Reader:
     def _open_pages(self, snapshot: Snapshot, end: int) -> None:
         found: dict[int, list[tuple[PartReader, Frame]]] = {}
         for info in snapshot.manifest.pages:
-            part = self._opened(snapshot.path, info)
+            part = self._opened(snapshot, info)
             for frame in part.frames:
                 found.setdefault(frame.page, []).append((part, frame))
+        if self._limits is not None:
+            self._limits.check(snapshot.manifest, (frame for run in found.values() for _, frame in run))
         at = snapshot.manifest.first_page
         for first in sorted(found):
             counts = {frame.shape[0] // PAGE for _, frame in found[first] if frame.shape}
@@ -177,8 +188,8 @@ class Reader:
         if found and at < end:
             raise DamagedError(f"{snapshot.manifest.id}: page {at} is missing")
 
-    def _opened(self, directory: Path, info: PartInfo) -> PartReader:
-        self._parts.append(PartReader(directory, info))
+    def _opened(self, snapshot: Snapshot, info: PartInfo) -> PartReader:
+        self._parts.append(PartReader(snapshot.open, info))
         return self._parts[-1]
 
 
@@ -212,27 +223,34 @@ def _of_shard(
 
 def read_tokens(snapshot: Snapshot) -> Int32:
     """The tokens that a snapshot stores itself. Raises DamagedError or OSError."""
-    part = PartReader(snapshot.path, snapshot.manifest.tokens)
+    part = PartReader(snapshot.open, snapshot.manifest.tokens)
     try:
+        check_tokens(snapshot.manifest, part.frames)
         return _tokens(part)
     finally:
         part.close()
 
 
-def verify(snapshot: Snapshot) -> None:
+def verify(snapshot: Snapshot, limits: SnapshotLimits | None = None) -> None:
     """Read all bytes that a snapshot stores itself. Raises DamagedError or OSError."""
-    for info in snapshot.manifest.parts:
-        part = PartReader(snapshot.path, info)
+    manifest = snapshot.manifest
+    frames: list[Frame] = []
+    for info in manifest.parts:
+        part = PartReader(snapshot.open, info)
         try:
+            if info is manifest.tokens:
+                check_tokens(manifest, part.frames)
+            else:
+                frames += part.frames
+            if limits is not None:
+                limits.check(manifest, frames)
             for frame in part.frames:
-                part.read(frame)
+                part.check(frame)
         finally:
             part.close()
 
 
 def _tokens(part: PartReader) -> Int32:
-    if len(part.frames) != 1:
-        raise DamagedError(f"{len(part.frames)} frames of tokens instead of one")
     return part.read(part.frames[0]).astype(np.int32, copy=False)
 
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import secrets
-import shutil
+import stat
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -25,17 +23,20 @@ import numpy as np
 from luce.errors import LuceError
 from luce.kvcache.disk import manifest as manifests
 from luce.kvcache.disk.directory import Directory
-from luce.kvcache.disk.files import read_if_there, sync_directory, write_file
+from luce.kvcache.disk.expansion import SnapshotLimits
+from luce.kvcache.disk.files import IrregularFileError, OpenDirectory
 from luce.kvcache.disk.index import Index, Snapshot
-from luce.kvcache.disk.manifest import MANIFEST, Manifest
+from luce.kvcache.disk.manifest import LAYOUT, MANIFEST, MOST_BYTES, Manifest, is_snapshot_id
 from luce.kvcache.disk.part import DamagedError
-from luce.kvcache.disk.reader import Reader, read_tokens
+from luce.kvcache.disk.reader import Reader, read_tokens, verify
 from luce.runtime.step import PAGE, Int32
 
 _log = logging.getLogger(__name__)
 
 #: the snapshots of models unused for this long are evicted before all others
 _UNUSED_SECONDS = 30 * 86400.0
+#: directories that are no snapshots, of which a scan reports each; of the others it reports the number
+_REPORTED = 5
 #: files that a manifest does not name may be about to be named while they are younger than this
 UNNAMED_SECONDS = 60.0
 
@@ -49,19 +50,24 @@ class SnapshotGoneError(LuceError):
 
 
 class Store(Index):
-    """The snapshots below `root`. Thread-safe. Raises OSError if the directory cannot be created.
+    """The snapshots below `root`. Thread-safe. Raises OSError if the directory cannot be created, and
+    UnsafeDirectoryError if it is not this user's alone.
 
-    `budget`: bytes of everything below `root`, 0 for no limit.
+    `budget`: bytes of everything below `root`, 0 for no limit. `limits` of the model, None if it is not loaded.
     """
 
-    def __init__(self, root: Path, model: str, budget: int) -> None:
+    def __init__(self, root: Path, model: str, budget: int, limits: SnapshotLimits | None = None) -> None:
         super().__init__(model)
         self._directory = Directory(root, model)
-        self.root = self._directory.root
+        #: for people
+        self.root = root / LAYOUT
         self.budget = budget
+        self.limits = limits
         self._writers = threading.RLock()
         #: by model, the directory's time of change at the last look
         self._seen: dict[str, int] = {}
+        #: directories that were reported as unreadable
+        self._unreadable: set[tuple[str, str]] = set()
         #: bytes that this process has written to tmp/
         self._writing = 0
         #: stored bytes per raw byte, averaged over the snapshots so far
@@ -82,22 +88,16 @@ class Store(Index):
         with self._writers:
             models = self._directory.models()
             for snapshot in self.snapshots:
-                if snapshot.path.parent not in models:
+                if snapshot.manifest.model not in models:
                     self._forget(snapshot)
-            for directory in models:
+            for model in models:
                 try:
-                    changed = directory.stat().st_mtime_ns
-                    if self._seen.get(directory.name) == changed:
-                        continue
-                    names = {item.name for item in os.scandir(directory) if item.is_dir(follow_symlinks=False)}
+                    with self._directory.open(model) as directory:
+                        self._rescan(model, directory)
                 except FileNotFoundError:
                     continue
-                self._seen[directory.name] = changed
-                known = {id for model, id in self._snapshots if model == directory.name}
-                for id in known - names:
-                    self._forget(self._snapshots[directory.name, id])
-                for id in names - known:
-                    self._admit(directory, id)
+                except OSError as error:
+                    self._report_unreadable(model, "", error)
             self._relink()
 
     def mark_used(self, snapshot: Snapshot) -> None:
@@ -108,14 +108,18 @@ class Store(Index):
         with contextlib.suppress(DamagedError):
             for part in self.chain(snapshot):
                 part.last_used = now
-                with contextlib.suppress(OSError):
-                    os.utime(part.path / MANIFEST, (now, now))
+                with contextlib.suppress(OSError), part.open() as directory:
+                    directory.touch(MANIFEST, now)
 
     # --- reading
 
     def open(self, snapshot: Snapshot) -> Reader:
-        """Open all files of a snapshot. Raises DamagedError or OSError."""
-        return Reader(self.chain(snapshot))
+        """Read the indexes of a snapshot's files. Raises DamagedError or OSError."""
+        return Reader(self.chain(snapshot), self.limits)
+
+    def verify(self, snapshot: Snapshot) -> None:
+        """Read all bytes that a snapshot stores itself. Raises DamagedError or OSError."""
+        verify(snapshot, self.limits)
 
     def tokens(self, snapshot: Snapshot, begin: int = 0) -> Int32:
         """The tokens of a snapshot from position `begin` on: int32 [length - begin]. Raises DamagedError or OSError."""
@@ -143,7 +147,7 @@ class Store(Index):
 
     # --- writing
 
-    def begin(self, id: str, parent: Snapshot | None, raw_bytes: int) -> tuple[Path, int, list[Snapshot]]:
+    def begin(self, id: str, parent: Snapshot | None, raw_bytes: int) -> tuple[OpenDirectory, int, list[Snapshot]]:
         """Free space for a new snapshot: (its directory below tmp/, bytes reserved, snapshots that must stay).
 
         Raises StoreFullError, SnapshotGoneError or OSError.
@@ -161,10 +165,10 @@ class Store(Index):
         self.make_room(reserved, spared)
         return self._directory.new_tmp(), reserved, spared
 
-    def commit(self, path: Path, manifest: Manifest) -> Snapshot:
-        """Make a snapshot of a directory that is written and synchronised. Raises OSError or SnapshotGoneError."""
+    def commit(self, path: OpenDirectory, manifest: Manifest) -> Snapshot:
+        """Make a snapshot of a directory below tmp/ that is written and synchronised. Raises OSError or
+        SnapshotGoneError."""
         with self._writers:
-            target = self._directory.model / manifest.id
             old = self._get(self.model, manifest.id)
             if old is not None:
                 old = self._restore_state(old, path, manifest)
@@ -174,15 +178,15 @@ class Store(Index):
             if manifest.first_page * PAGE > (0 if parent is None else parent.manifest.length):
                 raise SnapshotGoneError("another server removed the snapshot that it continues")
             if self._directory.publish(path, manifest.id):
-                self._put(Snapshot(manifest, target, time.time()))
+                self._put(Snapshot(manifest, self._directory.root, time.time()))
                 if manifest.raw_bytes:
                     self.compression += (manifest.nbytes / manifest.raw_bytes - self.compression) / 4
             else:
                 # Another server wrote the same snapshot.
-                shutil.rmtree(path, ignore_errors=True)
-                self._admit(self._directory.model, manifest.id)
+                self._directory.discard(path)
+                self._admit(self.model, manifest.id)
                 if self._get(self.model, manifest.id) is None:
-                    raise SnapshotGoneError(f"another server removed {target}")
+                    raise SnapshotGoneError(f"another server removed {self.root / self.model / manifest.id}")
             self._relink()
             snapshot = self._snapshots[self.model, manifest.id]
             # The snapshots that it continues are in use too: the sequence may have resumed from memory.
@@ -191,6 +195,10 @@ class Store(Index):
                 # It may be larger than expected.
                 self.make_room(0, self.chain(snapshot))
             return snapshot
+
+    def discard(self, path: OpenDirectory) -> None:
+        """Remove a directory below tmp/."""
+        self._directory.discard(path)
 
     def account(self, grown: int) -> None:
         """Add to the bytes below tmp/."""
@@ -230,16 +238,18 @@ class Store(Index):
             if snapshot.children:
                 self._remove_state(snapshot)
                 return
-            parent = self._get(snapshot.manifest.model, snapshot.manifest.parent)
-            self._remove(snapshot)
-            if parent is not None and parent not in spared and not parent.manifest.resumable and not parent.children:
-                self.evict(parent, spared)
+            last: Snapshot | None = snapshot
+            while last is not None:
+                parent = self._get(last.manifest.model, last.manifest.parent)
+                self._remove([last])
+                unused = parent is not None and not parent.manifest.resumable and not parent.children
+                last = parent if unused and parent not in spared else None
 
     def reload(self, snapshot: Snapshot) -> None:
         """Read a snapshot's manifest again: another process may have changed or removed the snapshot."""
         with self._writers:
             self._forget(snapshot)
-            self._admit(snapshot.path.parent, snapshot.manifest.id)
+            self._admit(snapshot.manifest.model, snapshot.manifest.id)
             self._relink()
 
     def quarantine(self, snapshot: Snapshot, reason: object) -> None:
@@ -247,29 +257,29 @@ class Store(Index):
         _log.warning("snapshot %s is damaged and moved to trash: %s", snapshot.manifest.id, reason)
         with self._writers:
             self.quarantines += 1
-            for child in list(snapshot.children):
-                self._drop(child)
+            self._drop(self.with_descendants(snapshot)[1:])
             self._forget(snapshot)
-            self._directory.quarantine(snapshot.path)
+            self._directory.quarantine(snapshot.manifest.model, [snapshot.manifest.id])
 
     def clear(self, model: str | None = None) -> int:
         """Remove all snapshots, or those of one model; returns the number of resumable ones. Raises OSError."""
         with self._writers:
             found = [s for s in self._snapshots.values() if model in (None, s.manifest.model)]
-            for snapshot in found:
-                if snapshot.manifest.parent is None:
-                    self._remove_all(snapshot)
+            for name in {snapshot.manifest.model for snapshot in found}:
+                roots = (s for s in found if s.manifest.model == name and s.manifest.parent is None)
+                self._remove([s for root in roots for s in self.with_descendants(root)][::-1])
             return sum(snapshot.manifest.resumable for snapshot in found)
 
     def changed(self, snapshot: Snapshot) -> bool:
         """Whether another process removed a snapshot or replaced it by another one of the same tokens. Raises
         OSError."""
         try:
-            data = (snapshot.path / MANIFEST).read_bytes()
+            with snapshot.open() as directory:
+                data = directory.read(MANIFEST, MOST_BYTES)
             return manifests.decode(data, snapshot.manifest.model, snapshot.manifest.id) != snapshot.manifest
         except FileNotFoundError:
             return True
-        except DamagedError:
+        except (DamagedError, IrregularFileError):
             return False
 
     def collect_garbage(self) -> None:
@@ -283,55 +293,98 @@ class Store(Index):
             self._directory.remove_outdated()
             self.make_room(0)
 
+    def holds(self, suffix: str) -> bool:
+        """Whether --kv-cache-dir or a directory in it has a file whose name ends so. Raises OSError."""
+        return self._directory.holds(suffix)
+
+    def disk_bytes(self) -> int:
+        """Bytes of everything of this format, whether an index names it or not. Raises OSError."""
+        return self._directory.nbytes()
+
     def tidy(self, older_than: float = UNNAMED_SECONDS) -> None:
         """Remove files of snapshots that no manifest names: from processes that ended while they removed or restored a
         snapshot's state. `older_than` in seconds."""
         for snapshot in self.snapshots:
             named = {MANIFEST, *(part.name for part in snapshot.manifest.parts)}
-            with contextlib.suppress(OSError):
-                for item in os.scandir(snapshot.path):
-                    if item.name not in named and time.time() - item.stat().st_ctime > older_than:
-                        os.unlink(item)
+            with contextlib.suppress(OSError), snapshot.open() as directory:
+                for name in set(directory.names()).difference(named):
+                    status = directory.status(name)
+                    if not stat.S_ISDIR(status.st_mode) and time.time() - status.st_ctime > older_than:
+                        directory.unlink(name)
 
     # --- for one writer at a time
 
-    def _admit(self, directory: Path, id: str) -> None:
-        """Add a snapshot to the index, or quarantine the directory if it is none."""
-        path = directory / id
-        try:
-            problem = self._load(path)
-        except OSError as error:
-            _log.warning("%s cannot be read now: %s", path, error)
+    def _rescan(self, model: str, directory: OpenDirectory) -> None:
+        """Update the index with the directories of a model, if these have changed."""
+        changed = directory.changed_at()
+        if self._seen.get(model) == changed:
             return
-        if problem is not None and path.exists():
-            _log.warning("%s is not a snapshot and moved to trash: %s", path, problem)
-            self.quarantines += 1
-            self._directory.quarantine(path)
+        # Whatever else lies there belongs to somebody else.
+        names = set(filter(is_snapshot_id, directory.directories()))
+        self._seen[model] = changed
+        known = {id for other, id in self._snapshots if other == model}
+        for id in known - names:
+            self._forget(self._snapshots[model, id])
+        self._admit(model, *(names - known))
 
-    def _load(self, path: Path) -> Exception | None:
+    def _admit(self, model: str, *ids: str) -> None:
+        """Add snapshots to the index, and quarantine the directories that are none."""
+        problems: dict[str, Exception] = {}
+        for id in ids:
+            try:
+                with self._directory.open(model) as directory, directory.enter(id) as inner:
+                    problem = self._load(model, id, inner)
+            except FileNotFoundError:
+                # Another server removed it.
+                continue
+            except OSError as error:
+                self._report_unreadable(model, id, error)
+                continue
+            if problem is not None:
+                problems[id] = problem
+        for number, (id, problem) in enumerate(problems.items()):
+            if number == _REPORTED:
+                _log.warning("%d more directories are no snapshots and moved to trash", len(problems) - number)
+                break
+            _log.warning("%s is not a snapshot and moved to trash: %s", self.root / model / id, problem)
+        if problems:
+            self.quarantines += len(problems)
+            self._directory.quarantine(model, list(problems))
+
+    def _load(self, model: str, id: str, directory: OpenDirectory) -> Exception | None:
         """Add a snapshot to the index, or return the problem with it. Raises OSError if it cannot be read."""
         problem: Exception | None = None
         seen: bytes | None = None
         # Another server may remove the state meanwhile: the manifest changes first, then the files go.
-        while seen != (data := read_if_there(path / MANIFEST)):
-            seen = data
+        while True:
             try:
-                manifest = manifests.decode(data, path.parent.name, path.name)
+                data = directory.read(MANIFEST, MOST_BYTES)
+                if data == seen:
+                    return problem
+                seen = data
+                manifest = manifests.decode(data, model, id)
                 for part in manifest.parts:
-                    if (size := (path / part.name).stat().st_size) != part.bytes:
-                        raise DamagedError(f"{part.name} has {size} bytes instead of {part.bytes}")
-                snapshot = Snapshot(manifest, path, (path / MANIFEST).stat().st_mtime)
-            except (DamagedError, FileNotFoundError) as error:
+                    status = directory.status(part.name)
+                    if not stat.S_ISREG(status.st_mode) or status.st_size != part.bytes:
+                        raise DamagedError(f"{part.name} is no file of {part.bytes} bytes")
+                last_used = directory.status(MANIFEST).st_mtime
+            except (DamagedError, FileNotFoundError, IrregularFileError) as error:
+                if seen is None or isinstance(error, IrregularFileError):
+                    return error
                 problem = error
                 continue
-            self._put(snapshot)
+            self._put(Snapshot(manifest, self._directory.root, last_used))
             return None
-        return problem
+
+    def _report_unreadable(self, model: str, id: str, error: OSError) -> None:
+        if (model, id) not in self._unreadable:
+            self._unreadable.add((model, id))
+            _log.warning("%s cannot be read now: %s", self.root / model / id, error)
 
     def _relink(self) -> None:
         """Set parents and children; remove the snapshots whose parent is gone."""
         for snapshot in self._link():
-            self._drop(snapshot)
+            self._drop(self.with_descendants(snapshot))
 
     def _shortage(self, size: int) -> int:
         """Bytes by which `size` does not fit."""
@@ -341,8 +394,8 @@ class Store(Index):
     def _read_last_uses(self) -> None:
         """Read when other processes last used the snapshots."""
         for snapshot in self._snapshots.values():
-            with contextlib.suppress(OSError):
-                snapshot.last_used = max(snapshot.last_used, (snapshot.path / MANIFEST).stat().st_mtime)
+            with contextlib.suppress(OSError), snapshot.open() as directory:
+                snapshot.last_used = max(snapshot.last_used, directory.status(MANIFEST).st_mtime)
 
     def _eviction_candidate(self, spared: set[Snapshot]) -> Snapshot | None:
         """The snapshot to evict next: of a long unused model first, then superseded ones, then the least recently used;
@@ -367,55 +420,53 @@ class Store(Index):
         """Remove everything of a snapshot but its tokens and pages."""
         manifest = manifests.without_state(snapshot.manifest)
         try:
-            self._rewrite(snapshot, manifest)
+            with snapshot.open() as directory:
+                directory.replace(MANIFEST, manifest.encode())
+                # Else the power may go when the files are removed and the old manifest names them.
+                directory.sync()
+                for part in snapshot.manifest.state:
+                    with contextlib.suppress(FileNotFoundError):
+                        directory.unlink(part.name)
         except FileNotFoundError:
             # Another server removed it meanwhile.
             self._forget(snapshot)
             return
-        for part in snapshot.manifest.state:
-            (snapshot.path / part.name).unlink(missing_ok=True)
         snapshot.manifest = manifest
 
-    def _rewrite(self, snapshot: Snapshot, manifest: Manifest) -> None:
-        """Replace a snapshot's manifest. Two servers may do so at once: each writes a file of its own first."""
-        new = snapshot.path / f"{MANIFEST}.{secrets.token_hex(4)}"
-        write_file(new, manifest.encode())
-        os.replace(new, snapshot.path / MANIFEST)
-        sync_directory(snapshot.path)
-
-    def _restore_state(self, snapshot: Snapshot, path: Path, manifest: Manifest) -> Snapshot:
-        """Move the state below `path` to a snapshot that has lost its own."""
+    def _restore_state(self, snapshot: Snapshot, path: OpenDirectory, manifest: Manifest) -> Snapshot:
+        """Move the state in a directory below tmp/ to a snapshot that has lost its own."""
         if snapshot.manifest.resumable:
-            shutil.rmtree(path, ignore_errors=True)
+            self._directory.discard(path)
             return snapshot
         whole = manifests.with_state(snapshot.manifest, manifest)
         try:
-            for part in manifest.state:
-                os.replace(path / part.name, snapshot.path / part.name)
-            self._rewrite(snapshot, whole)
+            with snapshot.open() as directory:
+                for part in manifest.state:
+                    path.move(part.name, directory, part.name)
+                # Else the power may go when the manifest names the files and they have no names.
+                directory.sync()
+                directory.replace(MANIFEST, whole.encode())
+                directory.sync()
         except FileNotFoundError:
             self._forget(snapshot)
             raise SnapshotGoneError(f"another server removed {snapshot.path}") from None
         finally:
-            shutil.rmtree(path, ignore_errors=True)
+            self._directory.discard(path)
         self._forget(snapshot)
         snapshot.manifest = whole
         self._put(snapshot)
         return snapshot
 
-    def _remove_all(self, snapshot: Snapshot) -> None:
-        for child in list(snapshot.children):
-            self._remove_all(child)
-        self._remove(snapshot)
+    def _remove(self, snapshots: Sequence[Snapshot]) -> None:
+        """Remove snapshots of one model. Raises OSError."""
+        if snapshots:
+            self._directory.remove(snapshots[0].manifest.model, [snapshot.manifest.id for snapshot in snapshots])
+        for snapshot in snapshots:
+            self._forget(snapshot)
 
-    def _remove(self, snapshot: Snapshot) -> None:
-        self._directory.remove(snapshot.path)
-        self._forget(snapshot)
-
-    def _drop(self, snapshot: Snapshot) -> None:
-        """Forget a snapshot and those that continue it; remove their files if possible."""
-        for child in list(snapshot.children):
-            self._drop(child)
+    def _drop(self, snapshots: Sequence[Snapshot]) -> None:
+        """Forget snapshots, each behind the one that it continues; remove their files if possible."""
         with contextlib.suppress(OSError):
-            self._remove(snapshot)
-        self._forget(snapshot)
+            self._remove(snapshots[::-1])
+        for snapshot in snapshots:
+            self._forget(snapshot)

@@ -17,11 +17,14 @@ from typing import TypeVar
 from luce import log
 from luce.errors import LuceError
 from luce.kvcache.disk.deadline import Deadline, SlowDiskError
+from luce.kvcache.disk.expansion import SnapshotLimits
+from luce.kvcache.disk.files import make_directory, open_directory
 from luce.kvcache.disk.fingerprint import Fingerprint, read_about, write_about
 from luce.kvcache.disk.index import Snapshot
+from luce.kvcache.disk.manifest import LAYOUT
 from luce.kvcache.disk.part import DamagedError
 from luce.kvcache.disk.read_ahead import ReadAhead
-from luce.kvcache.disk.reader import Reader, verify
+from luce.kvcache.disk.reader import Reader
 from luce.kvcache.disk.stats import CachedPrefix, DiskStats, UnusedSnapshots
 from luce.kvcache.disk.store import Store, StoreFullError
 from luce.kvcache.disk.write_thread import LEAST_SECONDS, WriteThread
@@ -47,6 +50,7 @@ class DiskTier:
     identify  returns the model's fingerprint; may take minutes, so the writing thread calls it
     known     whether `identify` takes no time: then requests wait for the directory
     layers    of each shard: a snapshot has one file for each
+    limits    of the model: a snapshot that expands to more is damaged; None: nothing is too large
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class DiskTier:
         identify: Callable[[], Fingerprint],
         known: bool,
         layers: Sequence[range],
+        limits: SnapshotLimits | None = None,
     ) -> None:
         self.directory = directory
         self.stats = DiskStats(budget=budget)
@@ -68,6 +73,7 @@ class DiskTier:
         self._identify = identify
         self._known = known
         self._budget = budget
+        self._limits = limits
         self._store: Store | None = None
         self._opened = threading.Event()
         self._started = time.monotonic()
@@ -268,8 +274,11 @@ class DiskTier:
 
     def _open_store(self) -> None:
         try:
+            make_directory(self.directory)
+            # A directory that is refused is so before the model's files are read.
+            open_directory(self.directory).close()
             fingerprint = self._identify()
-            store = Store(self.directory, fingerprint.model, self._budget)
+            store = Store(self.directory, fingerprint.model, self._budget, self._limits)
             self._inspect(store, fingerprint)
             self._store = store
         except Exception as error:
@@ -283,22 +292,23 @@ class DiskTier:
         """Enforce the budget, which may have changed since the last start, and report the snapshots that are unused."""
         with contextlib.suppress(StoreFullError, OSError):
             store.make_room(0)
-        with contextlib.suppress(OSError):
-            write_about(store.root / store.model, fingerprint)
+        with contextlib.suppress(OSError), open_directory(self.directory, LAYOUT, store.model) as own:
+            write_about(own, fingerprint)
         found: dict[str, list[Snapshot]] = {}
         for snapshot in store.snapshots:
             if snapshot.manifest.model != store.model and snapshot.manifest.resumable:
                 found.setdefault(snapshot.manifest.model, []).append(snapshot)
         unused = []
         for model, snapshots in sorted(found.items()):
-            other = read_about(store.root / model)
+            with open_directory(self.directory, LAYOUT, model) as directory:
+                other = read_about(directory)
             if other is not None and other.contents == fingerprint.contents:
                 reason = fingerprint.differences(other)
                 nbytes = sum(snapshot.manifest.nbytes for snapshot in snapshots)
                 unused.append(UnusedSnapshots(model, len(snapshots), nbytes, reason))
                 _log.info("%d snapshots of this model are not used: %s", len(snapshots), reason)
         self.stats.unused = tuple(unused)
-        if any(self.directory.glob("*.dkv")) or any(self.directory.glob("*/*.dkv")):
+        if store.holds(".dkv"):
             _log.info("%s holds .dkv files of another server, which are not read", self.directory)
 
     def _examine(self, snapshot: Snapshot, error: Exception) -> None:
@@ -309,7 +319,7 @@ class DiskTier:
             changed = False
             for part in store.chain(snapshot):
                 try:
-                    verify(part)
+                    store.verify(part)
                 except DamagedError as found:
                     if not store.changed(part):
                         store.quarantine(part, found)

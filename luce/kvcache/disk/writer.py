@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +13,7 @@ from numpy.typing import NDArray
 import luce
 from luce.draft.feature_tail import FeatureTail
 from luce.kvcache.disk import manifest as manifests
-from luce.kvcache.disk.files import sync_directory, write_file
+from luce.kvcache.disk.files import OpenDirectory
 from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.manifest import (
     FEATURES,
@@ -72,7 +70,8 @@ class Writer:
         self._layers = layers
         self._run = run
         self._written = written
-        self._path: Path | None = None
+        #: below tmp/
+        self._directory: OpenDirectory | None = None
         self._key = ""
         self._reserved = self._raw_bytes = self._accounted = 0
         #: snapshots that stay when space is freed for this one
@@ -127,8 +126,8 @@ class Writer:
         for part in self._parts.values():
             with contextlib.suppress(OSError):
                 part.close()
-        if self._path is not None:
-            shutil.rmtree(self._path, ignore_errors=True)
+        if self._directory is not None:
+            self._store.discard(self._directory)
         self._settle()
 
     def _submit(self, task: Callable[[], None]) -> None:
@@ -146,13 +145,13 @@ class Writer:
     def _begin(self) -> None:
         new = self._new
         ((length, self._key),) = keys(new.ids, [len(new.ids)])
-        self._path, self._reserved, self._spared = self._store.begin(
+        self._directory, self._reserved, self._spared = self._store.begin(
             snapshot_id(self._key, length), new.parent, new.raw_bytes
         )
         self._write({"tokens": new.ids[new.first_page * PAGE :].astype("<i4")}, lambda name: "tokens.part")
 
     def _finish(self, logits: NDArray[np.float32] | None, reply: ReplyTokens | None) -> None:
-        assert self._path is not None
+        assert self._directory is not None
         if logits is not None:
             self._write({LOGITS: logits}, lambda name: "state-logits.part")
         parts = {name: part.finish() for name, part in self._parts.items()}
@@ -178,19 +177,19 @@ class Writer:
             prompt_end=self._prompt_end,
             page_keys="".join(page_keys(new.ids, new.first_page)),
         )
-        write_file(self._path / MANIFEST, manifest.encode())
-        sync_directory(self._path)
-        self.snapshot = self._store.commit(self._path, manifest)
+        self._directory.write(MANIFEST, manifest.encode())
+        self._directory.sync()
+        self.snapshot = self._store.commit(self._directory, manifest)
         self._settle()
         self.over = True
         self._written(self)
 
     def _write(self, tensors: Tensors, file: Callable[[str], str], page: int = -1) -> None:
-        assert self._path is not None
+        assert self._directory is not None
         for name, tensor in tensors.items():
             part = self._parts.get(file(name))
             if part is None:
-                part = self._parts[file(name)] = PartWriter(self._path / file(name))
+                part = self._parts[file(name)] = PartWriter(self._directory, file(name))
             before = part.nbytes
             part.add(name, tensor, page)
             self._raw_bytes += tensor.nbytes
@@ -203,6 +202,8 @@ class Writer:
     def _settle(self) -> None:
         self._store.account(-self._accounted)
         self._accounted = 0
+        if self._directory is not None:
+            self._directory.close()
 
     def _file(self, kind: str, name: str) -> str:
         """Tensor `blk.N.NAME` belongs to the file of the shard with layer N."""
