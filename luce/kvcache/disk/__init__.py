@@ -12,10 +12,12 @@ reads the directory through Store.
     index            the snapshots in memory, and which of them match a text
     writer, reader   one snapshot on its way to the disk, and back
     part             one file of tensors: frames, compressed and with checksums
+    open_files       parts that are read again and again, with few descriptors
+    expansion        how much the parts of a snapshot may expand to
     manifest         a snapshot's tokens, files and parent
     fingerprint      the model and settings that a snapshot is valid for
     stats            numbers for /v1/cache and the metrics
-    files            small file operations
+    files            every file operation: below the directory, through no link
     threads          worker threads that a disk may block for ever
     deadline         how long a request waits for the disk
     switch_interval  how long reading threads hold the interpreter

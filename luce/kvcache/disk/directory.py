@@ -55,15 +55,19 @@ class Directory:
         return open_directory(self.root, LAYOUT, *names)
 
     def prepare(self, *, synchronise: bool = False) -> None:
-        """Create the missing subdirectories. FileNotFoundError: `root` itself is gone, as its disk may be."""
-        with open_directory(self.root) as root, _made(root, LAYOUT) as layout:
-            for name in filter(None, (TMP, TRASH, self.model)):
-                _made(layout, name).close()
-            if synchronise:
-                # Not where nothing may be written.
-                with contextlib.suppress(OSError):
-                    root.sync()
+        """Create the missing subdirectories, so that they stay without power. `synchronise` also those that are there.
+
+        FileNotFoundError: `root` itself is gone, as its disk may be.
+        """
+        with open_directory(self.root) as root:
+            made = root.make(LAYOUT)
+            with root.enter(LAYOUT) as layout:
+                for name in filter(None, (TMP, TRASH, self.model)):
+                    made |= layout.make(name)
+                    layout.enter(name).close()
+                if made or synchronise:
                     layout.sync()
+                    root.sync()
 
     def models(self) -> list[str]:
         """The names of the models that have a directory."""
@@ -107,9 +111,10 @@ class Directory:
             contextlib.suppress(FileNotFoundError),
             self.open() as layout,
             layout.enter(model) as directory,
-            _made(layout, TRASH) as trash,
         ):
-            self._throw(directory, ids, trash)
+            layout.make(TRASH)
+            with layout.enter(TRASH) as trash:
+                self._throw(directory, ids, trash)
 
     def quarantine(self, model: str, ids: Sequence[str]) -> None:
         """Move damaged snapshots to trash/, where the last ones stay for a while."""
@@ -188,13 +193,6 @@ class Directory:
                     if not process_runs(name) or time.time() - tmp.status(name).st_mtime > _ABANDONED_SECONDS:
                         tmp.remove(name)
         self.empty_trash(_QUARANTINED)
-
-
-def _made(parent: OpenDirectory, name: str) -> OpenDirectory:
-    """Open a directory, which is created if it is missing, so that it stays without power."""
-    if parent.make(name):
-        parent.sync()
-    return parent.enter(name)
 
 
 def _outdated(name: str) -> bool:
