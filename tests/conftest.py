@@ -10,6 +10,8 @@ from hypothesis import settings
 
 from tests.support.emulated import EmulatedDevice
 
+pytest_plugins = ["pytester", "tests.support.selection"]
+
 # Nothing that a test computes lands in the user's cache directory, nor comes from there.
 os.environ["LUCE_KV_CACHE_DIR"] = "off"
 # How long an example takes says how loaded the machine is.

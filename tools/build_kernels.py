@@ -2,6 +2,8 @@
 
     python -m tools.build_kernels                     all variants for a few representative targets
     python -m tools.build_kernels --ci                these, and the differing variants for all other targets
+    python -m tools.build_kernels --ci --skip-proved  without sources whose builds passed as they stand
+    python -m tools.build_kernels --ci --prove        the same, and record what passes (tools/proofs.py)
     python -m tools.build_kernels --all               all variants for all targets
     python -m tools.build_kernels --target sm_90a --source norm
     python -m tools.build_kernels --target sm_90a --cache
@@ -38,6 +40,7 @@ from luce.errors import DeviceError
 from luce.runtime import compiler, kernels
 from luce.runtime.driver import Vendor
 from luce.runtime.kernels import KernelBuild
+from tools import proofs
 
 CLANG = "clang-19"
 
@@ -221,6 +224,19 @@ def differing(targets: Sequence[Target], builds: Sequence[KernelBuild]) -> list[
     return tasks
 
 
+def digests(tasks: Sequence[tuple[KernelBuild, Target]]) -> dict[str, str]:
+    """By source: the digest of all that its builds depend on in this repository."""
+    folder = proofs.ROOT / "kernels"
+    code = (Path(__file__).resolve(), Path(kernels.__file__), Path(compiler.__file__))
+    found: dict[str, list[str]] = {}
+    for build, target in tasks:
+        found.setdefault(build.source, []).append(f"{build} {target}")
+    return {
+        source: proofs.digest((folder / f"{source}.cu", *folder.glob("*.h"), *code), *sorted(texts))
+        for source, texts in found.items()
+    }
+
+
 def table(results: Sequence[Result]) -> Table:
     """A table of builds by targets."""
     targets = list(dict.fromkeys(result.target for result in results))
@@ -233,19 +249,28 @@ def table(results: Sequence[Result]) -> Table:
     return shown
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0 if everything compiled, 1 if not, 2 if a compiler is missing."""
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     scope = parser.add_mutually_exclusive_group()
     scope.add_argument("--all", action="store_true", help="all variants for all targets")
     scope.add_argument("--ci", action="store_true", help="all targets, most of them with fewer variants")
     parser.add_argument("--target", action="append", choices=[t.arch for t in TARGETS], help="only these (repeatable)")
     parser.add_argument("--source", action="append", choices=kernels.sources(), help="only these (repeatable)")
+    parser.add_argument("--skip-proved", action="store_true", help="with --ci: not what tools/proved.json names")
+    parser.add_argument("--prove", action="store_true", help="as --skip-proved, and record the sources that pass")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     parser.add_argument(
         "--cache", action="store_true", help="store NVIDIA targets' modules in the user's cache of Luce"
     )
     options = parser.parse_args(arguments)
+    if (options.skip_proved or options.prove) and (options.target or not options.ci):
+        parser.error("--skip-proved and --prove stand for the builds of --ci on all targets")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0 if everything compiled, 1 if not, 2 if a compiler is missing."""
+    options = _arguments(arguments)
     if options.target:
         targets = [target for target in TARGETS if target.arch in options.target]
     else:
@@ -260,6 +285,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kin = [target for target in targets if target.text == text]
         builds = [b for b in kernels.builds(kin[0].vendor) if not options.source or b.source in options.source]
         tasks += differing(kin, builds) if options.ci else [(b, target) for target in kin for b in builds]
+    current = digests(tasks)
+    if options.skip_proved or options.prove:
+        proved = {source for source, digest in proofs.recorded("builds").items() if current.get(source) == digest}
+        tasks = [task for task in tasks if task[0].source not in proved]
+        print(f"{len(proved)} of {len(current)} sources have passed as they stand; {len(tasks)} builds are left")
     results = build_all(tasks, options.jobs, keep=options.cache)
     shown = table(results)
     console = Console(width=None if sys.stdout.isatty() else 60 + 18 * len(targets))
@@ -269,6 +299,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(result.error, style="red", markup=False, highlight=False)
     spent = f"{time.monotonic() - started:.0f} s, {sum(r.seconds for r in results):.0f} s in compilers"
     console.print(f"{len(results)} builds for {len(targets)} targets: {len(failed)} failed ({spent})")
+    if options.prove:
+        broken = {result.build.source for result in failed}
+        passed = {result.build.source for result in results} - broken
+        proofs.record("builds", {source: current[source] for source in passed})
     return 1 if failed else 0
 
 

@@ -121,6 +121,7 @@ def test_blocks_of_a_run(name: str, device: str, stack: ExitStack, request: pyte
     assert compared > 3
 
 
+@pytest.mark.emulated
 def test_what_is_not_read_before_it_counts(stack: ExitStack) -> None:
     drafted, (tokens, captured) = Drafted(stack, FIT, EmulatedDevice(), capacity=64), text(FIT)
     drafted.observe(0, captured, 0, 17)

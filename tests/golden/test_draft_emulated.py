@@ -20,6 +20,8 @@ from tests.support.drafts import DraftedText, DraftReference, bfloat16, open_dra
 from tests.support.emulated import EmulatedDevice
 from tests.support.replies import make_engine, submit
 
+pytestmark = pytest.mark.emulated
+
 
 # Masks both ways, a window, gates and norms; bfloat16 weights; weights that meet bytes.
 @pytest.mark.parametrize(

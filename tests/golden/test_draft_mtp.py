@@ -99,6 +99,7 @@ def test_first_token_is_the_reference_s(at: int, device: Device, stack: ExitStac
     check_first_token(at, device, stack)
 
 
+@pytest.mark.emulated
 def test_first_token_by_the_kernels_of_gpus(stack: ExitStack) -> None:
     check_first_token(9, EmulatedDevice(), stack)
 

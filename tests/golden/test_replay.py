@@ -24,6 +24,8 @@ from tests.support.golden_checks import check_replayed
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference
 
+pytestmark = pytest.mark.emulated
+
 
 @pytest.mark.parametrize("name", ["qwen35-a-Q8_0", "qwen35moe-a-Q4_0", "gemma4-e-Q4_0"])
 def test_bits(name: str, make_driver: MakeDriver) -> None:

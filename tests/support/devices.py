@@ -1,7 +1,7 @@
 """The devices that an op's tests run on, and which cases each of them gets.
 
 `on_devices` parametrises a test by the fixture `device` (tests/ops/conftest.py) and the names of its other arguments.
-Cases of a GPU carry the mark `gpu` and are skipped without one. Cases differ between devices because a GPU computes
+Cases of a GPU carry the mark `gpu`; without a GPU there are none. Cases differ between devices because a GPU computes
 what would take the emulated device minutes, and only large shapes show some faults.
 """
 
@@ -16,6 +16,7 @@ from luce.runtime.device import Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
 from tests.support.emulated import EmulatedDevice
+from tests.support.selection import gpu_present
 
 HOST = ("host",)
 EMULATED = ("emulated, 32 lanes", "emulated, 64 lanes")
@@ -58,6 +59,8 @@ def on_devices(
     for devices, own in ((HOST, host), (emulated_devices, emulated), (gpu_devices, gpu)):
         chosen = own if own is not None else common
         rows = [()] if chosen is None else [(case,) if len(arguments) == 1 else tuple(case) for case in chosen]
+        if devices is gpu_devices and not gpu_present():
+            continue
         marks = [pytest.mark.gpu] if devices is gpu_devices else []
         params += [pytest.param(device, *row, marks=marks) for device in devices for row in rows]
     return pytest.mark.parametrize(["device", *arguments], params, indirect=["device"])

@@ -14,6 +14,8 @@ from luce.errors import DeviceError
 from luce.runtime.device import Array
 from tests.support.emulated import SHARED_LIMIT, EmulatedDevice
 
+pytestmark = pytest.mark.emulated
+
 SOURCE = Path(__file__).parents[1] / "support" / "checks.cu"
 LINES = {}
 for _number, _line in enumerate(SOURCE.read_text(encoding="utf-8").splitlines(), 1):

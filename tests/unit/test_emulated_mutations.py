@@ -30,6 +30,8 @@ from tests.support import (
 from tests.support.emulated import EmulatedDevice
 from tests.support.emulated_build import KERNELS
 
+pytestmark = pytest.mark.emulated
+
 # All of reduce.h, and two sums in a row.
 REDUCTIONS = """
 #include "reduce.h"

@@ -1,0 +1,108 @@
+"""Which tests run: a pytest plugin that tests/conftest.py loads.
+
+- Without a GPU, tests with the mark `gpu` are not collected.
+- `--skip-proved` leaves out emulated tests that passed with the present sources, as tools/proved.json says;
+  `--prove` also adds those that now pass to it (tools/proofs.py).
+- `--strict-skips` fails a skipped test whose reason ALLOWED_SKIPS does not name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from luce.runtime.open import found
+from tools import proofs
+
+#: Part of a test's id and part of its reason, of tests that may be skipped where --strict-skips is given.
+ALLOWED_SKIPS = (
+    ("tests/golden/test_draft_reference.py::test_explicit_flag", "the flag changes nothing of this draft"),
+)
+
+
+@cache
+def gpu_present() -> bool:
+    """Whether a CUDA or HIP device opens here."""
+    return bool(found())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("luce")
+    group.addoption("--skip-proved", action="store_true", help="leave out emulated tests that tools/proved.json names")
+    group.addoption("--prove", action="store_true", help="as --skip-proved, and record what passes now")
+    group.addoption("--strict-skips", action="store_true", help="fail on skips that tests/support/selection.py lacks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--prove"):
+        return
+    whole = not config.option.keyword and not config.option.deselect and not any("::" in arg for arg in config.args)
+    if not whole:
+        raise pytest.UsageError("--prove: -k, --deselect and single tests would prove a file by a part of its tests")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(), "luce-recorder")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = [] if gpu_present() else ["no CUDA or HIP device: tests with the mark `gpu` are not collected"]
+    if config.getoption("--skip-proved") or config.getoption("--prove"):
+        count = sum(proved(name) for name in proofs.recorded("tests"))
+        lines.append(f"emulated tests of {count} files passed with these sources before, and are left out")
+    return lines
+
+
+def proved(name: str) -> bool:
+    """Whether the emulated tests of a file, named from the repository's root, passed with the present sources."""
+    recorded = proofs.recorded("tests").get(name)
+    return recorded is not None and recorded == proofs.test_digest(proofs.ROOT / name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skip_proved = config.getoption("--skip-proved") or config.getoption("--prove")
+    chosen, left_out, known = list[pytest.Item](), list[pytest.Item](), cache(proved)
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {}).values()
+        names = (*getattr(item, "fixturenames", ()), *(value for value in params if isinstance(value, str)))
+        if any(name.startswith("emulated") for name in names):
+            item.add_marker("emulated")
+        absent = item.get_closest_marker("gpu") and not gpu_present()
+        repeated = skip_proved and item.get_closest_marker("emulated") and known(_file(item.nodeid))
+        (left_out if absent or repeated else chosen).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = chosen
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> object:
+    report: pytest.TestReport = yield
+    if report.skipped and not hasattr(report, "wasxfail") and item.config.getoption("--strict-skips"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not any(part in item.nodeid and why in reason for part, why in ALLOWED_SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid}: {reason}\nThis skip is not in ALLOWED_SKIPS of {Path(__file__).name}."
+    return report
+
+
+class Recorder:
+    """Adds files all of whose emulated tests passed to the record, at the end of a run without a failure."""
+
+    def __init__(self) -> None:
+        self.passed: dict[str, bool] = defaultdict(lambda: True)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if "emulated" in report.keywords:
+            self.passed[_file(report.nodeid)] &= report.passed
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus == 0:
+            files = [name for name, passed in self.passed.items() if passed]
+            proofs.record("tests", {name: proofs.test_digest(proofs.ROOT / name) for name in files})
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
