@@ -13,9 +13,10 @@ from luce import log
 from luce.cli.pull import fetch
 from luce.draft.daemon import draft_loader
 from luce.errors import UsageError
+from luce.ipc.accept import accept_servers
 from luce.ipc.child import descriptors
 from luce.ipc.parent import die_with_parent
-from luce.ipc.tcp import SERVER_TIMEOUT, accept_servers, format_address, listen, tls_context
+from luce.ipc.tcp import SERVER_TIMEOUT, format_address, listen, open_key_file
 from luce.remote.daemon import serve
 
 
@@ -57,10 +58,10 @@ def _serve_network(arguments: argparse.Namespace) -> None:
         raise UsageError("luce shard needs MODEL, --listen and --key-file", param="listen")
     path = fetch(arguments.model)
     draft = None if arguments.draft is None else Path(arguments.draft)
-    context = tls_context(Path(arguments.key_file), "--key-file", server=True)
+    tls = open_key_file(Path(arguments.key_file), "--key-file", server=True)
     with listen(arguments.listen) as listener:
         print(f"listening on {format_address(*listener.getsockname()[:2])}", flush=True)
-        with accept_servers(listener, context) as servers:
+        with accept_servers(listener, tls) as servers:
             for requests, heartbeat in servers:
                 loaders = [draft_loader(path, draft)]
                 serve(requests, heartbeat, can_share=False, server_timeout=SERVER_TIMEOUT, path=path, loaders=loaders)

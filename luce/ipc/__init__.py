@@ -9,6 +9,7 @@ Here: how bytes travel, and how daemons start and end. Not here: what a message 
     child       a daemon as a child process
     parent      the end of a process with the one that started it
     tcp         daemons on other machines: TLS with a shared key
+    accept      the daemon's end of it: who gets a place before it has shown the key
     heartbeat   pings a daemon
     supervisor  starts a daemon, watches its heartbeat, restarts it
 """

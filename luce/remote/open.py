@@ -15,7 +15,7 @@ from luce.errors import UsageError
 from luce.ipc.child import Child, interpreter_of
 from luce.ipc.lifecycle import Open
 from luce.ipc.supervisor import Supervisor, Timeouts
-from luce.ipc.tcp import Connection, tls_context
+from luce.ipc.tcp import Connection, open_key_file
 from luce.remote.device import RemoteDevice, Transport
 from luce.remote.messages import Response
 from luce.runtime.cupy_module import cupy_vendor
@@ -185,8 +185,8 @@ def _supervise(
         if config.shard_key_file is None:
             raise UsageError(f"{label}: network daemons require {flag('shard_key_file')}", param="shard_key_file")
         address = names[0].place.removeprefix("tcp://").rstrip("/")
-        context = tls_context(config.shard_key_file, flag("shard_key_file"), server=False)
-        connect = partial(Connection, address=address, context=context)
+        tls = open_key_file(config.shard_key_file, flag("shard_key_file"), server=False)
+        connect = partial(Connection, address=address, tls=tls)
         return Supervisor(label, connect, opening, timeouts, responses)
     items = (text.partition(":")[2].partition("=") for text in config.shard_env if text.startswith(f"{kind}:"))
     variables = {name: value for name, _, value in items}

@@ -86,6 +86,19 @@ def key_file(path: Path) -> Path:
     return path
 
 
+def signed_key_file(path: Path, signer: Path) -> Path:
+    """A key file whose certificate the key of another one has signed; the signer's certificate comes behind it."""
+    key, request, certificate = (path.with_suffix(f".{suffix}") for suffix in ("key", "csr", "crt"))
+    asked = ["openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=other"]
+    subprocess.run([*asked, "-keyout", str(key), "-out", str(request)], check=True, capture_output=True)
+    signed = ["openssl", "x509", "-req", "-in", str(request), "-CA", str(signer), "-CAkey", str(signer)]
+    subprocess.run([*signed, "-CAcreateserial", "-out", str(certificate)], check=True, capture_output=True)
+    own = signer.with_suffix(".crt").read_text()
+    path.write_text(key.read_text() + certificate.read_text() + own)
+    path.chmod(0o600)
+    return path
+
+
 def remote(opened: Sequence[Device], number: int) -> RemoteDevice:
     """One of the devices, which is in a daemon."""
     device = opened[number]

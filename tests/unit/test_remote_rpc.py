@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from luce.errors import ShardLostError
 from luce.ipc.channel import Channel, ChannelError, ProtocolError
 from luce.ipc.supervisor import Timeouts
-from luce.ipc.tcp import tls_context
+from luce.ipc.tcp import open_key_file
 from luce.remote.messages import Accept, Done, Drop, Forward, Request, Response, Save, Saved, SavedTensor
 from luce.remote.rpc import Expected, Requests
 from luce.remote.saved_state import RemoteSavedState
@@ -96,7 +96,7 @@ def over_tls(folder: Path) -> tuple[socket.socket, socket.socket]:
     """The two ends of a TLS connection, as to a network daemon."""
     key = key_file(folder / "key")
     ours, theirs = socket.socketpair()
-    contexts = [tls_context(key, "--key-file", server=server) for server in (False, True)]
+    contexts = [open_key_file(key, "--key-file", server=server).context for server in (False, True)]
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(contexts[1].wrap_socket, theirs, server_side=True)
         return contexts[0].wrap_socket(ours), accepted.result(60)
