@@ -26,26 +26,19 @@ class Committer:
         """Commit the output of a step that ended `now`, on time.monotonic's clock."""
         for one in scheduled.sequences:
             reply = self._delivery[one.sequence]
-            try:
+            with self._delivery.bookkeeping(reply):
                 self._commit(reply, one, output, now)
-            except Exception as error:
-                self._delivery.fail_reply(reply, error)
 
     def resume(self, reply: Reply) -> None:
         """Let a sequence that has a slot begin with what the prefix cache has of its prompt, and report how much."""
         sequence, checkpoints = reply.sequence, self._parts.checkpoints
-        if reply.handle.ended:  # by a sink that failed
-            return
         hit = None if checkpoints is None else checkpoints.resume(sequence)
         if hit is not None:
             self._parts.scheduler.resume(sequence, hit.length)
             reply.cached_tokens, reply.cache_tier = hit.length, hit.tier
-        try:
-            reply.on_event(Progress(sequence.computed, len(sequence.prompt), reply.cached_tokens))
-            if hit is not None and hit.logits is not None:
-                self._begin(reply, OutputRow(int(hit.logits.argmax()), hit.logits), time.monotonic())
-        except Exception as error:
-            self._delivery.fail_reply(reply, error)
+        reply.on_event(Progress(sequence.computed, len(sequence.prompt), reply.cached_tokens))
+        if hit is not None and hit.logits is not None:
+            self._begin(reply, OutputRow(int(hit.logits.argmax()), hit.logits), time.monotonic())
 
     def _commit(self, reply: Reply, scheduled: ScheduledSequence, output: Output, now: float) -> None:
         sequence, checkpoints = reply.sequence, self._parts.checkpoints

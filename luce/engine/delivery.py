@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from luce.engine.admission import SequenceHandle
-from luce.engine.events import Event, Failed, Finished, FinishReason
+from luce.engine.events import Failed, Finished, FinishReason
+from luce.engine.failures import Failures
 from luce.engine.parts import EngineParts
 from luce.engine.reply import Reply
 from luce.engine.sequence import Sequence
@@ -37,6 +39,10 @@ class Delivery:
     def __getitem__(self, sequence: Sequence) -> Reply:
         return self._replies[sequence]
 
+    def of(self, sequences: Iterable[Sequence]) -> list[Reply]:
+        """The replies of sequences. While one of them ends, another may fail: `finish` and `fail` pass it over then."""
+        return [self._replies[sequence] for sequence in sequences]
+
     def add(self, reply: Reply) -> None:
         """Take a new reply."""
         self._replies[reply.sequence] = self._by_handle[reply.handle] = reply
@@ -53,36 +59,37 @@ class Delivery:
         """Deliver the events of the last step."""
         pending, self._pending = self._pending, []
         for reply, deliver in pending:
-            if reply.handle.ended:
-                continue
-            try:
-                deliver()
-            except Exception as error:
-                self.fail_reply(reply, error)
+            if not reply.handle.ended:
+                with self.bookkeeping(reply):
+                    deliver()
 
-    def emit(self, reply: Reply, event: Event) -> None:
-        """Deliver an event at once."""
+    @contextmanager
+    def bookkeeping(self, reply: Reply) -> Iterator[None]:
+        """What runs in this context concerns one reply only: an exception fails this reply, and goes no further."""
         try:
-            reply.on_event(event)
+            yield
         except Exception as error:
-            _log.exception("an event sink failed")
-            self.fail(reply, _reply_error(error))
+            self.fail_reply(reply, error)
+
+    def fail_replies(self, failures: Iterable[tuple[Sequence, Exception]]) -> None:
+        """End the replies of sequences with the exceptions that their bookkeeping raised in a stage of all sequences.
+
+        LuceErrors come from devices there: they are no fault of the request.
+        """
+        for reply, error in [(self._replies[sequence], error) for sequence, error in failures]:
+            self.fail_reply(reply, _backend_error(error) if isinstance(error, LuceError) else error)
 
     def finish(self, reply: Reply, reason: FinishReason, stop: str | int | None = None) -> None:
         """End a reply in order, unless it has ended."""
         self.flush()
         if reply.handle.ended:
             return
-        try:
-            text = reply.output.flush()
-        except Exception as error:
-            _log.exception("a reply failed")
-            self.fail(reply, _reply_error(error))
-            return
         checkpoints = self._parts.checkpoints
-        if checkpoints is not None and not reply.handle.ended:
-            checkpoints.reply_finished(reply.sequence, reply.output.texts)
-        self._end(reply, Finished(reason, text, reply.timings(time.monotonic()), reply.seed, stop))
+        with self.bookkeeping(reply):
+            text = reply.output.flush()
+            if checkpoints is not None:
+                checkpoints.reply_finished(reply.sequence, reply.output.texts)
+            self._end(reply, Finished(reason, text, reply.timings(time.monotonic()), reply.seed, stop))
 
     def fail(self, reply: Reply, error: LuceError) -> None:
         """End a reply with an error, unless it has ended."""
@@ -93,32 +100,52 @@ class Delivery:
         self.fail(reply, _backend_error(error))
 
     def fail_reply(self, reply: Reply, error: Exception) -> None:
-        """End a reply with the exception that its own handling raised. Called in an `except` block."""
+        """End a reply with the exception that its own bookkeeping raised, unless it has ended."""
         if not isinstance(error, LuceError):
-            _log.exception("a reply failed")
+            _log.error("a reply failed", exc_info=error)
         self.fail(reply, _reply_error(error))
 
     def _end(self, reply: Reply, event: Finished | Failed) -> None:
-        """Deliver the last event. Slot and pages are free before the sink sees it."""
+        """Deliver the last event, which is Failed if the end itself fails. Slot and pages are free before the sink sees
+        it."""
         self.flush()
         parts, sequence, handle = self._parts, reply.sequence, reply.handle
         if handle.ended:
             return
         handle.ended = True
         del self._replies[sequence], self._by_handle[handle]
-        if parts.checkpoints is not None:
-            parts.checkpoints.sequence_ended(sequence)
-        if parts.speculator is not None:
-            parts.speculator.forget(sequence)
-        if parts.paging is not None and sequence.slot is not None:
-            parts.paging.release(sequence.slot)
-        parts.scheduler.remove(sequence)
-        parts.admission.note_ended(None if reply.started_at is None else time.monotonic() - reply.started_at)
+        failures = self._forget(sequence)
+        for _, error in failures:
+            _log.error("a reply failed at its end", exc_info=error)
+        if failures and isinstance(event, Finished):
+            event = Failed(_reply_error(failures[0][1]))
         try:
-            reply.on_event(event)
-        except Exception:
-            _log.exception("an event sink failed")
-        parts.admission.note_delivered()
+            parts.scheduler.remove(sequence)
+            parts.admission.note_ended(None if reply.started_at is None else time.monotonic() - reply.started_at)
+        except Exception as error:
+            # The engine ends, but this client does not wait for ever.
+            event = Failed(_reply_error(error))
+            raise
+        finally:
+            try:
+                reply.on_event(event)
+            except Exception:
+                _log.exception("an event sink failed")
+            parts.admission.note_delivered()
+
+    def _forget(self, sequence: Sequence) -> Failures:
+        """Have every part forget a sequence, also if another part fails."""
+        parts, failures = self._parts, Failures()
+        if parts.checkpoints is not None:
+            with failures.of(sequence):
+                parts.checkpoints.sequence_ended(sequence)
+        if parts.speculator is not None:
+            with failures.of(sequence):
+                parts.speculator.forget(sequence)
+        if parts.paging is not None and sequence.slot is not None:
+            with failures.of(sequence):
+                parts.paging.release(sequence.slot)
+        return failures
 
 
 def _backend_error(error: Exception) -> BackendError:

@@ -24,6 +24,7 @@ from luce.engine.commit import Committer
 from luce.engine.delivery import Delivery
 from luce.engine.engine_options import EngineOptions, EngineStats
 from luce.engine.events import EventSink, FinishReason, Started, TextOutput
+from luce.engine.failures import Failures
 from luce.engine.parts import EngineParts
 from luce.engine.reply import Reply
 from luce.engine.sampling import needs_candidates, needs_logits
@@ -265,7 +266,7 @@ class Engine:
         self._admit(now)
         self._swap_pages()
         if self._speculator is not None:
-            self._speculator.propose(self._scheduler.running)
+            self._delivery.fail_replies(self._speculator.propose(self._scheduler.running))
         # Work that the next step does not wait for is done while drafts are made. Sinks may post commands.
         self._delivery.flush()
         if self._saver is not None:
@@ -274,8 +275,7 @@ class Engine:
         if closing:
             return False
         if scheduled is not None:
-            for sequence, error in scheduled.failed:
-                self._delivery.fail_step(self._delivery[sequence], error)
+            self._delivery.fail_replies(scheduled.failures)
             if scheduled.sequences:
                 self._step(scheduled)
         return True
@@ -286,33 +286,34 @@ class Engine:
         return self._admission.closing
 
     def _end_expired(self, now: float) -> None:
-        expired, overdue = self._scheduler.expired(now)
-        for sequence in expired:
-            self._delivery.finish(self._delivery[sequence], FinishReason.DEADLINE)
-        for sequence in overdue:
+        expired, overdue = map(self._delivery.of, self._scheduler.expired(now))
+        for reply in expired:
+            self._delivery.finish(reply, FinishReason.DEADLINE)
+        for reply in overdue:
             message = f"waited {self._options.max_queue_seconds:g} s in the queue (--max-queue-seconds)"
-            self._delivery.fail(self._delivery[sequence], self._admission.queue_full_error(message))
+            self._delivery.fail(reply, self._admission.queue_full_error(message))
 
     def _admit(self, now: float) -> None:
         for sequence in self._scheduler.admit():
             self._admission.note_started()
             reply = self._delivery[sequence]
             reply.started_at = now
-            self._delivery.emit(reply, Started())
             # Restoring a prefix may take long: the sinks of other replies do not wait for it.
             self._delivery.flush()
-            self._committer.resume(reply)
+            with self._delivery.bookkeeping(reply):
+                reply.on_event(Started())
+                self._committer.resume(reply)
 
     def _swap_pages(self) -> None:
         paging = self.parts.paging
         if paging is None:
             return
         self._delivery.flush()
+        failures = Failures()
         for sequence in self._scheduler.running:
-            try:
+            with failures.of(sequence):
                 paging.prepare(sequence)
-            except LuceError as error:
-                self._delivery.fail_step(self._delivery[sequence], error)
+        self._delivery.fail_replies(failures)
 
     def _schedule(self) -> ScheduledStep | None:
         """The next step with its drafts. Where it does not depend on them, it is scheduled before they are there."""
@@ -322,20 +323,23 @@ class Engine:
         # Prompts take turns, which each scheduled step counts, and pages are swapped out for the rows of a step.
         if self.parts.paging is None and not any(s.prompt_remaining for s in self._scheduler.running):
             scheduled = self._scheduler.schedule()
-        self._speculator.receive()
+        failures = self._speculator.receive()
+        if failures:
+            self._delivery.fail_replies(failures)
+            scheduled = None
         return (None if scheduled is None else self._scheduler.with_drafts(scheduled)) or self._scheduler.schedule()
 
     def _forget_lost(self, loss: str) -> None:
         """The backend has lost its state: forget everything that was built on it."""
         if self.cache is not None:
             self.cache.memory.clear()
-        for sequence in self._scheduler.running:
-            if sequence.computed:
-                self._delivery.fail(self._delivery[sequence], ShardLostError(loss))
+        for reply in self._delivery.of(s for s in self._scheduler.running if s.computed):
+            self._delivery.fail(reply, ShardLostError(loss))
 
     def _add(self, reply: Reply) -> None:
         self._delivery.add(reply)
-        self._scheduler.add(reply.sequence)
+        with self._delivery.bookkeeping(reply):
+            self._scheduler.add(reply.sequence)
 
     def _cancel(self, handle: SequenceHandle) -> None:
         reply = self._delivery.find(handle)
@@ -344,12 +348,12 @@ class Engine:
             self._delivery.finish(reply, FinishReason.CANCELLED)
 
     def _refuse_waiting(self) -> None:
-        for sequence in self._scheduler.waiting:
-            self._delivery.fail(self._delivery[sequence], shutting_down_error())
+        for reply in self._delivery.of(self._scheduler.waiting):
+            self._delivery.fail(reply, shutting_down_error())
 
     def _stop_running(self) -> None:
-        for sequence in self._scheduler.running:
-            self._delivery.finish(self._delivery[sequence], FinishReason.SHUTDOWN)
+        for reply in self._delivery.of(self._scheduler.running):
+            self._delivery.finish(reply, FinishReason.SHUTDOWN)
 
     def _step(self, scheduled: ScheduledStep) -> None:
         begun = time.monotonic()
@@ -358,8 +362,8 @@ class Engine:
         except Exception as error:
             if not isinstance(error, LuceError):
                 _log.exception("a step failed")
-            for one in scheduled.sequences:
-                self._delivery.fail_step(self._delivery[one.sequence], error)
+            for reply in self._delivery.of(one.sequence for one in scheduled.sequences):
+                self._delivery.fail_step(reply, error)
             self._admission.note_step()
             return
         now = time.monotonic()

@@ -10,15 +10,16 @@ until a slot and its pages are free, and all others wait behind it, so that a la
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from luce.engine.draft_tree import BranchPages, branches, is_moved, tree_depth, tree_spans, with_branch_pages
+from luce.engine.failures import Failures
 from luce.engine.sequence import Draft, Sequence
-from luce.errors import LuceError
 from luce.kvcache.page_table import PageTables
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import PageView, Span, Step
@@ -60,8 +61,8 @@ class ScheduledStep:
 
     step: Step
     sequences: tuple[ScheduledSequence, ...]
-    #: sequences whose rows the step lacks because no pages were free for them
-    failed: tuple[tuple[Sequence, LuceError], ...] = ()
+    #: sequences whose rows the step lacks: no pages were free for them, or their bookkeeping failed
+    failures: Failures = field(default_factory=Failures)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,19 @@ class _Share:
     sequence: Sequence
     rows: int
     draft: Draft = _NO_DRAFT
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A share's part of a step."""
+
+    share: _Share
+    tokens: list[int]
+    spans: list[Span]
+    #: how many of the last rows are output rows, and whether they need whole logits, or candidates
+    outputs: int
+    whole: bool
+    best: bool
 
 
 class Scheduler:
@@ -109,10 +123,12 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """End a sequence, for any reason, between two steps: its slot and pages are free at once."""
         if sequence.slot is None:
-            queue = self._waiting[sequence.session]
-            queue.remove(sequence)
+            queue = self._waiting.get(sequence.session, deque())
+            # It may have failed before it was queued.
+            with contextlib.suppress(ValueError):
+                queue.remove(sequence)
             if not queue:
-                del self._waiting[sequence.session]
+                self._waiting.pop(sequence.session, None)
             return
         del self._running[sequence]
         self._pages.release(sequence.slot)
@@ -159,15 +175,17 @@ class Scheduler:
         if not self._running:
             return None
         chains_only = self._lacks_branch_pages()
-        shares = []
+        shares, prompts = [], []
         for sequence in self._running:
-            if not sequence.prompt_remaining:
+            if sequence.prompt_remaining:
+                prompts.append(sequence)
+            else:
                 draft = _first_chain(sequence.draft) if chains_only else sequence.draft
                 shares.append(_Share(sequence, 1 + len(draft.tokens), draft))
-        prompts = [s for s in self._running if s.prompt_remaining]
+        failures = Failures()
         if prompts:
-            shares += self._choose_prompts(prompts)
-        return self._build(shares)
+            shares += self._choose_prompts(prompts, failures)
+        return self._build(shares, failures)
 
     def with_drafts(self, scheduled: ScheduledStep) -> ScheduledStep | None:
         """The newest step with the tokens that its sequences' drafts have by now.
@@ -206,16 +224,22 @@ class Scheduler:
                 for entry, page in own[branch].items():
                     group.exchange(sequence.slot, entry, page)
 
-    def _choose_prompts(self, prompts: list[Sequence]) -> list[_Share]:
+    def _choose_prompts(self, prompts: list[Sequence], failures: Failures) -> list[_Share]:
         """The prompts that the next step reads rows of: each gets the rows that it would get alone, or none.
 
         Prompts of few rows come first.
         """
         few, many, scored = min(FEW_ROWS, self._chunk), self._chunk, self._max_scored_rows
+        wanted: list[tuple[float, int, int, int, Sequence]] = []
+        for sequence in prompts:
+            with failures.of(sequence):
+                rows = min(sequence.prompt_rows, self._max_scored_rows if sequence.scores_prompt else self._chunk)
+                wanted.append(
+                    (sequence.schedule.skipped_turn, sequence.schedule.last_turn, len(wanted), rows, sequence)
+                )
         shares = []
-        for sequence in sorted(prompts, key=lambda s: (s.schedule.skipped_turn, s.schedule.last_turn)):
+        for *_, rows, sequence in sorted(wanted):
             state = sequence.schedule
-            rows = min(sequence.prompt_rows, self._max_scored_rows if sequence.scores_prompt else self._chunk)
             free = few if rows <= FEW_ROWS else many
             if rows > (min(free, scored) if sequence.scores_prompt else free):
                 state.skipped_turn = min(state.skipped_turn, self._turns)
@@ -225,7 +249,7 @@ class Scheduler:
             scored -= rows * sequence.scores_prompt
             state.last_turn, state.skipped_turn = self._turns, inf
             self._turns += 1
-        return sorted(shares, key=lambda share: share.rows > FEW_ROWS)
+        return [share for share in shares if share.rows <= FEW_ROWS] + [s for s in shares if s.rows > FEW_ROWS]
 
     def _lacks_branch_pages(self) -> bool:
         """Whether the branches of the draft trees need more pages of their own than there are."""
@@ -234,46 +258,45 @@ class Scheduler:
         # A branch begins and ends in two pages at most.
         return 2 * sum(len(s.draft.tokens) for s in self._running) > self._pages.refill()
 
-    def _extend_pages(self, shares: list[_Share]) -> tuple[list[_Share], list[tuple[Sequence, LuceError]]]:
-        """The shares whose pages are there now, and the sequences that no pages were free for."""
-        extended, failed = [], []
+    def _rows(self, shares: list[_Share], failures: Failures) -> list[_Rows]:
+        """What the shares add to a step. Their pages are there now."""
+        found: list[_Rows] = []
+        start = 0
         for share in shares:
-            sequence = share.sequence
-            assert sequence.slot is not None
-            try:
-                depth = tree_depth(share.draft.parents) if share.draft.parents else share.rows
-                self._pages.extend(sequence.slot, sequence.computed, depth)
-            except LuceError as error:
-                failed.append((sequence, error))
-            else:
-                extended.append(share)
-        return extended, failed
+            with failures.of(share.sequence):
+                state, draft = share.sequence.schedule, share.draft
+                assert state.slot is not None
+                depth = tree_depth(draft.parents) if draft.parents else share.rows
+                self._pages.extend(state.slot, state.computed, depth)
+                speculative = bool(draft.tokens)
+                span = Span(state.slot, start, share.rows, state.computed, state.accepted, speculative, state.path)
+                spans = tree_spans(draft.parents, span) if draft.parents else [span]
+                found.append(_Rows(share, _tokens(share), spans, *_outputs(share)))
+                start += share.rows
+        return found
 
-    def _build(self, shares: list[_Share]) -> ScheduledStep:
-        shares, failed = self._extend_pages(shares)
+    def _build(self, shares: list[_Share], failures: Failures) -> ScheduledStep:
+        found = self._rows(shares, failures)
         tokens: list[int] = []
         spans: list[Span] = []
         scheduled: list[ScheduledSequence] = []
         output_rows: list[int] = []
         needs_logits: list[bool] = []
         needs_candidates: list[bool] = []
-        start = logits = candidates = 0
-        for share in shares:
-            sequence, state, rows = share.sequence, share.sequence.schedule, share.rows
-            assert state.slot is not None
-            tokens += _tokens(share)
-            outputs, whole, best = _outputs(share)
-            ids = slice(len(output_rows), len(output_rows) + outputs)
-            output_rows += range(start + rows - outputs, start + rows)
-            needs_logits += [whole] * outputs
-            needs_candidates += [best] * outputs
-            own = slice(logits, logits + outputs * whole), slice(candidates, candidates + outputs * best)
-            scheduled.append(ScheduledSequence(sequence, state.computed, rows, ids, *own, share.draft))
-            logits, candidates = own[0].stop, own[1].stop
-            speculative = bool(share.draft.tokens)
-            span = Span(state.slot, start, rows, state.computed, state.accepted, speculative, state.path)
-            spans += tree_spans(share.draft.parents, span) if share.draft.parents else [span]
-            start += rows
+        logits = candidates = 0
+        for own in found:
+            sequence, count = own.share.sequence, own.outputs
+            tokens += own.tokens
+            spans += own.spans
+            ids = slice(len(output_rows), len(output_rows) + count)
+            output_rows += range(len(tokens) - count, len(tokens))
+            needs_logits += [own.whole] * count
+            needs_candidates += [own.best] * count
+            values = slice(logits, logits + count * own.whole), slice(candidates, candidates + count * own.best)
+            scheduled.append(
+                ScheduledSequence(sequence, sequence.computed, own.share.rows, ids, *values, own.share.draft)
+            )
+            logits, candidates = values[0].stop, values[1].stop
         step = Step.of_spans(
             spans,
             tokens,
@@ -285,7 +308,7 @@ class Scheduler:
         if len(spans) > len(scheduled):
             views, scheduled = self._separate_branches(step, scheduled)
             step = replace(step, views=views)
-        return ScheduledStep(step, tuple(scheduled), tuple(failed))
+        return ScheduledStep(step, tuple(scheduled), failures)
 
     def _separate_branches(
         self, step: Step, scheduled: list[ScheduledSequence]

@@ -24,6 +24,7 @@ from luce.draft.drafter import Draftable, Drafter, DrafterUnavailableError, Pend
 from luce.draft.feature_tail import FeatureTail, FeatureTails
 from luce.engine.draft_budget import AcceptanceRates, StepTimes, choose_draft_rows
 from luce.engine.draft_tree import in_row_order, merge_branches, well_formed
+from luce.engine.failures import Failures
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
 from luce.engine.sequence import Draft, Sequence
 from luce.errors import LuceError
@@ -176,11 +177,13 @@ class Speculator:
         facts = self.drafter.describe()
         return DraftStats(facts, state, self._steps, self._proposed, self._accepted, self._seconds)
 
-    def propose(self, running: Many[Sequence]) -> None:
+    def propose(self, running: Many[Sequence]) -> Failures:
         """Begin proposals for the next step, for those of the sequences that decode. `receive` waits for them.
 
-        Until then their drafts have as many tokens as is likely, and these tokens mean nothing.
+        Until then their drafts have as many tokens as is likely, and these tokens mean nothing. Returns the sequences
+        whose own bookkeeping failed; a drafter that fails costs drafts only.
         """
+        failures = Failures()
         decoding = [s for s in running if not s.prompt_remaining]
         for sequence in running:
             sequence.draft = Draft()
@@ -189,16 +192,20 @@ class Speculator:
                 self._pause = self._pause_steps = 0
         budget = self._max_step_rows - len(decoding)
         if budget <= 0 or self._failures >= _MAX_FAILURES:
-            return
+            return failures
         if not self._fixed and not self._step_times.measured(len(decoding)):
             # Steps without drafts are measured first.
-            return
+            return failures
         if self._pause_steps:
             self._pause_steps -= 1
-            return
-        texts = [text for s in decoding if (text := self._draftable(s, budget)) is not None]
+            return failures
+        texts = []
+        for sequence in decoding:
+            with failures.of(sequence):
+                if (text := self._draftable(sequence, budget)) is not None:
+                    texts.append(text)
         if not texts:
-            return
+            return failures
         self._idle = False
         started = self._clock()
         pending = self._attempt(lambda: self.drafter.propose([draftable for _, draftable in texts]))
@@ -206,17 +213,19 @@ class Speculator:
             self._request = _Request(tuple(texts), pending, started, budget, len(decoding))
             if self._tree_tokens is None:
                 self._estimate_lengths(texts, budget)
+        return failures
 
     @property
     def pending(self) -> bool:
         """Whether proposals were begun that `receive` waits for."""
         return self._request is not None
 
-    def receive(self) -> None:
-        """Wait for the proposals that were begun, and give the sequences the drafts that pay."""
+    def receive(self) -> Failures:
+        """Wait for the proposals that were begun, and give the sequences the drafts that pay. Returns as `propose`."""
+        failures = Failures()
         request, self._request = self._request, None
         if request is None:
-            return
+            return failures
         for sequence, _ in request.texts:
             sequence.draft = Draft()
         proposals = self._attempt(
@@ -226,25 +235,27 @@ class Speculator:
         self._seconds += seconds
         self._draft_times.add(len(request.texts), seconds)
         if proposals is None:
-            return
+            return failures
         self._answered = True
         # Some sequences may have ended since.
         alive = [(s, p) for (s, _), p in zip(request.texts, proposals, strict=True) if s in self._sequences]
-        self._choose(alive, request.budget, request.plain)
+        self._choose(alive, request.budget, request.plain, failures)
+        return failures
 
     def observe(self, scheduled: ScheduledStep) -> None:
         """A step is queued: its features are written before anything that the drafter asks its device for now."""
-        spans = merge_branches(scheduled.step.spans)
-        if self._feature_tails is not None:
-            self._feature_tails.observe(spans)
-        if self._failures < _MAX_FAILURES and not all(self._sequences[s.sequence].off for s in scheduled.sequences):
-            try:
-                self.drafter.observe(spans)
-            except Exception as error:
-                self._note_failure(error)
+        try:
+            spans = merge_branches(scheduled.step.spans)
+            if self._feature_tails is not None:
+                self._feature_tails.observe(spans)
+            if self._failures >= _MAX_FAILURES or all(self._sequences[s.sequence].off for s in scheduled.sequences):
                 return
-            if self._answered:
-                self._failures, self._error = 0, ""
+            self.drafter.observe(spans)
+        except Exception as error:
+            self._note_failure(error)
+            return
+        if self._answered:
+            self._failures, self._error = 0, ""
 
     def record_step(self, scheduled: ScheduledStep, seconds: float) -> None:
         """Record what a step took."""
@@ -350,23 +361,28 @@ class Speculator:
             raise ValueError(f"tokens {tokens} with parents {list(parents)} are no tree of depth {depth}")
         return Proposal(tokens[:count], probabilities, parents)
 
-    def _choose(self, proposals: Many[tuple[Sequence, Proposal]], budget: int, plain: int) -> None:
+    def _choose(self, proposals: Many[tuple[Sequence, Proposal]], budget: int, plain: int, failures: Failures) -> None:
         """Choose the draft rows to verify."""
         if self._fixed:
             counts = fair_shares(budget, [len(proposal.tokens) for _, proposal in proposals])
         else:
-            probabilities = [self._sequences[s].rates.probabilities(p) for s, p in proposals]
-            seconds = self._draft_times(len(proposals))
+            probabilities, rated = [], []
+            for sequence, proposal in proposals:
+                with failures.of(sequence):
+                    probabilities.append(self._sequences[sequence].rates.probabilities(proposal))
+                    rated.append((sequence, proposal))
+            proposals, seconds = rated, self._draft_times(len(proposals))
             counts, gain = choose_draft_rows(probabilities, budget, plain, self._step_times, seconds, _STEP_SIZES)
             pause = min(max(2 * self._pause, _MIN_PAUSE), _MAX_PAUSE)
             self._pause = self._pause_steps = 0 if gain > 1 - _TOLERATED_LOSS else pause
         for (sequence, proposal), count in zip(proposals, counts, strict=True):
-            known = self._sequences[sequence]
-            known.rows = count
-            if not count:
-                known.rates.decay(proposal)
-            known.proposal, parents = in_row_order(proposal, count) if proposal.parents else (proposal, ())
-            sequence.draft = Draft(tuple(known.proposal.tokens[:count]), parents)
+            with failures.of(sequence):
+                known = self._sequences[sequence]
+                known.rows = count
+                if not count:
+                    known.rates.decay(proposal)
+                known.proposal, parents = in_row_order(proposal, count) if proposal.parents else (proposal, ())
+                sequence.draft = Draft(tuple(known.proposal.tokens[:count]), parents)
 
     def _note_unavailable(self, error: DrafterUnavailableError) -> None:
         """Go on without drafts; the next step asks the drafter again."""

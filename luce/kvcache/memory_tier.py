@@ -70,7 +70,23 @@ class MemoryTier:
     ) -> Checkpoint:
         """Save a checkpoint at `ids`, which a slot holds. An existing one gets the logits, features and pages that it
         lacks. Evicts others if necessary. Raises LuceError."""
-        checkpoint = self.tree.find(ids) or self._add(slot, ids, interim=interim)
+        existing = self.tree.find(ids)
+        checkpoint = existing or self._add(slot, ids, interim=interim)
+        try:
+            self._complete(checkpoint, slot, logits, features)
+        except BaseException:
+            # No later sequence may find a page that lies nowhere.
+            if existing is None:
+                self._evict(checkpoint)
+            raise
+        self._make_room(0)
+        self._reserve_host_memory()
+        return checkpoint
+
+    def _complete(
+        self, checkpoint: Checkpoint, slot: int, logits: NDArray[np.float32] | None, features: FeatureTail | None
+    ) -> None:
+        """Give a checkpoint the logits, features and pages that it lacks."""
         if checkpoint.logits is None and logits is not None:
             checkpoint.logits = logits
             self.bytes += logits.nbytes
@@ -84,9 +100,6 @@ class MemoryTier:
                     self._share_host_page(node, slot)
                 elif node.page is None:
                     self.place(node, page)
-        self._make_room(0)
-        self._reserve_host_memory()
-        return checkpoint
 
     def nodes(self, checkpoint: Checkpoint) -> list[PageNode]:
         """The nodes before a checkpoint, in order of position; none if the model has no full attention."""
@@ -171,11 +184,11 @@ class MemoryTier:
 
     def _add(self, slot: int, ids: Int32, *, interim: bool) -> Checkpoint:
         """A new checkpoint with the state of a slot. Raises LuceError."""
+        residency = None if self._pager is None else self._pager.residency(slot, len(ids))
         state = self._backend.state.save(*self.state_place(slot, len(ids)))
-        self.bytes += state.nbytes
         checkpoint = self.tree.add(ids, state, None, interim=interim)
-        if self._pager is not None:
-            checkpoint.residency = self._pager.residency(slot, len(ids))
+        checkpoint.residency = residency
+        self.bytes += state.nbytes
         return checkpoint
 
     def _share_host_page(self, node: PageNode, slot: int) -> None:
@@ -237,8 +250,8 @@ class MemoryTier:
         try:
             saved = self._save_pages([node.page for node in nodes if node.page is not None])
             self._make_room(saved.nbytes)
-        except LuceError as error:
-            _log.warning("the prefix cache in memory is cleared: %s", error)
+        except Exception as error:
+            _log.warning("the prefix cache in memory is cleared: %s", error, exc_info=not isinstance(error, LuceError))
             return False
         for index, node in enumerate(nodes):
             if node.in_tree:

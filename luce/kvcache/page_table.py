@@ -118,11 +118,17 @@ class PageTable:
         # References first: freeing pages for the other entries must not evict these.
         for page in found.values():
             self.add_reference(page)
-        self._free_up(sum(entry not in found and entry not in swapped_out for entry in range(begin, end)))
-        for entry in range(begin, end):
-            held = -1 if entry in swapped_out else found.get(entry)
-            self._table[slot, entry] = self._take(slot, entry) if held is None else held
-            self._end[slot] = entry + 1
+        try:
+            self._free_up(sum(entry not in found and entry not in swapped_out for entry in range(begin, end)))
+            for entry in range(begin, end):
+                held = -1 if entry in swapped_out else found.get(entry)
+                self._table[slot, entry] = self._take(slot, entry) if held is None else held
+                self._end[slot] = entry + 1
+        except BaseException:
+            for entry, page in found.items():
+                if entry >= self._end[slot]:
+                    self.remove_reference(page)
+            raise
 
     def clear(self, slot: int) -> None:
         """Free all pages of a slot; the reservation stands."""
@@ -270,7 +276,7 @@ class PageTable:
         self._free_up(end - first)
         for entry in range(max(first, int(self._begin[slot])), end):
             self._table[slot, entry] = self._take(slot, entry)
-            self._end[slot] = end
+            self._end[slot] = entry + 1
 
     def _take(self, slot: int, entry: int) -> int:
         """Take a free page for an entry: the one behind the page of the entry before it, or the next free one above, or

@@ -53,9 +53,13 @@ class Restorer:
             if checkpoint is not None:
                 self._backend.state.restore(*self._memory.state_place(slot, length), checkpoint.state)
                 checkpoint.superseded = False
-        except LuceError as error:
-            _log.warning("a cached prefix could not be restored: %s", error)
+        except Exception as error:
+            known = isinstance(error, LuceError)
+            _log.warning("a cached prefix could not be restored: %s", error, exc_info=not known)
             self._empty(slot)
+            if not known:
+                # What is wrong with it would be wrong for the next sequence as well.
+                self._memory.clear()
             return False
         return True
 
@@ -94,11 +98,12 @@ class Restorer:
                     )
                 interim = snapshot.manifest.interim or not whole
                 checkpoint = self._memory.save(slot, ids, logits, features, interim=interim)
-        except (LuceError, OSError) as error:
+        except Exception as error:
             self._empty(slot)
-            if isinstance(error, ShardLostError):
-                _log.warning("snapshot %s could not be restored: %s", snapshot.manifest.id, error)
-            else:
+            known = isinstance(error, LuceError | OSError)
+            if not known or isinstance(error, ShardLostError):
+                _log.warning("snapshot %s could not be restored: %s", snapshot.manifest.id, error, exc_info=not known)
+            if not isinstance(error, ShardLostError):
                 disk.record_failure(snapshot, error)
             return None
         disk.record_hit(snapshot, length, time.monotonic() - started)

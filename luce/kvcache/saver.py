@@ -114,8 +114,8 @@ class Saver:
             self._awaited = next(self.export)
         except StopIteration:
             self.export = self._awaited = None
-        except LuceError as error:
-            _log.warning("a checkpoint could not be written: %s", error)
+        except Exception as error:
+            _log.warning("a checkpoint could not be written: %s", error, exc_info=not isinstance(error, LuceError))
             self.export = self._awaited = None
         now = time.monotonic()
         self._next = now + PAUSE_RATIO * (now - started)
