@@ -41,6 +41,8 @@ class RecordedOS:
         self._paths: dict[int, str] = {}
         self.calls: list[Call] = []
         self.names: set[str] = set()
+        #: the most descriptors at a time
+        self.most_open = 0
 
     def __getattr__(self, name: str) -> Any:
         if name in PASSED or name.startswith("O_"):
@@ -55,6 +57,7 @@ class RecordedOS:
         at = self._at(path, dir_fd)
         fd = os.open(path, flags, mode, dir_fd=dir_fd)
         self._paths[fd] = at
+        self.most_open = max(self.most_open, len(self._paths))
         if flags & os.O_CREAT:
             self.calls.append(Call("create", at))
         return fd
