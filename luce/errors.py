@@ -32,9 +32,15 @@ Every message names the flag, field, file or tensor. Code decides by class and a
 
 from __future__ import annotations
 
+# Files and clients may be quoted: a message stays readable, and a log small, whatever they hold.
+_LONGEST, _HEAD, _TAIL = 2000, 1500, 400
+
 
 class LuceError(Exception):
-    """Base of all errors that Luce raises on purpose; `str(error)` is one line for the user."""
+    """Base of all errors that Luce raises on purpose; `str(error)` is one line for the user.
+
+    A message of more than 2000 characters loses its middle.
+    """
 
     status = 500
     type = "server_error"
@@ -42,7 +48,7 @@ class LuceError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message if len(message) <= _LONGEST else f"{message[:_HEAD]} ... {message[-_TAIL:]}")
         self.param = param
         if code is not None:
             self.code = code

@@ -12,7 +12,7 @@ from luce.models.spec import Attention, Dialect, GatedMLP, Markers, MessageMarke
 
 def spec(source: Source) -> ModelSpec:
     """The spec of a gemma4 file."""
-    layers = source.positive("block_count")
+    layers = source.stored_layers()
     sliding = source.metadata.booleans(source.key("attention.sliding_window_pattern"))
     if len(sliding) != layers:
         raise source.refuse("attention.sliding_window_pattern", f"has {len(sliding)} entries for {layers} layers")

@@ -26,7 +26,7 @@ from luce.models.spec import (
 
 def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
     """The spec of a file whose every layer has this feed-forward part."""
-    stored = source.positive("block_count")
+    stored = source.stored_layers()
     predicting = source.integer("nextn_predict_layers", 0)
     layers = stored - predicting
     if predicting < 0 or layers < 1:

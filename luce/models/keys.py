@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from luce.errors import UnsupportedError
-from luce.gguf.metadata import Metadata
+from luce.gguf.metadata import Metadata, shown
 from luce.gguf.reader import TensorInfo
 from luce.models.spec import Layer, ModelSpec, SandwichLayer
+
+# Far above real models. It bounds the work for a hostile file with many small tensors.
+_MOST_LAYERS = 1024
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,19 @@ class Source:
         if value < 1:
             raise self.refuse(name, f"is {value}, expected at least 1")
         return value
+
+    def stored_layers(self) -> int:
+        """`block_count`, which the tensors must confirm: a family makes a spec of every layer."""
+        count = self.positive("block_count")
+        if count > _MOST_LAYERS:
+            raise self.refuse("block_count", f"is {count}, expected at most {_MOST_LAYERS}")
+        found = {name.split(".", 2)[1] for name in self.tensors if name.startswith("blk.")}
+        missing = next((layer for layer in range(count) if str(layer) not in found), None)
+        if missing is not None:
+            raise UnsupportedError(
+                f"{self.path}: tensor blk.{missing}.attn_norm.weight is missing: {self.key('block_count')} is {count}"
+            )
+        return count
 
     def per_layer(self, name: str, layers: int) -> list[int]:
         """A positive integer for each layer: an array in the file, or one value for all."""
@@ -122,5 +138,5 @@ def linear_rope_scaling(source: Source) -> float:
     """The divisor of positions. Refuses scaling types other than none and linear."""
     kind = source.metadata.string(source.key("rope.scaling.type"), default="none")
     if kind not in ("none", "linear"):
-        raise source.refuse("rope.scaling.type", f"is {kind!r}, expected none or linear")
+        raise source.refuse("rope.scaling.type", f"is {shown(kind)}, expected none or linear")
     return source.number("rope.scaling.factor", 1.0) if kind == "linear" else 1.0

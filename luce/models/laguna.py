@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from luce.gguf.metadata import shown
 from luce.models.keys import Source, model
 from luce.models.spec import Attention, Dialect, GatedMLP, Layer, Markers, MessageMarkers, ModelSpec, MoE, Rope, Yarn
 
@@ -15,7 +16,7 @@ _SIGMOID = 2
 
 def spec(source: Source) -> ModelSpec:
     """The spec of a laguna file."""
-    layers = source.positive("block_count")
+    layers = source.stored_layers()
     heads = source.per_layer("attention.head_count", layers)
     kv_heads = source.per_layer("attention.head_count_kv", layers)
     sliding = _sliding(source, layers)
@@ -89,7 +90,7 @@ def _yarn(source: Source) -> Yarn | None:
     if kind == "none":
         return None
     if kind != "yarn":
-        raise source.refuse("rope.scaling.type", f"is {kind!r}, expected yarn or none")
+        raise source.refuse("rope.scaling.type", f"is {shown(kind)}, expected yarn or none")
     return Yarn(
         factor=source.above("rope.scaling.factor"),
         original_context=source.positive("rope.scaling.original_context_length"),

@@ -49,7 +49,7 @@ def spec(source: Source) -> ModelSpec:
     )
     # Models stored under this name have templates of many kinds; ChatML is the one with markers of its own.
     return replace(
-        model(source, "llama", (layer,) * source.positive("block_count")),
+        model(source, "llama", (layer,) * source.stored_layers()),
         eos=_EOS,
         dialect=Dialect(message=CHATML),
     )

@@ -27,7 +27,7 @@ def spec(source: Source) -> ModelSpec:
         ffn=GatedMLP(source.positive("feed_forward_length")),
     )
     return replace(
-        model(source, "qwen3", (layer,) * source.positive("block_count")),
+        model(source, "qwen3", (layer,) * source.stored_layers()),
         eos=("<|im_end|>", "<|endoftext|>"),
         nfc=True,
         dialect=Dialect(

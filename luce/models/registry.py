@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from luce.errors import UnsupportedError
+from luce.gguf.metadata import shown
 from luce.models import gemma4, laguna, llama, qwen3, qwen35, qwen35moe
 from luce.models.keys import Source
+from luce.models.shapes import check_shapes
 from luce.models.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
@@ -25,6 +27,8 @@ def read_spec(source: Source) -> ModelSpec:
     if family is None:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedError(
-            f"{source.path}: general.architecture {source.architecture!r} is not supported; Luce runs {known}"
+            f"{source.path}: general.architecture {shown(source.architecture)} is not supported; Luce runs {known}"
         )
-    return family(source)
+    spec = family(source)
+    check_shapes(source, spec)
+    return spec

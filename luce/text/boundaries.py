@@ -7,8 +7,8 @@ does not depend on the role, and text that a template derives from an earlier re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
+from luce.errors import UnsupportedError
 from luce.models.spec import MessageMarkers
 from luce.text.tokenizer import Tokenizer
 
@@ -19,16 +19,18 @@ _GAP = 4
 
 
 class Boundaries:
-    """Finds the boundaries in prompts of one tokenizer; none without markers, or if its vocabulary lacks them."""
+    """Finds the boundaries in prompts of one tokenizer; none without markers, or if its vocabulary lacks those that are
+    special tokens. Raises UnsupportedError if it cannot spell the others."""
 
     def __init__(self, tokenizer: Tokenizer, markers: MessageMarkers | None) -> None:
         self._tokenizer = tokenizer
         self._markers = markers
+        self._ends, self._starts = self._encoded()
 
     def find(self, ids: Sequence[int]) -> tuple[int, ...]:
         """The boundaries of a prompt, ascending."""
         found: list[int] = []
-        ends, starts = self._encoded
+        ends, starts = self._ends, self._starts
         prompt, at = tuple(ids), 0
         while (end := _next(prompt, ends, at, len(prompt))) is not None:
             start = _next(prompt, starts, end, end + _GAP + 1)
@@ -38,7 +40,6 @@ class Boundaries:
             at = start
         return tuple(found)
 
-    @cached_property
     def _encoded(self) -> tuple[_Marks, _Marks]:
         """The ids of the markers that end and that start a message."""
         if self._markers is None:
@@ -52,6 +53,12 @@ class Boundaries:
             len(ids) == 1 and self._tokenizer.is_special(ids[0]) for ids in (*ends, *starts)
         ):
             return (), ()
+        for text, ids in zip((*self._markers.ends, *self._markers.starts), (*ends, *starts), strict=True):
+            spelled = b"".join(map(self._tokenizer.token_bytes, ids)).decode(errors="replace")
+            if spelled != text and not any(map(self._tokenizer.is_special, ids)):
+                raise UnsupportedError(
+                    f"tokenizer.ggml.tokens: the vocabulary cannot spell {text!r} of the chat's markers"
+                )
         return ends, starts
 
 

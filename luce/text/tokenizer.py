@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
 from luce.errors import FormatError, UnsupportedError
+from luce.gguf.metadata import shown
 
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -254,7 +255,7 @@ def _tokens(metadata: Mapping[str, object]) -> tuple[list[str], list[int]]:
         raise FormatError(f"tokenizer.ggml.token_type has {len(types)} entries, tokenizer.ggml.tokens has {len(texts)}")
     for text, type in zip(texts, types, strict=True):
         if type == BYTE and not _BYTE_TOKEN.fullmatch(text):
-            raise FormatError(f"tokenizer.ggml.tokens: byte token {text!r} is not of the form <0xNN>")
+            raise FormatError(f"tokenizer.ggml.tokens: byte token {shown(text)} is not of the form <0xNN>")
     return texts, types
 
 
@@ -262,12 +263,12 @@ def _kind(model: str, metadata: Mapping[str, object]) -> tuple[_Kind, _Pre]:
     """The kind of vocabulary and its pre-tokenizer."""
     name = _value(metadata, "pre", str, default="default")
     if model not in _KINDS:
-        raise UnsupportedError(f"tokenizer.ggml.model: unknown tokenizer model {model!r}")
+        raise UnsupportedError(f"tokenizer.ggml.model: unknown tokenizer model {shown(model)}")
     kind = _KINDS[model]
     if kind.pre is None:
         return kind, _SENTENCEPIECE
     if name not in kind.pre:
-        raise UnsupportedError(f"tokenizer.ggml.pre: unknown pre-tokenizer {name!r} of tokenizer model {model!r}")
+        raise UnsupportedError(f"tokenizer.ggml.pre: unknown pre-tokenizer {shown(name)} of tokenizer model {model!r}")
     return kind, kind.pre[name]
 
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFValueType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce.errors import LuceError
+from luce.gguf.metadata import Metadata, PackedStrings
 from luce.gguf.quants import dequantize
-from luce.gguf.reader import GGUFFile, open_gguf
-from tests.support.gguf_files import SAMPLE_KEYS, SAMPLE_TENSORS, Array, Key, Raw, Tensor, encode, sample
+from luce.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.text.tokenizer import Tokenizer
+from tests.support.gguf_files import SAMPLE_KEYS, SAMPLE_TENSORS, Array, Key, Raw, Tensor, encode, sample, string
+from tests.support.reference import Reference
 
 SAMPLE = sample()
+#: characters of a message, whatever the file holds
+LONGEST = 2000
 GETTERS = ("integer", "number", "string", "boolean", "integers", "numbers", "strings", "booleans")
 
 #: numbers at which arithmetic overflows, alignments break and counts exceed the file
@@ -61,7 +71,7 @@ def attempt(path: Path, data: bytes) -> None:
     try:
         read_everything(path)
     except LuceError as error:
-        assert str(path.parent) in str(error) and "\n" not in str(error)
+        assert str(path.parent) in str(error) and "\n" not in str(error) and len(str(error)) <= LONGEST
 
 
 #: mostly behind the magic and the version: integers() would favour the start
@@ -164,6 +174,58 @@ def test_mutated_structure(
 @given(data=st.binary(max_size=200))
 def test_random_bytes_behind_a_valid_start(path: Path, data: bytes) -> None:
     attempt(path, SAMPLE[:8] + data)
+
+
+FAMILIES = ("qwen3-a-F32", "qwen35-a-F32", "qwen35moe-a-F32", "gemma4-e-F32", "gemma4-moe-F32", "laguna-a-F32")
+
+
+@functools.cache
+def published(name: str) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    """The family's keys, arrays of numbers packed as the reader has them, and the tensors of a reference file."""
+    with open_gguf(Reference(name).path) as file:
+        keys = {key: file.metadata[key] for key in file.metadata if not key.startswith("tokenizer.")}
+        packed = {key: np.array(value) if isinstance(value, list) else value for key, value in keys.items()}
+        return packed, dict(file.tensors)
+
+
+@settings(max_examples=600)
+@given(data=st.data(), name=st.sampled_from(FAMILIES))
+def test_counts_of_a_model(data: st.DataObject, name: str) -> None:
+    """A spec of the file's tensors, or a refusal: whatever the counts are, the work is bounded by the tensors."""
+    keys, tensors = published(name)
+    own = sorted(key for key, value in keys.items() if not key.startswith("general.") and type(value) is int)
+    changes = data.draw(st.dictionaries(st.sampled_from(own), NUMBERS, min_size=1, max_size=3))
+    path = Path("/x/model.gguf")
+    try:
+        spec = read_spec(Source(str(path), Metadata({**keys, **changes}, path), tensors))
+    except LuceError as error:
+        assert str(path) in str(error) and "\n" not in str(error) and len(str(error)) <= LONGEST
+        return
+    assert len(spec.layers) <= len(tensors)
+    assert tensors["token_embd.weight"].shape == (spec.hidden, spec.vocab)
+
+
+LONG = "ÿ" * 100_000
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["general.architecture", "qwen3.rope.scaling.type", "tokenizer.ggml.model", "tokenizer.ggml.pre"],
+)
+def test_long_values_are_cut_in_messages(key: str) -> None:
+    path = Path("/x/model.gguf")
+    keys, tensors = published("qwen3-a-F32")
+    tokens = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": PackedStrings(string("a"), 1)}
+    changed = Metadata({**keys, **tokens, key: LONG}, path)
+    with pytest.raises(LuceError) as caught:
+        read_spec(Source(str(path), changed, tensors))
+        Tokenizer(changed)
+    assert key in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_long_message_loses_its_middle() -> None:
+    message = str(LuceError(f"{LONG}: key is wrong"))
+    assert len(message) <= LONGEST and message.endswith(": key is wrong") and message.startswith("ÿÿ")
 
 
 @settings(max_examples=300)

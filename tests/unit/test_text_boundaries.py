@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from luce.errors import UnsupportedError
 from luce.models.spec import CHATML, MessageMarkers
 from luce.text.boundaries import Boundaries
 from luce.text.tokenizer import CONTROL, NORMAL, Tokenizer
@@ -86,3 +89,16 @@ def test_special_markers_must_be_special_tokens() -> None:
 
 def test_markers_of_several_tokens() -> None:
     assert found("<user>U</user>\n<assistant>A", tokenizer(), "tags") == ["<user>U</user>\n<assistant>"]
+
+
+@pytest.mark.parametrize("missing", ["<", "usr/>", "".join(map(chr, range(33, 127)))])
+def test_a_vocabulary_that_cannot_spell_the_markers_is_refused(missing: str) -> None:
+    keys = metadata()
+    kept = [not set(str(text)) & set(missing) for text in keys["tokenizer.ggml.tokens"][:LETTERS]]  # type: ignore[index]
+    for name, extra in (("tokens", "<|end|>"), ("token_type", CONTROL)):
+        values: Any = keys[f"tokenizer.ggml.{name}"]
+        keys[f"tokenizer.ggml.{name}"] = [v for v, keep in zip(values, kept, strict=False) if keep] + [extra]
+    end = sum(kept)
+    tokens = Tokenizer(keys | {"tokenizer.ggml.bos_token_id": end, "tokenizer.ggml.eos_token_id": end})
+    with pytest.raises(UnsupportedError, match=r"^tokenizer\.ggml\.tokens: the vocabulary cannot spell '</system>'"):
+        Boundaries(tokens, KINDS["tags"])

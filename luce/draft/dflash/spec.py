@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from luce.draft.dflash.correction import DOMINO, DSPARK, CorrectionSpec
 from luce.errors import ModelError, UnsupportedError
+from luce.gguf.metadata import shown
 from luce.models.dflash import ARCHITECTURES, IGNORED_KEYS
 from luce.models.keys import Source, attention_heads, rope_dims
 from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, Rope, Yarn
@@ -288,7 +289,7 @@ def _attention(source: Source) -> Callable[..., Attention]:
 def _rope(source: Source, head_dim: int) -> Rope:
     kind = source.metadata.string(source.key("rope.scaling.type"), default="none")
     if kind not in ("none", "linear", "yarn"):
-        raise source.refuse("rope.scaling.type", f"is {kind!r}, expected none, linear or yarn")
+        raise source.refuse("rope.scaling.type", f"is {shown(kind)}, expected none, linear or yarn")
     factor = source.above("rope.scaling.factor") if kind != "none" else 1.0
     yarn = None
     if kind == "yarn":

@@ -1,0 +1,66 @@
+"""Holds the sizes of a spec against the shapes of the tensors, before anything is planned or allocated with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from luce.errors import UnsupportedError
+from luce.models.keys import Source
+from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, MoE, SandwichLayer
+
+#: name of a tensor, its expected elements of a row, and its expected rows; None: any
+_Expected = tuple[str, int | None, int | None]
+
+
+def check_shapes(source: Source, spec: ModelSpec) -> None:
+    """Raises UnsupportedError naming the key, or the first tensor whose shape does not fit the spec.
+
+    Tensors that are missing under these names are for the loader to report: files may hold them under other names.
+    """
+    _check_experts(source, spec)
+    for name, cols, rows in _expected(spec):
+        info = source.tensors.get(name)
+        if info is None:
+            continue
+        if cols not in (None, info.cols) or rows not in (None, info.rows):
+            expected = ", ".join("any" if size is None else str(size) for size in (cols, rows))
+            raise UnsupportedError(
+                f"{source.path}: tensor {name} has shape {list(info.shape)}, expected [{expected}] by the metadata"
+            )
+
+
+def _check_experts(source: Source, spec: ModelSpec) -> None:
+    for layer in spec.layers:
+        experts = layer.experts if isinstance(layer, SandwichLayer) else layer.ffn
+        if isinstance(experts, MoE) and experts.used > experts.experts:
+            raise source.refuse("expert_used_count", f"is {experts.used} of {experts.experts} experts")
+
+
+def _expected(spec: ModelSpec) -> Iterator[_Expected]:
+    yield "token_embd.weight", spec.hidden, None
+    yield "output.weight", spec.hidden, spec.vocab
+    for index, layer in enumerate(spec.layers):
+        for part, cols, rows in _of_layer(spec, layer):
+            yield f"blk.{index}.{part}.weight", cols, rows
+
+
+def _of_layer(spec: ModelSpec, layer: Layer | SandwichLayer) -> Iterator[_Expected]:
+    mixer = layer.mixer
+    if isinstance(mixer, Attention):
+        queries = mixer.heads * mixer.head_dim
+        yield "attn_q", spec.hidden, queries * (2 if mixer.query_gate else 1)
+        yield "attn_output", queries, spec.hidden
+        if mixer.donor is None:
+            yield "attn_k", spec.hidden, mixer.kv_heads * mixer.head_dim
+    else:
+        yield "attn_qkv", spec.hidden, mixer.channels
+        yield "attn_gate", spec.hidden, mixer.value_heads * mixer.head_dim
+    if isinstance(layer.ffn, GatedMLP):
+        yield "ffn_gate", spec.hidden, layer.ffn.hidden
+        yield "ffn_up", spec.hidden, layer.ffn.hidden
+        yield "ffn_down", layer.ffn.hidden, spec.hidden
+    experts = layer.experts if isinstance(layer, SandwichLayer) else layer.ffn
+    if isinstance(experts, MoE):
+        yield "ffn_gate_inp", spec.hidden, experts.experts
+        yield "ffn_up_exps", spec.hidden, experts.experts * experts.hidden
+        yield "ffn_down_exps", experts.hidden, experts.experts * spec.hidden
