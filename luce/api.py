@@ -190,6 +190,18 @@ class Model:
         """Seconds of the shards' work and of the copies between them since the load."""
         return self.backend.times()
 
+    def warm_up(self) -> None:
+        """Generate one token, which builds kernels and graphs. No counter counts it, and no cache keeps it. Before the
+        first reply."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        prompt = [self.tokenizer.bos_id or 0]
+        output = self.reply_text(remember=False)
+        for _ in Generation(
+            lambda sink: self.engine.submit(prompt, params, output=output, on_event=sink, max_cached_tokens=0), None
+        ):
+            pass
+        self.engine.reset_counters()
+
     def tokenize(self, text: str, *, specials: bool = True) -> list[int]:
         """Ids of a text, without an automatic BOS. `specials`: whether texts of control tokens become these tokens."""
         return self.tokenizer.encode(text, specials=specials)

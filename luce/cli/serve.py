@@ -122,9 +122,7 @@ class _Service:
         try:
             model = open_model(resolve_model(self._name), self._config, self._progress)
             # The first token builds kernels and graphs; clients that wait for READY do not wait for that.
-            start_token = model.tokenizer.bos_id or 0
-            for _ in model.generate([start_token], max_tokens=1, temperature=0.0, ignore_eos=True):
-                pass
+            model.warm_up()
             settle, result = loaded.set_result, model
         except BaseException as error:
             settle, result = loaded.set_exception, error  # type: ignore[assignment]

@@ -145,6 +145,17 @@ class Engine:
         """Empty the prefix cache, memory and disk; returns how many prefixes it had. Blocks as `cached_prefixes`."""
         return len(self._between_steps(lambda cache: cache.clear()))
 
+    def reset_counters(self) -> None:
+        """Count steps and tokens from zero again. Blocks until the engine's thread is between two steps."""
+        done = threading.Event()
+
+        def reset() -> None:
+            self._steps = self._committer.prompt_tokens = self._committer.predicted_tokens = 0
+            done.set()
+
+        if self._admission.post(reset):
+            done.wait()
+
     def drain(self) -> None:
         """Refuse new sequences and fail those that wait; those that run go on. Idempotent."""
         self._admission.drain()

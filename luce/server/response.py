@@ -200,8 +200,8 @@ class ResponseBuilder(ABC):
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                "accepted_prediction_tokens": sum(part.accepted for part in done),
+                "rejected_prediction_tokens": sum(part.drafted - part.accepted for part in done),
             },
         }
 

@@ -75,6 +75,21 @@ class Broken(NgramDrafter):
         raise OutOfMemoryError("cpu:0: 9 bytes asked")
 
 
+async def test_usage_counts_the_draft_tokens() -> None:
+    async with running(verify_width=8, model={"drafter": NgramDrafter(block=7)}) as here:
+        reply = await here.chat("to and fro " * 8, max_tokens=60, ignore_eos=True)
+        events = await here.events(
+            "/v1/completions",
+            {"prompt": "to and fro " * 8, "max_tokens": 60, "stream": True, "stream_options": {"include_usage": True}},
+        )
+    for last in (reply, events[-1]):
+        details, timings = last["usage"]["completion_tokens_details"], last["timings"]
+        accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+        assert accepted == timings["draft_n_accepted"]
+        assert accepted + rejected == timings["draft_n"]
+    assert reply["timings"]["draft_n_accepted"] > 0
+
+
 async def test_the_drafter() -> None:
     turn = "<|im_start|>assistant\n"
     body = {"prompt": turn + REPLY + turn, "max_tokens": 60, "temperature": 0}

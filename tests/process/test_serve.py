@@ -246,6 +246,16 @@ def test_a_socket_from_the_manager(serve: Any) -> None:
         assert child.wait() == 0, child.log
 
 
+def test_a_fresh_server_has_generated_and_missed_nothing(cached_server: Any) -> None:
+    child = cached_server()
+    metrics = child.request("/metrics").read().decode()
+    for name in ("generated_tokens_total", "steps_total", "prefix_cache_misses_total"):
+        assert f"luce_{name} 0.0" in metrics, name
+    assert 'luce_prompt_tokens_total{source="computed"} 0.0' in metrics
+    reply = ask(child, CHAT, {**ASKED[CHAT], **GREEDY})
+    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
 def test_a_split_is_reported(serve: Any) -> None:
     child = serve("--target-devices", "cpu:1", "--target-layer-split", "1,2", "--max-ctx", "128")
     child.notified("READY=1")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import luce
 from luce.api import Generation
 from luce.config.sampling import SamplingParams
 from luce.config.settings import Config
@@ -13,10 +14,24 @@ from luce.engine.events import FinishReason
 from luce.errors import BackendError
 from luce.runtime.step import Step
 from tests.support.drafters import oracle
+from tests.support.reference import Reference
 from tests.support.replies import Gate
 from tests.support.scripted_model import ScriptedModel, saying
 
 PROMPT = list(b"Q:")
+
+
+def test_a_warm_up_is_neither_counted_nor_cached() -> None:
+    with luce.load(Reference("qwen3-a-F32").path, target_devices="cpu:0", max_ctx=256, kv_cache_dir="off") as model:
+        model.warm_up()
+        stats = model.engine.stats()
+        assert (stats.steps, stats.prompt_tokens, stats.predicted_tokens) == (0, 0, 0)
+        assert (stats.cache.misses, stats.cache.checkpoints) == (0, 0)
+        first = model.generate([model.tokenizer.bos_id or 0, 5], max_tokens=2, temperature=0, ignore_eos=True)
+        assert len(list(first)) == 2
+        assert first.finish is not None and first.finish.timings.cached_tokens == 0
+        stats = model.engine.stats()
+        assert (stats.steps, stats.prompt_tokens, stats.predicted_tokens, stats.cache.misses) == (2, 2, 2, 1)
 
 
 @pytest.fixture
