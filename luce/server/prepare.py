@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from luce.api import Model
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.settings import sampling_default
-from luce.errors import RequestError, UnavailableError
+from luce.server.chat_prompt import chat_prompt
 from luce.server.errors import invalid, unknown_model, unsupported
-from luce.server.schema import ChatRequest, Common, CompletionRequest, Message, ToolChoice, decode
+from luce.server.schema import ChatRequest, Common, CompletionRequest, decode
 from luce.text.detokenizer import Detokenizer
 
 #: `max_tokens` of /v1/completions when the request has none
@@ -31,8 +29,11 @@ _CONSTRAINTS = (
     "guided_choice",
     "guided_grammar",
     "grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
+    "stop_regex",
 )
-_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt"}
 
 
 @dataclass(frozen=True)
@@ -77,20 +78,17 @@ class Job:
 def chat_job(body: bytes, headers: Mapping[str, str], model: Model) -> Job:
     """The Job of a /v1/chat/completions body. Raises RequestError."""
     request, unknown = decode(body, ChatRequest)
-    if not request.messages:
-        raise invalid("messages", "expected at least one message")
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     if request.modalities not in (None, ["text"]):
         raise unsupported("modalities", 'only ["text"] is supported')
-    tools = _tools(request)
     limits = (request.max_completion_tokens, request.max_tokens, request.max_output_tokens)
     return _job(
         request,
         unknown,
         headers,
         model,
-        prompts=(_chat_prompt(request, tools, model),),
+        prompts=(chat_prompt(request, model.chat),),
         echoes=(),
         max_tokens=next((limit for limit in limits if limit is not None), None),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -214,6 +212,10 @@ def _refuse_unsupported(request: Common) -> None:
     for name in _CONSTRAINTS:
         if getattr(request, name) is not None:
             raise unsupported(name, "constrained output is not supported")
+    if request.priority:
+        raise unsupported("priority", "only 0 is supported: sessions take turns")
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options", "needs stream: true")
     for name, neutral in _NEUTRAL.items():
         if getattr(request, name) not in (None, *neutral):
             raise unsupported(name, f"only the neutral value {neutral[0]:g} is supported")
@@ -249,55 +251,6 @@ def _session(request: Common, headers: Mapping[str, str]) -> str:
     )
     found = next((value for value in (*(headers.get(name) for name in _SESSION_HEADERS), *fields) if value), "")
     return str(found)[:_LONGEST_SESSION]
-
-
-# --- conversations
-
-
-def _chat_prompt(request: ChatRequest, tools: list[dict[str, Any]] | None, model: Model) -> list[int]:
-    messages = [_plain(message, i) for i, message in enumerate(request.messages or ())]
-    kwargs = request.chat_template_kwargs or {}
-    if taken := _TEMPLATE_NAMES & kwargs.keys():
-        raise invalid("chat_template_kwargs", f"the server sets {min(taken)}")
-    try:
-        return model.chat.prompt(messages, tools=tools, **kwargs)
-    except UnavailableError:
-        raise
-    except RequestError as error:
-        raise RequestError(str(error), param=error.param or "messages", code=error.code or "template_error") from None
-
-
-def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message for ChatFormat: only the fields that were sent, and a tool's result as text."""
-    plain: dict[str, Any] = {k: v for k, v in msgspec.structs.asdict(message).items() if v is not None}
-    if message.reasoning is not None:
-        plain.setdefault("reasoning_content", message.reasoning)
-    if isinstance(message.content, dict):
-        if message.role not in ("tool", "function"):
-            raise invalid(f"messages[{index}].content", "expected text or a list of parts")
-        plain["content"] = msgspec.json.encode(message.content).decode()
-    return plain
-
-
-def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools for the template. Forced calls need a grammar and are refused."""
-    tools = request.tools or [{"type": "function", "function": function} for function in request.functions or ()]
-    param, choice = "tool_choice", request.tool_choice
-    if choice is None:
-        param, choice = "function_call", request.function_call
-    if not tools or choice == "none":
-        return None
-    if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
-        names = [_tool_name(tool) for tool in choice.allowed_tools.tools]
-        tools, choice = [tool for tool in tools if _tool_name(tool) in names], choice.allowed_tools.mode
-    if choice not in (None, "auto"):
-        raise unsupported(param, "only auto, none and allowed_tools are supported")
-    return tools or None
-
-
-def _tool_name(tool: dict[str, Any]) -> Any:
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else tool.get("name")
 
 
 # --- plain prompts

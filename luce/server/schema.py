@@ -40,18 +40,45 @@ class Message(msgspec.Struct, omit_defaults=True):
     refusal: str | None = None
 
 
+Choice = Literal["none", "auto", "required"]
+
+
 class AllowedTools(msgspec.Struct):
     """A choice among some of the tools."""
 
-    mode: str = "auto"
+    mode: Literal["auto", "required"] = "auto"
     tools: list[_Json] = []
 
 
 class ToolChoice(msgspec.Struct):
-    """`tool_choice` as an object: a named function, or `allowed_tools`."""
+    """`tool_choice` as an object: a named function, or `allowed_tools`. `function_call` as one has `name` alone."""
 
-    type: str = "function"
+    type: Literal["function", "allowed_tools"] = "function"
+    function: _Json | None = None
+    name: str | None = None
     allowed_tools: AllowedTools | None = None
+
+
+# Efforts in the spellings of OpenAI, OpenRouter and Lucebox.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "x-high", "extra_high", "max"]
+
+
+class Reasoning(msgspec.Struct):
+    """`reasoning`, as in OpenAI's Responses and OpenRouter. A summary is accepted without effect."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    max_tokens: _Count | None = None
+    summary: str | None = None
+
+
+class Thinking(msgspec.Struct):
+    """`thinking`, as in Anthropic's API."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: _Count | None = None
+    reply_budget: _Count | None = None
 
 
 class CacheScope(msgspec.Struct, forbid_unknown_fields=True):
@@ -108,11 +135,11 @@ class Common(_Sampling, kw_only=True):
     metadata: _Json | None = None
     extra_body: _Json | None = None
     # Accepted without effect.
-    priority: int | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     store: bool | None = None
     # Only neutral values are accepted, see `prepare`.
+    priority: int | None = None
     typical_p: _Unit | None = None
     top_n_sigma: float | None = None
     xtc_probability: _Unit | None = None
@@ -124,6 +151,10 @@ class Common(_Sampling, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    stop_regex: Any = None
 
 
 class ChatRequest(Common, kw_only=True):
@@ -136,16 +167,18 @@ class ChatRequest(Common, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: _Alternatives | None = None
     tools: list[_Json] | None = None
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: Choice | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: list[_Json] | None = None
-    function_call: str | ToolChoice | None = None
+    function_call: Choice | ToolChoice | None = None
     chat_template_kwargs: _Json | None = None
     modalities: list[str] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    thinking: Thinking | None = None
     # Accepted without effect.
-    reasoning_effort: str | None = None
-    reasoning: _Json | None = None
-    thinking: _Json | None = None
     prediction: _Json | None = None
     verbosity: str | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -55,8 +56,12 @@ class ChatFormat:
         **kwargs: Any,
     ) -> str:
         """The prompt as text, as the template renders it. Raises RequestError."""
-        text, marks = self._render(messages, tools, add_generation_prompt, kwargs)
+        text, marks = self._render(messages, tools, kwargs, opens=add_generation_prompt)
         return text.translate(marks)
+
+    def reads(self, name: str) -> bool:
+        """Whether the template has a variable, a key or a word of this name."""
+        return self.template is not None and re.search(rf"\b{re.escape(name)}\b", self.template.source) is not None
 
     def prompt(
         self,
@@ -65,14 +70,20 @@ class ChatFormat:
         *,
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
         """The prompt as ids, with BOS if the tokenizer wants one and the template wrote none. Raises RequestError.
 
+        `continue_final_message`: the prompt ends with the content of the last message, which must be an assistant's, so
+        that the reply continues it; `add_generation_prompt` must be False.
+
         Texts that `remember` has seen get the ids that they had there, also where the template adds line feeds to
         them.
         """
-        text, marks = self._render(messages, tools, add_generation_prompt, kwargs)
+        text, marks = self._render(
+            messages, tools, kwargs, opens=add_generation_prompt, continues=continue_final_message
+        )
         tokenizer = self._tokenizer
         ids: list[int] = []
         for token, piece in tokenizer.special.cut(text):
@@ -81,6 +92,12 @@ class ChatFormat:
             else:
                 ids += self._encoded(piece.translate(marks))
         return tokenizer.with_bos(ids)
+
+    @property
+    def reasons(self) -> bool:
+        """Whether replies may have reasoning: the template writes or reads its markers."""
+        markers, source = self._reasoning, "" if self.template is None else self.template.source
+        return markers is not None and any(text.strip() in source for text in (markers.open, markers.close))
 
     def remember(self, prompt: Sequence[int], reply: Sequence[int]) -> Texts:
         """Remember the ids of a reply, and those between the prompt's last special token and the reply, for later
@@ -113,54 +130,60 @@ class ChatFormat:
         self,
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
-        add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
+        *,
+        opens: bool,
+        continues: bool = False,
     ) -> tuple[str, dict[int, str]]:
-        """The rendered text with marks in it, and the control text of each mark (a code point)."""
+        """The rendered text with marks in it, and the control text of each mark (a code point).
+
+        `opens`: the template opens the reply. `continues`: the text ends with the content of the last message.
+        """
         if self.template is None:
             raise RequestError("the model file has no chat template; use /v1/completions or --chat-template")
         plain = _merged([_plain(message, i) for i, message in enumerate(messages)])
+        if continues and (plain[-1].get("role") != "assistant" or plain[-1].get("tool_calls")):
+            raise _not_continued("the last message must be an assistant's, without tool calls")
+        variables = {**kwargs, "tools": tools, "add_generation_prompt": opens}
         try:
-            return self._render_plain(plain, tools, add_generation_prompt, kwargs)
+            return self._render_plain(plain, variables, continues=continues)
         except UnavailableError:
             raise
         except RequestError:
             led = plain[:1] + [_as_user(message) for message in plain[1:]]
             if led == plain:
                 raise
-            return self._render_plain(led, tools, add_generation_prompt, kwargs)
+            return self._render_plain(led, variables, continues=continues)
 
     def _render_plain(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[Message] | None,
-        add_generation_prompt: bool,
-        kwargs: Mapping[str, Any],
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, continues: bool
     ) -> tuple[str, dict[int, str]]:
         assert self.template is not None
-        variables = {**kwargs, "messages": messages, "tools": tools}
+        variables = {**variables, "messages": messages}
         try:
-            marks = self._marks(list(_strings(variables)), self.template.source)
+            free = _Unused(variables, self.template.source)
+            marks = self._marks(free)
             if marks:
                 variables = {name: self._masked(value, marks) for name, value in variables.items()}
         except RecursionError:
             raise RequestError("messages or tools are nested too deeply") from None
-        masked = variables.pop("messages")
-        text = self.template.render(masked, **variables, add_generation_prompt=add_generation_prompt)
+        *earlier, last = variables.pop("messages")
+        if not continues:
+            text = self.template.render([*earlier, last], **variables)
+        else:
+            # A character behind the content shows where it ends, whatever the template writes there.
+            end = free.take()
+            text = self.template.render([*earlier, {**last, "content": last["content"] + end}], **variables)
+            if text.count(end) != 1:
+                raise _not_continued("the chat template does not write the last message as it is")
+            text = text[: text.index(end)]
         return text, {ord(mark): control for control, mark in marks.items()}
 
-    def _marks(self, strings: Sequence[str], source: str) -> dict[str, str]:
+    def _marks(self, free: _Unused) -> dict[str, str]:
         """For each control token's text in the strings, a character that is neither in them nor in the source."""
         cut = self._tokenizer.control.cut
-        controls = {piece for string in strings for token, piece in cut(string) if token is not None}
-        if not controls:
-            return {}
-        taken = set(source).union(*strings)
-        free = (chr(code) for code in chain(*_PRIVATE_USE) if chr(code) not in taken)
-        marks = dict(zip(sorted(controls), free, strict=False))
-        if len(marks) < len(controls):
-            raise RequestError("the messages hold control tokens and every private-use character")
-        return marks
+        controls = {piece for string in free.strings for token, piece in cut(string) if token is not None}
+        return {control: free.take() for control in sorted(controls)}
 
     def _masked(self, value: Any, marks: Mapping[str, str]) -> Any:
         if isinstance(value, str):
@@ -171,6 +194,33 @@ class ChatFormat:
         if isinstance(value, list | tuple):
             return [self._masked(item, marks) for item in value]
         return value
+
+
+class _Unused:
+    """Private-use characters that are neither in the strings of the variables nor in the template's source.
+
+    Raises RecursionError for variables that are nested too deeply.
+    """
+
+    def __init__(self, variables: Mapping[str, Any], source: str) -> None:
+        #: all strings of the variables
+        self.strings = list(_strings(variables))
+        self._source = source
+        self._free: Iterator[str] | None = None
+
+    def take(self) -> str:
+        """One that was not taken before. Raises RequestError if there is none."""
+        if self._free is None:
+            taken = set(self._source).union(*self.strings)
+            self._free = (chr(code) for code in chain(*_PRIVATE_USE) if chr(code) not in taken)
+        found = next(self._free, None)
+        if found is None:
+            raise RequestError("the messages hold control tokens and every private-use character")
+        return found
+
+
+def _not_continued(why: str) -> RequestError:
+    return RequestError(f"continue_final_message: {why}", param="continue_final_message", code="invalid_value")
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from luce.models.spec import Markers
 from luce.text.tokenizer import Tokenizer
 
-# Tokens at the end of a prompt in which a marker of the template is searched.
+# Tokens at the end of a prompt without control tokens in which a marker of the template is searched.
 _SUFFIX = 16
 
 
@@ -80,7 +80,12 @@ def reasoning_splitter(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[
     (opens, _), (closes, _) = (next(tokenizer.special.cut(text), (None, "")) for text in (markers.open, markers.close))
     if opens is None or closes is None:
         return None
-    last = next((token for token in reversed(prompt[-_SUFFIX:]) if token in (opens, closes)), None)
+    begin = len(prompt)
+    while begin and (prompt[begin - 1] in (opens, closes) or not tokenizer.is_control(prompt[begin - 1])):
+        begin -= 1
+    # The text behind the last control token is what the reply continues. Without such a token, only its end counts.
+    opened = prompt[begin or -_SUFFIX :]
+    last = next((token for token in reversed(opened) if token in (opens, closes)), None)
     return ReasoningSplitter(markers, inside=last == opens)
 
 

@@ -338,7 +338,7 @@ async def test_the_template_gets_the_tools_unless_the_choice_is_none() -> None:
         assert shown.startswith('<|im_start|>tools\n[{"type": "function", "function": {"name": "f"}}')
         plain = turns(("user", "hi"))
         assert await prompt_text(here, hi, tools=tools, tool_choice="none") == plain
-        assert await prompt_text(here, hi, tools=[], tool_choice="required") == plain
+        assert await prompt_text(here, hi, tools=[], tool_choice="auto") == plain
         assert await prompt_text(here, hi, functions=[{"name": "f"}], function_call="none") == plain
         assert '"f"' in await prompt_text(here, hi, functions=[{"name": "f"}])
         allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tools[1]]}}
@@ -354,15 +354,16 @@ async def test_sampling_aliases_and_ignored_fields_are_accepted() -> None:
             metadata={"a": "b"},
             service_tier="auto",
             user="u",
-            reasoning_effort="low",
-            reasoning={"effort": "low"},
             parallel_tool_calls=False,
             response_format={"type": "text"},
             prefix_cache={"scope": "off"},
             modalities=["text"],
             prediction={"content": "x"},
+            verbosity="low",
+            safety_identifier="x",
             typical_p=1,
-            priority=3,
+            priority=0,
+            stream_options=None,
             stop=None,
             seed=None,
         )

@@ -186,6 +186,9 @@ async def test_a_stream_with_echo_begins_with_the_prompt() -> None:
         ({"prompt": "a", "max_tokens": -1}, "max_tokens", "invalid_value"),
         ({"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens", "invalid_value"),
         ({"prompt": "a", "guided_regex": "a+"}, "guided_regex", "unsupported_parameter"),
+        ({"prompt": "a", "json_schema": {}}, "json_schema", "unsupported_parameter"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"prompt": "a", "priority": 5}, "priority", "unsupported_parameter"),
     ],
 )
 async def test_mistakes_name_their_field(fields: dict[str, Any], param: str, code: str) -> None:

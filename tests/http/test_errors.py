@@ -39,8 +39,8 @@ HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
         (
             {
                 "messages": [
-                    {"role": "system"},
-                    {"role": "system"},
+                    {"role": "system", "content": "a"},
+                    {"role": "system", "content": "b"},
                     {"role": "user", "content": [{"type": "image_url"}]},
                 ]
             },
@@ -71,22 +71,24 @@ HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
         ({"logit_bias": {"9999": 1}}, "logit_bias", "invalid_value"),
         ({"stop_token_ids": [9999]}, "stop_token_ids", "invalid_value"),
         ({"stream": "yes"}, "stream", "invalid_value"),
-        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_value"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "invalid_value"),
         ({"timeout_s": 0}, "timeout_s", "invalid_value"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "unsupported_parameter"),
-        ({"grammar": "x"}, "grammar", "unsupported_parameter"),
+        *(
+            ({name: value}, name, "unsupported_parameter")
+            for name in ("grammar", "json_schema", "regex", "ebnf", "stop_regex")
+            for value in ("x", {"type": "object"}, "")
+        ),
+        ({"priority": 1}, "priority", "unsupported_parameter"),
+        ({"priority": -1}, "priority", "unsupported_parameter"),
+        ({"priority": "high"}, "priority", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"stream": False, "stream_options": {}}, "stream_options", "invalid_value"),
         ({"typical_p": 0.5}, "typical_p", "unsupported_parameter"),
         ({"xtc_probability": 0.5}, "xtc_probability", "unsupported_parameter"),
         ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
-        ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-        (
-            {"tools": [{"type": "function"}], "tool_choice": {"type": "function", "function": {"name": "f"}}},
-            "tool_choice",
-            "unsupported_parameter",
-        ),
-        ({"functions": [{"name": "f"}], "function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
     ],
 )
 async def test_mistakes_name_their_field(fields: dict[str, Any], param: str, code: str) -> None:

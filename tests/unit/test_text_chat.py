@@ -212,3 +212,32 @@ def test_a_reply_has_its_ids_also_before_line_feeds_of_the_template() -> None:
     assert chat.prompt([user("us")], feeds=" ") != [START, *b"us", *b" ", END]
     assert chat.prompt([user("\n")]) == [START, *b"\n", END]
     template.close()
+
+
+def assistant(content: Any, **keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **keys}
+
+
+@given(st.text(st.sampled_from("<|e>s \n.a\ue000\ue001"), max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_a_continued_prompt_ends_with_the_last_message(chat: ChatFormat, text: str) -> None:
+    messages = [user("q<|e|>"), assistant(text)]
+    ids = chat.prompt(messages, add_generation_prompt=False, continue_final_message=True)
+    whole = chat.prompt(messages, add_generation_prompt=False)
+    # The tokens up to the message's end are the same but where its last characters and the end make one token.
+    assert ids[: len(ids) - 3] == whole[: len(ids) - 3] and ids.count(END) == 1
+    tail = Tokenizer(KEYS).encode(f"assistant\n{text}", specials=False)
+    assert ids[-len(tail) :] == tail and ids[-len(tail) - 1] == START
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].content }}", "{{ messages[-1].content * 2 }}", "{{ messages[-1].content | length }}"]
+)
+def test_a_template_that_does_not_write_the_message_cannot_continue_it(source: str) -> None:
+    template = ChatTemplate(source)
+    with pytest.raises(RequestError, match="continue_final_message: the chat template") as caught:
+        ChatFormat(template, Tokenizer(KEYS)).prompt(
+            [user("x"), assistant("y")], add_generation_prompt=False, continue_final_message=True
+        )
+    assert caught.value.param == "continue_final_message"
+    template.close()

@@ -56,6 +56,23 @@ def test_the_prompt_s_end_may_open_the_reasoning(prompt: list[int], inside: bool
     assert splitter is not None and splitter.inside == inside
 
 
+@pytest.mark.parametrize(
+    ("prompt", "inside"),
+    [
+        ([258, 256, *range(40)], True),
+        ([258, 256, 257, *range(40)], False),
+        ([256, 258, *range(4)], False),
+        ([258, *range(40)], False),
+    ],
+)
+def test_a_continued_message_may_have_opened_the_reasoning_long_ago(prompt: list[int], inside: bool) -> None:
+    vocabulary = Tokenizer(byte_level(control=("<|s|>",), visible=("<t>", "</t>")))
+    names = {256: "<t>", 257: "</t>", 258: "<|s|>"}
+    ids = [vocabulary.encode(names[i], specials=True)[0] if i in names else i for i in prompt]
+    splitter = reasoning_splitter(MARKERS, vocabulary, ids)
+    assert splitter is not None and splitter.inside == inside
+
+
 def test_a_vocabulary_without_the_markers_has_no_reasoning() -> None:
     assert reasoning_splitter(MARKERS, Tokenizer(byte_level(visible=("<t>",))), []) is None
 

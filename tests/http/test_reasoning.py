@@ -1,0 +1,181 @@
+"""Whether the model reasons: efforts, `thinking`, and replies that continue a message."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from luce.models.spec import Dialect
+from luce.text.chat import ChatFormat
+from luce.text.template import ChatTemplate
+from tests.support.http_server import Running, running
+from tests.support.scripted_model import DIALECT, tokenizer
+
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "hi"}
+TURN = "<|im_start|>assistant\n"
+_OPENING = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>assistant\n"
+#: how templates switch reasoning, by what they write behind `<|im_start|>assistant`
+TEMPLATES = {
+    "switch": _OPENING + "{% if enable_thinking is not false %}<think>\n{% endif %}",
+    "switch and effort": _OPENING + "{{ reasoning_effort }}{% if thinking is true %}<think>{% endif %}",
+    "effort": _OPENING + "{{ reasoning_effort }}",
+    "always": _OPENING + "<think>\n",
+    "ignores its switch": "{# thinking #}" + _OPENING + "<think>\n",
+    "none": _OPENING,
+}
+UNSUPPORTED = "unsupported_parameter"
+OFF: list[tuple[str, dict[str, Any]]] = [
+    ("reasoning_effort", {"reasoning_effort": "none"}),
+    ("thinking.type", {"thinking": {"type": "disabled"}}),
+    ("thinking.type", {"thinking": {"type": "disabled"}, "reasoning": {"effort": "high"}}),
+    ("reasoning.effort", {"reasoning": {"effort": "none"}, "thinking": {"type": "enabled"}}),
+    ("reasoning.enabled", {"reasoning": {"enabled": False}}),
+    ("chat_template_kwargs.enable_thinking", {"chat_template_kwargs": {"enable_thinking": False}}),
+    ("reasoning_effort", {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}),
+]
+ON: list[tuple[str, dict[str, Any]]] = [
+    *(("reasoning_effort", {"reasoning_effort": effort}) for effort in ("minimal", "low", "high", "xhigh", "max")),
+    ("thinking.type", {"thinking": {"type": "enabled"}}),
+    ("reasoning.effort", {"reasoning": {"effort": "medium"}}),
+    ("reasoning.enabled", {"reasoning": {"enabled": True}}),
+]
+
+
+Chats = dict[str, ChatFormat]
+
+
+@pytest.fixture(scope="module")
+def chats() -> Iterator[Chats]:
+    """A format with each template; `none` is that of a family without reasoning."""
+    templates = {name: ChatTemplate(source) for name, source in TEMPLATES.items()}
+    dialects = {name: Dialect() if name == "none" else DIALECT for name in TEMPLATES}
+    yield {name: ChatFormat(template, tokenizer(), dialects[name]) for name, template in templates.items()}
+    for template in templates.values():
+        template.close()
+
+
+@pytest.fixture
+async def here() -> AsyncIterator[Running]:
+    async with running() as here:
+        yield here
+
+
+async def behind_the_turn(here: Running, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What the template wrote behind the opened turn; or the error."""
+    body = {"messages": [USER], "max_tokens": 1, "temperature": 0, "return_token_ids": True, **fields}
+    status, reply, _ = await here.post(CHAT, body)
+    if status == 400:
+        return "", reply["error"]
+    assert status == 200, reply
+    names = {256: b"<|im_start|>", 257: b"<|im_end|>", 259: b"<think>", 260: b"</think>"}
+    prompt = b"".join(names.get(i) or bytes([i]) for i in reply["prompt_token_ids"]).decode()
+    return prompt.partition(TURN)[2], {}
+
+
+@pytest.mark.parametrize(("param", "fields"), OFF)
+async def test_off_is_off_or_refused(here: Running, chats: Chats, param: str, fields: dict[str, Any]) -> None:
+    for name in TEMPLATES:
+        here.model.chat = chats[name]
+        written, error = await behind_the_turn(here, fields)
+        if name in ("effort", "always", "ignores its switch"):
+            assert (error["param"], error["code"]) == (param, UNSUPPORTED), name
+            assert error["message"].startswith(f"{param}: ")
+        else:
+            assert not error and "<think>" not in written, (name, error)
+
+
+@pytest.mark.parametrize(("param", "fields"), ON)
+async def test_on_is_on_or_refused(here: Running, chats: Chats, param: str, fields: dict[str, Any]) -> None:
+    effort = fields.get("reasoning_effort") or fields.get("reasoning", {}).get("effort") or ""
+    for name in TEMPLATES:
+        here.model.chat = chats[name]
+        written, error = await behind_the_turn(here, fields)
+        if name == "none":
+            assert (error["param"], error["code"]) == (param, UNSUPPORTED)
+        else:
+            assert not error and ("<think>" in written) == (name != "effort"), name
+            assert written.startswith(effort if "effort" in name else "<think>")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens", UNSUPPORTED),
+        ({"thinking": {"type": "enabled", "reply_budget": 9}}, "thinking.reply_budget", UNSUPPORTED),
+        ({"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens", UNSUPPORTED),
+        ({"reasoning": {"exclude": True}}, "reasoning.exclude", UNSUPPORTED),
+        ({"reasoning_effort": "3"}, "reasoning_effort", "invalid_value"),
+        ({"reasoning_effort": 3}, "reasoning_effort", "invalid_value"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "invalid_value"),
+        ({"thinking": {}}, "thinking", "invalid_value"),
+        ({"thinking": {"type": "maybe"}}, "thinking.type", "invalid_value"),
+        ({"thinking": True}, "thinking", "invalid_value"),
+    ],
+)
+async def test_what_is_not_known_is_refused(here: Running, fields: dict[str, Any], param: str, code: str) -> None:
+    _, error = await behind_the_turn(here, fields)
+    assert (error["param"], error["code"]) == (param, code)
+
+
+async def test_the_model_decides_where_nothing_is_asked(here: Running, chats: Chats) -> None:
+    for name in TEMPLATES:
+        here.model.chat = chats[name]
+        for fields in ({}, {"reasoning": {"summary": "auto"}}, {"reasoning": None, "thinking": None}):
+            written, error = await behind_the_turn(here, fields)
+            assert not error and ("<think>" in written) == (name in ("switch", "always", "ignores its switch"))
+        assert not (await behind_the_turn(here, {"thinking": {"type": "adaptive"}}))[1]
+
+
+async def test_spellings_of_an_effort(here: Running, chats: Chats) -> None:
+    here.model.chat = chats["effort"]
+    for spelled in ("xhigh", "x-high", "extra_high"):
+        assert (await behind_the_turn(here, {"reasoning_effort": spelled}))[0] == "xhigh"
+    # A variable of the template that the request sets itself stays.
+    kwargs = {"chat_template_kwargs": {"reasoning_effort": "own"}}
+    assert (await behind_the_turn(here, {"reasoning_effort": "low", **kwargs}))[0] == "own"
+
+
+async def test_a_reply_continues_a_message(here: Running) -> None:
+    messages = [USER, {"role": "assistant", "content": "Héllo, "}]
+    for fields in ({}, {"add_generation_prompt": False}, {"add_generation_prompt": None}):
+        written, error = await behind_the_turn(here, {"messages": messages, "continue_final_message": True, **fields})
+        assert not error and written == "Héllo, "
+    for fields in ({}, {"continue_final_message": False}, {"add_generation_prompt": True}):
+        written, _ = await behind_the_turn(here, {"messages": messages, **fields})
+        assert written == f"Héllo, <|im_end|>\n{TURN}"
+    written, _ = await behind_the_turn(here, {"messages": messages, "add_generation_prompt": False})
+    assert written == "Héllo, <|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"continue_final_message": True, "add_generation_prompt": True},
+        {"continue_final_message": True},
+        {
+            "messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}],
+            "continue_final_message": True,
+        },
+    ],
+)
+async def test_what_cannot_be_continued(here: Running, fields: dict[str, Any]) -> None:
+    _, error = await behind_the_turn(here, fields)
+    assert (error["param"], error["code"]) == ("continue_final_message", "invalid_value")
+
+
+async def test_the_openai_client(here: Running, chats: Chats) -> None:
+    async with openai.AsyncOpenAI(api_key="k", base_url=here.url + "/v1") as client:
+        create = client.chat.completions.create
+        here.model.chat = chats["switch"]
+        await create(model="m", messages=[USER], reasoning_effort="none", max_tokens=1)  # type: ignore[list-item]
+        here.model.chat = chats["always"]
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(model="m", messages=[USER], reasoning_effort="none")  # type: ignore[list-item]
+        assert caught.value.param == "reasoning_effort"
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(model="m", messages=[USER], extra_body={"priority": 2})  # type: ignore[list-item]
+        assert caught.value.param == "priority"
