@@ -87,8 +87,10 @@ class _Service:
             log.event(_log, "loading", model=self._name, devices=",".join(devices))
             for sock in self._sockets:
                 log.event(_log, "listening", url=url(sock))
-            if not server.keys.required and not is_loopback(self._config.host):
-                _log.warning("--host %s: other machines can use this server without an API key", self._config.host)
+            if not server.keys.required:
+                for host in self._config.host:
+                    if not is_loopback(host):
+                        _log.warning("--host %s: other machines can use this server without an API key", host)
             server.model = await self._load()
             if server.model is not None:
                 self._ready(server.model)

@@ -371,7 +371,9 @@ class Config(SamplingDefaults):
         metavar="FILE",
         group="chat template",
     )
-    host: str = setting("127.0.0.1", text, "address to listen on", metavar="ADDRESS", group="server")
+    host: tuple[str, ...] = setting(
+        ("127.0.0.1",), names, "address to listen on (repeatable)", metavar="ADDRESS[,ADDRESS...]", group="server"
+    )
     port: int = setting(8080, integer(0, 65535), "port to listen on (0: any free one)", metavar="N", group="server")
     alias: tuple[str, ...] = setting(
         (),

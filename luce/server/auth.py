@@ -132,8 +132,9 @@ class HostCheck:
     """Prevents DNS rebinding: a web page could reach a loopback server without keys under its own host name."""
 
     def __init__(self, config: Config) -> None:
-        self._active = is_loopback(config.host)
-        self._names = _LOCAL_NAMES | {config.host.strip("[]").lower()} | {n.lower() for n in config.allowed_host}
+        self._active = all(map(is_loopback, config.host))
+        named = {host.strip("[]") for host in config.host} | set(config.allowed_host)
+        self._names = _LOCAL_NAMES | {name.lower() for name in named}
 
     def check(self, host: str | None) -> None:
         """Raises ForbiddenError for a Host header that does not name this server."""
@@ -177,13 +178,13 @@ def _name(host: str) -> str:
 class Cors:
     """The browser origins whose pages may call the server: those of --cors-origin, and the server's own.
 
-    Without the flag, only pages from this machine (http://localhost:...) may, and only if the server listens on a
-    loopback address and needs no key.
+    Without the flag, only pages from this machine (http://localhost:...) may, and only if the server listens on
+    loopback addresses alone and needs no key.
     """
 
     def __init__(self, config: Config, *, keyed: bool) -> None:
         self._origins = frozenset(config.cors_origin)
-        self._local = not config.cors_origin and not keyed and is_loopback(config.host)
+        self._local = not config.cors_origin and not keyed and all(map(is_loopback, config.host))
 
     def check(self, origin: str | None, host: str | None) -> None:
         """Raises ForbiddenError for a request that a page of another origin sends. Browsers send some of them without

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 from aiohttp import web
@@ -19,9 +18,11 @@ from luce.server.auth import is_loopback
 from luce.server.schema import Common
 from luce.server.state import ENDPOINTS, SERVER, Server
 from luce.server.status import capabilities, json_response, names
+from luce.server.thinking import efforts
 from luce.shard.shard import DaemonState
 
-_SCHEMA = 2
+# Lucebox numbers its shapes from 1. This shape has parts that Lucebox lacks, and lacks budgets, cards and PFlash.
+_SCHEMA = 1001
 #: variables of the template: /props says whether it reads them
 _TEMPLATE_VARIABLES = ("tools", "tool_calls", "enable_thinking")
 
@@ -45,11 +46,9 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
         "model_alias": names(model)[0],
         **({"model_path": str(model.path)} if paths else {}),
         "capabilities": capabilities(model),
-        "reasoning": {"supported": bool(source) and model.spec.dialect.reasoning is not None},
+        "reasoning": {"supported": model.chat.reasons, "supported_efforts": efforts(model.chat)},
         "chat_template": source,
-        "chat_template_caps": {
-            f"supports_{name}": re.search(rf"\b{name}\b", source) is not None for name in _TEMPLATE_VARIABLES
-        },
+        "chat_template_caps": {f"supports_{name}": model.chat.reads(name) for name in _TEMPLATE_VARIABLES},
         "total_slots": config.parallel,
         "default_generation_settings": {
             "n_ctx": model.context,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from luce.config.environment import environment
@@ -30,29 +31,42 @@ def inherited() -> list[socket.socket]:
     return sockets
 
 
-def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets for every address of a host name; port 0 is one free port for all. Raises ListenError."""
-    sockets: list[socket.socket] = []
+def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """Sockets for every address of the host names; port 0 is one free port for all. Raises ListenError."""
+    sockets: dict[tuple[int, str], socket.socket] = {}
+    try:
+        for host in hosts:
+            _listen(host, port, sockets)
+    except ListenError:
+        for sock in sockets.values():
+            sock.close()
+        raise
+    return list(sockets.values())
+
+
+def _listen(host: str, port: int, sockets: dict[tuple[int, str], socket.socket]) -> None:
+    """Add the sockets of one host name, by family and address, unless they are there."""
     problem: OSError | None = None
     absent = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ListenError(f"--host {host}: {error.strerror}", param="host") from None
+    works = False
     for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
-        shared = sockets[0].getsockname()[1] if sockets else port
+        key = family, str(address[0])
+        shared = next(iter(sockets.values())).getsockname()[1] if sockets else port
         try:
-            sockets.append(_bound(family, (address[0], shared, *address[2:])))
+            if key not in sockets:
+                sockets[key] = _bound(family, (address[0], shared, *address[2:]))
+            works = True
         except OSError as error:
             # `localhost` has an IPv6 address even on machines without IPv6: one address that works is enough.
             problem = error
             if error.errno not in absent:
                 break
-    if problem is not None and (not sockets or problem.errno not in absent):
-        for sock in sockets:
-            sock.close()
+    if problem is not None and (not works or problem.errno not in absent):
         raise ListenError(f"--host {host} --port {port}: {problem.strerror}", param="port")
-    return sockets
 
 
 def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:

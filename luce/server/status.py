@@ -33,23 +33,21 @@ async def livez(request: web.Request) -> web.Response:
 
 
 async def models(request: web.Request) -> web.Response:
-    """GET /v1/models: one entry per name of the model."""
+    """GET /v1/models: the model, with its further names as aliases."""
     server = request.app[SERVER]
-    model = server.ready_model()
-    served = names(model)
-    entries = [_entry(name, model, server) for name in served]
+    entry = _entry(server.ready_model(), server)
     return json_response(
-        {"object": "list", "data": entries, "has_more": False, "first_id": served[0], "last_id": served[-1]}
+        {"object": "list", "data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
     )
 
 
 async def model_card(request: web.Request) -> web.Response:
-    """GET /v1/models/{id}. Names may hold slashes."""
+    """GET /v1/models/{id}, also by an alias. Names may hold slashes."""
     server = request.app[SERVER]
     model, name = server.ready_model(), request.path.partition("/models/")[2].lstrip("/")
     if name not in names(model):
         raise unknown_model(name)
-    return json_response(_entry(name, model, server))
+    return json_response(_entry(model, server))
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -69,9 +67,11 @@ def capabilities(model: Model) -> list[str]:
     return ["completion", *(["chat"] if model.chat.template is not None else [])]
 
 
-def _entry(name: str, model: Model, server: Server) -> dict[str, Any]:
+def _entry(model: Model, server: Server) -> dict[str, Any]:
+    name, *aliases = names(model)
     return {
         "id": name,
+        "aliases": aliases,
         "object": "model",
         "type": "model",
         "display_name": name,

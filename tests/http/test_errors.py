@@ -433,13 +433,21 @@ async def test_strict_model_and_aliases() -> None:
         assert status == 404 and body["error"]["code"] == "model_not_found"
 
 
+async def test_a_model_without_further_names_has_no_alias() -> None:
+    async with running() as here:
+        (entry,) = (await here.get("/v1/models"))[1]["data"]
+        assert (entry["id"], entry["aliases"]) == ("scripted", [])
+
+
 async def test_models() -> None:
     async with running(alias=("one", "org/two")) as here:
         _, body, _ = await here.get("/v1/models")
-        assert body["object"] == "list" and [m["id"] for m in body["data"]] == ["one", "org/two"]
-        assert (body["first_id"], body["last_id"], body["has_more"]) == ("one", "org/two", False)
-        status, card, _ = await here.get("/v1/models/org/two")
-        assert status == 200 and card == body["data"][1]
+        assert body["object"] == "list" and [m["id"] for m in body["data"]] == ["one"]
+        assert (body["first_id"], body["last_id"], body["has_more"]) == ("one", "one", False)
+        assert body["data"][0]["aliases"] == ["org/two"]
+        for name in ("one", "org/two"):
+            status, card, _ = await here.get(f"/v1/models/{name}")
+            assert status == 200 and card == body["data"][0]
         assert card["max_model_len"] == card["context_length"] == 512 and card["owned_by"] == "luce"
         status, body, _ = await here.get("/v1/models/zzz")
         assert status == 404 and body["error"]["code"] == "model_not_found"

@@ -89,6 +89,16 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
             await api.models.retrieve("zzz")
 
 
+async def test_an_alias_is_listed_as_one_and_may_be_asked_for(client: openai.AsyncOpenAI) -> None:
+    async with running(alias=("main", "gpt-x"), strict_model=True) as here:
+        api = at(client, here)
+        (model,) = [m async for m in api.models.list()]
+        assert model.id == "main" and (model.model_extra or {})["aliases"] == ["gpt-x"]
+        assert (await api.models.retrieve("gpt-x")).id == "main"
+        reply = await api.chat.completions.create(model="gpt-x", messages=HI, max_tokens=1)  # type: ignore[arg-type]
+        assert reply.model == "gpt-x"
+
+
 async def requests(here: Running, status: int) -> float:
     _, text, _ = await here.get("/metrics", headers={"x-api-key": "secret"})
     lines = [s for s in text.splitlines() if s.startswith("luce_requests_total") and f'status="{status}"' in s]

@@ -92,7 +92,7 @@ async def test_pages_that_may() -> None:
 
 
 async def test_a_rebound_name_does_not_purge_the_cache() -> None:
-    async with running(host="0.0.0.0", allowed_host=("box.lan",)) as here:
+    async with running(host=("0.0.0.0",), allowed_host=("box.lan",)) as here:
         for name, status in {
             "evil.example": 403,
             "evil.example:8080": 403,

@@ -24,7 +24,7 @@ async def test_the_model_and_its_settings() -> None:
     async with running(**settings) as here:
         status, body, _ = await here.get("/props")
         assert status == 200
-        assert body["server"] == {"name": "luce", "version": __version__, "props_schema": 2}
+        assert body["server"] == {"name": "luce", "version": __version__, "props_schema": 1001}
         assert body["model"] == {"arch": "scripted", "tokenizer_id": "default"}
         assert (body["model_alias"], body["total_slots"]) == ("a", 3)
         assert body["default_generation_settings"] == {
@@ -35,8 +35,12 @@ async def test_the_model_and_its_settings() -> None:
             "min_p": 0.5,
             "repeat_penalty": 1.0,
         }
+        # Numbers below 1000 are those of Lucebox's shapes, whose keys this one does not have.
+        lucebox = {"budget_envelope", "daemon", "full_cache", "model_card", "pflash", "prefix_cache", "tool_replay"}
+        assert body["server"]["props_schema"] > 1000 and not lucebox & set(body)
         assert body["capabilities"] == ["completion", "chat"]
-        assert body["reasoning"] == {"supported": True}
+        efforts = ["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+        assert body["reasoning"] == {"supported": True, "supported_efforts": efforts}
         assert body["chat_template"] == TEMPLATE
         assert body["chat_template_caps"] == {
             "supports_tools": True,

@@ -237,6 +237,17 @@ def test_it_answers_and_can_be_stopped_while_loading(serve: Any, tmp_path: Path)
     assert child.wait() == 0 and "Traceback" not in child.log, child.log
 
 
+def test_every_host_answers(serve: Any) -> None:
+    child = serve("--host", "127.0.0.2", "--host", "127.0.0.1")
+    child.notified("READY=1")
+    for host in ("127.0.0.1", "127.0.0.2"):
+        connection = http.client.HTTPConnection(host, child.port, timeout=30)
+        connection.request("GET", "/v1/models")
+        response = connection.getresponse()
+        assert response.status == 200 and response.read()
+        connection.close()
+
+
 def test_a_socket_from_the_manager(serve: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         child = serve(inherit=sock)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from luce.config.settings import Config
-from luce.errors import AuthError, UsageError
-from luce.server.auth import Keys, is_loopback
+from luce.errors import AuthError, ForbiddenError, UsageError
+from luce.server.auth import Cors, HostCheck, Keys, is_loopback
 from tests.support.key_files import write_keys
 
 
@@ -95,3 +95,18 @@ def test_addresses_of_this_machine(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org", ""])
 def test_addresses_that_others_reach(host: str) -> None:
     assert not is_loopback(host)
+
+
+def test_several_hosts_are_names_of_the_server() -> None:
+    check = HostCheck(Config(host=("127.0.0.2", "[::1]", "localhost")))
+    for name in ("127.0.0.2:80", "[::1]:80", "localhost"):
+        check.check(name)
+    with pytest.raises(ForbiddenError):
+        check.check("evil.example")
+
+
+def test_one_address_that_others_reach_is_enough_to_be_public() -> None:
+    hosts = ("127.0.0.1", "192.168.1.2")
+    HostCheck(Config(host=hosts)).check("box.lan")
+    assert not Cors(Config(host=hosts), keyed=False).headers("http://localhost:1", None)
+    assert Cors(Config(host=hosts[:1]), keyed=False).headers("http://localhost:1", None)

@@ -50,15 +50,35 @@ def test_a_descriptor_that_does_not_listen() -> None:
 
 
 def test_a_free_port() -> None:
-    (sock,) = listen("127.0.0.1", 0)
+    (sock,) = listen(["127.0.0.1"], 0)
     with sock, socket.create_connection(sock.getsockname()[:2], timeout=10):
         assert url(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}" and not url(sock).endswith(":0")
 
 
 def test_all_addresses_of_a_name_share_a_port() -> None:
-    sockets = listen("localhost", 0)
+    sockets = listen(["localhost"], 0)
     assert len({sock.getsockname()[1] for sock in sockets}) == 1
     for sock in sockets:
+        sock.close()
+
+
+def test_several_hosts_share_a_port() -> None:
+    sockets = listen(["127.0.0.1", "127.0.0.2", "localhost", "127.0.0.1"], 0)
+    addresses = [sock.getsockname()[0] for sock in sockets]
+    assert addresses[:2] == ["127.0.0.1", "127.0.0.2"] and len(set(addresses)) == len(addresses)
+    (port,) = {sock.getsockname()[1] for sock in sockets}
+    for address in addresses[:2]:
+        socket.create_connection((address, port), timeout=10).close()
+    for sock in sockets:
+        sock.close()
+
+
+def test_a_host_that_is_taken_frees_the_others() -> None:
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ListenError, match=f"--host 127.0.0.2 --port {port}: Address already in use"):
+            listen(["127.0.0.1", "127.0.0.2"], port)
+        (sock,) = listen(["127.0.0.1"], port)
         sock.close()
 
 
@@ -66,10 +86,10 @@ def test_a_port_in_use_names_the_flags() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ListenError, match=f"--host 127.0.0.1 --port {port}: Address already in use") as caught:
-            listen("127.0.0.1", port)
+            listen(["127.0.0.1"], port)
         assert caught.value.exit_code == 5
 
 
 def test_a_name_that_is_no_address() -> None:
     with pytest.raises(ListenError, match=r"--host no\.such\.name\.invalid: "):
-        listen("no.such.name.invalid", 0)
+        listen(["no.such.name.invalid"], 0)
