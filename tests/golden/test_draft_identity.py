@@ -1,157 +1,18 @@
-"""Many replies with every kind of drafter, several sequences in a step: token for token those of plain decoding.
+"""Many replies with trained drafters, several sequences in a step: token for token those of plain decoding.
 
 A part of it runs by default. 200 prompts of 256 tokens: `pytest -m slow tests/golden/test_draft_identity.py`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import pytest
 
-import luce
-from luce.engine.engine_options import EngineStats
-from tests.support.daemons import HERE
-from tests.support.drafts import DraftReference
-from tests.support.reference import Reference
-
-TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
-FIT = DraftReference("qwen35-a-draft-fit-F32")
-BLOCKS = Reference("qwen35-b-Q4_K_M")
+from tests.support.draft_identity import CASES, PAIRS, TINY, check
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A target and its --draft."""
-
-    target: Path
-    draft: str
-    #: the least acceptance rate
-    right: float
-    #: prompts and tokens that run by default
-    part: tuple[int, int]
-    #: the draft proposes trees
-    tree: bool = False
-
-
-def of(target: Reference, draft: str, *, right: float = 0.0, tree: bool = False) -> Pair:
-    """A pair of models that have learned nothing: a draft is right where it was fitted to the text, or by chance."""
-    return Pair(target.path, draft, right, (8, 32), tree)
-
-
-PAIRS = {
-    "trained model": Pair(TINY / "target.gguf", str(TINY / "drafter.gguf"), 0.3, (20, 64)),
-    "trained draft": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 0.2, (20, 64)),
-    "trained draft's trees": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 0.2, (20, 64), tree=True),
-    "prompt lookup": Pair(TINY / "target.gguf", "ngram", 0.2, (20, 64)),
-    "fitted draft": of(FIT.target, str(FIT.path), right=0.005),
-    "random draft": of(FIT.target, str(DraftReference("qwen35-a-draft-var-F32").path)),
-    "fitted draft's trees": of(FIT.target, str(FIT.path), right=0.005, tree=True),
-    "random draft's trees": of(FIT.target, str(DraftReference("qwen35-a-draft-var-F32").path), tree=True),
-    "bfloat16 draft": of(BLOCKS, str(DraftReference("qwen35-b-draft-BF16").path)),
-    "mtp": of(BLOCKS, "mtp"),
-}
-#: with how many rows a sequence is verified there, several of them in a step
-PLACES: dict[str, dict[str, Any]] = {
-    "one": {"target_devices": "cpu:0", "verify_width": 9},
-    "three": {"target_devices": "cpu:0,cpu:1,cpu:2", "verify_width": 4},
-    "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE), "verify_width": 16},
-    "draft in a daemon": {"target_devices": "cpu:0,cpu:1", "draft_ipc_bin": str(HERE), "verify_width": 9},
-}
-CASES = [(name, place) for name in PAIRS for place in PLACES if (name, place) != ("prompt lookup", "draft in a daemon")]
-
-
-def prompts(model: luce.Model, count: int) -> list[list[int]]:
-    """Text of all tasks that a trained model goes on with; of models that have learned nothing, beginnings of a text
-    that a draft may be fitted to, and random ids."""
-    if model.path.parent == TINY:
-        texts = json.loads((TINY / "prompts.json").read_text()).values()
-        every = [model.tokenize(text) for task in texts for text in task]
-        return every[:: len(every) // count][:count]
-    expected = Reference(model.path.stem).expected
-    text = np.concatenate([expected["prompt_long"], expected["greedy_long"]]).tolist()
-    random = np.random.default_rng(9)
-    begun = [text[: len(expected["prompt_long"]) + i % 16] for i in range(count // 2)]
-    return [
-        *begun,
-        *(random.integers(0, model.spec.vocab, random.integers(1, 120)).tolist() for _ in range(count - len(begun))),
-    ]
-
-
-def replies(model: luce.Model, count: int, tokens: int) -> Iterator[list[int]]:
-    """Greedy replies, of as many sequences at once as there are slots."""
-    running = [
-        model.generate(prompt, max_tokens=tokens, temperature=0, ignore_eos=True) for prompt in prompts(model, count)
-    ]
-    for generation in running:
-        yield [token.id for token in generation]
-
-
-SETTINGS = {"max_ctx": 768, "max_queue": 1000, "cache_ram": 0}
-
-
-@cache
-def plain(target: Path, count: int, tokens: int) -> list[list[int]]:
-    """What plain decoding gives, one sequence after another on one device."""
-    with luce.load(target, target_devices="cpu:0", parallel=1, **SETTINGS) as model:
-        return list(replies(model, count, tokens))
-
-
-def check(name: str, place: str, count: int, tokens: int) -> None:
-    pair = PAIRS[name]
-    expected = plain(pair.target, count, tokens)
-    with luce.load(pair.target, draft=pair.draft, ddtree=pair.tree, parallel=4, **SETTINGS, **PLACES[place]) as model:
-        for number, reply in enumerate(replies(model, count, tokens)):
-            assert reply == expected[number], f"prompt {number}"
-        stats = model.engine.stats().draft
-    assert stats is not None and stats.state == "on"
-    print(f"{name}, {place}: {stats.accepted} of {stats.proposed} draft tokens accepted in {stats.steps} verifications")
-    assert stats.proposed > count * tokens // 10
-    # Where the draft can learn, some of its tokens are accepted, but not all: rows are taken back.
-    assert pair.right * stats.proposed <= stats.accepted < stats.proposed
-
-
-@pytest.mark.parametrize(("name", "place"), [case for case in CASES if not case[0].startswith(("random", "bfloat16"))])
+@pytest.mark.parametrize(("name", "place"), [case for case in CASES if PAIRS[case[0]].target.parent == TINY])
 def test_some_replies(name: str, place: str) -> None:
     check(name, place, *PAIRS[name].part)
-
-
-#: of a reply each in turn
-SAMPLED: list[dict[str, Any]] = [
-    {"temperature": 1.0},
-    {"temperature": 0.7, "top_p": 0.9, "min_p": 0.02},
-    {"temperature": 0.8, "top_k": 20},
-    {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
-    {"temperature": 0.5, "logit_bias": {200: 3.0, 201: -100.0}},
-]
-
-
-def sampled(**settings: Any) -> tuple[list[list[int]], EngineStats]:
-    """Replies of the trained target by parameters and seeds of their own, and the engine's numbers."""
-    with luce.load(TINY / "target.gguf", **SETTINGS, **settings) as model:
-        running = [
-            model.generate(prompt, max_tokens=32, ignore_eos=True, seed=seed, **SAMPLED[seed % len(SAMPLED)])
-            for seed, prompt in enumerate(prompts(model, 10))
-        ]
-        return [[token.id for token in generation] for generation in running], model.engine.stats()
-
-
-@pytest.fixture(scope="module")
-def sampled_plainly() -> list[list[int]]:
-    return sampled(target_devices="cpu:0", parallel=1)[0]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_sampled_replies_are_those_of_plain_decoding(sampled_plainly: list[list[int]], place: str) -> None:
-    found, stats = sampled(parallel=4, draft=PAIRS["trained model"].draft, **PLACES[place])
-    assert found == sampled_plainly
-    assert stats.draft is not None and 0 < stats.draft.accepted < stats.draft.proposed
 
 
 @pytest.mark.slow
