@@ -93,8 +93,8 @@ class Engine:
         """Queue a prompt; `on_event` gets its events on the engine's thread.
 
         The events are Started, Progress and PromptLogits, PromptScores, Tokens, then exactly one Finished or Failed.
-        Sessions take turns in the queue. `timeout`, in seconds from now (0: only the engine's holds), ends the sequence
-        with FinishReason.DEADLINE. `boundaries`: lengths, ascending, at which prompts often diverge
+        Sessions share slots and prompts. `timeout`, in seconds from now (0: only the engine's holds), ends the
+        sequence with FinishReason.DEADLINE. `boundaries`: lengths, ascending, at which prompts often diverge
         (luce.text.boundaries). `max_cached_tokens`: how many of the prompt's first tokens the prefix cache may restore
         and save; None for the whole prompt, and the reply.
 

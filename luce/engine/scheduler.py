@@ -2,16 +2,20 @@
 
 Every step holds the next row of each sequence that decodes, with the rows of its draft tokens. Behind these it holds up
 to `chunk` rows of one prompt, and up to FEW_ROWS rows of prompts that have no more rows to read. A prompt is always cut
-into the rows that it would be cut into alone, because products of other numbers of rows round otherwise. Prompts take
-turns: a long prompt slows other sequences down, but it neither stops replies nor keeps a short prompt waiting for its
-end. Sequences wait first in, first out within a session, and sessions take turns. The first sequence of the queue waits
-until a slot and its pages are free, and all others wait behind it, so that a large sequence gets its turn too.
+into the rows that it would be cut into alone, because products of other numbers of rows round otherwise.
+
+Sessions share slots and chunks. A free slot goes to the waiting session that has the fewest slots, and among equal ones
+to the one whose last slot is the longest ago; a sequence waits first in, first out within its session. Sessions also
+take turns with chunks, and within a session its prompts do: with k sessions that read prompts, each gets every k-th
+chunk, however many prompts the others have. Prompts of few rows have turns of their own and pass between chunks. The
+next sequence in turn waits until a slot and its pages are free, and all others wait behind it, so that a large sequence
+gets its turn too; the first sequence of a session is overtaken MAX_OVERTAKEN times at most.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
@@ -23,6 +27,9 @@ from luce.engine.sequence import Draft, Sequence
 from luce.kvcache.page_table import PageTables
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import PageView, Span, Step
+
+#: how often sequences that came later may get a slot before the first one of a session
+MAX_OVERTAKEN = 8
 
 _NO_DRAFT = Draft()
 
@@ -87,6 +94,28 @@ class _Rows:
     best: bool
 
 
+@dataclass
+class _Turn:
+    """When a session took rows of one kind of prompts: of few rows, or of many."""
+
+    #: numbers as in ScheduleState
+    last: int = -1
+    skipped: float = inf
+
+
+@dataclass
+class _Session:
+    """A session that waits or runs."""
+
+    waiting: deque[Sequence] = field(default_factory=deque)
+    #: sequences that run
+    running: int = 0
+    #: number of the last slot that it got
+    last_slot: int = -1
+    #: turns of prompts of many rows, and of few
+    turns: tuple[_Turn, _Turn] = field(default_factory=lambda: (_Turn(), _Turn()))
+
+
 class Scheduler:
     """Waiting and running sequences.
 
@@ -99,9 +128,11 @@ class Scheduler:
         self._chunk = chunk
         self._max_scored_rows = min(max_scored_rows, chunk)
         self._free_slots = set(range(slots))
-        self._waiting: OrderedDict[str, deque[Sequence]] = OrderedDict()
+        #: in order of arrival
+        self._sessions: dict[str, _Session] = {}
         self._running: dict[Sequence, None] = {}
-        self._turns = 0
+        #: chunks, slots and sequences so far
+        self._turns = self._slots_given = self._added = 0
         # Never later than the first deadline of any sequence, so that most checks of the time are one comparison.
         self._next_deadline = inf
 
@@ -113,26 +144,29 @@ class Scheduler:
     @property
     def waiting(self) -> tuple[Sequence, ...]:
         """Sequences that wait for a slot, session by session."""
-        return tuple(s for queue in self._waiting.values() for s in queue)
+        return tuple(sequence for session in self._sessions.values() for sequence in session.waiting)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Its prompt and max_new_tokens together fit into `PageTables.longest`."""
-        self._waiting.setdefault(sequence.session, deque()).append(sequence)
+        self._sessions.setdefault(sequence.session, _Session()).waiting.append(sequence)
+        sequence.schedule.number = self._added
+        self._added += 1
         self._next_deadline = min(self._next_deadline, sequence.deadline, sequence.queue_deadline)
 
     def remove(self, sequence: Sequence) -> None:
         """End a sequence, for any reason, between two steps: its slot and pages are free at once."""
+        # It may have failed before it was queued.
+        session = self._sessions.get(sequence.session, _Session())
         if sequence.slot is None:
-            queue = self._waiting.get(sequence.session, deque())
-            # It may have failed before it was queued.
             with contextlib.suppress(ValueError):
-                queue.remove(sequence)
-            if not queue:
-                self._waiting.pop(sequence.session, None)
-            return
-        del self._running[sequence]
-        self._pages.release(sequence.slot)
-        self._free_slots.add(sequence.slot)
+                session.waiting.remove(sequence)
+        else:
+            del self._running[sequence]
+            self._pages.release(sequence.slot)
+            self._free_slots.add(sequence.slot)
+            session.running -= 1
+        if not session.waiting and not session.running:
+            self._sessions.pop(sequence.session, None)
 
     def expired(self, now: float) -> tuple[list[Sequence], list[Sequence]]:
         """Sequences past their deadline, and waiting sequences that are past their queue deadline only."""
@@ -148,20 +182,35 @@ class Scheduler:
 
     def admit(self) -> Iterator[Sequence]:
         """Give slots to waiting sequences, in turn, and yield these sequences."""
-        while self._waiting and self._free_slots:
-            session, queue = next(iter(self._waiting.items()))
-            sequence, slot = queue[0], min(self._free_slots)
+        while self._free_slots and (session := self._next_session()) is not None:
+            sequence, slot = session.waiting[0], min(self._free_slots)
             if not self._pages.reserve(slot, len(sequence.prompt) + sequence.max_new_tokens):
                 return
-            queue.popleft()
-            if queue:
-                self._waiting.move_to_end(session)
-            else:
-                del self._waiting[session]
+            session.waiting.popleft()
+            session.running += 1
+            session.last_slot = self._slots_given
+            self._slots_given += 1
+            for other in self._sessions.values():
+                if other.waiting and other.waiting[0].schedule.number < sequence.schedule.number:
+                    other.waiting[0].schedule.overtaken += 1
             self._free_slots.remove(slot)
             sequence.schedule.slot = slot
             self._running[sequence] = None
             yield sequence
+
+    def _next_session(self) -> _Session | None:
+        """The session whose first sequence is the next to get a slot."""
+        found: tuple[tuple[int, int, int], _Session] | None = None
+        for session in self._sessions.values():
+            if not session.waiting:
+                continue
+            first = session.waiting[0].schedule
+            overdue = first.overtaken >= MAX_OVERTAKEN
+            # Those that were overtaken too often go by their arrival.
+            key = (0, first.number, 0) if overdue else (1, session.running, session.last_slot)
+            if found is None or key < found[0]:
+                found = key, session
+        return None if found is None else found[1]
 
     def resume(self, sequence: Sequence, length: int) -> None:
         """Note that the first `length` positions of an admitted sequence were restored from the prefix cache."""
@@ -230,21 +279,26 @@ class Scheduler:
         Prompts of few rows come first.
         """
         few, many, scored = min(FEW_ROWS, self._chunk), self._chunk, self._max_scored_rows
-        wanted: list[tuple[float, int, int, int, Sequence]] = []
+        wanted: list[tuple[_Turn, int, Sequence]] = []
         for sequence in prompts:
             with failures.of(sequence):
                 rows = min(sequence.prompt_rows, self._max_scored_rows if sequence.scores_prompt else self._chunk)
-                wanted.append(
-                    (sequence.schedule.skipped_turn, sequence.schedule.last_turn, len(wanted), rows, sequence)
-                )
-        shares = []
-        for *_, rows, sequence in sorted(wanted):
+                wanted.append((self._sessions[sequence.session].turns[rows <= FEW_ROWS], rows, sequence))
+        shares: list[_Share] = []
+        begin = self._turns
+        while wanted:
+            # A session's turn changes with each of its shares.
+            order = [(t.skipped, t.last, s.schedule.skipped_turn, s.schedule.last_turn) for t, _, s in wanted]
+            turn, rows, sequence = wanted.pop(order.index(min(order)))
             state = sequence.schedule
             free = few if rows <= FEW_ROWS else many
             if rows > (min(free, scored) if sequence.scores_prompt else free):
                 state.skipped_turn = min(state.skipped_turn, self._turns)
+                if turn.last < begin:
+                    turn.skipped = min(turn.skipped, self._turns)
                 continue
             shares.append(_Share(sequence, rows))
+            turn.last, turn.skipped = self._turns, inf
             few, many = (few - rows, many) if rows <= FEW_ROWS else (few, 0)
             scored -= rows * sequence.scores_prompt
             state.last_turn, state.skipped_turn = self._turns, inf

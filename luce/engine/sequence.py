@@ -27,6 +27,10 @@ class ScheduleState:
     accepted: int = 0
     #: the rows of that span that were accepted, if they are not its first ones
     path: tuple[int, ...] = ()
+    #: number of the sequence in order of arrival
+    number: int = -1
+    #: sequences that came later and got a slot before it
+    overtaken: int = 0
     #: number of the last turn in which a step took rows of the prompt
     last_turn: int = -1
     #: number of the first turn since then in which the step had no rows to spare for the prompt
@@ -81,7 +85,7 @@ class Sequence:
     prompt: Int32
     #: most tokens of the reply; 0 if only the prompt is read
     max_new_tokens: int
-    #: sessions take turns in the queue
+    #: sessions share slots and chunks of prompts
     session: str = ""
     #: whether choosing a token needs the whole row of logits
     needs_logits: bool = False

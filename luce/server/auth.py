@@ -63,6 +63,10 @@ class Keys:
         if self.required and not _known(_presented(headers), self._digests):
             raise AuthError("wrong API key")
 
+    def holder(self, headers: Mapping[str, str]) -> str:
+        """A name for the key that a header carries, which does not reveal it; empty without keys. Raises AuthError."""
+        return _presented(headers).hex()[:16] if self.required else ""
+
     def check_admin(self, headers: Mapping[str, str], remote: str) -> None:
         """Raises ForbiddenError unless a header has an admin's key; without keys, if `remote` is another machine."""
         if not self.required:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,6 +58,7 @@ async def _answer(
     builder = builder_type(job, model, __version__)
     call = request[CALL]
     call.log_fields |= {"stream": int(job.stream), "session": _short(job.session)}
+    job = replace(job, session=_fair_key(request, job, server.keys.holder(request.headers)))
     with Replies(job, model, server.metrics, call.arrived) as replies:
         try:
             replies.admit()
@@ -134,6 +136,13 @@ async def _send(out: EventStream, chunk: dict[str, Any] | None) -> None:
 def _scored(builder: ResponseBuilder, index: int) -> bytes | None:
     chunk = builder.scored(index)
     return None if chunk is None else msgspec.json.encode(chunk)
+
+
+def _fair_key(request: web.Request, job: Job, holder: str) -> str:
+    """Who shares slots and chunks of prompts with others: a session of an API key, the key, or the connection."""
+    if job.session or holder:
+        return f"{holder}/{job.session}"
+    return f"connection {id(request.protocol)}"
 
 
 def _short(session: str) -> str | None:
