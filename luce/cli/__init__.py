@@ -8,5 +8,6 @@ Called by the `luce` command and `python -m luce`. A new verb is a module here a
     options       sampling values by name, for `run -o` and `/set`
     serve, chat, run, inspect, bench, cache, pull, shard, doctor     the verbs
     plan          the placement of the layers: in place of a verb with --dry-run, and a part of inspect
-    conversation  a chat as data and on disk; repl: its input; markdown: its output; turn: one reply
+    repl          the conversation behind chat
+    markdown      a reply at the terminal, as Markdown or plain
 """

@@ -1,8 +1,8 @@
 """Writes a reply to the terminal while it is generated: plain, or as Markdown.
 
-As Markdown, finished Markdown blocks are printed once and the open one is redrawn. The model's text is untrusted:
-control characters are removed before anything else, so that it cannot move the cursor, change the title or write the
-clipboard.
+As Markdown, finished Markdown blocks are printed once and the open one is redrawn, with the speed below it. Reasoning
+is dim, and folded into one line when the reply begins. The model's text is untrusted: control characters are removed
+before anything else, so that it cannot move the cursor, change the title or write the clipboard.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import CodeBlock, Markdown
 from rich.syntax import Syntax
+from rich.text import Text
 
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -25,6 +26,8 @@ _TAIL = re.compile(r"(?: |\x1b\[[0-9;]*m)+$")
 # Drawing takes at most this share of the time: long open blocks are drawn less often.
 _SHARE = 0.25
 _SECONDS = 0.03
+#: lines of the reasoning that show before it is folded
+_THOUGHT_LINES = 3
 _FENCE = re.compile(r"\s*(?:```[^`\n]*\n|~~~)")
 
 
@@ -36,6 +39,12 @@ def printable(text: str) -> str:
 class ReplyWriter(Protocol):
     """Writes the text of one reply."""
 
+    #: shown below a reply that is being written, where that is possible
+    status: str
+
+    def reason(self, text: str) -> None:
+        """Show more of the reasoning, which comes before the reply."""
+
     def write(self, text: str) -> None:
         """Show more text."""
 
@@ -44,25 +53,44 @@ class ReplyWriter(Protocol):
 
 
 class PlainWriter:
-    """Writes the text unchanged, except for control characters."""
+    """Writes the text unchanged, except for control characters; the reasoning to `thoughts`, None: nowhere."""
 
-    def __init__(self, file: TextIO) -> None:
+    status = ""
+
+    def __init__(self, file: TextIO, thoughts: TextIO | None = None) -> None:
         self._file = file
-        self._last = "\n"
+        self._thoughts = thoughts
+        self._last = self._last_thought = "\n"
+
+    def reason(self, text: str) -> None:
+        """Show more of the reasoning."""
+        text = printable(text)
+        if self._thoughts is not None and text:
+            self._thoughts.write(text)
+            self._thoughts.flush()
+            self._last_thought = text[-1]
 
     def write(self, text: str) -> None:
         """Show more text."""
         text = printable(text)
         if text:
+            self._end_thought()
             self._file.write(text)
             self._file.flush()
             self._last = text[-1]
 
     def end(self) -> None:
         """Begin a new line unless one has begun."""
+        self._end_thought()
         if self._last != "\n":
             self._file.write("\n")
             self._file.flush()
+
+    def _end_thought(self) -> None:
+        if self._thoughts is not None and self._last_thought != "\n":
+            self._thoughts.write("\n\n")
+            self._thoughts.flush()
+            self._last_thought = "\n"
 
 
 class _Code(CodeBlock):
@@ -112,38 +140,89 @@ class MarkdownWriter:
 
     The open part is at most as high as the screen: only the end of a longer block is shown until the block is finished,
     because lines that have scrolled off the screen cannot be redrawn. Only code scrolls while it is open: its lines do
-    not change.
+    not change. fold: only the last lines of the reasoning show, and one line about it when the reply begins.
     """
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, *, fold: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
+        self._fold = fold
         self._clock = clock
         self._open = ""
+        #: the reasoning that may still change on the screen, and when it began
+        self._thought = ""
+        self._thinking_since: float | None = None
+        #: shown below the open part
+        self.status = ""
         self._finished = False
         #: lines on the screen that may still change; the cursor is at the end of the last one
         self._shown: list[str] = []
         self._width = console.width
         self._due = 0.0
 
+    def reason(self, text: str) -> None:
+        """Add reasoning. It is drawn soon, dim."""
+        if self._thinking_since is None:
+            self._thinking_since = self._clock()
+        self._thought += printable(text)
+        self._draw_soon(self._thought_parts)
+
     def write(self, text: str) -> None:
         """Add text. It is drawn soon: not every token causes a redraw."""
+        if self._thinking_since is not None:
+            self._draw(self._take_thought(), [""])  # the cursor leaves the finished line
+            self._due = 0.0
         self._open += printable(text)
-        started = self._clock()
-        if started >= self._due:
-            finished = self._take_finished()
-            window = self._lines(self._open)
-            if not _FENCE.match(self._open):
-                window = window[1 - self._console.height :]
-            self._draw(finished, window)
-            self._due = started + max(_SECONDS, (self._clock() - started) / _SHARE)
+        self._draw_soon(self._parts)
 
     def end(self) -> None:
         """Show the rest and begin a new line."""
-        lines = self._lines(self._open)
+        thought = self._take_thought() if self._thinking_since is not None else []
+        lines = [*thought, *self._lines(self._open)]
         self._open = ""
         self._draw(lines, [])
         if lines or self._finished:
             self._emit("\n")
+
+    def _draw_soon(self, parts: Callable[[], tuple[list[str], list[str]]]) -> None:
+        """Draw the finished lines and the open ones, unless that was just done."""
+        started = self._clock()
+        if started >= self._due:
+            finished, window = parts()
+            status = [self._dim(self.status, self._console.width - 1)[0]] if self.status else []
+            self._draw(finished, [*window, *status])
+            self._due = started + max(_SECONDS, (self._clock() - started) / _SHARE)
+
+    def _parts(self) -> tuple[list[str], list[str]]:
+        finished = self._take_finished()
+        window = self._lines(self._open)
+        if not _FENCE.match(self._open):
+            window = window[1 + bool(self.status) - self._console.height :]
+        return finished, window
+
+    def _thought_parts(self) -> tuple[list[str], list[str]]:
+        if self._fold:
+            # More than three lines of the widest screen are not needed.
+            return [], self._dim(self._thought[-2000:])[-_THOUGHT_LINES:]
+        whole, newline, self._thought = self._thought.rpartition("\n")
+        finished = self._dim(whole) if newline else []
+        self._finished = self._finished or bool(finished)
+        return finished, self._dim(self._thought)[2 - self._console.height :]
+
+    def _take_thought(self) -> list[str]:
+        """The lines that stay of the reasoning, which is over."""
+        assert self._thinking_since is not None
+        seconds, self._thinking_since = self._clock() - self._thinking_since, None
+        text = f"▸ thought for {seconds:.1f} s" if self._fold else self._thought
+        self._thought = ""
+        self._finished = True
+        return self._dim(text) if text else []
+
+    def _dim(self, text: str, width: int | None = None) -> list[str]:
+        """The lines of a text in dim letters; `width`: cut at this many columns, not wrapped."""
+        shown = Text(text, style="dim", no_wrap=width is not None, overflow="fold" if width is None else "ellipsis")
+        with self._console.capture() as capture:
+            self._console.print(shown, width=width)
+        return [_TAIL.sub(_reset, line) for line in capture.get().removesuffix("\n").split("\n")]
 
     def _take_finished(self) -> list[str]:
         """Remove the blocks that can no longer change from the open text, and return their lines.

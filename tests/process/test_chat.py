@@ -137,6 +137,47 @@ def test_suspend_and_continue(state: Path) -> None:
     assert terminal.ended() == 0
 
 
+def test_reasoning_is_folded(terminal: Terminal) -> None:
+    terminal.send("think\r")
+    terminal.until(lambda: "so it is" in terminal.text and terminal.at_prompt)
+    assert re.search(r"^▸ thought for \d+\.\d s\n\nso it is\n", terminal.text, re.M)
+    assert "thought\n" not in terminal.text and "<think>" not in terminal.text
+    terminal.command("/set think show", "think default, shown")
+    terminal.send("think\r")
+    terminal.until(lambda: "first thought\nsecond\n\nso it is\n" in terminal.text and terminal.at_prompt)
+
+
+def test_reasoning_and_speed_show_while_they_come(terminal: Terminal) -> None:
+    terminal.send("ponder\r")
+    terminal.until(
+        lambda: re.search(r"first thought\nsecond and third\n5 tok · [\d.]+ tok/s", terminal.text) is not None
+    )
+    terminal.send(CTRL_C)
+    terminal.until(lambda: "(stopped)" in terminal.text and terminal.at_prompt)
+    terminal.command("/show reasoning", "second and third")
+
+
+def test_resize_during_a_reply(terminal: Terminal) -> None:
+    terminal.send("slow\r")
+    terminal.until(lambda: "word word" in terminal.text)
+    terminal.resize(12, 30)
+    terminal.until(lambda: re.search(r"^(word ?){6}$", terminal.text, re.M) is not None)
+    terminal.send(CTRL_C)
+    terminal.until(lambda: "(stopped)" in terminal.text and terminal.at_prompt)
+    terminal.command("/show tokens", "2. assistant")
+
+
+def test_continue(state: Path) -> None:
+    first = Terminal(state)
+    first.say("remember this")
+    first.send(CTRL_D)
+    assert first.ended() == 0
+    second = Terminal(state, "--continue")
+    assert "2 messages; your last one: remember this" in second.text
+    second.command("/show tokens", "2. assistant")
+    second.close()
+
+
 def test_pipe(state: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.scripted_chat"],

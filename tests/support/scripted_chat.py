@@ -1,6 +1,6 @@
 """A Model for the command line: it gives scripted replies and records its prompts.
 
-`python -m tests.support.scripted_chat [--plain]` is a chat with it, for tests with a pseudo-terminal.
+`python -m tests.support.scripted_chat [--plain] [--continue]` is a chat with it, for tests with a pseudo-terminal.
 """
 
 from __future__ import annotations
@@ -12,25 +12,36 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
-from luce.cli.chat import talk
+from luce.cli.chat import Options, talk
+from luce.cli.repl.model_replier import ModelReplier
 from luce.config.settings import Config
 from luce.engine.events import Finished, FinishReason, Timings, Token
 from luce.errors import LuceError
+from luce.kvcache.disk.stats import DiskStats
+from luce.kvcache.prefix_cache import CacheStats
+from luce.models.spec import Markers
+from luce.text.reasoning import ReasoningSplitter
 
 #: a piece of a reply after which the model generates nothing more and does not end
 HANG = object()
 
 
 class ScriptedChat:
-    """The ids of a prompt are the bytes of its messages as JSON."""
+    """The ids of a prompt are the bytes of its messages as JSON. Records the `variables` of the template."""
 
     def __init__(self) -> None:
-        self.template: Any = SimpleNamespace(source="{{ messages }}")
+        self.template: Any = SimpleNamespace(source="{{ messages }}{{ enable_thinking }}")
+        self.variables: list[dict[str, Any]] = []
 
-    def prompt(self, messages: Sequence[Any], *, add_generation_prompt: bool = True) -> list[int]:
+    def prompt(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+        if add_generation_prompt:
+            self.variables.append(variables)
         return list(json.dumps(messages).encode())
+
+    def splitter(self, prompt: Sequence[int]) -> ReasoningSplitter:
+        return ReasoningSplitter(Markers("<think>", "</think>"))
 
 
 class ScriptedGeneration(Iterator[Token]):
@@ -50,7 +61,10 @@ class ScriptedGeneration(Iterator[Token]):
         if isinstance(piece, LuceError):
             raise piece
         if piece is None:
-            timings = Timings(prompt_tokens=self._prompt, predicted_tokens=self._count)
+            timings = Timings(
+                prompt_tokens=self._prompt,
+                predicted_tokens=self._count,
+            )
             reason = FinishReason.DEADLINE if self._held else FinishReason.EOS
             self.finish = Finished(reason, self._held, timings, 7)
             raise StopIteration
@@ -81,6 +95,9 @@ class ScriptedModel:
         self.prompts: list[list[dict[str, str]]] = []
         self.options: list[dict[str, Any]] = []
         self.generations: list[ScriptedGeneration] = []
+        disk = DiskStats(bytes=3 << 20, budget=1 << 30, snapshots=2, hits=1, reused_tokens=812)
+        stats = CacheStats(bytes=1 << 20, budget=4 << 30, checkpoints=5, hits=3, misses=1, disk=disk)
+        self.engine = SimpleNamespace(stats=lambda: SimpleNamespace(cache=stats))
 
     def tokenize(self, text: str, *, specials: bool = True) -> list[int]:
         return list(text.encode())
@@ -111,18 +128,24 @@ class LoadedModel(ScriptedModel):
 
 class Echo(ScriptedModel):
     """Replies with the last message; to `hang` with one word and no end, to `silent` with nothing, to `slow` with many
-    words."""
+    words, to `think` with reasoning, to `ponder` with reasoning that has no end."""
+
+    SCRIPTS: ClassVar[dict[str, list[Any]]] = {
+        "hang": ["begun", HANG],
+        "silent": [HANG],
+        "slow": ["word "] * 10000,
+        "think": ["<think>", "first ", "thought\n", "second", "</think>", "so it is"],
+        "ponder": ["<think>", "first ", "thought\n", "second", " and third", HANG],
+    }
 
     def generate(self, ids: Sequence[int], **options: Any) -> ScriptedGeneration:
         last = json.loads(bytes(ids))[-1]["content"]
-        self._replies = [
-            {"hang": ["begun", HANG], "silent": [HANG], "slow": ["word "] * 10000}.get(last, f"you said **{last}**")
-        ]
+        self._replies = [self.SCRIPTS.get(last, f"you said **{last}**")]
         if last == "silent":
             print("(asked)", flush=True)
-        self._pause = 0.01 if last == "slow" else 0.0
+        self._pause = {"slow": 0.01, "ponder": 0.1}.get(last, 0.0)
         return super().generate(ids, **options)
 
 
 if __name__ == "__main__":
-    raise SystemExit(talk(Echo(), plain="--plain" in sys.argv))  # type: ignore[arg-type]
+    raise SystemExit(talk(ModelReplier(Echo()), Options(plain="--plain" in sys.argv, resume="--continue" in sys.argv)))  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ EXAMPLES = {
     "luce/draft/X.py": ("ngram", "mtp", "small_model"),
     "luce/runtime/X.py": ("host", "gpu"),
     "tests/http/test_X.py": ("completions", "cache", "props"),
-    "tests/unit/test_cli_X.py": ("bench", "cache", "chat"),
+    "tests/unit/test_cli_X.py": ("bench", "cache", "doctor"),
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 from luce import errors
 from luce.cli import main as cli
 from luce.cli.arguments import settings
-from luce.cli.chat import COMMANDS
+from luce.cli.repl.commands import COMMANDS
 from luce.config.sampling import SAMPLERS
 from luce.config.settings import FIELDS, flag
 from luce.draft import messages as draft_messages
@@ -230,7 +230,7 @@ def test_the_unit_does_not_restart_what_the_guide_says() -> None:
 
 
 def test_commands_of_the_chat_are_in_the_guide() -> None:
-    shown = set(re.findall(r"`(/\w+|/\?)", page("clients")))
+    shown = set(re.findall(r"`(/\w+|/\?)", page("chat")))
     assert set(COMMANDS) <= shown
 
 

@@ -109,9 +109,10 @@ def open_history(path: Path) -> History:
 
 
 class CommandCompleter(Completer):
-    """Completes commands and their first arguments.
+    """Completes commands and their arguments.
 
-    commands: name with slash -> its possible arguments: words, a function that lists words, or None for a path.
+    commands: name with slash -> its possible arguments: words, a function that lists words, or None for a path. A key
+    of two words lists the arguments behind the second.
     """
 
     def __init__(self, commands: dict[str, Iterable[str] | Callable[[], Iterable[str]] | None]) -> None:
@@ -122,8 +123,13 @@ class CommandCompleter(Completer):
         """Completions of the word before the cursor."""
         command, space, rest = document.text_before_cursor.partition(" ")
         if not space:
-            yield from _matching(command, self._commands if command.startswith("/") else ())
-        elif command in self._commands:
+            if command.startswith("/"):
+                yield from _matching(command, (name for name in self._commands if " " not in name))
+            return
+        second, space, further = rest.partition(" ")
+        if space and f"{command} {second}" in self._commands:
+            command, rest = f"{command} {second}", further
+        if command in self._commands:
             words = self._commands[command]
             if words is None:
                 yield from self._paths.get_completions(Document(rest), complete_event)

@@ -11,7 +11,7 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
 
-from luce.cli.repl import CommandCompleter, HistoryFile, PipeInput, message, open_history
+from luce.cli.repl.input import CommandCompleter, HistoryFile, PipeInput, message, open_history
 
 
 def messages(text: str) -> list[str]:

@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
+import re
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from luce.cli.chat import Chat
-from luce.cli.turn import speed
-from luce.engine.events import Finished, FinishReason, Timings
+from luce.cli.repl import conversation
 from luce.errors import BackendError, ContextError
 from tests.support.scripted_chat import ScriptedModel
-
-
-class Keys:
-    """Messages in order; `answer` is the answer to every question."""
-
-    def __init__(self, *messages: str, answer: bool = True) -> None:
-        self._messages = list(messages)
-        self.answer = answer
-        self.questions: list[str] = []
-        self.defaults: list[str] = []
-
-    def read(self, default: str = "", *, editor: bool = False) -> str:
-        self.defaults.append(default)
-        if not self._messages:
-            raise EOFError
-        return self._messages.pop(0)
-
-    def ask(self, question: str) -> bool:
-        self.questions.append(question)
-        return self.answer
-
-
-class Talk:
-    """A chat that is over: its status, replies, notes."""
-
-    def __init__(self, model: ScriptedModel, keys: Keys, **options: Any) -> None:
-        notes = io.StringIO()
-        self.model = model
-        console = Console(file=notes, width=200, highlight=False, markup=False)
-        given = {"system": None, "rendered": None, "interactive": False, **options}
-        self.chat = Chat(model, keys, console, **given)  # type: ignore[arg-type]
-        self.status = self.chat.talk()
-        self.notes = notes.getvalue()
+from tests.support.talk import Keys, Talk
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +46,7 @@ def test_the_conversation_keeps_the_text_that_a_deadline_cuts_off() -> None:
     model = ScriptedModel("Hello,")
     model.held = " you"
     talk = Talk(model, Keys("hi"))
-    assert [message.content for message in talk.chat.conversation.messages] == ["hi", "Hello, you"]
+    assert [message.content for message in talk.session.conversation.messages] == ["hi", "Hello, you"]
 
 
 @pytest.mark.parametrize("word", ["/bye", "/exit", "/quit", "exit", "quit"])
@@ -107,7 +71,7 @@ def test_regen() -> None:
     talk = Talk(ScriptedModel("a", "b", "c"), Keys("one", "/regen", "/regen 42"))
     assert talk.model.prompts == [[user("one")]] * 3
     assert talk.model.options == [{}, {}, {"seed": 42}]
-    assert talk.chat.conversation.for_template() == [user("one"), assistant("c")]
+    assert talk.session.conversation.for_template() == [user("one"), assistant("c")]
 
 
 def test_retry_edits_the_last_message() -> None:
@@ -119,7 +83,7 @@ def test_retry_edits_the_last_message() -> None:
 
 def test_retry_that_ends_keeps_the_turn() -> None:
     talk = Talk(ScriptedModel("a"), Keys("one", "/retry"))
-    assert talk.chat.conversation.for_template() == [user("one"), assistant("a")]
+    assert talk.session.conversation.for_template() == [user("one"), assistant("a")]
 
 
 @pytest.mark.parametrize("command", ["/regen", "/undo", "/retry"])
@@ -148,7 +112,11 @@ def test_set_is_passed_on() -> None:
         ("/set port 80", "luce: /set port: expected one of temperature, "),
         ("/set colour", "luce: /set: expected one of temperature, "),
         ("/set verbose maybe", "luce: /set verbose: expected on or off, got 'maybe'\n"),
-        ("/show x", "luce: /show: expected info or parameters or system or template or tokens or devices, got 'x'\n"),
+        (
+            "/show x",
+            "luce: /show: expected info or parameters or system or template or tokens or devices or "
+            "cache or reasoning, got 'x'\n",
+        ),
         ("/nonsense", "luce: /nonsense: unknown command; /? lists the commands\n"),
         ("/save", "luce: /save: expected a name without slashes, got ''\n"),
         ("/load ../x", "luce: /load: expected a name without slashes, got '../x'\n"),
@@ -204,6 +172,8 @@ def test_help_names_every_command() -> None:
         "/export",
         "/read",
         "/edit",
+        "/glob",
+        "/unread",
     ]:
         assert name in notes.split()
 
@@ -213,7 +183,7 @@ def test_save_and_load(state: Path) -> None:
     path = state / "chats" / "my talk.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     second = Talk(ScriptedModel("b"), Keys("/load my talk", "two"))
-    assert second.model.prompts == [[*first.chat.conversation.for_template(), user("two")]]
+    assert second.model.prompts == [[*first.session.conversation.for_template(), user("two")]]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"messages": [{"role": "system", "content": ""}]}', b"\xff"])
@@ -224,7 +194,7 @@ def test_load_of_another_file(state: Path, content: bytes) -> None:
     talk = Talk(ScriptedModel("a"), Keys("one", "/load x"))
     assert talk.notes.startswith(f"luce: {path}: ")
     assert talk.notes.count("\n") == 1
-    assert talk.chat.conversation.for_template() == [user("one"), assistant("a")]
+    assert talk.session.conversation.for_template() == [user("one"), assistant("a")]
 
 
 def test_export(tmp_path: Path) -> None:
@@ -290,7 +260,7 @@ def test_error_takes_the_turn_back(at: int, capsys: pytest.CaptureFixture[str]) 
 
 def test_error_of_regen_keeps_the_reply() -> None:
     talk = Talk(ScriptedModel("a", [ContextError("too long")]), Keys("one", "/regen"))
-    assert talk.chat.conversation.for_template() == [user("one"), assistant("a")]
+    assert talk.session.conversation.for_template() == [user("one"), assistant("a")]
 
 
 def test_notes_of_an_interactive_chat_have_no_escape_of_the_model() -> None:
@@ -298,13 +268,168 @@ def test_notes_of_an_interactive_chat_have_no_escape_of_the_model() -> None:
     assert talk.notes.endswith("]0;xy\n")
 
 
-def test_speed() -> None:
-    def finish(cached: int) -> Finished:
-        return Finished(FinishReason.EOS, "", Timings(cached_tokens=cached), 1)
+def think(*pieces: str) -> list[str]:
+    return ["<think>", *pieces, "</think>", "the answer"]
 
-    line: Callable[..., str] = speed
-    times = [10.0, 10.25, 10.5, 10.75, 11.25]
-    expected = "4 tok · 3.0 tok/s · first 0.25 s · prompt 4,120 (3,968 cached) · ctx 4,124/32,768"
-    assert line(4, times, 4120, finish(3968), context=32768) == expected
-    assert line(0, times[:1], 5, None, context=100) == "0 tok · prompt 5 · ctx 5/100"
-    assert line(1, times[:2], 5, finish(0), context=100) == "1 tok · first 0.25 s · prompt 5 · ctx 6/100"
+
+def test_read_that_does_not_fit_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("x" * 5000)
+    talk = Talk(ScriptedModel("a", "b"), Keys("one", f"/read {path}", "two"))
+    used = len(json.dumps([user("one"), assistant("a")]))
+    assert talk.notes == (
+        f"luce: /read {path}: 5,000 tokens do not fit: {4096 - used:,} of the context's 4,096 are free\n"
+    )
+    assert talk.model.prompts[1] == [user("one"), assistant("a"), user("two")]
+
+
+def test_a_second_read_counts_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("x" * 2500)
+    talk = Talk(ScriptedModel("a"), Keys(f"/read {path}", f"/read {path}", "two"))
+    assert "2,500 tokens do not fit: 1,5" in talk.notes
+    assert talk.model.prompts == [[user("x" * 2500 + "\n\ntwo")]]
+
+
+def test_a_text_far_too_long_is_refused_by_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("x" * 100_000)
+    model = ScriptedModel()
+    counted = []
+    tokenize = model.tokenize
+    model.tokenize = lambda text, **options: counted.append(len(text)) or tokenize(text, **options)  # type: ignore
+    talk = Talk(model, Keys(f"/read {path}"))
+    assert "at least 65,536 tokens do not fit: 4,096 of" in talk.notes
+    assert counted == [16 * 4096]
+
+
+def test_unread(tmp_path: Path) -> None:
+    one, two = tmp_path / "1.txt", tmp_path / "2.txt"
+    one.write_text("first")
+    two.write_text("second")
+    keys = Keys(f"/read {one}", f"/read {two}", "/unread", "hi", "/unread")
+    talk = Talk(ScriptedModel("a"), keys)
+    assert talk.model.prompts == [[user("first\n\nhi")]]
+    assert talk.notes.splitlines()[-1] == "luce: /unread: there is no text in front of your next message"
+
+
+def test_a_failed_message_keeps_its_texts_until_they_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("content")
+    model = ScriptedModel([ContextError("too long")], [ContextError("too long")], "fine")
+    talk = Talk(model, Keys(f"/read {path}", "one", "two", "/unread", "three"))
+    assert talk.notes.count(f"luce: too long; /unread drops {path}\n") == 2
+    assert model.prompts == [[user("content\n\none")], [user("content\n\ntwo")], [user("three")]]
+
+
+def test_read_refuses_what_has_no_end() -> None:
+    assert Talk(ScriptedModel(), Keys("/read /dev/zero")).notes == "luce: /read /dev/zero: not a regular file\n"
+
+
+def test_glob(tmp_path: Path) -> None:
+    for name in ("b.md", "a.md", "c.txt"):
+        (tmp_path / name).write_text(f"text of {name}")
+    talk = Talk(ScriptedModel("a"), Keys(f"/glob {tmp_path}/*.md", "sum up"))
+    files = [f"{tmp_path}/{name}:\n\ntext of {name}" for name in ("a.md", "b.md")]
+    assert talk.model.prompts == [[user("\n\n".join([*files, "sum up"]))]]
+    assert f"{tmp_path}/b.md, 12 bytes\n2 files, 24 bytes, " in talk.notes
+
+
+def test_glob_asks_for_large_files_together(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        (tmp_path / name).write_text("x" * 60_000)
+    keys = Keys(f"/glob {tmp_path}/*", answer=False)
+    Talk(ScriptedModel(), keys)
+    assert keys.questions == ["2 files have 120,000 bytes; read them?"]
+
+
+def test_glob_takes_all_files_or_none(tmp_path: Path) -> None:
+    (tmp_path / "1").write_text("text")
+    (tmp_path / "2").write_bytes(b"\xff")
+    talk = Talk(ScriptedModel("a"), Keys(f"/glob {tmp_path}/*", "hi"))
+    assert f"luce: /glob {tmp_path}/2: not a text file in UTF-8\n" in talk.notes
+    assert talk.model.prompts == [[user("hi")]]
+    assert Talk(ScriptedModel(), Keys("/glob /nowhere/*")).notes == "luce: /glob /nowhere/*: no file matches\n"
+
+
+def test_commands_run_only_where_the_flag_allows_it() -> None:
+    talk = Talk(ScriptedModel(), Keys("!echo hi"))
+    assert talk.notes == "luce: !echo hi: commands run only with luce chat --allow-shell\n"
+    assert talk.status == 2
+
+
+def test_output_of_a_command_goes_in_front_of_the_next_message() -> None:
+    keys = Keys("!printf 'a\\033[1mb\\n'; exit 3", "what?")
+    talk = Talk(ScriptedModel("x"), keys, allow_shell=True)
+    assert talk.notes.startswith("a[1mb\nexit status 3\n")
+    assert talk.model.prompts[0][0]["content"].endswith("\na\x1b[1mb\n\nwhat?")
+
+
+def test_think_is_a_variable_of_the_template() -> None:
+    keys = Keys("/set think off", "one", "/set think on", "two", "/set think default", "three")
+    talk = Talk(ScriptedModel("a", "b", "c"), keys)
+    assert talk.model.chat.variables == [{"enable_thinking": False}, {"enable_thinking": True}, {}]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("/set think low", "/set: think low: the model's chat template has no reasoning_effort"),
+        ("/set think maybe", "/set think: expected show, hide, default, on, off, minimal, low, medium, high, xhigh, "),
+        ("/set format json", "/set format: replies of the model in this process cannot be held to a format"),
+        ("/set format /nowhere", "/set format /nowhere: No such file or directory"),
+    ],
+)
+def test_settings_that_the_model_does_not_know(command: str, message: str) -> None:
+    talk = Talk(ScriptedModel("a"), Keys(command, "one"))
+    assert talk.notes.startswith(f"luce: {message}")
+    assert talk.model.prompts == [[user("one")]]
+
+
+def test_reasoning_is_kept_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Talk(ScriptedModel(think("hm")), Keys("one", "/show reasoning"))
+    assert capsys.readouterr() == ("the answer\n", "")
+    assert talk.session.conversation.for_template()[1] == {**assistant("the answer"), "reasoning_content": "hm"}
+    assert talk.notes == "hm\n"
+
+
+def test_reasoning_of_a_pipe_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    Talk(ScriptedModel(think("h\x1b]m", "m")), Keys("/set think show", "one"))
+    assert capsys.readouterr() == ("the answer\n", "h]mm\n\n")
+
+
+def test_show_cache() -> None:
+    notes = Talk(ScriptedModel(), Keys("/show cache")).notes
+    assert "3.0 of 1,024 MiB, 2 snapshots" in notes
+    assert "3 of 4 prompts" in notes
+
+
+def test_load_lists_what_is_saved(state: Path) -> None:
+    Talk(ScriptedModel("a"), Keys("tell me about\nfoxes", "/save animals"))
+    (state / "chats" / "broken.json").write_text("{")
+    lines = Talk(ScriptedModel(), Keys("/load")).notes.splitlines()
+    assert any(
+        re.search(r"animals +\d{4}-\d\d-\d\d \d\d:\d\d +2 messages +tell me about foxes", line) for line in lines
+    )
+    assert any("broken" in line for line in lines)
+    assert "no conversation is saved" not in "".join(lines)
+
+
+def test_load_without_anything_saved() -> None:
+    assert Talk(ScriptedModel(), Keys("/load")).notes == "no conversation is saved; /save NAME saves this one\n"
+
+
+def test_the_last_conversation_is_kept(state: Path) -> None:
+    path = state / "last-chat.json"
+    Talk(ScriptedModel("a"), Keys("one"), keep=True)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert conversation.read(path).for_template() == [user("one"), assistant("a")]
+    Talk(ScriptedModel("b"), Keys("/set nohistory", "secret"), keep=True)
+    assert "secret" not in path.read_text()
+
+
+def test_a_disk_that_is_full_loses_no_reply(state: Path) -> None:
+    state.write_text("a file where the directory should be")
+    talk = Talk(ScriptedModel("a", "b"), Keys("one", "two"), keep=True)
+    assert len(talk.model.prompts) == 2
+    assert talk.notes.startswith("this conversation is not kept: ")

@@ -23,6 +23,13 @@ class Message(msgspec.Struct, omit_defaults=True):
     content: str
     #: the user ended this reply before the model did
     stopped: bool = False
+    #: what the model wrote before a reply, if it marks its reasoning
+    reasoning: str = ""
+
+    def for_template(self) -> dict[str, str]:
+        """The message for a chat template, which decides what becomes of the reasoning."""
+        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": self.role, "content": self.content, **reasoning}
 
 
 class Conversation(msgspec.Struct):
@@ -34,11 +41,13 @@ class Conversation(msgspec.Struct):
     def for_template(self) -> list[dict[str, str]]:
         """The messages for a chat template."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return first + [{"role": message.role, "content": message.content} for message in self.messages]
+        return first + [message.for_template() for message in self.messages]
 
-    def add(self, role: Literal["user", "assistant"], content: str, *, stopped: bool = False) -> None:
+    def add(
+        self, role: Literal["user", "assistant"], content: str, *, stopped: bool = False, reasoning: str = ""
+    ) -> None:
         """Append a message."""
-        self.messages.append(Message(role, content, stopped))
+        self.messages.append(Message(role, content, stopped, reasoning))
 
     def drop_reply(self) -> None:
         """Remove the last message if it is a reply."""
@@ -93,9 +102,29 @@ def _chats() -> Path:
     return user_state_directory() / "chats"
 
 
+def last() -> Path:
+    """The file of the last conversation, for `luce chat --continue`."""
+    return user_state_directory() / "last-chat.json"
+
+
 def saved_names() -> list[str]:
     """The names of saved conversations."""
     return sorted(path.stem for path in _chats().glob("*.json"))
+
+
+def saved_chats() -> list[tuple[str, float, Conversation | str]]:
+    """The saved conversations, the latest first: name, time of change (seconds since 1970), and the conversation or
+    why it cannot be read."""
+    found: list[tuple[str, float, Conversation | str]] = []
+    for name in saved_names():
+        path = _chats() / f"{name}.json"
+        try:
+            found.append((name, path.stat().st_mtime, read(path)))
+        except OSError:  # removed meanwhile
+            continue
+        except UsageError as error:
+            found.append((name, path.stat().st_mtime, str(error)))
+    return sorted(found, key=lambda row: -row[1])
 
 
 def saved(name: str, command: str) -> Path:
