@@ -7,7 +7,8 @@ into the rows that it would be cut into alone, because products of other numbers
 Sessions share slots and chunks. A free slot goes to the waiting session that has the fewest slots, and among equal ones
 to the one whose last slot is the longest ago; a sequence waits first in, first out within its session. Sessions also
 take turns with chunks, and within a session its prompts do: with k sessions that read prompts, each gets every k-th
-chunk, however many prompts the others have. Prompts of few rows have turns of their own and pass between chunks. The
+chunk, however many prompts the others have. While other sessions wait for a slot, a session's prompt with the fewest
+rows left goes first, so that one ends soon. Prompts of few rows have turns of their own and pass between chunks. The
 next sequence in turn waits until a slot and its pages are free, and all others wait behind it, so that a large sequence
 gets its turn too; the first sequence of a session is overtaken MAX_OVERTAKEN times at most.
 """
@@ -279,17 +280,22 @@ class Scheduler:
         Prompts of few rows come first.
         """
         few, many, scored = min(FEW_ROWS, self._chunk), self._chunk, self._max_scored_rows
-        wanted: list[tuple[_Turn, int, Sequence]] = []
+        queued = {name for name, session in self._sessions.items() if session.waiting}
+        wanted: list[tuple[_Turn, tuple[float, int], int, Sequence]] = []
         for sequence in prompts:
             with failures.of(sequence):
                 rows = min(sequence.prompt_rows, self._max_scored_rows if sequence.scores_prompt else self._chunk)
-                wanted.append((self._sessions[sequence.session].turns[rows <= FEW_ROWS], rows, sequence))
+                own = (sequence.schedule.skipped_turn, sequence.schedule.last_turn)
+                if queued - {sequence.session}:
+                    # Others wait for a slot: the prompt that ends first gives one back.
+                    own = (sequence.prompt_remaining, sequence.schedule.number)
+                wanted.append((self._sessions[sequence.session].turns[rows <= FEW_ROWS], own, rows, sequence))
         shares: list[_Share] = []
         begin = self._turns
         while wanted:
             # A session's turn changes with each of its shares.
-            order = [(t.skipped, t.last, s.schedule.skipped_turn, s.schedule.last_turn) for t, _, s in wanted]
-            turn, rows, sequence = wanted.pop(order.index(min(order)))
+            order = [(turn.skipped, turn.last, own) for turn, own, _, _ in wanted]
+            turn, _, rows, sequence = wanted.pop(order.index(min(order)))
             state = sequence.schedule
             free = few if rows <= FEW_ROWS else many
             if rows > (min(free, scored) if sequence.scores_prompt else free):

@@ -227,6 +227,26 @@ def test_a_small_request_waits_for_one_prompt_of_another_session() -> None:
     assert drive.ended == [long[0], small, *long[1:]]
 
 
+def test_a_small_request_waits_for_one_prompt_although_four_run() -> None:
+    drive = Drive(slots=4)
+    long = [sequence(10 * CHUNK, max_new_tokens=1, session="a") for _ in range(4)]
+    for one in long:
+        drive.scheduler.add(one)
+    for _ in range(4):
+        drive.step()
+    assert [one.computed for one in long] == [CHUNK] * 4
+    small = sequence(5, max_new_tokens=1, session="b")
+    drive.scheduler.add(small)
+    steps = 0
+    while small not in drive.ended:
+        drive.step()
+        steps += 1
+    # The nine chunks of one prompt, and its own step.
+    assert steps == 9 + 1 and drive.ended[1] is small
+    drive.run()
+    assert set(drive.ended) == {*long, small}
+
+
 def test_a_free_slot_goes_to_the_session_with_the_fewest() -> None:
     drive = Drive(slots=3)
     a = [sequence(CHUNK, max_new_tokens=1 + 9 * i, session="a") for i in range(5)]
