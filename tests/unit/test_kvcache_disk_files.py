@@ -3,6 +3,7 @@ file."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
 import os
@@ -16,6 +17,7 @@ import pytest
 
 from luce.cli.main import main
 from luce.errors import LuceError
+from luce.kvcache.disk import files
 from luce.kvcache.disk.directory import Directory
 from luce.kvcache.disk.files import OpenDirectory, UnsafeDirectoryError, open_directory
 from luce.kvcache.disk.fingerprint import RECORD, Fingerprint, content_digest, read_about, recorded_digest, write_about
@@ -342,3 +344,31 @@ def test_deep_directories_take_few_descriptors(tmp_path: Path) -> None:
         directory.remove("d")
         opened.append(calls.most_open)
     assert not list(tmp_path.iterdir()) and opened == [2]
+
+
+#: functions of `os` that touch no name below the directory: others are in luce.kvcache.disk.files, where tests see them
+NAMELESS = {"close", "cpu_count", "fstat", "getpid", "pread", "preadv"}
+MODULES = sorted(Path(files.__file__).parent.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
+def test_only_one_module_names_files(path: Path) -> None:
+    if path.name in ("files.py", "fingerprint.py"):  # the other one reads the model's files
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            assert node.attr in NAMELESS, f"line {node.lineno}: os.{node.attr}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id != "open", f"line {node.lineno}"
+        if isinstance(node, ast.Import):
+            assert "shutil" not in [alias.name for alias in node.names], f"line {node.lineno}"
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in (
+                "read_bytes",
+                "write_bytes",
+                "read_text",
+                "write_text",
+                "glob",
+                "iterdir",
+                "exists",
+            )

@@ -168,3 +168,17 @@ def test_thousands_of_strangers_change_nothing(
     before = len(caplog.records)
     store.rescan()
     assert write(store, np.arange(70, dtype=np.int32)) is not None and len(caplog.records) == before
+
+
+def test_a_snapshot_of_a_made_up_size_takes_no_space_from_others(tmp_path: Path) -> None:
+    store, texts = Store(tmp_path, MODEL, 0), [ids(100, seed) for seed in range(3)]
+    written = [write(store, text) for text in texts]
+    bad = written[2]
+    assert bad is not None
+    # A file of holes: it occupies nothing.
+    size = 1 << 40
+    os.truncate(bad.path / "tokens.part", size)
+    forged.replace_manifest(bad, tokens=PartInfo("tokens.part", size, bad.manifest.tokens.index))
+    again = Store(tmp_path, MODEL, 1 << 20)
+    again.make_room(0)
+    assert [len(again.find(text)) for text in texts] == [1, 1, 0] and again.evictions == 1

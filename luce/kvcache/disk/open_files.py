@@ -15,7 +15,7 @@ MOST_IDLE = 64
 
 
 class ReopenedFile:
-    """A file that `open` opens. Thread-safe.
+    """A file that `opener` opens. Thread-safe.
 
     It is closed when many others have been read since, and opened again when it is read next. Raises OSError, also if
     its name is another file's by then.
@@ -25,10 +25,10 @@ class ReopenedFile:
     #: of all files of the process, those whose descriptor nobody uses; the one used last comes last
     _idle: ClassVar[OrderedDict[ReopenedFile, int]] = OrderedDict()
 
-    def __init__(self, open: Callable[[], int]) -> None:
-        self._open = open
+    def __init__(self, opener: Callable[[], int]) -> None:
+        self._opener = opener
         self._closed = False
-        fd = open()
+        fd = opener()
         status = os.fstat(fd)
         #: bytes
         self.size = status.st_size
@@ -58,7 +58,7 @@ class ReopenedFile:
             os.close(fd)
 
     def _reopened(self) -> int:
-        fd = self._open()
+        fd = self._opener()
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size) != self._identity:
             os.close(fd)

@@ -398,17 +398,20 @@ class Store(Index):
                 snapshot.last_used = max(snapshot.last_used, directory.status(MANIFEST).st_mtime)
 
     def _eviction_candidate(self, spared: set[Snapshot]) -> Snapshot | None:
-        """The snapshot to evict next: of a long unused model first, then superseded ones, then the least recently used;
-        of a conversation the longest."""
+        """The snapshot to evict next: one larger than the budget first, then one of a long unused model, then
+        superseded ones, then the least recently used; of a conversation the longest."""
         # This process uses its own model, even if it does not use the snapshots.
         newest = {self.model: time.time()}
         for snapshot in self._snapshots.values():
             newest[snapshot.manifest.model] = max(newest.get(snapshot.manifest.model, 0.0), snapshot.last_used)
         end = time.time() - _UNUSED_SECONDS
 
-        def rank(snapshot: Snapshot) -> tuple[bool, bool, float, int]:
-            unused = newest[snapshot.manifest.model] < end
-            return not unused, not snapshot.superseded, snapshot.last_used, -snapshot.manifest.length
+        def rank(snapshot: Snapshot) -> tuple[bool, bool, bool, float, int]:
+            manifest = snapshot.manifest
+            # No eviction of others makes space for it: its size may be made up.
+            fits = not self.budget or manifest.nbytes <= self.budget
+            unused = newest[manifest.model] < end
+            return fits, not unused, not snapshot.superseded, snapshot.last_used, -manifest.length
 
         # Pages of an unresumable snapshot only go together with the snapshots that continue it.
         resumable_or_last = (
