@@ -248,20 +248,19 @@ def test_a_small_request_waits_for_one_prompt_although_four_run() -> None:
 
 
 def test_a_free_slot_goes_to_the_session_with_the_fewest() -> None:
-    drive = Drive(slots=3)
-    a = [sequence(CHUNK, max_new_tokens=1 + 9 * i, session="a") for i in range(5)]
-    b = [sequence(4, max_new_tokens=20, session="b") for _ in range(2)]
-    for one in a:
+    drive = Drive(slots=4)
+    a = [sequence(3, max_new_tokens=50, session="a") for _ in range(3)]
+    b = [sequence(3, max_new_tokens=50, session="b") for _ in range(2)]
+    for one in (*a[:2], b[0], sequence(3, max_new_tokens=2, session="c")):
         drive.scheduler.add(one)
-    drive.step()
-    for one in b:
-        drive.scheduler.add(one)
-    # One of a's three ends: b has no slot, a has two.
-    while b[0].slot is None:
         drive.step()
-    assert drive.ended == [a[0]] and a[3].slot is None
+    for one in (a[2], b[1]):
+        drive.scheduler.add(one)
+    # The last slot of a is longer ago than that of b, but a has two.
+    drive.step()
+    assert b[1].slot is not None and a[2].slot is None
     drive.run()
-    assert len(drive.ended) == 7
+    assert len(drive.ended) == 6
 
 
 def test_no_request_is_overtaken_for_ever() -> None:
