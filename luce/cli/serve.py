@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import signal
 import socket
@@ -52,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; the exit status is 0 after an orderly stop. Raises LuceError if the server cannot start."""
     config = settings(arguments)
     writer = log.configure(config.log_level, as_json=config.log_json)
+    # A signal such as SIGBUS or SIGSEGV ends the process: its name and the threads' stacks are the log's last lines.
+    faulthandler.enable(2)
     try:
         sockets = inherited() or listen(config.host, config.port)
         notifier = Notifier()

@@ -6,6 +6,7 @@ The server starts the daemon (`--fds`) or connects to it (`--listen`).
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import socket
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until the server is gone; over a network, serve one server after another until a signal."""
     writer = log.configure("info", journal=arguments.fds is not None)
+    # As in luce.cli.serve; the server logs what a daemon writes.
+    faulthandler.enable(2)
     try:
         if arguments.fds is not None:
             _serve_parent(arguments.fds)

@@ -175,5 +175,5 @@ def _mask(target: Target, spec: DFlashSpec) -> NDArray[np.float32]:
     if token is None or not 0 <= token < target.spec.vocab:
         raise ModelError(f"{spec.path}: dflash.mask_token_id {token} is not a token of the model")
     table = target.file.tensors[EMBEDDING]
-    row = dequantize(target.file.raw(EMBEDDING)[token : token + 1], table.type)
+    row = dequantize(target.file.rows(EMBEDDING)[token : token + 1], table.type)
     return row.reshape(-1)

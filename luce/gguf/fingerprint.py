@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-from luce.errors import ModelError
 from luce.gguf.reader import GGUFFile
 
 # Bytes that are read at each place, and places spread over each file besides its end.
@@ -16,20 +15,16 @@ def fingerprint(file: GGUFFile) -> str:
     """32 hex digits of all metadata, the tensor directory, the sizes of the files and samples of the weights.
 
     It differs for another quantisation of a model, and after further training; damage between the samples does not
-    change it. Raises ModelError if a file cannot be read again.
+    change it. Raises ModelError if a file has changed since it was opened.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for part, path in enumerate(file.paths):
+    for part in range(len(file.files)):
         begins = min((info.offset for info in file.tensors.values() if info.part == part), default=0)
-        try:
-            with path.open("rb") as data:
-                size = data.seek(0, 2)
-                digest.update(f"{size} {begins}\n".encode())
-                data.seek(0)
-                digest.update(data.read(begins))
-                for place in range(_PLACES + 1):
-                    data.seek(begins + max(0, size - begins - _SAMPLE) * place // _PLACES)
-                    digest.update(data.read(_SAMPLE))
-        except OSError as error:
-            raise ModelError(f"{path}: {error.strerror}") from error
+        data = file.files[part]
+        size = data.size
+        digest.update(f"{size} {begins}\n".encode())
+        digest.update(data.read(0, begins).data)
+        for place in range(_PLACES + 1):
+            at = begins + max(0, size - begins - _SAMPLE) * place // _PLACES
+            digest.update(data.read(at, min(_SAMPLE, size - at)).data)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""GGUF files, versions 2 and 3, little endian: header, metadata, tensor directory and tensor bytes over mmap.
+"""GGUF files, versions 2 and 3, little endian: header, metadata, tensor directory and tensor bytes, read by position.
 
 Layout (specification: docs/gguf.md of the ggml project; all integers little endian):
 
@@ -13,10 +13,8 @@ A string is a uint64 length and UTF-8; an array is a uint32 element type, a uint
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import re
-import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,14 +27,18 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
 from numpy.typing import NDArray
 
-from luce.errors import FormatError, ModelError, UnsupportedError
+from luce.errors import FormatError, UnsupportedError
 from luce.gguf.metadata import Metadata, PackedStrings, Value, shown
+from luce.gguf.model_file import FileRows, ModelFile
 from luce.gguf.quants import block_size
 
 # Far above real files (a few thousand tensors, some dozen keys). They bound the memory of small hostile entries, whose
 # Python objects are larger than the entries.
 _MOST_TENSORS = 1 << 17
 _MOST_KEYS = 1 << 16
+
+#: bytes that are read at a time of the part before the tensors
+_HEAD = 1 << 16
 
 # struct and NumPy spell these alike.
 _FORMATS = {
@@ -87,39 +89,38 @@ class TensorInfo:
 
 
 class GGUFFile:
-    """An open model, in one file or in parts.
-
-    Arrays of `raw` stay valid after `close`: a file's mapping ends with its last array.
-    """
+    """An open model, in one file or in parts. `raw` and `rows` raise ModelError if a file changes meanwhile."""
 
     def __init__(
         self,
         paths: tuple[Path, ...],
         metadata: Metadata,
         tensors: Mapping[str, TensorInfo],
-        maps: tuple[mmap.mmap, ...],
+        files: tuple[ModelFile, ...],
     ) -> None:
         self.paths = paths
         #: of the first part
         self.metadata = metadata
         #: by name, in the order of the files
         self.tensors = tensors
-        self._maps = maps
+        #: one for each path
+        self.files = files
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor: read-only uint8 [rows, row_bytes], a view of the file.
+        """The bytes of a tensor: uint8 [rows, row_bytes]. Raises FormatError if there is no such tensor."""
+        return self.rows(name)[:]
 
-        Raises FormatError if there is no such tensor. After `close`, any call is an error.
-        """
+    def rows(self, name: str) -> FileRows:
+        """As `raw`, but read when they are used. After `close`, any use is an error."""
         info = self.tensors.get(name)
         if info is None:
             raise FormatError(f"{self.paths[0]}: tensor {name!r} is missing")
-        flat = np.frombuffer(self._maps[info.part], np.uint8, info.nbytes, info.offset)
-        return flat.reshape(info.rows, info.row_bytes)
+        return FileRows(self.files[info.part], info.offset, (info.rows, info.row_bytes))
 
     def close(self) -> None:
-        """Release the mappings. Idempotent."""
-        self._maps = ()
+        """Close the files. Idempotent."""
+        for file in self.files:
+            file.close()
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -170,49 +171,47 @@ def _join(paths: tuple[Path, ...], parts: list[GGUFFile]) -> GGUFFile:
         raise FormatError(
             f"{paths[0]}: split.tensors.count is {first.integer('split.tensors.count')}, the parts hold {len(tensors)}"
         )
-    return GGUFFile(paths, first, tensors, tuple(data for part in parts for data in part._maps))
+    return GGUFFile(paths, first, tensors, tuple(file for part in parts for file in part.files))
 
 
 def _read(path: Path, part: int) -> GGUFFile:
     """One file; `part` is its index in the model."""
-    data = _map(path)
-    cursor = _Cursor(data, path)
+    file = ModelFile(path)
+    cursor = _Cursor(file)
     tensor_count, key_count = _header(cursor)
     metadata = Metadata(_keys(cursor, key_count), path)
     alignment = metadata.integer("general.alignment", 32)
     if alignment <= 0 or alignment & (alignment - 1):
         raise FormatError(f"{path}: general.alignment is {alignment}, expected a power of two")
-    return GGUFFile((path,), metadata, _tensors(cursor, tensor_count, alignment, part), (data,))
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        mode = path.stat().st_mode
-        # Opening a FIFO would wait for a writer.
-        if not stat.S_ISREG(mode):
-            raise ModelError(f"{path}: is {'a directory' if stat.S_ISDIR(mode) else 'not a regular file'}")
-        with path.open("rb") as file:
-            if file.seek(0, 2) == 0:
-                raise FormatError(f"{path}: is empty")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}") from error
+    return GGUFFile((path,), metadata, _tensors(cursor, tensor_count, alignment, part), (file,))
 
 
 class _Cursor:
     """Reads values from a file's start on. Raises FormatError for a value that passes the end."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data = data
-        self.path = path
+    def __init__(self, file: ModelFile) -> None:
+        self._file = file
+        self.path = file.path
+        self.size = file.size
+        #: the file up to the last value that was asked for, or further
+        self.data = bytearray()
         self.position = 0
+        self.fill(min(_HEAD, self.size))
+
+    def fill(self, end: int) -> None:
+        """Read on up to `end`, which is not behind the file's end."""
+        if end > len(self.data):
+            # In large pieces, so that few small reads are made.
+            more = min(max(end - len(self.data), _HEAD), self.size - len(self.data))
+            self.data += self._file.read(len(self.data), more).data
 
     def skip(self, size: int, what: str) -> int:
         """Skip the `size` bytes of `what`; returns their start."""
         start = self.position
-        if size > len(self.data) - start:
+        if size > self.size - start:
             raise self.truncated(what)
         self.position = start + size
+        self.fill(self.position)
         return start
 
     def unpack(self, format: str, what: str) -> tuple[Any, ...]:
@@ -230,14 +229,14 @@ class _Cursor:
 
     def truncated(self, what: str) -> FormatError:
         """The error for `what` passing the end of the file."""
-        return FormatError(f"{self.path}: {what} passes the end of the file at {len(self.data)} bytes")
+        return FormatError(f"{self.path}: {what} passes the end of the file at {self.size} bytes")
 
 
 def _header(cursor: _Cursor) -> tuple[int, int]:
     """Numbers of tensors and keys."""
     path = cursor.path
     if cursor.data[:4] != b"GGUF":
-        raise FormatError(f"{path}: is not a GGUF file (it starts with {cursor.data[:4]!r})")
+        raise FormatError(f"{path}: is not a GGUF file (it starts with {bytes(cursor.data[:4])!r})")
     cursor.skip(4, "the magic")
     (version,) = cursor.unpack("<I", "the version")
     if version and version & 0xFFFF == 0:
@@ -284,7 +283,7 @@ def _array(cursor: _Cursor, what: str) -> NDArray[Any] | PackedStrings:
         return _strings(cursor, count, what)
     dtype = np.dtype("<B" if type == GGUFValueType.BOOL else _format(cursor, type, what))
     start = cursor.skip(count * dtype.itemsize, what)
-    # A copy, so that metadata outlives the mapping.
+    # A copy, as the bytes go on to grow.
     array = np.frombuffer(cursor.data, dtype, count, start).copy()
     if type == GGUFValueType.BOOL:
         if array.max(initial=0) > 1:
@@ -295,15 +294,18 @@ def _array(cursor: _Cursor, what: str) -> NDArray[Any] | PackedStrings:
 
 def _strings(cursor: _Cursor, count: int, what: str) -> PackedStrings:
     data, start = cursor.data, cursor.position
-    position, last = start, len(data) - 8
+    position, last, filled = start, cursor.size - 8, len(cursor.data) - 8
     length = struct.Struct("<Q").unpack_from
     # An absurd count fails soon: every string takes 8 bytes of the file.
     for _ in range(count):
         if position > last:
             raise cursor.truncated(what)
+        if position > filled:
+            cursor.fill(position + 8)
+            filled = len(data) - 8
         position += 8 + length(data, position)[0]
     cursor.skip(position - start, what)
-    return PackedStrings(data[start:position], count)
+    return PackedStrings(bytes(memoryview(data)[start:position]), count)
 
 
 def _format(cursor: _Cursor, type: int, what: str) -> str:
@@ -326,10 +328,8 @@ def _tensors(cursor: _Cursor, count: int, alignment: int, part: int) -> dict[str
         nbytes = math.prod(shape) // elements * size
         if offset % alignment:
             raise FormatError(f"{where} has offset {offset}, not a multiple of the alignment {alignment}")
-        if base + offset + nbytes > len(cursor.data):
-            raise FormatError(
-                f"{where} passes the end of the file: {nbytes} bytes at {base + offset} of {len(cursor.data)}"
-            )
+        if base + offset + nbytes > cursor.size:
+            raise FormatError(f"{where} passes the end of the file: {nbytes} bytes at {base + offset} of {cursor.size}")
         tensors[name] = TensorInfo(name, shape, type, base + offset, nbytes, part)
     for before, after in pairwise(sorted(tensors.values(), key=lambda info: info.offset)):
         if before.offset + before.nbytes > after.offset:

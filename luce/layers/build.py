@@ -296,26 +296,28 @@ def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, layers_only
 def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device, *, layers_only: bool = False) -> int:
     """Bytes that the tensors of a shard take on a device: as stored on a GPU, as float32 on the host.
 
-    On the host the embedding tables stay in the file. `layers_only` as for shard_tensors, except that a layer's columns
-    of the per-layer table count with the layer.
+    On the host the embedding tables stay in quant blocks. `layers_only` as for shard_tensors, except that a layer's
+    columns of the per-layer table count with the layer.
     """
     names = shard_tensors(file, spec, layers, layers_only=layers_only)
+    table = 0
     if device.host:
         head = spec.tied_head and layers.stop == len(spec.layers)
+        table = file.tensors[EMBEDDING].nbytes if EMBEDDING in names and layers.start == 0 else 0
         names -= set() if head else {EMBEDDING}
     infos = [file.tensors[name] for name in names - {*_PER_LAYER_TABLES}]
     # Keys that serve as values too are stored twice.
     mixers = ((layer, spec.layers[layer].mixer) for layer in layers)
     keys = {_name(layer, "attn_k") for layer, m in mixers if isinstance(m, Attention) and m.value_from_key}
     infos += [file.tensors[name] for name in keys & names]
-    if device.host:
-        return placed_bytes(infos, device)
     columns = sum(
-        stored_bytes(file.tensors[name]) * len(_table_layers(file, spec, layers, name)) // len(spec.layers)
+        (file.tensors[name].nbytes if device.host else stored_bytes(file.tensors[name]))
+        * len(_table_layers(file, spec, layers, name))
+        // len(spec.layers)
         for name in _PER_LAYER_TABLES
         if spec.per_layer and name in file.tensors
     )
-    return columns + placed_bytes(infos, device)
+    return table + columns + placed_bytes(infos, device)
 
 
 def placed_bytes(infos: Iterable[TensorInfo], device: Device) -> int:

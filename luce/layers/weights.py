@@ -37,17 +37,19 @@ class WeightLoader:
     def table(self, name: str, cols: int, rows: int, columns: range | None = None) -> Weight:
         """A table GGUF [cols, rows] whose rows are looked up, or whole blocks of its columns.
 
-        On the host it stays in the file, as it is stored.
+        On the host it stays in quant blocks, as it is stored.
         """
         if columns is None and not self._device.host:
             return self.matrix([name], cols, [rows])
         tensor = self._raw(name, (cols, rows))
         if columns is not None:
             elements, size = block_size(tensor.type)
-            raw = tensor.raw[:, columns.start // elements * size : columns.stop // elements * size]
-            tensor = RawTensor(name, raw, tensor.type, len(columns))
+            raw = np.asarray(tensor.raw)[:, columns.start // elements * size : columns.stop // elements * size]
+            tensor = RawTensor(name, np.ascontiguousarray(raw), tensor.type, len(columns))
         if self._device.host:
-            return Weight(rows, tensor.cols, (WeightPart(tensor.raw, tensor.type, 0, rows),))
+            held = np.asarray(tensor.raw)
+            self.nbytes += held.nbytes
+            return Weight(rows, tensor.cols, (WeightPart(held, tensor.type, 0, rows),))
         weight = upload_weight(self._device, [tensor])
         self.nbytes += weight.nbytes
         return weight
@@ -87,7 +89,7 @@ class WeightLoader:
 
     def _floats(self, name: str, shape: tuple[int, ...]) -> Array:
         raw = self._raw(name, shape)
-        values = np.ascontiguousarray(dequantize(raw.raw, raw.type).reshape(-1))
+        values = np.ascontiguousarray(dequantize(np.asarray(raw.raw), raw.type).reshape(-1))
         self.nbytes += values.nbytes
         return self._device.upload(values)
 
@@ -97,7 +99,7 @@ class WeightLoader:
             raise UnsupportedError(f"{self._file.paths[0]}: tensor {name} is missing")
         self._check(name, info, shape)
         self.used.add(name)
-        return RawTensor(name, self._file.raw(name), info.type, info.shape[0])
+        return RawTensor(name, self._file.rows(name), info.type, info.shape[0])
 
     def _check(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
         # Writers differ in trailing ones: some store a matrix of one row as a vector.

@@ -11,6 +11,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
+from luce.gguf.model_file import FileRows
 from luce.gguf.quants import dequantize
 from luce.gguf.reader import TensorInfo
 from luce.runtime.device import Array, Device
@@ -31,7 +32,7 @@ class RawTensor:
 
     name: str
     #: uint8 [rows, row_bytes]
-    raw: NDArray[np.uint8]
+    raw: NDArray[np.uint8] | FileRows
     type: GGMLQuantizationType
     #: elements of a row
     cols: int
@@ -99,7 +100,7 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
         whole = device.empty((cols, rows)).T if rows >= cols else device.empty((rows, cols))
         at = 0
         for t in tensors:
-            whole[at : at + t.rows] = dequantize(t.raw, t.type)
+            whole[at : at + t.rows] = dequantize(np.asarray(t.raw), t.type)
             at += t.rows
         return Weight(rows, cols, (WeightPart(whole, GGMLQuantizationType.F32, 0, rows),))
     parts: list[WeightPart] = []
@@ -120,7 +121,7 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
 
 
 def _load(device: Device, t: RawTensor, to: Array | None = None) -> Array:
-    return device.load(np.ascontiguousarray(t.raw) if t.type in KERNEL_TYPES else _as_fp16(t), to)
+    return device.load(t.raw if t.type in KERNEL_TYPES else _as_fp16(t), to)
 
 
 def _row_bytes(type: GGMLQuantizationType, cols: int) -> int:

@@ -122,6 +122,27 @@ class CopyStream(ABC):
         """An event that is done when the copies queued so far are."""
 
 
+class Readable(Protocol):
+    """Bytes elsewhere, uint8 with a shape; np.asarray reads all of them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """uint8."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]: ...
+
+    def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """Fill a contiguous array with the bytes from `offset` on. Any thread may call it."""
+
+
 class Device(ABC):
     """One device. Not thread-safe: one thread drives a device."""
 
@@ -163,14 +184,16 @@ class Device(ABC):
         Pageable memory is read before this returns; pinned memory may be read until `synchronize`.
         """
 
-    def load(self, array: NDArray[Any], to: Array | None = None) -> Array:
-        """`upload` for large arrays, which it reads in the background; they must not change until `synchronize`.
+    def load(self, array: NDArray[Any] | Readable, to: Array | None = None) -> Array:
+        """`upload` for large arrays, which it reads in the background; they must not change until `synchronize`, which
+        raises the errors of a Readable.
 
         `to`, if given, is the array to copy to: C-contiguous, of the same shape and dtype.
         """
+        values = np.ascontiguousarray(array)
         if to is None:
-            return self.upload(array)
-        self.write(to, array)
+            return self.upload(values)
+        self.write(to, values)
         return to
 
     @abstractmethod

@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime import blas, compiler, driver
 from luce.runtime.cupy_module import EXTRAS, import_cupy
-from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Flag, Graph, Memory
+from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Flag, Graph, Memory, Readable
 from luce.runtime.driver import Vendor
 from luce.runtime.gpu_kernels import KernelLoader, LoadedKernel
 from luce.runtime.gpu_stream import GpuCopyStream, GpuEvent
@@ -117,8 +117,8 @@ class GpuDevice(Device):
             self.write(copy, array)
         return copy
 
-    def load(self, array: NDArray[Any], to: Array | None = None) -> Array:
-        if array.nbytes < _STAGED or not array.flags.c_contiguous:
+    def load(self, array: NDArray[Any] | Readable, to: Array | None = None) -> Array:
+        if array.nbytes < _STAGED or (isinstance(array, np.ndarray) and not array.flags.c_contiguous):
             return super().load(array, to)
         copy = self.empty(array.shape, array.dtype) if to is None else to
         if self._stager is None:

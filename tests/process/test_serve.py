@@ -396,3 +396,12 @@ def test_a_server_killed_while_it_saves_gives_the_same_replies_after_a_restart(
         child.wait()
         assert "moved to trash" not in child.log and "Traceback" not in child.log
     assert list((tmp_path / "cache" / LAYOUT).glob("*/*/manifest.json"))
+
+
+def test_a_fatal_signal_is_in_the_log(serve: Any) -> None:
+    child = serve("--max-ctx", "64")
+    child.notified("READY=1")
+    child.process.send_signal(signal.SIGBUS)
+    child.wait()
+    assert child.process.returncode == -signal.SIGBUS
+    assert any("Fatal Python error: Bus error" in line for line in child.lines)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import struct
 import sys
 from collections.abc import Mapping
@@ -31,6 +30,7 @@ from luce.draft.dflash.spec import (
 )
 from luce.errors import FormatError, ModelError, UnsupportedError
 from luce.gguf.metadata import Metadata, Value
+from luce.gguf.model_file import ModelFile
 from luce.gguf.reader import GGUFFile, TensorInfo
 
 _INDEX, _WEIGHTS, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -163,17 +163,17 @@ def open_checkpoint(path: Path) -> GGUFFile:
     config = _json(directory / _CONFIG)
     paths = _parts(path if path.is_file() else directory / _WEIGHTS, directory)
     tensors: dict[str, TensorInfo] = {}
-    maps = []
+    files = []
     for part, file in enumerate(paths):
-        data = _map(file)
-        maps.append(data)
-        for info in _tensors(file, data, part):
+        data = ModelFile(file)
+        files.append(data)
+        for info in _tensors(data, part):
             if info.name in tensors:
                 raise FormatError(f"{file}: tensor {info.name} occurs twice")
             tensors[info.name] = info
     keys = _Config(directory / _CONFIG, config).keys() | _head_keys(tensors)
     metadata = Metadata(keys, directory / _CONFIG)
-    return GGUFFile(tuple(paths), metadata, tensors, tuple(maps))
+    return GGUFFile(tuple(paths), metadata, tensors, tuple(files))
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -213,28 +213,19 @@ def _parts(path: Path, directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _map(path: Path) -> mmap.mmap:
-    try:
-        if not path.is_file():
-            raise ModelError(f"{path}: is missing or is not a regular file")
-        with path.open("rb") as file:
-            if file.seek(0, 2) < 8:
-                raise FormatError(f"{path}: is too short for a safetensors file")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror}") from error
-
-
-def _tensors(path: Path, data: mmap.mmap, part: int) -> list[TensorInfo]:
+def _tensors(file: ModelFile, part: int) -> list[TensorInfo]:
     """The tensors of one file under their GGUF names."""
-    (length,) = struct.unpack_from("<Q", data)
-    if length > min(_MOST_JSON, len(data) - 8):
-        raise FormatError(f"{path}: claims a header of {length} bytes; the file has {len(data)}")
-    header = _object(path, data[8 : 8 + length])
+    path = file.path
+    if file.size < 8:
+        raise FormatError(f"{path}: is too short for a safetensors file")
+    (length,) = struct.unpack("<Q", file.read(0, 8).data)
+    if length > min(_MOST_JSON, file.size - 8):
+        raise FormatError(f"{path}: claims a header of {length} bytes; the file has {file.size}")
+    header = _object(path, file.read(8, length).tobytes())
     header.pop("__metadata__", None)
     if len(header) > _MOST_TENSORS:
         raise FormatError(f"{path}: claims {len(header)} tensors; at most {_MOST_TENSORS} are read")
-    found = [_tensor(path, name, entry, 8 + length, len(data), part) for name, entry in header.items()]
+    found = [_tensor(path, name, entry, 8 + length, file.size, part) for name, entry in header.items()]
     for before, after in pairwise(sorted(found, key=lambda info: info.offset)):
         if before.offset + before.nbytes > after.offset:
             raise FormatError(f"{path}: tensors {before.name} and {after.name} overlap")

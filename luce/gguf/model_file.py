@@ -1,0 +1,98 @@
+"""A model file that is read by position, never mapped: a mapping of a file that shrinks ends the process (SIGBUS), and
+one of a file that is written to shows the new bytes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from luce.errors import FormatError, ModelError
+
+
+class ModelFile:
+    """An open regular file, the same one whatever its path names later. Any thread may read.
+
+    Raises ModelError if the file cannot be opened, FormatError if it is empty. The descriptor is closed by `close` or
+    with the object.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            # Opening a FIFO would wait for a writer.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise ModelError(f"{path}: {error.strerror}") from error
+        #: close the descriptor; idempotent
+        self.close = weakref.finalize(self, os.close, fd)
+        self._fd = fd
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
+            self.close()
+            raise ModelError(f"{path}: is {'a directory' if stat.S_ISDIR(facts.st_mode) else 'not a regular file'}")
+        #: bytes
+        self.size = facts.st_size
+        self._changed = facts.st_mtime_ns
+        if not self.size:
+            self.close()
+            raise FormatError(f"{path}: is empty")
+
+    def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """Fill a contiguous array with the bytes from `offset` on.
+
+        Raises ModelError if the file has changed since it was opened: its size, or the time of its last change.
+        """
+        at, view = 0, memoryview(out.data)
+        while at < len(view):
+            try:
+                count = os.preadv(self._fd, [view[at:]], offset + at)
+            except OSError as error:
+                raise ModelError(f"{self.path}: {error.strerror}") from error
+            if not count:
+                break
+            at += count
+        # Behind the read: bytes that were there before a change are as good as ever.
+        facts = os.fstat(self._fd)
+        if at < len(view) or (facts.st_size, facts.st_mtime_ns) != (self.size, self._changed):
+            raise ModelError(f"{self.path}: was changed while it was read; replace a model file by renaming a new one")
+
+    def read(self, offset: int, size: int) -> NDArray[np.uint8]:
+        """`size` bytes from `offset` on. Raises ModelError as read_into."""
+        out = np.empty(size, np.uint8)
+        self.read_into(offset, out)
+        return out
+
+
+class FileRows:
+    """Rows of bytes in a file, uint8 [rows, row_bytes], which are read when they are used: `np.asarray` reads all,
+    a slice its rows."""
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, file: ModelFile, offset: int, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self._file = file
+        self._offset = offset
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.shape[0] * self.shape[1]
+
+    def __getitem__(self, rows: slice) -> NDArray[np.uint8]:
+        start, stop, _ = rows.indices(self.shape[0])
+        count, width = max(0, stop - start), self.shape[1]
+        return self._file.read(self._offset + start * width, count * width).reshape(count, width)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return self[:]
+
+    def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """Fill a contiguous array with the bytes from `offset` of these on. Raises ModelError as ModelFile."""
+        self._file.read_into(self._offset + offset, out)
