@@ -47,7 +47,7 @@ async def read_body(request: web.Request, server: Server) -> bytes:
     if expand is None:
         return body
     try:
-        expanded = await server.work(expand, body, limit)
+        expanded = await server.text_work(expand, body, limit)
     except (zlib.error, zstandard.ZstdError, EOFError):
         raise RequestError("request body: not encoded as Content-Encoding says", code="invalid_body") from None
     if len(expanded) > limit:

@@ -7,21 +7,24 @@ from typing import Any
 
 import msgspec
 
-from luce.errors import RequestError, UnavailableError
+from luce.errors import ContextError, RequestError, UnavailableError
 from luce.server.errors import invalid, unsupported
 from luce.server.schema import ChatRequest, Message, ToolChoice
 from luce.server.thinking import ReasoningSwitch
 from luce.text.chat import ChatFormat
+from luce.text.prompt_limit import PromptLimit
 
 _Json = dict[str, Any]
 
-_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+_TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "limit"}
 
 
-def chat_prompt(request: ChatRequest, chat: ChatFormat) -> list[int]:
-    """The prompt as ids. Raises RequestError."""
+def chat_prompt(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> list[int]:
+    """The prompt as ids. Raises RequestError, and what `limit` raises."""
     if not request.messages:
         raise invalid("messages", "expected at least one message")
+    # No template writes less than a token per message.
+    limit.check(len(request.messages))
     continues, opens = bool(request.continue_final_message), request.add_generation_prompt
     if continues and opens:
         raise invalid("continue_final_message", "add_generation_prompt opens a new message; set one of them only")
@@ -36,9 +39,10 @@ def chat_prompt(request: ChatRequest, chat: ChatFormat) -> list[int]:
             tools=_tools(request),
             add_generation_prompt=not continues if opens is None else opens,
             continue_final_message=continues,
+            limit=limit,
             **thinking.variables,
         )
-    except UnavailableError:
+    except (ContextError, UnavailableError):
         raise
     except RequestError as error:
         raise RequestError(str(error), param=error.param or "messages", code=error.code or "template_error") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -40,19 +41,24 @@ async def chat(request: web.Request) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
     server = request.app[SERVER]
-    return await _answer(request, partial(server.work, completion_job), CompletionResponse)
+    return await _answer(request, partial(server.text_work, completion_job), CompletionResponse)
 
 
 async def _answer(
     request: web.Request,
-    prepare: Callable[[bytes, Mapping[str, str], Model], Awaitable[Job]],
+    prepare: Callable[[bytes, Mapping[str, str], Model, Callable[[], bool]], Awaitable[Job]],
     builder_type: type[ResponseBuilder],
 ) -> web.StreamResponse:
     server = request.app[SERVER]
     server.serving_model()
     body = await read_body(request, server)
     model = server.serving_model()
-    job = await prepare(body, request.headers, model)
+    left = threading.Event()
+    try:
+        job = await prepare(body, request.headers, model, left.is_set)
+    finally:
+        # A client that has left cancels this task, not the thread.
+        left.set()
     del body
     server.metrics.unknown_fields.inc(job.unknown_fields)
     builder = builder_type(job, model, __version__)

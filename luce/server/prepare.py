@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from luce.server.chat_prompt import chat_prompt
 from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.schema import ChatRequest, Common, CompletionRequest, decode
 from luce.text.detokenizer import Detokenizer
+from luce.text.prompt_limit import PromptLimit
 
 #: `max_tokens` of /v1/completions when the request has none
 COMPLETION_TOKENS = 16
@@ -75,8 +76,8 @@ class Job:
         return len(self.prompts) * self.n
 
 
-def chat_job(body: bytes, headers: Mapping[str, str], model: Model) -> Job:
-    """The Job of a /v1/chat/completions body. Raises RequestError."""
+def chat_job(body: bytes, headers: Mapping[str, str], model: Model, stopped: Callable[[], bool] = lambda: False) -> Job:
+    """The Job of a /v1/chat/completions body. Raises RequestError, also soon after `stopped` has become true."""
     request, unknown = decode(body, ChatRequest)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
@@ -88,22 +89,25 @@ def chat_job(body: bytes, headers: Mapping[str, str], model: Model) -> Job:
         unknown,
         headers,
         model,
-        prompts=(chat_prompt(request, model.chat),),
+        prompts=(chat_prompt(request, model.chat, PromptLimit(model.context, stopped)),),
         echoes=(),
         max_tokens=next((limit for limit in limits if limit is not None), None),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
 
 
-def completion_job(body: bytes, headers: Mapping[str, str], model: Model) -> Job:
-    """The Job of a /v1/completions body. Raises RequestError."""
+def completion_job(
+    body: bytes, headers: Mapping[str, str], model: Model, stopped: Callable[[], bool] = lambda: False
+) -> Job:
+    """The Job of a /v1/completions body. Raises as chat_job."""
     request, unknown = decode(body, CompletionRequest)
     if request.suffix:
         raise unsupported("suffix", "the model has no fill-in-the-middle tokens")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of", "only the value of n is supported")
     sent = _prompt_list(request.prompt, model)
-    prompts = tuple(_with_bos(item, model) if isinstance(item, str) else item for item in sent)
+    limit = PromptLimit(model.context, stopped)
+    prompts = tuple(_with_bos(item, model, limit) if isinstance(item, str) else item for item in sent)
     echoes = tuple(
         item if isinstance(item, str) else "".join(token_texts(item, model)) for item in sent if request.echo
     )
@@ -275,8 +279,9 @@ def _prompt_list(prompt: str | list[Any] | None, model: Model) -> list[str | lis
     return items
 
 
-def _with_bos(text: str, model: Model) -> list[int]:
-    ids = model.tokenizer.with_bos(model.tokenizer.encode(text, specials=True))
+def _with_bos(text: str, model: Model, limit: PromptLimit) -> list[int]:
+    model.tokenizer.refuse_long(text, limit)
+    ids = model.tokenizer.with_bos(model.tokenizer.encode(text, specials=True, limit=limit))
     if not ids:
         raise invalid("prompt", "has no tokens")
     return ids

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import re
+import threading
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from luce.config.sampling import SAMPLERS, Sampler
-from luce.errors import RequestError
+from luce.errors import RequestError, TooLargeError
+from luce.server.json_size import too_many
 
 _Unit = Annotated[float, Meta(ge=0, le=1)]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -209,9 +213,10 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:
     Lone surrogates become U+FFFD and NULs are removed: both occur in texts that agents collect, and tokenizers take
     neither.
     """
-    raw = _decode(body)
+    if what := too_many(body):
+        raise TooLargeError(f"the request body has {what}")
     try:
-        request = msgspec.convert(raw, kind, str_keys=True)
+        return _decode(body, kind)
     except msgspec.ValidationError as error:
         # msgspec has the path only in its message, always in this form.
         found = _PATH.search(str(error))
@@ -219,29 +224,85 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:
         why = str(error)[: found.start()] if found else str(error)
         text = f"{param}: {why}" if param else f"request body: {why}"
         raise RequestError(text, param=param or None, code="invalid_value") from None
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    return request, sum(name not in known for name in raw)
 
 
-def _decode(body: bytes) -> Any:
+def _decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:
     try:
         if b"\\u0000" in body:
-            body = _ESCAPES.sub(_cleaned, body)
+            body = _cleaned(body)
         try:
-            return msgspec.json.decode(body)
+            return _typed(body, kind)
+        except msgspec.ValidationError:
+            raise
         except msgspec.DecodeError:
             if b"\\u" not in body:
                 raise
-            return msgspec.json.decode(_ESCAPES.sub(_cleaned, body))
+            return _typed(_cleaned(body), kind)
     except RecursionError:
         raise RequestError("request body: JSON is nested too deeply", code="invalid_json") from None
     except UnicodeDecodeError as error:
         raise RequestError(f"request body: not UTF-8: {error.reason}", code="invalid_json") from None
+    except msgspec.ValidationError:
+        raise
     except msgspec.DecodeError as error:
         raise RequestError(f"request body: {error}", code="invalid_json") from None
 
 
-def _cleaned(escape: re.Match[bytes]) -> bytes:
-    if escape[2]:
-        return rb"\ufffd"
-    return b"" if escape[3] else escape[0]
+def _typed(body: bytes, kind: type[Body]) -> tuple[Body, int]:
+    """Builds the fields that Luce knows; the others are skipped, and counted from their names unless the body has very
+    many values."""
+    with _COLLECTOR:
+        request = decoder(kind).decode(body)
+        names = _NAMES.decode(body) if body.count(b",") < _MOST_NAMED else {}
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    return request, sum(name not in known for name in names)
+
+
+@functools.cache
+def decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    """What decodes and checks bodies of this kind."""
+    return msgspec.json.Decoder(kind)
+
+
+class _CollectorOff:
+    """Keeps Python's collector off while any thread decodes: it would look at all that is being built, again and again,
+    while other threads wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._was_on = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._users:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._users += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._was_on:
+                gc.enable()
+
+
+_COLLECTOR = _CollectorOff()
+# Commas of a body whose names are counted.
+_MOST_NAMED = 100_000
+_NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _cleaned(body: bytes) -> bytes:
+    """The body without escaped NULs, and with U+FFFD for lone surrogates."""
+    parts, copied = [], 0
+    at = body.find(b"\\")
+    # Not one `sub`: that stops all other threads for seconds.
+    while at >= 0:
+        escape = _ESCAPES.match(body, at)
+        end = at + 1 if escape is None else escape.end()
+        if escape is not None and (escape[2] or escape[3]):
+            parts += [body[copied:at], rb"\ufffd" if escape[2] else b""]
+            copied = end
+        at = body.find(b"\\", end)
+    return b"".join([*parts, body[copied:]])

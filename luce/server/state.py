@@ -60,6 +60,7 @@ class Server:
         self.idle.set()
         self._pool = ThreadPoolExecutor(_WORKERS, "luce-work")
         self._chat_pool = ThreadPoolExecutor(_WORKERS, "luce-chat")
+        self._text_pool = ThreadPoolExecutor(_WORKERS, "luce-text")
 
     def ready_model(self) -> Model:
         """The model. Raises UnavailableError while loading or draining."""
@@ -114,9 +115,14 @@ class Server:
         """As `work`, on threads of their own: a function that renders a chat template waits for another process."""
         return await _on_thread(self._chat_pool, function, *args)
 
+    async def text_work(self, function: Callable[..., Result], /, *args: Any) -> Result:
+        """As `work`, on threads of their own: a function that tokenises what a client sent, or expands it, may take
+        seconds."""
+        return await _on_thread(self._text_pool, function, *args)
+
     def close(self) -> None:
         """Release the worker threads without waiting for the calls that still run."""
-        for pool in (self._pool, self._chat_pool):
+        for pool in (self._pool, self._chat_pool, self._text_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -9,9 +9,10 @@ from itertools import chain
 from typing import Any
 
 from luce.engine.events import Texts
-from luce.errors import RequestError, UnavailableError
+from luce.errors import ContextError, RequestError, UnavailableError
 from luce.models.spec import Dialect
 from luce.text.boundaries import Boundaries
+from luce.text.prompt_limit import NO_LIMIT, PromptLimit
 from luce.text.reasoning import ReasoningSplitter, reasoning_splitter
 from luce.text.template import ChatTemplate
 from luce.text.token_memory import TokenMemory
@@ -22,6 +23,8 @@ Message = Mapping[str, Any]
 _LINE_FEEDS = 2
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+_PRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
+_STEP = 1 << 20
 
 
 class ChatFormat:
@@ -71,9 +74,11 @@ class ChatFormat:
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        limit: PromptLimit = NO_LIMIT,
         **kwargs: Any,
     ) -> list[int]:
-        """The prompt as ids, with BOS if the tokenizer wants one and the template wrote none. Raises RequestError.
+        """The prompt as ids, with BOS if the tokenizer wants one and the template wrote none. Raises RequestError,
+        and what `limit` raises.
 
         `continue_final_message`: the prompt ends with the content of the last message, which must be an assistant's, so
         that the reply continues it; `add_generation_prompt` must be False.
@@ -82,15 +87,18 @@ class ChatFormat:
         them.
         """
         text, marks = self._render(
-            messages, tools, kwargs, opens=add_generation_prompt, continues=continue_final_message
+            messages, tools, kwargs, opens=add_generation_prompt, continues=continue_final_message, limit=limit
         )
         tokenizer = self._tokenizer
+        if not marks:
+            tokenizer.refuse_long(text, limit)
         ids: list[int] = []
         for token, piece in tokenizer.special.cut(text):
+            limit.check(len(ids))
             if token is not None:
                 ids.append(token)
             else:
-                ids += self._encoded(piece.translate(marks))
+                ids += self._encoded(piece.translate(marks) if marks else piece, limit, len(ids))
         return tokenizer.with_bos(ids)
 
     @property
@@ -119,12 +127,12 @@ class ChatFormat:
         """Separates reasoning from content in a reply to this prompt; None if the model marks no reasoning."""
         return None if self._reasoning is None else reasoning_splitter(self._reasoning, self._tokenizer, prompt)
 
-    def _encoded(self, text: str) -> Sequence[int]:
+    def _encoded(self, text: str, limit: PromptLimit, before: int) -> Sequence[int]:
         for end in range(len(text), max(len(text.rstrip("\n")), len(text) - _LINE_FEEDS, 1) - 1, -1):
             found = self.memory.recall(text[:end])
             if found is not None:
                 return [*found, *self._tokenizer.encode(text[end:], specials=False)]
-        return self._tokenizer.encode(text, specials=False)
+        return self._tokenizer.encode(text, specials=False, limit=limit, before=before)
 
     def _render(
         self,
@@ -134,6 +142,7 @@ class ChatFormat:
         *,
         opens: bool,
         continues: bool = False,
+        limit: PromptLimit = NO_LIMIT,
     ) -> tuple[str, dict[int, str]]:
         """The rendered text with marks in it, and the control text of each mark (a code point).
 
@@ -146,23 +155,23 @@ class ChatFormat:
             raise _not_continued("the last message must be an assistant's, without tool calls")
         variables = {**kwargs, "tools": tools, "add_generation_prompt": opens}
         try:
-            return self._render_plain(plain, variables, continues=continues)
-        except UnavailableError:
+            return self._render_plain(plain, variables, limit, continues=continues)
+        except (ContextError, UnavailableError):
             raise
         except RequestError:
             led = plain[:1] + [_as_user(message) for message in plain[1:]]
             if led == plain:
                 raise
-            return self._render_plain(led, variables, continues=continues)
+            return self._render_plain(led, variables, limit, continues=continues)
 
     def _render_plain(
-        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], *, continues: bool
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], limit: PromptLimit, *, continues: bool
     ) -> tuple[str, dict[int, str]]:
         assert self.template is not None
         variables = {**variables, "messages": messages}
         try:
             free = _Unused(variables, self.template.source)
-            marks = self._marks(free)
+            marks = self._marks(free, limit)
             if marks:
                 variables = {name: self._masked(value, marks) for name, value in variables.items()}
         except RecursionError:
@@ -179,10 +188,13 @@ class ChatFormat:
             text = text[: text.index(end)]
         return text, {ord(mark): control for control, mark in marks.items()}
 
-    def _marks(self, free: _Unused) -> dict[str, str]:
+    def _marks(self, free: _Unused, limit: PromptLimit) -> dict[str, str]:
         """For each control token's text in the strings, a character that is neither in them nor in the source."""
         cut = self._tokenizer.control.cut
-        controls = {piece for string in free.strings for token, piece in cut(string) if token is not None}
+        controls: set[str] = set()
+        for string in free.strings:
+            limit.check(0)
+            controls.update(piece for token, piece in cut(string) if token is not None)
         return {control: free.take() for control in sorted(controls)}
 
     def _masked(self, value: Any, marks: Mapping[str, str]) -> Any:
@@ -211,12 +223,19 @@ class _Unused:
     def take(self) -> str:
         """One that was not taken before. Raises RequestError if there is none."""
         if self._free is None:
-            taken = set(self._source).union(*self.strings)
+            taken = set().union(*(_private(text) for text in (self._source, *self.strings)))
             self._free = (chr(code) for code in chain(*_PRIVATE_USE) if chr(code) not in taken)
         found = next(self._free, None)
         if found is None:
             raise RequestError("the messages hold control tokens and every private-use character")
         return found
+
+
+def _private(text: str) -> set[str]:
+    """The private-use characters of a text. In steps: one call on a long text would stop all other threads."""
+    if text.isascii():
+        return set()
+    return set().union(*(_PRIVATE.findall(text[at : at + _STEP]) for at in range(0, len(text), _STEP)))
 
 
 def _not_continued(why: str) -> RequestError:

@@ -65,9 +65,9 @@ def metadata(*, add_bos: bool = False) -> dict[str, object]:
 class OffLoopTokenizer(Tokenizer):
     """Fails when a text is tokenised on a thread that runs an event loop."""
 
-    def encode(self, text: str, *, specials: bool) -> list[int]:
+    def encode(self, text: str, **options: Any) -> list[int]:
         _refuse_loop()
-        return super().encode(text, specials=specials)
+        return super().encode(text, **options)
 
 
 class OffLoopChat(ChatFormat):

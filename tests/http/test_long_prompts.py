@@ -1,0 +1,77 @@
+"""Prompts that take long to read: the client that leaves ends the reading, and nothing else waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from luce.errors import RequestError
+from luce.text.prompt_limit import PromptLimit
+from tests.support.http_server import Running, running
+
+PATHS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+}
+
+
+class Reading:
+    """Reads for ever, until its client has left."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.ended = threading.Semaphore(0)
+
+    def __call__(self, *args: Any, limit: PromptLimit, **options: Any) -> list[int]:
+        self.begun.release()
+        try:
+            while True:
+                limit.check(0)
+                threading.Event().wait(0.001)
+        except RequestError:
+            self.ended.release()
+            raise
+
+
+def slow(here: Running, monkeypatch: pytest.MonkeyPatch) -> Reading:
+    reading = Reading()
+    monkeypatch.setattr(here.model.chat, "prompt", reading, raising=False)
+    monkeypatch.setattr(here.model.tokenizer, "refuse_long", lambda text, limit: reading(limit=limit), raising=False)
+    return reading
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_client_that_leaves_ends_the_reading(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as here:
+        reading = slow(here, monkeypatch)
+        asked = asyncio.create_task(here.post(path, PATHS[path]))
+        await asyncio.to_thread(reading.begun.acquire)
+        asked.cancel()
+        await asyncio.to_thread(reading.ended.acquire)
+        await here.quiet()
+
+
+async def test_metrics_do_not_wait_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as here:
+        reading = slow(here, monkeypatch)
+        asked = [asyncio.create_task(here.post(path, body)) for path, body in PATHS.items() for _ in range(8)]
+        for _ in range(4):
+            await asyncio.to_thread(reading.begun.acquire)
+        assert (await here.get("/metrics"))[0] == 200 and (await here.get("/v1/cache"))[0] == 200
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await here.quiet()
+
+
+async def test_200000_messages_are_refused_before_they_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as here:
+        monkeypatch.setattr(here.model.chat.template, "render", None, raising=False)
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}] * 200_000}).encode()
+        status, reply, _ = await here.post("/v1/chat/completions", body)
+        assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
+        assert "at least 200000 tokens" in reply["error"]["message"]

@@ -1,0 +1,89 @@
+"""Bodies that would build too much are noticed before anything is built."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from luce.errors import RequestError, TooLargeError
+from luce.server import json_size, schema
+from luce.server.json_size import too_many
+from luce.server.schema import ChatRequest, CompletionRequest, decode
+
+JSON = st.recursive(
+    st.integers() | st.text('ab"\\[]{},\n é', max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a"\\[{,', max_size=5), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def containers(value: Any) -> int:
+    """Objects and lists of a value."""
+    if isinstance(value, dict):
+        return 1 + sum(map(containers, value.values()))
+    return 1 + sum(map(containers, value)) if isinstance(value, list) else 0
+
+
+@given(JSON, st.integers(0, 12), st.sampled_from([1, 2, 3, 5, 64]))
+def test_containers_are_counted_outside_strings(value: Any, limit: int, step: int) -> None:
+    body = json.dumps(value).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_size, "CONTAINERS", limit)
+        patch.setattr(json_size, "STEP", step)
+        assert bool(too_many(body)) == (containers(value) > limit)
+
+
+@pytest.mark.parametrize(
+    "body, what",
+    [
+        (b'{"x":[' + b"[]," * 500_000 + b"1]}", "500000 objects and lists"),
+        (b'{"tools":[' + b'{"a":{}},' * 300_000 + b"{}]}", "500000 objects and lists"),
+        (b"[" * 600_000, "500000 objects and lists"),
+        (b'{"prompt":[' + b"1," * 1_000_001 + b"1]}", "1000000 values"),
+        (b'{"user":"' + rb"\n" * 10_000_001 + b'"}', "10000000 backslashes"),
+    ],
+)
+def test_bodies_that_would_build_too_much(body: bytes, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "decoder", None)
+    with pytest.raises(TooLargeError, match=f"more than {what}"):
+        decode(body, ChatRequest)
+
+
+def test_text_with_as_many_brackets_is_no_matter() -> None:
+    text = '[{,"\\' * 1_000_000
+    request, _ = decode(json.dumps({"prompt": text}).encode(), CompletionRequest)
+    assert request.prompt == text
+
+
+def test_unknown_fields_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def live() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    body = b'{"prompt":"a","x":[' + b'{"a":[]},' * 1000 + b"1]}"
+    before = live()
+    request, unknown = decode(body, CompletionRequest)
+    assert live() < before + 500 and unknown == 1 and request.prompt == "a"
+
+
+def test_the_collector_is_off_meanwhile_and_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = schema.CompletionRequest
+
+    class Spy:
+        def decode(self, body: bytes) -> Any:
+            seen.append(gc.isenabled())
+            return real(prompt="a")
+
+    monkeypatch.setattr(schema, "decoder", lambda kind: Spy())
+    assert gc.isenabled()
+    decode(b"{}", CompletionRequest)
+    assert seen == [False] and gc.isenabled()
+    with pytest.raises(RequestError):
+        decode(b"{", CompletionRequest)
+    assert gc.isenabled()
