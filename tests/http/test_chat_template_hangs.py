@@ -27,7 +27,7 @@ async def stopped(*, seconds: float, patience: float) -> AsyncIterator[tuple[Run
     )
     try:
         async with running(parallel=2) as here:
-            here.model.chat = OffLoopChat(template, tokenizer(), DIALECT)
+            here.model.chat = await asyncio.to_thread(OffLoopChat, template, tokenizer(), DIALECT)
             await here.chat()
             os.kill(template.process.pid, signal.SIGSTOP)
             yield here, template
