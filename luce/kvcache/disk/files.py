@@ -27,6 +27,8 @@ _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: directories below a directory whose sizes count: a snapshot has none, and trash/ holds snapshots
 _DEEPEST = 8
+#: attempts to remove a directory that others fill
+_ATTEMPTS = 5
 #: what an entry is that is neither a file nor a directory
 _KINDS = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
@@ -107,6 +109,14 @@ class OpenDirectory:
         """The names of the directories in it."""
         with os.scandir(self._fd) as entries:
             return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+
+    def holds(self, name: str, directory: OpenDirectory) -> bool:
+        """Whether an open directory has this name here now: another process may have moved it meanwhile."""
+        try:
+            here, there = self.status(name), os.fstat(directory._fd)
+        except FileNotFoundError:
+            return False
+        return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
     def changed_at(self) -> int:
         """When a name in it was created, renamed or removed last, in nanoseconds since the epoch."""
@@ -199,8 +209,15 @@ class OpenDirectory:
                 if not stat.S_ISDIR(self.status(name).st_mode):
                     self.unlink(name)
                     continue
-                names += self._empty(name)
-                os.rmdir(name, dir_fd=self._fd)
+                for _ in range(_ATTEMPTS):
+                    names += self._empty(name)
+                    try:
+                        os.rmdir(name, dir_fd=self._fd)
+                        break
+                    except OSError as error:
+                        # Another process that has it open has just written to it.
+                        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                            raise
 
     def size_of(self, name: str) -> int:
         """Bytes of an entry with all that it holds, without what cannot be seen."""

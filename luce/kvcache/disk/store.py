@@ -330,18 +330,21 @@ class Store(Index):
     def _admit(self, model: str, *ids: str) -> None:
         """Add snapshots to the index, and quarantine the directories that are none."""
         problems: dict[str, Exception] = {}
-        for id in ids:
-            try:
-                with self._directory.open(model) as directory, directory.enter(id) as inner:
-                    problem = self._load(model, id, inner)
-            except FileNotFoundError:
-                # Another server removed it.
-                continue
-            except OSError as error:
-                self._report_unreadable(model, id, error)
-                continue
-            if problem is not None:
-                problems[id] = problem
+        # Another server may have removed all of it, or some.
+        with contextlib.suppress(FileNotFoundError), self._directory.open(model) as directory:
+            for id in ids:
+                try:
+                    with directory.enter(id) as inner:
+                        problem = self._load(model, id, inner)
+                        if problem is not None and not directory.holds(id, inner):
+                            continue
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    self._report_unreadable(model, id, error)
+                    continue
+                if problem is not None:
+                    problems[id] = problem
         for number, (id, problem) in enumerate(problems.items()):
             if number == _REPORTED:
                 _log.warning("%d more directories are no snapshots and moved to trash", len(problems) - number)
@@ -450,6 +453,9 @@ class Store(Index):
                 directory.sync()
                 directory.replace(MANIFEST, whole.encode())
                 directory.sync()
+                with self._directory.open(self.model) as model:
+                    if not model.holds(manifest.id, directory):
+                        raise FileNotFoundError(manifest.id)
         except FileNotFoundError:
             self._forget(snapshot)
             raise SnapshotGoneError(f"another server removed {snapshot.path}") from None
