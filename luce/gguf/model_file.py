@@ -62,6 +62,16 @@ class ModelFile:
         if at < len(view) or (facts.st_size, facts.st_mtime_ns) != (self.size, self._changed):
             raise ModelError(f"{self.path}: was changed while it was read; replace a model file by renaming a new one")
 
+    def check_path(self) -> None:
+        """Raises ModelError if the path names another file by now, or this one has changed."""
+        self.read(0, 1)
+        try:
+            if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
+                return
+        except OSError as error:
+            raise ModelError(f"{self.path}: {error.strerror}") from error
+        raise ModelError(f"{self.path}: is another file than the one that is loaded")
+
     def read(self, offset: int, size: int) -> NDArray[np.uint8]:
         """`size` bytes from `offset` on. Raises ModelError as read_into."""
         out = np.empty(size, np.uint8)
