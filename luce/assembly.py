@@ -305,7 +305,11 @@ def _disk_tier(
 
     def identify() -> Fingerprint:
         found = fingerprint.recorded_digest(file.paths, directory)
-        return Fingerprint.of(found or fingerprint.content_digest(file.paths, directory), meaning, texts)
+        found = found or fingerprint.content_digest(file.paths, directory)
+        # The digest is that of the paths: snapshots of this model must not get the digest of a newer file.
+        for part in file.files:
+            part.check_path()
+        return Fingerprint.of(found, meaning, texts)
 
     capacity = backend.capacity
     disk = DiskTier(

@@ -148,8 +148,11 @@ def test_a_file_that_is_replaced_stays_readable(tmp_path: Path) -> None:
     path.write_bytes(sample())
     with open_gguf(path) as file:
         (tmp_path / "new").write_bytes(bytes(1000))
+        file.files[0].check_path()
         (tmp_path / "new").replace(path)
         assert file.raw("one").view(np.float32).tolist() == [[0, 1, 2, 3, 4]]
+        with pytest.raises(ModelError, match=r"sample\.gguf: is another file than the one that is loaded"):
+            file.files[0].check_path()
 
 
 def test_missing_tensor(tmp_path: Path) -> None:
