@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from luce import __version__
+from luce.cli import streams
+from luce.cli.streams import OutputError
 from luce.errors import LuceError, UsageError
 
 #: each verb and its line in `luce --help`; luce.cli.VERB has its `add_arguments(parser)` and `run(arguments)`
@@ -25,6 +25,8 @@ VERBS = {
     "shard": "hold layers for a server in another process",
     "doctor": "show drivers, devices and kernel builds of this machine, and problems with them",
 }
+#: verbs that write nothing that their user reads on standard output
+_WITHOUT_OUTPUT = ("serve", "shard")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,8 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     argparse fills the positionals of a verb before its flags and leaves over those that stand behind flags. A verb
     names the one of its positionals that may stand there with `parser.set_defaults(behind_flags=NAME)`.
     """
-    verb = next((word for word in argv if not word.startswith("-")), "")
-    arguments, unknown = parser(verb).parse_known_args(argv)
+    arguments, unknown = parser(_verb(argv)).parse_known_args(argv)
     if unknown and not any(word.startswith("-") for word in unknown):
         name = getattr(arguments, "behind_flags", "")
         value = getattr(arguments, name, "")
@@ -70,19 +71,34 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status of a LuceError is its class's, after one line on standard error."""
-    try:
-        arguments = parse(sys.argv[1:] if argv is None else argv)
-        verb = "plan" if getattr(arguments, "dry_run", False) else arguments.verb
-        status: int = importlib.import_module(f"luce.cli.{verb}").run(arguments)
-        sys.stdout.flush()
-    except LuceError as error:
-        print(f"luce: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # The reader has closed its end. Python would complain once more when it flushes at exit.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    argv = sys.argv[1:] if argv is None else argv
+    with streams.checked(needed=_verb(argv) not in _WITHOUT_OUTPUT) as check_output:
+        try:
+            check_output()
+            status = _run(argv)
+            check_output()
+        except LuceError as error:
+            print(f"luce: {error}", file=sys.stderr)
+            return error.exit_code
+        except OutputError as error:
+            if not error.silent:
+                print(f"luce: {error}", file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            return 130
     return status
+
+
+def _run(argv: Sequence[str]) -> int:
+    try:
+        arguments = parse(argv)
+    except SystemExit as ended:  # --help, --version
+        return int(ended.code or 0)
+    verb = "plan" if getattr(arguments, "dry_run", False) else arguments.verb
+    status: int = importlib.import_module(f"luce.cli.{verb}").run(arguments)
+    return status
+
+
+def _verb(argv: Sequence[str]) -> str:
+    """The verb of a command line, empty if there is none."""
+    return next((word for word in argv if not word.startswith("-")), "")
