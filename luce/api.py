@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
 from luce.config.sampling import SAMPLERS, SamplingParams
-from luce.config.settings import Config, sampling_default
+from luce.config.settings import Config, flag, sampling_default
 from luce.draft.drafter import Drafter
 from luce.draft.feature_tail import FeatureTails
 from luce.engine.admission import SequenceHandle
 from luce.engine.engine_options import EngineOptions
 from luce.engine.events import Event, Failed, Finished, Progress, PromptLogits, Token, Tokens
 from luce.engine.loop import Engine
-from luce.errors import UsageError
+from luce.errors import ContextError, UsageError
 from luce.gguf.reader import GGUFFile
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.paging import KVFlash
@@ -264,15 +264,29 @@ class Model:
         if max_tokens is not None and not 0 <= max_tokens <= 2**31:
             raise UsageError(f"max_tokens: expected a number in [0, {2**31}], got {max_tokens!r}", param="max_tokens")
         ids, stops = prompt, (stop,) if isinstance(stop, str) else tuple(stop)
-        return Generation(
-            lambda sink: self.engine.submit(
-                ids,
-                params,
-                output=self.reply_text(stops, ids),
-                on_event=sink,
-                boundaries=self.chat.boundaries(ids),
-            ),
-            on_progress,
+
+        def submit(sink: Callable[[Event], None]) -> SequenceHandle:
+            try:
+                return self.engine.submit(
+                    ids,
+                    params,
+                    output=self.reply_text(stops, ids),
+                    on_event=sink,
+                    boundaries=self.chat.boundaries(ids),
+                )
+            except ContextError:
+                raise self._overflow(len(ids)) from None
+
+        return Generation(submit, on_progress)
+
+    def _overflow(self, tokens: int) -> ContextError:
+        """The error for a prompt that does not fit: what to set, which clients over HTTP cannot."""
+        trained = self.spec.context_length
+        advice = f"shorten it: the model was trained for {trained:,} tokens"
+        if self.context < trained:
+            advice = f"shorten it, or raise {flag('max_ctx')} (the model was trained for {trained:,} tokens)"
+        return ContextError(
+            f"the prompt has {tokens:,} tokens and the context {self.context:,}: {advice}", param="max_ctx"
         )
 
     def _sampling(self, sampling: Mapping[str, float | None]) -> dict[str, Any]:

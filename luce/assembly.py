@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import threadpoolctl
-
 from luce.api import Model, ModelParts
 from luce.backend.kvflash_size import KVFlashRequest, tail_pages
 from luce.backend.layersplit import LayerSplitBackend
@@ -40,6 +38,7 @@ from luce.models.registry import read_spec
 from luce.models.spec import Dialect, ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.remote.open import open_placement
+from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
 from luce.runtime.open import named, open_device
@@ -100,8 +99,7 @@ def _open_model(
     path: Path, config: Config, on_progress: Callable[[float], None], *, no_drafter_reason: str = ""
 ) -> Model:
     """As open_model. `no_drafter_reason`: why there is no drafter although --draft names one. Raises _DrafterError."""
-    if config.threads:
-        threadpoolctl.threadpool_limits(config.threads, user_api="blas")
+    limit_threads(config.threads)
     _check_cache_ram(config)
     directory = cache_directory(config) if config.cache_ram else None
     with contextlib.ExitStack() as opened:

@@ -7,13 +7,11 @@ import contextlib
 import dataclasses
 import json
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import threadpoolctl
 from rich.console import Console
 from rich.table import Table
 
@@ -22,8 +20,12 @@ from luce.assembly import open_backend, open_kvflash
 from luce.bench.cost import Cost, ShardCost
 from luce.bench.limits import Limits, limits
 from luce.bench.measure import Run, Stepper, Workload, seconds
+from luce.cli import progress
 from luce.cli.arguments import add_json, add_model, add_settings, settings
+from luce.cli.console import output
+from luce.cli.progress import Wait
 from luce.cli.pull import fetch
+from luce.config import values
 from luce.config.settings import Config
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
@@ -32,6 +34,7 @@ from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.remote.open import open_placement
+from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 from luce.text.tokenizer import Tokenizer
@@ -64,11 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print one table, or one JSON object."""
     config = settings(arguments)
-    if config.threads:
-        threadpoolctl.threadpool_limits(config.threads, user_api="blas")
+    limit_threads(config.threads)
     single, many = _tests(arguments)
-    console = Console(stderr=True)
-    with open_gguf(fetch(arguments.model)) as file, console.status("measuring the devices") as status:
+    path = fetch(arguments.model)
+    with open_gguf(path) as file, progress.shown("measuring the devices", lines=True) as wait:
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         with contextlib.ExitStack() as opened:
             devices = [opened.enter_context(contextlib.closing(d)) for d in open_placement(config)]
@@ -84,11 +86,11 @@ def run(arguments: argparse.Namespace) -> int:
                 max_ctx=max(config.max_ctx, *(test.context for test in tests)),
                 parallel=max([config.parallel, *(test.size for test in tests if test.kind == "batch")]),
             )
-            _measure(file, spec, load, tests, reached, arguments.repeat, report, status.update)
+            _measure(file, spec, load, tests, reached, arguments.repeat, report, wait)
     if arguments.json:
         print(json.dumps(report))
     else:
-        show(Console(width=None if sys.stdout.isatty() else 120), report)
+        show(output(), report)
     return 0
 
 
@@ -115,12 +117,12 @@ def _tests(arguments: argparse.Namespace) -> tuple[list[Workload], list[Workload
 
 def _sizes(flag: str, text: str, low: int) -> list[int]:
     """The integers of `512,2048`, from `low` on."""
-    parts = [part for part in text.split(",") if part]
-    if not all(part.isascii() and part.isdigit() and int(part) >= low for part in parts):
+    try:
+        return [values.tokens(low)(part) for part in text.split(",") if part]
+    except ValueError:
         raise UsageError(
             f"{flag}: expected integers from {low} on separated by commas, got {text!r}", param=flag.strip("-")
-        )
-    return [int(part) for part in parts]
+        ) from None
 
 
 def _facts(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device]) -> dict[str, Any]:
@@ -144,16 +146,16 @@ def _measure(
     reached: Sequence[Limits | None],
     repeat: int,
     report: dict[str, Any],
-    show_status: Callable[[str], None],
+    wait: Wait,
 ) -> None:
     """Load the model and run tests. Adds to `loads`, `prefills` and `results` of the report."""
-    show_status("loading the model")
+    wait.step(f"loading {Path(file.paths[0]).name} for {config.parallel} x {config.max_ctx} tokens")
     with contextlib.ExitStack() as opened:
         started = time.perf_counter()
         devices = open_placement(config)
         for device in devices:
             opened.callback(device.close)
-        backend = open_backend(opened, file, spec, devices, config)
+        backend = open_backend(opened, file, spec, devices, config, wait.share)
         loaded = time.perf_counter() - started
         kvflash = open_kvflash(opened, backend, devices, config, lambda: _tokenizer(file, spec))
         resident = backend.capacity.max_resident_pages
@@ -182,14 +184,17 @@ def _measure(
         )
         prefilled = 0
         for test in tests:
-            show_status(test.name)
+            wait.step(f"measuring {test.name}")
             if test.depth and test.depth != prefilled:
                 report["prefills"].append(_prefill(stepper, max_resident, config.parallel, test.depth))
                 prefilled = test.depth
             # The first runs load kernels and capture CUDA graphs.
             for _ in range(2):
                 stepper.run(test)
-            runs = [stepper.run(test) for _ in range(repeat)]
+            runs = []
+            for number in range(repeat):
+                wait.update(number, repeat)
+                runs.append(stepper.run(test))
             shares = [sum((cost.step(*step) for step in test.plan(backend.options.chunk)), Cost()) for cost in costs]
             result = _result(test, [run.seconds for run in runs], shares, reached)
             report["results"].append(result | _paging(max_resident, runs))

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from luce.cli.arguments import add_json, add_settings, settings
+from luce.cli.console import output
 from luce.cli.options import raise_together
 from luce.config.directories import cache_directory
 from luce.errors import UsageError
@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not (directory / LAYOUT).is_dir():
             if arguments.ids:
                 raise UsageError(f"{arguments.ids[0]}: no snapshots in {directory}", param="ids")
+            if config.kv_cache_dir != "auto" and not directory.is_dir():
+                raise UsageError(f"--kv-cache-dir {directory}: no such directory", param="kv_cache_dir")
             if arguments.json:
                 print("[]")
             print(f"luce: no snapshots in {directory}", file=sys.stderr)
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         store = Store(directory, "", config.kv_cache_budget << 20)
         actions: dict[str, Callable[[], int]] = {
             "ls": lambda: _list(store, as_json=arguments.json),
-            "show": lambda: _show(_named(store, arguments.ids)),
+            "show": lambda: _show(_named(store, _ids(store, arguments.ids))),
             "verify": lambda: _verify(store, _named(store, arguments.ids) if arguments.ids else store.snapshots),
             "rm": lambda: _remove(store, arguments.ids, everything=arguments.all),
             "gc": lambda: _collect(store),
@@ -85,8 +87,17 @@ def _misused(arguments: argparse.Namespace) -> Iterator[UsageError]:
         yield UsageError(f"luce cache {action}: --json is for ls and show", param="json")
     if action == "rm" and arguments.all and ids:
         yield UsageError(f"luce cache rm --all {ids[0]}: give either IDs or --all", param="ids")
-    if not ids and (action == "show" or (action == "rm" and not arguments.all)):
+    if action == "rm" and not ids and not arguments.all:
         yield UsageError(f"luce cache {action}: name a snapshot; `luce cache ls` lists them", param="ids")
+
+
+def _ids(store: Store, ids: list[str]) -> list[str]:
+    """The ids of `luce cache show`. Without any, raises UsageError that lists those that there are."""
+    if not ids:
+        known = sorted(store.snapshots, key=lambda snapshot: -snapshot.last_used)
+        listed = ", ".join(snapshot.manifest.id[:8] for snapshot in known) or "there is none"
+        raise UsageError(f"luce cache show: name a snapshot: {listed}", param="ids")
+    return ids
 
 
 def _named(store: Store, ids: list[str]) -> list[Snapshot]:
@@ -122,7 +133,7 @@ def _list(store: Store, *, as_json: bool) -> int:
             "" if manifest.parent is None else manifest.parent[:8],
             manifest.model[:8],
         )
-    console = Console()
+    console = output()
     console.print(table)
     console.print(f"{len(snapshots)} snapshots, {store.nbytes:,} bytes in {store.root}", soft_wrap=True)
     return 0

@@ -22,6 +22,7 @@ from rich.table import Table
 
 import luce
 from luce.cli.arguments import add_json
+from luce.cli.console import output
 from luce.errors import DeviceError
 from luce.runtime import compiler, driver, kernels
 from luce.runtime.gpu import GpuDevice
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings, as JSON with --json. Exit status 0 if at least one device works, else that of DeviceError."""
-    console = Console()
+    console = output()
     if args.json:
         report = examine()
         print(json.dumps(report, indent=2))

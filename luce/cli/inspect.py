@@ -8,12 +8,12 @@ import json
 from collections import Counter
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from luce.cli import plan
 from luce.cli.arguments import add_json, add_model, add_settings
+from luce.cli.console import output
 from luce.cli.plan import Opened
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
@@ -145,7 +145,7 @@ def _between(markers: dict[str, str] | None) -> str:
 
 
 def _show(facts: dict[str, Any], with_layers: bool) -> None:
-    console = Console(highlight=False)
+    console = output()
     table = Table(show_header=False, box=None)
     rows = {
         "file": facts["path"],

@@ -11,6 +11,7 @@ from typing import NoReturn
 from luce import __version__
 from luce.cli import streams
 from luce.cli.streams import OutputError
+from luce.config.suggest import nearest
 from luce.errors import LuceError, UsageError
 
 #: each verb and its line in `luce --help`; luce.cli.VERB has its `add_arguments(parser)` and `run(arguments)`
@@ -29,24 +30,117 @@ VERBS = {
 _WITHOUT_OUTPUT = ("serve", "shard")
 
 
+#: by verb, a command line that its help shows
+EXAMPLES = {
+    "serve": "luce serve smollm2 --max-ctx 4k --port 8080",
+    "chat": "luce chat smollm2 --temperature 0",
+    "run": "git diff | luce run smollm2 'Summarise this change.' -n 200",
+    "inspect": "luce inspect smollm2 --devices cpu:0,cpu:1",
+    "bench": "luce bench smollm2 -p 512,2k -n 128",
+    "cache": "luce cache ls",
+    "pull": "luce pull smollm2",
+    "shard": "luce shard model.gguf --listen 0.0.0.0:5005 --key-file shard.pem",
+    "doctor": "luce doctor",
+}
+#: flags of other programs and what they are called here
+_ELSEWHERE = {
+    "-c": "--max-ctx",
+    "--ctx-size": "--max-ctx",
+    "--num-ctx": "--max-ctx",
+    "--max-model-len": "--max-ctx",
+    "--context-length": "--max-ctx",
+    "-t": "--threads",
+    "--tensor-split": "--layer-split",
+    "-ngl": "--target-device",
+    "--n-gpu-layers": "--target-device",
+    "--n-predict": "--max-tokens",
+}
+#: settings that the short help shows
+_COMMON = {
+    "config",
+    "target_device",
+    "target_devices",
+    "max_ctx",
+    "parallel",
+    "threads",
+    "draft",
+    "kv_cache_dir",
+    "temperature",
+    "host",
+    "port",
+    "api_key_file",
+}
+
+
+class _Help(argparse.Action):
+    """--help shows the common flags, --help all shows all."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
+    ) -> NoReturn:
+        assert isinstance(parser, _Parser)
+        if values not in (None, "all"):
+            parser.error(f"--help {values}: expected --help or --help all")
+        print(parser.format_help() if values else parser.format_short_help(), end="")
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
+    #: a command line for the help
+    example = ""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All flags."""
+        return tuple(self._option_string_actions)
+
+    def format_short_help(self) -> str:
+        """The arguments of the verb, its own flags, and the settings that most people use."""
+        from luce.config.settings import FIELDS
+
+        flags = [a for a in self._actions if a.option_strings and (a.dest not in FIELDS or a.dest in _COMMON)]
+        rest = sum(bool(a.option_strings) for a in self._actions) - len(flags)
+        operands = [a for a in self._actions if not a.option_strings]
+        formatter = self._get_formatter()
+        formatter.add_usage(None, operands, [], f"usage: {self.prog} [FLAG...] ")
+        formatter.add_text(self.description)
+        formatter.add_text(f"example: {self.example}")
+        for title, actions in (("arguments", operands), ("flags", flags)):
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        if rest:
+            formatter.add_text(f"`{self.prog} --help all` shows {rest} more flags.")
+        return formatter.format_help().replace(f"{self.prog} [FLAG...] {self.prog} ", f"{self.prog} [FLAG...] ")
+
     def error(self, message: str) -> NoReturn:
         """One line: the usage of a verb has sixty."""
         self.exit(UsageError.exit_code, f"luce: {message} ({self.prog} --help tells more)\n")
 
 
-def parser(verb: str) -> argparse.ArgumentParser:
-    """The parser of a command line whose verb is `verb`: of the other verbs it knows only the names."""
+def _parsers(verb: str) -> tuple[_Parser, _Parser]:
+    """The parser of a command line whose verb is `verb`, which knows only the names of the other verbs, and that of the
+    verb."""
     top = _Parser(
-        prog="luce", description="A local LLM server that splits one GGUF model over devices that need not match."
+        prog="luce",
+        description="A local LLM server that splits one GGUF model over devices that need not match.",
+        epilog="example: luce chat smollm2. `luce VERB --help` shows its common flags, `luce VERB --help all` all.",
     )
     top.add_argument("--version", action="version", version=f"luce {__version__}")
+    found = top
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, text in VERBS.items():
-        sub = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+        sub = verbs.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False, add_help=False
+        )
         if name == verb:
+            sub.example = EXAMPLES[name]
+            sub.add_argument(
+                "-h", "--help", action=_Help, nargs="?", metavar="all", help="show the common flags, or all"
+            )
             importlib.import_module(f"luce.cli.{name}").add_arguments(sub)
-    return top
+            found = sub
+    return top, found
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -55,7 +149,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     argparse fills the positionals of a verb before its flags and leaves over those that stand behind flags. A verb
     names the one of its positionals that may stand there with `parser.set_defaults(behind_flags=NAME)`.
     """
-    arguments, unknown = parser(_verb(argv)).parse_known_args(argv)
+    verb = _verb(argv)
+    if verb and verb not in VERBS:
+        raise UsageError(f"{verb}: no such verb{nearest(verb, VERBS)} (luce --help tells more)")
+    top, sub = _parsers(verb)
+    arguments, unknown = top.parse_known_args(argv)
     if unknown and not any(word.startswith("-") for word in unknown):
         name = getattr(arguments, "behind_flags", "")
         value = getattr(arguments, name, "")
@@ -65,7 +163,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         elif value is None:
             setattr(arguments, name, unknown.pop(0))
     if unknown:
-        raise UsageError(f"{' '.join(unknown)}: unknown (luce {arguments.verb} --help tells more)")
+        flag = unknown[0].partition("=")[0]
+        meant = f"; did you mean {_ELSEWHERE[flag]}?" if flag in _ELSEWHERE else nearest(flag, sub.flags)
+        raise UsageError(f"{' '.join(unknown)}: unknown{meant} (luce {arguments.verb} --help tells more)")
     return arguments
 
 

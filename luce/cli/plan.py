@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from luce.assembly import serving_options
 from luce.backend.placement import default_context, plan_model
 from luce.backend.serving_options import ServingOptions
 from luce.cli.arguments import settings
+from luce.cli.console import output
 from luce.cli.pull import fetch
 from luce.config.settings import Config
 from luce.draft.open import DraftPlan, plan_drafter
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if getattr(arguments, "json", False):
         print(json.dumps(facts))
     else:
-        Console(highlight=False).print(table(facts))
+        output().print(table(facts))
     for shard in facts["plan"]:
         if not shard["fits"]:
             first, last = shard["layers"]

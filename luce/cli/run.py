@@ -13,7 +13,7 @@ from luce.cli import options, progress
 from luce.cli.arguments import LOADED, add_json, add_model, add_settings, settings
 from luce.cli.markdown import printable
 from luce.cli.pull import fetch
-from luce.config.settings import Config
+from luce.config.settings import Config, flag
 from luce.errors import UsageError
 
 #: groups of the settings that this verb takes
@@ -30,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--option", metavar="K=V", action="append", default=[], help="sampling value (repeatable)"
     )
-    parser.add_argument("--max-tokens", metavar="N", help="longest reply (default: until the context is full)")
+    parser.add_argument(
+        "-n", "--max-tokens", metavar="N", help="longest reply in tokens (default: until the context is full)"
+    )
+    parser.add_argument("--seed", metavar="N", help="seed of the random choices (default: random)")
     parser.set_defaults(behind_flags="prompt")
     add_json(parser)
     add_settings(parser, SETTINGS)
@@ -59,11 +62,13 @@ def _checked(arguments: argparse.Namespace) -> tuple[Config, dict[str, Any]]:
         sampling = options.parse_pairs(arguments.option)
     except UsageError as error:
         problems.append(error)
-    if arguments.max_tokens is not None:
-        try:
-            sampling["max_tokens"] = options.parse("max_tokens", arguments.max_tokens, "--max-tokens")
-        except UsageError as error:
-            problems.append(error)
+    for name in ("max_tokens", "seed"):
+        text = getattr(arguments, name)
+        if text is not None:
+            try:
+                sampling[name] = options.parse(name, text, flag(name))
+            except UsageError as error:
+                problems.append(error)
     options.raise_together(problems)
     return config, sampling
 
@@ -88,13 +93,21 @@ def _reply(model: Model, prompt: str, arguments: argparse.Namespace, sampling: d
             messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
             ids = model.chat.prompt([*messages, {"role": "user", "content": prompt}])
         generation = model.generate(ids, on_progress=wait.update, **sampling)
-        for token in generation:
-            if arguments.json:
-                wait.end()
-                print(json.dumps({"event": "token", "id": token.id, "text": token.text}), flush=True)
-            elif token.text:
-                wait.end()
-                print(shown(token.text), end="", flush=True)
+        begun = False
+        try:
+            for token in generation:
+                if arguments.json:
+                    wait.end()
+                    print(json.dumps({"event": "token", "id": token.id, "text": token.text}), flush=True)
+                elif token.text:
+                    wait.end()
+                    begun = not token.text.endswith("\n")
+                    print(shown(token.text), end="", flush=True)
+        except KeyboardInterrupt:
+            if begun:
+                # The shell's prompt begins a line of its own.
+                print(flush=True)
+            raise
     finish = generation.finish
     assert finish is not None
     if arguments.json:

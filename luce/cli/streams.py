@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 
 class OutputError(Exception):
@@ -26,38 +26,47 @@ class OutputError(Exception):
         self.exit_code = 141 if self.silent else 1
 
 
-class _File(io.FileIO):
-    """A descriptor that takes no more bytes after the first failure, which it keeps."""
+class _Stream(io.TextIOWrapper):
+    """A text stream to a descriptor that takes no more text after the first failure, which it keeps.
 
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor, "wb", closefd=False)
+    Its layers below are Python's own: one that is interrupted between a write and its result writes twice.
+    """
+
+    def __init__(self, descriptor: int, like: TextIO | None) -> None:
+        """`like`: the stream whose encoding and buffering Python has chosen for the descriptor."""
+        super().__init__(
+            io.BufferedWriter(io.FileIO(descriptor, "wb", closefd=False)),
+            encoding=getattr(like, "encoding", "utf-8"),
+            errors=getattr(like, "errors", "backslashreplace"),
+            # With PYTHONUNBUFFERED, Python's own streams write through instead.
+            line_buffering=descriptor == 2
+            or getattr(like, "line_buffering", False)
+            or getattr(like, "write_through", False),
+        )
+        self._told = descriptor == 1
         self.failed: OSError | None = None
 
-    def write(self, data: Any) -> int | None:
-        """Write, or drop the data after a failure. Raises OutputError on standard output."""
-        if self.failed is None:
-            try:
-                return super().write(data)
-            except OSError as error:
-                self.failed = error
-                if self.fileno() == 1:
-                    raise OutputError(error) from None
-        return memoryview(data).nbytes
+    def write(self, text: str, /) -> int:
+        """Write, or drop the text after a failure. Raises OutputError on standard output."""
+        with self._guarded():
+            if self.failed is None:
+                super().write(text)
+        return len(text)
 
+    def flush(self) -> None:
+        """Write what is buffered, unless a write has failed. Raises OutputError on standard output."""
+        with self._guarded():
+            if self.failed is None:
+                super().flush()
 
-def _stream(descriptor: int, like: TextIO | None) -> tuple[_File, TextIO]:
-    """A text stream to a descriptor, with the encoding and the buffering that Python has chosen for it."""
-    file = _File(descriptor)
-    text = io.TextIOWrapper(
-        io.BufferedWriter(file),
-        encoding=getattr(like, "encoding", "utf-8"),
-        errors=getattr(like, "errors", "backslashreplace"),
-        # With PYTHONUNBUFFERED, Python's own streams write through instead.
-        line_buffering=descriptor == 2
-        or getattr(like, "line_buffering", False)
-        or getattr(like, "write_through", False),
-    )
-    return file, text
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failed = error
+            if self._told:
+                raise OutputError(error) from None
 
 
 def _fill(descriptor: int) -> None:
@@ -79,15 +88,15 @@ def checked(*, needed: bool) -> Iterator[Callable[[], None]]:
     for descriptor, stream in enumerate(before):
         if stream is None:
             _fill(descriptor)
-    output: _File | None = None
+    output: _Stream | None = None
     if before[0] is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     if before[1] is sys.__stdout__:
-        output, sys.stdout = _stream(1, before[1])
+        output = sys.stdout = _Stream(1, before[1])
         if before[1] is None and needed:
             output.failed = OSError(errno.EBADF, os.strerror(errno.EBADF))
     if before[2] is sys.__stderr__:
-        _, sys.stderr = _stream(2, before[2])
+        sys.stderr = _Stream(2, before[2])
 
     def check() -> None:
         sys.stdout.flush()

@@ -13,5 +13,6 @@ device or a file. Called by every package that reads a setting; imports only err
     flags        settings as flags of a command line
     file         settings as a TOML file, and the sample file
     environment  the environment of this process; no other module reads it
+    suggest      what a misspelt name may mean
     directories  directories for files that outlive the process
 """

@@ -32,7 +32,7 @@ else:
                     sampler.setting,
                     sampler.parse,
                     f"{sampler.help}; used when a request does not set it",
-                    flags=[alias.replace("_", "-") for alias in sampler.aliases[:1]],
+                    flags=[*(alias.replace("_", "-") for alias in sampler.aliases[:1]), *sampler.flags],
                     metavar=sampler.metavar,
                     group="sampling",
                 ),

@@ -11,6 +11,7 @@ from luce.config import conflicts
 from luce.config.environment import variables
 from luce.config.file import read_file
 from luce.config.settings import FIELDS, Config, flag, is_bool
+from luce.config.suggest import nearest
 from luce.errors import UsageError
 
 #: shares belong to a list of devices, so an origin that names devices replaces all of these settings of weaker origins
@@ -43,6 +44,11 @@ def _parse(field: dataclasses.Field[Any], value: Any, origin: str) -> Any:
         raise UsageError(f"{origin}: {error}, got {str(value)!r}", param=field.name) from None
 
 
+def _meant(name: str, name_of: Callable[[str], str]) -> str:
+    """The setting that may be meant by a name, as its origin spells it."""
+    return nearest(name, FIELDS, lambda found: name_of(found).rpartition(": ")[2])
+
+
 def resolve(
     given: Mapping[str, Any], *, spell: Callable[[str], str] = flag, env: Mapping[str, str] | None = None
 ) -> Config:
@@ -64,7 +70,14 @@ def resolve(
             problems.append(str(error))
             params.append("config")
     layers.append(
-        ({n: env[f"LUCE_{n.upper()}"] for n in FIELDS if f"LUCE_{n.upper()}" in env}, lambda n: f"LUCE_{n.upper()}")
+        (
+            {
+                n.removeprefix("LUCE_").lower(): v
+                for n, v in env.items()
+                if n.startswith("LUCE_") and n != "LUCE_CONFIG"
+            },
+            lambda n: f"LUCE_{n.upper()}",
+        )
     )
     layers.append((given, spell))
     values: dict[str, Any] = {}
@@ -78,7 +91,7 @@ def resolve(
             spelled[name] = name_of(name)
             try:
                 if name not in FIELDS:
-                    raise UsageError(f"{name_of(name)}: no such setting", param=name)
+                    raise UsageError(f"{name_of(name)}: no such setting{_meant(name, name_of)}", param=name)
                 own[name] = _parse(FIELDS[name], value, name_of(name))
             except UsageError as error:
                 problems.append(str(error))

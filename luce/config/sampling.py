@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from luce.config.values import integer, number
+from luce.config.values import integer, number, tokens
 
 _MOST = 2**31 - 1
 
@@ -32,6 +32,10 @@ class Sampler:
     setting: float | None = None
     #: further names in requests, llama.cpp's first
     aliases: tuple[str, ...] = ()
+    #: further flags, without dashes
+    flags: tuple[str, ...] = ()
+    #: whether the value counts tokens, so that 4k is 4096
+    tokens: bool = False
     #: placeholder of the value in `--help`
     metavar: str = ""
     #: shown by `/set` if the value is None
@@ -39,6 +43,8 @@ class Sampler:
 
     def parse(self, text: str) -> Any:
         """The value of a text. Raises ValueError that names the range."""
+        if self.tokens:
+            return tokens(int(self.low), int(self.high))(text)
         if self.kind is int:
             return integer(int(self.low), int(self.high))(text)
         return number(self.low, self.high, above=self.above)(text)
@@ -59,7 +65,14 @@ class SamplingParams:
     """
 
     temperature: float = _row(
-        0.0, float, 0, 2, "sampling temperature (0: always the likeliest token)", setting=0.7, metavar="T"
+        0.0,
+        float,
+        0,
+        2,
+        "sampling temperature (0: always the likeliest token)",
+        setting=0.7,
+        metavar="T",
+        flags=("temp",),
     )
     top_k: int = _row(0, int, 0, _MOST, "sample from the K likeliest tokens (0: off)", setting=40, metavar="K")
     top_p: float = _row(
@@ -93,15 +106,15 @@ class SamplingParams:
         metavar="X",
     )
     #: tokens before the next one to which repetition_penalty applies
-    repeat_last_n: int = _row(256, int, 0, _MOST, aliases=("rep_window",))
+    repeat_last_n: int = _row(256, int, 0, _MOST, aliases=("rep_window",), tokens=True)
     frequency_penalty: float = _row(0.0, float, -2, 2)
     presence_penalty: float = _row(0.0, float, -2, 2)
     #: token id to the number that is added to its logit
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = _row(None, int, -(2**63), 2**63 - 1, unset="random")
     #: 0 ends the sequence after its prompt; endpoints with a reply ask for 1 at least
-    max_tokens: int | None = _row(None, int, 1, _MOST, unset="until the context is full")
-    min_tokens: int = _row(0, int, 0, _MOST)
+    max_tokens: int | None = _row(None, int, 1, _MOST, unset="until the context is full", tokens=True)
+    min_tokens: int = _row(0, int, 0, _MOST, tokens=True)
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     #: alternatives reported beside each token's log probability in the unmodified distribution (None: report nothing)

@@ -24,6 +24,7 @@ from luce.config.values import (
     path_or_name,
     resident_tokens,
     text,
+    tokens,
     variables,
     weights,
 )
@@ -141,7 +142,7 @@ class Config(SamplingDefaults):
     )
     max_ctx: int = setting(
         0,
-        integer(0),
+        tokens(0),
         "context length of a sequence in tokens (0: the trained length, at most 8192)",
         metavar="N",
         group="engine",
@@ -151,7 +152,7 @@ class Config(SamplingDefaults):
     )
     chunk: int = setting(
         0,
-        integer(0, 8192),
+        tokens(0, 8192),
         "prompt tokens in one step (0: 2048 on GPUs, 512 if a device is a CPU)",
         flags=("prefill-chunk",),
         metavar="N",
@@ -199,7 +200,7 @@ class Config(SamplingDefaults):
     )
     kvflash_tau: int = setting(
         64,
-        integer(1),
+        tokens(1),
         "tokens of a reply after which --kvflash-policy scores the pages again, or 1/45 of the sequence if that is "
         "more",
         metavar="N",
@@ -254,18 +255,18 @@ class Config(SamplingDefaults):
     )
     draft_swa: int = setting(
         0,
-        integer(0),
+        tokens(0),
         "sliding window of all layers of a DFlash draft but the last, if its file does not name one (0: as in the "
         "file)",
         metavar="N",
         group="drafting",
     )
     draft_ctx_max: int = setting(
-        4096, integer(64), "most tokens of context that the draft reads", metavar="N", group="drafting"
+        4096, tokens(64), "most tokens of context that the draft reads", metavar="N", group="drafting"
     )
     draft_feature_tail: int = setting(
         2048,
-        integer(0),
+        tokens(0),
         "tokens at the end of a cached prefix whose features (hidden states) are cached too, so that drafts that read "
         "them need not wait (0: none)",
         metavar="N",
@@ -316,7 +317,7 @@ class Config(SamplingDefaults):
     )
     cache_interval: int = setting(
         8192,
-        integer(64),
+        tokens(64),
         "tokens between checkpoints in a long prompt, for models with recurrent state",
         flags=("kv-cache-interval",),
         metavar="N",
@@ -341,7 +342,7 @@ class Config(SamplingDefaults):
     )
     kv_cache_min_tokens: int = setting(
         512,
-        integer(1),
+        tokens(1),
         "shortest prompt that is written to disk",
         flags=("cache-min-tokens",),
         metavar="N",

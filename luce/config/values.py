@@ -27,6 +27,23 @@ def integer(low: int, high: int = 2**31 - 1) -> Parser:
     return parse
 
 
+_TOKENS = re.compile(r"[ \t\n\r\f\v]*([0-9]{1,20})([kKmM]?)", re.ASCII)
+_MULTIPLES = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+def tokens(low: int, high: int = 2**31 - 1) -> Parser:
+    """A number of tokens in [low, high]: an integer, or one with k (1024) or M (1024 * 1024) behind it."""
+
+    def parse(text: str) -> int:
+        match = _TOKENS.fullmatch(text)
+        value = -1 if match is None else int(match[1]) * _MULTIPLES[match[2].lower()]
+        if not low <= value <= high:
+            raise ValueError(f"expected an integer in {low}..{high} (4k is 4096)")
+        return value
+
+    return parse
+
+
 def number(low: float, high: float, *, above: bool = False) -> Parser:
     """A number in [low, high], or in (low, high] with `above`."""
 
@@ -88,10 +105,14 @@ def path_or_mode(text: str) -> str:
 
 
 def resident_tokens(text: str) -> str:
-    """A value of --kvflash: `off`, a number of tokens, `auto`, `auto:N`."""
-    if not re.fullmatch(r"off|auto|(auto:)?0*[1-9][0-9]*", text, re.ASCII):
-        raise ValueError("expected off, a number of tokens, auto or auto:N")
-    return text
+    """A value of --kvflash: `off`, a number of tokens, `auto`, `auto:N`; without the suffix of a number of tokens."""
+    if text in ("off", "auto"):
+        return text
+    try:
+        number = tokens(1, 10**20)(text.removeprefix("auto:"))
+    except ValueError:
+        raise ValueError("expected off, a number of tokens, auto or auto:N") from None
+    return f"auto:{number}" if text.startswith("auto:") else str(number)
 
 
 def path(text: str) -> Path:

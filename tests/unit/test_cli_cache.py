@@ -59,7 +59,7 @@ def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("show",), "luce cache show: name a snapshot"),
+        (("show",), "luce cache show: name a snapshot: "),
         (("rm",), "luce cache rm: name a snapshot"),
         (("rm", "nobody"), "no snapshot id starts with 'nobody'"),
         (("show", ""), "3 snapshot ids start with ''"),
@@ -67,7 +67,7 @@ def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureF
         (("gc", "a", "--all"), "luce cache gc a: takes no ID; luce cache gc: --all is for rm"),
         (("rm", "a", "--all"), "luce cache rm --all a: give either IDs or --all"),
         (("verify", "--json"), "luce cache verify: --json is for ls and show"),
-        (("rm", "--al"), "--al: unknown (luce cache --help tells more)"),
+        (("rm", "--al"), "--al: unknown; did you mean --all? (luce cache --help tells more)"),
     ],
 )
 def test_mistakes(arguments: tuple[str, ...], message: str, filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +75,13 @@ def test_mistakes(arguments: tuple[str, ...], message: str, filled: Path, capsys
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(f"luce: {message}") and printed.err.count("\n") == 1
     assert sound(filled, conversation_of(3)) == 3
+
+
+def test_show_without_an_id_lists_the_ids(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cache(filled, "show") == 2
+    listed = capsys.readouterr().err.strip().partition("snapshot: ")[2].split(", ")
+    assert cache(filled, "ls", "--json") == 0
+    assert listed == [facts["id"][:8] for facts in json.loads(capsys.readouterr().out)]
 
 
 def test_verify_finds_a_flipped_bit(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,11 +162,15 @@ def test_gc_removes_quarantined_snapshots_and_enforces_the_budget(filled: Path) 
 
 
 def test_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cache(tmp_path / "nothing", "ls") == 0
+    nothing = tmp_path / "nothing"
+    assert cache(nothing, "ls") == 2
+    assert capsys.readouterr() == ("", f"luce: --kv-cache-dir {nothing}: no such directory\n")
+    (tmp_path / "empty").mkdir()
+    assert cache(tmp_path / "empty", "ls") == 0
     assert "no snapshots" in capsys.readouterr().err
     assert not (tmp_path / "nothing").exists()
     assert main(["cache", "ls", "--kv-cache-dir", "off"]) == 2
-    assert cache(tmp_path / "nothing", "ls", "--json") == 0
+    assert cache(tmp_path / "empty", "ls", "--json") == 0
     assert json.loads(capsys.readouterr().out) == []
     assert cache(tmp_path / "nothing", "verify", "abc") == 2
     (tmp_path / "file").touch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from gguf import GGUFReader
 
 import luce
 from luce.cli import run as run_verb
-from luce.cli.main import VERBS, main
+from luce.cli.arguments import settings
+from luce.cli.main import EXAMPLES, VERBS, main, parse
 from luce.runtime.device import Memory
 from luce.runtime.host import HostDevice
 from tests.support.scripted_chat import LoadedModel, ScriptedModel
@@ -53,11 +55,15 @@ def test_help_is_quick() -> None:
     ("arguments", "message"),
     [
         ([], "the following arguments are required: VERB (luce --help tells more)"),
-        (["nonsense"], "argument VERB: invalid choice: 'nonsense'"),
+        (["nonsense"], "nonsense: no such verb (luce --help tells more)"),
+        (["srve", "x"], "srve: no such verb; did you mean serve? (luce --help tells more)"),
+        (["run", "x", "y", "--temprature", "1"], "--temprature 1: unknown; did you mean --temperature? (luce run "),
+        (["run", "x", "y", "--ctx-size=5"], "--ctx-size=5: unknown; did you mean --max-ctx? (luce run "),
+        (["run", "--help", "x"], "--help x: expected --help or --help all (luce run --help tells more)"),
         (["run"], "the following arguments are required: MODEL (luce run --help tells more)"),
         (["serve", "x", "--target-devices"], "argument --target-devices/--devices: expected one argument (luce serve "),
         (["chat", "x", "--nonsense"], "--nonsense: unknown (luce chat --help tells more)"),
-        (["run", "x", "y", "--max-c", "5"], "--max-c 5: unknown (luce run --help tells more)"),
+        (["run", "x", "y", "--max-c", "5"], "--max-c 5: unknown; did you mean --max-ctx? (luce run --help tells more)"),
         (["cache"], "the following arguments are required: ACTION (luce cache --help tells more)"),
     ],
 )
@@ -75,7 +81,9 @@ def test_all_wrong_values_are_named_at_once(capsys: pytest.CaptureFixture[str]) 
     flags = ["--max-ctx", "-1", "--top-p", "2", "-o", "seed=x", "-o", "nonsense=1", "--max-tokens", "0"]
     assert main(["run", "x.gguf", "hi", *flags]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("luce: --max-ctx: expected an integer in 0..2147483647, got '-1'; --top-p: expected ")
+    assert error.startswith(
+        "luce: --max-ctx: expected an integer in 0..2147483647 (4k is 4096), got '-1'; --top-p: expected "
+    )
     assert [part.partition(":")[0] for part in error.split("; ")[2:]] == ["-o seed=x", "-o nonsense=1", "--max-tokens"]
     assert error.count("\n") == 1
 
@@ -88,6 +96,49 @@ def test_model_errors(verb: str, model: str, status: int, capsys: pytest.Capture
     assert printed.out == ""
     assert printed.err.startswith("luce: ") and printed.err.count("\n") == 1
     assert model in printed.err
+
+
+def test_help_is_short_unless_all_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in VERBS:
+        assert main([verb, "--help"]) == 0
+        short = capsys.readouterr().out
+        assert main([verb, "--help", "all"]) == 0
+        every = capsys.readouterr().out
+        assert short.count(f"luce {verb} [FLAG...]") == 1 and f"example: {EXAMPLES[verb].partition(' | ')[0]}" in short
+        assert set(re.findall(r"--[a-z][a-z-]+", short)) <= set(re.findall(r"--[a-z][a-z-]+", every)) | {"--help"}
+        if verb in ("serve", "chat", "run"):
+            assert "--kvflash-tau" in every and "--kvflash-tau" not in short
+            assert f"luce {verb} --help all" in short and len(short.splitlines()) < 75
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_examples_of_the_help_are_valid(verb: str) -> None:
+    command = EXAMPLES[verb].rpartition("luce ")[2] if verb != "run" else EXAMPLES[verb].partition("luce ")[2]
+    assert parse(shlex.split(command)).verb == verb
+
+
+def test_flags_as_people_type_them(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = scripted("Fine.")
+    assert main(["run", "x.gguf", "hi", "--temp", "0", "-n", "2k", "--seed", "3"]) == 0
+    assert model.options == [{"max_tokens": 2048, "seed": 3}]
+    assert settings(parse(["run", "x.gguf", "hi", "--temp", "0.5", "--max-ctx", "4k"])).temperature == 0.5
+    assert main(["run", "x.gguf", "hi", "--seed", "x"]) == 2
+    assert capsys.readouterr().err.startswith("luce: --seed: expected an integer in ")
+
+
+def test_a_prompt_that_does_not_fit_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for context, advice in (("256", "shorten it, or raise --max-ctx (the model"), ("4096", "shorten it: the model")):
+        assert main(["run", str(MODEL), "word " * 5000, "--max-ctx", context]) == 1
+        error = capsys.readouterr().err
+        assert re.fullmatch(r"luce: the prompt has [\d,]+ tokens and the context [\d,]+: .* \d,\d+ tokens\)?\n", error)
+        assert advice in error
+
+
+def test_inspect_is_not_cut_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["inspect", str(HYBRID)]) == 0
+    text = capsys.readouterr().out
+    assert str(HYBRID) in text and "\u2026" not in text
 
 
 def test_run_needs_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +231,8 @@ def test_run_ends_with_130_on_ctrl_c() -> None:
         child.send_signal(signal.SIGINT)
         out, err = child.communicate()
     assert child.returncode == 130
-    assert (out.strip(), err) == ("", "")
+    # The shell's prompt begins a line of its own.
+    assert (out, err) == ("\n", "")
 
 
 def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

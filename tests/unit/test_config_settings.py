@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,33 @@ def test_the_backend_gets_the_user_s_values(name: str, monkeypatch: pytest.Monke
     with luce.load(Reference("qwen3-a-F32").path, **{"max_ctx": 64, **split, name: value}) as model:
         assert seen[option] == expected
         assert [shard["device"] for shard in model.placement] == seen["devices"]
+
+
+@pytest.mark.parametrize(("name", "known"), [("LUCE_MAX_CTXX", "; did you mean LUCE_MAX_CTX?"), ("LUCE_ZZZZZZ", "")])
+def test_variables_that_mean_nothing_are_refused(name: str, known: str) -> None:
+    with pytest.raises(UsageError, match=rf"^{name}: no such setting{re.escape(known)}"):
+        resolve({}, env={name: "1", "LUCE_MAX_CTX": "64"})
+    assert resolve({}, env={"LUCE_MAX_CTX": "64", "PATH": "x"}).max_ctx == 64
+
+
+def test_an_unknown_key_is_told_what_it_may_mean(tmp_path: Path) -> None:
+    path = tmp_path / "luce.toml"
+    path.write_text("max_ctxx = 5")
+    with pytest.raises(UsageError, match=r"max_ctxx: no such setting; did you mean max_ctx\?$"):
+        resolve({"config": path}, env={})
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4k", 4096), ("4K", 4096), ("1m", 1 << 20), ("4096", 4096)])
+def test_numbers_of_tokens_have_suffixes(text: str, tokens: int, tmp_path: Path) -> None:
+    path = tmp_path / "luce.toml"
+    path.write_text(f'max_ctx = "{text}"')
+    assert resolve({"max_ctx": text}, env={}).max_ctx == tokens
+    assert resolve({}, env={"LUCE_MAX_CTX": text}).max_ctx == tokens
+    assert resolve({"config": path}, env={}).max_ctx == tokens
+    assert resolve({"kvflash": f"auto:{text}"}, env={}).kvflash == f"auto:{tokens}"
+
+
+@pytest.mark.parametrize("text", ["4kk", "k", "-4k", "4 k", "4.5k", "4G", "2048m"])
+def test_numbers_of_tokens_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--max-ctx: expected an integer in 0..2147483647 "):
+        resolve({"max_ctx": text}, env={})
