@@ -10,6 +10,7 @@
     ├── ListenError            the address to listen on is taken            exit 5
     ├── BackendError           a shard failed while a step ran              HTTP 500, exit 6
     │   └── ShardLostError     a shard's process is gone, with all its state
+    ├── ServerError            the server of luce chat --server failed      exit 7
     └── RequestError           an invalid request                           HTTP 400
         ├── MalformedError     not HTTP/1.1
         ├── ContextError       the prompt does not fit the context
@@ -238,3 +239,9 @@ class ListenError(LuceError):
     """The server cannot listen on the address."""
 
     exit_code = 5
+
+
+class ServerError(LuceError):
+    """The server of `luce chat --server` cannot be reached, or reports an error."""
+
+    exit_code = 7

@@ -6,6 +6,7 @@ Replies go to standard output. Notes about them go there too at a terminal, else
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from luce.assembly import open_model
 from luce.cli import progress
-from luce.cli.arguments import LOADED, add_model, add_settings, settings
+from luce.cli.arguments import LOADED, add_settings, settings
 from luce.cli.markdown import printable
 from luce.cli.pull import fetch
 from luce.cli.repl import conversation as files
@@ -22,9 +23,12 @@ from luce.cli.repl.dispatch import Chat
 from luce.cli.repl.input import HistoryFile, PipeInput, TerminalInput, open_history
 from luce.cli.repl.model_replier import ModelReplier
 from luce.cli.repl.replier import Replier
+from luce.cli.repl.server_client import ServerClient
+from luce.cli.repl.server_replier import ServerReplier
 from luce.cli.repl.session import Screen, Session, Settings
 from luce.config.directories import user_state_directory
 from luce.config.environment import environment
+from luce.config.settings import FIELDS, Config, flag
 from luce.errors import UsageError
 
 #: groups of the settings that this verb takes
@@ -49,7 +53,17 @@ class Options:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """MODEL, how the conversation begins and looks, and the flags of the settings."""
-    add_model(parser)
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="path of a GGUF file, an alias (smollm2), or a name at the server"
+    )
+    parser.add_argument("--server", metavar="URL", help="talk with a server that speaks OpenAI's API; load nothing")
+    parser.add_argument(
+        "--api-key",
+        dest="server_key",
+        metavar="KEY",
+        help="key of --server, which other users can see (default: $OPENAI_API_KEY)",
+    )
+    parser.set_defaults(behind_flags="model")
     parser.add_argument("-s", "--system", metavar="TEXT", help="system message")
     parser.add_argument(
         "-c", "--continue", dest="resume", action="store_true", help="continue the last conversation of a terminal"
@@ -63,14 +77,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the conversation until the user leaves. From a pipe, the exit status is that of the last error."""
     config = settings(arguments)
+    if arguments.model is None and arguments.server is None:
+        raise UsageError("MODEL: missing; give a model, or --server", param="model")
     given = Options(arguments.system, arguments.plain, arguments.resume, arguments.allow_shell, arguments.think)
     if given.resume:
         _check_resume()
+    if arguments.server is not None:
+        return _talk_to_server(arguments, config, given)
+    if arguments.server_key is not None:
+        raise UsageError("--api-key: requires --server", param="api_key")
     path = fetch(arguments.model)
     with progress.shown(f"loading {path.name}") as wait:
         model = open_model(path, config, wait.share)
     with model:
         return talk(ModelReplier(model), given)
+
+
+def _talk_to_server(arguments: argparse.Namespace, config: Config, given: Options) -> int:
+    """The conversation with a server. Sampling values that nobody set are the server's."""
+    flags = vars(arguments)
+    useless = [flag(name) for name, setting in FIELDS.items() if name in flags and setting.metadata["group"] in LOADED]
+    if useless:
+        raise UsageError(f"{useless[0]}: not with --server, which has its own settings")
+    names = [name for name, setting in FIELDS.items() if setting.metadata["group"] == "sampling"]
+    set_here = {n: getattr(config, n) for n in names if n in flags or getattr(config, n) != FIELDS[n].default}
+    given.settings.sampling.update(set_here)
+    client = ServerClient(arguments.server, arguments.server_key or environment("OPENAI_API_KEY") or "")
+    with contextlib.closing(client):
+        return talk(ServerReplier(client, arguments.model), given)
 
 
 def _check_resume() -> None:

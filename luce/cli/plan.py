@@ -21,7 +21,7 @@ from luce.cli.console import output
 from luce.cli.pull import fetch
 from luce.config.settings import Config
 from luce.draft.open import DraftPlan, plan_drafter
-from luce.errors import ModelError
+from luce.errors import ModelError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
@@ -69,6 +69,10 @@ def opened(arguments: argparse.Namespace) -> Iterator[Opened]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan; load nothing. The exit status is 0 if every device holds its part, else that of a ModelError."""
+    if getattr(arguments, "server", None) is not None:
+        raise UsageError("--dry-run: not with --server, which has its own settings", param="dry_run")
+    if arguments.model is None:
+        raise UsageError("MODEL: missing", param="model")
     with opened(arguments) as model:
         facts = plan(model)
     if getattr(arguments, "json", False):

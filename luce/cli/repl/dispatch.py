@@ -46,7 +46,7 @@ class Chat:
             else:
                 raise UsageError(f"{name}: unknown command; /? lists the commands")
         except LuceError as error:
-            self.session.screen.notes.print(f"luce: {printable(str(error))}", style="red")
+            self.session.screen.notes.print(f"luce: {printable(str(error))}", style="red", soft_wrap=True)
             if not self.session.screen.interactive:
                 self._status = error.exit_code
         return True
