@@ -15,11 +15,20 @@ from numpy.typing import DTypeLike, NDArray
 from luce.errors import FormatError, ModelError
 
 
+class _Descriptor:
+    """An open descriptor, closed with the last reference: a read that holds one never meets a number that another file
+    has taken over."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        weakref.finalize(self, os.close, number)
+
+
 class ModelFile:
     """An open regular file, the same one whatever its path names later. Any thread may read.
 
-    Raises ModelError if the file cannot be opened, FormatError if it is empty. The descriptor is closed by `close` or
-    with the object.
+    Raises ModelError if the file cannot be opened, FormatError if it is empty. `close` closes the file behind the reads
+    in progress, and any later read raises ValueError. Without `close` the file is closed with the object.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,9 +38,7 @@ class ModelFile:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ModelError(f"{path}: {error.strerror}") from error
-        #: close the descriptor; idempotent
-        self.close = weakref.finalize(self, os.close, fd)
-        self._fd = fd
+        self._descriptor: _Descriptor | None = _Descriptor(fd)
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
             self.close()
@@ -43,30 +50,41 @@ class ModelFile:
             self.close()
             raise FormatError(f"{path}: is empty")
 
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._descriptor = None
+
+    def _open(self) -> _Descriptor:
+        if (descriptor := self._descriptor) is None:
+            raise ValueError(f"{self.path}: is read after it was closed")
+        return descriptor
+
     def read_into(self, offset: int, out: NDArray[np.uint8]) -> None:
         """Fill a contiguous array with the bytes from `offset` on.
 
         Raises ModelError if the file has changed since it was opened: its size, or the time of its last change.
         """
+        descriptor = self._open()
         at, view = 0, memoryview(out.data)
         while at < len(view):
             try:
-                count = os.preadv(self._fd, [view[at:]], offset + at)
+                count = os.preadv(descriptor.number, [view[at:]], offset + at)
             except OSError as error:
                 raise ModelError(f"{self.path}: {error.strerror}") from error
             if not count:
                 break
             at += count
         # Behind the read: bytes that were there before a change are as good as ever.
-        facts = os.fstat(self._fd)
+        facts = os.fstat(descriptor.number)
         if at < len(view) or (facts.st_size, facts.st_mtime_ns) != (self.size, self._changed):
             raise ModelError(f"{self.path}: was changed while it was read; replace a model file by renaming a new one")
 
     def check_path(self) -> None:
         """Raises ModelError if the path names another file by now, or this one has changed."""
         self.read(0, 1)
+        descriptor = self._open()
         try:
-            if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
+            if os.path.samestat(os.stat(self.path), os.fstat(descriptor.number)):
                 return
         except OSError as error:
             raise ModelError(f"{self.path}: {error.strerror}") from error

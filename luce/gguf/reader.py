@@ -111,7 +111,7 @@ class GGUFFile:
         return self.rows(name)[:]
 
     def rows(self, name: str) -> FileRows:
-        """As `raw`, but read when they are used. After `close`, any use is an error."""
+        """As `raw`, but read when they are used. After `close`, a use raises ValueError."""
         info = self.tensors.get(name)
         if info is None:
             raise FormatError(f"{self.paths[0]}: tensor {name!r} is missing")
