@@ -36,6 +36,16 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+class ThoughtWriter(Protocol):
+    """Writes the reasoning, which comes before the reply."""
+
+    def reason(self, text: str) -> None:
+        """Show more of the reasoning."""
+
+    def end_reasoning(self) -> None:
+        """Leave an empty line below the reasoning, if there is some, for what another writer writes. Idempotent."""
+
+
 class ReplyWriter(Protocol):
     """Writes the text of one reply."""
 
@@ -52,32 +62,54 @@ class ReplyWriter(Protocol):
         """Show the rest and begin a new line."""
 
 
-class PlainWriter:
-    """Writes the text unchanged, except for control characters; the reasoning to `thoughts`, None: nowhere."""
+class PlainThoughts:
+    """Writes the reasoning unchanged, except for control characters."""
 
-    status = ""
-
-    def __init__(self, file: TextIO, thoughts: TextIO | None = None) -> None:
+    def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._thoughts = thoughts
-        self._last = self._last_thought = "\n"
+        self._begun = False
 
     def reason(self, text: str) -> None:
         """Show more of the reasoning."""
         text = printable(text)
-        if self._thoughts is not None and text:
-            self._thoughts.write(text)
-            self._thoughts.flush()
-            self._last_thought = text[-1]
+        if text:
+            self._begun = True
+            self._file.write(text)
+            self._file.flush()
+
+    def end_reasoning(self) -> None:
+        """Leave an empty line below the reasoning."""
+        if self._begun:
+            self._file.write("\n\n")
+            self._file.flush()
+            self._begun = False
+
+
+class PlainWriter:
+    """Writes the text unchanged, except for control characters unless it is `raw`; the reasoning to `thoughts`, None:
+    nowhere."""
+
+    status = ""
+
+    def __init__(self, file: TextIO, thoughts: ThoughtWriter | None = None, *, raw: bool = False) -> None:
+        self._file = file
+        self._thoughts = thoughts
+        self._shown = str if raw else printable
+        self._last = "\n"
+
+    def reason(self, text: str) -> None:
+        """Show more of the reasoning."""
+        if self._thoughts is not None:
+            self._thoughts.reason(text)
 
     def write(self, text: str) -> None:
         """Show more text."""
-        text = printable(text)
+        text = self._shown(text)
         if text:
             self._end_thought()
+            self._last = text[-1]  # before the text shows: Ctrl+C may end luce run at once
             self._file.write(text)
             self._file.flush()
-            self._last = text[-1]
 
     def end(self) -> None:
         """Begin a new line unless one has begun."""
@@ -87,10 +119,8 @@ class PlainWriter:
             self._file.flush()
 
     def _end_thought(self) -> None:
-        if self._thoughts is not None and self._last_thought != "\n":
-            self._thoughts.write("\n\n")
-            self._thoughts.flush()
-            self._last_thought = "\n"
+        if self._thoughts is not None:
+            self._thoughts.end_reasoning()
 
 
 class _Code(CodeBlock):
@@ -173,6 +203,12 @@ class MarkdownWriter:
             self._due = 0.0
         self._open += printable(text)
         self._draw_soon(self._parts)
+
+    def end_reasoning(self) -> None:
+        """Leave an empty line below the reasoning."""
+        if self._thinking_since is not None:
+            self.write("")
+            self.end()
 
     def end(self) -> None:
         """Show the rest and begin a new line."""

@@ -7,14 +7,20 @@ import json
 import sys
 from typing import Any
 
+from rich.console import Console
+
 from luce.api import Model
 from luce.assembly import open_model
 from luce.cli import options, progress
 from luce.cli.arguments import LOADED, add_json, add_model, add_settings, settings
-from luce.cli.markdown import printable
+from luce.cli.markdown import MarkdownWriter, PlainThoughts, PlainWriter, ThoughtWriter
 from luce.cli.pull import fetch
+from luce.cli.repl.model_replier import ModelReply, template_variables
+from luce.cli.repl.replier import Request, Thinking
+from luce.config.environment import environment
 from luce.config.settings import Config, flag
 from luce.errors import UsageError
+from luce.text.reasoning import Delta
 
 #: groups of the settings that this verb takes
 SETTINGS = (*LOADED, "sampling")
@@ -35,25 +41,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", metavar="N", help="seed of the random choices (default: random)")
     parser.set_defaults(behind_flags="prompt")
+    parser.add_argument("--think", metavar="VALUE", default="", help="as in luce chat: on, off, low, ..., show or hide")
     add_json(parser)
     add_settings(parser, SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Generate the reply. The exit status is 130 if Ctrl-C ended it."""
-    config, sampling = _checked(arguments)
+    config, sampling, thinking = _checked(arguments)
     prompt = _prompt(arguments)
     path = fetch(arguments.model)
     with progress.shown(f"loading {path.name}") as wait:
         model = open_model(path, config, wait.share)
     with model:
-        return _reply(model, prompt, arguments, sampling)
+        return _reply(model, prompt, arguments, Request(sampling, thinking.think), fold=not thinking.shown)
 
 
-def _checked(arguments: argparse.Namespace) -> tuple[Config, dict[str, Any]]:
-    """The Config, and the keywords of Model.generate. Raises one UsageError that holds every problem."""
+def _checked(arguments: argparse.Namespace) -> tuple[Config, dict[str, Any], Thinking]:
+    """The Config, the keywords of Model.generate, and --think. Raises one UsageError that holds every problem."""
     problems: list[UsageError] = []
-    config, sampling = Config(), {}
+    config, sampling, thinking = Config(), {}, Thinking()
     try:
         config = settings(arguments)
     except UsageError as error:
@@ -69,8 +76,13 @@ def _checked(arguments: argparse.Namespace) -> tuple[Config, dict[str, Any]]:
                 sampling[name] = options.parse(name, text, flag(name))
             except UsageError as error:
                 problems.append(error)
+    if arguments.think:
+        try:
+            thinking = thinking.changed(arguments.think, "--think")
+        except UsageError as error:
+            problems.append(error)
     options.raise_together(problems)
-    return config, sampling
+    return config, sampling, thinking
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -84,45 +96,71 @@ def _prompt(arguments: argparse.Namespace) -> str:
     return "\n\n".join(parts)
 
 
-def _reply(model: Model, prompt: str, arguments: argparse.Namespace, sampling: dict[str, Any]) -> int:
+def _reply(model: Model, prompt: str, arguments: argparse.Namespace, asked: Request, *, fold: bool) -> int:
     """Print the reply. A model without a chat template continues the prompt unchanged."""
-    shown = printable if sys.stdout.isatty() else str
+    template = model.chat.template
+    variables = template_variables("" if template is None else template.source, asked.think, "--think")
     with progress.shown("reading the prompt", unit="tokens") as wait:
         ids: str | list[int] = prompt
-        if model.chat.template is not None or arguments.system:
+        splitter = None
+        if template is not None or arguments.system:
             messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-            ids = model.chat.prompt([*messages, {"role": "user", "content": prompt}])
-        generation = model.generate(ids, on_progress=wait.update, **sampling)
-        begun = False
-        try:
-            for token in generation:
-                if arguments.json:
-                    wait.end()
-                    print(json.dumps({"event": "token", "id": token.id, "text": token.text}), flush=True)
-                elif token.text:
-                    wait.end()
-                    begun = not token.text.endswith("\n")
-                    print(shown(token.text), end="", flush=True)
-        except KeyboardInterrupt:
-            if begun:
-                # The shell's prompt begins a line of its own.
-                print(flush=True)
-            raise
+            ids = model.chat.prompt([*messages, {"role": "user", "content": prompt}], **variables)
+            splitter = model.chat.splitter(ids)
+        generation = model.generate(ids, on_progress=wait.update, **asked.sampling)
+        reply = ModelReply(generation, splitter, prompt=None if isinstance(ids, str) else len(ids))
+        if arguments.json:
+            rest = _print_tokens(reply, wait)
+        else:
+            _print_text(reply, wait, _thought_writer(fold=fold))
+            return 0
     finish = generation.finish
     assert finish is not None
-    if arguments.json:
-        timings = finish.timings
-        end = {
-            "event": "end",
-            "reason": finish.reason.value,
-            "text": finish.text,
-            "seed": finish.seed,
-            "prompt_tokens": timings.prompt_tokens,
-            "predicted_tokens": timings.predicted_tokens,
-            "prompt_seconds": timings.prompt,
-            "predicted_seconds": timings.predicted,
-        }
-        print(json.dumps(end))
-    else:
-        print(shown(finish.text))
+    timings = finish.timings
+    end = {
+        "event": "end",
+        "reason": finish.reason.value,
+        "text": rest.content,
+        "reasoning": rest.reasoning,
+        "seed": finish.seed,
+        "prompt_tokens": timings.prompt_tokens,
+        "predicted_tokens": timings.predicted_tokens,
+        "prompt_seconds": timings.prompt,
+        "predicted_seconds": timings.predicted,
+    }
+    print(json.dumps(end))
     return 0
+
+
+def _print_tokens(reply: ModelReply, wait: progress.Wait) -> Delta:
+    """Print one JSON object per token. Returns the text behind the last one."""
+    for delta in reply:
+        wait.end()
+        if reply.token is None:
+            return delta
+        event = {"event": "token", "id": reply.token.id, "text": delta.content, "reasoning": delta.reasoning}
+        print(json.dumps(event), flush=True)
+    return Delta("")
+
+
+def _print_text(reply: ModelReply, wait: progress.Wait, thoughts: ThoughtWriter | None) -> None:
+    writer = PlainWriter(sys.stdout, thoughts, raw=not sys.stdout.isatty())
+    try:
+        for delta in reply:
+            if any(delta):
+                wait.end()
+            if delta.reasoning:
+                writer.reason(delta.reasoning)
+            if delta.content:
+                writer.write(delta.content)
+    finally:
+        # Also after Ctrl+C: the shell's prompt begins a line of its own.
+        writer.end()
+
+
+def _thought_writer(*, fold: bool) -> ThoughtWriter | None:
+    """Writes the reasoning on standard error, as in luce chat; None: nowhere."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    if console.is_terminal and not console.is_dumb_terminal and environment("NO_COLOR") is None:
+        return MarkdownWriter(console, fold=fold)
+    return None if fold else PlainThoughts(sys.stderr)

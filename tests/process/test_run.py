@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,3 +80,13 @@ def test_the_prompt_has_a_bar_until_the_first_token() -> None:
     screen.child.sendintr()
     assert screen.ended() == 130
     assert not any("━" in line for line in screen.lines())
+
+
+def test_reasoning_is_folded_on_standard_error() -> None:
+    screen = Screen(
+        CODE.format(hang_loading=False, reply="['<think>', 'first\\n', 'second', '</think>', 'Fine', HANG]")
+    )
+    screen.until(lambda: screen.lines()[-1:] == ["Fine"])
+    assert re.fullmatch(r"▸ thought for \d+\.\d s", screen.lines()[0]) and len(screen.lines()) == 2
+    screen.child.sendintr()
+    assert screen.ended() == 130

@@ -62,7 +62,7 @@ def test_help_is_quick() -> None:
         (["run", "--help", "x"], "--help x: expected --help or --help all (luce run --help tells more)"),
         (["run"], "the following arguments are required: MODEL (luce run --help tells more)"),
         (["serve", "x", "--target-devices"], "argument --target-devices/--devices: expected one argument (luce serve "),
-        (["chat", "x", "--nonsense"], "--nonsense: unknown (luce chat --help tells more)"),
+        (["chat", "x", "--xyzzy"], "--xyzzy: unknown (luce chat --help tells more)"),
         (["run", "x", "y", "--max-c", "5"], "--max-c 5: unknown; did you mean --max-ctx? (luce run --help tells more)"),
         (["cache"], "the following arguments are required: ACTION (luce cache --help tells more)"),
     ],
@@ -187,6 +187,50 @@ def test_run_prints_the_text_that_a_deadline_cuts_off(scripted: Any, capsys: pyt
     *tokens, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert "".join(token["text"] for token in tokens) == "Fine,"
     assert (end["reason"], end["text"]) == ("deadline", " thanks")
+
+
+THINKING = ["<think>", "h", "m", "</think>", "yes", "."]
+
+
+def test_run_keeps_reasoning_off_standard_output(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = scripted(THINKING, THINKING, THINKING, ["<think>", "h"])
+    assert main(["run", "x.gguf", "hi"]) == 0
+    assert capsys.readouterr() == ("yes.\n", "")
+    assert main(["run", "x.gguf", "hi", "--think", "show"]) == 0
+    assert capsys.readouterr() == ("yes.\n", "hm\n\n")
+    assert main(["run", "x.gguf", "hi", "--think", "off"]) == 0
+    assert model.chat.variables == [{}, {}, {"enable_thinking": False}]
+    capsys.readouterr()
+    assert main(["run", "x.gguf", "hi", "--think", "show"]) == 0  # a reply without an answer
+    assert capsys.readouterr() == ("", "h\n\n")
+
+
+def test_run_marks_reasoning_in_its_events(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    scripted(THINKING, ["<think>", "h", " "])
+    assert main(["run", "x.gguf", "hi", "--json"]) == 0
+    *tokens, end = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [token["reasoning"] for token in tokens] == ["", "h", "m", "", "", ""]
+    assert [token["text"] for token in tokens] == ["", "", "", "", "yes", "."]
+    assert [token["id"] for token in tokens] == [1, 2, 3, 4, 5, 6]
+    assert (end["text"], end["reasoning"]) == ("", "")
+    model = scripted(["<think>", "h"])
+    model.held = "m"
+    assert main(["run", "x.gguf", "hi", "--json"]) == 0
+    end = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (end["text"], end["reasoning"]) == ("", "m")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("maybe", "--think: expected show, hide, default, on, off, minimal, low, medium, high, xhigh, got 'maybe'"),
+        ("low", "--think: think low: the model's chat template has no reasoning_effort"),
+    ],
+)
+def test_run_refuses_think(scripted: Any, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    scripted("Fine.")
+    assert main(["run", "x.gguf", "hi", "--think", value]) == 2
+    assert capsys.readouterr().err == f"luce: {message}\n"
 
 
 def test_run_without_a_template_continues_the_text(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,7 +108,7 @@ def test_set_is_passed_on() -> None:
         ("/set temperature 3", "luce: /set temperature: expected a number in [0, 2], got '3'\n"),
         ("/set frequency_penalty 2.5", "luce: /set frequency_penalty: expected a number in [-2, 2], got '2.5'\n"),
         ("/set seed x", "luce: /set seed: expected an integer in"),
-        ("/set max_tokens 0", "luce: /set max_tokens: expected an integer in 1..2147483647, got '0'\n"),
+        ("/set max_tokens 0", "luce: /set max_tokens: expected an integer in 1..2147483647 (4k is 4096), got '0'\n"),
         ("/set port 80", "luce: /set port: expected one of temperature, "),
         ("/set colour", "luce: /set: expected one of temperature, "),
         ("/set verbose maybe", "luce: /set verbose: expected on or off, got 'maybe'\n"),

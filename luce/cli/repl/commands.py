@@ -122,14 +122,10 @@ def _set_system(session: Session, value: str) -> None:
 def set_think(session: Session, value: str) -> None:
     """Switch the reasoning on or off, or show and fold it. Raises UsageError."""
     settings = session.settings
-    if value in ("show", "hide"):
-        settings.show_thinking = value == "show"
-    elif value in (*THINK, "default"):
-        think = None if value == "default" else value
-        session.replier.check(Request(think=think), "/set")
-        settings.think = think
-    elif value:
-        raise UsageError(f"/set think: expected show, hide, default, {', '.join(THINK)}, got {value!r}")
+    if value:
+        thinking = settings.thinking.changed(value, "/set think")
+        session.replier.check(Request(think=thinking.think), "/set")
+        settings.thinking = thinking
     session.note(f"think {show.switches(session)['think']}")
 
 

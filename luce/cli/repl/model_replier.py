@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from luce.api import Generation, Model
 from luce.cli.repl.replier import Ending, Messages, Replier, Reply, Request
 from luce.config.sampling import SAMPLERS
 from luce.config.settings import sampling_default
+from luce.engine.events import Token
 from luce.errors import UsageError
 from luce.text.reasoning import Delta, ReasoningSplitter
 
@@ -17,15 +18,17 @@ _MIB = 2**20
 
 
 class ModelReply(Reply):
-    """The reply of a generation. `splitter` separates its reasoning."""
+    """The reply of a generation. `splitter` separates its reasoning; None: it has none."""
 
-    def __init__(self, generation: Generation, splitter: ReasoningSplitter | None, prompt: int) -> None:
+    def __init__(self, generation: Generation, splitter: ReasoningSplitter | None, prompt: int | None) -> None:
         self._generation = generation
         self._splitter = splitter
         self.prompt = prompt
+        #: the token of the last delta; None behind the last token
+        self.token: Token | None = None
 
     def __next__(self) -> Delta:
-        token = next(self._generation, None)
+        self.token = token = next(self._generation, None)
         if token is not None:
             self.tokens += 1
             return self._split(token.text)
@@ -85,7 +88,7 @@ class ModelReplier(Replier):
         """As in Replier."""
         self.check(request, "this chat")
         model = self._model
-        ids = self._prompt(messages, request.think)
+        ids = model.chat.prompt(messages, **template_variables(self._source, request.think, "this chat"))
         generation = model.generate(ids, on_progress=on_progress, **request.sampling)
         return ModelReply(generation, model.chat.splitter(ids), len(ids))
 
@@ -99,9 +102,7 @@ class ModelReplier(Replier):
 
     def check(self, request: Request, origin: str) -> None:
         """As in Replier."""
-        for name in _variables(request.think):
-            if not re.search(rf"\b{name}\b", self._source):
-                raise UsageError(f"{origin}: think {request.think}: the model's chat template has no {name}")
+        template_variables(self._source, request.think, origin)
         if request.response_format is not None:
             raise UsageError(f"{origin}: replies of the model in this process cannot be held to a format")
 
@@ -150,12 +151,16 @@ class ModelReplier(Replier):
     def close(self) -> None:
         """Nothing: the model has an owner."""
 
-    def _prompt(self, messages: Messages, think: str | None) -> Sequence[int]:
-        return self._model.chat.prompt(messages, **_variables(think))
 
+def template_variables(source: str, think: str | None, origin: str) -> dict[str, Any]:
+    """The variables of a chat template for Thinking.think.
 
-def _variables(think: str | None) -> dict[str, Any]:
-    """The variables of a chat template for a value of /set think."""
+    Raises UsageError that begins with `origin` if the template's source does not read them.
+    """
     if think is None:
         return {}
-    return {"enable_thinking": think == "on"} if think in ("on", "off") else {"reasoning_effort": think}
+    variables = {"enable_thinking": think == "on"} if think in ("on", "off") else {"reasoning_effort": think}
+    for name in variables:
+        if not re.search(rf"\b{name}\b", source):
+            raise UsageError(f"{origin}: think {think}: the model's chat template has no {name}")
+    return variables

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from luce.errors import UsageError
 from luce.text.reasoning import Delta
 
 #: what `/set think` takes for a model: a switch, or how much to reason
 THINK = ("on", "off", "minimal", "low", "medium", "high", "xhigh")
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """What `/set think` and `--think` choose."""
+
+    #: one of THINK; None: as the model does by itself
+    think: str | None = None
+    #: the whole reasoning shows
+    shown: bool = False
+
+    def changed(self, value: str, origin: str) -> Thinking:
+        """After a value: one of THINK, default, show or hide. Raises UsageError that begins with `origin`."""
+        if value in ("show", "hide"):
+            return replace(self, shown=value == "show")
+        if value not in (*THINK, "default"):
+            raise UsageError(f"{origin}: expected show, hide, default, {', '.join(THINK)}, got {value!r}")
+        return replace(self, think=None if value == "default" else value)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
-from luce.cli.markdown import MarkdownWriter, PlainWriter, ReplyWriter, printable
+from luce.cli.markdown import MarkdownWriter, PlainThoughts, PlainWriter, ReplyWriter, printable
 from luce.cli.repl import conversation as files
 from luce.cli.repl.attachments import Attachment
 from luce.cli.repl.conversation import Conversation, Message
 from luce.cli.repl.input import HistoryFile, Input, no_echo
-from luce.cli.repl.replier import Replier, Request
+from luce.cli.repl.replier import Replier, Request, Thinking
 from luce.cli.repl.turn import Interrupt, Turn
 from luce.engine.events import FinishReason
 from luce.errors import ContextError, UsageError
@@ -31,11 +31,9 @@ class Settings:
 
     #: sampling values
     sampling: dict[str, Any] = field(default_factory=dict)
+    thinking: Thinking = field(default_factory=Thinking)
     #: as in Request
-    think: str | None = None
     response_format: Mapping[str, Any] | None = None
-    #: the whole reasoning stays on the screen
-    show_thinking: bool = False
     verbose: bool = False
     wordwrap: bool = True
     nohistory: bool = False
@@ -118,7 +116,7 @@ class Session:
     def request(self, seed: int | None = None) -> Request:
         """What the settings ask of the next reply."""
         sampling = self.settings.sampling if seed is None else {**self.settings.sampling, "seed": seed}
-        return Request(dict(sampling), self.settings.think, self.settings.response_format)
+        return Request(dict(sampling), self.settings.thinking.think, self.settings.response_format)
 
     def attach(self, item: Attachment, origin: str) -> int | None:
         """Put a text in front of the next message. Returns its number of tokens, None if it is not known.
@@ -164,10 +162,10 @@ class Session:
     def _writer(self) -> ReplyWriter:
         screen, settings = self.screen, self.settings
         if screen.rendered is not None and settings.wordwrap:
-            return MarkdownWriter(screen.rendered, fold=not settings.show_thinking)
+            return MarkdownWriter(screen.rendered, fold=not settings.thinking.shown)
         # Standard output is for the reply where it is no terminal.
         thoughts = sys.stdout if screen.interactive else sys.stderr
-        return PlainWriter(sys.stdout, thoughts if settings.show_thinking else None)
+        return PlainWriter(sys.stdout, PlainThoughts(thoughts) if settings.thinking.shown else None)
 
     def _waiting(self) -> Console | None:
         """Where a spinner shows that a reply is waited for."""
